@@ -1,10 +1,36 @@
-"""The command `verl-ray` as `python -m controllers`."""
+"""The program `verl-ray`, also as `python -m controllers`.
+
+A run is made by a driver under a supervisor, and any other command by this process.
+"""
 
 from __future__ import annotations
 
 import sys
 
-from controllers.command_line import main
+from controllers.supervisor import (
+    is_supervised,
+    report_to_supervisor,
+    reports,
+    supervise,
+)
+
+
+def main() -> int:
+    """Run the command of this process and return its exit code."""
+    if is_supervised():
+        report_to_supervisor()
+    elif sys.argv[1:2] == ["train"]:
+        return supervise(sys.orig_argv)
+
+    # The supervisor does without it, and without the second that it takes.
+    from controllers.command_line import main as run_command
+
+    try:
+        return run_command()
+    finally:
+        # A driver that was ended from outside, or by Ray, does not come here.
+        reports().end()
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -7,13 +7,15 @@ commands do, and their help (`commands`).
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import importlib
 import os
 import sys
-from collections.abc import Sequence
-from typing import Protocol, cast
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, cast
 
 from controllers.commands.check import (
     check,
@@ -21,11 +23,12 @@ from controllers.commands.check import (
     print_warnings,
 )
 from controllers.commands.check_data import print_readings
+from controllers.commands.check_pools import parse_rates
 from controllers.commands.configuration import print_configuration
 from controllers.commands.multirun import multirun
 from controllers.commands.options import unknown_options
 from controllers.commands.resume_hint import failure_hint, resume_hint
-from controllers.commands.usage import HELP, USAGE, parser_of, versions
+from controllers.commands.usage import CHECKPOINTS, HELP, USAGE, parser_of, versions
 from controllers.compose.roots import named_root
 from controllers.run.finished import finished_step, show_finished
 from verl_ray.cluster.signals import (
@@ -34,6 +37,7 @@ from verl_ray.cluster.signals import (
     stop_on_signals,
     stoppable,
 )
+from verl_ray.cluster.terminals import outlast_full_disks
 from verl_ray.config.schema import Config
 from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import ConfigError, Interrupted, Problem, VerlRayError
@@ -43,7 +47,9 @@ from verl_ray.preflight.described_machine import parse_machine
 _MODULES_WITH_FLAGS = {
     "bench": "controllers.bench",
     "export": "controllers.commands.export",
+    "ledger": "controllers.commands.ledger",
     "plan": "controllers.commands.plan",
+    "status": "controllers.commands.status",
 }
 """Command with flags of its own -> the module whose `main` reads them."""
 
@@ -51,7 +57,7 @@ _MODULES_WITH_FLAGS = {
 class TakesConfig(Protocol):
     """The implementation of a command that takes a checked configuration."""
 
-    def __call__(self, config: Config) -> int: ...
+    def __call__(self, config: Config, **settings: Any) -> int: ...
 
 
 class TakesArguments(Protocol):
@@ -63,6 +69,7 @@ class TakesArguments(Protocol):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    outlast_full_disks()
 
     try:
         # Other projects may have packages of the same common names.
@@ -117,12 +124,8 @@ def _run_typed(command: str, arguments: Sequence[str]) -> int:
         command: the command.
         arguments: all arguments of `verl-ray`, the command first.
     """
-    # Options may stand between overrides.
-    parser = parser_of(command)
-    options, others = parser.parse_known_intermixed_args(arguments[1:])
-    if others or (options.resolve and options.cfg is None):
-        known = [name for action in parser._actions for name in action.option_strings]
-        raise ConfigError(unknown_options(command, others, known))
+    options = _parsed(command, arguments[1:])
+    settings = _compared(options) if command == "evaluate" else {}
 
     # Printing and checking start nothing, so they may show the quickstart.
     root = options.config_name
@@ -139,10 +142,9 @@ def _run_typed(command: str, arguments: Sequence[str]) -> int:
         )
 
     # Only `check` can leave the data out, and ask about another machine.
-    reads_data = command != "check" or options.data == "on"
-    described = None
-    if command == "check" and options.machine is not None:
-        described = parse_machine(options.machine)
+    is_check = command == "check"
+    reads_data = not is_check or options.data == "on"
+    described = parse_machine(options.machine) if is_check and options.machine else None
     if options.multirun:
         return multirun(
             command,
@@ -156,7 +158,12 @@ def _run_typed(command: str, arguments: Sequence[str]) -> int:
 
     if command == "check":
         return check(
-            name, options.overrides, folder, reads_data=reads_data, described=described
+            name,
+            options.overrides,
+            folder,
+            reads_data=reads_data,
+            described=described,
+            rates=None if options.rates is None else parse_rates(options.rates),
         )
 
     return _run_with_config(
@@ -165,7 +172,47 @@ def _run_typed(command: str, arguments: Sequence[str]) -> int:
         config_name=name,
         overrides=options.overrides,
         config_dir=folder,
+        settings=settings,
     )
+
+
+def _parsed(command: str, arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the options and the overrides behind a command.
+
+    Raises:
+        ConfigError: The command has no such option.
+    """
+    # Options may stand between overrides.
+    parser = parser_of(command)
+    options, others = parser.parse_known_intermixed_args(arguments)
+    if others or (options.resolve and options.cfg is None):
+        known = [name for action in parser._actions for name in action.option_strings]
+        raise ConfigError(unknown_options(command, others, known))
+    return options
+
+
+def _compared(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what `evaluate` compares; overrides behind the option become overrides.
+
+    Raises:
+        ConfigError: The option names nothing, or several runs would each compare.
+    """
+    words = options.checkpoints
+    is_override = [
+        "=" in word.split("/")[0] and not Path(word).exists() for word in words
+    ]
+    pairs = list(zip(words, is_override, strict=True))
+    options.overrides += [word for word, is_one in pairs if is_one]
+    checkpoints = [word for word, is_one in pairs if not is_one]
+    if words and not checkpoints:
+        rule = "names no checkpoint: the words behind it are overrides"
+        fix = "Write paths of checkpoints, base or all."
+        raise ConfigError([Problem(CHECKPOINTS, " ".join(words), rule, fix)])
+    if checkpoints and options.multirun:
+        rule = "compares models in one run, and --multirun starts several"
+        fix = "Leave out one of them."
+        raise ConfigError([Problem(CHECKPOINTS, " ".join(checkpoints), rule, fix)])
+    return {"checkpoints": checkpoints}
 
 
 def _unnamed_root(command: str) -> Problem:
@@ -193,6 +240,7 @@ def _run_with_config(
     config_name: str,
     overrides: Sequence[str],
     config_dir: str | None,
+    settings: Mapping[str, Any],
 ) -> int:
     """Check the configuration, then run a command that takes it.
 
@@ -202,6 +250,7 @@ def _run_with_config(
         config_name: the root config.
         overrides: what the user typed, in Hydra's grammar.
         config_dir: a folder of the user's own, or None.
+        settings: what the command takes beside the configuration.
     """
     stop_on_signals()
     config = None
@@ -215,7 +264,7 @@ def _run_with_config(
                 show_finished(config, step)
                 return 0
 
-        work = functools.partial(_implementation(command), config)
+        work = functools.partial(_implementation(command), config, **settings)
         if command != "train":
             return stoppable(work)
         # A second signal ends the process before it comes to the hint below.

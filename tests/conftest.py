@@ -28,6 +28,9 @@ from verl_ray.cluster.session import Session
 settings.register_profile(
     "unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
+settings.register_profile(
+    "derandomized", settings.get_profile("unhurried"), derandomize=True, database=None
+)
 settings.load_profile("unhurried")
 
 
@@ -110,8 +113,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 LONG = (
-    "test_notebook",
+    "test_drills",
     "test_readme",
+    "test_kills",
+    "test_notebook",
     "test_contract",
     "test_recovery",
     "test_training",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 _DIES = """
 import os, tempfile
-from verl_ray.weight_sync.shared_files import FOLDER, prefix
+from verl_ray.shared_files import FOLDER, prefix
 folder = tempfile.mkdtemp(prefix=prefix("adapter"), dir=FOLDER)
 open(f"{folder}/adapter_model.safetensors", "w").close()
 file = f"{FOLDER}/{prefix('weights')}dies-0"

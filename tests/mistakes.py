@@ -54,7 +54,8 @@ class Answer:
 
     Attributes:
         code: Exit code of the command.
-        cpu_s: Seconds of CPU time, those of its child processes included.
+        cpu_s: Seconds of CPU time, those of its child processes included; zero if nobody
+            counted.
         text: Everything that it printed.
     """
 
@@ -81,20 +82,24 @@ class Answer:
         return faults
 
 
+def environment(folder: Path) -> dict[str, str]:
+    """Return the environment of commands whose home is this folder."""
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+    for name in ("WANDB_API_KEY", "RAY_ADDRESS"):
+        variables.pop(name, None)
+    variables["HOME"] = str(folder)
+    # Nobody answers there.
+    variables["HF_ENDPOINT"] = "http://127.0.0.1:9"
+    variables["PYTHONPATH"] = str(ROOT)
+    return variables
+
+
 def make(mistake: Mistake, folder: Path) -> Answer:
     """Run the command of a mistake in a process of its own."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
-    for name in ("WANDB_API_KEY", "RAY_ADDRESS"):
-        environment.pop(name, None)
-    environment["HOME"] = str(folder)
-    # Nobody answers there.
-    environment["HF_ENDPOINT"] = "http://127.0.0.1:9"
-    environment["PYTHONPATH"] = str(ROOT)
-
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     ended = subprocess.run(
         [sys.executable, "-m", "controllers", *mistake.arguments],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=120,
+        cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
 
@@ -163,6 +168,14 @@ def _of_keys_and_values(inputs: Inputs) -> list[Mistake]:
         ),
         ("an engine that does not exist", "backend=deepspeed", "fsdp"),
         ("a GPU without its memory", "--machine=gpus=8,gpu=H100", "mean H100-80G?"),
+        (
+            "the schedule of a learning rate",
+            "schedule=cosine",
+            "actor.optimizer.schedule=cosine",
+        ),
+        ("overlap in one placement", "schedule=one_step_off", "Use placement=separate"),
+        ("older tokens alone", "rollout.staleness=1", "choose schedule=carry_over"),
+        ("a key of before", "rollout.in_flight=8", "is now rollout.concurrency"),
     ]
     return [
         Mistake(name, _check(inputs, override), fix) for name, override, fix in table
@@ -186,13 +199,15 @@ def _of_other_systems(inputs: Inputs) -> list[Mistake]:
         ("trainer.total_epochs=2", "Here it is run.total_epochs"),
         ("checkpointing.enabled=true", "run.checkpoint_every"),
         ("policy.dtensor_cfg.enabled=true", "backend=fsdp"),
-        ("algorithm.filter_groups.enable=true", "No group is filtered"),
-        ("overlong_buffer.enable=true", "algorithm.truncated=mask"),
+        ("algorithm.filter_groups.enable=true", "algorithm.dynamic_sampling=10"),
+        ("overlong_buffer.enable=true", "algorithm.overlong_share"),
         ("critic_learning_rate=1e-5", "With a critic (algorithm=ppo)"),
         ("weight_decay=0.1", "Here it is actor.optimizer.weight_decay"),
         ("do_sample=false", "evaluation.temperature=0"),
         ("reward.function=own.py:f", "reward.functions.default"),
         ("attn_implementation=sdpa", "Nothing to set"),
+        ("max_off_policy_steps=8", "rollout.staleness is the bound"),
+        ("partial_rollout=true", "schedule=carry_over"),
     ]
     return [
         Mistake(f"{override.split('=')[0]} of another system", _check(inputs, override), fix)
@@ -325,6 +340,24 @@ def _of_rewards(inputs: Inputs, folder: Path) -> list[Mistake]:
     ):
         arguments = _check(inputs, f"reward.functions.default={spec}")
         listed.append(Mistake(name, arguments, fix))
+
+    for name, table, fix in (
+        (
+            "a form without a closing bracket",
+            'format, pattern: "("',
+            "regular expression",
+        ),
+        ("an argument with a wrong letter", "format, tag: [think]", "mean tags?"),
+        ("a kind of ROUGE that is none", "rouge, kind: rougeX", "rougeLsum"),
+        ("a schema that is not there", "json_schema, schema_path: no.json", "no.json"),
+        (
+            "a schema with a reference to nothing",
+            'json_schema, schema: {items: {$ref: "#/item"}}',
+            "reference '#/item'",
+        ),
+    ):
+        setting = f"reward.functions.default={{function: {table}}}"
+        listed.append(Mistake(name, _check(inputs, setting), fix))
     return listed
 
 
@@ -494,6 +527,11 @@ def _of_files_and_commands(inputs: Inputs, folder: Path) -> list[Mistake]:
             "export of a folder that is no run",
             ("export", str(inputs.model), str(folder / "exported")),
             "checkpoint",
+        ),
+        Mistake(
+            "ledger of a folder that is no run",
+            ("ledger", str(inputs.model)),
+            "Give the folder of a run",
         ),
         Mistake(
             "export --best of a run that got worse",

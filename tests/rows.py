@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from verl_ray.algorithms.estimators import ResponseColumns
 from verl_ray.data.batch import Ragged, offsets_of
 from verl_ray.data.stages import (
     Finish,
@@ -59,6 +60,18 @@ def rollouts_of(
     )
 
 
+def columns_of(rollouts: Rollouts) -> ResponseColumns:
+    """What the driver knows of rows whose groups lie one after another."""
+    group = rollouts.group_id
+    return ResponseColumns(
+        finish=rollouts.finish,
+        group_id=group,
+        trajectory_id=rollouts.trajectory_id,
+        length=rollouts.response_length.astype(np.int64),
+        is_last=np.append(group[1:] != group[:-1], True),
+    )
+
+
 def on_responses(rollouts: Rollouts, values: Sequence[float]) -> Float32:
     """A token column: these values at the response tokens, one after another, 0
     elsewhere.
@@ -95,4 +108,6 @@ def rewards_of(
             [0.0] * count if advantage is None else advantage, np.float32
         ),
         in_loss=np.array([True] * count if in_loss is None else in_loss, bool),
+        is_member=np.ones(count, bool),
+        is_positive=np.array(reward, np.float32) > 0,
     )

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
+from controllers.compose.composition import compose
 from controllers.compose.listing import groups
 from verl_ray.algorithms.advantages import ADVANTAGES
-from verl_ray.algorithms.catalogue import POLICY_LOSSES
 from verl_ray.algorithms.declaration import Declaration
+from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
 from verl_ray.algorithms.row_weights import AGGREGATIONS
 from verl_ray.backends import BACKENDS
+from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.rewards.built_in import BUILT_IN
+from verl_ray.rewards.specs import spec_problem
 
 ROOT = Path(__file__).parents[1]
 
@@ -63,13 +68,21 @@ TABLES = {
     ],
     (
         "ARCHITECTURE.md",
-        "| `algorithm.policy_loss` | paper | ratio to the old policy | reads |",
+        "| `algorithm.policy_loss` | paper | ratio of a | reads |",
     ): [
-        row(f"`{name}`", one.paper, "yes" if one.has_ratio else "no", reads(one))
+        row(f"`{name}`", one.paper, one.sequence if one.has_ratio else "-", reads(one))
         for name, one in POLICY_LOSSES.items()
     ],
     ("ARCHITECTURE.md", "| `algorithm.aggregation` | source | reads |"): [
         row(f"`{name}`", one.paper, reads(one)) for name, one in AGGREGATIONS.items()
+    ],
+    ("docs/data.md", "| function | score of a response | arguments |"): [
+        row(
+            f"`{name}`",
+            one.about,
+            ", ".join(f"`{argument}`" for argument in one.arguments) or "-",
+        )
+        for name, one in BUILT_IN.items()
     ],
 }
 
@@ -105,3 +118,33 @@ def test_a_table_has_a_row_for_each_declaration(document: str, head: str) -> Non
     assert found == declared, (
         f"{document}, under {head}: add\n{paste(missing)}\ntake out\n{paste(stale)}"
     )
+
+
+INPUTS = ("model.path=/m", "data.train_path=t", "data.validation_path=v")
+
+
+def test_the_examples_of_rewards_can_be_set(tmp_path: Path) -> None:
+    text = (ROOT / "docs/data.md").read_text("utf-8")
+    examples = re.findall(r"^'?reward\.functions\.default=(.+?)'?$", text, re.MULTILINE)
+    # Each for a data source of its own.
+    sources = [f"reward.functions.s{i}={one}" for i, one in enumerate(examples)]
+    config = compose("grpo", [*INPUTS, *sources])
+    specs = config.active_graders(learns=True)["reward"].named_functions or {}
+    rules = [
+        problem.rule
+        for spec in specs.values()
+        if (problem := spec_problem(spec, "reward.functions")) is not None
+    ]
+    # The files of the examples are the reader's own.
+    assert len(specs) == len(examples) + 1 > 8
+    assert len(rules) == 2 and "grader.py does not exist" in rules[0]
+    assert "schema.json" in rules[1]
+
+    (mixture,) = re.findall(r"^```yaml\n(.+?)^```$", text, re.MULTILINE | re.DOTALL)
+    path = tmp_path / "reward/right_and_form.yaml"
+    path.parent.mkdir()
+    path.write_text(mixture)
+    chosen = [*INPUTS, "reward=right_and_form"]
+    config = compose("grpo", chosen, config_dir=str(tmp_path))
+    assert isinstance(config, RLConfig) and config.reward.as_mixture is not None
+    assert config.reward.as_mixture.weights == {"right": 1.0, "form": 0.1}

@@ -265,9 +265,9 @@ def test_the_quickstart_leaves_what_the_readme_says(first_run: Path) -> None:
         README.partition("## What a run writes")[2].partition("\n## ")[0],
         re.M,
     )
-    assert len(listed) == 14
-    # Another command and other tasks write these.
-    for name in set(listed) - {"evaluated", "model"}:
+    assert len(listed) == 17
+    # Another command, other tasks and failures write these.
+    for name in set(listed) - {"evaluated", "model", "faults.jsonl"}:
         assert (first_run / "outputs" / "first" / name).exists(), name
 
 

@@ -24,9 +24,12 @@ A `datasets.Dataset` and a list of dicts are rows. They are written to the folde
 run, so that it can be resumed.
 """
 
-Reward = str | Callable[..., Any] | Mapping[str, str | Callable[..., Any]]
-"""A built-in name, `file.py:function`, a function or class, or one of these by data
-source."""
+RewardFunction = str | Callable[..., Any] | Mapping[str, Any]
+"""A built-in name, `file.py:function`, a function or class, or a table of a name and
+its arguments, as in `{"function": "rouge", "stem": True}`."""
+
+Reward = str | Callable[..., Any] | Mapping[str, RewardFunction]
+"""A name, a function or a class, or a dict of these and of tables by data source."""
 
 Overrides = Mapping[str, Any] | Sequence[str]
 """Settings by key, nested or dotted, or texts as on the command line."""

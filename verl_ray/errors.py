@@ -18,6 +18,8 @@ class VerlRayError(Exception):
     exit_code = 1
     origin: WorkerError | None = None
     """For an error raised in a worker: its process, and the place of its stack."""
+    spares_worker = False
+    """Whether a worker that raises the error can be called again, as it was before."""
 
     def report(self) -> str:
         """Return everything that a user is told, without a traceback.
@@ -234,6 +236,8 @@ class WeightSyncError(VerlRayError):
 class CheckpointError(VerlRayError):
     """A checkpoint cannot be written, or is missing, torn or foreign."""
 
+    spares_worker = True
+
 
 class TrackingError(VerlRayError):
     """The record of a run (metrics, samples, W&B run) cannot be written or read."""
@@ -245,6 +249,10 @@ class InstallationError(VerlRayError):
 
 class ClusterError(VerlRayError):
     """The Ray cluster cannot provide what the run needs."""
+
+
+class ClusterLost(ClusterError):
+    """A process of Ray that the run cannot do without has ended, or hangs."""
 
 
 class WorkerError(VerlRayError):

@@ -59,10 +59,14 @@ class Owner:
         return f"{self.boot}-{self.namespace}-{self.pid}-{self.started}"
 
     @property
+    def is_visible(self) -> bool:
+        """Whether this process sees it: it sees those of its own namespace alone."""
+        return (self.boot, self.namespace) == (_boot(), _namespace())
+
+    @property
     def has_ended(self) -> bool:
         """Whether the process no longer runs."""
-        # This process sees those of its own namespace alone.
-        if (self.boot, self.namespace) != (_boot(), _namespace()):
+        if not self.is_visible:
             return False
         return not self.started or _start_time(self.pid) != self.started
 

@@ -15,14 +15,19 @@ import torch
 from verl_ray.algorithms.credit import assign_credit, response_divergences
 from verl_ray.algorithms.losses import TokenLoss
 from verl_ray.algorithms.mismatch import compare_log_probs
-from verl_ray.algorithms.objectives import PolicyObjective, SupervisedObjective
+from verl_ray.algorithms.normalised_weights import mean_weight
+from verl_ray.algorithms.objectives import SupervisedObjective
+from verl_ray.algorithms.policy_objective import PolicyObjective
+from verl_ray.algorithms.token_selection import select_tokens
 from verl_ray.cluster.concurrency_groups import steering
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.config.rollout import WireName
+from verl_ray.data.batch import Int64
 from verl_ray.data.stages import (
     Credit,
     Divergence,
+    Float32,
     LogProbs,
     Recitals,
     Rollouts,
@@ -31,6 +36,7 @@ from verl_ray.data.stages import (
     TrainingBatch,
     Values,
 )
+from verl_ray.data.versions import VersionAges, versions_of_tokens
 from verl_ray.engine.base import EngineSpec, LossReport
 from verl_ray.engine.loss_accumulator import LossAccumulator
 from verl_ray.errors import WeightSyncError
@@ -38,8 +44,15 @@ from verl_ray.models.probe import probe_rows
 from verl_ray.ops.masked import Moments, whiten
 from verl_ray.ops.outputs import RequestedOutputs
 from verl_ray.rollout.update import Probe
+from verl_ray.weight_sync.kept_version import KeptVersion
 from verl_ray.weight_sync.manifest import Manifest
-from verl_ray.weight_sync.transport import Address, Sender, SendResult, WireSpec
+from verl_ray.weight_sync.transport import (
+    Address,
+    Sender,
+    SendResult,
+    Shards,
+    WireSpec,
+)
 from verl_ray.weight_sync.wires import SENDERS
 from workers.model_worker import MiniBatch, ModelWorker, UpdateReport, loss_weights
 
@@ -50,6 +63,7 @@ class ActorWorker(ModelWorker):
     def __init__(self, context: WorkerContext, spec: EngineSpec) -> None:
         super().__init__(context, spec)
         self._wire: tuple[Sender, WireSpec] | None = None
+        self._kept_version = KeptVersion()
 
     # ---------------------------------------------------------------------- one RL step
 
@@ -64,7 +78,7 @@ class ActorWorker(ModelWorker):
     def compute_divergence(
         self,
         rows: Rollouts,
-        policy: LogProbs,
+        policy: LogProbs | None,
         reference: LogProbs,
         algorithm: AlgorithmConfig,
     ) -> Divergence:
@@ -108,6 +122,10 @@ class ActorWorker(ModelWorker):
             algorithm, kl_coefficient, rows, rewards, policy, reference, values
         )
 
+    def data_sources(self, rows: Rollouts) -> list[str]:
+        """Return the data source of each of these rows."""
+        return rows.data_source.texts()
+
     def update(
         self,
         rows: Rollouts,
@@ -126,28 +144,45 @@ class ActorWorker(ModelWorker):
             whitening: Moments of the advantages over the whole step; None leaves the
                 advantages as they are.
         """
-        advantages = credit.advantages
-        if whitening is not None:
-            # Whitening moves zeros too, but they stay 0 outside the response mask.
-            advantages = whiten(advantages, whitening)
-            advantages = np.where(rows.response_mask, advantages, np.float32(0))
+        # No loss is built from tokens that are too old.
+        versions = versions_of_tokens(rows)
+        ages = mini_batch.ages
+        tokens_of_versions = {} if ages is None else ages.count(versions)
 
+        algorithm = objective.algorithm
+        advantages = _advantages(algorithm, rows, credit, whitening)
+        seed = mini_batch.seed
+        selections = select_tokens(
+            algorithm, rows, credit, advantages, old, seed, self.total
+        )
+        if objective.normalises:
+            mean = mean_weight(algorithm, rows, credit, old, self.total)
+            objective = replace(objective, mean_weight=mean)
+        sequence = rows.trajectory_id if algorithm.judges_trajectories else None
+        weights = loss_weights(rows, credit, mini_batch, sequence)
         batch = TrainingBatch(
             offsets=rows.offsets,
             tokens=rows.tokens,
             response_mask=rows.response_mask,
-            loss_weight=loss_weights(rows, credit, mini_batch),
+            selected=selections.selected,
+            uncertain=selections.uncertain,
+            loss_weight=weights,
+            sequence=sequence,
+            nll_weight=_nll_weights(algorithm, rows, credit, mini_batch, weights),
             rollout_log_probs=rows.rollout_log_probs,
             old_log_probs=None if old is None else old.log_probs,
             ref_log_probs=None if reference is None else reference.log_probs,
             advantages=advantages,
+            is_fresh=_is_fresh(rows, versions, ages),
         )
         report = self.learn(batch, objective)
-        # A row may have tokens of several versions.
-        versions = rows.version_spans.values[:, 1]
-        if not len(versions):
-            return report
-        return replace(report, oldest_version=int(versions.min()))
+        if ages is not None:
+            report = replace(
+                report,
+                tokens_of_versions=tokens_of_versions,
+                oldest_optimizer_steps=ages.oldest(tokens_of_versions),
+            )
+        return report
 
     # -------------------------------------------------------------- supervised training
 
@@ -244,19 +279,30 @@ class ActorWorker(ModelWorker):
         """Stop waiting in `connect_wire`, since a receiver will not connect."""
         self._sender.stop_waiting()
 
-    def send(self, index: int, whole: bool) -> SendResult:
+    def send(self, index: int, whole: bool, again: bool) -> SendResult:
         """Send this rank's slices of a bucket.
 
         Args:
             index: The number of the bucket.
             whole: Whether to send whole tensors instead of changes, because a receiver
                 may lack the last version.
+            again: Whether to send what was sent last, instead of the present weights.
         """
         sender, wire_spec = self._current_wire
         bucket = wire_spec.buckets[index]
-        shards = self.engine.shards(
-            bucket.names, separate_adapter=wire_spec.separate_adapter
-        )
+        # What never changes is not kept.
+        changes = bucket.adapter or not wire_spec.separate_adapter
+
+        shards: Shards | None = None
+        if again and changes:
+            shards = self._kept_version.shards(index, torch.device(self.context.device))
+            assert shards is not None, "a version is kept before a replica needs it"
+        if shards is None:
+            shards = self.engine.shards(
+                bucket.names, separate_adapter=wire_spec.separate_adapter
+            )
+            if wire_spec.keeps_version and changes:
+                shards = self._kept_version.keep(index, shards)
         return sender.send(bucket, shards, whole=whole)
 
     def finish_sync(self) -> None:
@@ -285,3 +331,62 @@ class ActorWorker(ModelWorker):
             sender, _ = self._wire
             sender.close()
             self._wire = None
+
+
+def _is_fresh(
+    rows: Rollouts, versions: Int64, ages: VersionAges | None
+) -> Float32 | None:
+    """Return 1 where a token is of the version that learns, float32 [tokens].
+
+    None where all tokens are.
+
+    Args:
+        versions: int64 [response tokens], the version that sampled each.
+    """
+    if ages is None or not ages.stale_rows:
+        return None
+    is_fresh = np.zeros(rows.num_tokens, np.float32)
+    is_fresh[rows.response_mask] = versions == ages.present
+    return is_fresh
+
+
+def _advantages(
+    algorithm: AlgorithmConfig,
+    rows: Rollouts,
+    credit: Credit,
+    whitening: Moments | None,
+) -> Float32:
+    """Return the advantages as the loss sees them, float32 [tokens]."""
+    advantages = credit.advantages
+    if whitening is not None:
+        # Whitening moves zeros too, but they stay 0 outside the response mask.
+        advantages = whiten(advantages, whitening)
+        advantages = np.where(rows.response_mask, advantages, np.float32(0))
+
+    bound = algorithm.advantage_clip
+    return advantages if bound is None else advantages.clip(-bound, bound)
+
+
+def _nll_weights(
+    algorithm: AlgorithmConfig,
+    rows: Rollouts,
+    credit: Credit,
+    mini_batch: MiniBatch,
+    weights: Float32,
+) -> Float32 | None:
+    """Return the weight of each token's negative log-likelihood beside its row's.
+
+    With the row's weight it is algorithm.positive_nll / tokens of positive rows, so
+    that the term is a mean over those, whatever the aggregation.
+
+    Returns:
+        float32 [tokens]; None without such a term.
+    """
+    weight = algorithm.positive_nll
+    if weight is None:
+        return None
+
+    counts = credit.is_positive & (weights > 0)
+    per_token = weight / max(mini_batch.positive_tokens, 1)
+    of_rows = np.where(counts, per_token / np.where(counts, weights, 1), 0)
+    return (of_rows[rows.row_of_token] * rows.response_mask).astype(np.float32)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from verl_ray.algorithms.objectives import ValueObjective
 from verl_ray.data.stages import Credit, Rollouts, Rows, TrainingBatch, Values
+from verl_ray.data.versions import versions_of_tokens
 from verl_ray.ops.outputs import RequestedOutputs
 from workers.model_worker import MiniBatch, ModelWorker, UpdateReport, loss_weights
 
@@ -36,6 +37,10 @@ class CriticWorker(ModelWorker):
 
         `rows`, `credit` and `values` are those of this rank's rows.
         """
+        # No loss is built from tokens that are too old.
+        if mini_batch.ages is not None:
+            mini_batch.ages.count(versions_of_tokens(rows))
+
         batch = TrainingBatch(
             offsets=rows.offsets,
             tokens=rows.tokens,

@@ -15,7 +15,7 @@ class Grader(ABC):
     """One rank of one component of the reward role."""
 
     @abstractmethod
-    def score(self, rows: Rollouts, step: int) -> Scores:
+    def score(self, rows: Rollouts, step: int, is_held_out: bool = False) -> Scores:
         """Return a score for every row, or a typed failure of that row.
 
         It raises only where no row can be scored.
@@ -24,6 +24,8 @@ class Grader(ABC):
             rows: The rows to score.
             step: The training step that is made; in an evaluation the last step of the
                 policy.
+            is_held_out: Whether it is an evaluation. Its scores also hold the answers
+                that were read out of the responses, where the grader reads any.
         """
 
     def needs_groups(self) -> bool:

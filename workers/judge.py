@@ -62,7 +62,7 @@ class JudgeWorker(Grader):
 
         self.server = RolloutServer(start)
 
-    def score(self, rows: Rollouts, step: int) -> Scores:
+    def score(self, rows: Rollouts, step: int, is_held_out: bool = False) -> Scores:
         """Return the judge's verdict on each response."""
         # Each step may give some rows a score; the others go on to the next.
         scores: dict[int, Score] = {}

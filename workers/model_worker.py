@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from verl_ray.algorithms.objectives import Objective
 from verl_ray.algorithms.row_weights import row_weights
+from verl_ray.checkpoint.file_records import FileRecord
 from verl_ray.cluster.concurrency_groups import concurrent
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.cluster.rendezvous import share_timeout
 from verl_ray.config.algorithm import AggregationName
+from verl_ray.data.batch import Int64
 from verl_ray.data.stages import Credit, LogProbs, Rollouts, Rows, TrainingBatch
+from verl_ray.data.versions import VersionAges
 from verl_ray.engine.base import EngineSpec, LossReport, StepReport
 from verl_ray.engine.build import build_engine
 from verl_ray.models.probe import plain_outputs, probe_rows
@@ -33,6 +38,8 @@ from verl_ray.profiling.memory import DeviceMemory, device_memory
 # itself.
 if TYPE_CHECKING:
     from verl_ray.checkpoint.sharded import BackgroundSave
+    from verl_ray.checkpoint.snapshot_names import SnapshotNames
+    from verl_ray.checkpoint.snapshots import RankSnapshots
 
 
 @dataclass(frozen=True)
@@ -41,8 +48,15 @@ class MiniBatch:
 
     total_tokens: int
     total_rows: int
+    """Rows with response tokens; sequences, where these are trajectories."""
     aggregation: AggregationName
     horizon: int | None
+    ages: VersionAges | None = None
+    """The policy versions that the loss may see; None where any may be seen."""
+    positive_tokens: int = 0
+    """Tokens of the rows with a score above 0."""
+    seed: tuple[int, ...] = ()
+    """Numbers that name the mini-batch, for random choices."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +75,10 @@ class UpdateReport:
 
     None without a device that reports its memory.
     """
-    oldest_version: int | None = None
-    """The oldest policy version that sampled a token of this rank's rows.
-
-    None where the rows are no rollouts.
-    """
+    tokens_of_versions: Mapping[int, int] = field(default_factory=dict)
+    """Response tokens of this rank's rows, by the policy version that sampled them."""
+    oldest_optimizer_steps: int = 0
+    """Age of the oldest of them, in optimizer steps of the policy."""
 
 
 class ModelWorker:
@@ -85,25 +98,45 @@ class ModelWorker:
         self._peak_flops_per_s = peak_flops_per_s(device, spec.backend.compute_dtype)
         self._saving: BackgroundSave | None = None
         self._saving_group: dist.ProcessGroup | None = None
+        self._snapshots: RankSnapshots | None = None
 
-    def compute_log_probs(self, rows: Rows, temperature: float) -> LogProbs:
+    def compute_log_probs(
+        self,
+        rows: Rows,
+        temperature: float,
+        with_entropy: bool = False,
+        with_squared_probs: bool = False,
+    ) -> LogProbs:
         """Return the log-probabilities of the response tokens.
 
         Args:
             temperature: The temperature that the tokens were sampled with.
+            with_entropy: Whether the entropies of the tokens are asked for as well.
+            with_squared_probs: Whether the sums of squared probabilities are.
         """
-        outputs = RequestedOutputs(log_probs=True, temperature=temperature)
+        outputs = RequestedOutputs(
+            log_probs=True,
+            entropy=with_entropy,
+            squared_probs=with_squared_probs,
+            temperature=temperature,
+        )
         return self._log_probs(rows, outputs)
 
     def _log_probs(self, rows: Rows, outputs: RequestedOutputs) -> LogProbs:
         results = self.engine.forward(rows, outputs)
         assert results.log_probs is not None
-        return LogProbs(offsets=rows.offsets, log_probs=results.log_probs)
+        return LogProbs(
+            offsets=rows.offsets,
+            log_probs=results.log_probs,
+            entropy=results.entropy,
+            squared_probs=results.squared_probs,
+        )
 
     def learn(self, rows: TrainingBatch, objective: Objective) -> UpdateReport:
         """Make one optimizer step on this rank's rows of a mini-batch."""
         began = time.perf_counter()
         loss = self.engine.forward_backward(rows, objective)
+        self._finish_snapshot()
         step = self.engine.optimizer_step()
         # The step waited for the gradient norm, so the device is done.
         seconds = time.perf_counter() - began
@@ -119,11 +152,26 @@ class ModelWorker:
             loss, step, seconds, flops, self._peak_flops_per_s, device_memory()
         )
 
-    def save(self, path: str) -> None:
-        """Write this rank's shards of the engine's state under `path`."""
+    def total(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Return the sum of an array over the rows of all ranks. Collective."""
+        # Peers with the same rows count them once.
+        if not self.topology.returns_results:
+            values = np.zeros_like(values)
+        if self.context.num_ranks == 1:
+            return values
+        whole = torch.from_numpy(values).to(self.context.device)
+        dist.all_reduce(whole)
+        return whole.cpu().numpy()
+
+    def save(self, path: str) -> dict[str, FileRecord]:
+        """Write this rank's shards of the engine's state under `path`.
+
+        Returns:
+            The files that this rank has written, by their names under `path`.
+        """
         from verl_ray.checkpoint.sharded import save
 
-        save(self.engine.state(), path)
+        return save(self.engine.state(), path)
 
     def begin_save(self, path: str) -> None:
         """Begin to write this rank's shards in the background.
@@ -139,12 +187,15 @@ class ModelWorker:
         self._saving = BackgroundSave(self.engine.state(), path, self._saving_group)
 
     @concurrent
-    def finish_save(self) -> None:
-        """Wait for the save of `begin_save`; this rank may compute meanwhile."""
+    def finish_save(self) -> dict[str, FileRecord]:
+        """Wait for the save of `begin_save`; this rank may compute meanwhile.
+
+        Returns:
+            The files that this rank has written, by their names under its path.
+        """
         saving = self._saving
         self._saving = None
-        if saving is not None:
-            saving.wait()
+        return {} if saving is None else saving.wait()
 
     def load(self, path: str) -> list[str]:
         """Load the engine's state from a checkpoint of any layout.
@@ -154,10 +205,57 @@ class ModelWorker:
         """
         from verl_ray.checkpoint.sharded import load
 
+        self._finish_snapshot()
         state = self.engine.state()
         notes = load(state, path)
         self.engine.load_state(state)
         return notes
+
+    def begin_snapshot(self, names: SnapshotNames, step: int) -> float:
+        """Begin to copy this rank's state to the host's memory, after a step.
+
+        Args:
+            names: Names of the run's snapshots.
+            step: Number of the step.
+
+        Returns:
+            The seconds for collecting the state and for the copy before.
+        """
+        snapshots = self._snapshots_of(names)
+        began_s = time.perf_counter()
+        state = self.engine.state()
+        collecting_s = time.perf_counter() - began_s
+        return collecting_s + snapshots.begin(step, state)
+
+    def snapshot_steps(self, names: SnapshotNames) -> list[int]:
+        """Return the steps of which this rank has a snapshot from `begin_snapshot`."""
+        return self._snapshots_of(names).steps()
+
+    def load_snapshot(self, names: SnapshotNames, step: int) -> None:
+        """Load the engine's state from the snapshot of a step."""
+        state = self.engine.state()
+        self._snapshots_of(names).load(step, state)
+        self.engine.load_state(state)
+
+    def drop_snapshots(self) -> None:
+        """Remove the snapshots of this rank, and give their memory back."""
+        if self._snapshots is not None:
+            self._snapshots.close()
+        self._snapshots = None
+
+    def _snapshots_of(self, names: SnapshotNames) -> RankSnapshots:
+        from verl_ray.checkpoint.snapshots import RankSnapshots
+
+        if self._snapshots is None:
+            place = names.place(self.context.role, self.context.rank)
+            self._snapshots = RankSnapshots(place, names)
+        self._snapshots.follow(names)
+        return self._snapshots
+
+    def _finish_snapshot(self) -> None:
+        """Wait until the state may change."""
+        if self._snapshots is not None:
+            self._snapshots.wait()
 
     def export(self, path: str, adapter: bool = False) -> None:
         """Write the model as a Hugging Face directory, or only its adapter."""
@@ -188,20 +286,39 @@ class ModelWorker:
 
     def place(self, params: str, optimizer: str) -> None:
         """Move parameters and optimizer state to "device" or "host"."""
+        self._finish_snapshot()
         self.engine.place(params=params, optimizer=optimizer)
 
     def close(self) -> None:
         """Close the engine; an engine that fails is closed as far as it can be."""
+        self.drop_snapshots()
         with contextlib.suppress(Exception):
             self.engine.close()
 
 
-def loss_weights(rows: Rollouts, credit: Credit, mini_batch: MiniBatch) -> np.ndarray:
+def loss_weights(
+    rows: Rollouts,
+    credit: Credit,
+    mini_batch: MiniBatch,
+    sequence: Int64 | None = None,
+) -> np.ndarray:
     """Return the weight of each token loss of a row, float32 [rows].
 
     It is 0 for rows that are not learned from.
+
+    Args:
+        rows: The rows of a rank.
+        credit: Their credit.
+        mini_batch: Totals of the mini-batch.
+        sequence: int64 [rows], equal for rows of one sequence, all of which are here;
+            None where each row is one.
     """
     num_tokens = np.where(credit.in_loss, rows.response_length, 0).astype(np.int64)
+    if sequence is not None:
+        _, number = np.unique(sequence, return_inverse=True)
+        number = number.reshape(-1)
+        num_tokens = np.bincount(number, weights=num_tokens)[number].astype(np.int64)
+
     return row_weights(
         mini_batch.aggregation,
         num_tokens,

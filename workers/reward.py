@@ -6,6 +6,7 @@ here: where functions run and how a service is called (`verl_ray/rewards`).
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -68,9 +69,13 @@ class RewardWorker(Grader):
                 max_failed_fraction=config.max_failed_fraction,
             )
 
-    def score(self, rows: Rollouts, step: int) -> Scores:
+    def score(self, rows: Rollouts, step: int, is_held_out: bool = False) -> Scores:
         """Return a score for each response, decoded without special tokens."""
         requests = requests_of(rows, step, self._tokenizer)
+        if is_held_out:
+            requests = [
+                dataclasses.replace(request, is_held_out=True) for request in requests
+            ]
         return scores_of(self._grader.score(requests))
 
     def needs_groups(self) -> bool:

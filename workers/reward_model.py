@@ -127,11 +127,11 @@ class RewardModelGrader(RewardModelWorker, Grader):
         micro_batch_tokens = tokens_per_rank * spec.backend.token_slices
         micro_batch_key = f"{spec.role}.backend.micro_batch_tokens_per_rank"
         self._longest, self._limit_name = min(
-            (self.engine.max_positions, "max_position_embeddings"),
+            (self.engine.max_positions, "the positions of the model"),
             (micro_batch_tokens, micro_batch_key),
         )
 
-    def score(self, rows: Rollouts, step: int) -> Scores:
+    def score(self, rows: Rollouts, step: int, is_held_out: bool = False) -> Scores:
         """Return a score for each response behind its prompt.
 
         A response that was cut before it ended is scored where it was cut, without an

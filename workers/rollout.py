@@ -9,8 +9,9 @@ replica is lost (`controllers/rollouts`).
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +24,7 @@ from verl_ray.data.batch import Int64
 from verl_ray.data.stages import Prompts, Requests, Responses, Rollouts
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import EngineFailed, VerlRayError
+from verl_ray.profiling.progress import touch
 from verl_ray.profiling.reads import counting_reads
 from verl_ray.rollout.base import RolloutEngine
 from verl_ray.rollout.engine_state import EngineMemoryPart
@@ -41,6 +43,10 @@ if TYPE_CHECKING:
     from verl_ray.rollout.endpoint import Endpoint
 
 
+HELD_S = 1.0
+"""Longest time that a finished response waits for others to be yielded with it."""
+
+
 @dataclass(frozen=True)
 class RolloutSpec:
     """Engine of one replica. Its weights come by weight sync."""
@@ -54,10 +60,10 @@ class RolloutSpec:
     lora: LoraConfig | None = None
     """The adapter, which is synced separately; the model is then synced only once."""
     asleep: EngineMemoryPart | None = None
-    """Memory that the engine frees as soon as it has started.
-
-    Other processes use the memory until the first weights come.
-    """
+    """Memory that the engine frees as soon as it has started. Other processes use it
+    until the first weights come."""
+    template_arguments: Mapping[str, object] = field(default_factory=dict)
+    """Variables of the chat template, for clients outside of the run."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,11 @@ class Generation:
     sampling: Sampling
     run_seed: int
     stream_rows: int
-    """Responses are yielded once this many are finished."""
+    """Responses are yielded once this many are finished, or after a second."""
+
+    def sampling_of(self, row_id: int) -> Sampling:
+        """Return how a row is sampled: like all others, unless a subclass differs."""
+        return self.sampling
 
 
 class RolloutWorker:
@@ -146,16 +156,23 @@ class RolloutWorker:
         # Nobody would read the responses of an abandoned call: its requests are aborted
         when_abandoned(stream.close)
         finished: list[Chunk] = []
-        num_yielded = 0
+        first_s = 0.0
         # Each round waits for finished responses and collects them. Enough of them are
-        # yielded together. The stream ends with the last response.
-        for chunks in stream:
+        # yielded together, or what there is after a while: other prompts take the place
+        # of these in the engine. The stream ends with the last response.
+        while not stream.has_ended:
+            timeout_s: float | None = None
+            if finished:
+                timeout_s = max(0.0, first_s + HELD_S - time.monotonic())
+            chunks = stream.take(timeout_s)
+            if not finished:
+                first_s = time.monotonic()
             finished += chunks
+
             is_enough = len(finished) >= generation.stream_rows
-            is_last = num_yielded + len(finished) == len(requests)
-            if is_enough or is_last:
+            is_late = time.monotonic() >= first_s + HELD_S
+            if is_enough or is_late or stream.has_ended:
                 yield whole_rollouts(prompts, prompt_of, finished)
-                num_yielded += len(finished)
                 finished = []
 
     @concurrent
@@ -195,6 +212,8 @@ class RolloutWorker:
     @steering
     def resume(self) -> None:
         """Generate again."""
+        # A pause as long as a training step is no stall.
+        touch()
         self.server.resume()
 
     @steering
@@ -318,7 +337,7 @@ def _requests(
         request = GenerationRequest(
             row_id,
             tokens[prompt],
-            generation.sampling,
+            generation.sampling_of(row_id),
             seed,
             # The responses to one prompt share its prefix.
             session=str(prompts.group_id[prompt]),
@@ -344,6 +363,7 @@ def start_endpoint(
         port=port,
         model=spec.name,
         max_model_len=spec.max_model_len,
+        arguments=spec.template_arguments,
     )
 
 

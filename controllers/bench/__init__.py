@@ -34,6 +34,7 @@ SUITES = {
     ),
     "peaks": "the most memory of passes on a CPU, compared with the memory plan",
     "rollout": "the rollout servers, compared with vLLM's own offline `LLM.generate`",
+    "schedule": "the schedules of rollouts and training, compared with each other",
     "step": (
         "whole training steps of a small GRPO run, compared with a floor of raw"
         " generation and raw training"

@@ -27,7 +27,7 @@ from typing import Any
 from controllers.bench import contender
 from controllers.bench.contender import LONGEST, SHORTEST, ContenderTask, row_lengths
 from controllers.bench.processes import run_processes
-from controllers.bench.sizes import MODELS, make_model
+from controllers.bench.sizes import MODELS, Size, make_model, with_layers
 from verl_ray.data.batch import Int64
 from verl_ray.profiling.flops import (
     ModelShape,
@@ -133,7 +133,8 @@ def _measure(
         # Another process makes the model, because this one may not load torch.
         spawning = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(1, spawning) as executor:
-            model = executor.submit(make_model, options.model, folder).result()
+            size = _size(options)
+            model = executor.submit(make_model, size, f"{folder}/model").result()
         model_config = json.loads((Path(model) / "config.json").read_text())
         shape = ModelShape.from_config(model_config)
 
@@ -159,6 +160,12 @@ def _measure(
     return rounds, shape
 
 
+def _size(options: argparse.Namespace) -> Size:
+    """Return the size of the model that is trained."""
+    size = MODELS[options.model]
+    return size if options.layers is None else with_layers(size, options.layers)
+
+
 def _circumstances(
     options: argparse.Namespace, lengths: Int64, device: str
 ) -> dict[str, Any]:
@@ -172,6 +179,8 @@ def _circumstances(
         },
         "micro_batch_tokens": options.micro_batch_tokens,
         "model": options.model,
+        "layers": _size(options).layers.num_layers,
+        "layers_of_the_model": MODELS[options.model].layers.num_layers,
         "dtype": options.dtype,
         "device": device,
         "cores": len(os.sched_getaffinity(0)),
@@ -268,13 +277,8 @@ def _parser(
         ),
         allow_abbrev=False,
     )
+    _add_model(parser)
     add = parser.add_argument
-    add(
-        "--model",
-        choices=list(MODELS),
-        default="1m",
-        help="parameters of the policy (1m)",
-    )
     add("--rows", type=int, default=64, metavar="N", help="rows of a batch (64)")
     add(
         "--repeats",
@@ -314,3 +318,19 @@ def _parser(
         help="cuda: one GPU per rank (cpu)",
     )
     return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the model."""
+    parser.add_argument(
+        "--model",
+        choices=list(MODELS),
+        default="1m",
+        help="parameters of the policy (1m)",
+    )
+    parser.add_argument(
+        "--layers",
+        type=int,
+        metavar="N",
+        help="layers of the model, where fewer have to do (all)",
+    )

@@ -3,9 +3,9 @@
 Invariant: each part is a process of its own with a deadline, so no part keeps another
 from running; a part that was not run is listed with the reason. The figures are written
 after every part, so a session that is cut off leaves what it has. Parts come in the
-order of what most probably breaks. With `--device cpu` the same parts run at tiny
-sizes, which tests the suite and no GPU. Deliberately not here: what the parts do
-(`gpu_parts.py`), and figures of machines (`README.md`).
+order of what most probably breaks. With `--device cpu` the parts that need no GPU run
+at tiny sizes, which tests the suite and no GPU. Deliberately not here: what the parts
+do (`gpu_parts.py`), and figures of machines (`README.md`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -29,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from controllers.bench.gpu_parts import Part, parts_of
+from controllers.compose.listing import WIDTH
 from verl_ray.engine.packages import missing_packages
 from verl_ray.preflight.machine import Machine
 from verl_ray.profiling.memory import GIB
@@ -73,7 +75,7 @@ def main(argv: list[str]) -> int:
     """
     options = _parser().parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="verl-ray-gpu-") as folder:
-        parts = parts_of(options.device, folder)
+        parts = parts_of(options.device, folder, _free_host_bytes())
         if options.only:
             parts = [part for part in parts if part.name in options.only]
         outcomes = run_parts(
@@ -129,10 +131,15 @@ def _obstacle(part: Part, gpus: int) -> str:
     missing = missing_packages(part.packages)
     if missing:
         return f"needs {' and '.join(missing)}, not installed here"
-    available_gib = psutil.virtual_memory().available / GIB
-    if part.host_gib > available_gib:
-        return f"needs {part.host_gib} GiB of host memory, {available_gib:.0f} are free"
+    free_gib = _free_host_bytes() / GIB
+    if part.host_gib > free_gib:
+        return f"needs {part.host_gib} GiB of host memory, {free_gib:.0f} are free"
     return ""
+
+
+def _free_host_bytes() -> int:
+    """Return the memory that parts may use, at most the limit of the container."""
+    return min(int(psutil.virtual_memory().available), Machine.here().memory_bytes)
 
 
 def _run(part: Part, limit_s: float) -> Outcome:
@@ -205,20 +212,39 @@ def _table(outcomes: Sequence[Outcome]) -> Table:
     return table
 
 
+def _listed(parts: Sequence[Part]) -> str:
+    """Return the parts for the help, as they are with `--device cpu`."""
+    heading = "parts, in their order (* needs a GPU, with --device cpu, too):"
+    column = max(len(part.name) for part in parts) + 4
+    lines = []
+    for part in parts:
+        mark = "*" if part.gpus else " "
+        first = f"{mark} {part.name}".ljust(column)
+        rest = " " * column
+        lines += textwrap.wrap(
+            part.about, WIDTH, initial_indent=first, subsequent_indent=rest
+        )
+    return "\n".join([heading, *lines])
+
+
 def _parser() -> argparse.ArgumentParser:
+    parts = parts_of("cpu", "", _free_host_bytes())
     parser = argparse.ArgumentParser(
         prog="verl-ray bench gpu",
-        description=(
+        description=textwrap.fill(
             "Run what only a GPU can show, in the order of what most probably breaks,"
-            " from a checkout. Goes on after a failure."
+            " from a checkout. Goes on after a failure.",
+            WIDTH,
         ),
+        epilog=_listed(parts),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument(
         "--device",
         choices=("cuda", "cpu"),
         default="cuda",
-        help="cpu: the same at tiny sizes, to test the suite (cuda)",
+        help="cpu: the parts that need no GPU, at tiny sizes, to test the suite (cuda)",
     )
     parser.add_argument(
         "--limit-s",
@@ -236,8 +262,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--only",
         nargs="+",
-        choices=[part.name for part in parts_of("cuda", "")],
+        choices=[part.name for part in parts],
         metavar="PART",
-        help="these parts alone",
+        help="these parts alone, of those below",
     )
     return parser

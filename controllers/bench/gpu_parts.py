@@ -8,7 +8,21 @@ Deliberately not here: how parts are run and reported (`gpu.py`).
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
+
+from controllers.bench.sizes import MODELS, Size, tensors_of, with_layers
+from verl_ray.backends.base import FLOAT32, MOMENTS
+from verl_ray.preflight.machine import GIB
+from verl_ray.preflight.remaining_memory import USED_SHARE
+
+LEAST_LAYERS = 8
+"""With fewer layers of 8B most parameters would be those of the embeddings."""
+
+OTHER_HOST_GIB = 4
+"""Memory of the host for the process itself."""
+
+_ON_A_GPU = ("--rows", "64", "--micro-batch-tokens", "8192")
 
 KINDS = ("engine", "fsdp", "megatron", "megatron_fsdp")
 _PACKAGES = {"megatron": ("megatron.core",), "megatron_fsdp": ("megatron_fsdp",)}
@@ -37,29 +51,38 @@ class Part:
     host_gib: int = 0
 
 
-def parts_of(device: str, folder: str) -> list[Part]:
-    """Return all parts for "cuda" or "cpu"; they write into `folder`."""
+def parts_of(device: str, folder: str, host_bytes: float = 0.0) -> list[Part]:
+    """Return all parts.
+
+    Args:
+        device: "cuda" or "cpu".
+        folder: Where they write into.
+        host_bytes: Memory of the host that they may use; the largest model has as many
+            layers as it holds.
+    """
     least = 1 if device == "cuda" else 0
+    contracts = [_contract(kind, device, least) for kind in KINDS]
     return [
         Part("devices", "versions and devices", _devices(), 30),
         _tests("attention", "flash attention", "tests/models/test_attention_gpu.py"),
-        *(_contract(kind, device, least) for kind in KINDS),
+        # vLLM's runner for GPUs has seen least of what is asked of it.
         _rollout("bfloat16", device, least),
-        _rollout("float32", device, least),
+        *contracts[:2],
         _tests("cuda_ipc", "the wire on one GPU", "tests/weight_sync/test_cuda_ipc.py"),
         _tests(
             "offload", "memory that is given back", "tests/engine/test_place_gpu.py"
         ),
+        _run_of_grpo(device, least, folder),
+        *contracts[2:],
+        _rollout("float32", device, least),
         _uneven("engine", device, least),
         _uneven("fsdp", device, least),
-        _run_of_grpo(device, least, folder),
-        _sync("shared_memory", device, least, folder),
         _sync("cuda_ipc", device, 1, folder),
         _sync("broadcast", device, 2, folder),
+        _sync("shared_memory", device, least, folder),
         _utilization("500m", device, least),
         _utilization("1500m", device, 1),
-        # 4 bytes each of weights, gradients and two moments are on the host: 122 GiB.
-        _utilization("8b", device, 1, host_gib=150),
+        _utilization_from_the_host(device, host_bytes),
     ]
 
 
@@ -68,7 +91,9 @@ def _devices() -> tuple[str, ...]:
 
 
 def _tests(name: str, about: str, path: str) -> Part:
-    arguments = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", path)
+    # The last lines that are kept are then those of the failure.
+    short = ("-q", "--tb=short", "--disable-warnings", "-p", "no:cacheprovider")
+    arguments = ("-m", "pytest", *short, "-m", "gpu", path)
     return Part(name, about, arguments, 90, gpus=1, packages=("pytest",))
 
 
@@ -131,28 +156,69 @@ def _sync(wire: str, device: str, gpus: int, folder: str) -> Part:
         f"sync_{wire}",
         f"weight syncs over {wire}, sleep levels and offload",
         (*arguments, "--dir", f"{folder}/sync"),
-        90,
+        150,
         gpus=gpus,
         packages=("vllm", "ray"),
     )
 
 
-def _utilization(model: str, device: str, gpus: int, host_gib: int = 0) -> Part:
-    """Return the part that measures speed; one whose state is on the host is fsdp's."""
-    on_gpu = device == "cuda"
-    contender = "fsdp_1_host" if host_gib else "engine_1"
-    sizes = ("--model", model, "--rows", "64", "--micro-batch-tokens", "8192")
-    if not on_gpu:
+def _utilization(model: str, device: str, gpus: int) -> Part:
+    """Return the part that measures the speed of plain PyTorch and of `engine`."""
+    sizes = ("--model", model, *_ON_A_GPU)
+    if device == "cpu":
         sizes = ("--model", "1m", "--rows", "4", "--micro-batch-tokens", "512")
-    dtype = "bfloat16" if on_gpu else "float32"
-    flags = ("--device", device, "--dtype", dtype, "--repeats", "1")
-    # Plain PyTorch, the yardstick, has all of its state on the device.
-    only = ("--only", contender, *(["--alone"] if host_gib else []))
+    dtype = "bfloat16" if device == "cuda" else "float32"
     return Part(
         f"mfu_{model}",
-        f"model FLOPs utilization of {contender}",
-        ("-m", "controllers", "bench", "fsdp", *flags, *sizes, *only),
-        240 if host_gib else 90,
+        "model FLOPs utilization of engine, beside plain PyTorch",
+        (*_speed(device, dtype), *sizes, "--only", "engine_1"),
+        90,
         gpus=gpus,
-        host_gib=host_gib,
     )
+
+
+def bytes_on_the_host(size: Size) -> int:
+    """Return what a model takes whose weights, gradients and moments are on the host.
+
+    torch rounds page-locked memory, that of weights and gradients, up to a power of
+    two.
+    """
+    total = 0
+    for elements in tensors_of(size):
+        page_locked = 1 << (FLOAT32 * elements - 1).bit_length()
+        total += 2 * page_locked + MOMENTS * elements
+    return total
+
+
+def layers_on_the_host(host_bytes: float) -> int:
+    """Return the layers of the 8B model that a host holds, `LEAST_LAYERS` at least."""
+    whole = MODELS["8b"]
+    fitting = [
+        number
+        for number in range(LEAST_LAYERS, whole.layers.num_layers + 1)
+        if bytes_on_the_host(with_layers(whole, number)) <= USED_SHARE * host_bytes
+    ]
+    return max(fitting, default=LEAST_LAYERS)
+
+
+def _utilization_from_the_host(device: str, host_bytes: float) -> Part:
+    """Return the part that measures the 8B model with its state on the host."""
+    layers = layers_on_the_host(host_bytes)
+    needed = bytes_on_the_host(with_layers(MODELS["8b"], layers))
+    all_layers = MODELS["8b"].layers.num_layers
+    sizes = ("--model", "8b", "--layers", str(layers), *_ON_A_GPU)
+    return Part(
+        "mfu_8b",
+        f"model FLOPs utilization of fsdp, with weights and optimizer of {layers} of"
+        f" {all_layers} layers on the host",
+        # Plain PyTorch, the yardstick, has all of its state on the device.
+        (*_speed(device, "bfloat16"), *sizes, "--only", "fsdp_1_host", "--alone"),
+        240,
+        gpus=1,
+        host_gib=math.ceil(needed / GIB) + OTHER_HOST_GIB,
+    )
+
+
+def _speed(device: str, dtype: str) -> tuple[str, ...]:
+    flags = ("--device", device, "--dtype", dtype, "--repeats", "1")
+    return ("-m", "controllers", "bench", "fsdp", *flags)

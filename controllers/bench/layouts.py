@@ -294,7 +294,8 @@ def _configuration(kind: str) -> tuple[SupervisedRole, AlgorithmConfig]:
 
 
 def _measure_case(task: RankTask, case: Case) -> RankReport:
-    from verl_ray.algorithms.objectives import PolicyObjective, ValueObjective
+    from verl_ray.algorithms.objectives import ValueObjective
+    from verl_ray.algorithms.policy_objective import PolicyObjective
     from verl_ray.data.packing import balance
     from verl_ray.ops.outputs import RequestedOutputs
 

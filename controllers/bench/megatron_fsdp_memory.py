@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import multiprocessing
 import sys
 import tempfile
@@ -19,7 +20,6 @@ from collections.abc import Collection
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -133,8 +133,10 @@ def measure(
         # Another process makes the models, because this one may not load torch.
         spawning = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(1, spawning) as executor:
-            large = executor.submit(make_model, model, f"{folder}/{model}").result()
-            small = executor.submit(make_model, "1m", f"{folder}/1m").result()
+            large = executor.submit(
+                make_model, MODELS[model], f"{folder}/{model}"
+            ).result()
+            small = executor.submit(make_model, MODELS["1m"], f"{folder}/1m").result()
             counts = ParameterCounts(**executor.submit(_elements, large).result())
 
         for name in strategies if names is None else names:
@@ -206,18 +208,17 @@ def _backend(
 
 
 def _elements(path: str) -> dict[str, int]:
-    from safetensors import safe_open
+    from verl_ray.models.tensor_sources import CheckpointReader
 
     layers: dict[str, int] = {}
     outside_layers = 0
-    with safe_open(Path(path) / "model.safetensors", framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 - not a mapping
-            size = int(np.prod(file.get_slice(name).get_shape()))
-            if name.startswith("model.layers."):
-                number = name.split(".")[2]
-                layers[number] = layers.get(number, 0) + size
-            else:
-                outside_layers += size
+    for name, (shape, _) in CheckpointReader(path).header.items():
+        size = math.prod(shape)
+        if name.startswith("model.layers."):
+            number = name.split(".")[2]
+            layers[number] = layers.get(number, 0) + size
+        else:
+            outside_layers += size
 
     in_layers = sum(layers.values())
     return {

@@ -16,7 +16,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -62,9 +62,7 @@ _SIZES: dict[str, Any] = {
     "intermediate_size": 768,
     "max_position_embeddings": _ROW_TOKENS,
     "tie_word_embeddings": False,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0),
 }
 """Entries of the model's config.json."""
 
@@ -78,6 +76,7 @@ class PeakCase:
         world: Number of ranks.
         settings: Settings of the backend that differ from the shipped ones.
         head: Head of the model.
+        adapter: Whether an adapter learns in place of the model.
         rows: Number of rows of a micro-batch.
         batches: Number of micro-batches of a call.
     """
@@ -86,6 +85,7 @@ class PeakCase:
     world: int = 1
     settings: Mapping[str, Any] = field(default_factory=dict)
     head: Literal["policy", "value"] = "policy"
+    adapter: bool = False
     rows: int = 4
     batches: int = 2
 
@@ -96,6 +96,8 @@ class PeakCase:
         parts += [f"{key}={value}" for key, value in self.settings.items()]
         if self.head == "value":
             parts.append("value head")
+        if self.adapter:
+            parts.append("adapter")
         return ", ".join(parts)
 
 
@@ -122,10 +124,12 @@ CASES = (
     PeakCase("engine", 1, _NARROW),
     PeakCase("engine", 1, _AGAIN),
     PeakCase("engine", 1, _NARROW, head="value"),
+    PeakCase("engine", 1, _NARROW, adapter=True),
     PeakCase("engine", 2),
     PeakCase("fsdp"),
     PeakCase("fsdp", 1, _AGAIN, rows=8, batches=1),
     PeakCase("fsdp", 1, {**_NARROW, **_AGAIN}),
+    PeakCase("fsdp", 1, _NARROW, adapter=True),
     PeakCase("fsdp", 2, _NARROW),
     PeakCase("fsdp", 2, {"sequence_parallel": 2}),
     PeakCase("megatron", 1, _NARROW),
@@ -280,6 +284,7 @@ def _run_rank(case: PeakCase, rank: int, folder: str) -> None:
     assert role is not None and role.as_learner is not None
     optimizer = role.as_learner.optimizer
     spec = EngineSpec("actor", folder, case.head, role.backend, optimizer, 10, seed=0)
+    spec = replace(spec, lora=role.adapter)
     engine = build_engine(
         spec, device=torch.device("cpu"), rank=rank, world_size=case.world
     )
@@ -301,16 +306,15 @@ def _configuration(case: PeakCase, folder: str) -> RLConfig:
     overrides = [
         f"backend={case.backend}",
         f"actor.num_ranks={case.world}",
-        f"critic.num_ranks={case.world}",
         f"model.path={folder}",
         f"data.max_prompt_tokens={_ROW_TOKENS // 2}",
         f"rollout.max_response_tokens={_ROW_TOKENS // 2}",
         # The gradient of the entropy takes memory of its own.
         "algorithm.entropy_coefficient=0.01",
-        "data.train_path=none",
-        "data.validation_path=none",
+        *(f"data.{kind}_path=none" for kind in ("train", "validation")),
         f"backend.micro_batch_tokens_per_rank={case.rows * _ROW_TOKENS}",
         *(f"backend.{key}={value}" for key, value in case.settings.items()),
+        f"actor.lora.rank={8 if case.adapter else 0}",
     ]
     config = as_on_a_cpu(compose("ppo", overrides))
     assert isinstance(config, RLConfig)
@@ -325,7 +329,8 @@ def _predicted(
 
     tokens = case.rows * _ROW_TOKENS
     work = Workload(tokens, logit_tokens=tokens // 2, batches=case.batches)
-    size = size_of(folder, config, case.head)
+    adapted = () if role.adapter is None else role.adapter.targets
+    size = size_of(folder, config, case.head, adapted)
     own = footprint(role, size, work, work, "cpu")
     return {
         "forward": sum(own.forward.values()),
@@ -334,7 +339,8 @@ def _predicted(
 
 
 def _measured(case: PeakCase, config: RLConfig, engine: Engine) -> dict[str, int]:
-    from verl_ray.algorithms.objectives import PolicyObjective, ValueObjective
+    from verl_ray.algorithms.objectives import ValueObjective
+    from verl_ray.algorithms.policy_objective import PolicyObjective
     from verl_ray.ops.outputs import RequestedOutputs
 
     is_policy = case.head == "policy"
@@ -361,10 +367,8 @@ def _measured(case: PeakCase, config: RLConfig, engine: Engine) -> dict[str, int
 
     # What is allocated once does not count.
     update()
-    return {
-        "forward": peak_bytes(lambda: engine.forward(rows, outputs)),
-        "update": peak_bytes(update),
-    }
+    forward = peak_bytes(lambda: engine.forward(rows, outputs))
+    return {"forward": forward, "update": peak_bytes(update)}
 
 
 def _rows(count: int) -> TrainingBatch:

@@ -25,6 +25,7 @@ from verl_ray.errors import VerlRayError
 
 PATIENCE_S = 500.0
 _POLL_S = 0.05
+_OUTPUT_S = 30.0
 _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 # Ranks are processes of one machine.
@@ -85,11 +86,20 @@ def run_processes(
                 " one failed. Their messages are above. Their tasks:"
                 f" {json.dumps(tasks)}"
             )
-        last_lines = [
-            process.communicate()[0].splitlines()[-1] for process in processes
-        ]
+        last_lines = [_last_line(process) for process in processes]
 
     return [json.loads(line) for line in last_lines]
+
+
+def _last_line(process: subprocess.Popen[bytes]) -> bytes:
+    """Return the last line of a process that has ended."""
+    try:
+        return process.communicate(timeout=_OUTPUT_S)[0].splitlines()[-1]
+    except subprocess.TimeoutExpired:
+        raise VerlRayError(
+            f"the output of process {process.pid} has no end, though the process has"
+            " ended: a process that it started keeps it open"
+        ) from None
 
 
 def _exit_codes(

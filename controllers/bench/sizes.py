@@ -6,9 +6,14 @@ Deliberately not here: models that can learn a task (`step.py`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from verl_ray.config.preparation import TinyModelConfig
+
+_BLOCK = 2**22
+"""Random numbers of a model that is made."""
 
 
 @dataclass(frozen=True)
@@ -86,15 +91,58 @@ MODELS = {
 }
 
 
-def make_model(name: str, folder: str) -> str:
-    """Make a model of `MODELS` and a tokenizer in `folder`; return the model's path."""
-    from verl_ray.data.tokenizers import character_tokenizer
-    from verl_ray.models.tiny import make_tiny_qwen3
+def tensors_of(size: Size) -> list[int]:
+    """Return the number of elements of each parameter of a model."""
+    layers = size.layers
+    hidden = layers.hidden_size
+    queries = hidden * layers.num_heads * layers.head_size
+    keys = hidden * layers.num_kv_heads * layers.head_size
+    projections = [queries, keys, keys, queries]
+    feed_forward = 3 * [hidden * layers.intermediate_size]
+    norms = [hidden, hidden, layers.head_size, layers.head_size]
 
-    size = MODELS[name]
-    specials = 2
-    first = 0x10000  # the planes of Unicode above the surrogates
-    alphabet = "".join(map(chr, range(first, first + size.vocab_size - specials)))
-    tokenizer = f"{folder}/tokenizer"
-    character_tokenizer(tokenizer, alphabet)
-    return str(make_tiny_qwen3(f"{folder}/model", tokenizer, size.layers, seed=0))
+    embeddings = [size.vocab_size * hidden] * (1 if layers.tie_embeddings else 2)
+    in_layers = layers.num_layers * (projections + feed_forward + norms)
+    return [*embeddings, *in_layers, hidden]
+
+
+def with_layers(size: Size, num_layers: int) -> Size:
+    """Return the size of a model of the same widths with fewer layers."""
+    return replace(
+        size, layers=size.layers.model_copy(update={"num_layers": num_layers})
+    )
+
+
+def make_model(size: Size, folder: str) -> str:
+    """Write a model to `folder` and return its path; it has no tokenizer.
+
+    Its matrices repeat one block of random numbers, since billions of them would take
+    minutes. The speed of a computation does not depend on them.
+    """
+    import numpy as np
+    import torch
+    from safetensors.numpy import save_file
+    from transformers import AutoModelForCausalLM
+
+    from verl_ray.models.tiny import model_settings
+
+    settings = model_settings("qwen3", size.layers, size.vocab_size, {})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
+    settings.save_pretrained(folder)
+
+    scale = size.layers.hidden_size**-0.5
+    block = np.random.default_rng(0).normal(0, scale, _BLOCK).astype(np.float32)
+    file_of: dict[str, str] = {}
+    for name, parameter in model.named_parameters():
+        is_norm = parameter.dim() == 1
+        shape = tuple(parameter.shape)
+        values = np.ones(shape, np.float32) if is_norm else np.resize(block, shape)
+        # A file per parameter, so that the host holds one of them at a time.
+        file_of[name] = f"model-{len(file_of):05}.safetensors"
+        file = Path(folder) / file_of[name]
+        save_file({name: values}, file, metadata={"format": "pt"})
+
+    index = {"metadata": {}, "weight_map": file_of}
+    (Path(folder) / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder

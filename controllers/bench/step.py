@@ -38,9 +38,10 @@ from verl_ray.cluster.store import read
 from verl_ray.config.load import parse, to_tree
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.arithmetic import ALPHABET, write_arithmetic
+from verl_ray.data.batch import Int64
 from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.data.prompts import PromptSource
-from verl_ray.data.stages import Prompts, Rollouts
+from verl_ray.data.stages import Rollouts
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
 from verl_ray.models.tiny import make_tiny_qwen3
 from verl_ray.preflight.findings import INPUTS_COMPLETE
@@ -133,13 +134,13 @@ class RecordingProducer(Producer):
 
     def take(
         self,
-        prompts: Prompts,
+        ordinals: Int64,
         buffer: RolloutBuffer,
         policy_version: int,
         timers: Timers,
     ) -> Experience:
         """Take the rollouts of a step, and remember them."""
-        self.last = super().take(prompts, buffer, policy_version, timers)
+        self.last = super().take(ordinals, buffer, policy_version, timers)
         return self.last
 
 
@@ -152,7 +153,7 @@ class Bench:
         prompts = PromptSource(config.data.train_sets, tokenizer, config.data, 0)
         self._trainer = Trainer(config, system, prompts, None)
         self._producer = RecordingProducer(config, system.rollout, system.graders)
-        self._trainer.producer = self._producer
+        self._trainer.supply.producer = self._producer
         self._stall_s = config.run.stall_s
         self._finished_steps = 0
         self._trainer.publish(0)

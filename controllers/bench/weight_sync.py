@@ -6,8 +6,8 @@ loading, and verification by log-probs. In turn with it the rollout process load
 same tensors from its memory by vLLM's own `reload_weights`, and copies their bytes. So
 a slow minute of the machine slows all of them. On a GPU that both share, the trainer's
 state is offloaded and restored as well, compared with a plain copy between pinned
-memory and the device. That part has not run on a GPU yet. Deliberately not here:
-generation, and wires that leave the machine.
+memory and the device. Deliberately not here: generation, and wires that leave the
+machine.
 """
 
 from __future__ import annotations

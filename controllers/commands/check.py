@@ -9,18 +9,17 @@ not here: the rules themselves (`verl_ray.config`, `verl_ray.preflight`), and th
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
+from controllers.commands.check_algorithm import algorithm_lines
 from controllers.commands.check_data import print_data
-from controllers.commands.check_tables import (
-    auto_table,
-    batch_table,
-    role_table,
-    source_lines,
-)
+from controllers.commands.check_pools import pool_lines
+from controllers.commands.check_tables import batch_table, role_table, source_lines
 from controllers.compose.composition import examine
 from controllers.run.finished import finished_step
 from controllers.run.recorded import recorded_tree
@@ -41,7 +40,9 @@ from verl_ray.preflight.memory_table import memory_table, print_tables
 from verl_ray.preflight.model_directories import model_problems
 from verl_ray.preflight.model_files import has_tokenizer
 from verl_ray.preflight.resolve import resolutions, resolve
+from verl_ray.preflight.resolved_table import print_resolutions
 from verl_ray.preflight.reward_trial import TrialFindings, try_rewards
+from verl_ray.preflight.time_model.pools import PoolTimes
 from verl_ray.preflight.total_steps import resolution_of_steps, with_total_steps
 
 GIB = 2**30
@@ -144,12 +145,12 @@ def checked_config(
         )
         problems = _together(_together(problems, unavailable), findings.problems)
 
-    data = DataFindings()
-    trials = TrialFindings()
+    data, trials = DataFindings(), TrialFindings()
     is_finished = config is not None and trains and finished_step(config) is not None
     reads_data = reads_data and not is_finished
     if config is not None and reads_data and not _hide_data(problems):
-        planned = resolve(config, facts_here(config, machine))
+        facts = facts_here(config, machine, learns=not evaluates)
+        planned = resolve(config, facts)
         data, trials = (seen or SeenData()).examine(planned, evaluates=evaluates)
         problems += [*data.problems, *trials.problems]
 
@@ -247,10 +248,12 @@ def check(
     *,
     reads_data: bool = True,
     described: Machine | None = None,
+    rates: PoolTimes | None = None,
 ) -> int:
     """Print the sizes of a step, the roles, what they need and the data; return 0.
 
-    The arguments are those of `checked_config`.
+    The arguments are those of `checked_config`, and the seconds in which trainers and
+    rollout engines work, if they are known.
 
     Raises:
         ConfigError: all problems.
@@ -269,17 +272,20 @@ def check(
     # Another cluster may resolve the settings otherwise than this machine would.
     known = config if machine is None else planned
     print_tables(batch_table(known), role_table(known), source_lines(config))
+    width = shutil.get_terminal_size().columns
+    for line in algorithm_lines(known):
+        print(textwrap.fill(line, width, subsequent_indent="    "))
     if machine is not None:
         resolved = resolutions(config, facts)
         if described is not None:
             resolved = [each for each in resolved if each.key not in _unknown(config)]
-        if resolved:
-            place = "there" if machine.is_described else "here"
-            print_tables(auto_table(resolved, place))
+        print_resolutions(resolved, "there" if machine.is_described else "here")
     _print_length(checked.config, checked.data.files)
 
     if machine is not None:
         print_tables(memory_table(planned_memory, nodes=machine.nodes))
+    for line in pool_lines(planned, machine, rates):
+        print(line)
     print_data(config, checked.data.files, checked.trials.trials)
     print(_resources(machine))
     print_warnings(checked.warnings, sys.stdout)

@@ -1,19 +1,16 @@
-"""The tables of the command `check`: the sizes of a step, the roles, and every `auto`.
+"""The tables of the command `check`: the sizes of a step, and the roles.
 
 Invariant: a table shows only values of the configuration. Deliberately not here: the
-table of memory (`verl_ray/preflight/memory_table.py`).
+tables that a run prints, too (`verl_ray/preflight/memory_table.py`,
+`resolved_table.py`).
 """
 
 from __future__ import annotations
-
-import json
-from collections.abc import Sequence
 
 from rich.table import Table
 
 from verl_ray.config.algebra import RoleBatch, batch_algebra
 from verl_ray.config.schema import Config
-from verl_ray.preflight.resolve import Resolution
 
 # Stands for a number that a role does not have.
 _NONE = "-"
@@ -35,7 +32,6 @@ _ROLE_COLUMNS = (
     "ranks",
     "placement",
 )
-_AUTO_COLUMNS = ("key", "value", "because")
 
 
 def batch_table(config: Config) -> Table:
@@ -82,7 +78,10 @@ def _batch_cells(role: RoleBatch) -> list[str]:
 
 def role_table(config: Config) -> Table:
     """Return the roles of a run: models on backends, graders of texts, and engines."""
-    table = _plain_table("roles", _ROLE_COLUMNS)
+    table = Table(title="roles", title_justify="left")
+    # The first column has names, which are not cut.
+    for number, heading in enumerate(_ROLE_COLUMNS):
+        table.add_column(heading, overflow="fold", no_wrap=number == 0)
 
     # A single role shares no process.
     has_others = len(config.model_roles) + len(config.engines) > 1
@@ -141,43 +140,3 @@ def source_lines(config: Config) -> str:
 
     lines = [f"  {', '.join(names)}: {source}" for source, names in roles_of.items()]
     return "\n".join(["models, functions and services", *lines])
-
-
-def auto_table(resolutions: Sequence[Resolution], place: str = "here") -> Table:
-    """Return what each `auto` becomes on a machine, and why."""
-    title = f"auto: what these settings become {place}"
-    table = _plain_table(title, _AUTO_COLUMNS)
-
-    # Roles mostly share their settings, so these share a line.
-    sections: dict[tuple[str, str, str], list[str]] = {}
-    for resolution in resolutions:
-        # Without quotes a value reads as the user would type it.
-        value = json.dumps(resolution.value).replace('"', "")
-        section, name = _section_and_name(resolution.key)
-        sections.setdefault((name, value, resolution.because), []).append(section)
-
-    for (name, value, because), names in sections.items():
-        key = f"{names[0]}.{name}"
-        if len(names) > 1:
-            key = f"{name} of\n{', '.join(names)}"
-        table.add_row(key, value, because)
-
-    return table
-
-
-def _section_and_name(key: str) -> tuple[str, str]:
-    """Return the role and the rest of a key of a backend, else section and name."""
-    role, separator, name = key.partition(".backend.")
-    if separator:
-        return role, f"backend.{name}"
-    section, _, name = key.rpartition(".")
-    return section, name
-
-
-def _plain_table(title: str, columns: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left")
-    # The first column has names, which are not cut.
-    for number, heading in enumerate(columns):
-        table.add_column(heading, overflow="fold", no_wrap=number == 0)
-
-    return table

@@ -21,7 +21,7 @@ from verl_ray.config.schema import Config
 from verl_ray.errors import CheckpointError, ConfigError, Problem
 from verl_ray.hub.models import fetch_models
 from verl_ray.paths import typed_path
-from verl_ray.preflight.resolve import with_threads_unresolved
+from verl_ray.preflight.resolved_record import with_auto_again
 from verl_ray.profiling.phases import phase
 
 LARGEST_DIFFERENCE = {"float32": 1e-4, "bfloat16": 0.2}
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     _refuse_full_directory(directory)
     fetch_models(config)
 
-    difference = _export(
+    config, difference = _export(
         config,
         role,
         checkpoint,
@@ -78,7 +78,7 @@ def _export(
     *,
     address: str | None,
     adapter: bool,
-) -> float:
+) -> tuple[Config, float]:
     """Write the directory and compare it with the training engine.
 
     Args:
@@ -90,7 +90,7 @@ def _export(
         adapter: whether to write only the LoRA adapter.
 
     Returns:
-        The largest difference of a log-prob or a score on fixed tokens.
+        The resolved configuration, and the largest difference on fixed tokens.
     """
     # Ray and torch take seconds to import, which no mistake in the arguments may cost.
     from controllers.system.models import bring_models
@@ -108,10 +108,10 @@ def _export(
         # Once more: a handler that Ray has put there exits without a message.
         stop_on_signals()
 
-        # This machine may have other cores than the one that wrote the checkpoint.
+        # This machine may be of another kind than the one that wrote the checkpoint.
         shape = ClusterShape.of(session)
-        resolved = resolve_on(with_threads_unresolved(config), shape)
-        plan = plan_processes(resolved, shape, task_of(config).workers)
+        config = resolve_on(with_auto_again(config), shape)
+        plan = plan_processes(config, shape, task_of(config).workers)
         bring_models(config, session)
 
         # Only the processes of this role are started.
@@ -129,7 +129,7 @@ def _export(
             wait_all([group.broadcast(ModelWorker.load, checkpoint.role(role))])
             wait_all([group.broadcast(ModelWorker.export, str(directory), adapter)])
             differences = group.broadcast(ModelWorker.distance_from, str(directory))
-            return max(differences.result())
+            return config, max(differences.result())
 
 
 def _refuse_missing_adapter(role: str, config: Config) -> None:

@@ -9,7 +9,6 @@ nothing of one is in the next. Deliberately not here: which runs there are
 from __future__ import annotations
 
 import contextlib
-import shlex
 import signal
 import subprocess
 import sys
@@ -22,10 +21,12 @@ from types import FrameType
 from controllers.commands.check import SeenData, checked_config
 from controllers.commands.resume_hint import typed_words
 from controllers.commands.sweep_summary import RunEnd, print_summary
-from controllers.compose.sweeps import SweptRun, quoted, swept_runs
+from controllers.compose.sweeps import SweptRun, swept_runs
+from controllers.run.next_command import in_shell
 from verl_ray.config.schema import Config
 from verl_ray.errors import ConfigError, Interrupted, Problem
 from verl_ray.preflight.machine import Machine
+from verl_ray.shell import override_of
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -61,8 +62,8 @@ class _Sweep:
         """Return the overrides of a run, the place of its folder among them."""
         overrides = list(self.runs[number].overrides)
         if not self.has_own_folders:
-            overrides.append(f"run.name={self.name}-{number}")
-            overrides.append(quoted("run.dir", str(self.folder_of(number))))
+            overrides.append(override_of("run.name", f"{self.name}-{number}"))
+            overrides.append(override_of("run.dir", str(self.folder_of(number))))
         return overrides
 
     def config_of(self, number: int) -> Config:
@@ -125,8 +126,8 @@ def multirun(
         words = typed_words(arguments)
         # A name that holds the time of the start would be another one.
         if not any(word.startswith(("run.name=", "+run.name=")) for word in words):
-            words.append(f"run.name={sweep.name}")
-        print(f"To go on:\n{shlex.join(words)}", flush=True)
+            words.append(override_of("run.name", sweep.name))
+        print(f"To go on:\n{in_shell(words, Path.cwd())}", flush=True)
         return Interrupted.exit_code
     return max(codes)
 

@@ -2,7 +2,8 @@
 
 Invariant: nothing is started, and neither torch nor ray is imported; of a model its
 config.json is enough. Every second that is printed is an estimate, and says so.
-Deliberately not here: the search and its time model (`verl_ray/planning`).
+Deliberately not here: the search (`verl_ray/planning`), and its time model
+(`verl_ray/preflight/time_model`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterable, Mapping
 
 from controllers.commands.check_tables import role_table
 from controllers.commands.plan_tables import (
+    DATA,
     command_line,
     misfit_lines,
     origin_lines,
@@ -38,9 +40,8 @@ from verl_ray.preflight.gpus import GPUS
 from verl_ray.preflight.machine import Machine
 from verl_ray.preflight.memory_table import memory_table, print_tables
 from verl_ray.preflight.model_directories import model_problems
-from verl_ray.preflight.model_sizes import remembered_sizes
+from verl_ray.preflight.model_sizes import model_size, remembered_sizes
 from verl_ray.preflight.resolve import resolve
-from verl_ray.preflight.role_memory import model_size
 
 _SETTINGS = {
     "prompts": "data.prompts_per_step",
@@ -75,14 +76,14 @@ def main(argv: list[str]) -> int:
     print(machine_in_words(machine))
     outcome = search(bases, machine)
     if isinstance(outcome, Misfit):
-        print(misfit_lines(outcome, machine))
+        print(misfit_lines(outcome))
         return _NOTHING_FITS
 
     config = outcome.config
     print_tables(role_table(config))
     print_tables(memory_table(outcome.memory, nodes=machine.nodes))
-    print_tables(time_table(outcome.time))
-    print(origin_lines(outcome))
+    print_tables(time_table(outcome.time, machine))
+    print(origin_lines(outcome, machine))
     base = bases[config.actor.backend.kind]
     print(command_line(root, [*typed, *plan_overrides(config, base)]))
     return 0
@@ -105,11 +106,7 @@ def _machine(text: str) -> Machine:
 
 def _base(root: str, overrides: list[str]) -> RLConfig:
     """Return the configuration that candidates of a backend begin with."""
-    # A plan reads no data.
-    without_data = ["data.validation_path=null", "run.evaluate_every=0"]
-    composition = examine(
-        root, [*overrides, "data.train_path=train.jsonl", *without_data]
-    )
+    composition = examine(root, [*overrides, *DATA])
     problems = _not_chosen(composition.problems)
     if composition.config is None or problems:
         raise ConfigError(problems)

@@ -7,25 +7,30 @@ Invariant: each line says what is an estimate. Deliberately not here: the figure
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Sequence
 
 from rich.table import Table
 
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.planning import assumptions
 from verl_ray.planning.search import Misfit, Plan
-from verl_ray.planning.step_time import StepTime
+from verl_ray.preflight.described_machine import OPTION, as_described
 from verl_ray.preflight.gpus import GIB
 from verl_ray.preflight.machine import Machine
+from verl_ray.preflight.remaining_memory import USED_SHARE
+from verl_ray.preflight.time_model import assumptions
+from verl_ray.preflight.time_model.step_time import StepTime
+from verl_ray.shell import for_shell
 
 _WIDTH = 80
+
+DATA = ("data.train_path=train.jsonl", "data.validation_path=validation.jsonl")
+"""Names that stand for the data, which a plan does not read."""
 
 _SLOW_SYNC_SHARE = 0.2
 """Share of a step from which on a slow weight sync is pointed out."""
 
 
-def time_table(time: StepTime) -> Table:
+def time_table(time: StepTime, machine: Machine) -> Table:
     """Return the seconds of each phase, and how long each pool is idle."""
     table = Table(
         title=f"a step takes about {_seconds(time.total_s)} s (estimate)",
@@ -39,10 +44,11 @@ def time_table(time: StepTime) -> Table:
         table.add_row(phase, _seconds(seconds), share)
 
     table.add_section()
+    total = machine.total_gpus
     idle = {
         f"trainers idle ({time.trainer_gpus} GPUs)": time.idle_share_of_trainers,
         f"engines idle ({time.engine_gpus} GPUs)": time.idle_share_of_engines,
-        "all GPUs idle": time.idle_share_of_gpus,
+        f"all GPUs idle ({total} GPUs)": time.idle_share_of(total),
     }
     for name, share_of_step in idle.items():
         table.add_row(name, "", f"{100 * share_of_step:.0f} %")
@@ -54,7 +60,7 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.2g}" if seconds < 10 else f"{seconds:.0f}"
 
 
-def origin_lines(plan: Plan) -> str:
+def origin_lines(plan: Plan, machine: Machine) -> str:
     """Return where the figures come from, and what should be known of the proposal."""
     config = plan.config
     lines = [
@@ -69,6 +75,12 @@ def origin_lines(plan: Plan) -> str:
         " links; responses have half of the greatest length in the mean"
         " (docs/planning.md)",
     ]
+    unused = machine.total_gpus - plan.time.used_gpus
+    if unused:
+        lines.append(
+            f"unused: {unused} of {machine.total_gpus} GPUs; no configuration that was"
+            " compared is clearly faster with more of them"
+        )
     if config.actor.backend.packages:
         lines.append(f"needs: the packages of backend={config.actor.backend.kind}")
     publish_share = plan.time.seconds["publish"] / plan.time.total_s
@@ -82,7 +94,7 @@ def origin_lines(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def misfit_lines(misfit: Misfit, machine: Machine) -> str:
+def misfit_lines(misfit: Misfit) -> str:
     """Return what is short, and which machine would do."""
     shortage = misfit.shortage
     backend = misfit.config.actor.backend
@@ -92,18 +104,20 @@ def misfit_lines(misfit: Misfit, machine: Machine) -> str:
         f" placement={misfit.config.placement.kind}, which in the phase"
         f" {shortage.phase} needs {shortage.needed / GIB:.1f} GiB of"
         f" {shortage.place}; a plan may fill {shortage.available / GIB:.1f} GiB"
-        f" ({100 * assumptions.MEMORY_SHARE:.0f} %)",
+        f" ({100 * USED_SHARE:.0f} %)",
     ]
+    if misfit.larger is not None:
+        lines.append(
+            f"more memory of the hosts would do: {OPTION} {as_described(misfit.larger)}"
+        )
+
     if misfit.smallest is None:
         lines.append("no listed machine would do")
-        return "\n".join(lines)
-
-    nodes, gpus, gpu = misfit.smallest
-    memory = machine.memory_bytes * gpus // machine.gpus
-    lines.append(
-        "the smallest listed machine that would do: --machine"
-        f" nodes={nodes},gpus={gpus},gpu={gpu.name},memory={memory // GIB}G"
-    )
+    else:
+        lines.append(
+            "the smallest listed machine that would do:"
+            f" {OPTION} {as_described(misfit.smallest)}"
+        )
     return "\n".join(lines)
 
 
@@ -122,8 +136,14 @@ def plan_overrides(config: RLConfig, base: RLConfig) -> list[str]:
             overrides.append(f"backend.{name}={json.dumps(value).strip(chr(34))}")
 
     overrides.append(f"actor.num_ranks={config.actor.num_ranks}")
-    if config.has_reference and config.reference.num_ranks != config.actor.num_ranks:
-        overrides.append(f"reference.num_ranks={config.reference.num_ranks}")
+    if config.has_reference:
+        reference = config.reference
+        if reference.num_ranks != config.actor.num_ranks:
+            overrides.append(f"reference.num_ranks={reference.num_ranks}")
+        tokens = reference.backend.micro_batch_tokens_per_rank
+        if tokens != backend.micro_batch_tokens_per_rank:
+            key = "reference.backend.micro_batch_tokens_per_rank"
+            overrides.append(f"{key}={tokens}")
 
     placement = config.placement
     overrides.append(f"placement={placement.kind}")
@@ -142,14 +162,9 @@ def plan_overrides(config: RLConfig, base: RLConfig) -> list[str]:
 
 def command_line(root: str, overrides: Sequence[str]) -> str:
     """Return the command that trains with overrides, in lines that can be copied."""
-    words = [
-        *overrides,
-        "data.train_path=train.jsonl",
-        "data.validation_path=validation.jsonl",
-    ]
     lines = [f"verl-ray train --config-name {root}"]
-    for word in words:
-        text = shlex.quote(word)
+    for word in [*overrides, *DATA]:
+        text = for_shell([word])
         if len(lines[-1]) + len(text) + 3 > _WIDTH:
             lines.append("   ")
         lines[-1] += f" {text}"

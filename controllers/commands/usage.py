@@ -1,7 +1,8 @@
 """The help texts of `verl-ray`, and the parser of the commands that take overrides.
 
 Invariant: the listed root configs and choices are the files under `configs`.
-Deliberately not here: flags of `export` and of the benchmarks, which parse their own.
+Deliberately not here: flags of `export`, `plan`, `ledger`, `status` and the
+benchmarks, which parse their own.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ overrides (Hydra's grammar, no flags):
   key=1,2,3                       with --multirun: a run for each combination of values
 """
 
+CHECKPOINTS = "--checkpoints"
+"""Option of `evaluate` that names the models to compare."""
+
 OPTIONS = "[--config-name NAME] [--config-dir DIR]"
 
 USAGE = f"""\
@@ -55,6 +59,8 @@ commands:
   check     validate a configuration, its data and its rewards; nothing starts
   plan      propose a configuration for a model and a machine; nothing starts
   export    write a role of a checkpoint as a Hugging Face directory
+  ledger    print what happened to each prompt of a run, and check it
+  status    print what each process of a run does now, and what it waits for
   bench     measure speed
 
 `verl-ray <command> --help` says more about each.
@@ -93,7 +99,10 @@ The last one goes on from the newest checkpoint in outputs/first.
             " data.validation_path: a policy on held-out problems, with the sampling of"
             " the evaluation section; a reward model on held-out pairs; a supervised"
             " model on held-out demonstrations. Metrics, the scores of each problem"
-            " and, of a policy, every response are written to run.dir/evaluated."
+            " and, of a policy, every response are written to run.dir/evaluated. With"
+            " --checkpoints several are measured one after another, by the same"
+            " processes and seeds, and compared: run.dir/evaluated/comparison has a"
+            " table and a picture."
         ),
         examples="""\
 examples:
@@ -101,6 +110,8 @@ examples:
       data.validation_path=test.jsonl evaluation.num_prompts=200
   verl-ray evaluate --config-name reward_model model.path=outputs/mine/model \\
       data.validation_path=held_out.jsonl
+  verl-ray evaluate --config-dir outputs/first --config-name config \\
+      --checkpoints base all
 """,
     ),
     "check": CommandHelp(
@@ -118,8 +129,8 @@ examples:
   verl-ray check --config-name ppo model.path=/models/qwen3 \\
       data.train_path=a.jsonl data.validation_path=null run.evaluate_every=0 \\
       rollout.group_size=3
-  verl-ray check --config-name grpo model.path=Qwen/Qwen3-8B --data off \
-      data.train_path=train.jsonl data.validation_path=test.jsonl \
+  verl-ray check --config-name grpo model.path=Qwen/Qwen3-8B --data off \\
+      data.train_path=train.jsonl data.validation_path=test.jsonl \\
       --machine nodes=2,gpus=8,gpu=H100-80G,memory=2T
 """,
     ),
@@ -156,18 +167,16 @@ def parser_of(command: str) -> argparse.ArgumentParser:
         help="folder with root configs or groups of your own",
     )
     if command == "check":
+        _add_checking(parser)
+    if command == "evaluate":
         parser.add_argument(
-            "--data",
-            choices=("on", "off"),
-            default="on",
-            help="off leaves the data files and the reward functions out",
-        )
-        parser.add_argument(
-            "--machine",
-            metavar="PARTS",
-            help="check for another machine than this one, such as"
-            f" {EXAMPLE}; cores, memory and shm (/dev/shm) are of a node, link is per"
-            f" GPU; GPUs: {', '.join(GPUS)}",
+            CHECKPOINTS,
+            nargs="+",
+            default=[],
+            metavar="PATH",
+            help="measure and compare these: paths of checkpoints, or of runs, which"
+            " stand for their newest one; base = the model of model.path; all = every"
+            " checkpoint in run.dir. Overrides may follow",
         )
     parser.add_argument(
         "--multirun",
@@ -184,6 +193,29 @@ def parser_of(command: str) -> argparse.ArgumentParser:
         help="overrides, as below",
     )
     return parser
+
+
+def _add_checking(parser: argparse.ArgumentParser) -> None:
+    """Add the options that only `check` has."""
+    parser.add_argument(
+        "--data",
+        choices=("on", "off"),
+        default="on",
+        help="off leaves the data files and the reward functions out",
+    )
+    parser.add_argument(
+        "--rates",
+        metavar="SECONDS",
+        help="predict the idle shares of trainers and rollout engines from the"
+        " seconds of a step, such as generate=30,train=25, or from a run's folder",
+    )
+    parser.add_argument(
+        "--machine",
+        metavar="PARTS",
+        help="check for another machine than this one, such as"
+        f" {EXAMPLE}; cores, memory and shm (/dev/shm) are of a node, link is per"
+        f" GPU; GPUs: {', '.join(GPUS)}",
+    )
 
 
 def _add_printing(parser: argparse.ArgumentParser, command: str) -> None:

@@ -6,7 +6,7 @@ reported at once. Deliberately not here: overrides that set a value (`overrides.
 
 from __future__ import annotations
 
-import shlex
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,9 +15,11 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from controllers.compose.sources import options_of, run_hydra
-from controllers.compose.sweeps import parsed_override, quoted
+from controllers.compose.sweeps import parsed_override
+from verl_ray.config.foreign_choices import foreign_choice
 from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import Problem
+from verl_ray.shell import as_quoted, for_shell, in_grammar
 
 # The choice that stands for the backend of all roles, where Hydra cannot refer to it.
 _SHARED = "_shared"
@@ -59,14 +61,42 @@ def _unreadable(text: str) -> Problem:
     if table and "/" in source:
         # The grammar has no keys with a slash, but names in a dict.
         rule = "this key cannot be read"
-        functions = f"{{{source}: {value}, default: by_data_source}}"
-        return Problem(key, value, rule, f"Write '{table}.functions={functions}'.")
+        functions = f"{{{source}: {in_grammar(value)}, default: by_data_source}}"
+        return Problem(
+            key, value, rule, f"Write {for_shell([f'{table}.functions={functions}'])}."
+        )
 
     rule = "this value cannot be read"
-    fix = f"Quote lists and dicts as a whole for the shell: '{key}=[1, 2]'."
     if value and value[0] not in "[{":
-        fix = f"Quote a text for the shell and once more: {_for_shell(key, value)}."
+        readable = for_shell([(key, value)])
+        fix = f"Quote a text for the shell and once more: {readable}."
+        return Problem(key, value, rule, fix)
+
+    fix = f"Quote lists and dicts as a whole for the shell: '{key}=[1, 2]'."
+    readable = f"{key}={_with_quoted_texts(value)}"
+    if _is_readable(readable):
+        typed = for_shell([readable])
+        fix = f"Quote the texts in it, and the whole for the shell: {typed}."
     return Problem(key, value, rule, fix)
+
+
+def _with_quoted_texts(value: str) -> str:
+    """Return a list or a dict with quotes around each text that cannot be read."""
+    # The odd ones stand between texts.
+    parts = re.split(r"(\s*(?:[\[\]{},]|: )\s*)", value)
+    for index in range(0, len(parts), 2):
+        text = parts[index]
+        if text and not _is_readable(f"key={text}"):
+            parts[index] = as_quoted(text)
+    return "".join(parts)
+
+
+def _is_readable(text: str) -> bool:
+    try:
+        parsed_override(text)
+    except HydraException:
+        return False
+    return True
 
 
 def _root_named_by(text: str) -> str | None:
@@ -76,19 +106,11 @@ def _root_named_by(text: str) -> str | None:
         return f"Write --config-name {name}."
     path = Path(text)
     if (path / "config.yaml").is_file():
-        return f"Write --config-dir {shlex.quote(text)} --config-name config."
+        words = for_shell(["--config-dir", text, "--config-name", "config"])
+        return f"Write {words}."
     if path.suffix == ".yaml":
-        return f"Write --config-name {shlex.quote(text)}."
+        return f"Write {for_shell(['--config-name', text])}."
     return None
-
-
-def _for_shell(key: str, value: str) -> str:
-    """Return an override that sets a text, as it is typed in a shell."""
-    override = quoted(key, value)
-    # Readable quotes, unless a shell would replace something between them.
-    return (
-        f'"{override}"' if set('"$`\\!').isdisjoint(override) else shlex.quote(override)
-    )
 
 
 def _sweep(override: Override, text: str) -> Problem:
@@ -180,7 +202,9 @@ def _valid_choices(
             valid[key] = choice
         else:
             rule = "there is no such choice"
-            fix = did_you_mean(str(choice), options, override.key_or_group)
+            fix = foreign_choice(override.key_or_group, str(choice))
+            if fix is None:
+                fix = did_you_mean(str(choice), options, override.key_or_group)
             problems.append(Problem(key, choice, rule, fix))
 
     return valid

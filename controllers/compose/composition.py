@@ -17,7 +17,12 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from controllers.compose.choices import choose, parse_overrides
-from controllers.compose.overrides import accept, set_value, touched_keys
+from controllers.compose.overrides import (
+    accept,
+    forget_resolved,
+    set_value,
+    touched_keys,
+)
 from controllers.compose.sources import (
     backend_set_in_yaml,
     config_sources,
@@ -35,6 +40,7 @@ from verl_ray.config.rules import rule_violations
 from verl_ray.config.schema import Config
 from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import ConfigError, Problem
+from verl_ray.preflight.resolved_record import with_auto_again
 
 
 @dataclass
@@ -139,6 +145,10 @@ def _compose_into(
     tree = resolve(composed, result.problems)
     result.config = as_typed(tree, base, result.problems)
 
+    # An evaluation may take place on another machine than the run.
+    if result.config is not None and evaluates:
+        result.config = with_auto_again(result.config)
+
     if result.config is not None:
         touched = {key for override in parsed for key in touched_keys(override)}
         violations = rule_violations(result.config, touched, evaluates=evaluates)
@@ -207,5 +217,6 @@ def _with_values(
     composed = copy.deepcopy(base)
     for key, override in accepted:
         set_value(composed, key, override)
+        forget_resolved(composed, key, override)
 
     return composed

@@ -14,6 +14,7 @@ import numpy as np
 
 from controllers.compose.trees import TABLES
 from verl_ray.errors import ConfigError, Problem
+from verl_ray.shell import as_quoted
 
 # Names that a dotted key can be made of; others stay inside of a dict.
 _NAME = re.compile(r"[A-Za-z_][\w@]*(\.[A-Za-z_][\w@]*)*")
@@ -90,15 +91,3 @@ def _name(key: str, name: object) -> str:
     rule = "a key in it has characters that an override cannot have"
     fix = "Use letters, digits, blanks, and / @ . _ -, or a YAML file (config_dir)."
     raise ConfigError([Problem(key, name, rule, fix)])
-
-
-def as_quoted(text: str) -> str:
-    """Return a text in the quotes of the grammar, whatever characters it has."""
-    # A backslash is one, unless it stands before a quote.
-    escaped = re.sub(r"(\\*)('|\Z)", _escaped_quote, text)
-    return f"'{escaped}'"
-
-
-def _escaped_quote(match: re.Match[str]) -> str:
-    backslashes, quote = match.groups()
-    return 2 * backslashes + ("\\'" if quote else "")

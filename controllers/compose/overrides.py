@@ -18,6 +18,7 @@ from controllers.compose.trees import (
     TABLES,
     Tree,
     as_plain,
+    is_within,
     key_exists,
     leaves,
     value_at,
@@ -27,10 +28,12 @@ from verl_ray.backends import BACKENDS
 from verl_ray.config.advice import advice_on
 from verl_ray.config.suggest import did_you_mean, either
 from verl_ray.errors import Problem
+from verl_ray.shell import for_shell, in_grammar
 
 FREE_SECTIONS = re.compile(
     r"(rollout|reward(\.components\.\w+)?\.engine)\.vllm_args\..+"
     r"|(reward(\.components\.\w+)?|evaluation)\.functions\..+|reward\.weights\..+"
+    r"|data\.chat_template_kwargs\..+"
 )
 """Keys in sections whose keys are the user's own."""
 
@@ -130,6 +133,17 @@ def _refusal(override: Override, composed: _ComposedTree) -> Problem | None:
         rule = "a key cannot be left out; the YAML holds every value"
         return Problem(f"~{key}", None, rule, f"Set {key}=null where it allows that.")
 
+    section, _, name = key.rpartition(".")
+    if is_free and not exists and key_exists(composed.tree, section):
+        function = value_at(composed.tree, section)
+        # A function that has no arguments is a text.
+        if isinstance(function, str):
+            rule = f"{section} is {function} and has nothing inside"
+            table = f"{{function: {in_grammar(function)}, {name}: ...}}"
+            whole = for_shell([f"{section}={table}"])
+            fix = f"Give a function its arguments as a whole: {whole}."
+            return Problem(key, override.value(), rule, fix)
+
     if exists or is_free:
         return None
     return _unknown_key(override, composed)
@@ -150,7 +164,7 @@ def _shared_backend_refusal(
     key = _key(override)
 
     if key == "backend.kind":
-        fix = f"Choose it with backend={override.value()}."
+        fix = f"Choose it with {for_shell([('backend', override.value())])}."
         return Problem(key, override.value(), _WHOLE_BACKEND, fix)
 
     # Roles may run on different backends, and it is enough if one has the setting.
@@ -173,11 +187,11 @@ def _refusal_of_a_part(override: Override, composed: _ComposedTree) -> Problem |
 
     if _KIND_OF_BACKEND.fullmatch(key) or names_backend:
         section = key.removesuffix(".kind")
-        fix = f"Choose it with backend@{section}={value}."
+        fix = f"Choose it with {for_shell([(f'backend@{section}', value)])}."
         return Problem(key, value, _WHOLE_BACKEND, fix)
 
     if key == "reward.kind" and not override.is_delete():
-        fix = f"Choose it with reward={value}."
+        fix = f"Choose it with {for_shell([('reward', value)])}."
         return Problem(key, value, _WHOLE_REWARD, fix)
 
     if key == "task":
@@ -297,6 +311,22 @@ def set_value(tree: DictConfig, key: str, override: Override) -> None:
 
     with open_dict(tree):
         del OmegaConf.select(tree, section)[name]
+
+
+def forget_resolved(tree: DictConfig, key: str, override: Override) -> None:
+    """Take what the user sets now out of a run's record of what was `auto`."""
+    record = _present(tree, "run.resolved")
+    if override.is_delete() or not isinstance(record, DictConfig):
+        return
+
+    typed = list(leaves({key: override.value()}))
+    with open_dict(tree):
+        for values in record.values():
+            # What the user may have put there is reported when values are typed.
+            recorded = list(values) if isinstance(values, DictConfig) else []
+            for name in recorded:
+                if is_within(typed, [name]):
+                    del values[name]
 
 
 def _present(tree: DictConfig, key: str) -> object:

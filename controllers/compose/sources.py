@@ -21,7 +21,10 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from controllers.compose.broken_files import UNREADABLE, file_problem
+from controllers.compose.trees import as_plain
 from verl_ray.algorithms.catalogue import declared_settings
+from verl_ray.config.algorithm import ADDITIONS
+from verl_ray.config.renamed import migrated
 from verl_ray.errors import ConfigError, Problem
 from verl_ray.paths import in_ray_package
 
@@ -116,8 +119,14 @@ def _compose_files(
 
         # The YAML of an algorithm leaves out what its formulas do not read.
         if "algorithm" in tree:
-            unset = {setting.name: None for setting in declared_settings()}
+            unset = dict.fromkeys(
+                (*(setting.name for setting in declared_settings()), *ADDITIONS)
+            )
             tree.algorithm = OmegaConf.merge(unset, tree.algorithm)
+
+    # A whole configuration in one file is the config.yaml of a run, of any version.
+    if not choices and "task" in tree:
+        tree = OmegaConf.create(migrated(as_plain(tree)), flags={"struct": True})
 
     return tree, choices
 

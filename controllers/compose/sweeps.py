@@ -15,7 +15,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from controllers.compose.from_python import as_quoted
 from verl_ray.errors import ConfigError, Problem
 
 # `~` as the whole first part of a path, where a value begins.
@@ -91,10 +90,3 @@ def parsed_override(text: str) -> Override:
         if without_tilde == text:
             raise
         return parser.parse_override(without_tilde)
-
-
-def quoted(key: str, value: str) -> str:
-    """Return an override that sets a text, whatever characters it has."""
-    if re.fullmatch(r"[\w./-]+", value):
-        return f"{key}={value}"
-    return f"{key}={as_quoted(value)}"

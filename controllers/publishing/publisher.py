@@ -19,17 +19,16 @@ the wire are (`wire.py`), how weights are cut (engine), put into buckets and car
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from controllers.devices.device_sharing import DeviceSharing
+from controllers.publishing.receivers import Receivers
 from controllers.publishing.verification import Verification
-from controllers.publishing.wire import ReplicaGroups, Watch, WeightWire
-from verl_ray.cluster.calls import Call, wait_all
+from controllers.publishing.wire import WeightWire
+from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.signals import finishing
-from verl_ray.cluster.waiting import Background
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.errors import WeightSyncError
 from verl_ray.weight_sync import SLOTS
@@ -37,29 +36,6 @@ from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.transport import SendResult
 from workers.actor import ActorWorker
 from workers.rollout import RolloutWorker
-
-
-@dataclass(frozen=True)
-class Receivers:
-    """The replicas of a sync, and how to wait for them.
-
-    Attributes:
-        replicas: The replicas that receive the weights.
-        watch: A check of the replicas that is called during every wait.
-        background: Work of the driver that goes on during every wait.
-    """
-
-    replicas: ReplicaGroups
-    watch: Watch
-    background: Background | None = None
-
-    def broadcast(self, verb: Callable[..., Any], *args: object) -> list[Call[Any]]:
-        """Start the same call on every replica."""
-        return [replica.broadcast(verb, *args) for replica in self.replicas]
-
-    def wait(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        """Wait for calls and return their results in order."""
-        return wait_all(calls, self.watch, self.background)
 
 
 @dataclass
@@ -127,6 +103,7 @@ class Publisher:
         )
         self._verification = Verification(actor, config)
         self._delta = config.rollout.sync.delta
+        self._keeps_version = config.keeps_published_version
         self._num_syncs = 0
 
     def publish(self, version: int, receivers: Receivers) -> dict[str, float]:
@@ -153,13 +130,14 @@ class Publisher:
     def catch_up(self, version: int, receivers: Receivers) -> None:
         """Bring the present version to a replica that was restarted.
 
-        The actor has not learned since that version was published, so its probe can
-        be used again.
+        The probe of that version is used again. Where the actor learns meanwhile, it
+        sends the weights that it has kept.
         """
         # A request to stop the run waits, since a sync that breaks off would leave the
         # actor waiting for its receiver.
         with finishing():
-            self._sync(version, receivers, verifies=True)
+            again = self._keeps_version
+            self._sync(version, receivers, verifies=True, again=again)
 
     def abandon_sync(self) -> None:
         """Unblock the actor's ranks that wait for peers of a broken sync."""
@@ -179,7 +157,12 @@ class Publisher:
     # ------------------------------------------------------------------ the weight sync
 
     def _sync(
-        self, version: int, receivers: Receivers, *, verifies: bool
+        self,
+        version: int,
+        receivers: Receivers,
+        *,
+        verifies: bool,
+        again: bool = False,
     ) -> dict[str, float]:
         """Send all weights, load them, verify them, and return metrics.
 
@@ -194,13 +177,14 @@ class Publisher:
             self._device_sharing.switch_to("publishing")
 
         cleared = time.perf_counter()
-        sent = self._send_buckets(version, receivers)
+        sent = self._send_buckets(version, receivers, again=again)
         commit_calls = receivers.broadcast(
             RolloutWorker.commit, sent.fingerprints, verifies
         )
-        # `catch_up` needs the probe later, when an offloaded actor cannot make one.
+        # `catch_up` needs the probe later, when an actor that is offloaded, or learns,
+        # cannot make one.
         probe_call = None
-        if verifies or self._device_sharing.offloads_actor:
+        if verifies or self._keeps_version or self._device_sharing.offloads_actor:
             probe_call = self._verification.request_probe(version)
         receivers.wait([*sent.calls, *commit_calls])
         self._wire.finish()
@@ -233,7 +217,9 @@ class Publisher:
             f"timing_s/weight_sync/{phase}": value for phase, value in seconds.items()
         }
 
-    def _send_buckets(self, version: int, receivers: Receivers) -> _SentBuckets:
+    def _send_buckets(
+        self, version: int, receivers: Receivers, *, again: bool
+    ) -> _SentBuckets:
         """Send every bucket, and start the calls that receive them.
 
         The loop consumes the buckets in order. Before it sends a bucket, it waits
@@ -241,7 +227,7 @@ class Publisher:
         with the last bucket, or with the first failure of a sender or receiver.
         """
         sent = _SentBuckets()
-        self._wire.connect(receivers.replicas, receivers.watch)
+        self._wire.connect(receivers)
 
         # Nobody waits for these calls here; the first bucket follows at once.
         if self._device_sharing.plan.engines_free == "weights":
@@ -256,7 +242,7 @@ class Publisher:
                 receivers.wait([*sent.opening_calls, *calls_of_slot])
 
             try:
-                result = self._wire.send(bucket, receivers.watch)
+                result = self._wire.send(bucket, receivers, again=again)
             except WeightSyncError as error:
                 # An error without an origin only reports that the wire is broken. The
                 # reason is the failure of a receiver, which this wait raises.

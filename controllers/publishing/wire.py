@@ -8,10 +8,10 @@ works (`verl_ray/weight_sync`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
-from verl_ray.cluster.calls import Call, wait_all
+from controllers.publishing.receivers import Receivers, ReplicaGroups
+from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.messages import PEER_TIMEOUT_FRACTION, ProcessInfo
 from verl_ray.config.rollout_task import RolloutTaskConfig
@@ -23,11 +23,6 @@ from verl_ray.weight_sync.transport import Address, SendResult, WireSpec
 from verl_ray.weight_sync.wires import WireLayout, carrier_device
 from workers.actor import ActorWorker
 from workers.rollout import RolloutWorker
-
-ReplicaGroups = Sequence[WorkerGroup[RolloutWorker]]
-
-Watch = Callable[[], None]
-"""A check of the replicas during a wait; it raises for one that does not reply."""
 
 
 class WeightWire:
@@ -54,6 +49,7 @@ class WeightWire:
         self._has_gpus = has_gpus
         self._shares_gpus = shares_gpus
 
+        self._keeps_version = config.keeps_published_version
         self._separate_adapter = config.sends_adapter_alone
         manifest = actor.rank_zero(ActorWorker.manifest, self._separate_adapter)
         self._manifest = cast_for_engine(manifest.result(), config.rollout.dtype)
@@ -64,21 +60,23 @@ class WeightWire:
         self._peers: tuple[object, ...] = ()
         self._synced_peers: tuple[object, ...] = ()
 
-    def connect(self, replicas: ReplicaGroups, watch: Watch) -> None:
+    def connect(self, receivers: Receivers) -> None:
         """Make the wire ready for a sync with these replicas.
 
         Raises:
             WeightSyncError: The configured wire cannot connect them, or peers did not
                 come in time.
         """
-        incarnations = [(replica, replica.incarnation) for replica in replicas]
+        incarnations = [
+            (replica, replica.incarnation) for replica in receivers.replicas
+        ]
         self._peers = (self._actor.incarnation, *incarnations)
         self._sends_all = self._peers != self._synced_peers
 
         # If this sync does not finish, the next one has to open the wire anew.
         self._synced_peers = ()
         if self._sends_all:
-            self._open(replicas, watch)
+            self._open(receivers)
 
     @property
     def manifest(self) -> Manifest:
@@ -99,8 +97,15 @@ class WeightWire:
     def _sends_adapter_only(self) -> bool:
         return self._separate_adapter and not self._sends_all
 
-    def send(self, bucket: Bucket, watch: Watch) -> SendResult:
+    def send(
+        self, bucket: Bucket, receivers: Receivers, *, again: bool = False
+    ) -> SendResult:
         """Write a bucket to the wire.
+
+        Args:
+            bucket: The bucket.
+            receivers: The replicas of the sync.
+            again: Whether to send what was sent last, instead of the present weights.
 
         Returns:
             The result of all ranks together. Their fingerprints add up, and the time
@@ -110,8 +115,10 @@ class WeightWire:
             WeightSyncError: The wire is broken. The receiver that failed has the
                 reason.
         """
-        call = self._actor.broadcast(ActorWorker.send, bucket.index, self._sends_all)
-        (parts,) = wait_all([call], watch)
+        call = self._actor.broadcast(
+            ActorWorker.send, bucket.index, self._sends_all, again
+        )
+        (parts,) = receivers.wait([call])
 
         broken = [part.broken for part in parts if part.broken is not None]
         if broken:
@@ -141,19 +148,20 @@ class WeightWire:
 
     # -------------------------------------------------------------------------- opening
 
-    def _open(self, replicas: ReplicaGroups, watch: Watch) -> None:
+    def _open(self, receivers: Receivers) -> None:
         """Open a wire, and bring the actor's ranks and all receivers together."""
+        replicas = receivers.replicas
         wire_spec = self._wire_spec(replicas)
         wire = self._config.sync.wire
-        addresses = self._actor.broadcast(ActorWorker.open_wire, wire, wire_spec)
-        address = addresses.result()[0]
+        opening = self._actor.broadcast(ActorWorker.open_wire, wire, wire_spec)
+        address = receivers.wait_for_sender(opening)[0]
         self._is_open = True
 
         # Both sides wait for each other, so both calls are made before either wait.
         senders = self._actor.broadcast(ActorWorker.connect_wire, address)
-        receivers = self._connect_receivers(replicas, address, wire_spec)
+        connecting = self._connect_receivers(replicas, address, wire_spec)
         try:
-            wait_all(receivers, watch)
+            receivers.wait(connecting)
         except VerlRayError as error:
             # A replica that failed will not come, so the actor need not wait for it.
             if worker_error_of(error) is None:
@@ -161,7 +169,8 @@ class WeightWire:
             self._actor.broadcast(ActorWorker.stop_waiting_for_receivers).result()
             raise
 
-        failures = [failure for failure in senders.result() if failure is not None]
+        results = receivers.wait_for_sender(senders)
+        failures = [failure for failure in results if failure is not None]
         if failures:
             raise WeightSyncError(failures[0])
 
@@ -203,6 +212,7 @@ class WeightWire:
             folder=sync.folder,
             delta=sync.delta,
             separate_adapter=self._separate_adapter,
+            keeps_version=self._keeps_version,
             device_type=carrier_device(sync.wire, wire_layout),
         )
 

@@ -44,8 +44,9 @@ def in_foreign_process(*, starts: bool = True) -> Iterator[ForeignProcess]:
     """
     process = ForeignProcess()
     try:
-        refuse_foreign_packages()
+        # Between the steps of an open run nothing of it can change.
         if starts:
+            refuse_foreign_packages()
             refuse_connected()
         with borrowing_signals():
             try:

@@ -15,6 +15,7 @@ from controllers.run.best import best_of, evaluations_of
 from controllers.tasks import typed_config
 from verl_ray.api_types import Result
 from verl_ray.checkpoint.store import CheckpointStore
+from verl_ray.config.renamed import migrated
 from verl_ray.errors import CheckpointError
 from verl_ray.tracking.base import GLOBAL_STEP
 from verl_ray.tracking.history import read_history
@@ -37,7 +38,7 @@ def result_of(run_dir: str, exit_code: int = 0) -> Result | None:
     if not written.exists() or not history:
         return None
 
-    config = typed_config(yaml.safe_load(written.read_text()))
+    config = typed_config(migrated(yaml.safe_load(written.read_text())))
     lines = []
     if (folder / METRICS).exists():
         lines = read_metrics(folder / METRICS)

@@ -2,20 +2,19 @@
 
 Invariant: the processes that score find the same function. One that can be imported is
 named; any other is pickled by value, with all that it refers to. Deliberately not here:
-how a name is found again (`verl_ray/rewards/functions.py`).
+how a name is found again (`verl_ray/rewards/specs.py`).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import cloudpickle
 
 from controllers.compose.from_python import overrides_of
-from verl_ray.api_types import Reward
+from verl_ray.api_types import Reward, RewardFunction
 from verl_ray.disk import replace_file
 from verl_ray.errors import ConfigError, Problem
 
@@ -31,7 +30,7 @@ def reward_specs(reward: Reward, folder: Path) -> list[str]:
     """Return the overrides that name the rewards.
 
     Args:
-        reward: A name, a function, or one of these by data source.
+        reward: A name, a function, or one of these or a table by data source.
         folder: Where functions are written that cannot be imported.
 
     Raises:
@@ -40,14 +39,15 @@ def reward_specs(reward: Reward, folder: Path) -> list[str]:
     specs = {}
     for number, (source, function) in enumerate(_by_source(reward).items()):
         path = folder / (f"reward_{number}.pkl" if number else "reward.pkl")
-        is_name = isinstance(function, str)
+        # A table names a function, with its arguments.
+        is_name = isinstance(function, str | Mapping)
         specs[source] = function if is_name else _spec(source, function, path)
 
     # In a dict, a data source may have any name.
     return overrides_of({"reward": {"functions": specs}})
 
 
-def _by_source(reward: Reward | None) -> dict[str, str | Callable[..., Any]]:
+def _by_source(reward: Reward | None) -> dict[str, RewardFunction]:
     if reward is None:
         return {}
     if isinstance(reward, Mapping):

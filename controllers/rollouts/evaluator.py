@@ -25,11 +25,12 @@ from verl_ray.data.buffer import RolloutBuffer
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Finish, Float32, Prompts, Rollouts
 from verl_ray.profiling.timers import Timers
-from verl_ray.rewards.functions import REWARD_FUNCTIONS
+from verl_ray.rewards.built_in import is_accuracy
 from verl_ray.rewards.results import Entries
 from verl_ray.rewards.shaping import ResponseScores, Shaping
 from verl_ray.tracking.base import HELD_OUT, HeldOutResponse, Sample
 from verl_ray.tracking.evaluations import HeldOutScores, digest
+from verl_ray.tracking.group_metrics import group_metric_means
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -82,13 +83,14 @@ class Evaluator:
             first rollouts as text.
         """
         evaluation = self._config.evaluation
-        staleness = self._config.rollout.staleness
-        buffer = RolloutBuffer(evaluation.group_size, staleness)
+        # Every row is of the version that is evaluated.
+        buffer = RolloutBuffer(evaluation.group_size, staleness=0)
 
         with timers("testing"):
             generation = producer.evaluation_generation()
             producer.begin(self._prompts, generation, buffer, policy_version)
-            experience = producer.take(self._prompts, buffer, policy_version, timers)
+            ordinals = self._prompts.group_id
+            experience = producer.take(ordinals, buffer, policy_version, timers)
 
         raw_scores = measures.response_scores(experience.scores)
         scores = self._shaping.weigh(raw_scores)
@@ -102,8 +104,13 @@ class Evaluator:
             stall_s=self._config.run.stall_s,
         )
 
+        of_problems = self._scores_of_problems(core, entries)
+        lengths = self._lengths_of_problems(of_problems, experience.rollouts)
         response_length = experience.rollouts.row("response_length")
         metrics = self._score_metrics(scores, raw_scores, core, entries)
+        all_scores = HeldOutScores.joined([of_problems, *lengths])
+        metrics |= group_metric_means(all_scores)
+        metrics |= held_out_measures.length_metrics(lengths)
         metrics |= {
             "val-aux/failed_scores": float((~scores.ok).sum()),
             "val-aux/num_prompts": float(self._prompts.num_rows),
@@ -112,7 +119,7 @@ class Evaluator:
         return Evaluation(
             metrics,
             samples=responses.samples(evaluation.samples),
-            scores=self._scores_of_problems(core),
+            scores=all_scores,
             responses=responses,
         )
 
@@ -138,14 +145,14 @@ class Evaluator:
         if self._config.reward.as_mixture is None or HELD_OUT_GRADER in raw_scores:
             (grader,) = raw_scores
             functions = graders[grader].named_functions or {}
-        built_in = {
+        right_or_wrong = {
             source
             for source in self._prompts.data_source.texts()
-            if functions.get(source, functions.get("default")) in REWARD_FUNCTIONS
+            if is_accuracy(functions.get(source, functions.get("default", "")))
         }
         group_size = self._config.evaluation.group_size
         return held_out_measures.core_scores(
-            self._sources, scores, entries, built_in, group_size
+            self._sources, scores, entries, right_or_wrong, group_size
         )
 
     def _score_metrics(
@@ -167,7 +174,20 @@ class Evaluator:
         metrics |= core.means()
         return metrics | measures.component_metrics(raw_scores, "val-aux/reward")
 
-    def _scores_of_problems(self, core: CoreScores) -> HeldOutScores:
+    def _lengths_of_problems(
+        self, of_problems: HeldOutScores, rollouts: Sharded[Rollouts]
+    ) -> list[HeldOutScores]:
+        """Return the lengths of the responses to each problem, see `length_scores`."""
+        return held_out_measures.length_scores(
+            of_problems,
+            self._prompts.data_source.texts(),
+            rollouts.row("response_length"),
+            rollouts.row("finish") == Finish.LENGTH,
+        )
+
+    def _scores_of_problems(
+        self, core: CoreScores, entries: Sequence[Entries]
+    ) -> HeldOutScores:
         """Return the scores of each problem, as they count in its metric."""
         group_size = self._config.evaluation.group_size
         return HeldOutScores(
@@ -175,6 +195,7 @@ class Evaluator:
             digests=self._digests,
             metrics=core.metrics[::group_size],
             scores=core.values.reshape(-1, group_size),
+            answers=held_out_measures.numbered_answers(entries, group_size),
         )
 
 

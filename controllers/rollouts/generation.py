@@ -1,136 +1,38 @@
 """Generation over several replicas: who generates what, and what is pending.
 
 Invariant: every response is generated once and handed on once, with the same tokens
-whichever replica generates it. What a lost replica leaves pending goes to the others.
-Deliberately not here: whether a replica is lost (`supervisor.py`), and whether it has
-the weights (`replicas.py`).
+whichever replica generates it. What a lost replica leaves pending goes to the others; a
+prompt that ends them, too, is tried apart from other rows, and given up. Deliberately
+not here: whether a replica is lost (`supervisor.py`), and whether it has the weights
+(`replicas.py`).
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
+from controllers.rollouts.generation_job import (
+    GenerationJob,
+    PromptGroup,
+    ReplicaCall,
+    ReplicaIncarnation,
+)
 from controllers.rollouts.supervisor import Replica
+from controllers.rollouts.trials import Trials
 from verl_ray.cluster.concurrency_groups import CONCURRENCY_GROUPS, SERVING
-from verl_ray.cluster.store import put
-from verl_ray.cluster.streams import Stream, next_stream
+from verl_ray.cluster.streams import ready_streams
 from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import Prompts, Rollouts
+from verl_ray.data.stages import Rollouts
 from verl_ray.errors import RolloutError, WorkerError
 from verl_ray.rollout.balancer import Balancer, WorkItem
-from workers.rollout import Generation, RolloutWorker
 
-ReplicaIncarnation = tuple[Replica, int]
-"""A replica, and the number of times that its process has been started."""
-
-MAX_CALLS = CONCURRENCY_GROUPS[SERVING] // 2
-"""Most calls to one replica at the same time.
+MAX_CALLS = CONCURRENCY_GROUPS[SERVING] - 8
+"""Most calls to one replica at the same time; the other threads are for `respond`.
 
 Further prompts go to it in one call as soon as one of these ends.
 """
-
-
-@dataclass(frozen=True, eq=False)
-class PromptGroup:
-    """One prompt of a job, and with it all responses that share this prompt.
-
-    Groups are compared by identity, since two jobs may have the same prompts.
-    """
-
-    job: GenerationJob
-    ordinal: int
-
-
-class GenerationJob:
-    """Responses to some prompts: the finished ones, and the number of pending ones."""
-
-    def __init__(self, prompts: Prompts, generation: Generation) -> None:
-        """Start with all responses pending and no replica at work."""
-        group_size = generation.group_size
-        ordinals: list[int] = prompts.group_id.tolist()
-
-        self.generation = generation
-        self.finished: deque[Sharded[Rollouts]] = deque()
-        """Finished responses in the order of their arrival; the owner takes them."""
-        self.num_pending = prompts.num_rows * group_size
-        """Number of responses that are not finished."""
-
-        # The prompts are stored once, for all replicas that get some of them.
-        self._prompts = put(prompts)
-        self._row_of_prompt = {ordinal: row for row, ordinal in enumerate(ordinals)}
-        self._groups = {ordinal: PromptGroup(self, ordinal) for ordinal in ordinals}
-
-        self._unassigned: dict[int, set[int]] = {}
-        """Row ids without a replica, by the ordinal of their group."""
-        for ordinal in ordinals:
-            first_row = ordinal * group_size
-            self._unassigned[ordinal] = set(range(first_row, first_row + group_size))
-
-    @property
-    def items(self) -> list[WorkItem[PromptGroup]]:
-        """The groups without a replica, as items for the balancer."""
-        return self._items(self._unassigned)
-
-    def submit(
-        self,
-        incarnation: ReplicaIncarnation,
-        groups: Sequence[PromptGroup],
-    ) -> _ReplicaCall:
-        """Request from a replica all responses of these groups that have no replica.
-
-        Raises:
-            WorkerError: The replica accepts no calls.
-        """
-        replica, _ = incarnation
-
-        pending_rows: set[int] = set()
-        for group in groups:
-            pending_rows |= self._unassigned[group.ordinal]
-
-        prompt_rows = [self._row_of_prompt[group.ordinal] for group in groups]
-        stream = replica.open_stream(
-            RolloutWorker.generate,
-            self._prompts.select(np.array(prompt_rows)),
-            self.generation,
-            np.array(sorted(pending_rows)),
-        )
-
-        # The groups have a replica only now: the call may have been refused.
-        for group in groups:
-            del self._unassigned[group.ordinal]
-        return _ReplicaCall(self, incarnation, stream, pending_rows)
-
-    def take_back(self, rows: Iterable[int]) -> list[WorkItem[PromptGroup]]:
-        """Return rows that a lost replica left pending, as items to assign again."""
-        group_size = self.generation.group_size
-
-        rows_by_group: dict[int, set[int]] = {}
-        for row in rows:
-            rows_by_group.setdefault(row // group_size, set()).add(row)
-
-        self._unassigned.update(rows_by_group)
-        return self._items(dict(sorted(rows_by_group.items())))
-
-    def _items(self, rows_by_group: dict[int, set[int]]) -> list[WorkItem[PromptGroup]]:
-        return [
-            WorkItem(self._groups[ordinal], len(rows))
-            for ordinal, rows in rows_by_group.items()
-        ]
-
-
-@dataclass(eq=False)
-class _ReplicaCall:
-    """One call to a replica, and the row ids that it has not delivered yet."""
-
-    job: GenerationJob
-    incarnation: ReplicaIncarnation
-    stream: Stream[Rollouts]
-    pending_rows: set[int]
 
 
 class GenerationScheduler:
@@ -144,8 +46,12 @@ class GenerationScheduler:
         """
         self._in_flight = in_flight
         self._balancer = self._new_balancer()
-        self._calls: list[_ReplicaCall] = []
+        self._calls: list[ReplicaCall] = []
         self._reissued = 0
+        self._trials: Trials[ReplicaIncarnation, PromptGroup] = Trials()
+        self._guilty: set[tuple[str, int]] = set()
+        """Purpose and ordinal of each prompt that was given up."""
+        self._num_given_up = 0
 
     def _new_balancer(self) -> Balancer[ReplicaIncarnation, PromptGroup]:
         return Balancer((), self._in_flight)
@@ -153,7 +59,34 @@ class GenerationScheduler:
     @property
     def is_idle(self) -> bool:
         """Whether no response is pending."""
-        return not self._calls and not self._balancer.waiting
+        return not (self._calls or self._balancer.waiting or self._trials.waiting)
+
+    def has_suspects(self, replica: Replica) -> bool:
+        """Return whether a replica has open rows that were open at another's loss."""
+        calls = [call for call in self._calls if call.incarnation[0] is replica]
+        return any(self._trials.suspects(call.open_groups()) for call in calls)
+
+    def take_given_up_count(self) -> int:
+        """Return the number of prompts given up since the last call."""
+        count = self._num_given_up
+        self._num_given_up = 0
+        return count
+
+    def busy(self, purpose: str | None = None) -> set[ReplicaIncarnation]:
+        """Return the replicas that have open rows, of this purpose or of any."""
+        return {
+            call.incarnation
+            for call in self._calls
+            if call.pending_rows and purpose in (None, call.job.generation.purpose)
+        }
+
+    def pending(self, incarnation: ReplicaIncarnation) -> int:
+        """Return the number of responses that a replica has been asked for."""
+        return self._balancer.load(incarnation)
+
+    def set_limit(self, incarnation: ReplicaIncarnation, limit: int) -> None:
+        """Let a replica generate this many responses at a time from now on."""
+        self._balancer.set_limit(incarnation, limit)
 
     def take_reissued_count(self) -> int:
         """Return the number of responses reissued since the last call.
@@ -164,12 +97,21 @@ class GenerationScheduler:
         self._reissued = 0
         return count
 
-    def open(self, job: GenerationJob) -> None:
-        """Queue the groups of a job behind those that wait."""
+    def open(self, job: GenerationJob, *, first: bool) -> None:
+        """Queue the groups of a job.
+
+        Args:
+            job: The job.
+            first: Queue them before those that wait, instead of behind them.
+        """
         # Earlier prompts will not come again, so their cached prefixes are of no use.
         if self.is_idle:
             self._balancer.forget_sessions()
-        self._balancer.add(job.items)
+        # Held-out problems come again, and need not end further replicas.
+        for group in job.groups:
+            if (job.generation.purpose, group.ordinal) in self._guilty:
+                job.give_up(group)
+        self._balancer.add(job.items, first=first)
 
     def close(self) -> None:
         """Abandon all jobs."""
@@ -177,16 +119,27 @@ class GenerationScheduler:
             call.stream.abandon()
         self._calls = []
         self._balancer = self._new_balancer()
+        self._trials = Trials()
 
-    def set_replicas(self, incarnations: Sequence[ReplicaIncarnation]) -> None:
+    def set_replicas(
+        self,
+        incarnations: Sequence[ReplicaIncarnation],
+        running: Sequence[ReplicaIncarnation],
+    ) -> None:
         """Use exactly these replicas from now on; they hold the present weights.
 
         What others left pending is queued again.
+
+        Args:
+            incarnations: The replicas to use.
+            running: All that run. Of others, pending prompts are suspect.
         """
         known = self._balancer.replicas
-        for incarnation in known:
-            if incarnation not in incarnations:
-                self._remove(incarnation)
+        removed = [replica for replica in known if replica not in incarnations]
+        items: list[WorkItem[PromptGroup]] = []
+        for replica in removed:
+            items += self._remove(replica, is_lost=replica not in running)
+        self._balancer.add(items, first=True)
         for incarnation in incarnations:
             if incarnation not in known:
                 self._balancer.add_replica(incarnation)
@@ -205,46 +158,100 @@ class GenerationScheduler:
         busy = {
             incarnation
             for incarnation, count in call_counts.items()
-            if count >= MAX_CALLS
+            if self._waits_for_more_capacity(incarnation, count)
         }
 
         refusal: WorkerError | None = None
-        for incarnation, items in self._balancer.assign(busy).items():
+        refused: list[WorkItem[PromptGroup]] = []
+        on_trial = self._begin_trial(busy)
+        assigned = on_trial | self._balancer.assign(busy)
+        for incarnation, items in assigned.items():
             for job, job_items in _by_job(items).items():
                 groups = [item.session for item in job_items]
                 try:
                     call = job.submit(incarnation, groups)
                 except WorkerError as error:
                     refusal = refusal or error
-                    # Others will generate them, before anything else.
-                    self._balancer.add(job_items, first=True)
+                    if self._trials.replica == incarnation:
+                        self._trials.put_off(groups)
+                    else:
+                        refused += job_items
                 else:
                     self._calls.append(call)
 
         if refusal is not None:
+            # Others will generate them, before anything else.
+            self._balancer.add(refused, first=True)
             raise refusal
 
-    def take(self, timeout_s: float) -> None:
+    def _begin_trial(
+        self, busy: set[ReplicaIncarnation]
+    ) -> dict[ReplicaIncarnation, list[WorkItem[PromptGroup]]]:
+        """Return the items of the next trial, by its replica, if one can begin.
+
+        Args:
+            busy: Replicas that get no other items. The one with a trial is added, or
+                the one that is emptied for the next trial.
+        """
+        items: list[WorkItem[PromptGroup]] = []
+        replica = self._trials.replica
+        if replica is None and self._trials.waiting and self._balancer.replicas:
+            replica = min(self._balancer.replicas, key=self._balancer.load)
+            has_calls = any(call.incarnation == replica for call in self._calls)
+            if not has_calls:
+                groups = self._trials.begin(replica)
+                items = [group.job.item_of(group) for group in groups]
+                self._balancer.place(replica, items)
+
+        if replica is not None:
+            busy.add(replica)
+        return {replica: items} if replica is not None and items else {}
+
+    def _waits_for_more_capacity(
+        self, incarnation: ReplicaIncarnation, num_calls: int
+    ) -> bool:
+        """Return whether a replica with so many open calls gets no further one yet.
+
+        A call lasts as long as its slowest response. The more of them are open, the
+        more responses the next one must bring, or calls with a single slow response
+        each would be all that the replica may have.
+        """
+        if num_calls >= MAX_CALLS:
+            return True
+        capacity = self._balancer.capacity(incarnation)
+        total = capacity + self._balancer.load(incarnation)
+        return capacity < total * num_calls // (2 * MAX_CALLS)
+
+    def note_resumed(self) -> None:
+        """Note that the replicas, which were paused, go on."""
+        for call in self._calls:
+            call.stream.note_resumed()
+
+    def take(self, timeout_s: float, *, paused: bool) -> None:
         """Take the available pieces. Wait for the first one for up to `timeout_s`.
+
+        Args:
+            timeout_s: Limit in seconds.
+            paused: Whether the replicas were told to make no progress.
 
         Raises:
             VerlRayError: A replica failed or makes no progress.
             RolloutError: A replica ended its reply before it was complete.
         """
-        # Consumes one piece per round. Ends when no piece is available within the
-        # timeout, or when the last call has ended.
+        # Consumes a piece of each stream that has one per round. Ends when no piece is
+        # available within the timeout, or when the last call has ended.
         while self._calls:
-            streams = [call.stream for call in self._calls]
-            ready = next_stream(streams, timeout_s)
-            if ready is None:
+            calls = {call.stream: call for call in self._calls}
+            ready = ready_streams(list(calls), timeout_s, paused=paused)
+            if not ready:
                 return
 
-            call = next(call for call in self._calls if call.stream is ready)
-            self._accept(call, ready.take())
+            for stream in ready:
+                self._accept(calls[stream], stream.take())
             # Only the first piece is waited for.
             timeout_s = 0.0
 
-    def _accept(self, call: _ReplicaCall, piece: Sharded[Rollouts] | None) -> None:
+    def _accept(self, call: ReplicaCall, piece: Sharded[Rollouts] | None) -> None:
         """Hand a piece to its job; None is the end of the call."""
         if piece is None:
             self._calls.remove(call)
@@ -253,24 +260,53 @@ class GenerationScheduler:
                 raise RolloutError(
                     f"a replica ended its reply without the responses to rows {missing}"
                 )
+            others = (other.incarnation for other in self._calls)
+            if (
+                self._trials.replica == call.incarnation
+                and call.incarnation not in others
+            ):
+                self._trials.acquit()
             return
 
         row_ids = piece.row("row_id").tolist()
         call.pending_rows.difference_update(row_ids)
         call.job.num_pending -= len(piece)
         call.job.finished.append(piece)
+        if not call.job.num_pending:
+            self._balancer.forget(call.job.groups)
+            self._trials.forget(call.job.groups)
         # The replica has capacity for as many further responses.
         self._balancer.finish(call.incarnation, len(piece))
 
-    def _remove(self, incarnation: ReplicaIncarnation) -> None:
-        """Stop using a replica; queue what it left pending before anything else."""
-        self._balancer.remove_replica(incarnation)
-        lost_calls = [call for call in self._calls if call.incarnation == incarnation]
-        for call in lost_calls:
+    def _remove(
+        self, replica: ReplicaIncarnation, *, is_lost: bool
+    ) -> list[WorkItem[PromptGroup]]:
+        """Stop using a replica; return what it left pending and others may take.
+
+        Who waits for a trial is not part of it.
+        """
+        self._balancer.remove_replica(replica)
+        items: list[WorkItem[PromptGroup]] = []
+        # In the order of the calls: the oldest groups come first again.
+        for call in [call for call in self._calls if call.incarnation == replica]:
             self._calls.remove(call)
             self._reissued += len(call.pending_rows)
-            items = call.job.take_back(call.pending_rows)
-            self._balancer.add(items, first=True)
+            items += call.job.take_back(call.pending_rows)
+        groups = [item.session for item in items]
+
+        if is_lost:
+            verdict = self._trials.note_loss(replica, groups)
+            guilty = verdict.guilty
+            if guilty is not None:
+                guilty.job.give_up(guilty)
+                self._guilty.add((guilty.job.generation.purpose, guilty.ordinal))
+                self._num_given_up += 1
+            return [item for item in items if item.session in set(verdict.free)]
+        if self._trials.replica == replica:
+            self._trials.put_off(groups)
+            self._trials.acquit()
+            return []
+        return items
 
 
 def _by_job(

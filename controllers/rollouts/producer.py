@@ -9,56 +9,36 @@ generates what (`generation.py`), and which prompts a step requests
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from controllers.rollouts.generation import GenerationJob
+import numpy as np
+
+from controllers.rollouts.generations import (
+    generation_to_evaluate,
+    generation_to_learn_from,
+)
+from controllers.rollouts.given_up import aborted_group
 from controllers.rollouts.graders import EVALUATION, TRAINING, Graders, PendingScores
 from controllers.rollouts.groups import GroupCollector
+from controllers.rollouts.production import Production
 from controllers.rollouts.replicas import Replicas
 from controllers.rollouts.score_failures import ScoreFailures
-from verl_ray.cluster.calls import check_progress
 from verl_ray.cluster.group import WorkerGroup
+from verl_ray.cluster.restarts import InPlaceRestarts
 from verl_ray.cluster.waiting import TICK_S, wait
 from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.data.batch import Int64
 from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Prompts, Rollouts
+from verl_ray.errors import RewardError, VerlRayError
 from verl_ray.profiling.phases import phase
 from verl_ray.profiling.timers import Timers
-from verl_ray.rollout.requests import Sampling
 from workers.grader import Grader
 from workers.rollout import Generation
-
-
-@dataclass
-class _Production:
-    """Groups that are generated and scored for a buffer."""
-
-    job: GenerationJob
-    buffer: RolloutBuffer
-    failures: ScoreFailures
-    num_responses: int
-    step: int
-    """The training step that is made; in an evaluation the last step of the policy."""
-    groups: GroupCollector | None
-    """Responses whose graders need whole groups; None where they need none."""
-    scoring: list[PendingScores] = field(default_factory=list)
-    """Pieces whose scores are pending, the oldest first."""
-    num_scored: int = 0
-    """Number of responses that are in the buffer."""
-
-    @property
-    def is_generated(self) -> bool:
-        """Whether every response is generated, and passed on to the graders."""
-        return not self.job.num_pending and not self.job.finished
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether every response is generated, scored and in the buffer."""
-        return self.is_generated and not self.scoring
 
 
 class Producer:
@@ -72,12 +52,23 @@ class Producer:
         config: RLConfig,
         replicas: Replicas,
         graders: Mapping[str, WorkerGroup[Grader]],
+        restarts: InPlaceRestarts | None = None,
     ) -> None:
-        """Take the replicas, and the workers of each grader, by name."""
+        """Take the replicas, and the workers of each grader, by name.
+
+        Args:
+            config: Configuration of the run.
+            replicas: The replicas.
+            graders: The workers.
+            restarts: Graders that are starting again in place; None where the loss of
+                one is an error.
+        """
         self._config = config
         self._replicas = replicas
-        self._graders = Graders(config, graders)
-        self._productions: list[_Production] = []
+        self._graders = Graders(config, graders, restarts)
+        self._productions: list[Production] = []
+        self.given_up: set[int] = set()
+        """Ordinals that were given up, of groups to learn from."""
         self._last_check_s = 0.0
 
     def begin(
@@ -86,7 +77,9 @@ class Producer:
         generation: Generation,
         buffer: RolloutBuffer,
         step: int,
-    ) -> None:
+        finished: Experience | None = None,
+        failures: ScoreFailures | None = None,
+    ) -> ScoreFailures:
         """Begin to generate and score groups; reserve them in the buffer.
 
         They arrive there piece by piece.
@@ -97,30 +90,67 @@ class Producer:
             buffer: Buffer that gets the groups.
             step: The training step that is made, for reward functions; in an evaluation
                 the last step of the policy.
+            finished: Groups of the same batch that are in the buffer already; the limit
+                of failed scores is that of the whole batch.
+            failures: What an earlier call for the same batch returned.
         """
-        buffer.reserve(prompts.group_id)
         num_responses = prompts.num_rows * generation.group_size
-        failures = self._graders.watch_failures(generation.purpose, num_responses)
+        num_finished = 0 if finished is None else len(finished.rollouts)
+        if failures is None:
+            failures = self._graders.watch_failures(
+                generation.purpose, num_responses + num_finished
+            )
+        else:
+            failures.expect(num_responses + num_finished)
+        if finished is not None:
+            failures.add_earlier(finished)
+        buffer.reserve(prompts.group_id)
         groups = None
-        if self._graders.needs_groups(generation.purpose):
+        if self._graders.needs_groups(generation.purpose, step):
             groups = GroupCollector(generation.group_size)
-        job = self._replicas.generate(prompts, generation)
-        production = _Production(job, buffer, failures, num_responses, step, groups)
-        self._productions.append(production)
+        # The run waits for an evaluation, and not yet for later training steps.
+        is_urgent = generation.purpose == EVALUATION
+        job = self._replicas.generate(prompts, generation, first=is_urgent)
+        self._productions.append(
+            Production(
+                ordinals=prompts.group_id,
+                job=job,
+                buffer=buffer,
+                failures=failures,
+                num_responses=num_responses,
+                step=step,
+                groups=groups,
+            )
+        )
+        return failures
+
+    def advance_until(
+        self, is_enough: Callable[[], bool], buffer: RolloutBuffer, timers: Timers
+    ) -> None:
+        """Advance until `is_enough`, which may begin more; it raises as `take` does."""
+        with (
+            self._abandoning_on_error(),
+            phase(self._phase),
+            timers("gen"),
+            timers.waiting(),
+        ):
+            while not is_enough():
+                self._advance_for(buffer, TICK_S)
 
     def take(
         self,
-        prompts: Prompts,
+        ordinals: Int64,
         buffer: RolloutBuffer,
         policy_version: int,
         timers: Timers,
     ) -> Experience:
-        """Take the groups of these prompts out of the buffer, once all are there.
+        """Take groups out of the buffer, once all of them are there.
 
         If the wait is interrupted or fails, all generation is abandoned.
 
         Args:
-            prompts: Prompts that `begin` was called with.
+            ordinals: Groups that `begin` was called with, or that were there already,
+                int64 [groups].
             buffer: The buffer of that call.
             policy_version: Version of the policy that learns next.
             timers: Timers for the time until all is generated ("gen") and the time
@@ -130,23 +160,50 @@ class Producer:
             RewardError: More scores fail than max_failed_fraction allows.
             DataError: The policy that generated the responses is too old.
         """
-        ordinals = prompts.group_id
-        try:
+        with self._abandoning_on_error():
+            # The replicas begin now, also where all of these groups are there already.
+            self._advance_for(buffer, 0.0)
             with phase(self._phase), timers("gen"), timers.waiting():
-                while buffer.missing(ordinals) and not self._all_generated():
-                    self.advance(TICK_S)
+                while buffer.missing(ordinals) and not self._is_generated(
+                    ordinals, buffer
+                ):
+                    self._advance_for(buffer, TICK_S)
 
             with phase(self._phase), timers("reward"), timers.waiting():
-                experience = buffer.take(
-                    ordinals, policy_version, lambda: self.advance(TICK_S)
+                return buffer.take(
+                    ordinals, policy_version, lambda: self._advance_for(buffer, TICK_S)
                 )
-        # No replica may continue with abandoned work, also after a stop of the run.
+
+    def _advance_for(self, buffer: RolloutBuffer, timeout_s: float) -> None:
+        """Advance all productions; raise the failure of one for this buffer.
+
+        Those of others fail nobody but who waits for them: training rows no evaluation.
+        """
+        self.advance(timeout_s)
+        for production in self._productions:
+            if production.buffer is buffer and production.failure is not None:
+                raise production.failure
+
+    def finish(self) -> None:
+        """Wait until everything that was begun is generated, scored and in its buffer.
+
+        If the wait is interrupted or fails, all generation is abandoned.
+        """
+        with self._abandoning_on_error(), phase(self._phase):
+            while not all(production.is_finished for production in self._productions):
+                self.advance(TICK_S)
+
+    @contextlib.contextmanager
+    def _abandoning_on_error(self) -> Iterator[None]:
+        """Let no replica continue with abandoned work, also after a stop of the run."""
+        try:
+            yield
         except BaseException:
             self._replicas.stop_generation()
+            for production in self._productions:
+                production.buffer.drop_unfinished()
             self._productions.clear()
-            buffer.drop(ordinals)
             raise
-        return experience
 
     def _phase(self) -> str:
         """Return how far the oldest production is, for a person who waits."""
@@ -154,25 +211,15 @@ class Producer:
             return ""
         production = self._productions[0]
         purpose = production.job.generation.purpose
-        total = production.num_responses
-        scored = f"{production.num_scored}/{total}"
+        return production.in_words(self._graders.deadlines_in_words(purpose))
 
-        if purpose == EVALUATION:
-            text = f"evaluating {scored}"
-        elif production.is_generated:
-            text = f"scoring {scored}"
-        else:
-            generated = total - production.job.num_pending
-            text = f"generating {generated}/{total} responses, scoring {scored}"
-
-        if production.scoring:
-            oldest_s = time.monotonic() - production.scoring[0].since
-            deadlines = self._graders.deadlines_in_words(purpose)
-            text += f", slowest {oldest_s:.0f} s{deadlines}"
-        return text
-
-    def _all_generated(self) -> bool:
-        return all(production.is_generated for production in self._productions)
+    def _is_generated(self, ordinals: Int64, buffer: RolloutBuffer) -> bool:
+        """Return whether all responses of these groups, int64 [groups], are there."""
+        return all(
+            production.is_generated or not np.isin(production.ordinals, ordinals).any()
+            for production in self._productions
+            if production.buffer is buffer
+        )
 
     # ----------------------------------------------------------------------- background
 
@@ -185,19 +232,45 @@ class Producer:
 
         Wait for something to pass on for up to `timeout_s` seconds.
         """
-        if timeout_s and any(production.scoring for production in self._productions):
-            # Responses and scores are waited for together, whichever come first.
-            wait(self.references(), 1, timeout_s)
+        if timeout_s and self._pending_scores:
+            references = self.references()
+            if references:
+                # Responses and scores are waited for together, whichever come first.
+                wait(references, 1, timeout_s)
+            else:
+                # Only graders that are starting again are waited for.
+                time.sleep(min(timeout_s, TICK_S / 10))
             timeout_s = 0.0
         # With nothing to score, new responses are all there is to wait for.
-        self._replicas.advance(timeout_s)
+        self._replicas.advance(timeout_s, self)
 
+        self._replace_given_up()
+        self._graders.advance(self._pending_scores)
         self._score_generated()
         self._buffer_scored()
         self._productions = [
-            production for production in self._productions if not production.is_finished
+            production
+            for production in self._productions
+            if production.failure is not None or not production.is_finished
         ]
         self._check_graders()
+
+    def _replace_given_up(self) -> None:
+        """Put aborted responses in the place of groups that were given up."""
+        for production in self._productions:
+            generation = production.job.generation
+            while production.job.given_up:
+                ordinal = production.job.given_up.popleft()
+                aborted = aborted_group(
+                    production.job.prompt(ordinal),
+                    generation.group_size,
+                    self._graders.names(generation.purpose),
+                    purpose=generation.purpose,
+                    stall_s=self._config.run.stall_s,
+                )
+                production.give_up(ordinal, aborted)
+                if generation.purpose == TRAINING:
+                    self.given_up.add(ordinal)
 
     def _score_generated(self) -> None:
         """Pass every finished response on to its graders, if need be with its group."""
@@ -219,6 +292,7 @@ class Producer:
 
         # One look at all references; only pieces with a new score are polled.
         available = set(wait(references, len(references), 0.0))
+        failures: list[VerlRayError] = []
         for production in self._productions:
             updated = [
                 piece
@@ -226,68 +300,77 @@ class Producer:
                 if not available.isdisjoint(piece.references())
             ]
             for piece in updated:
-                scored = piece.poll()
-                if scored is not None:
-                    production.failures.add(scored)
-                    production.buffer.put(scored)
-                    production.num_scored += len(scored.rollouts)
-                    production.scoring.remove(piece)
+                try:
+                    self._buffer_piece(production, piece)
+                except VerlRayError as failure:
+                    failures.append(failure)
+
+        # A grader starts again only now, so that no reply that is here is asked for
+        # again.
+        for error in failures:
+            self._graders.restart(error, self._oldest_step)
+
+    def _buffer_piece(self, production: Production, piece: PendingScores) -> None:
+        """Move a piece into its buffer, if its scores are complete."""
+        try:
+            scored = piece.poll()
+            if scored is None:
+                return
+            production.failures.add(scored)
+        except RewardError as failure:
+            # Whoever waits for the groups fails, and nobody else. A checkpoint has none
+            # of them, so that a resumed run asks what scores again.
+            production.failure = production.failure or failure
+            production.buffer.discard(production.ordinals)
+        else:
+            production.num_scored += len(scored.rollouts)
+            if production.failure is None:
+                production.put(scored)
+        production.scoring.remove(piece)
 
     def _check_graders(self) -> None:
         """Check now and then that every grader makes progress."""
         if time.monotonic() - self._last_check_s < TICK_S:
             return
         self._last_check_s = time.monotonic()
+        if self._productions:
+            self._graders.check(self._pending_scores, self._oldest_step)
 
-        calls: list[Any] = []
-        for production in self._productions:
-            for piece in production.scoring:
-                calls += piece.calls
-        check_progress(calls)
+    @property
+    def _pending_scores(self) -> list[PendingScores]:
+        """The pieces of all productions whose scores are pending."""
+        return [
+            piece for production in self._productions for piece in production.scoring
+        ]
+
+    @property
+    def _oldest_step(self) -> int:
+        """The first of the steps that groups are in production for."""
+        return min(production.step for production in self._productions)
 
     def _score_references(self) -> list[Any]:
         """Return the object references of all pending scores."""
         references: list[Any] = []
-        for production in self._productions:
-            for piece in production.scoring:
-                references += piece.references()
+        for piece in self._pending_scores:
+            references += piece.references()
         return references
+
+    # ------------------------------------------------------------------------- recovery
+
+    def state(self) -> dict[str, Any]:
+        """Return what is known of the graders, as JSON."""
+        return {"proven": sorted(self._graders.history.proven)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state` was taken."""
+        self._graders.history.proven.update(state.get("proven", ()))
 
     # ---------------------------------------------------------------- what is generated
 
     def training_generation(self) -> Generation:
         """Return what is generated for each prompt to learn from."""
-        rollout = self._config.rollout
-        sampling = Sampling(
-            rollout.temperature,
-            rollout.top_p,
-            rollout.top_k,
-            rollout.max_response_tokens,
-        )
-        return self._generation(TRAINING, rollout.group_size, sampling)
+        return generation_to_learn_from(self._config)
 
     def evaluation_generation(self) -> Generation:
         """Return what is generated for each held-out problem."""
-        evaluation = self._config.evaluation
-        # The whole distribution: neither top_p nor top_k cuts it.
-        sampling = Sampling(
-            evaluation.temperature,
-            1.0,
-            -1,
-            self._config.rollout.max_response_tokens,
-        )
-        return self._generation(EVALUATION, evaluation.group_size, sampling)
-
-    def _generation(
-        self,
-        purpose: str,
-        group_size: int,
-        sampling: Sampling,
-    ) -> Generation:
-        return Generation(
-            purpose,
-            group_size,
-            sampling,
-            self._config.run.seed,
-            self._config.rollout.stream_rows,
-        )
+        return generation_to_evaluate(self._config)

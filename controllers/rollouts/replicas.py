@@ -15,20 +15,23 @@ from collections.abc import Sequence
 from typing import Any
 
 from controllers.devices.device_sharing import DeviceSharing
-from controllers.publishing.publisher import Publisher, Receivers
+from controllers.publishing.publisher import Publisher
+from controllers.publishing.receivers import Receivers
+from controllers.rollouts.concurrency import AdaptiveConcurrency
 from controllers.rollouts.endpoints import Endpoints
-from controllers.rollouts.generation import (
-    GenerationJob,
-    GenerationScheduler,
-    ReplicaIncarnation,
-)
+from controllers.rollouts.generation import GenerationScheduler
+from controllers.rollouts.generation_job import GenerationJob, ReplicaIncarnation
+from controllers.rollouts.graders import TRAINING
 from controllers.rollouts.supervisor import Replica, ReplicaSupervisor
+from controllers.watch.occupancy import Occupancy
+from verl_ray.cluster.idle_processes import IDLE_PROCESSES
 from verl_ray.cluster.members import Member
 from verl_ray.cluster.signals import heed_signals
-from verl_ray.cluster.waiting import TICK_S
-from verl_ray.config.rollout import RolloutConfig
+from verl_ray.cluster.waiting import TICK_S, Background
+from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.data.stages import Prompts
-from verl_ray.errors import VerlRayError
+from verl_ray.errors import RolloutError, VerlRayError, worker_error_of
+from verl_ray.rollout.engine_thread import PauseMode
 from workers.rollout import Generation, RolloutWorker
 
 
@@ -40,7 +43,7 @@ class Replicas:
         replicas: Sequence[Replica],
         publisher: Publisher,
         device_sharing: DeviceSharing,
-        config: RolloutConfig,
+        config: RolloutTaskConfig,
         endpoints: Endpoints | None = None,
     ) -> None:
         """Take the replicas, which are all running and have no weights yet.
@@ -49,23 +52,34 @@ class Replicas:
             replicas: The replicas of the run.
             publisher: Sends the actor's weights to replicas.
             device_sharing: The devices, which trainers may share with the replicas.
-            config: The settings of rollouts.
+            config: The configuration of the run.
             endpoints: Publishes where clients find each replica; None without clients.
         """
         self._publisher = publisher
+        self._max_restarts = config.run.recovery.max_restarts
         self._device_sharing = device_sharing
         self._supervisor = ReplicaSupervisor(
             replicas,
-            config.health,
+            config.rollout.health,
+            self._max_restarts,
             device_sharing,
             endpoints,
         )
-        self._scheduler = GenerationScheduler(config.in_flight)
+        self._concurrency = AdaptiveConcurrency(config.rollout)
+        self._scheduler = GenerationScheduler(self._concurrency.first)
+        self._supervisor.is_excused = self._scheduler.has_suspects
+        self.occupancy = Occupancy()
+        """The clock of trainers and engines, which the trainer reads."""
+        self._takes_turns = config.rollout.schedule == "carry_over"
+        self._pause_mode: PauseMode | None = config.rollout.kv
+        self._paused = False
+        self._given_up_since_publish = 0
 
         self._version = -1
         self._up_to_date: set[ReplicaIncarnation] = set()
         """Replicas that got the present version, also those that are lost by now."""
-        self._brings_up = False
+        self._brought_up: Replica | None = None
+        """The replica that gets the present version now, while all else goes on."""
         self._switch_s = 0.0
 
     @property
@@ -81,10 +95,11 @@ class Replicas:
         """Return metrics: restarts and reissued responses since the last call."""
         restarts = self._supervisor.take_restart_count()
         reissued = self._scheduler.take_reissued_count()
-        return {
+        counts = {
             "rollout/restarts": float(restarts),
             "rollout/reissued": float(reissued),
         }
+        return counts | self._concurrency.metrics()
 
     def close(self) -> None:
         """Abandon all generation, and kill the replicas that are restarting.
@@ -94,12 +109,22 @@ class Replicas:
         self._scheduler.close()
         self._supervisor.close()
 
+    def abandon_sync(self) -> None:
+        """Let the actor return from a sync that broke off, if it can."""
+        try:
+            self._publisher.abandon_sync()
+        except VerlRayError as error:
+            # What the actor says does not matter any more.
+            if worker_error_of(error) is None:
+                raise
+
     # -------------------------------------------------------------------------- weights
 
     def publish(self, version: int) -> dict[str, float]:
         """Send the actor's weights to every available replica, and verify them.
 
-        If a replica is lost meanwhile, the weight sync begins anew without it.
+        If a replica is lost meanwhile, the weight sync begins anew without it. Open
+        rows are paused for it, and go on with the new weights.
 
         Args:
             version: Version of the policy that the actor holds.
@@ -108,10 +133,16 @@ class Replicas:
             Metrics of the weight sync.
         """
         supervisor = self._supervisor
+        began = time.perf_counter()
+        self._pause_open_rows()
+        pause_s = time.perf_counter() - began
 
         # Each round is one weight sync. It ends with its success, or with an error that
         # is no loss of a replica.
         while True:
+            if not self.available and not self._device_sharing.engine_fits:
+                # None could start before the trainers have freed its memory.
+                self._publisher.prepare_restart(version)
             replicas = supervisor.wait_for_replicas()
             watch = functools.partial(supervisor.check_health, replicas)
             receivers = Receivers(replicas, watch)
@@ -126,7 +157,48 @@ class Replicas:
         self._version = version
         self._up_to_date = {_incarnation(replica) for replica in replicas}
         supervisor.note_published()
+        self._given_up_since_publish = 0
+        began = time.perf_counter()
+        self._resume_open_rows()
+        pause_s += time.perf_counter() - began
+        metrics["timing_s/weight_sync/pause"] = pause_s
         return metrics | {"timing_s/weight_sync/hand_back": self._switch_s}
+
+    def _pause_open_rows(self) -> None:
+        """Let the replicas stop where they are, if rows are open and may stay so."""
+        if self._pause_mode is None or self._scheduler.is_idle:
+            return
+        self._set_paused(True)
+        # Also again after a pause for training: another replica may be there.
+        self._supervisor.take_started()
+        self._supervisor.call_each(
+            self.available, RolloutWorker.pause, self._pause_mode
+        )
+        self._note_occupancy()
+
+    def _resume_open_rows(self) -> None:
+        """Let the rows that were paused go on, with the present weights."""
+        if self._paused:
+            self._supervisor.call_each(self.available, RolloutWorker.resume)
+            self._set_paused(False)
+            self._scheduler.note_resumed()
+            self._note_occupancy()
+
+    def _set_paused(self, paused: bool) -> None:
+        """Note whether open rows stand still, which is no lack of progress."""
+        self._paused = paused
+        self._supervisor.expects_progress = not paused
+
+    def _note_occupancy(self) -> None:
+        """Note which share of the replicas generates from now on."""
+        num_replicas = max(len(self.available), 1)
+        busy, to_learn_from = self._scheduler.busy(), self._scheduler.busy(TRAINING)
+        if self._paused:
+            busy = to_learn_from = set()
+        self.occupancy.note_rollouts(
+            min(len(busy) / num_replicas, 1.0),
+            min(len(to_learn_from) / num_replicas, 1.0),
+        )
 
     def _break_off_sync(self, version: int, survivors: Sequence[Replica]) -> None:
         """Undo a weight sync that lost a receiver, on both of its sides."""
@@ -143,6 +215,8 @@ class Replicas:
         Engines free what the trainers need, and the training state comes back.
         """
         began = time.perf_counter()
+        if self._takes_turns:
+            self._pause_open_rows()
         engines_free = self._device_sharing.plan.engines_free
 
         # Each round puts all replicas to sleep. It is repeated while replicas restart:
@@ -158,10 +232,18 @@ class Replicas:
 
     # ----------------------------------------------------------------------- generation
 
-    def generate(self, prompts: Prompts, generation: Generation) -> GenerationJob:
-        """Begin to generate responses to these prompts; `advance` continues."""
+    def generate(
+        self, prompts: Prompts, generation: Generation, *, first: bool = False
+    ) -> GenerationJob:
+        """Begin to generate responses to these prompts; `advance` continues.
+
+        Args:
+            prompts: The prompts.
+            generation: What is generated for each of them.
+            first: Whether they come before all prompts that wait for a replica.
+        """
         job = GenerationJob(prompts, generation)
-        self._scheduler.open(job)
+        self._scheduler.open(job, first=first)
         return job
 
     def stop_generation(self) -> None:
@@ -172,25 +254,36 @@ class Replicas:
         """Return the object references of the next pieces."""
         return self._scheduler.references()
 
-    def advance(self, timeout_s: float = 0.0) -> None:
+    def advance(
+        self, timeout_s: float = 0.0, background: Background | None = None
+    ) -> None:
         """Advance health checks, restarts and generation.
 
-        Wait for finished responses for up to `timeout_s` seconds.
+        Args:
+            timeout_s: For how long to wait for finished responses, in seconds.
+            background: Work of the driver that goes on while a replica that has
+                started again gets its weights. None stands for these replicas alone.
 
         Raises:
             VerlRayError: A replica refused a request, or more replicas were lost than
-                rollout.health.max_restarts allows.
+                run.recovery.max_restarts allows, or a process that nobody waits for is
+                lost.
         """
         heed_signals()
+        IDLE_PROCESSES.raise_if_lost()
         self._supervisor.take_started()
         if self._scheduler.is_idle:
             return
 
-        # An unhealthy replica would never return its pending responses.
-        self._supervisor.fence_unhealthy()
-        # `_bring_up` waits, and its wait advances the replicas again.
-        if not self._brings_up:
-            self._bring_up_outdated()
+        # What paused replicas have finished is taken, but they get nothing new.
+        if not self._paused:
+            # An unhealthy replica would never return its pending responses.
+            # Who brings one up checks it, and has to learn of its loss.
+            self._supervisor.fence_unhealthy(but=self._brought_up)
+            self._follow_loads()
+            # `_bring_up` waits, and its wait advances the replicas again.
+            if self._brought_up is None:
+                self._bring_up_outdated(background or self)
 
         incarnations = [_incarnation(replica) for replica in self.available]
         ready = [
@@ -198,39 +291,81 @@ class Replicas:
             for incarnation in incarnations
             if incarnation in self._up_to_date
         ]
-        self._scheduler.set_replicas(ready)
+        self._scheduler.set_replicas(ready, running=incarnations)
+        self._excuse_losses()
         try:
-            self._scheduler.dispatch()
+            self._dispatch()
             if self._scheduler.references():
-                self._scheduler.take(timeout_s)
+                self._scheduler.take(timeout_s, paused=self._paused)
+                # Others take the place of what has ended.
+                self._dispatch()
+            elif not self.available and not self._supervisor.restarting:
+                raise RolloutError(
+                    "no replica is left to generate, and none starts again"
+                    " (run.recovery.max_restarts)"
+                )
             elif timeout_s:
                 # No replica is ready yet, so there is nothing else to wait for.
                 time.sleep(min(timeout_s, TICK_S / 10))
         except VerlRayError as error:
             self._supervisor.handle_failure(error)
+        self._note_occupancy()
 
-    def _bring_up_outdated(self) -> None:
+    def _dispatch(self) -> None:
+        """Send queued groups to replicas with capacity, unless they are paused."""
+        if not self._paused:
+            self._scheduler.dispatch()
+
+    def _excuse_losses(self) -> None:
+        """Let the losses of replicas that prompts are guilty of not count.
+
+        Raises:
+            RolloutError: There are more such prompts than prompts may be guilty of.
+        """
+        count = self._scheduler.take_given_up_count()
+        self._supervisor.excuse_losses(count)
+        self._given_up_since_publish += count
+        if self._given_up_since_publish > self._max_restarts:
+            raise RolloutError(
+                f"more than run.recovery.max_restarts = {self._max_restarts} prompts in"
+                " a row ended the replica that generated for them alone, so it is"
+                " rather the engine that fails; its log says why"
+            )
+
+    def _follow_loads(self) -> None:
+        """Let each replica generate as many responses at a time as its cache allows."""
+        for replica, load in self._supervisor.take_loads().items():
+            incarnation = _incarnation(replica)
+            pending = self._scheduler.pending(incarnation)
+            limit = self._concurrency.observe(incarnation, load, pending)
+            if limit is not None:
+                self._scheduler.set_limit(incarnation, limit)
+
+    def _bring_up_outdated(self, background: Background) -> None:
         """Send the present weights to every replica that does not hold them."""
         for replica in self.available:
-            if _incarnation(replica) not in self._up_to_date:
-                self._bring_up(replica)
+            # It may have been lost while another one was brought up.
+            is_available = replica in self.available
+            if is_available and _incarnation(replica) not in self._up_to_date:
+                self._bring_up(replica, background)
 
-    def _bring_up(self, replica: Replica) -> None:
+    def _bring_up(self, replica: Replica, background: Background) -> None:
         """Send the present weights to a replica that has started again.
 
-        The other replicas continue to generate meanwhile.
+        An actor that learns sends them after the updates that it was asked for. The
+        other replicas continue to generate meanwhile.
         """
         watch = functools.partial(self._supervisor.check_health, (replica,))
-        receivers = Receivers((replica,), watch, background=self)
+        receivers = Receivers((replica,), watch, background)
 
-        self._brings_up = True
+        self._brought_up = replica
         try:
             self._publisher.catch_up(self._version, receivers)
             self._up_to_date.add(_incarnation(replica))
         except VerlRayError as error:
             self._supervisor.handle_failure(error)
         finally:
-            self._brings_up = False
+            self._brought_up = None
 
 
 def _incarnation(replica: Replica) -> ReplicaIncarnation:

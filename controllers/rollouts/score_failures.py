@@ -75,6 +75,25 @@ class ScoreFailures:
         }
         self._first_details: dict[str, str] = {}
 
+    def expect(self, num_responses: int) -> None:
+        """Note that there will be further rollouts."""
+        self._num_responses += num_responses
+        for watched in self._watched.values():
+            watched.expect(num_responses)
+
+    def add_earlier(self, experience: Experience) -> None:
+        """Count scores of an earlier process of the run, which went on with them.
+
+        Responses without tokens, of prompts that were given up, had no grader.
+        """
+        has_tokens = experience.rollouts.row("response_length") > 0
+        experience = experience.select(np.flatnonzero(has_tokens))
+        groups = experience.rollouts.row("group_id")
+        for name, watched in self._watched.items():
+            scores = experience.scores[name]
+            watched.add(groups, scores.row("health") != ScoreHealth.OK)
+            self._count_kinds(name, scores)
+
     def add(self, experience: Experience) -> None:
         """Count the scores of a piece of rollouts.
 

@@ -19,6 +19,7 @@ from controllers.rollouts.endpoints import Endpoints
 from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.failures import stalled
 from verl_ray.cluster.group import WorkerGroup
+from verl_ray.cluster.idle_processes import IDLE_PROCESSES
 from verl_ray.cluster.members import Member
 from verl_ray.cluster.messages import Status
 from verl_ray.cluster.processes import Restart
@@ -33,6 +34,8 @@ from verl_ray.errors import (
     WorkerError,
     worker_error_of,
 )
+from verl_ray.rollout.engine_load import EngineLoad
+from verl_ray.rollout.engine_thread import ServerHealth
 from workers.rollout import RolloutWorker
 
 Replica = WorkerGroup[RolloutWorker]
@@ -45,6 +48,7 @@ class ReplicaSupervisor:
         self,
         replicas: Sequence[Replica],
         config: HealthConfig,
+        max_restarts: int,
         device_sharing: DeviceSharing,
         endpoints: Endpoints | None = None,
     ) -> None:
@@ -52,11 +56,13 @@ class ReplicaSupervisor:
 
         Args:
             replicas: The replicas of the run.
-            config: When a replica is lost, and how many may be.
+            config: When a replica is lost.
+            max_restarts: How many may be lost from one published policy to the next.
             device_sharing: Knows when there is memory for an engine that starts.
             endpoints: Publishes where clients find each replica; None without clients.
         """
         self._config = config
+        self._max_restarts = max_restarts
         self._device_sharing = device_sharing
         self._endpoints = endpoints
 
@@ -66,8 +72,18 @@ class ReplicaSupervisor:
         self._unhealthy: set[Replica] = set()
         """Replicas that failed a health check. Later replies do not change that."""
 
+        self.expects_progress = True
+        """Whether a replica with open rows has to make progress with them."""
+
+        self._loads: dict[Replica, EngineLoad] = {}
+        """Loads that were reported since they were last taken."""
+
         self._lost_since_publish = 0
         self._restarted = 0
+
+        self.is_excused: Callable[[Replica], bool] = lambda _: False
+        """Returns whether the loss of a replica does not count, since its rows may have
+        ended another one."""
 
         for replica in replicas:
             self._announce(replica)
@@ -93,6 +109,7 @@ class ReplicaSupervisor:
         # of a replica that cannot be restarted.
         while self._restarts and (all_of_them or not self._available):
             heed_signals()
+            IDLE_PROCESSES.raise_if_lost()
             time.sleep(TICK_S / 10)
             self.take_started()
         return self.available
@@ -100,6 +117,16 @@ class ReplicaSupervisor:
     def note_published(self) -> None:
         """Note that all available replicas hold a new version of the policy."""
         self._lost_since_publish = 0
+
+    def excuse_losses(self, count: int) -> None:
+        """Let so many losses not count, which prompts are guilty of."""
+        self._lost_since_publish = max(0, self._lost_since_publish - count)
+
+    def take_loads(self) -> dict[Replica, EngineLoad]:
+        """Return the loads of engines that were reported since the last call."""
+        loads = self._loads
+        self._loads = {}
+        return loads
 
     def take_restart_count(self) -> int:
         """Return the number of replicas restarted since the last call."""
@@ -157,9 +184,11 @@ class ReplicaSupervisor:
         for replica in replicas:
             self._check(replica)
 
-    def fence_unhealthy(self) -> None:
-        """Check all available replicas; fence and restart the unhealthy ones."""
+    def fence_unhealthy(self, *, but: Replica | None = None) -> None:
+        """Check available replicas, but one; fence and restart the unhealthy ones."""
         for replica in self.available:
+            if replica is but:
+                continue
             try:
                 self._check(replica)
             except WorkerError as error:
@@ -199,7 +228,11 @@ class ReplicaSupervisor:
             )
             if status is not None:
                 _check_engine(replica, status)
-                _check_progress(replica, status)
+                if self.expects_progress:
+                    _check_progress(replica, status)
+                health: ServerHealth | None = status.health.get(replica.role)
+                if health is not None:
+                    self._loads[replica] = health.load
         except WorkerError as error:
             replica.fail(error)
             self._unhealthy.add(replica)
@@ -264,11 +297,11 @@ class ReplicaSupervisor:
             self._available.remove(replica)
         self._unhealthy.discard(replica)
 
-        self._lost_since_publish += 1
+        if not self.is_excused(replica):
+            self._lost_since_publish += 1
         self._restarted += 1
-        max_restarts = self._config.max_restarts
-        if self._lost_since_publish > max_restarts:
-            limit = f"rollout.health.max_restarts = {max_restarts}"
+        if self._lost_since_publish > self._max_restarts:
+            limit = f"run.recovery.max_restarts = {self._max_restarts}"
             error.add_note(f"more than {limit} replicas were lost in a row")
             raise error
 

@@ -8,8 +8,8 @@ move that fails or is interrupted also yields a position. So a run that is stepp
 hand makes the same moves as one that is not.
 
 Deliberately not here: which move is next (`position.py`), what a step does
-(`controllers/trainers`), what a checkpoint holds (`recovery.py`), and what a stop means
-(`stopping.py`).
+(`controllers/trainers`), what a checkpoint holds (`recovery.py`), what a stop means
+(`stopping.py`), and what is done about a failure (`faults.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from controllers.run.best import held_out_metrics
-from controllers.run.persistence import Persistence, StepGuard
+from controllers.run.persistence import Healing, Persistence, StepGuard
 from controllers.run.position import ENDINGS, PAUSES, Move, Position, decide
 from controllers.trainers.base import Trainable
 from controllers.watch.measures import Metrics
@@ -28,14 +28,6 @@ from verl_ray.config.run import RunConfig
 from verl_ray.errors import Interrupted
 from verl_ray.profiling.phases import phase
 from verl_ray.tracking.base import Tracker
-
-
-def _after_failure(position: Position, failure: BaseException) -> Position:
-    """Return the position after work that failed or was interrupted."""
-    # A signal may surface as another exception, such as that of a library whose call
-    # it interrupted.
-    stopped = isinstance(failure, Interrupted) or stop_requested()
-    return replace(position, failure=failure, stopped=stopped)
 
 
 class Loop:
@@ -53,12 +45,19 @@ class Loop:
         trackers: Tracker,
         persistence: Persistence,
         step_guard: StepGuard,
+        healing: Healing | None = None,
     ) -> None:
+        """Connect the parts of a run.
+
+        Args:
+            healing: What brings a run back after a failure; without it any ends it.
+        """
         self._run = run
         self._trainer = trainer
         self._trackers = trackers
         self._persistence = persistence
         self._step_guard = step_guard
+        self._healing = healing
 
         self._position = Position()
         self.line: Metrics = {}
@@ -71,6 +70,11 @@ class Loop:
                 that can be saved is saved.
         """
         self._move_until(ENDINGS)
+
+    @property
+    def trainer(self) -> Trainable:
+        """The trainer, which is another one after the run went back."""
+        return self._trainer
 
     # ------------------------------------------------------------------ step by step
 
@@ -99,8 +103,7 @@ class Loop:
         """
         self.begin()
         assert not self.has_ended, "a step remains"
-        self._position = self._attempt(Move.STEP, self._position)
-        self._move_until(PAUSES)
+        self._step_until(self._position.step + 1)
         return self.line
 
     def evaluate(self) -> Metrics:
@@ -109,11 +112,16 @@ class Loop:
         The evaluation is not recorded, since the step has its line already.
         """
         self.begin()
-        metrics = self.line
-        if not self._position.evaluated:
-            with self._ending_with_failures():
-                metrics = self._trainer.evaluate().metrics
-        return held_out_metrics(metrics)
+        step = self._position.step
+        # Each round evaluates once. After a failure that is cured, the steps that the
+        # run went back are made again, and another round follows.
+        while not self._position.evaluated:
+            try:
+                return held_out_metrics(self._trainer.evaluate().metrics)
+            except BaseException as failure:
+                self._position = self._after_failure(self._position, failure, step)
+                self._step_until(step)
+        return held_out_metrics(self.line)
 
     def save(self) -> None:
         """Write the checkpoint of the last finished step, if it has none.
@@ -121,11 +129,15 @@ class Loop:
         Raises as `run` does.
         """
         self.begin()
-        if self._position.step > self._position.saved:
+        step = self._position.step
+        # Each round writes once. It is repeated where the run went back meanwhile, or a
+        # disk prevented it, which an error ends.
+        while self._position.step > self._position.saved:
             self._position = self._attempt(Move.SAVE, self._position)
-        if self._position.saving:
-            self._position = self._attempt(Move.FINISH_SAVE, self._position)
-        self._move_until(PAUSES)
+            self._step_until(step)
+            if self._position.saving:
+                self._position = self._attempt(Move.FINISH_SAVE, self._position)
+                self._step_until(step)
 
     def leave(self) -> None:
         """Save the last finished step, as a stop does, where a step remains."""
@@ -149,13 +161,24 @@ class Loop:
         if self._position.failure is not None:
             raise self._position.failure
 
+    def _step_until(self, step: int) -> None:
+        """Make the moves that are due, and steps until this one is finished.
+
+        More than one is missing where the run went back. Raises as `run` does.
+        """
+        self._move_until(PAUSES)
+        while self._position.step < step and not self.has_ended:
+            self._position = self._attempt(Move.STEP, self._position)
+            self._move_until(PAUSES)
+
     @contextlib.contextmanager
     def _ending_with_failures(self) -> Iterator[None]:
         """End the run where the block fails or is interrupted, as after a move."""
         try:
             yield
         except BaseException as failure:
-            self._position = _after_failure(self._position, failure)
+            step = self._position.step
+            self._position = self._after_failure(self._position, failure, step)
             self._move_until(ENDINGS)
 
     def _attempt(self, move: Move, position: Position) -> Position:
@@ -164,14 +187,27 @@ class Loop:
             with phase(self._phase(move, position)):
                 return self._make(move, position)
         except BaseException as failure:
-            return _after_failure(position, failure)
+            return self._after_failure(position, failure, _step_of(move, position))
+
+    def _after_failure(
+        self, position: Position, failure: BaseException, step: int
+    ) -> Position:
+        """Return the position after work of a step that failed or was interrupted."""
+        # A signal may surface as another exception, such as that of a library whose
+        # call it interrupted.
+        stopped = isinstance(failure, Interrupted) or stop_requested()
+        curable = False
+        if self._healing is not None and not stopped:
+            curable = self._healing.may_cure(failure, step)
+        return replace(position, failure=failure, stopped=stopped, curable=curable)
 
     def _phase(self, move: Move, position: Position) -> str:
         """Return what a move is for a person who waits."""
-        number = position.step + 1 if move is Move.STEP else position.step
-        step = f"step {number}/{self._run.steps}"
+        step = f"step {_step_of(move, position)}/{self._run.steps}"
         if move is Move.BEGIN:
             return "beginning"
+        if move is Move.GO_BACK:
+            return "starting lost processes again"
         if move in (Move.SAVE, Move.FINISH_SAVE, Move.RESCUE_SAVE):
             return f"{step}: saving"
         return step
@@ -190,13 +226,14 @@ class Loop:
             case Move.SAVE:
                 return self._save(position)
             case Move.FINISH_SAVE:
-                self._persistence.finish_save()
-                return replace(position, saving=False)
+                return self._after_save(position, self._persistence.finish_save())
             case Move.RESCUE_SAVE:
                 self._persistence.rescue_save()
                 # A signal may have arrived while the checkpoint was waited for.
                 stopped = position.stopped or stop_requested()
                 return replace(position, saving=False, stopped=stopped)
+            case Move.GO_BACK:
+                return self._go_back()
 
         raise AssertionError(f"{move} ends the loop")
 
@@ -212,13 +249,23 @@ class Loop:
         if done == 0 and self._run.evaluate_every:
             unrecorded = {}
 
+        # After a failure the step may have no checkpoint yet.
+        best = self._persistence.best
         return Position(
             begun=True,
             step=done,
             unrecorded=unrecorded,
-            saved=done,
+            best=unrecorded is None and best is not None and best.step == done,
+            saved=self._persistence.saved_step or 0,
             finished=self._is_finished,
         )
+
+    def _go_back(self) -> Position:
+        """Return to the position of a run that has not begun, with a new trainer."""
+        assert self._healing is not None, "nothing is cured without it"
+        self._persistence.go_back(self._trainer)
+        self._trainer = self._healing.heal(self._trainer)
+        return Position()
 
     def _step(self, position: Position) -> Position:
         """Train for one step and commit it."""
@@ -227,17 +274,21 @@ class Loop:
         with self._step_guard.step(number):
             metrics = self._trainer.step(number)
             self._persistence.commit(number, self._trainer, unrecorded=metrics)
+            if self._healing is not None:
+                self._healing.note_finished(number)
+            # It is finished: what fails from here on does not spoil it.
+            self._trainer.draw_ahead()
+            self._persistence.take_snapshot(self._trainer)
             # The checkpoint of an earlier step was written while this step trained.
             with phase("saving"):
-                self._persistence.finish_save()
+                is_saved = self._persistence.finish_save(self._trainer.background)
 
         return replace(
-            position,
+            self._after_save(position, is_saved),
             step=number,
             unrecorded=metrics,
             evaluated=False,
             best=False,
-            saving=False,
             finished=self._is_finished,
         )
 
@@ -289,5 +340,19 @@ class Loop:
         # The time appears on the next step's line, since this step's line is written
         # before its checkpoint.
         with self._trainer.timers("save_checkpoint"):
-            self._persistence.save(self._trainer, self._trackers)
-        return replace(position, saved=position.step, saving=True)
+            has_begun = self._persistence.save(self._trainer, self._trackers)
+        if not has_begun:
+            return replace(position, failed=position.step)
+        return replace(position, saved=position.step, saving=True, failed=0)
+
+    def _after_save(self, position: Position, is_saved: bool) -> Position:
+        """Return the position once the unfinished checkpoint, if any, is or is not."""
+        if is_saved or not position.saving:
+            return replace(position, saving=False)
+        saved = self._persistence.saved_step or 0
+        return replace(position, saving=False, saved=saved, failed=position.saved)
+
+
+def _step_of(move: Move, position: Position) -> int:
+    """Return the step that a move makes, or the last one that is finished."""
+    return position.step + 1 if move is Move.STEP else position.step

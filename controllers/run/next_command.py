@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from verl_ray.checkpoint.store import CheckpointStore, checkpoint_name
 from verl_ray.config.schema import Config
 from verl_ray.errors import CheckpointError
 from verl_ray.paths import SCRIPT, in_ray_package, program, shown_path
+from verl_ray.shell import for_shell
 from verl_ray.tracking.curve import PICTURE
 from verl_ray.tracking.jsonl import METRICS
 
@@ -102,7 +102,7 @@ def next_commands(config: Config) -> dict[str, str]:
 
     can_be_evaluated = checkpoint is not None or has_model
     if can_be_evaluated and config.data.validation_sets:
-        words = [
+        words: list[str | tuple[str, object]] = [
             "evaluate",
             "--config-dir",
             shown_path(run_dir),
@@ -111,14 +111,14 @@ def next_commands(config: Config) -> dict[str, str]:
         ]
         # What the run itself began from stands in its config.yaml.
         if checkpoint is not None:
-            words.append(f"run.resume={shown_path(checkpoint.path)}")
+            words.append(("run.resume", shown_path(checkpoint.path)))
         else:
             model = shown_path(run_dir / MODEL)
             role = config.evaluated_role
             words += [
                 "run.resume=auto",
-                f"model.path={model}",
-                f"{role}.model.path={model}",
+                ("model.path", model),
+                (f"{role}.model.path", model),
             ]
         # Only a policy generates responses.
         what = "the score of every row"
@@ -128,23 +128,23 @@ def next_commands(config: Config) -> dict[str, str]:
     return commands
 
 
-def shell_command(*arguments: str) -> str:
+def shell_command(*arguments: str | tuple[str, object]) -> str:
     """Return a command of this program, quoted for a shell."""
     return in_shell([*program_words(), *arguments], Path.cwd())
 
 
-def in_shell(words: Sequence[str], current_folder: Path) -> str:
+def in_shell(words: Sequence[str | tuple[str, object]], current_folder: Path) -> str:
     """Return words quoted for a shell.
 
     Args:
-        words: the words of the command.
+        words: the words of the command. A pair is the key and the value of an override.
         current_folder: the current folder. In a Ray job it is a copy of the one that
             was submitted.
     """
     job: list[str] = []
     if in_ray_package(current_folder):
         job = ["ray", "job", "submit", "--working-dir", ".", "--"]
-    return shlex.join([*job, *words])
+    return for_shell([*job, *words])
 
 
 def program_words() -> list[str]:

@@ -17,6 +17,7 @@ from controllers.run.best import BestEvaluation
 from controllers.trainers.base import Trainable
 from controllers.watch.measures import Metrics
 from verl_ray.cluster.signals import heed_signals
+from verl_ray.cluster.waiting import Background
 from verl_ray.tracking.base import Tracker
 
 
@@ -56,14 +57,39 @@ class Persistence(Protocol):
     ) -> None:
         """Note that the metrics line of step `number` is written."""
 
-    def save(self, trainer: Trainable, trackers: Tracker, /) -> None:
-        """Write a checkpoint of the step that was committed last, or begin to."""
+    @property
+    def saved_step(self) -> int | None:
+        """Last step that a checkpoint holds; None where there is no checkpoint."""
 
-    def finish_save(self) -> None:
-        """Wait for the checkpoint that is being written, if there is one."""
+    def save(self, trainer: Trainable, trackers: Tracker, /) -> bool:
+        """Write a checkpoint of the step that was committed last, or begin to.
+
+        Returns:
+            Whether that was possible.
+        """
+
+    def finish_save(self, background: Background | None = None) -> bool:
+        """Wait for the checkpoint that is being written, if there is one.
+
+        Args:
+            background: Work that goes on meanwhile.
+
+        Returns:
+            Whether there is no checkpoint that could not be written.
+        """
 
     def rescue_save(self) -> None:
         """Commit the unfinished checkpoint after a failure, if it is whole."""
+
+    def take_snapshot(self, trainer: Trainable, /) -> None:
+        """Begin a snapshot of the step that was committed last, if one is due."""
+
+    def go_back(self, former: Trainable, /) -> None:
+        """Prepare to forget what came after the last state; `restore` follows.
+
+        Args:
+            former: The trainer that failed.
+        """
 
     def save_finished_step(self, trainer: Trainable, trackers: Tracker, /) -> None:
         """Save the last finished step after a signal.
@@ -83,11 +109,32 @@ class StepGuard(Protocol):
         """Return a context manager around step `number`, up to its commit."""
 
 
+class Healing(Protocol):
+    """The way back of a run after the failure of a process (`healing.py`)."""
+
+    def note_finished(self, step: int, /) -> None:
+        """Note that a step is finished, for the first time or again."""
+
+    def may_cure(self, failure: BaseException, step: int, /) -> bool:
+        """Return whether the run goes on after a failure in this step; say so."""
+
+    def heal(self, trainer: Trainable, /) -> Trainable:
+        """Start lost processes again.
+
+        Args:
+            trainer: The trainer that failed.
+
+        Returns:
+            A new trainer, whose state has to be restored.
+        """
+
+
 class NoPersistence:
     """Persistence of a run that starts anew whenever it was ended early."""
 
     unrecorded: Metrics | None = None
     best = None
+    saved_step = None
 
     def restore(self, _: Trainable) -> int:
         return 0
@@ -98,11 +145,17 @@ class NoPersistence:
 
     def commit_line(self, _: int, __: Trainable, ___: Tracker) -> None: ...
 
-    def save(self, _: Trainable, __: Tracker) -> None: ...
+    def save(self, _: Trainable, __: Tracker) -> bool:
+        return True
 
-    def finish_save(self) -> None: ...
+    def finish_save(self, _: Background | None = None) -> bool:
+        return True
 
     def rescue_save(self) -> None: ...
+
+    def take_snapshot(self, _: Trainable) -> None: ...
+
+    def go_back(self, _: Trainable) -> None: ...
 
     def save_finished_step(self, _: Trainable, __: Tracker) -> None: ...
 

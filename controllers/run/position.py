@@ -41,6 +41,9 @@ class Move(Enum):
     """Commit the checkpoint that was being written when a move failed, if it is
     whole."""
 
+    GO_BACK = auto()
+    """Start lost processes again after a failure, and begin from the last state."""
+
     END = auto()
     """End, because no work remains."""
 
@@ -83,6 +86,9 @@ class Position:
     saving: bool = False
     """Whether the checkpoint of step `saved` may still be incomplete."""
 
+    failed: int = 0
+    """Step whose checkpoint could not be written; 0 where the last one could."""
+
     finished: bool = False
     """Whether the run ends before its last step: the trainer has reached its goal, or
     run.early_stop evaluations have brought no improvement."""
@@ -92,6 +98,9 @@ class Position:
 
     stopped: bool = False
     """Whether a signal had arrived when the last move failed or was interrupted."""
+
+    curable: bool = False
+    """Whether the run goes on after that failure."""
 
 
 def decide(run: RunConfig, position: Position) -> Move:
@@ -128,6 +137,8 @@ def _decide_after_failure(position: Position) -> Move:
         return Move.RESCUE_SAVE
     if position.stopped:
         return Move.STOP
+    if position.curable:
+        return Move.GO_BACK
     return Move.FAIL
 
 
@@ -136,6 +147,9 @@ def _checkpoint_due(run: RunConfig, position: Position, *, is_last: bool) -> boo
     already_saved = position.step <= position.saved
     if already_saved or not run.checkpoint_every:
         return False
+    # After a failure the next step tries again, and the last one does until it stops.
+    if position.failed and not is_last:
+        return position.step > position.failed
     is_due = position.step % run.checkpoint_every == 0
     return is_last or position.best or is_due
 

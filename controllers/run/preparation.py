@@ -57,7 +57,7 @@ from verl_ray.preflight.findings import (
     foreign_inputs,
     inputs_folder,
 )
-from verl_ray.preflight.resolve import with_threads_unresolved
+from verl_ray.preflight.resolved_record import with_auto_again
 from verl_ray.profiling.phases import phase
 from verl_ray.tracking.base import Sample, Tracker
 from workers.actor import ActorWorker
@@ -237,8 +237,8 @@ def _warm_start(
     """
     warm = preparation.warm_start
     job = supervised_job(config, preparation, folder, train, validation)
-    # The warm start has the devices to itself, so its threads are chosen anew.
-    job = resolve_on(with_threads_unresolved(job), ClusterShape.of(session))
+    # The warm start has the devices to itself, so what was auto is resolved for it.
+    job = resolve_on(with_auto_again(job), ClusterShape.of(session))
 
     tokenizer = load_tokenizer(folder / "tokenizer")
     outlook = Outlook(
@@ -304,6 +304,8 @@ def supervised_job(
         overlong=config.data.overlong,
         shuffle=config.data.shuffle,
         apply_chat_template=config.data.apply_chat_template,
+        chat_template_kwargs=config.data.chat_template_kwargs,
+        template_day=config.data.template_day,
         special_tokens=config.data.special_tokens,
     )
 

@@ -1,8 +1,8 @@
-"""The state of a run that its checkpoints hold.
+"""The state of a run that its checkpoints and snapshots hold.
 
 Invariant: a checkpoint holds the state of every role that learns (written by its ranks)
 and of the driver (data cursor, KL controller, the trackers' run ids). It counts only
-once its manifest is written.
+once its manifest is written. A snapshot holds the same in memory, for this driver.
 
 Deliberately not here: the choice of the checkpoint that a run continues from
 (`resumption.py`), the format (`verl_ray/checkpoint`) and the time to save (`loop.py`).
@@ -10,36 +10,26 @@ Deliberately not here: the choice of the checkpoint that a run continues from
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from controllers.run.best import BestEvaluation
+from controllers.run.checkpoint_check import CheckpointCheck
+from controllers.run.checkpoint_writing import CheckpointContent, CheckpointWriting
+from controllers.run.restoring import load_checkpoint
 from controllers.run.resumption import Resumption
-from controllers.trainers.base import Resumable
-from verl_ray.cluster.calls import Call, wait_all
+from controllers.run.save_failures import SaveFailures
+from controllers.run.snapshots import FinishedStep, Snapshots
+from controllers.supervisor import reports
+from controllers.trainers.base import Resumable, StateFiles
 from verl_ray.cluster.signals import finishing
-from verl_ray.cluster.terminals import leave_closed_outputs
+from verl_ray.cluster.terminals import print_error
+from verl_ray.cluster.waiting import Background
 from verl_ray.config.load import to_tree
+from verl_ray.errors import CheckpointError, TrackingError
 from verl_ray.tracking.base import Tracker
 from verl_ray.tracking.jsonl import METRICS
-from workers.model_worker import ModelWorker
-
-
-def _wait_for(calls: Sequence[Call[Any]]) -> None:
-    """Wait for each call, whatever happened to the calls that were made after it."""
-    for call in calls:
-        call.result()
-
-
-def _print_error(message: str) -> None:
-    """Print to stderr, where signals are answered, even if nobody reads it any more."""
-    leave_closed_outputs()
-    with contextlib.suppress(OSError):
-        print(message, file=sys.stderr, flush=True)
 
 
 class Recovery:
@@ -49,76 +39,155 @@ class Recovery:
     its checkpoint, and `finish_save` makes the checkpoint count.
     """
 
-    def __init__(self, resumption: Resumption) -> None:
+    def __init__(
+        self, resumption: Resumption, snapshots: Snapshots | None = None
+    ) -> None:
+        """Stand where the run begins or goes on.
+
+        Args:
+            resumption: The checkpoint that the run continues from, if any.
+            snapshots: The snapshots of its steps; None for a run that takes none.
+        """
         run = resumption.config.run
         self._resumption = resumption
         self._store = resumption.store
-        self._behind = run.checkpoint_behind
         self._saves = run.checkpoint_every > 0
-        self._unfinished: contextlib.ExitStack | None = None
-        self._trainer_state: dict[str, Any] = {}
+        self._failures = SaveFailures(run.max_failed_checkpoints)
+        self._writing = CheckpointWriting(
+            self._store, behind=run.checkpoint_behind, committed=self._note_saved
+        )
+        self._snapshots = snapshots or Snapshots(0, run.dir)
+        self._trainer_files: StateFiles | None = None
 
-        self.best = BestEvaluation(resumption.config, resumption.best)
+        self._committed = FinishedStep(0, {}, None, None, None)
+        """State of the driver after the last finished step."""
+
+        self._snapshot: FinishedStep | None = None
+        """Snapshot that `restore` goes back to; None where it is the checkpoint."""
+
+        self._former: Resumable | None = None
+        """Trainer that failed, until another one has its state."""
+
+        self._has_written = False
+        """Whether this process has written a checkpoint."""
+
+        self._first_state: dict[str, Any] | None = None
+        """State of the trainer where the run began without a checkpoint."""
+
+        self.best: BestEvaluation
         """Best evaluation so far. Its step has a checkpoint if any are written."""
 
-        self.finished_step = resumption.step
+        self.finished_step: int | None
         """Last finished step; None where no step is finished."""
 
-        self.saved_step = resumption.step
+        self.saved_step: int | None
         """Last step that a checkpoint holds; None where there is no checkpoint."""
 
-        self._saved_in = self._store.root
-        if resumption.checkpoint is not None:
-            self._saved_in = resumption.checkpoint.path.parent
-
-        self.writing_step: int | None = None
-        """Step whose checkpoint is being written."""
-
-        self.unrecorded = resumption.unrecorded
+        self.unrecorded: dict[str, float] | None
         """Metrics of the last finished step until its line is written, then None."""
 
-        self.spoiled_step: int | None = None
+        self.spoiled_step: int | None
         """Step that failed after its update had begun; None where there is none.
 
         The state of the roles then lies between two steps and must not be saved.
         """
+        self._start_from_checkpoint()
 
-    def restore(self, trainer: Resumable, doing: str = "continuing after") -> int:
-        """Restore the trainer from the checkpoint, and print its step.
+    def _start_from_checkpoint(self) -> None:
+        """Stand where the checkpoint of the resumption does, or at the beginning."""
+        resumption = self._resumption
+        self.best = BestEvaluation(resumption.config, resumption.best)
+        self.finished_step = resumption.step
+        self.saved_step = resumption.step
+        self._saved_in = self._store.root
+        if resumption.checkpoint is not None:
+            self._saved_in = resumption.checkpoint.path.parent
+        self.unrecorded = resumption.unrecorded
+        self.spoiled_step = None
+
+    def go_back(self, former: Resumable) -> None:
+        """Prepare to forget what came after the last state; `restore` follows.
 
         Args:
-            trainer: Trainer to restore.
-            doing: What follows, as the words before the step.
+            former: The trainer that failed.
+        """
+        # A trainer that fails before it has a state knows less than the one before it.
+        if self._former is None:
+            self._former = former
+        # The folder may hold later steps of before, which this run does not go on from.
+        if self._has_written:
+            self._resumption.find_newest()
+
+    def finds_state(self, trainer: Resumable) -> bool:
+        """Choose the state to go back to, a snapshot or else the newest checkpoint.
+
+        Args:
+            trainer: The new trainer, whose processes have started.
 
         Returns:
-            The number of finished steps; 0 where there is no checkpoint.
+            Whether there is one. If not, the run begins anew.
         """
+        self._start_from_checkpoint()
+        snapshot = self._snapshots.newest(trainer.groups)
+        if snapshot is not None and snapshot.step < (self.saved_step or 0):
+            snapshot = None
+        self._snapshot = snapshot
+        if snapshot is None:
+            self._snapshots.forget_all()
+            self._check_contents()
+        else:
+            self.best = BestEvaluation(self._resumption.config, snapshot.best)
+            self.finished_step = snapshot.step
+            self.unrecorded = snapshot.unrecorded
+        self._resumption.drop_later_parts(self.finished_step or 0)
+        return self.finished_step is not None
+
+    def _check_contents(self) -> None:
+        """Compare the contents of a checkpoint that this process has written.
+
+        Raises:
+            ConfigError: They have changed.
+        """
+        if self._has_written:
+            CheckpointCheck(self._resumption).finish()
+
+    @property
+    def writing_step(self) -> int | None:
+        """Step whose checkpoint is being written."""
+        return self._writing.step
+
+    def restore(self, trainer: Resumable) -> int:
+        """Restore the trainer from the last state, or as it was at the beginning.
+
+        Returns:
+            The number of finished steps.
+        """
+        if self._snapshot is not None:
+            return self._restore_snapshot(trainer, self._snapshot)
+
+        self._former = None
         checkpoint = self._resumption.checkpoint
-        if checkpoint is None:
-            return 0
+        if checkpoint is not None:
+            load_checkpoint(checkpoint, trainer)
+            return checkpoint.step
 
-        loads = []
-        for name, group in trainer.groups.items():
-            loads.append(group.broadcast(ModelWorker.load, checkpoint.role(name)))
+        # A run that goes back to its beginning finds the data cursor elsewhere.
+        if self._first_state is not None:
+            trainer.load_state(self._first_state)
+        self._first_state = copy.deepcopy(trainer.state())
+        return 0
 
-        # Every rank reports what it could not restore exactly.
-        notes: list[str] = []
-        for ranks in wait_all(loads):
-            for notes_of_rank in ranks:
-                notes.extend(notes_of_rank)
-
-        if notes:
-            others = f" (and {len(notes) - 1} more)" if len(notes) > 1 else ""
-            _print_error(
-                f"warning: this run is not continued bit for bit: {notes[0]}{others}"
-            )
-
-        trainer.load_state(checkpoint.state["trainer"])
-        print(
-            f"{doing} step {checkpoint.step} from {checkpoint.path}",
-            flush=True,
-        )
-        return checkpoint.step
+    def _restore_snapshot(self, trainer: Resumable, snapshot: FinishedStep) -> int:
+        """Restore the trainer from a snapshot. Return the number of finished steps."""
+        assert self._former is not None, "a trainer has failed"
+        self._snapshots.load(snapshot.step, trainer.groups)
+        trainer.load_state(copy.deepcopy(dict(snapshot.trainer)))
+        trainer.inherit(self._former, snapshot.belongings)
+        # Rows that were finished since are part of the state by now.
+        self.commit(snapshot.step, trainer, snapshot.unrecorded)
+        self._former = self._snapshot = None
+        print(f"continuing after step {snapshot.step} from its snapshot", flush=True)
+        return snapshot.step
 
     def commit(
         self,
@@ -144,7 +213,19 @@ class Recovery:
         if unrecorded is not None:
             self.unrecorded = {name: float(value) for name, value in unrecorded.items()}
 
-        self._trainer_state = copy.deepcopy(trainer.state())
+        self._trainer_files = trainer.files(number)
+        self._committed = FinishedStep(
+            number,
+            copy.deepcopy(trainer.state()),
+            trainer.belongings if self._snapshots.are_taken else None,
+            self.unrecorded,
+            self.best.state(),
+        )
+        self._snapshots.update(self._committed)
+
+    def take_snapshot(self, trainer: Resumable) -> None:
+        """Begin a snapshot of the step that was committed last, if one is due."""
+        self._snapshots.take(self._committed, trainer.groups)
 
     def commit_line(self, number: int, trainer: Resumable, trackers: Tracker) -> None:
         """Note that the metrics line of step `number` is written.
@@ -163,103 +244,93 @@ class Recovery:
             return
         # A checkpoint in another run.dir belongs to another run and is left alone.
         if self._saves and self._resumption.is_in_run_dir:
-            self._store.replace_state(checkpoint, self._state(trackers))
+            try:
+                self._store.replace_state(checkpoint, self._state(trackers))
+            except (CheckpointError, TrackingError) as error:
+                self._failures.note(number, error)
 
-    def save(self, trainer: Resumable, trackers: Tracker) -> None:
+    def save(self, trainer: Resumable, trackers: Tracker) -> bool:
         """Write the checkpoint of the step that was committed last.
 
-        With run.checkpoint_behind it exists only once `finish_save` has returned. A
-        signal waits until the checkpoint is written, or until all ranks have begun.
+        Rollouts go on meanwhile. With run.checkpoint_behind it exists only once
+        `finish_save` has returned. A signal waits until the checkpoint is written, or
+        until all ranks have begun.
+
+        Returns:
+            Whether it could be written, or begun.
 
         Raises:
-            CheckpointError: The checkpoint cannot be written, or the data cursor does
-                not fit the number of steps.
+            CheckpointError: Too many checkpoints in a row cannot be written, or the
+                data cursor does not fit the number of steps.
         """
-        assert self.finished_step is not None, (
-            "there is something to save once a step is committed"
+        step = self._check_cursor()
+        try:
+            self._write(trainer, trackers, trainer.background)
+        except (CheckpointError, TrackingError) as error:
+            self._failures.note(step, error)
+            return False
+        return True
+
+    def _check_cursor(self) -> int:
+        """Return the step to save, whose data cursor fits the number of steps."""
+        assert self.finished_step is not None, "a step is committed"
+        self._resumption.check_cursor(self.finished_step, self._committed.trainer)
+        return self.finished_step
+
+    def _write(
+        self, trainer: Resumable, trackers: Tracker, background: Background | None
+    ) -> None:
+        assert self.finished_step is not None, "its data cursor was checked"
+        content = CheckpointContent(
+            self.finished_step,
+            self._state(trackers),
+            to_tree(self._resumption.config),
+            trainer.groups,
+            self._trainer_files,
+            self.best.step,
         )
-        # Only one checkpoint is written at a time.
-        self.finish_save()
-        state = self._state(trackers)
-        self._resumption.check_cursor(self.finished_step, self._trainer_state)
-
-        method = ModelWorker.begin_save if self._behind else ModelWorker.save
-        groups = trainer.groups
-
-        with finishing(), contextlib.ExitStack() as writing:
-            folder = writing.enter_context(
-                self._writing(self.finished_step, state, groups)
-            )
-            saves = []
-            for name, group in groups.items():
-                saves.append(group.broadcast(method, str(folder / name)))
-            wait_all(saves)
-
-            if self._behind:
-                # The calls are made now, while all ranks live. If a rank dies later,
-                # its reply still shows whether its part is whole.
-                calls = [
-                    group.broadcast(ModelWorker.finish_save)
-                    for group in groups.values()
-                ]
-                writing.push(lambda *_: _wait_for(calls))
-                # The manifest is written when `finish_save` closes this stack.
-                self._unfinished = writing.pop_all()
+        self._writing.write(content, background)
 
     def _state(self, trackers: Tracker) -> dict[str, Any]:
         """Return the driver's part of a checkpoint, as JSON."""
         return {
-            "trainer": self._trainer_state,
+            "trainer": self._committed.trainer,
             "trackers": trackers.state(),
             "unrecorded": self.unrecorded,
             "best": self.best.state(),
         }
 
-    @contextlib.contextmanager
-    def _writing(
-        self, number: int, state: Mapping[str, Any], roles: Collection[str]
-    ) -> Iterator[Path]:
-        """Yield the folder for a step's checkpoint, and commit it at the end."""
-        config = to_tree(self._resumption.config)
-        self.writing_step = number
+    def _note_saved(self, step: int) -> None:
+        """Note that the checkpoint of a step counts."""
+        self.saved_step = step
+        self._saved_in = self._store.root
+        self._failures.clear()
+        self._has_written = True
+        reports().saved()
+
+    def finish_save(self, background: Background | None = None) -> bool:
+        """Wait for the checkpoint that is being written, if any, and commit it.
+
+        Args:
+            background: Work that goes on meanwhile.
+
+        Returns:
+            Whether there is none that could not be written.
+
+        Raises:
+            CheckpointError: Too many in a row could not.
+        """
+        step = self._writing.step or 0
         try:
-            with self._store.writing(
-                number, state, config, roles, best=self.best.step
-            ) as folder:
-                yield folder
-            self.saved_step = number
-            self._saved_in = self._store.root
-        finally:
-            self.writing_step = None
-
-    def finish_save(self) -> None:
-        """Wait for the checkpoint that is being written, if any, and commit it."""
-        # A second call must not close the stack again, even if the first one failed.
-        unfinished = self._unfinished
-        self._unfinished = None
-
-        if unfinished is not None:
-            with finishing():
-                unfinished.close()
+            self._writing.finish(background)
+        except CheckpointError as error:
+            self._failures.note(step, error)
+            return False
+        return True
 
     def rescue_save(self) -> None:
         """Commit the unfinished checkpoint after a failure, if it is whole."""
-        number = self.writing_step
-        if self._unfinished is None:
-            return
-
-        try:
-            self.finish_save()
-        except Exception as failure:
-            _print_error(
-                f"warning: the checkpoint of step {number} is not whole and was"
-                f" removed: {failure}"
-            )
-        else:
-            _print_error(
-                f"the checkpoint of step {number}, which was being written, is whole"
-                " and counts"
-            )
+        self._writing.rescue()
 
     def save_finished_step(self, trainer: Resumable, trackers: Tracker) -> None:
         """Save the last finished step after a signal.
@@ -281,7 +352,7 @@ class Recovery:
         saved_step = self.saved_step or 0
         unsaved = number - saved_step
         if unsaved and not self._saves:
-            _print_error(
+            print_error(
                 f"nothing is saved (run.checkpoint_every=0): the {unsaved} finished"
                 " steps are lost"
             )
@@ -289,7 +360,7 @@ class Recovery:
 
         # The roles hold half of an update, so their state is that of no step.
         if self.spoiled_step is not None:
-            _print_error(
+            print_error(
                 f"step {self.spoiled_step} failed in its update, so nothing newer than"
                 f" step {saved_step} is saved"
             )
@@ -297,17 +368,18 @@ class Recovery:
 
         if unsaved:
             try:
-                self.save(trainer, trackers)
-                self.finish_save()
+                self._check_cursor()
+                self._write(trainer, trackers, None)
+                self._writing.finish()
             except Exception as failure:
                 # The run is stopping: the older checkpoints are still whole.
-                _print_error(f"warning: step {number} could not be saved: {failure}")
+                print_error(f"warning: step {number} could not be saved: {failure}")
                 return
 
         later = ""
         if self.unrecorded is not None:
             later = "; its evaluation is made when the run goes on"
-        _print_error(f"step {number} is saved in {self._saved_in}{later}")
+        print_error(f"step {number} is saved in {self._saved_in}{later}")
 
     def _record_unevaluated(self, trackers: Tracker) -> None:
         """Write the metrics line of a step whose evaluation the stop prevented.
@@ -320,7 +392,5 @@ class Recovery:
         try:
             trackers.log(self.finished_step, self.unrecorded)
         except Exception as failure:
-            _print_error(
-                f"warning: step {self.finished_step} has no line in {METRICS}:"
-                f" {failure}"
-            )
+            number = self.finished_step
+            print_error(f"warning: step {number} has no line in {METRICS}: {failure}")

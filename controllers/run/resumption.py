@@ -1,7 +1,8 @@
 """The checkpoint that a run continues from: the newest whole one, or run.resume's.
 
 Invariant: it is known before anything starts. A run that has checkpoints never starts
-anew by itself, and the meaning of its saved state has not changed since.
+anew by itself, and the meaning of its saved state has not changed since. Its contents
+may be compared while processes start, and are before anything reads them.
 
 Deliberately not here: restoring the roles from the checkpoint, and writing other
 checkpoints (`recovery.py`).
@@ -14,15 +15,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from controllers.rollouts.dynamic_sampling import require_dynamic_sampling
+from controllers.supervisor import reports
 from verl_ray.checkpoint.changes import Change, changed_keys
 from verl_ray.checkpoint.manifest import Checkpoint
 from verl_ray.checkpoint.store import CheckpointStore
 from verl_ray.config.load import to_tree
 from verl_ray.config.renamed import migrated
 from verl_ray.config.schema import Config
+from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.cursor import drawn_rows
+from verl_ray.data.ledger_parts import LEDGER, drop_later_parts
 from verl_ray.errors import CheckpointError, ConfigError, Problem
 from verl_ray.preflight.file_errors import problem_of
+from verl_ray.preflight.resolved_record import resolved_elsewhere
+from verl_ray.preflight.savings import in_words
 from verl_ray.tracking.jsonl import METRICS, RECORDED_STEPS
 from verl_ray.tracking.record import steps_of, unused_path
 
@@ -43,6 +50,7 @@ class Resumption:
         Args:
             config: Configuration of the run.
             verify: Whether to read the files of the checkpoint and compare checksums.
+                Otherwise sizes are compared, and `CheckpointCheck` reads the files.
         """
         self._verify = verify
         self.config = config
@@ -110,6 +118,37 @@ class Resumption:
             if change.key == "run.total_steps" and counts_epochs:
                 self._report_change(change, self.checkpoint)
 
+    def report_other_device(self, *, on_gpus: bool) -> None:
+        """Print what was resolved on another kind of device, before or in this run.
+
+        Args:
+            on_gpus: Whether this run computes on GPUs.
+        """
+        there, here = ("a CPU", "GPUs") if on_gpus else ("GPUs", "a CPU")
+        record = self.config.run.resolved
+        unchanged = resolved_elsewhere(self.config, on_gpus=on_gpus)
+        before: Mapping[str, object] = {}
+        if self.checkpoint is not None:
+            saved = migrated(self.checkpoint.config)["run"]["resolved"]
+            before = saved["cpu" if on_gpus else "gpu"]
+
+        anew = {
+            key: value
+            for key, value in (record.gpu if on_gpus else record.cpu).items()
+            if key in before and before[key] != value
+        }
+        if not unchanged and not anew:
+            return
+
+        lines = [f"warning: auto was resolved on {there}, and this run is on {here}"]
+        if unchanged:
+            lines.append(f"  kept (KEY=auto resolves one anew): {in_words(unchanged)}")
+        if anew:
+            was = {key: before[key] for key in anew}
+            lines.append(f"  then: {in_words(was)}")
+            lines.append(f"  now: {in_words(anew)}")
+        print("\n".join(lines), file=sys.stderr, flush=True)
+
     @property
     def recorded_step(self) -> int | None:
         """Last step whose metrics line stays as it is.
@@ -134,6 +173,21 @@ class Resumption:
         # missing here.
         return {name: value for name, value in state.items() if name != RECORDED_STEPS}
 
+    def find_newest(self) -> None:
+        """Find the newest checkpoint of this run, which has written others by now.
+
+        Its contents are compared once it is known that the run goes back to it.
+        """
+        newest = self.store.latest(verify=False)
+        for reason in newest.skipped:
+            print(f"warning: {reason}", file=sys.stderr, flush=True)
+        if newest.checkpoint is not None:
+            self.checkpoint = newest.checkpoint
+
+    def drop_later_parts(self, step: int) -> None:
+        """Remove what the ledger says of steps after this one, which are made again."""
+        drop_later_parts(Path(self.config.run.dir) / LEDGER, step)
+
     def refuse_fewer_steps(self, total_steps: int | None) -> None:
         """Refuse a run that would end before the step of its checkpoint.
 
@@ -156,8 +210,10 @@ class Resumption:
     def set_aside_old_record(self) -> None:
         """Rename the record of an earlier run that left no checkpoint.
 
-        The run in this folder begins anew and writes a record of its own.
+        The run in this folder begins anew and writes a record of its own. The ledger
+        loses what is made again.
         """
+        self.drop_later_parts(self.step or 0)
         if self.checkpoint is not None or not self._has_record():
             return
 
@@ -176,10 +232,15 @@ class Resumption:
         """Whether the checkpoint is in this run.dir."""
         return self.checkpoint is not None and self._holds(self.checkpoint.path)
 
+    @property
+    def may_choose(self) -> bool:
+        """Whether another driver takes an older checkpoint if this one is damaged."""
+        return self.config.run.resume == "auto" or reports().follows_saved
+
     def check_cursor(self, step: int, state: Mapping[str, Any]) -> None:
         """Compare the rows that were consumed with those that the finished steps used.
 
-        A run is synchronous, so no rows are in progress at the end of a step.
+        What was drawn ahead of a step is drawn again; what was rejected is not.
 
         Args:
             step: Number of finished steps.
@@ -190,13 +251,16 @@ class Resumption:
         """
         per_step = self.config.examples_per_step
         drawn = drawn_rows(state["cursor"])
-        expected = step * per_step
+        expected, reason = step * per_step, f"{per_step} for each step"
+        if isinstance(self.config, RLConfig) and state.get("trained") == step:
+            require_dynamic_sampling(self.config, state["ledger"])
+            expected = state["ledger"]["frontier"]
+            reason = "which are trained or rejected"
         if drawn != expected:
             raise CheckpointError(
                 f"the checkpoint after step {step} has drawn {drawn} rows of the data;"
-                f" expected {expected}, {per_step} for each step. Rows would be used"
-                " twice or left out, so continue from another checkpoint:"
-                " run.resume=PATH"
+                f" expected {expected}, {reason}. Rows would be used twice or left out,"
+                " so continue from another checkpoint: run.resume=PATH"
             )
 
     def _fitting_checkpoint(self, config: Config) -> Checkpoint | None:
@@ -205,9 +269,8 @@ class Resumption:
         Raises:
             ConfigError: There is none that is whole, or it does not fit.
         """
-        resume = config.run.resume
         try:
-            checkpoint = self._find(resume)
+            checkpoint = self._find(config.run.resume)
             if checkpoint is None:
                 return None
 
@@ -215,14 +278,23 @@ class Resumption:
                 self._report_change(change, checkpoint)
             self.check_cursor(checkpoint.step, checkpoint.state["trainer"])
         except CheckpointError as error:
-            key, value = "run.resume", resume
-            if resume == "auto":
-                key, value = "run.dir", config.run.dir
-            raise ConfigError([problem_of(key, value, error)]) from error
+            raise self.as_problem(error) from error
         return checkpoint
+
+    def as_problem(self, error: CheckpointError) -> ConfigError:
+        """Return an error about a checkpoint as one of the setting that names it."""
+        run = self.config.run
+        key, value = "run.resume", run.resume
+        if run.resume == "auto":
+            key, value = "run.dir", run.dir
+        return ConfigError([problem_of(key, value, error)])
 
     def _find(self, resume: str) -> Checkpoint | None:
         """Return the checkpoint that `resume` (auto, none or a path) stands for."""
+        # What an earlier driver of this command has saved comes before what was named.
+        if reports().follows_saved:
+            resume = "auto"
+
         # The folder of a run stands for its newest checkpoint.
         checkpoints = Path(resume) / "checkpoints"
         is_run = resume not in ("auto", "none") and checkpoints.is_dir()
@@ -247,7 +319,7 @@ class Resumption:
         """Open the checkpoint at a path, unless run.dir belongs to another run."""
         if not self._holds(Path(resume)):
             self._refuse_other_run(resume)
-        return self.store.open(resume)
+        return self.store.open(resume, verify=self._verify)
 
     def _newest_in(self, checkpoints: Path) -> Checkpoint | None:
         """Return the newest checkpoint of another run."""
@@ -261,7 +333,8 @@ class Resumption:
     def _refuse_other_run(self, resume: str) -> None:
         """Refuse to mix steps from elsewhere with those of the run in this folder."""
         has_checkpoints = any(self.store.root.glob("step_*"))
-        if has_checkpoints or self._has_record():
+        has_record = self._has_record() and not reports().restarts
+        if has_checkpoints or has_record:
             rule = "run.dir holds another run"
             fix = "Use another run.dir for what continues from here."
             self._refuse(resume, rule, fix)
@@ -270,7 +343,7 @@ class Resumption:
         """Refuse run.resume=none in a folder that already holds a run."""
         if checkpoint is not None:
             existing = checkpoint.path.name
-        elif self._has_record():
+        elif self._has_record() and not reports().restarts:
             existing = "the record of a run"
         else:
             return
@@ -294,24 +367,22 @@ class Resumption:
         raise ConfigError([Problem("run.resume", resume, rule, fix)])
 
     def _changes(self, checkpoint: Checkpoint) -> list[Change]:
-        """Return the settings that differ from the checkpoint's and may do so.
-
-        Raises:
-            ConfigError: A setting differs that may not.
-        """
-        # The checkpoint may have been written under older names of the settings.
+        """Return the settings that differ from the checkpoint's, and refuse some."""
+        # It may have been written under older names of the settings.
         saved = migrated(checkpoint.config)
         allowed, refused = changed_keys(saved, to_tree(self.config))
-        if not refused:
-            return allowed
+        self._refuse_changes(refused, checkpoint)
+        return allowed
 
-        when = f"when {checkpoint.path.name} was written"
-        fix = "Set it back, or start anew in another run.dir."
+    def _refuse_changes(self, refused: list[Change], checkpoint: Checkpoint) -> None:
         problems = []
         for change in refused:
-            rule = f"was {change.saved!r} {when}; {change.refused}"
+            written = f"when {checkpoint.path.name} was written"
+            rule = f"was {change.saved!r} {written}; {change.refused}"
+            fix = "Set it back, or start anew in another run.dir."
             problems.append(Problem(change.key, change.now, rule, fix))
-        raise ConfigError(problems)
+        if problems:
+            raise ConfigError(problems)
 
     def _report_change(self, change: Change, checkpoint: Checkpoint) -> None:
         """Print a setting that differs from the checkpoint's."""

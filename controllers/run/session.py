@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from controllers.run.resumption import Resumption
+from controllers.supervisor import reports
 from controllers.watch.learning_watch import LearningWatch
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.signal_state import Outlook
@@ -40,7 +41,9 @@ def open_session(config: Config) -> Session:
         blocking("starting Ray"),
     ):
         session = Session.open(
-            config.ray.address, log_dir=Path(config.run.dir) / "logs"
+            config.ray.address,
+            log_dir=Path(config.run.dir) / "logs",
+            stall_s=config.run.stall_s,
         )
 
     # `ray.init` has installed a signal handler of its own, which this call replaces.
@@ -61,6 +64,7 @@ def recording(config: Config, resumption: Resumption) -> Iterator[Trackers]:
                 to_tree(config),
                 committed_step=resumption.recorded_step,
                 state=resumption.tracker_state,
+                follows=reports().restarts > 0,
             )
         # The record is repaired by now, and so are its last lines.
         recorded = read_metrics(Path(config.run.dir) / METRICS)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,11 +24,13 @@ from controllers.system.plan import (
     ROLLOUT,
     WORKERS,
     ClusterShape,
+    ProcessPlan,
     Workers,
     plan_processes,
 )
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import Groups, start_groups
+from verl_ray.cluster.restarts import InPlaceRestarts, MayRestart, never
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import finishing
 from verl_ray.config.rollout_task import RolloutTaskConfig
@@ -41,7 +43,7 @@ from workers.reference import ReferenceWorker
 from workers.rollout import RolloutWorker
 
 
-@dataclass(frozen=True)
+@dataclass
 class System:
     """The running groups of one job. A role that the job does without is None."""
 
@@ -51,6 +53,7 @@ class System:
     """Roles that run a model on a training backend, by name, without the graders."""
 
     rollout: Replicas | None
+    """The replicas; others after a restart of lost processes."""
 
     graders: Mapping[str, WorkerGroup[Grader]]
     """Groups of the reward role by the keys of its components and HELD_OUT_GRADER."""
@@ -59,6 +62,9 @@ class System:
 
     devices: int
     """Number of devices that throughput is divided by (`count_devices`)."""
+
+    restarts: InPlaceRestarts = field(default_factory=InPlaceRestarts)
+    """Lost groups without state, which start again in place."""
 
     @property
     def actor(self) -> WorkerGroup[ActorWorker]:
@@ -84,6 +90,7 @@ class System:
         # A signal must not leave processes behind.
         with finishing():
             try:
+                self.restarts.close()
                 if self.rollout is not None:
                     self.rollout.close()
             finally:
@@ -91,7 +98,12 @@ class System:
 
 
 def start(
-    config: Config, session: Session, workers: Workers = WORKERS, *, learns: bool = True
+    config: Config,
+    session: Session,
+    workers: Workers = WORKERS,
+    *,
+    learns: bool = True,
+    may_restart: MayRestart = never,
 ) -> System:
     """Start every role of the job, or none.
 
@@ -101,6 +113,7 @@ def start(
         workers: Class of each role that runs a model, by the role's name.
         learns: Whether the job trains. False starts only the roles that an evaluation
             needs: those that respond and those that grade.
+        may_restart: Decides whether a lost group without state starts again in place.
     """
     shape = ClusterShape.of(session)
     plan = plan_processes(config, shape, workers, learns=learns)
@@ -116,16 +129,7 @@ def start(
             log_dir=Path(config.run.dir) / "logs",
         )
 
-    # A grader may run a model, and is then no model role of the system.
-    graders = {}
-    for name in config.active_graders(learns=learns):
-        graders[name] = groups[plan.roles[name]]
-
-    models = {}
-    for name in config.model_roles:
-        if name in plan.roles and name not in graders:
-            models[name] = groups[plan.roles[name]]
-
+    graders, models = _graders_and_models(config, plan, groups, learns=learns)
     has_gpus = shape.gpus > 0
     rollout = None
     if config.rollout_task is not None:
@@ -144,7 +148,41 @@ def start(
             groups.close()
             raise
 
-    return System(groups, models, rollout, graders, has_gpus, plan.devices)
+    restarts = InPlaceRestarts(may_restart)
+    restarts.own([*graders.values(), *models_without_state(config, models, has_gpus)])
+    return System(groups, models, rollout, graders, has_gpus, plan.devices, restarts)
+
+
+def models_without_state(
+    config: Config, models: Mapping[str, WorkerGroup[Any]], has_gpus: bool
+) -> list[WorkerGroup[Any]]:
+    """Return the models that need only their folder, and may start at any time.
+
+    The reference is such a model, but for one on the devices of engines: it would start
+    beside an engine that is awake, or while its state has to be on the host.
+    """
+    task = config.rollout_task
+    if task is None or "reference" not in models:
+        return []
+    if SharingPlan.of(task, on_gpus=has_gpus).shares_devices:
+        return []
+    return [models["reference"]]
+
+
+def _graders_and_models(
+    config: Config, plan: ProcessPlan, groups: Groups, *, learns: bool
+) -> tuple[dict[str, WorkerGroup[Grader]], dict[str, WorkerGroup[Any]]]:
+    """Return the groups that grade, and those that run a model and do not, by name."""
+    graders: dict[str, WorkerGroup[Grader]] = {}
+    for name in config.active_graders(learns=learns):
+        graders[name] = groups[plan.roles[name]]
+
+    # A grader may run a model, and is then no model role of the system.
+    models: dict[str, WorkerGroup[Any]] = {}
+    for name in config.model_roles:
+        if name in plan.roles and name not in graders:
+            models[name] = groups[plan.roles[name]]
+    return graders, models
 
 
 def _in_words(roles: Iterable[str]) -> str:
@@ -181,4 +219,4 @@ def build_replicas(
     if config.rollout.endpoint.enabled:
         endpoints = Endpoints(config)
 
-    return Replicas(replicas, publisher, device_sharing, config.rollout, endpoints)
+    return Replicas(replicas, publisher, device_sharing, config, endpoints)

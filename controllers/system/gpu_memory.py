@@ -1,4 +1,4 @@
-"""The memory of a cluster's GPUs, as the driver of each node reports it.
+"""The smallest of a cluster's GPUs, as the driver of each node reports it.
 
 Invariant: one short task per node asks, and the smallest GPU counts. Deliberately not
 here: what follows from it (`verl_ray/preflight/device_defaults.py`).
@@ -9,42 +9,40 @@ from __future__ import annotations
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from verl_ray.cluster.ray_calls import RAY_CALLS
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.waiting import wait
-from verl_ray.preflight.machine import gpu_memory_bytes
+from verl_ray.preflight.machine import GpuReport, smallest_gpu
 from verl_ray.profiling.phases import phase
 
 _SLICE_S = 60.0  # of a wait that lasts as long as it takes
 
 
-def smallest_gpu_bytes(session: Session) -> int | None:
-    """Return the memory of the smallest GPU of a cluster, in bytes.
+def smallest_gpu_of(session: Session) -> GpuReport | None:
+    """Return the GPU of a cluster that has least memory.
 
     Returns:
-        The bytes; None without GPUs, or if a node's driver does not report them.
+        The GPU; None without GPUs, or if a node's driver does not report its own.
     """
     nodes = [node for node in session.resources() if node.total.get("GPU")]
     if not nodes:
         return None
 
-    ask = ray.remote(num_cpus=0)(gpu_memory_bytes)
-    with phase("asking the nodes for the memory of their GPUs"):
-        pending = [
-            ask.options(
-                scheduling_strategy=NodeAffinitySchedulingStrategy(
-                    node.node_id, soft=False
-                )
-            ).remote()
-            for node in nodes
-        ]
-        sizes: list[int | None] = []
+    ask = ray.remote(num_cpus=0)(smallest_gpu)
+    with phase("asking the nodes for their GPUs"):
+        pending = []
+        for node in nodes:
+            affinity = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+            placed = ask.options(scheduling_strategy=affinity)
+            pending.append(RAY_CALLS.make(placed.remote))
+        replies: list[GpuReport | None] = []
         # Each round takes what is ready; ends when every node has replied.
         while pending:
             for reference in wait(pending, 1, _SLICE_S):
                 pending.remove(reference)
-                sizes.append(ray.get(reference))
+                replies.append(RAY_CALLS.make(ray.get, reference))
 
-    known = [size for size in sizes if size is not None]
-    if len(known) < len(sizes):
+    known = [gpu for gpu in replies if gpu is not None]
+    if len(known) < len(replies):
         return None
-    return min(known)
+    return min(known, key=lambda gpu: gpu.memory_bytes)

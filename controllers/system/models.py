@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from verl_ray.cluster.process_control import on_node
+from verl_ray.cluster.ray_calls import RAY_CALLS
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.waiting import wait
 from verl_ray.config.schema import Config
@@ -40,14 +41,8 @@ def bring_models(config: Config, session: Session) -> None:
         return
 
     with phase("bringing models to the nodes"):
-        bring = ray.remote(num_cpus=0, max_retries=0)(_bring)
         bringing = {
-            bring.options(
-                scheduling_strategy=NodeAffinitySchedulingStrategy(
-                    node.node_id, soft=False
-                )
-            ).remote(folders): node.address
-            for node in others
+            on_node(node.node_id, _bring, folders): node.address for node in others
         }
         pending = list(bringing)
         # Each round takes what is ready; ends when every node has replied.
@@ -59,7 +54,7 @@ def bring_models(config: Config, session: Session) -> None:
 
 def _receive(reference: Any, address: str) -> None:
     try:
-        ray.get(reference)
+        RAY_CALLS.make(ray.get, reference)
     except HubError as error:
         rule = f"on node {address}: {error.rule}"
         raise HubError(error.repository, rule, error.fix) from None

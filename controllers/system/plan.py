@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from controllers.devices.device_sharing import SharingPlan
-from controllers.system.gpu_memory import smallest_gpu_bytes
+from controllers.system.gpu_memory import smallest_gpu_of
 from verl_ray.cluster.packing import Resources
 from verl_ray.cluster.placement import ProcessSet, share_cpus
 from verl_ray.cluster.processes import Role
@@ -24,9 +24,12 @@ from verl_ray.config.roles import ModelRole
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
 from verl_ray.config.section import resolved
+from verl_ray.data.chat_templates import of_run
 from verl_ray.engine.base import EngineSpec
-from verl_ray.preflight.facts import facts_of
+from verl_ray.preflight.facts import ClusterFacts, facts_of
+from verl_ray.preflight.machine import GpuReport, host_memory_bytes
 from verl_ray.preflight.resolve import resolve
+from verl_ray.shared_files import available_bytes
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker
 from workers.judge import JudgeWorker
@@ -52,8 +55,9 @@ WORKERS: Workers = {
     "critic": CriticWorker,
     "reference": ReferenceWorker,
     "reward": RewardModelWorker,
+    ROLLOUT: RolloutWorker,
 }
-"""Classes of the roles that run a model, by the names that tasks give them."""
+"""Classes of the roles that run a model or an engine, by their names."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +66,8 @@ class ClusterShape:
 
     cores: tuple[int, ...]
     gpus_per_node: tuple[int, ...]
-    gpu_memory_bytes: int | None = None
-    """Memory of the smallest GPU, if it is known."""
+    smallest_gpu: GpuReport | None = None
+    """The smallest GPU, if it is known."""
 
     @classmethod
     def of(cls, session: Session) -> ClusterShape:
@@ -72,7 +76,7 @@ class ClusterShape:
         nodes = [node.total for node in session.resources() if node.total.get("CPU")]
         cores = tuple(max(1, int(node["CPU"])) for node in nodes)
         gpus = tuple(int(node.get("GPU", 0)) for node in nodes)
-        return cls(cores, gpus, smallest_gpu_bytes(session))
+        return cls(cores, gpus, smallest_gpu_of(session))
 
     @property
     def gpus(self) -> int:
@@ -86,6 +90,36 @@ class ClusterShape:
         return [{"CPU": float(cores), "GPU": float(gpus)} for cores, gpus in shapes]
 
 
+def facts_on(
+    config: Config,
+    shape: ClusterShape,
+    *,
+    checkpoint: str | None = None,
+    learns: bool = True,
+) -> ClusterFacts:
+    """Return the facts about a cluster that every `auto` of a job follows from.
+
+    Args:
+        config: Configuration of the job.
+        shape: Shape of the cluster.
+        checkpoint: Path of the checkpoint that the run continues from, if any.
+        learns: Whether the job trains. False stands for an evaluation alone.
+    """
+    smallest = shape.smallest_gpu
+    return facts_of(
+        config,
+        cores=shape.cores,
+        gpus=shape.gpus_per_node,
+        checkpoint=checkpoint,
+        learns=learns,
+        gpu_memory_bytes=None if smallest is None else smallest.memory_bytes,
+        gpu=None if smallest is None else smallest.kind,
+        # The driver's node is taken to be as the others.
+        memory_bytes=host_memory_bytes(),
+        shm_free_bytes=available_bytes(),
+    )
+
+
 def resolve_on(
     config: C,
     shape: ClusterShape,
@@ -95,20 +129,9 @@ def resolve_on(
 ) -> C:
     """Return the configuration with every `auto` replaced by its value on a cluster.
 
-    Args:
-        config: Configuration of the job.
-        shape: Shape of the cluster.
-        checkpoint: Path of the checkpoint that the run continues from, if any.
-        learns: Whether the job trains. False stands for an evaluation alone.
+    The arguments are those of `facts_on`.
     """
-    facts = facts_of(
-        config,
-        cores=shape.cores,
-        gpus=shape.gpus_per_node,
-        checkpoint=checkpoint,
-        learns=learns,
-        gpu_memory_bytes=shape.gpu_memory_bytes,
-    )
+    facts = facts_on(config, shape, checkpoint=checkpoint, learns=learns)
     return resolve(config, facts)
 
 
@@ -145,11 +168,7 @@ def plan_processes(
         learns: Whether the job trains. False stands for an evaluation alone.
     """
     graders = config.active_graders(learns=learns)
-    models = {
-        name: role
-        for name, role in config.model_roles.items()
-        if learns or name == config.evaluated_role or name in graders
-    }
+    models = config.active_models(learns=learns)
     # These graders run no model on a training backend.
     own_graders = {
         name: grader for name, grader in graders.items() if name not in models
@@ -163,7 +182,11 @@ def plan_processes(
         *_grader_sets(config, own_graders, gpu),
     ]
 
-    roles = _roles(config, models, graders, homes, workers)
+    specs = {
+        name: engine_spec(name, role, config, learns=learns)
+        for name, role in models.items()
+    }
+    roles = _roles(config, specs, graders, homes, workers)
 
     shared, warning = share_cpus(sets, shape.nodes)
     warnings: tuple[str, ...] = ()
@@ -181,25 +204,23 @@ def plan_processes(
 
 def _roles(
     config: Config,
-    models: Mapping[str, ModelRole],
+    specs: Mapping[str, EngineSpec],
     graders: Mapping[str, SingleReward],
     homes: Mapping[str, str],
     workers: Workers,
 ) -> dict[str, Role[Any]]:
     """Return the roles of a job by name, each with its class and arguments."""
     roles: dict[str, Role[Any]] = {}
-    for name, role in models.items():
+    for name, spec in specs.items():
         # A model that grades is a component of the reward role, see below.
-        if name in graders:
-            continue
-        spec = engine_spec(name, role, config)
-        roles[name] = Role(name, homes[name], workers[name], (spec,))
+        if name not in graders:
+            roles[name] = Role(name, homes[name], workers[name], (spec,))
 
     task = config.rollout_task
     if task is None:
         return roles
 
-    roles[ROLLOUT] = Role(ROLLOUT, ROLLOUT, RolloutWorker, (rollout_spec(task),))
+    roles[ROLLOUT] = Role(ROLLOUT, ROLLOUT, workers[ROLLOUT], (rollout_spec(task),))
     for name, grader in graders.items():
         # Only a grader with a model shares the processes of trainers.
         home = homes.get(name, name)
@@ -221,9 +242,7 @@ def _trainer_sets_of(config: Config, models: Mapping[str, ModelRole]) -> dict[st
 
 def _bundle_group(config: Config, process_set: str) -> str:
     """Return the bundle group of a set of trainers or of the rollout engine."""
-    if config.shares_processes:
-        return SHARED
-    return process_set
+    return SHARED if config.shares_processes else process_set
 
 
 def _trainer_sets(
@@ -325,12 +344,21 @@ def grader_role(
     return Role(name, home, RewardWorker, (grader, policy))
 
 
-def engine_spec(name: str, role: ModelRole, config: Config) -> EngineSpec:
-    """Return what the engine of a model role is built from."""
+def engine_spec(
+    name: str, role: ModelRole, config: Config, *, learns: bool = True
+) -> EngineSpec:
+    """Return what the engine of a model role is built from.
+
+    Args:
+        name: Name of the role.
+        role: Settings of the role.
+        config: Resolved configuration of the job.
+        learns: Whether the job trains. False leaves the optimizer out.
+    """
     learner = role.as_learner
     optimizer = None
     expert_balance = None
-    if learner is not None:
+    if learner is not None and learns:
         optimizer = learner.optimizer
         expert_balance = learner.expert_balance
 
@@ -357,9 +385,7 @@ def rollout_spec(config: RolloutTaskConfig) -> RolloutSpec:
     longest_row = config.data.max_prompt_tokens + config.rollout.max_response_tokens
 
     # Replicas receive the model once, and then the adapter alone.
-    lora = None
-    if config.sends_adapter_alone:
-        lora = config.actor.lora
+    lora = config.actor.lora if config.sends_adapter_alone else None
 
     return RolloutSpec(
         config.actor.model.folder,
@@ -369,4 +395,5 @@ def rollout_spec(config: RolloutTaskConfig) -> RolloutSpec:
         config.run.name,
         lora,
         config.rollout.freed_by_sleep,
+        of_run(config.data),
     )

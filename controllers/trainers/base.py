@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -20,6 +20,7 @@ from controllers.tasks import declared_class, task_module
 from controllers.watch.evaluation import Evaluation
 from controllers.watch.measures import Metrics
 from verl_ray.cluster.group import WorkerGroup
+from verl_ray.cluster.waiting import Background
 from verl_ray.config.schema import Config
 from verl_ray.errors import ConfigError, DataError
 from verl_ray.preflight.facts import facts_here
@@ -33,6 +34,13 @@ C = TypeVar("C", bound=Config)
 D = TypeVar("D")
 
 
+StateFiles = Callable[[Path], None]
+"""Writes files of the driver to the folder of a checkpoint.
+
+What it writes is the state as it was when the function was made.
+"""
+
+
 class Resumable(Protocol):
     """The state of a trainer that a checkpoint holds."""
 
@@ -40,11 +48,40 @@ class Resumable(Protocol):
     def groups(self) -> Mapping[str, WorkerGroup[Any]]:
         """The roles whose state a checkpoint holds, by name."""
 
+    @property
+    def background(self) -> Background | None:
+        """Return what goes on between steps; None if nothing does.
+
+        If it fails, the next step does, and no checkpoint.
+        """
+
     def state(self) -> dict[str, Any]:
         """Return the driver's part of a checkpoint, as JSON."""
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken."""
+
+    @property
+    def belongings(self) -> object:
+        """Memory that belongs to the last state, for `inherit` in the same driver."""
+
+    def inherit(self, former: Resumable, belongings: Any) -> None:
+        """Take over what a former trainer of this process knows beyond its state.
+
+        Args:
+            former: The other trainer, which was in the state that this one has loaded.
+            belongings: Those of the state.
+        """
+
+    def files(self, step: int) -> StateFiles | None:
+        """Return what writes the larger part of the driver's state; None if none.
+
+        Args:
+            step: The last finished step.
+        """
+
+    def load_files(self, checkpoint: Path) -> None:
+        """Take back what `files` wrote to the folder of a checkpoint."""
 
 
 class Trainable(Resumable, Protocol):
@@ -61,6 +98,12 @@ class Trainable(Resumable, Protocol):
 
     def step(self, number: int) -> Metrics:
         """Run training step `number`, counted from 1. Return its metrics."""
+
+    def draw_ahead(self) -> None:
+        """Begin what the next steps need, once a step is committed.
+
+        If that fails, the next step does.
+        """
 
     def evaluate(self) -> Evaluation:
         """Evaluate the trained model on held-out rows."""

@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
-
 from controllers.system.build import System
+from controllers.trainers.credit_assignment import CreditAssignment
 from controllers.trainers.updates import (
     LearnerBatch,
     ModelOutputs,
@@ -29,17 +28,19 @@ from controllers.watch import measures, update_measures
 from controllers.watch.gradients import GradientWatch
 from controllers.watch.measures import Metrics
 from controllers.watch.mismatch import MismatchWatch
+from controllers.watch.staleness import age_metrics
 from verl_ray.algorithms.advantages import ADVANTAGES
-from verl_ray.algorithms.credit import response_rewards
+from verl_ray.algorithms.entropy_control import EntropyControl
 from verl_ray.algorithms.kl_control import make_kl_controller
-from verl_ray.algorithms.objectives import PolicyObjective
-from verl_ray.cluster.calls import Call, check_progress, wait_all
+from verl_ray.algorithms.policy_objective import PolicyObjective
+from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.cluster.store import put
+from verl_ray.cluster.restarts import Pending
 from verl_ray.cluster.waiting import Background
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import Credit, Float32, LogProbs, Rollouts, Values
+from verl_ray.data.stages import Credit, LogProbs, Rollouts, Values
+from verl_ray.data.versions import OptimizerSteps
 from verl_ray.profiling.timers import Timers
 from verl_ray.rewards.shaping import ResponseScores
 from verl_ray.rollout.requests import Sampling
@@ -75,16 +76,32 @@ class Learner:
         self.system = system
         self.timers = timers
         self.kl = make_kl_controller(config.algorithm.kl)
+        self.entropy = EntropyControl(config.algorithm)
+        self.credit = CreditAssignment(config, system, self._wait_for)
         self.gradients = GradientWatch(config.run.max_skipped_steps)
         # Sampling parameters are among the causes of a mismatch that the watch names.
         self.mismatch = MismatchWatch(config, sampling)
+        self.optimizer_steps = OptimizerSteps(
+            config.oldest_age,
+            config.actor.updates_per_step(config.rows_per_step),
+        )
         self._background = background
+        self._step = 0
 
     # ------------------------------------------------------------- log-probs and values
 
-    def compute_log_probs_and_values(self, rollouts: Sharded[Rollouts]) -> ModelOutputs:
-        """Compute old and reference log-probs and values, at the same time."""
+    def compute_log_probs_and_values(
+        self, number: int, rollouts: Sharded[Rollouts]
+    ) -> ModelOutputs:
+        """Compute old and reference log-probs and values, at the same time.
+
+        Args:
+            number: Number of the training step, from 1.
+            rollouts: All rollouts of the step.
+        """
+        self._step = number
         system = self.system
+        algorithm = self.config.algorithm
         temperature = self.config.rollout.temperature
 
         old_log_probs: Call[Sharded[LogProbs]] | None = None
@@ -93,21 +110,25 @@ class Learner:
                 ActorWorker.compute_log_probs,
                 rollouts,
                 temperature,
+                algorithm.entropy_share is not None,
+                ADVANTAGES[algorithm.advantage].reads_probabilities,
             )
 
-        reference_log_probs: Call[Sharded[LogProbs]] | None = None
-        if system.reference is not None:
-            reference_log_probs = system.reference.scatter(
-                ReferenceWorker.compute_log_probs,
-                rollouts,
-                temperature,
+        reference_log_probs: Pending[Sharded[LogProbs]] | None = None
+        reference = system.reference
+        if reference is not None:
+            # A lost reference may start again beside the others, which go on.
+            reference_log_probs = system.restarts.call(
+                reference,
+                lambda: reference.scatter(
+                    ReferenceWorker.compute_log_probs, rollouts, temperature
+                ),
+                number,
             )
         elif self.config.reference_is_base:
             # The actor without its adapter is the reference.
             reference_log_probs = system.actor.scatter(
-                ActorWorker.compute_base_log_probs,
-                rollouts,
-                temperature,
+                ActorWorker.compute_base_log_probs, rollouts, temperature
             )
 
         values: Call[Sharded[Values]] | None = None
@@ -115,7 +136,7 @@ class Learner:
             values = system.critic.scatter(CriticWorker.compute_values, rollouts)
 
         # Each wait watches all calls, so that a stall of any of them is noticed.
-        calls: list[Call[Any]] = [
+        calls: list[Pending[Any]] = [
             call
             for call in (old_log_probs, reference_log_probs, values)
             if call is not None
@@ -136,66 +157,10 @@ class Learner:
     def assign_credit(
         self, rollouts: Sharded[Rollouts], scores: ResponseScores, outputs: ModelOutputs
     ) -> Sharded[Credit]:
-        """Turn scores into rewards, and rewards into advantages and returns.
-
-        Rewards per response and group baselines are computed here, on the driver.
-        Everything per token is computed where the tokens are.
-        """
-        algorithm = self.config.algorithm
-        actor = self.system.actor
-
+        """Turn scores into rewards, and rewards into advantages and returns."""
         with self.timers("adv"):
-            # A KL penalty per token is applied on the ranks, with the credit.
-            kl_penalty = None
-            if self.penalizes_whole_responses:
-                kl_penalty = self._response_kl_penalty(rollouts, outputs)
-
-            # The responses of a group are on several ranks; only the driver has the
-            # scores of all of them.
-            rewards = response_rewards(
-                algorithm,
-                scores.score,
-                scores.ok,
-                rollouts.row("finish"),
-                rollouts.row("group_id"),
-                rollouts.row("trajectory_id"),
-                kl_penalty,
-            )
-            credit = actor.scatter(
-                ActorWorker.assign_credit,
-                rollouts,
-                put(rewards),
-                outputs.old_log_probs,
-                outputs.reference_log_probs,
-                outputs.values,
-                algorithm,
-                self.kl.coefficient,
-            )
-            return self._wait_for("adv", credit)
-
-    @property
-    def penalizes_whole_responses(self) -> bool:
-        """Whether the KL penalty is subtracted before group baselines are computed.
-
-        A group baseline compares whole responses, so it needs their final rewards.
-        """
-        algorithm = self.config.algorithm
-        penalizes_reward = algorithm.kl.place == "reward"
-        return penalizes_reward and ADVANTAGES[algorithm.advantage].needs_group
-
-    def _response_kl_penalty(
-        self, rollouts: Sharded[Rollouts], outputs: ModelOutputs
-    ) -> Float32:
-        """Return the KL penalty of each response, float32 [rows]."""
-        call = self.system.actor.scatter(
-            ActorWorker.compute_divergence,
-            rollouts,
-            outputs.old_log_probs,
-            outputs.reference_log_probs,
-            self.config.algorithm,
-        )
-        divergence = self._wait_for("adv", call)
-        return (self.kl.coefficient * divergence.row("kl")).astype(np.float32)
+            coefficient = self.kl.coefficient
+            return self.credit.assign(rollouts, scores, outputs, coefficient)
 
     # --------------------------------------------------------------------------- update
 
@@ -225,8 +190,12 @@ class Learner:
         # Both are in flight before either is waited for.
         batch = LearnerBatch(number, rollouts, credit, outputs)
         objective = self._policy_objective
-        critic_updates = start_critic_updates(config, self.system.critic, batch)
-        actor_updates = start_actor_updates(config, self.system.actor, batch, objective)
+        critic_updates = start_critic_updates(
+            config, self.system.critic, batch, self.optimizer_steps
+        )
+        actor_updates = start_actor_updates(
+            config, self.system.actor, batch, objective, self.optimizer_steps
+        )
         updates = [*critic_updates, *actor_updates]
 
         if critic_updates:
@@ -236,8 +205,11 @@ class Learner:
         if actor_updates:
             reports = self._wait_for_updates("actor", actor_updates, updates)
             metrics |= update_measures.update_metrics("actor", reports)
+            metrics |= self.entropy.update(metrics["actor/entropy"])
             metrics |= mismatch_of_updates(reports, outputs)
+            metrics |= age_metrics(reports, policy_version, config.oldest_age)
             self.mismatch.observe(number, metrics, reports, policy_version)
+            self.optimizer_steps.add(len(actor_updates))
         elif outputs.old_log_probs is not None:
             # While the critic warms up the actor is not updated, so the sampler is
             # compared with the old log-probs.
@@ -258,6 +230,7 @@ class Learner:
             self.config.rollout.temperature,
             self.kl.coefficient,
             self.mismatch.corrects,
+            self.entropy.coefficient,
         )
 
     # -------------------------------------------------------------------------- metrics
@@ -326,23 +299,29 @@ class Learner:
         """Return the driver's part of a checkpoint, which JSON can hold."""
         return {
             "kl": self.kl.state(),
+            "entropy": self.entropy.state(),
+            "agents": self.credit.state(),
             "gradients": self.gradients.state(),
             "mismatch": self.mismatch.state(),
+            "optimizer_steps": self.optimizer_steps.state(),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken."""
         self.kl.load_state(state["kl"])
+        # Checkpoints of earlier versions have none.
+        self.entropy.load_state(state.get("entropy", {}))
+        self.credit.load_state(state.get("agents", {}))
         self.gradients.load_state(state["gradients"])
         self.mismatch.load_state(state["mismatch"])
+        # Checkpoints of earlier versions are of synchronous runs, which need no counts.
+        if "optimizer_steps" in state:
+            self.optimizer_steps.load_state(state["optimizer_steps"])
 
     # -------------------------------------------------------------------------- waiting
 
     def _wait_if_called(
-        self,
-        timer: str,
-        call: Call[T] | None,
-        watched: Sequence[Call[Any]],
+        self, timer: str, call: Pending[T] | None, watched: Sequence[Pending[Any]]
     ) -> T | None:
         """Return the result of a call, or None where there is none."""
         if call is None:
@@ -350,15 +329,12 @@ class Learner:
         return self._wait_for(timer, call, watched)
 
     def _wait_for(
-        self,
-        timer: str,
-        call: Call[T],
-        watched: Sequence[Call[Any]] = (),
+        self, timer: str, call: Pending[T], watched: Sequence[Pending[Any]] = ()
     ) -> T:
         """Return the result of a call; record the time of the wait under `timer`."""
-        with self.timers(timer):
-            (result,) = self._wait([call], watched)
-        return result
+        with self.timers(timer), self.timers.waiting():
+            watch = partial(self.system.restarts.check, watched, self._step)
+            return call.result(watch, self._background)
 
     def _wait(
         self,
@@ -375,4 +351,5 @@ class Learner:
             DeadlineExceeded: One of these calls makes no progress.
         """
         with self.timers.waiting():
-            return wait_all(calls, partial(check_progress, watched), self._background)
+            watch = partial(self.system.restarts.check, watched, self._step)
+            return wait_all(calls, watch, self._background)

@@ -10,24 +10,36 @@ the replicas receive what was learned. Deliberately not here: the loop around a 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from controllers.rollouts.between_steps import RolloutsBetweenSteps
 from controllers.rollouts.evaluator import Evaluator
 from controllers.rollouts.producer import Producer
+from controllers.rollouts.supply import Belongings, Supply
 from controllers.system.build import System
-from controllers.trainers.base import Task, warn_skipped
+from controllers.trainers.base import (
+    Resumable,
+    StateFiles,
+    Task,
+    Trainable,
+    warn_skipped,
+)
 from controllers.trainers.learner import Learner
+from controllers.trainers.score_shaping import with_shaping
 from controllers.trainers.updates import whitening_moments
 from controllers.watch import measures
-from controllers.watch.entries import entry_metrics, read_entries
+from controllers.watch.entries import scored_metrics
 from controllers.watch.evaluation import Evaluation
 from controllers.watch.learning import NUM_EXAMPLES
 from controllers.watch.measures import Metrics
 from controllers.watch.memory import MemoryRecord
+from controllers.watch.staleness import version_metrics
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.signals import pass_point_of_no_return
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.data.buffer import Experience, RolloutBuffer
+from verl_ray.data.buffer import Experience
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Credit, Finish, Prompts, Rollouts
@@ -36,7 +48,6 @@ from verl_ray.profiling.memory import host_used_gib
 from verl_ray.profiling.phases import phase
 from verl_ray.profiling.timers import Timers
 from verl_ray.rewards.shaping import Shaping
-from verl_ray.tracking.base import HELD_OUT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,19 +81,20 @@ class Trainer:
         self.timers = Timers()
 
         self.replicas = system.rollout
-        self.producer = Producer(config, self.replicas, system.graders)
-        self.buffer = RolloutBuffer(config.rollout.group_size, config.rollout.staleness)
+        producer = Producer(config, self.replicas, system.graders, system.restarts)
+        self.supply = Supply(config, prompts, producer)
+        self.background = RolloutsBetweenSteps(self.supply)
         self.shaping = Shaping(config)
 
         # The producer is the background of the learner: while models are waited for, it
         # passes on what the replicas have finished.
-        sampling = self.producer.training_generation().sampling
+        sampling = producer.training_generation().sampling
         self.learner = Learner(
             config,
             system,
             sampling,
             self.timers,
-            background=self.producer,
+            background=producer,
         )
 
         self.memory = MemoryRecord(config, system.groups, on_gpus=system.has_gpus)
@@ -90,6 +102,7 @@ class Trainer:
 
     def begin(self, done: int) -> None:
         """Publish the policy as it is after `done` steps, so that replicas use it."""
+        self.supply.begin(done)
         self.publish(done)
 
     def step(self, number: int) -> Metrics:
@@ -98,9 +111,13 @@ class Trainer:
         produce -> compute log-probs and values -> assign credit -> learn -> publish
         """
         learner = self.learner
+        # What came between the steps is no part of this one.
+        self.replicas.occupancy.take()
 
         with self.timers("step"):
-            experience = self.produce()
+            fresh = self.produce()
+            # Groups of earlier steps may take the place of some.
+            experience = self.supply.with_replayed(fresh, self.policy_version)
             rollouts = experience.rollouts
             raw_scores = measures.response_scores(experience.scores)
 
@@ -108,10 +125,11 @@ class Trainer:
             with phase("switching to training"):
                 self.replicas.switch_to_training()
             with phase("computing log-probs"):
-                outputs = learner.compute_log_probs_and_values(rollouts)
+                outputs = learner.compute_log_probs_and_values(number, rollouts)
 
             aborted = rollouts.row("finish") == Finish.ABORTED
             scores = self.shaping.shape(raw_scores, aborted)
+            scores, of_shaping = with_shaping(self.config, scores, rollouts)
             with phase("assigning credit"):
                 credit = learner.assign_credit(rollouts, scores, outputs)
 
@@ -128,36 +146,43 @@ class Trainer:
 
             # The processes report their peaks while the weights are published.
             self.memory.request_peaks()
+            groups = rollouts.row("group_id")
+            self.supply.note_trained(number, groups[credit.row("in_loss")])
             metrics |= self.publish(number)
             metrics |= self.memory.metrics()
 
-        weighted_scores = self.shaping.weigh(raw_scores)
-        metrics |= measures.score_metrics(weighted_scores, raw_scores, aborted)
-        entries = read_entries(experience.scores, self.config.run.stall_s)
-        metrics |= entry_metrics(entries)
+        metrics |= scored_metrics(fresh, self.shaping, self.config.run.stall_s)
+        metrics |= of_shaping
         if self.config.rollout.group_size > 1:
             metrics |= measures.group_metrics(rollouts, scores, aborted)
         return metrics | self.step_metrics(rollouts, credit)
 
+    @property
+    def producer(self) -> Producer:
+        """The producer of scored responses."""
+        return self.supply.producer
+
     def produce(self) -> Experience:
-        """Generate and score the groups of this step.
+        """Return the scored groups of this step.
 
         prompts -> generate -> score each response as soon as it is finished -> buffer
         -> the groups of this step
         """
-        prompts = self.prompts.next_batch(self.config.data.prompts_per_step)
-        generation = self.producer.training_generation()
-        step = self.policy_version + 1
-        self.producer.begin(prompts, generation, self.buffer, step)
-        return self.producer.take(
-            prompts,
-            self.buffer,
-            self.policy_version,
-            self.timers,
-        )
+        with self.replicas.occupancy.trainers_wait():
+            self.background.raise_failure()
+            return self.supply.take(self.policy_version, self.timers)
 
     def publish(self, version: int) -> Metrics:
         """Send the policy to every replica, verified, under this version."""
+        if self.config.rollout.updates == "between":
+            # No row may be open.
+            with (
+                self.timers("drain"),
+                self.timers.waiting(),
+                self.replicas.occupancy.trainers_wait(),
+            ):
+                self.producer.finish()
+
         with (
             phase("publishing weights"),
             self.timers("update_weights"),
@@ -165,6 +190,7 @@ class Trainer:
         ):
             metrics = self.replicas.publish(version)
         self.policy_version = version
+        self.learner.optimizer_steps.publish(version)
         return metrics
 
     def step_metrics(
@@ -173,6 +199,7 @@ class Trainer:
         """Return the metrics of the step's rollouts, credit and timings."""
         timings = self.timers.take()
         step_s = timings["timing_s/step"]
+        place = self.supply.place
 
         response_length = rollouts.row("response_length")
         response_tokens = int(response_length.sum())
@@ -186,17 +213,25 @@ class Trainer:
         # The policy learns from whitened advantages, so these are the ones to show.
         whitening = whitening_moments(self.config.algorithm, rollouts, credit)
         metrics |= measures.credit_metrics(credit, response_length, whitening)
+        metrics |= version_metrics(rollouts, self.config.oldest_age)
         metrics |= timings
         metrics |= self.replicas.take_counts()
+        metrics |= self.replicas.occupancy.take()
+        metrics["timing_s/rollouts"] = self.replicas.occupancy.take_rollouts_s()
+        metrics |= self.supply.take_metrics()
         metrics |= measures.per_token_ms(timings, response_tokens, rollouts.num_tokens)
         return metrics | {
             "perf/time_per_step": step_s,
             "perf/throughput": tokens_per_s / self.system.devices,
             "perf/cpu_memory_used_gb": host_used_gib(),
-            "training/epoch": float(self.prompts.epoch),
-            "training/records_passed_over": float(self.prompts.passed_over),
+            "training/epoch": float(place["epoch"]),
+            "training/records_passed_over": float(place.get("passed", 0)),
             NUM_EXAMPLES: float(len(self.prompts)),
         }
+
+    def draw_ahead(self) -> None:
+        """Draw prompts of the next steps; their rollouts go on between the steps."""
+        self.background.draw()
 
     def evaluate(self) -> Evaluation:
         """Evaluate the present policy on the held-out problems."""
@@ -242,16 +277,37 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         """Return the driver's part of a checkpoint, as JSON."""
         return {
-            "cursor": self.prompts.state(),
+            **self.supply.state(),
             "shaping": self.shaping.state(),
+            "graders": self.producer.state(),
             **self.learner.state(),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken."""
-        self.prompts.load_state(state["cursor"])
+        self.supply.load_state(state)
         self.shaping.load_state(state["shaping"])
+        # Checkpoints of earlier versions say nothing of graders.
+        self.producer.load_state(state.get("graders", {}))
         self.learner.load_state(state)
+
+    @property
+    def belongings(self) -> Belongings:
+        """History of prompts, and groups that are not trained yet."""
+        return self.supply.belongings
+
+    def inherit(self, former: Resumable, belongings: Belongings) -> None:
+        """Take over the history of prompts, and groups that are not trained yet."""
+        assert isinstance(former, Trainer), "the task of a run stays"
+        self.supply.inherit(former.supply, belongings)
+
+    def files(self, step: int) -> StateFiles:
+        """Return what writes the larger part of the driver's state."""
+        return self.supply.files(step)
+
+    def load_files(self, checkpoint: Path) -> None:
+        """Take back what `files` wrote to the folder of a checkpoint."""
+        self.supply.load_files(checkpoint)
 
 
 @dataclass(frozen=True)
@@ -314,25 +370,31 @@ class ReinforcementTask(Task[RLConfig, Problems]):
             evaluator = Evaluator(self.config, data.tokenizer, data.held_out)
         return Trainer(self.config, system, data.prompts, evaluator, data.num_held_out)
 
+    def conclude(self, trainer: Trainable) -> None:
+        """Write the end of the ledger, which no checkpoint may hold."""
+        assert isinstance(trainer, Trainer)
+        trainer.supply.ledger.close()
+
     def shortfall(self, before: Metrics, after: Metrics) -> str | None:
-        """Return an error text if held-out accuracy rose too little, else None."""
+        """Return an error text if held-out scores rose too little, else None."""
         preparation = self.config.prepare
         if preparation is None or not before or not after:
             return None
 
         # Every data source has to improve, so the smallest gain counts.
         gains = [
-            after[name] - before[name]
+            (after[name] - before[name], name)
             for name in after.keys() & before.keys()
-            if name.startswith(HELD_OUT)
+            if fnmatchcase(name, self.config.main_metric)
         ]
-        gain = min(gains, default=0.0)
+        gain, name = min(gains, default=(0.0, ""))
         if gain >= preparation.min_gain:
             return None
 
+        measure = "mean reward" if "/reward/" in name else "accuracy"
         moved = "fell" if gain < 0 else "rose"
         return (
-            f"held-out accuracy {moved} by {abs(gain):.3f}; expected a rise of at least"
-            f" prepare.min_gain = {preparation.min_gain}: the run did not learn what it"
-            " should have"
+            f"held-out {measure} {moved} by {abs(gain):.3f}; expected a rise of at"
+            f" least prepare.min_gain = {preparation.min_gain}: the run did not learn"
+            " enough"
         )

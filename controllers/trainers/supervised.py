@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from controllers.trainers.base import Task, Trainable
+from controllers.trainers.base import Resumable, Task, Trainable
 from controllers.watch import update_measures
 from controllers.watch.evaluation import Evaluation
 from controllers.watch.gradients import GradientWatch
@@ -227,6 +227,26 @@ class SupervisedTrainer(ABC, Generic[W]):
             "finished": self.finished,
             "gradients": self._gradients.state(),
         }
+
+    def draw_ahead(self) -> None:
+        """A step draws its own rows."""
+
+    @property
+    def background(self) -> None:
+        """Nothing goes on between steps."""
+
+    @property
+    def belongings(self) -> None:
+        """Nothing belongs to a state."""
+
+    def inherit(self, former: Resumable, belongings: None) -> None:
+        """Take over nothing: the state is all that a trainer knows."""
+
+    def files(self, step: int) -> None:
+        """Return None: the state is small."""
+
+    def load_files(self, checkpoint: Path) -> None:
+        """Read nothing, since `files` wrote nothing."""
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken."""

@@ -10,14 +10,16 @@ which each rank cuts for itself, and the weights of rows in a loss
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
 
+from controllers.trainers.units import assignment_of_units
 from controllers.watch import measures, update_measures
 from controllers.watch.measures import Metrics
-from verl_ray.algorithms.objectives import PolicyObjective, ValueObjective
+from verl_ray.algorithms.objectives import ValueObjective
+from verl_ray.algorithms.policy_objective import PolicyObjective
 from verl_ray.algorithms.row_weights import HORIZON
 from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
@@ -27,6 +29,7 @@ from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.batch import Batch, Int64
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Credit, LogProbs, Rollouts, Values
+from verl_ray.data.versions import OptimizerSteps
 from verl_ray.ops.masked import Moments
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker
@@ -63,8 +66,12 @@ def start_critic_updates(
     config: RLConfig,
     critic: WorkerGroup[CriticWorker] | None,
     batch: LearnerBatch,
+    optimizer_steps: OptimizerSteps,
 ) -> UpdateCalls:
-    """Start the critic's optimizer steps; none where there is no critic."""
+    """Start the critic's optimizer steps; none where there is no critic.
+
+    Its rows may be as old as those of the actor, also while the actor does not learn.
+    """
     loss = config.algorithm.value_loss
     values = batch.outputs.values
     if critic is None or loss is None or values is None:
@@ -79,7 +86,7 @@ def start_critic_updates(
             batch.rollouts.select(rows),
             batch.credit.select(rows),
             values.select(rows),
-            mini_batch,
+            replace(mini_batch, ages=optimizer_steps.ages(len(calls))),
             objective,
         )
         calls.append(call)
@@ -91,6 +98,7 @@ def start_actor_updates(
     actor: WorkerGroup[ActorWorker],
     batch: LearnerBatch,
     objective: PolicyObjective,
+    optimizer_steps: OptimizerSteps,
 ) -> UpdateCalls:
     """Start the actor's optimizer steps; none while only the critic learns."""
     algorithm = config.algorithm
@@ -103,15 +111,23 @@ def start_actor_updates(
 
     calls: UpdateCalls = []
     for rows, mini_batch in cut_mini_batches(config, config.actor, algorithm, batch):
+        rollouts = batch.rollouts.select(rows)
+        assignment = None
+        if algorithm.judges_trajectories:
+            trajectory = rollouts.row("trajectory_id")
+            assignment = assignment_of_units(
+                actor.partition, rollouts.lengths, trajectory
+            )
         call = actor.scatter(
             ActorWorker.update,
-            batch.rollouts.select(rows),
+            rollouts,
             batch.credit.select(rows),
             _select(outputs.old_log_probs, rows),
             _select(outputs.reference_log_probs, rows),
-            mini_batch,
+            replace(mini_batch, ages=optimizer_steps.ages(len(calls))),
             whitening,
             objective,
+            assignment=assignment,
         )
         calls.append(call)
     return calls
@@ -162,14 +178,15 @@ def cut_mini_batches(
 ) -> Iterator[tuple[Int64, MiniBatch]]:
     """Yield the rows of each optimizer step, and the global denominators of its loss.
 
-    Rows are shuffled where there is more than one optimizer step. A mini-batch without
-    a row to learn from is left out: momentum alone would move the parameters.
+    Rows are shuffled where there is more than one optimizer step, and a sequence goes
+    into that of its first row. A mini-batch without a row to learn from is left out:
+    momentum alone would move the parameters.
 
     Args:
         config: Configuration of the run.
         role: Settings of the role that learns.
         loss: Settings of its loss, which say how it is aggregated.
-        lesson: The training step.
+        batch: The training step.
 
     Yields:
         Row numbers, int64 [rows of the mini-batch], and what the loss must know of the
@@ -182,6 +199,8 @@ def cut_mini_batches(
     # Response tokens of each row that are learned from, [rows].
     response_length = batch.rollouts.row("response_length")
     learned_tokens = np.where(batch.credit.row("in_loss"), response_length, 0)
+    is_positive = batch.credit.row("is_positive")
+    sequence = _sequences(loss, batch.rollouts)
 
     # Only some aggregations use this setting; for the others it is None.
     horizon: int | None = getattr(config.algorithm, HORIZON.name)
@@ -191,20 +210,51 @@ def cut_mini_batches(
         if shuffles:
             seed = [config.run.seed, batch.number, epoch]
             order = np.random.default_rng(seed).permutation(row_count)
+        step = np.arange(row_count) // size
+        if sequence is not None:
+            step = _of_first_rows(step, sequence[order])
 
-        for start in range(0, row_count, size):
-            rows = order[start : start + size]
+        for number in range(-(-row_count // size)):
+            rows = order[step == number]
             tokens = learned_tokens[rows]
             if not tokens.any():
                 continue
 
+            learned = rows[tokens > 0]
             mini_batch = MiniBatch(
                 total_tokens=int(tokens.sum()),
-                total_rows=int(np.count_nonzero(tokens)),
+                total_rows=_num_sequences(learned, sequence),
                 aggregation=loss.aggregation,
                 horizon=horizon,
+                positive_tokens=int(tokens[is_positive[rows]].sum()),
+                seed=(config.run.seed, batch.number, epoch, number * size),
             )
             yield rows, mini_batch
+
+
+def _sequences(
+    loss: AlgorithmConfig | ValueLossConfig, rollouts: Sharded[Rollouts]
+) -> Int64 | None:
+    """Return the sequence of each row, int64 [rows]; None where each row is one."""
+    if isinstance(loss, AlgorithmConfig) and loss.judges_trajectories:
+        trajectory: Int64 = rollouts.row("trajectory_id")
+        return trajectory
+    return None
+
+
+def _num_sequences(rows: Int64, sequence: Int64 | None) -> int:
+    return len(rows if sequence is None else np.unique(sequence[rows]))
+
+
+def _of_first_rows(step: Int64, sequence: Int64) -> Int64:
+    """Return the step of the first row of each row's sequence, int64 [rows].
+
+    Args:
+        step: int64 [rows], ascending.
+        sequence: int64 [rows].
+    """
+    _, first, number = np.unique(sequence, return_index=True, return_inverse=True)
+    return step[first][number.reshape(-1)]
 
 
 def _select(batch: Sharded[B] | None, rows: Int64) -> Sharded[B] | None:

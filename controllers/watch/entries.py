@@ -13,12 +13,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from controllers.watch import measures
 from controllers.watch.measures import Metrics
 from verl_ray.cluster.store import read
+from verl_ray.data.buffer import Experience
 from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import Scores
+from verl_ray.data.stages import Finish, Scores
 from verl_ray.rewards.results import Entries, entries_of
-from verl_ray.rewards.shaping import component
+from verl_ray.rewards.shaping import Shaping, component
 
 
 def read_entries(
@@ -59,6 +61,21 @@ def merged_entries(
             for name, value in entries_of(text).items():
                 entries[row][prefix + name] = value
     return entries
+
+
+def scored_metrics(groups: Experience, shaping: Shaping, stall_s: float) -> Metrics:
+    """Return the metrics of the scores and entries of what was generated for a step.
+
+    Args:
+        groups: Responses of the step.
+        shaping: How the scores of several graders are weighed.
+        stall_s: Limit in seconds of reading from the store.
+    """
+    raw_scores = measures.response_scores(groups.scores)
+    aborted = groups.rollouts.row("finish") == Finish.ABORTED
+    weighed = shaping.weigh(raw_scores)
+    metrics = measures.score_metrics(weighed, raw_scores, aborted)
+    return metrics | entry_metrics(read_entries(groups.scores, stall_s))
 
 
 def entry_metrics(entries: Sequence[Entries]) -> Metrics:

@@ -16,9 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from controllers.watch.measures import Metrics, spread
+from verl_ray.algorithms.subsets import NO_ANSWER, Answers
+from verl_ray.rewards.answers import PRED
 from verl_ray.rewards.results import Entries
 from verl_ray.rewards.shaping import ResponseScores
 from verl_ray.tracking.base import HELD_OUT
+from verl_ray.tracking.evaluations import HeldOutScores
 
 Float64s = npt.NDArray[np.float64]
 
@@ -114,6 +117,76 @@ def held_out_rewards(
     others = np.flatnonzero(~is_core)
     aside = CoreScores([names[row] for row in others], values[others])
     return aside.means()
+
+
+def length_scores(
+    scores: HeldOutScores,
+    sources: Sequence[str],
+    lengths: npt.NDArray[np.int64],
+    is_cut: npt.NDArray[np.bool_],
+) -> list[HeldOutScores]:
+    """Return the length of each response, and whether it was cut, as scores.
+
+    They count in val-aux/<data source>/response_length/{mean,clip_ratio}.
+
+    Args:
+        scores: Scores of the problems in the main metrics.
+        sources: Data source of each problem, [problems].
+        lengths: Tokens of each response, [rows].
+        is_cut: Responses that were cut at the length limit, bool [rows].
+    """
+    shape = scores.scores.shape
+    values = {
+        "mean": lengths.reshape(shape).astype(np.float64),
+        "clip_ratio": is_cut.reshape(shape).astype(np.float64),
+    }
+    parts = []
+    for source in sorted(set(sources)):
+        rows = np.flatnonzero(np.array(sources) == source)
+        of_source = scores.select(rows)
+        for name, numbers in values.items():
+            metric = f"val-aux/{source}/response_length/{name}"
+            parts.append(of_source.of_metric(metric, numbers[rows]))
+    return parts
+
+
+def length_metrics(parts: Sequence[HeldOutScores]) -> Metrics:
+    """Return val-aux/<data source>/response_length/{mean,max,min,clip_ratio}.
+
+    Args:
+        parts: What `length_scores` has returned.
+    """
+    metrics: Metrics = {}
+    for part in parts:
+        name = part.metrics[0]
+        metrics[name] = float(part.scores.mean())
+        if name.endswith("/mean"):
+            prefix = name.removesuffix("mean")
+            metrics[f"{prefix}max"] = float(part.scores.max())
+            metrics[f"{prefix}min"] = float(part.scores.min())
+    return metrics
+
+
+def numbered_answers(entries: Sequence[Entries], group_size: int) -> Answers | None:
+    """Return the number of each response's answer, int32 [problems, group_size].
+
+    Equal answers to a problem have the number of the first response with it, and
+    responses without one have `NO_ANSWER`. None is returned where nobody has one.
+
+    Args:
+        entries: What the function returned beside the scores, [rows]. The answer is
+            `pred`, a text or a number.
+        group_size: Number of responses per problem.
+    """
+    answers = np.full((len(entries) // group_size, group_size), NO_ANSWER, np.int32)
+    for problem, row in enumerate(answers):
+        first = problem * group_size
+        numbers: dict[float | str, int] = {}
+        for member in range(group_size):
+            answer = entries[first + member].get(PRED)
+            if answer is not None:
+                row[member] = numbers.setdefault(answer, member)
+    return answers if (answers != NO_ANSWER).any() else None
 
 
 def preference_metrics(chosen: Float64s, rejected: Float64s) -> Metrics:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from controllers.watch.learning import ZERO_STD
-from verl_ray.algorithms.advantages import fraction_without_spread
+from verl_ray.algorithms.groups import fraction_without_spread
 from verl_ray.data.batch import Int64
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Credit, Finish, Rollouts, Scores, Statistics
@@ -296,6 +296,9 @@ class ReferenceDivergence:
     per_token: float
     """Mean over responses of the means over their tokens; NaN if there are none."""
 
+    bounded: float
+    """Share of tokens whose divergence is the estimator's bound; NaN without tokens."""
+
     @classmethod
     def of(
         cls, credit: Sharded[Credit], response_length: npt.NDArray[np.int32]
@@ -308,11 +311,13 @@ class ReferenceDivergence:
         # Sums over the tokens of each response.
         kl = credit.row("kl")[counted].astype(np.float64)
         if not len(kl):
-            return cls(0, nan, nan)
+            return cls(0, nan, nan, nan)
 
+        tokens = response_length[counted]
         per_response = float(kl.mean())
-        per_token = float((kl / response_length[counted]).mean())
-        return cls(len(kl), per_response, per_token)
+        per_token = float((kl / tokens).mean())
+        bounded = float(credit.row("kl_bounded")[counted].sum() / tokens.sum())
+        return cls(len(kl), per_response, per_token, bounded)
 
     def metrics(self, coefficient: float) -> Metrics:
         """Return the divergence and its coefficient as metrics.
@@ -324,4 +329,5 @@ class ReferenceDivergence:
             "actor/reward_kl_penalty": self.per_token,
             "actor/reward_kl_per_response": self.per_response,
             "actor/reward_kl_penalty_coeff": coefficient,
+            "actor/kl_clipfrac": self.bounded,
         }

@@ -36,6 +36,7 @@ class MismatchWatch:
         self._config = config
         self._sampling = sampling
         self._crossed = False
+        self._warned = False
 
     @property
     def corrects(self) -> bool:
@@ -58,7 +59,7 @@ class MismatchWatch:
         """Compare the metric of a step with the limit.
 
         NaN is beyond any limit. A missing metric was not measured, since the step had
-        no row to learn from.
+        no row to learn from, or none of its tokens has the age that the metric is of.
 
         Args:
             number: Number of the step in which the policy learned.
@@ -80,7 +81,10 @@ class MismatchWatch:
 
         # NaN compares as neither smaller nor equal, so it goes on from here.
         value = metrics.get(metric)
-        if value is None or value <= limit:
+        if value is None:
+            self._warn_of_missing(number, metric)
+            return
+        if value <= limit:
             return
 
         oldest_version = _oldest_version(updates, policy_version)
@@ -105,6 +109,19 @@ class MismatchWatch:
             flush=True,
         )
 
+    def _warn_of_missing(self, number: int, metric: str) -> None:
+        """Print once that steps without fresh tokens are not compared."""
+        if self._warned or not metric.startswith("staleness/"):
+            return
+        self._warned = True
+        print(
+            f"warning: step {number} has no {metric}: the policy that learned sampled"
+            " none of its tokens. algorithm.mismatch.limit does not apply to such"
+            " steps, of which there may be many",
+            file=sys.stderr,
+            flush=True,
+        )
+
     def state(self) -> dict[str, bool]:
         """Return whether the limit was crossed, as JSON."""
         return {"crossed": self._crossed}
@@ -119,10 +136,10 @@ def _oldest_version(
 ) -> int:
     """Return the oldest policy version that sampled a token, if a rank reported any."""
     versions = [
-        rank.oldest_version
+        version
         for ranks in updates
         for rank in ranks
-        if rank.oldest_version is not None
+        for version in rank.tokens_of_versions
     ]
     return min(versions, default=policy_version)
 

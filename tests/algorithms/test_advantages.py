@@ -14,24 +14,56 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.rows import columns_of, rollouts_of
 from verl_ray.algorithms.advantages import (
     ADVANTAGES,
-    CriticBaseline,
-    Float64,
-    GroupBaseline,
-    NoBaseline,
-    complete_trajectories,
     discounted_returns,
-    fraction_without_spread,
     gae,
+    length_adaptive_gae,
+)
+from verl_ray.algorithms.estimators import (
+    AgentBaseline,
+    CriticBaseline,
+    GroupBaseline,
+    GroupTokenBaseline,
+    NoBaseline,
+)
+from verl_ray.algorithms.group_baselines import (
+    gdpo,
+    gpg,
     grpo,
+    lite_ppo,
+    maxrl,
+    opo,
+    pass_at_k,
     rloo,
     subtract_group_mean,
+)
+from verl_ray.algorithms.groups import (
+    Float64,
+    complete_trajectories,
+    fraction_without_spread,
 )
 from verl_ray.data.batch import Int64, offsets_of
 from verl_ray.data.stages import Bool, Float32
 
-ROW_FUNCTIONS = (grpo, subtract_group_mean, rloo)
+
+def opo_of_equal_rows(rewards: Float32, *args: Any, **settings: Any) -> Float32:
+    return opo(rewards, *args, **settings, length=np.full(len(rewards), 3))
+
+
+OF_GROUPS = (
+    grpo,
+    subtract_group_mean,
+    rloo,
+    maxrl,
+    pass_at_k,
+    gpg,
+    opo_of_equal_rows,
+)
+"""What one group has does not depend on other groups, but for the scale of gpg."""
+
+ROW_FUNCTIONS = (*OF_GROUPS, lite_ppo)
 
 
 def f32(*values: float) -> Float32:
@@ -69,9 +101,20 @@ def test_the_kind_of_an_entry_tells_how_to_call_it() -> None:
             setting.name: value for setting, value in advantage.reads.items()
         }
         if isinstance(advantage, GroupBaseline):
-            assert advantage.function(
-                f32(0, 1), ids(0, 0), valid(2), trajectory=ids(0, 1), **usual
-            ).shape == (2,)
+            responses = columns_of(rollouts_of([1, 2], groups=[0, 0]))
+            usual |= advantage.columns(valid(2), responses, [(1.0, f32(0, 1))])
+            found = advantage.function(f32(0, 1), ids(0, 0), valid(2), **usual)
+            assert found.shape == (2,)
+        elif isinstance(advantage, GroupTokenBaseline):
+            energy, offsets, rewards = f32(1, 1, 1), ids(0, 1, 3), f32(0, 1)
+            found = advantage.function(
+                rewards, ids(0, 0), valid(2), energy, offsets, trajectory=ids(0, 1)
+            )
+            assert found.shape == (3,)
+        elif isinstance(advantage, AgentBaseline):
+            rewards, begin = np.array([0.0, 1.0]), np.zeros(1)
+            found, end = advantage.function(rewards, ids(2), begin, **usual)
+            assert found.shape == (2,) and end.shape == (1,)
         elif isinstance(advantage, CriticBaseline):
             assert advantage.function(f32(0, 1), f32(0, 0), ids(0, 2), f32(0), **usual)[
                 0
@@ -99,6 +142,48 @@ def test_row_functions_by_hand() -> None:
         20 - 10,
         5 - 2,
     ]
+
+
+def test_newer_baselines_by_hand() -> None:
+    # Group 0: 0, 0, 1 and 1; group 1: 1, 1 and 4; group 2 has no spread.
+    rewards = f32(0, 1, 0, 1, 1, 1, 4, 2, 2)
+    group = ids(0, 0, 0, 0, 1, 1, 1, 2, 2)
+    assert maxrl(rewards, group, valid(9)).tolist() == pytest.approx(
+        [-1, 1, -1, 1, -0.5, -0.5, 1, 0, 0]
+    )
+    # The two best of group 0 are equal.
+    assert pass_at_k(rewards, group, valid(9)).tolist() == [0, 0, 0, 0, 0, 0, 3, 0, 0]
+    # 9 members, 7 of them in groups with spread.
+    assert gpg(rewards, group, valid(9)).tolist() == pytest.approx(
+        [x * 9 / 7 for x in (-0.5, 0.5, -0.5, 0.5, -1, -1, 2, 0, 0)]
+    )
+    # The sample variance of all nine: mean 12/9, sum of squares 28.
+    std = ((28 - 144 / 9) / 8) ** 0.5
+    assert lite_ppo(rewards, group, valid(9)) == pytest.approx(
+        [x / std for x in (-0.5, 0.5, -0.5, 0.5, -1, -1, 2, 0, 0)], rel=1e-5
+    )
+    # Weighted by length: (1 * 0 + 3 * 1 + 2 * 0 + 2 * 1) / 8 = 5/8; group 1: 23/8.
+    length = ids(1, 3, 2, 2, 1, 2, 5, 9, 1)
+    baseline = [5 / 8] * 4 + [23 / 8] * 3 + [2] * 2
+    assert opo(rewards, group, valid(9), length=length).tolist() == pytest.approx(
+        [r - b for r, b in zip(rewards, baseline, strict=True)]
+    )
+
+
+def test_a_group_that_only_fails_teaches_maxrl_nothing() -> None:
+    assert not maxrl(f32(-1, 0, 0, -2), ids(0, 0, 0, 0), valid(4)).any()
+
+
+def test_the_length_of_a_trajectory_is_that_of_its_rows() -> None:
+    """Trajectories of 2 + 4 and 2 tokens with rewards 1 and 0: the baseline is 6/8."""
+    found = opo(
+        f32(0, 1, 0),
+        ids(0, 0, 0),
+        valid(3),
+        trajectory=ids(5, 5, 6),
+        length=ids(2, 4, 2),
+    )
+    assert found.tolist() == pytest.approx([0.25, 0.25, -0.75])
 
 
 @pytest.mark.parametrize("function", ROW_FUNCTIONS)
@@ -166,7 +251,9 @@ def test_a_trajectory_is_one_member_of_its_group() -> None:
         ) == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("function", ROW_FUNCTIONS)
+@pytest.mark.parametrize(
+    "function", [each for each in ROW_FUNCTIONS if each is not opo_of_equal_rows]
+)
 def test_what_rows_of_a_trajectory_earned_adds_up(
     function: Callable[..., Float32],
 ) -> None:
@@ -220,10 +307,37 @@ def test_one_trajectory_or_equal_ones_give_zero(
     ).any()
 
 
-@pytest.mark.parametrize("function", ROW_FUNCTIONS)
+@pytest.mark.parametrize("function", OF_GROUPS)
 def test_a_valid_reward_of_nan_is_not_hidden(function: Callable[..., Float32]) -> None:
     found = function(f32(np.nan, 1, 2, 4), ids(0, 0, 1, 1), valid(4))
     assert np.isnan(found).tolist() == [True, True, False, False]
+
+
+def naive(
+    function: Callable[..., Float32], own: float, others: list[float], all_groups: Any
+) -> float:
+    """Return the advantage of a member with these others in its group.
+
+    Args:
+        all_groups: The rewards of the members of each group of the step.
+    """
+    if not others:
+        return 0.0
+    group = np.array([own, *others])
+    members = np.concatenate([np.array(each) for each in all_groups])
+    informative = [len(each) for each in all_groups if np.ptp(each) > 0]
+    deviation = own - group.mean()
+    advantages = {
+        grpo: deviation / (group.std(ddof=1) + 1e-6),
+        subtract_group_mean: deviation,
+        rloo: own - np.mean(others),
+        maxrl: deviation / group.mean() if group.mean() > 0 else 0.0,
+        pass_at_k: max(own - max(others), 0.0),
+        gpg: deviation * len(members) / max(sum(informative), 1),
+        opo_of_equal_rows: deviation,
+        lite_ppo: deviation / (members.std(ddof=1) + 1e-6),
+    }
+    return float(advantages[function])
 
 
 @given(
@@ -244,19 +358,19 @@ def test_trajectories_equal_naive_loops_in_any_order(
         for t in set(trajectory)
         if ok[trajectory == t].all()
     }
-    for function in ROW_FUNCTIONS:
+    all_groups = [
+        [total for t, total in totals.items() if t % 3 == each] for each in range(3)
+    ]
+    all_groups = [each for each in all_groups if each]
+    # opo weights trajectories by their rows.
+    for function in (each for each in ROW_FUNCTIONS if each is not opo_of_equal_rows):
         expected = np.zeros(len(rows))
         for i, t in enumerate(trajectory):
-            peers = np.array(
-                [total for other, total in totals.items() if other % 3 == t % 3]
-            )
-            if t in totals and len(peers) > 1:
-                deviation = totals[t] - peers.mean()
-                scale = {
-                    grpo: peers.std(ddof=1) + 1e-6,
-                    rloo: (len(peers) - 1) / len(peers),
-                }.get(function, 1.0)
-                expected[i] = deviation / scale
+            if t in totals:
+                others = [
+                    total for u, total in totals.items() if u % 3 == t % 3 and u != t
+                ]
+                expected[i] = naive(function, totals[t], others, all_groups)
         found = function(rewards, group, ok, trajectory=trajectory)
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
         order = np.array(data.draw(st.permutations(range(len(rows)))))
@@ -279,17 +393,16 @@ def test_row_functions_equal_naive_loops_in_any_row_order(
 ) -> None:
     rewards, group = f32(*(r for r, _, _ in rows)), ids(*(g for _, g, _ in rows))
     ok = np.array([v for _, _, v in rows])
+    all_groups = [rewards[ok & (group == each)] for each in np.unique(group[ok])]
     for function in ROW_FUNCTIONS:
         expected = np.zeros(len(rows))
         for i in np.flatnonzero(ok):
-            members = [j for j in np.flatnonzero(ok) if group[j] == group[i]]
-            peers = rewards[members].astype(np.float64)
-            others = rewards[[j for j in members if j != i]].astype(np.float64)
-            if len(others) and function is rloo:
-                expected[i] = rewards[i] - others.mean()
-            elif len(others):
-                scale = peers.std(ddof=1) + 1e-6 if function is grpo else 1
-                expected[i] = (rewards[i] - peers.mean()) / scale
+            others = [
+                float(rewards[j])
+                for j in np.flatnonzero(ok)
+                if group[j] == group[i] and j != i
+            ]
+            expected[i] = naive(function, float(rewards[i]), others, all_groups)
         found = function(rewards, group, ok)
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
         order = np.array(data.draw(st.permutations(range(len(rows)))))
@@ -407,6 +520,32 @@ def test_a_bad_row_stays_alone_in_gae(bad: float) -> None:
     )
 
 
+@given(
+    lengths=st.lists(st.integers(0, 70), min_size=1, max_size=8).filter(any),
+    gamma=st.sampled_from([0.0, 0.9, 1.0]),
+    alpha=st.sampled_from([0.05, 0.5, 10.0]),
+    seed=st.integers(0, 99),
+)
+def test_lambda_by_length_equals_gae_row_by_row(
+    lengths: list[int], gamma: float, alpha: float, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    offsets = offsets_of(lengths)
+    rewards, values = rng.normal(size=(2, offsets[-1])).astype(np.float32)
+    bootstrap = rng.normal(size=len(lengths)).astype(np.float32)
+    advantages, returns = length_adaptive_gae(
+        rewards, values, offsets, bootstrap, gamma, alpha, 1.0
+    )
+    for row, length in enumerate(lengths):
+        places = slice(offsets[row], offsets[row + 1])
+        one = rewards[places], values[places], ids(0, length), bootstrap[row : row + 1]
+        lam = max(1 - 1 / (alpha * max(length, 1)), 0.0)
+        expected, _ = gae(*one, gamma, lam)
+        np.testing.assert_allclose(advantages[places], expected, rtol=1e-5, atol=1e-5)
+        _, targets = gae(*one, gamma, 1.0)
+        np.testing.assert_allclose(returns[places], targets, rtol=1e-5, atol=1e-5)
+
+
 def test_inputs_are_not_changed() -> None:
     """Columns arrive as read-only views."""
     arrays = f32(*range(40)), f32(*range(40)), ids(0, 40), f32(1)
@@ -481,3 +620,32 @@ def test_the_share_of_groups_without_spread() -> None:
     everything = np.ones(3, np.bool_)
     assert fraction_without_spread(parts, same_group, everything, trajectory) == 1
     assert fraction_without_spread(parts, same_group, everything) == 0
+
+
+def test_parts_are_normalised_before_they_are_added() -> None:
+    """Two groups of two; [0, 1] has the sample deviation 0.5 ** 0.5."""
+    group = ids(0, 0, 1, 1)
+    helpful, short = f32(0, 1, 0, 10), f32(5, 5, 1, 0)
+    rewards = helpful + 2 * short
+    parts = [(1.0, helpful), (2.0, short)]
+    # helpful: -x x -x x, however large it is, with x = 0.5 ** 0.5; short: 0 0 x -x. The
+    # sum is -x x x -x, and four numbers of size x deviate by x * (4 / 3) ** 0.5.
+    y = 0.75**0.5
+    expected = pytest.approx([-y, y, y, -y], rel=1e-5)
+    assert gdpo(rewards, group, valid(4), parts=parts).tolist() == expected
+    # A failed response is no member of its group, where nothing is left to compare.
+    helpful[3] = np.nan
+    alone = gdpo(rewards, group, valid(4, 3), parts=parts)
+    assert alone[2:].tolist() == [0, 0] and alone[0] == -alone[1] != 0
+
+
+def test_one_part_is_grpo_at_another_scale() -> None:
+    rewards, group = f32(1, 2, 4, 0, 3, 3), ids(0, 0, 0, 1, 1, 1)
+    of_groups = grpo(rewards, group, valid(6))
+    expected = of_groups / of_groups.std(ddof=1)
+    for weight in (1.0, 3.0):
+        parts = [(weight, rewards / np.float32(weight))]
+        found = gdpo(rewards, group, valid(6), parts=parts)
+        assert found.tolist() == pytest.approx(expected.tolist(), rel=1e-5)
+    same = gdpo(f32(2, 2), ids(0, 0), valid(2), parts=[(1.0, f32(2, 2))])
+    assert same.tolist() == [0, 0]

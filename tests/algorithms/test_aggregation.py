@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from verl_ray.algorithms.aggregation import aggregate, surface_non_finite
-from verl_ray.algorithms.losses import ppo_clip, reinforce
+from verl_ray.algorithms.policy_losses import PolicyTokens, ppo_clip, reinforce
 from verl_ray.algorithms.row_weights import AGGREGATIONS, row_weights
 from verl_ray.data.batch import offsets_of
 from verl_ray.ops.kl import k3
@@ -117,7 +117,12 @@ class _Rows:
             if loss == "ppo_clip"
             else reinforce
         )
-        found = function(outputs.log_probs, self.old[token], self.advantages[token])
+        assert outputs.log_probs is not None
+        found = function(
+            PolicyTokens(
+                outputs.log_probs, self.old[token], self.advantages[token], row
+            )
+        )
         assert outputs.entropy is not None
         per_token = (
             found.loss

@@ -9,17 +9,17 @@ import pytest
 
 from controllers.compose.composition import compose, examine
 from controllers.compose.listing import groups
-from verl_ray.algorithms.advantages import ADVANTAGES
+from tests.algorithms.choices import with_updates
+from verl_ray.algorithms.advantages import ADVANTAGES, EMA_DECAY
 from verl_ray.algorithms.catalogue import (
     CHOICES,
     CORRECTIONS,
-    DUAL_CLIP,
     KL_ESTIMATORS,
     LEVELS,
-    POLICY_LOSSES,
     declared_settings,
 )
 from verl_ray.algorithms.declaration import Declaration
+from verl_ray.algorithms.policy_loss_choices import COV_SHARE, DUAL_CLIP, POLICY_LOSSES
 from verl_ray.config.tasks.rl import RLConfig
 
 OTHERS: tuple[Mapping[str, Declaration], ...] = (KL_ESTIMATORS, CORRECTIONS, LEVELS)
@@ -42,14 +42,17 @@ def test_functions_take_the_settings_that_are_declared() -> None:
         one.name: (one, one.function.target) for one in POLICY_LOSSES.values()
     }
     for declared, function in functions.values():
-        taken = inspect.signature(function).parameters
-        assert {setting.name for setting in declared.reads} <= taken.keys()
+        taken = {*inspect.signature(function).parameters}
+        selection = getattr(declared, "selection", None)
+        if selection is not None:
+            taken |= {*inspect.signature(selection.target).parameters}
+        assert {setting.name for setting in declared.reads} <= taken
 
 
 @pytest.mark.parametrize("name", groups()["algorithm"])
 def test_an_algorithm_has_the_settings_that_it_reads(name: str) -> None:
     """Its file sets them; a setting that it does not read is null and must stay so."""
-    config = compose("quickstart", [f"algorithm={name}"])
+    config = compose("quickstart", with_updates(name))
     assert isinstance(config, RLConfig)
     algorithm = config.algorithm
     read = {
@@ -57,17 +60,19 @@ def test_an_algorithm_has_the_settings_that_it_reads(name: str) -> None:
         for key, table in CHOICES.items()
         for one in table[getattr(algorithm, key)].reads
     }
-    for setting in declared_settings():
-        if setting not in read:
-            assert getattr(algorithm, setting.name) is None
-            value = 3 if setting is DUAL_CLIP else 1
-            (problem,) = examine(
-                "quickstart", [f"algorithm={name}", f"algorithm.{setting.name}={value}"]
-            ).problems
-            assert (problem.key, problem.fix) == (
-                f"algorithm.{setting.name}",
-                "Set it to null.",
-            )
+    unread = [setting for setting in declared_settings() if setting not in read]
+    assert all(getattr(algorithm, setting.name) is None for setting in unread)
+
+    values = {DUAL_CLIP: 3, COV_SHARE: 0.5, EMA_DECAY: 0.5}
+    overrides = [
+        f"algorithm.{setting.name}={values.get(setting, 1)}" for setting in unread
+    ]
+    problems = examine("quickstart", [*with_updates(name), *overrides]).problems
+    fixes = {problem.key: problem.fix for problem in problems}
+    assert len(problems) == len(unread)
+    assert fixes == {
+        f"algorithm.{setting.name}": "Set it to null." for setting in unread
+    }
 
 
 @pytest.mark.parametrize(
@@ -88,7 +93,9 @@ def test_a_name_that_is_nearly_declared_is_suggested() -> None:
     (problem,) = examine(
         "quickstart", ["algorithm=grpo", "algorithm.advantage=rlo"]
     ).problems
-    assert problem.fix.startswith("Did you mean rloo? Use gae, grpo,")
+    assert problem.fix.startswith(
+        "Did you mean rloo? Use gae, length_adaptive_gae, grpo,"
+    )
 
 
 def test_a_setting_has_its_declared_type() -> None:

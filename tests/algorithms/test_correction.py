@@ -13,9 +13,11 @@ from torch import Tensor
 
 from tests.corrections import NO_LIMIT
 from verl_ray.algorithms.aggregation import aggregate
-from verl_ray.algorithms.catalogue import CORRECTIONS, LEVELS
+from verl_ray.algorithms.catalogue import CORRECTIONS, LEVELS, REJECTIONS
 from verl_ray.algorithms.correction import correction_metrics, correction_weights
-from verl_ray.algorithms.objectives import LossInputs, PolicyObjective
+from verl_ray.algorithms.objectives import LossInputs
+from verl_ray.algorithms.policy_objective import PolicyObjective
+from verl_ray.algorithms.rejection import rejections
 from verl_ray.config.algorithm import (
     AlgorithmConfig,
     CorrectionConfig,
@@ -33,7 +35,13 @@ def config(
     kind: str, level: str, lower: float | None, upper: float
 ) -> CorrectionConfig:
     return CorrectionConfig(
-        form="three_policy", kind=kind, level=level, lower=lower, upper=upper
+        normalise=False,
+        rejections=None,
+        form="three_policy",
+        kind=kind,
+        level=level,
+        lower=lower,
+        upper=upper,
     )
 
 
@@ -222,10 +230,10 @@ def objective_of(form: str, kind: str, level: str, policy_loss: str) -> PolicyOb
         "name": "test", "advantage": "grpo", "gamma": None, "lam": None, "whiten_advantages": False,
         "policy_loss": policy_loss, "clip_low": clip, "clip_high": clip, "dual_clip": None, "aggregation": "token_mean",
         "aggregation_horizon": None, "entropy_coefficient": 0.1,
-        "kl": KLConfig(place="loss", estimator="k3", coefficient=0.1, controller="fixed", target=None, horizon=None),
-        "value_loss": None, "critic_warmup_steps": 0, "mismatch": NO_LIMIT, "truncated": "score",
+        "kl": KLConfig(importance_weighted=False, place="loss", estimator="k3", coefficient=0.1, controller="fixed", target=None, horizon=None),
+        "value_loss": None, "critic_warmup_steps": 0, "mismatch": NO_LIMIT, "truncated": "score", "sequence": "row",
         "correction": CorrectionConfig(
-            form=form, kind=kind, level=level, lower=0.6 if CORRECTIONS[kind].two_sided else None, upper=1.5
+            normalise=False, rejections=None, form=form, kind=kind, level=level, lower=0.6 if CORRECTIONS[kind].two_sided else None, upper=1.5
         ),
     }), 1.0, 0.1)  # fmt: skip
 
@@ -286,3 +294,83 @@ def test_the_denominators_count_what_is_left_out() -> None:
         grads.append(rows.share([0, 1], PolicyObjective(changed, 1.0, 0.1))[1])
     assert grads[0][1] != 0 and grads[1][1] == 0
     assert torch.equal(*(grad[[0, 2, 3, 4]] for grad in grads))
+
+
+# -------------------------------------------------------------------------- rejections
+
+THREE_ROWS = torch.tensor([0, 0, 1, 1, 2])
+RATIOS = torch.tensor([0.5, 2.0, 1.0, 1.2, 3.0])
+
+
+def left_out(**bounds: tuple[float | None, float | None]) -> dict[str, list[bool]]:
+    found = rejections(bounds, RATIOS.log(), THREE_ROWS)
+    return {name: values.tolist() for name, values in found.items()}
+
+
+def test_rejections_by_hand() -> None:
+    found = left_out(
+        token_k1=(0.6, 2.5), token_k2=(None, 0.25), token_k3=(None, 0.2), seq_sum_k1=(None, 1.1),
+        seq_mean_k1=(0.99, 1.05), seq_sum_k2=(None, 0.3), seq_mean_k3=(None, 0.24), seq_max_k2=(None, 0.3),
+        seq_max_k3=(None, 0.3),
+    )  # fmt: skip
+    assert found == {
+        "token_k1": [True, False, False, False, True],
+        # Half of log(2)^2 is 0.24, of log(3)^2 0.60.
+        "token_k2": [False, False, False, False, True],
+        # 0.5 - 1 + log 2 = 0.193; 2 - 1 - log 2 = 0.307; 3 - 1 - log 3 = 0.901
+        "token_k3": [False, True, False, False, True],
+        # Products 1, 1.2 and 3; geometric means 1, 1.095 and 3.
+        "seq_sum_k1": [False, False, True, True, True],
+        "seq_mean_k1": [False, False, True, True, True],
+        "seq_sum_k2": [True, True, False, False, True],
+        # (0.193 + 0.307) / 2 = 0.25
+        "seq_mean_k3": [True, True, False, False, True],
+        "seq_max_k2": [False, False, False, False, True],
+        "seq_max_k3": [True, True, False, False, True],
+    }
+
+
+def test_rejections_combine_with_weights() -> None:
+    """Token weights up to 1.5, and a mask of rows by their geometric mean."""
+    combined = CorrectionConfig(
+        normalise=False, form="three_policy", kind="tis", level="token", lower=0.8, upper=1.5,
+        rejections={"seq_mean_k1": (0.9, 1.05), "token_k3": (None, 0.3)},
+    )  # fmt: skip
+    found = correction_weights(combined, RATIOS.log(), THREE_ROWS)
+    assert found is not None
+    assert found.weight.tolist() == pytest.approx([0.8, 1.5, 1.0, 1.2, 1.5])
+    assert found.mask.tolist() == [True, False, False, False, False]
+    means = {name: float(values.mean()) for name, values in found.means.items()}
+    maxima = {name: float(values.max()) for name, values in found.maxima.items()}
+    metrics = correction_metrics(means, maxima)
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(0.8)
+    assert metrics["rollout_corr/rollout_rs_seq_mean_k1_masked_fraction"] == (
+        pytest.approx(0.6)
+    )
+    assert metrics["rollout_corr/rollout_rs_token_k3_masked_fraction"] == (
+        pytest.approx(0.4)
+    )
+
+
+def test_rejections_need_no_weights() -> None:
+    alone = CorrectionConfig(
+        normalise=False, form="two_policy", kind=None, level=None, lower=None, upper=None,
+        rejections={"token_k1": (0.6, None)},
+    )  # fmt: skip
+    found = correction_weights(alone, RATIOS.log(), THREE_ROWS)
+    assert found is not None and found.weight.tolist() == [1] * 5
+    assert found.mask.tolist() == [False, True, True, True, True]
+    metrics = correction_metrics(
+        {name: float(values.float().mean()) for name, values in found.means.items()}, {}
+    )
+    assert metrics == {
+        "rollout_corr/rollout_rs_masked_fraction": pytest.approx(0.2),
+        "rollout_corr/rollout_rs_token_k1_masked_fraction": pytest.approx(0.2),
+    }
+
+
+def test_a_ratio_of_nan_is_beyond_no_bound() -> None:
+    log_ratio = torch.tensor([math.nan, 0.0])
+    bounds = dict.fromkeys(REJECTIONS, (None, 1.5))
+    for is_beyond in rejections(bounds, log_ratio, torch.tensor([0, 1])).values():
+        assert not is_beyond.any()

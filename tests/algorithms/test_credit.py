@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
 from tests.corrections import NO_CORRECTION, NO_LIMIT
-from tests.rows import log_probs_of, rewards_of, rollouts_of, values_of
+from tests.rows import columns_of, log_probs_of, rewards_of, rollouts_of, values_of
 from verl_ray.algorithms.credit import (
     assign_credit,
     response_divergences,
     response_rewards,
-    row_statistics,
 )
+from verl_ray.algorithms.group_baselines import RewardPart
+from verl_ray.algorithms.row_statistics import row_statistics
 from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.data.stages import Finish, Rollouts, RowRewards
 from verl_ray.errors import DataError
 
 KL = {
+    "importance_weighted": False,
     "place": "none",
     "estimator": None,
     "coefficient": None,
@@ -25,7 +29,7 @@ KL = {
     "target": None,
     "horizon": None,
 }
-IN_REWARD = {"place": "reward", "estimator": "k1", "coefficient": 0.5, "controller": "fixed", "target": None,
+IN_REWARD = {"importance_weighted": False, "place": "reward", "estimator": "k1", "coefficient": 0.5, "controller": "fixed", "target": None,
              "horizon": None}  # fmt: skip
 
 
@@ -36,7 +40,7 @@ def algorithm(
         "name": "test", "advantage": advantage, "gamma": None, "lam": None, "whiten_advantages": False,
         "policy_loss": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "aggregation": "token_mean",
         "aggregation_horizon": None, "entropy_coefficient": 0.0, "kl": kl, "value_loss": None,
-        "critic_warmup_steps": 0, "correction": NO_CORRECTION, "mismatch": NO_LIMIT, "truncated": "score",
+        "critic_warmup_steps": 0, "correction": NO_CORRECTION, "mismatch": NO_LIMIT, "truncated": "score", "sequence": "row",
     }  # fmt: skip
     return AlgorithmConfig.model_validate(values | changes)
 
@@ -50,21 +54,50 @@ def rewarded(
     rows: Rollouts,
     score: list[float],
     charge: list[float] | None = None,
+    parts: Sequence[RewardPart] = (),
+    *,
+    cost: float = 1.0,
 ) -> RowRewards:
     scores = np.array(score, np.float32)
-    charged = None if charge is None else np.array(charge, np.float32)
+    charged = None if charge is None else (cost, np.array(charge, np.float32))
     return response_rewards(
         config,
         scores,
         ~np.isnan(scores),
-        rows.finish,
-        rows.group_id,
-        rows.trajectory_id,
+        columns_of(rows),
         charged,
+        parts,
     )
 
 
 # ------------------------------------------------------------------------- per response
+
+
+@pytest.mark.parametrize("cost", [0.001, 0.1, 1.0])
+def test_the_divergence_is_a_part_of_the_reward_with_its_coefficient(
+    cost: float,
+) -> None:
+    """In group 8 only the divergence differs, and it counts `cost` times a score."""
+    rows = rollouts_of([1, 1, 1, 1], groups=[7, 7, 8, 8])
+    score = np.array([1, 0, 1, 1], np.float32)
+    config = algorithm("gdpo", IN_REWARD)
+    found = rewarded(
+        config, rows, score.tolist(), [0, 0, 1, 3], [(1.0, score)], cost=cost
+    )
+    # Normalised in groups of two, each part is 1 or -1 over the root of 2.
+    deviation = (2 * (1 + cost**2) / 3) ** 0.5
+    expected = np.array([1, -1, cost, -cost]) / deviation
+    assert found.advantage == pytest.approx(expected, rel=1e-4)
+    assert found.reward == pytest.approx([1, 0, 1 - cost, 1 - 3 * cost])
+
+
+def test_the_last_response_of_a_group_is_the_baseline_of_remax() -> None:
+    rows = rollouts_of([1] * 7, groups=[7, 7, 7, 8, 8, 9, 9])
+    nan = float("nan")
+    found = rewarded(algorithm("remax"), rows, [1, 0.5, 0.25, nan, 2, 3, nan])
+    # Of group 9 the greedy response has failed: nothing is known of the other one.
+    assert found.advantage.tolist() == [0.75, 0.25, 0, 0, 0, 0, 0]
+    assert found.in_loss.tolist() == [True, True, False, False, False, True, False]
 
 
 def test_a_failed_score_is_no_member_of_its_group() -> None:
@@ -105,6 +138,15 @@ def test_cut_responses_are_learned_from_as_configured_and_aborted_ones_never(
         0.0,
     ]  # the mean is over two: what was aborted is no member
     assert found.reward.tolist() == [3.0, 0.0, 0.0]
+
+
+def test_a_cut_response_that_is_dropped_is_no_member() -> None:
+    rows = rollouts_of(
+        [1, 1, 1], groups=[0, 0, 0], finish=[Finish.STOP, Finish.LENGTH, Finish.STOP]
+    )
+    found = rewarded(algorithm("dr_grpo", truncated="drop"), rows, [3.0, 9.0, 1.0])
+    assert found.in_loss.tolist() == [True, False, True]
+    assert found.advantage.tolist() == [1.0, 0.0, -1.0]
 
 
 def test_an_aborted_row_takes_its_trajectory_with_it() -> None:
@@ -221,6 +263,14 @@ def test_every_token_pays_for_its_divergence_and_the_last_one_earns_the_reward()
     assert (found.reward.tolist(), found.kl.tolist()) == ([1.25], [-0.5])
     assert found.returns is None
 
+    # Where no version of the policy has them, the sampler's are compared.
+    sampled = rows.replace(rollout_log_probs=policy.log_probs)
+    again = assign_credit(
+        config, 0.5, sampled, rewards_of([1.0]), None, reference, None
+    )
+    assert again.advantages.tolist() == found.advantages.tolist()
+    assert again.kl.tolist() == [-0.5]
+
 
 def test_a_response_that_was_cut_is_worth_what_the_critic_expects_of_its_rest() -> None:
     rows = rollouts_of([1, 1], finish=[Finish.LENGTH, Finish.STOP])
@@ -335,3 +385,18 @@ def test_what_is_missing_is_named() -> None:
     log_probs = log_probs_of(rows, [-1.0])
     with pytest.raises(DataError, match=r"algorithm.kl.estimator is null"):
         response_divergences(algorithm("grpo"), rows, log_probs, log_probs)
+
+
+def test_a_trajectory_is_learned_from_as_a_whole_or_not_at_all() -> None:
+    """Where it is the sequence that losses judge; else its other rows are."""
+    cut = [Finish.STOP, Finish.LENGTH, Finish.STOP, Finish.STOP]
+    rows = rollouts_of([1, 1, 1, 1], groups=[7] * 4, finish=cut)
+    rows = rows.replace(trajectory_id=np.array([1, 1, 2, 3]))
+    for sequence, learned in (
+        ("row", [True, False, True, True]),
+        ("trajectory", [False, False, True, True]),
+    ):
+        config = algorithm("dr_grpo", truncated="mask", sequence=sequence)
+        found = rewarded(config, rows, [0.0, 3.0, 0.0, 0.0])
+        assert found.in_loss.tolist() == learned
+        assert found.advantage.tolist() == pytest.approx([2, 2, -1, -1])

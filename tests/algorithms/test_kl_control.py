@@ -78,7 +78,9 @@ def test_a_state_of_the_other_kind_is_refused() -> None:
 
 def config(**fields: object) -> KLConfig:
     none = dict.fromkeys(KLConfig.model_fields)
-    return KLConfig.model_validate(none | {"place": "none"} | fields)
+    return KLConfig.model_validate(
+        none | {"place": "none", "importance_weighted": False} | fields
+    )
 
 
 def test_make() -> None:

@@ -9,15 +9,20 @@ import torch
 from torch import Tensor
 
 from tests.corrections import NO_CORRECTION, NO_LIMIT
-from verl_ray.algorithms.catalogue import POLICY_LOSSES
 from verl_ray.algorithms.losses import (
     TokenLoss,
     bradley_terry,
-    ppo_clip,
-    reinforce,
     value_loss,
 )
+from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
+from verl_ray.algorithms.policy_losses import PolicyTokens, ppo_clip, reinforce
 from verl_ray.config.algorithm import AlgorithmConfig, KLConfig
+
+
+def tokens_of(log_probs: Tensor, old: Tensor, advantages: Tensor) -> PolicyTokens:
+    """Tokens of one row."""
+    row = torch.zeros_like(log_probs, dtype=torch.int64)
+    return PolicyTokens(log_probs, old, advantages, row)
 
 
 def clip(
@@ -27,9 +32,7 @@ def clip(
     log_probs = torch.tensor(ratio).log().requires_grad_()
     old = torch.zeros(len(ratio))
     found = ppo_clip(
-        log_probs,
-        old,
-        torch.tensor(advantages),
+        tokens_of(log_probs, old, torch.tensor(advantages)),
         clip_low=0.2,
         clip_high=0.3,
         dual_clip=dual_clip,
@@ -64,11 +67,14 @@ def test_at_equal_policies_the_gradient_is_that_of_reinforce() -> None:
     old = log_probs.detach()
     of_ppo = torch.autograd.grad(
         ppo_clip(
-            log_probs, old, advantages, clip_low=0.2, clip_high=0.2, dual_clip=None
+            tokens_of(log_probs, old, advantages),
+            clip_low=0.2,
+            clip_high=0.2,
+            dual_clip=None,
         ).loss.sum(),
         log_probs,
     )
-    found = reinforce(log_probs, old, advantages)
+    found = reinforce(tokens_of(log_probs, old, advantages))
     assert found.loss.tolist() == [1, -4, 0] and found.metrics[
         "actor/ppo_kl"
     ].tolist() == [0, 0, 0]
@@ -81,9 +87,7 @@ def test_far_policies_give_finite_losses_and_gradients() -> None:
     log_probs = torch.tensor([0.0, 0.0, -100.0], requires_grad=True)
     old = torch.tensor([-100.0, -100.0, 0.0])
     found = ppo_clip(
-        log_probs,
-        old,
-        torch.tensor([0.0, -1.0, 1.0]),
+        tokens_of(log_probs, old, torch.tensor([0.0, -1.0, 1.0])),
         clip_low=0.2,
         clip_high=0.2,
         dual_clip=None,
@@ -116,9 +120,12 @@ def all_losses(device: str = "cpu") -> list[TokenLoss]:
     log_probs.requires_grad_()
     return [
         ppo_clip(
-            log_probs, old, advantages, clip_low=0.2, clip_high=0.2, dual_clip=2.0
+            tokens_of(log_probs, old, advantages),
+            clip_low=0.2,
+            clip_high=0.2,
+            dual_clip=2.0,
         ),
-        reinforce(log_probs, old, advantages),
+        reinforce(tokens_of(log_probs, old, advantages)),
         value_loss(log_probs, old, advantages, clip=0.1),
     ]
 
@@ -159,6 +166,7 @@ def test_the_clip_fraction_does_not_depend_on_micro_batches() -> None:
 
 def algorithm(policy_loss: str, **clips: float | None) -> AlgorithmConfig:
     none = KLConfig(
+        importance_weighted=False,
         place="none",
         estimator=None,
         coefficient=None,
@@ -170,7 +178,7 @@ def algorithm(policy_loss: str, **clips: float | None) -> AlgorithmConfig:
         name="test", advantage="grpo", gamma=None, lam=None, whiten_advantages=False, policy_loss=policy_loss,
         clip_low=clips.get("clip_low"), clip_high=clips.get("clip_high"), dual_clip=clips.get("dual_clip"),
         aggregation="token_mean", aggregation_horizon=None, entropy_coefficient=0.0, kl=none, value_loss=None,
-        critic_warmup_steps=0, correction=NO_CORRECTION, mismatch=NO_LIMIT, truncated="score",
+        critic_warmup_steps=0, correction=NO_CORRECTION, mismatch=NO_LIMIT, truncated="score", sequence="row",
     )  # fmt: skip
 
 
@@ -191,7 +199,7 @@ def test_by_name_with_the_settings_of_the_configuration(
     log_probs: Tensor = torch.tensor([4.0, 4.0]).log()
     declared, advantages = POLICY_LOSSES[config.policy_loss], torch.tensor([1.0, -1.0])
     found = declared.function(
-        log_probs, torch.zeros(2), advantages, **declared.settings(config)
+        tokens_of(log_probs, torch.zeros(2), advantages), **declared.settings(config)
     )
     assert found.loss.tolist() == pytest.approx(expected)
 

@@ -9,7 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from verl_ray.algorithms.mismatch import compare_log_probs, mismatch_metrics
+from verl_ray.algorithms.mismatch import (
+    compare_log_probs,
+    fresh_means,
+    mismatch_metrics,
+)
 
 TRAINER = np.array([0.5, 0.25, 0.8, 0.1])  # two responses, of two tokens each
 SAMPLER = np.array([0.25, 0.5, 0.8, 0.2])
@@ -71,6 +75,56 @@ def test_by_hand(parts: list[list[int]]) -> None:
     )
     assert found["rollout_corr/log_ppl_diff"] == pytest.approx((0 + ln2 / 2) / 2)
     assert found["rollout_corr/ppl_ratio"] == pytest.approx((1 + math.sqrt(2)) / 2)
+
+
+FRESH = (
+    "staleness/fresh_kl",
+    "staleness/fresh_k3_kl",
+    "staleness/fresh_probs_diff_mean",
+)
+
+
+def fresh_metrics_of(is_fresh: list[int], parts: list[list[int]]) -> dict[str, float]:
+    """Return the metrics from sums over parts, where some tokens are fresh."""
+    sums: dict[str, float] = {}
+    for part in parts:
+        log_p, log_q = (
+            torch.tensor(np.log(p[part]), dtype=torch.float32)
+            for p in (TRAINER, SAMPLER)
+        )
+        means, _ = compare_log_probs(log_p, log_q, ROW[part])
+        fresh = torch.tensor(is_fresh, dtype=torch.float32)[part]
+        means |= fresh_means(means, fresh)
+        for name, values in means.items():
+            sums[name] = sums.get(name, 0.0) + float(values.sum())
+    means_of_all = {name: total / 4 for name, total in sums.items()}
+    found = mismatch_metrics(means_of_all, {"mismatch/difference": 0.25})
+    return {
+        name: value for name, value in found.items() if name.startswith("staleness/")
+    }
+
+
+@pytest.mark.parametrize(
+    "parts", [[[0, 1, 2, 3]], [[2, 3], [0, 1]]], ids=["at once", "row by row"]
+)
+def test_fresh_tokens_by_hand(parts: list[list[int]]) -> None:
+    """The mean is over the fresh tokens alone: the first and the last of four."""
+    ln2 = math.log(2)
+    found = fresh_metrics_of([1, 0, 0, 1], parts)
+    # sampler / trainer = 1/2 and 2; k3 = ratio - 1 - log ratio with trainer / sampler
+    kl = (-ln2 + ln2) / 2
+    k3 = ((2 - 1 - ln2) + (0.5 - 1 + ln2)) / 2
+    expected = dict(zip(FRESH, (kl, k3, (0.25 + 0.1) / 2), strict=True))
+    assert found == pytest.approx(expected, abs=1e-6)
+
+
+def test_older_tokens_do_not_count_as_mismatch() -> None:
+    """Where the fresh tokens are exact, all of the mismatch is the policy's drift."""
+    assert fresh_metrics_of([0, 0, 1, 0], [[0, 1, 2, 3]]) == dict.fromkeys(FRESH, 0.0)
+
+
+def test_nothing_is_told_of_fresh_tokens_where_there_are_none() -> None:
+    assert fresh_metrics_of([0, 0, 0, 0], [[0, 1, 2, 3]]) == {}
 
 
 def test_one_policy_is_at_distance_zero() -> None:

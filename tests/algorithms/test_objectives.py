@@ -13,10 +13,10 @@ from tests.corrections import NO_CORRECTION, NO_LIMIT
 from verl_ray.algorithms.mismatch import MISMATCH_PREFIX
 from verl_ray.algorithms.objectives import (
     LossInputs,
-    PolicyObjective,
     SupervisedObjective,
     ValueObjective,
 )
+from verl_ray.algorithms.policy_objective import PolicyObjective
 from verl_ray.config.algorithm import (
     AlgorithmConfig,
     CorrectionConfig,
@@ -51,8 +51,10 @@ def algorithm(
         "correction": NO_CORRECTION,
         "mismatch": NO_LIMIT,
         "truncated": "score",
+        "sequence": "row",
     }
     kl = KLConfig(
+        importance_weighted=False,
         place=place,
         estimator=estimator,
         coefficient=None,
@@ -174,7 +176,13 @@ def corrected(
     """Return the losses under PPO with clips of 0.2, and the log-probs' gradients."""
     log_probs, _, out = outputs()
     correction = CorrectionConfig(
-        form=form, kind=kind, level=level, lower=lower, upper=upper
+        normalise=False,
+        rejections=None,
+        form=form,
+        kind=kind,
+        level=level,
+        lower=lower,
+        upper=upper,
     )
     objective = PolicyObjective(algorithm(correction=correction, **settings), 1.0, 0.0)
     given = LossInputs(
@@ -233,7 +241,13 @@ def test_two_policies_weigh_reinforce_by_the_policy_that_learns_and_the_weight_i
 def test_what_is_left_out_bears_neither_entropy_nor_divergence() -> None:
     _, entropy, out = outputs()
     correction = CorrectionConfig(
-        form="three_policy", kind="mis", level="token", lower=None, upper=1.5
+        normalise=False,
+        rejections=None,
+        form="three_policy",
+        kind="mis",
+        level="token",
+        lower=None,
+        upper=1.5,
     )
     objective = PolicyObjective(
         algorithm("loss", "k3", correction=correction, entropy_coefficient=0.1), 1.0, 0.5
@@ -260,7 +274,13 @@ def test_a_correction_that_waits_changes_nothing_and_one_without_a_sampler_is_an
 ):
     _, _, out = outputs()
     correction = CorrectionConfig(
-        form="two_policy", kind="mis", level="token", lower=None, upper=1.5
+        normalise=False,
+        rejections=None,
+        form="two_policy",
+        kind="mis",
+        level="token",
+        lower=None,
+        upper=1.5,
     )
     given = LossInputs(
         ROW, advantages=ADVANTAGES, old_log_probs=OLD, rollout_log_probs=SAMPLER
@@ -324,3 +344,110 @@ def test_columns_are_those_of_a_training_batch() -> None:
     from verl_ray.data.stages import TrainingBatch
 
     assert set(LossInputs.columns()) <= TrainingBatch.columns().keys()
+
+
+def test_the_mismatch_of_fresh_tokens_is_reported_apart() -> None:
+    """Only where rows may have older tokens: then `is_fresh` says which are not."""
+    _, _, out = outputs()
+    sampled = torch.log(torch.tensor([0.25, 0.2]))
+    inputs = LossInputs(ROW, advantages=torch.ones(2), rollout_log_probs=sampled)
+    objective = PolicyObjective(algorithm(), 1.0, 0.0)
+    assert not any("fresh" in name for name in objective(out, inputs).metrics)
+
+    inputs = LossInputs(
+        ROW,
+        advantages=torch.ones(2),
+        rollout_log_probs=sampled,
+        is_fresh=torch.tensor([0.0, 1.0]),
+    )
+    means = objective(out, inputs).metrics
+    assert means["mismatch/fresh/share"].tolist() == [0, 1]
+    assert means["mismatch/fresh/difference"].tolist() == pytest.approx([0, 0])
+    assert means["mismatch/token/difference"].tolist() == pytest.approx([0.25, 0])
+
+
+def test_a_bounded_divergence_is_counted() -> None:
+    _, _, out = outputs()
+    reference = torch.tensor([0.0, LOG_PROBS[1].item() + 3.0])
+    found = PolicyObjective(algorithm("loss", "k3"), 1.0, 0.5)(
+        out, LossInputs(ROW, advantages=torch.ones(2), ref_log_probs=reference)
+    )
+    assert found.metrics["actor/kl_clipfrac"].tolist() == [0, 1]
+    assert found.terms["actor/kl_loss"][1] == 10
+    found = PolicyObjective(algorithm("loss", "k2"), 1.0, 0.5)(
+        out, LossInputs(ROW, advantages=torch.ones(2), ref_log_probs=reference)
+    )
+    assert "actor/kl_clipfrac" not in found.metrics
+
+
+def test_an_importance_weighted_divergence_has_an_unbiased_gradient() -> None:
+    """In expectation over tokens of the old policy, exactly, not sampled."""
+    logits = torch.tensor([0.3, -0.2, 0.1], requires_grad=True)
+    old = torch.log_softmax(torch.tensor([0.5, 0.0, -0.5]), 0)
+    reference = torch.log_softmax(torch.tensor([0.0, 0.5, -0.5]), 0)
+    log_probs = torch.log_softmax(logits, 0)
+    kl = (log_probs.exp() * (log_probs - reference)).sum()
+    (exact,) = torch.autograd.grad(kl, logits, retain_graph=True)
+
+    weighted = KLConfig(
+        place="loss", estimator="k3", importance_weighted=True, coefficient=1.0,
+        controller="fixed", target=None, horizon=None,
+    )  # fmt: skip
+    config = algorithm("loss", "k3").model_copy(update={"kl": weighted})
+    found = PolicyObjective(config, 1.0, 1.0)(
+        TokenOutputs(log_probs=log_probs, entropy=torch.zeros(3)),
+        LossInputs(
+            torch.arange(3), old_log_probs=old, advantages=torch.zeros(3),
+            ref_log_probs=reference,
+        ),
+    )  # fmt: skip
+    loss = (old.exp() * found.loss).sum()
+    assert loss.item() == pytest.approx(kl.item())
+    (grad,) = torch.autograd.grad(loss, logits)
+    torch.testing.assert_close(grad, exact)
+
+
+def test_tokens_that_are_not_uncertain_bear_no_policy_loss() -> None:
+    log_probs, _, out = outputs()
+    inputs = LossInputs(ROW, advantages=torch.ones(2), uncertain=torch.tensor([0, 1.0]))
+    found = PolicyObjective(algorithm(entropy_coefficient=0.1), 1.0, 0.0)(out, inputs)
+    # The entropy bonus stays.
+    assert found.loss.tolist() == pytest.approx([-0.07, -1.03])
+    assert torch.autograd.grad(found.loss.sum(), log_probs)[0].tolist() == [0, -1]
+    assert found.metrics["actor/passed_over"].tolist() == [1, 0]
+
+
+def test_drifted_rows_with_negative_advantages_are_passed_over() -> None:
+    log_probs = torch.tensor([-1.0, -2.0, -1.0, -1.0, -3.0], requires_grad=True)
+    out = TokenOutputs(log_probs=log_probs, entropy=torch.zeros(5))
+    inputs = LossInputs(
+        torch.tensor([0, 0, 1, 2, 2]),
+        # Means of log p_sampler - log p: 0.5, 0 and 0.5.
+        rollout_log_probs=torch.tensor([-0.5, -1.5, -1.0, -0.5, -2.5]),
+        advantages=torch.tensor([-1.0, -1.0, -1.0, 1.0, 1.0]),
+    )
+    for limit, passed_over in ((0.4, [1, 1, 0, 0, 0]), (0.6, [0, 0, 0, 0, 0])):
+        found = PolicyObjective(algorithm(negative_drift=limit), 1.0, 0.0)(out, inputs)
+        assert found.metrics["actor/passed_over"].tolist() == passed_over
+        assert (found.loss == 0).tolist() == [each == 1 for each in passed_over]
+
+
+def test_positive_rows_are_imitated_besides() -> None:
+    log_probs, _, out = outputs()
+    weight = torch.tensor([0.5, 0.0])
+    found = PolicyObjective(algorithm(), 1.0, 0.0)(
+        out, LossInputs(ROW, advantages=torch.zeros(2), nll_weight=weight)
+    )
+    assert found.loss.tolist() == pytest.approx([0.5 * math.log(2), 0])
+    assert found.terms["actor/positive_nll"].tolist() == found.loss.tolist()
+    (grad,) = torch.autograd.grad(found.loss.sum(), log_probs)
+    assert grad.tolist() == [-0.5, 0]
+
+
+def test_the_present_weight_of_the_entropy_counts() -> None:
+    _, _, out = outputs()
+    inputs = LossInputs(ROW, advantages=torch.ones(2))
+    found = PolicyObjective(
+        algorithm(entropy_coefficient=0.1), 1.0, 0.0, entropy_coefficient=0.2
+    )(out, inputs)
+    assert found.loss.tolist() == pytest.approx([-1.14, -1.06])

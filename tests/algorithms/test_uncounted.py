@@ -15,19 +15,19 @@ from verl_ray.algorithms.catalogue import (
     CORRECTIONS,
     KL_ESTIMATORS,
     LEVELS,
-    POLICY_LOSSES,
     declared_settings,
 )
 from verl_ray.algorithms.losses import TokenLoss
 from verl_ray.algorithms.objectives import (
     LossInputs,
     Objective,
-    PolicyObjective,
     PreferenceObjective,
     SupervisedObjective,
     ValueObjective,
     without_uncounted,
 )
+from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
+from verl_ray.algorithms.policy_objective import PolicyObjective
 from verl_ray.algorithms.row_weights import AGGREGATIONS, row_weights
 from verl_ray.config.algorithm import (
     AlgorithmConfig,
@@ -49,6 +49,9 @@ INPUTS = (
     "old_values",
     "returns",
     "margin",
+    "selected",
+    "uncertain",
+    "nll_weight",
 )
 
 
@@ -60,6 +63,7 @@ def policy_objective(
         for one, usual in POLICY_LOSSES[policy_loss].reads.items()
     }
     kl = KLConfig(
+        importance_weighted=False,
         place="loss",
         estimator=estimator,
         coefficient=0.1,
@@ -71,13 +75,15 @@ def policy_objective(
         **{setting.name: read.get(setting.name) for setting in declared_settings()},
         "name": "test", "advantage": "grpo", "whiten_advantages": False, "policy_loss": policy_loss,
         "aggregation": "token_mean", "entropy_coefficient": 0.1, "kl": kl,
-        "value_loss": None, "critic_warmup_steps": 0, "mismatch": NO_LIMIT, "truncated": "score",
+        "value_loss": None, "critic_warmup_steps": 0, "mismatch": NO_LIMIT, "truncated": "score", "sequence": "row",
         "correction": correction,
     }), 1.0, 0.1)  # fmt: skip
 
 
 CORRECTIONS_OF_ALL_KINDS = [NO_CORRECTION] + [
     CorrectionConfig(
+        normalise=False,
+        rejections=None,
         form=form,
         kind=kind,
         level=level,
@@ -221,7 +227,13 @@ def test_what_a_correction_leaves_out_has_no_gradient() -> None:
     The gradient of k2 alone would be 0 times infinity.
     """
     correction = CorrectionConfig(
-        form="three_policy", kind="icepop", level="token", lower=0.5, upper=2.0
+        normalise=False,
+        rejections=None,
+        form="three_policy",
+        kind="icepop",
+        level="token",
+        lower=0.5,
+        upper=2.0,
     )
     log_probs = torch.tensor([-1.0, -math.inf], requires_grad=True)
     outputs = TokenOutputs(log_probs=log_probs, entropy=torch.tensor([0.5, 0.5]))

@@ -5,13 +5,17 @@ from typing import Any
 
 import pytest
 
-from verl_ray.checkpoint.changes import changed_keys
+from verl_ray.checkpoint.changes import changed_keys, changed_model
 
 SAVED: dict[str, Any] = {
     "task": "rl",
     "run": {"dir": "outputs/a", "seed": 0, "total_steps": 10, "resume": "auto"},
     "model": {"path": "outputs/a/inputs/model"},
-    "data": {"train_path": "/data/train.jsonl", "prompts_per_step": 16},
+    "data": {
+        "train_path": "/data/train.jsonl",
+        "prompts_per_step": 16,
+        "chat_template_kwargs": {},
+    },
     "rollout": {"group_size": 8},
     "actor": {
         "num_ranks": 1,
@@ -70,6 +74,7 @@ def test_steps_that_are_not_counted_yet_have_not_changed() -> None:
         ("run.seed", 1),
         ("data.train_path", "/data/other.jsonl"),
         ("data.prompts_per_step", 32),
+        ("data.chat_template_kwargs.think", False),
         ("rollout.group_size", 4),
         ("actor.mini_batch_size", 64),
         ("actor.model.path", "/models/other"),
@@ -108,3 +113,22 @@ def test_a_change_that_other_keys_follow_is_told_once() -> None:
         "actor.model.path",
         "model.path",
     ]
+
+
+def test_a_measurement_asks_for_the_same_model_alone() -> None:
+    def refused(key: str, value: object) -> list[str]:
+        changes = changed_model(SAVED, with_value(key, value), "actor")
+        return [change.key for change in changes]
+
+    for key in ("run.seed", "data.train_path", "rollout.group_size"):
+        assert refused(key, 5) == []
+    assert refused("algorithm.advantage", "grpo") == []
+    assert refused("algorithm.value_loss", None) == []
+    assert refused("task", "sft") == ["task"]
+    assert refused("actor.lora.rank", 2) == ["actor.lora.rank"]
+    assert refused("actor.model.path", "other") == ["actor.model.path"]
+    # The same folder, as it is written and relative to a run.dir that has moved.
+    assert refused("run.dir", "outputs/b") == []
+    moved = with_value("run.dir", "outputs/b")
+    moved["actor"]["model"]["path"] = "outputs/b/inputs/model"
+    assert changed_model(SAVED, moved, "actor") == []

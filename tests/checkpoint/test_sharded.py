@@ -2,6 +2,8 @@
 engines' contract test.
 """
 
+import hashlib
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -11,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from controllers.run.save_failures import SaveFailures
 from verl_ray.checkpoint import sharded
+from verl_ray.checkpoint.file_records import file_record
 from verl_ray.errors import CheckpointError
 from verl_ray.profiling.progress import begin, progress
 
@@ -40,6 +44,19 @@ def test_a_state_is_filled_in_place_and_bit_for_bit(tmp_path: Path) -> None:
     )  # the random stream, and the weight
     assert held["steps"] == 7 and held["rng_0_cpu"].tolist() == [7] * 4
     assert torch.equal(target, weight)
+
+
+def test_files_are_hashed_as_they_are_written(tmp_path: Path) -> None:
+    large = {"model": {"weight": torch.rand(300, 1000)}}
+    at_once = sharded.save(state(7) | large, str(tmp_path / "actor"))
+    behind = sharded.BackgroundSave(state(7) | large, str(tmp_path / "critic"), None)
+    for folder, records in (("actor", at_once), ("critic", behind.wait())):
+        files = list((tmp_path / folder).iterdir())
+        assert {path.name for path in files} == records.keys() > {".metadata"}
+        for path in files:
+            content = path.read_bytes()
+            digest = hashlib.blake2b(content, digest_size=16).hexdigest()
+            assert records[path.name] == file_record(path) == (len(content), digest)
 
 
 def test_a_rank_that_the_checkpoint_does_not_know_keeps_its_random_stream(
@@ -97,8 +114,14 @@ def test_a_path_without_a_state_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_node_that_does_not_share_the_directory_is_told(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"must exist on every node \(run\.dir\)"):
+    with pytest.raises(
+        CheckpointError, match=r"must exist on every node \(run\.dir\)"
+    ) as caught:
         sharded.save(state(7), str(tmp_path / "nowhere" / "actor"))
+    # The other ranks wait for this one, so that none of them can be called again.
+    assert not pickle.loads(pickle.dumps(caught.value)).spares_worker
+    with pytest.raises(CheckpointError):
+        SaveFailures(3).note(7, caught.value)
 
 
 @pytest.mark.processes

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verl_ray.checkpoint.file_records import FileRecord, file_record
 from verl_ray.checkpoint.manifest import MANIFEST, SCHEMA, Checkpoint
 from verl_ray.checkpoint.sealed import sealed, unsealed, write_json
 from verl_ray.checkpoint.store import NEWEST, CheckpointStore
@@ -252,6 +253,37 @@ def test_any_byte_that_changes_is_noticed(tmp_path: Path, name: str) -> None:
     assert (
         older > len(content) // 2 if MANIFEST in name else older == 0
     )  # white space may change
+
+
+def test_what_its_writer_has_hashed_is_not_read_again(tmp_path: Path) -> None:
+    """The record is the writer's, so that a disk that stores other bytes is noticed."""
+    store, hashed = CheckpointStore(tmp_path, keep=2), {"actor/shard": (5, "of whole")}
+    with store.writing(1, {}, CONFIG, ["actor"], hashed=hashed) as folder:
+        (folder / "actor").mkdir()
+        (folder / "actor" / "shard").write_bytes(b"other")
+        (folder / "of the driver").write_bytes(b"x")
+    found = store.open(tmp_path / "step_00000001", verify=False)
+    assert found.files["actor/shard"] == (5, "of whole")
+    assert found.files["of the driver"] == file_record(found.path / "of the driver")
+    with pytest.raises(CheckpointError, match="contents of actor/shard have changed"):
+        store.latest()
+
+
+@pytest.mark.parametrize(("size", "seen"), [(4, "5 bytes"), (None, "no such file")])
+def test_a_driver_that_does_not_see_what_a_rank_has_written_writes_no_checkpoint(
+    tmp_path: Path, size: int | None, seen: str
+) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    hashed: dict[str, FileRecord] = {}
+    with (
+        pytest.raises(CheckpointError, match=f"this process sees {seen}.*nodes share"),
+        store.writing(1, {}, CONFIG, ["actor"], hashed=hashed) as folder,
+    ):
+        (folder / "actor").mkdir()
+        (folder / "actor" / "shard").write_bytes(b"other")
+        name = "actor/shard" if size else "actor/of another node"
+        hashed[name] = (size or 5, "0" * 32)
+    assert store.latest().checkpoint is None and names(store) == []
 
 
 @settings(max_examples=30)

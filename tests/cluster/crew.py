@@ -4,9 +4,12 @@ processes can import it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,12 +17,13 @@ from pathlib import Path
 
 import numpy as np
 
+from verl_ray.checkpoint.file_records import FileRecord, file_record
 from verl_ray.cluster.concurrency_groups import concurrent, steering, when_abandoned
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.cluster.placement import ProcessSet
 from verl_ray.data.batch import offsets_of
 from verl_ray.data.stages import LogProbs, Rows
-from verl_ray.errors import VerlRayError
+from verl_ray.errors import CheckpointError, VerlRayError
 from verl_ray.parallel.topology import Topology
 from verl_ray.profiling.progress import reach
 
@@ -141,6 +145,14 @@ class Echo:
         if self.context.rank == rank:
             raise error
 
+    def fail_without_a_disk(self, error: Exception) -> None:
+        # Like a full disk, this prevents that a file grows.
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+        with contextlib.suppress(OSError):
+            sys.stdout.write("this stays in memory")
+        raise error
+
     def one_then_refuse(self, rows: Rows, error: VerlRayError) -> Iterator[LogProbs]:
         yield self.halve(rows.select([0]))
         raise error
@@ -172,7 +184,9 @@ class Echo:
         ctypes.PyDLL(None).usleep(60_000_000)  # PyDLL keeps the interpreter lock
 
     def stop_itself(self) -> None:
-        os.kill(os.getpid(), signal.SIGSTOP)
+        # A signal for the process is taken by its first thread, and this one would run
+        # on until then.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
     def unpicklable(self) -> object:
         return (x for x in range(3))
@@ -275,6 +289,24 @@ class HangsAgain(Echo):
             time.sleep(3600)
 
 
+class Writer(Echo):
+    """Writes its part of a checkpoint, at once or behind."""
+
+    def save(self, path: str) -> dict[str, FileRecord]:
+        try:
+            Path(path).mkdir()
+            (Path(path) / "shard").write_bytes(bytes(100))
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be written") from error
+        return {"shard": file_record(Path(path) / "shard")}
+
+    def begin_save(self, path: str) -> None:
+        self.path = path
+
+    def finish_save(self) -> dict[str, FileRecord]:
+        return self.save(self.path)
+
+
 class SlowWriter(Echo):
     """Writes its part of a checkpoint in the background, once a file exists."""
 
@@ -284,11 +316,12 @@ class SlowWriter(Echo):
         self.target = Path(path)
 
     @concurrent
-    def finish_save(self) -> None:
+    def finish_save(self) -> dict[str, FileRecord]:
         while not self.gate_file.exists():
             time.sleep(0.01)
         self.target.mkdir()
         (self.target / "shard").write_bytes(bytes(100))
+        return {"shard": file_record(self.target / "shard")}
 
     def load(self, path: str) -> list[str]:
         assert (Path(path) / "shard").stat().st_size == 100

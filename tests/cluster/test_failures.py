@@ -30,6 +30,7 @@ from verl_ray.cluster.store import put, read
 from verl_ray.data.sharded import Receipt, Sharded
 from verl_ray.errors import (
     CallRefused,
+    CheckpointError,
     ClusterError,
     ConfigError,
     DeadlineExceeded,
@@ -95,6 +96,17 @@ def test_what_is_raised_on_purpose_comes_as_it_is(
     with pytest.raises(type(refusal)) as caught:
         list(pieces)
     check_origin(caught.value, refusal, "in one_then_refuse")
+
+
+def test_a_log_on_a_full_disk_hides_no_failure(crew: Crew) -> None:
+    group = crew(Echo, 1)
+    refusal = CheckpointError("the disk is full")
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        group.broadcast(Echo.fail_without_a_disk, refusal).result()
+
+    group.restart().wait()
+    with pytest.raises(WorkerError, match="ValueError: the reason"):
+        group.broadcast(Echo.fail_without_a_disk, ValueError("the reason")).result()
 
 
 def check_origin(error: VerlRayError, refusal: VerlRayError, frame: str) -> None:
@@ -288,7 +300,9 @@ def test_rows_that_do_not_arrive_are_named(crew: Crew) -> None:
         read(coming, 0.2)
 
 
-def test_who_waits_in_a_collective_is_not_to_blame(crew: Crew) -> None:
+def test_who_waits_in_a_collective_is_not_to_blame(
+    crew: Crew, capsys: pytest.CaptureFixture[str]
+) -> None:
     group = crew(Reducer, 2, process_group=True, stall_s=LIMIT_S)
     group.broadcast(Reducer.total, 1.0).result()
     with pytest.raises(
@@ -303,6 +317,21 @@ def test_who_waits_in_a_collective_is_not_to_blame(crew: Crew) -> None:
         < shown.index("reducer rank 0")
     )
     assert "all_reduce" in shown[shown.index("reducer rank 0") :]
+
+    table = capsys.readouterr().err
+    assert table.count("waits for") == 1
+    stuck, waiting = (
+        next(
+            line for line in table.splitlines() if re.match(rf"reducer +{rank} ", line)
+        )
+        for rank in (1, 0)
+    )
+    assert "total_but_one_is_stuck" in stuck and "gloo" not in stuck
+    assert "gloo:all_reduce 2: not entered by rank 1" in waiting
+    assert re.search(r"crew.py:\d+ total_but_one_is_stuck$", waiting) is not None
+    (note,) = caught.value.__notes__
+    stacks = Path(note.rpartition(" ")[2]).read_text()
+    assert table.strip() in stacks and "time.sleep(60)" in stacks
 
 
 @pytest.mark.parametrize(

@@ -215,7 +215,8 @@ from ray.util import placement_group, placement_group_table, remove_placement_gr
 from tests.cluster.test_placement import process_set
 from verl_ray.cluster.packing import fits
 from verl_ray.cluster.placement import place, release
-from verl_ray.cluster.session import Session, node_resources
+from verl_ray.cluster.node_resources import node_resources
+from verl_ray.cluster.session import Session
 
 # Nodes need not have the GPUs that they offer. Nothing runs on them, so no worker is started ahead.
 cluster = Cluster(initialize_head=False)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -21,6 +23,7 @@ from verl_ray.cluster.session_folders import name_owners, remove_ended_sessions
 from verl_ray.errors import ClusterError
 
 ROOT = Path(__file__).parents[2]
+RAY = str(Path(sys.executable).parent / "ray")
 
 DRIVER = """
 import os, sys, time
@@ -139,6 +142,22 @@ def test_the_session_tells_what_the_cluster_has(cluster: Session) -> None:
 
 
 @pytest.mark.cluster
+def test_this_process_goes_first_where_workers_keep_all_cores_busy(
+    cluster: Session,
+) -> None:
+    names = {child.name(): child.pid for child in psutil.Process().children()}
+    try:
+        own = Path("/proc/self/autogroup").read_text()
+        of_workers = Path(f"/proc/{names['raylet']}/autogroup").read_text()
+    except FileNotFoundError:
+        assert not Path("/proc/sys/kernel/sched_autogroup_enabled").exists()
+        return
+    assert of_workers.endswith(" nice 5\n")
+    # A process of no session has no group, and its file is empty.
+    assert own.partition(" ")[0] != of_workers.partition(" ")[0]
+
+
+@pytest.mark.cluster
 def test_an_own_cluster_ends_with_its_session_and_leaves_no_token(
     tmp_path: Path,
 ) -> None:
@@ -211,17 +230,61 @@ def test_every_process_goes_when_the_driver_does(
     assert not folder.exists()
 
 
+# What is done in a run whose Ray does not reply any more.
+WITH_A_STOPPED_PROCESS = """
+import psutil
+from tests.cluster.crew import rows_of
+from verl_ray.cluster.node_resources import node_resources
+from verl_ray.cluster.store import put
+from verl_ray.errors import ClusterError
+children = psutil.Process().children(recursive=True)
+for name, call in [
+    ("raylet", lambda: put(rows_of([1 << 20]))),
+    ("gcs_server", node_resources),
+]:
+    if name == victim:
+        (process,) = [child for child in children if child.name() == name]
+        process.suspend()
+        try:
+            while True:
+                call()
+                time.sleep(0.1)
+        except ClusterError as error:
+            print(error, flush=True)
+groups.close()
+session.close()
+print(len(psutil.wait_procs(children, timeout=30)[1]), flush=True)
+"""
+
+
 @pytest.mark.cluster
-def test_a_running_cluster_is_found_by_address_and_left_running(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "victim", ["raylet", pytest.param("gcs_server", marks=pytest.mark.slow)]
+)
+def test_a_stopped_process_of_ray_is_named_and_the_driver_leaves(
+    tmp_path: Path, victim: str
+) -> None:
+    code = f"victim = {victim!r}\n" + DRIVER + WITH_A_STOPPED_PROCESS
+    driver = start(code, tmp_path)
+    output = driver.communicate(timeout=120)[0].split("\n")
+    assert driver.returncode == 0, output
+    assert f"Ray's process {victim} was stopped (SIGSTOP) for 5 s" in output[1]
+    assert output[2] == "0"
+
+
+@contextlib.contextmanager
+def head_of_somebody_else(
+    home: Path,
+) -> Iterator[tuple[psutil.Process, dict[str, str]]]:
+    """A head on this machine, and the environment of those that connect to it."""
     # Short, since the names of sockets in it are limited to 107 bytes.
     folder = Path(tempfile.mkdtemp(dir="/tmp"))
-    ray = str(Path(sys.executable).parent / "ray")
     inherited = {
         name: value for name, value in os.environ.items() if not name.startswith("RAY_")
     }
     environment = {
         **inherited,
-        "HOME": str(tmp_path),
+        "HOME": str(home),
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": "5" * 64,
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
@@ -235,7 +298,7 @@ def test_a_running_cluster_is_found_by_address_and_left_running(tmp_path: Path) 
         "--disable-usage-stats",
     ]
     head = subprocess.Popen(
-        [ray, "start", *arguments, f"--temp-dir={folder}"],
+        [RAY, "start", *arguments, f"--temp-dir={folder}"],
         env=environment,
         stdout=subprocess.PIPE,
         text=True,
@@ -249,29 +312,85 @@ def test_a_running_cluster_is_found_by_address_and_left_running(tmp_path: Path) 
             time.sleep(0.2)
             address = current.read_text().strip() if current.exists() else None
         assert address
+        yield psutil.Process(head.pid), {**environment, "RAY_ADDRESS": address}
+    finally:
+        os.killpg(head.pid, signal.SIGTERM)
+        head.wait(100)
+        shutil.rmtree(folder)
+
+
+@pytest.mark.cluster
+def test_a_running_cluster_is_found_by_address_and_left_running(tmp_path: Path) -> None:
+    with head_of_somebody_else(tmp_path) as (head, environment):
         code = DRIVER + "groups.close(); session.close()"
         completed = subprocess.run(
             [sys.executable, "-c", code, str(tmp_path / "logs")],
             cwd=ROOT,
-            env={**environment, "RAY_ADDRESS": address},
+            env=environment,
             capture_output=True,
             text=True,
             timeout=200,
         )
         assert completed.stdout.startswith("up False "), completed.stderr
-        assert (
-            subprocess.run(
-                [ray, "status"],
-                env={**environment, "RAY_ADDRESS": address},
-                timeout=100,
-            ).returncode
-            == 0
-        )
-        assert head.poll() is None
-    finally:
-        os.killpg(head.pid, signal.SIGTERM)
-        head.wait(100)
-        shutil.rmtree(folder)
+        status = [RAY, "status"]
+        assert subprocess.run(status, env=environment, timeout=100).returncode == 0
+        assert head.is_running()
+
+
+ON_A_CLUSTER_OF_SOMEBODY_ELSES = """
+import time
+from tests.cluster.crew import rows_of
+from verl_ray.cluster.session import Session
+from verl_ray.cluster.store import put
+from verl_ray.errors import ClusterError
+try:
+    with Session.open(None, stall_s=20.0):
+        print("up", flush=True)
+        while True:
+            put(rows_of([1 << 20]))
+            time.sleep(0.1)
+except ClusterError as error:
+    print(error, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_a_lost_head_of_somebody_elses_is_named_and_the_driver_leaves(
+    tmp_path: Path,
+) -> None:
+    command = [sys.executable, "-c", ON_A_CLUSTER_OF_SOMEBODY_ELSES]
+    with head_of_somebody_else(tmp_path) as (head, environment):
+        stopped = {child.name(): child for child in head.children(recursive=True)}
+
+        def start_driver() -> subprocess.Popen[str]:
+            pipe = subprocess.PIPE
+            return subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=pipe, text=True
+            )
+
+        try:
+            for victim, reason in [
+                ("raylet", "Ray's process raylet was stopped (SIGSTOP) for 5 s"),
+                ("gcs_server", "has not replied for"),
+            ]:
+                driver = start_driver()
+                assert driver.stdout is not None
+                assert driver.stdout.readline() == "up\n"
+                stopped[victim].suspend()
+                output, _ = driver.communicate(timeout=100)
+                # It is no signal that ends it, although a call may still hang.
+                assert driver.returncode in (0, 1) and reason in output
+                if victim == "raylet":
+                    assert stopped[victim].status() == psutil.STATUS_STOPPED
+                    stopped[victim].resume()
+
+            # Another driver does not wait for it for ever.
+            output, _ = start_driver().communicate(timeout=100)
+            assert "no connection to the Ray cluster at" in output
+        finally:
+            for process in stopped.values():
+                process.resume()
 
 
 def test_what_ray_tells_goes_to_a_file_or_to_stderr(

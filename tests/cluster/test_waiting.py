@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from tests.cluster.crew import Echo, rows_of
+from tests.leftovers import left_in_shared_memory
 from verl_ray.cluster.calls import wait_all
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.store import put
-from verl_ray.cluster.streams import Stream, next_stream
+from verl_ray.cluster.streams import Stream, ready_streams
 from verl_ray.cluster.waiting import TICK_S
 from verl_ray.data.stages import LogProbs
 from verl_ray.errors import WorkerError
@@ -36,7 +37,7 @@ class StreamTaker:
         return [] if self._stream is None else [self._stream.rank_call.payload]
 
     def advance(self) -> None:
-        while self._stream is not None and next_stream([self._stream], 0.0) is not None:
+        while self._stream is not None and ready_streams([self._stream], 0.0):
             if self._stream.take() is None:
                 self._stream = None
                 self._at_its_end()
@@ -86,8 +87,11 @@ def test_a_poll_waits_for_nothing(crew: Crew) -> None:
 def test_a_restart_is_under_way_while_others_work(crew: Crew) -> None:
     group, other = crew(Echo, 1), crew(Echo, 1)
     before = group.rank_zero(Echo.pid).result()
+    remains = left_in_shared_memory()
     restart = group.restart()
     assert not restart.poll()
     while not restart.poll():
         assert other.rank_zero(Echo.plod, 1).result() == 1
     assert group.incarnation == 2 and group.rank_zero(Echo.pid).result() != before
+    # A process that starts removes what the dead of its node have left.
+    assert not any(path.exists() for path in remains)

@@ -12,7 +12,7 @@ import yaml
 from controllers.compose.composition import compose, examine
 from controllers.tasks import typed_config
 from verl_ray.config.keys import known_keys
-from verl_ray.config.load import to_tree
+from verl_ray.config.load import parse, to_tree, with_changes
 from verl_ray.config.renamed import ADDED, RENAMED, migrated
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import ConfigError, Problem
@@ -64,6 +64,23 @@ def test_an_earlier_configuration_is_renewed() -> None:
     )
     assert saved["run"]["call_deadline_s"] == 77.0  # the saved tree has not changed
     assert migrated(tree()) == tree()
+
+
+def test_a_run_of_before_the_schedules_goes_on_as_a_synchronous_one() -> None:
+    saved = tree()
+    for name in ("schedule", "staleness", "updates", "kv", "concurrency"):
+        del saved["rollout"][name]
+    saved["rollout"]["in_flight"] = 48
+    config = typed_config(migrated(saved))
+    assert isinstance(config, RLConfig)
+    rollout = config.rollout
+    assert (rollout.schedule, rollout.staleness) == ("synchronous", 0)
+    assert (rollout.updates, rollout.kv) == ("between", None)
+    assert rollout.concurrency == 48
+
+    # The key of today leads to where the key of yesterday is.
+    (problem,) = examine("quickstart", ["rollout.in_flight=48"]).problems
+    assert problem.fix == "rollout.in_flight is now rollout.concurrency."
 
 
 def test_lists_become_tuples_except_in_free_sections() -> None:
@@ -234,3 +251,22 @@ def test_importing_it_imports_no_framework() -> None:
     assert (
         subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
     )
+
+
+def test_other_values_are_what_parsing_them_gives() -> None:
+    config = compose("quickstart")
+    changes = {
+        "run.threads_per_rank": {"trainers": 4, "engines": 2, "graders": 1},
+        "rollout.kv_cache_gib": 3,
+        "actor.optimizer.betas": (0.9, 0.95),
+        "reference.backend.micro_batch_tokens_per_rank": 4096,
+    }
+    changed = with_changes(config, changes)
+    tree = to_tree(config)
+    for key, value in changes.items():
+        node: Any = tree
+        *sections, name = key.split(".")
+        for section in sections:
+            node = node[section]
+        node[name] = value
+    assert changed == parse(tree, type(config)) != config

@@ -8,6 +8,9 @@ import pytest
 
 from controllers.command_line import main
 from controllers.compose.composition import compose, examine
+from verl_ray.config.function_specs import parts_of
+from verl_ray.config.load import parse, to_tree
+from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import Problem
 
 
@@ -102,3 +105,41 @@ def test_arguments_of_commands_are_paths_too(
     message = capsys.readouterr().err
     assert f"{key} = $NOWHERE" in message
     assert "no environment variable NOWHERE" in message
+
+
+def test_a_function_with_arguments_is_a_table_whose_paths_are_absolute(
+    tmp_path: Path,
+) -> None:
+    table = "{function: ~/r.py:f, bonus: 0.5, words_path: w.txt}"
+    inputs = ["model.path=~/m", "data.train_path=t", "data.validation_path=v"]
+    config = compose("grpo", [*inputs, f"reward.functions.default={table}"])
+    tree = to_tree(config)
+    assert tree["reward"]["functions"] == {  # type: ignore[index]
+        "default": {
+            "function": "/home/me/r.py:f",
+            "bonus": 0.5,
+            "words_path": f"{tmp_path}/w.txt",
+        }
+    }
+    assert parse(tree, type(config)) == config
+    assert isinstance(config, RLConfig) and config.reward.as_mixture is None
+    (grader,) = config.graders.values()
+    assert grader.named_functions is not None
+    name, arguments = parts_of(grader.named_functions["default"])
+    assert (name, arguments["bonus"]) == ("/home/me/r.py:f", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("override", "rule"),
+    [
+        ("reward.functions.default={tags: [a]}", "the table names no function"),
+        ("reward.functions.default={function: 3}", "the table names no function"),
+        ("reward.functions.default='{function'", "the table names no function"),
+        (
+            "reward.functions.default.tags=[a]",
+            "reward.functions.default is by_data_source and has nothing inside",
+        ),
+    ],
+)
+def test_a_table_without_a_function_is_refused(override: str, rule: str) -> None:
+    assert problem("model.path=m", override).rule == rule

@@ -47,7 +47,7 @@ def trainer(
     """
     folder: Path = tmp_path_factory.mktemp("trainer")
     groups, roles = start_some(
-        inputs.config("ppo", folder, "actor.optimizer.lr=1e-4"), folder, sampling=False
+        inputs.config("ppo", folder, "actor.optimizer.lr=1e-5"), folder, sampling=False
     )
 
     def make(root: str, *changes: str) -> Trainer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,12 @@ def sometimes(response: str, answer: str, /, **more: Any) -> float:
     """Breaks on about one response in ten, whatever the policy has learned by then."""
     if zlib.crc32(f"{answer} {response}".encode()) % 10 == 0:
         raise ValueError(f"cannot grade {response!r}")
+    return ones(response, answer)
+
+
+def slow(response: str, answer: str, /, **more: Any) -> float:
+    """Takes up to 60 ms for a response, some much longer than others."""
+    time.sleep(0.02 * (zlib.crc32(response.encode()) % 4))
     return ones(response, answer)
 
 

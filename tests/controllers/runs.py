@@ -243,7 +243,9 @@ def produced(
         RolloutBuffer(what.group_size, staleness=0),
     )
     run.producer.begin(asked, what, buffer, run.policy_version + 1)
-    return run.producer.take(asked, buffer, run.policy_version, timers or Timers())
+    return run.producer.take(
+        asked.group_id, buffer, run.policy_version, timers or Timers()
+    )
 
 
 def timed_by(run: Trainer, timers: Timers) -> None:

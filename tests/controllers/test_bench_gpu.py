@@ -6,6 +6,8 @@ Its parts run here on the CPU at tiny sizes, as far as they need no GPU.
 from __future__ import annotations
 
 import json
+import math
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,14 @@ import pytest
 
 from controllers.bench import gpu
 from controllers.bench.gpu import run_parts
-from controllers.bench.gpu_parts import Part, parts_of
+from controllers.bench.gpu_parts import (
+    Part,
+    bytes_on_the_host,
+    layers_on_the_host,
+    parts_of,
+)
+from controllers.bench.sizes import MODELS, make_model, tensors_of, with_layers
+from verl_ray.models.tensor_sources import CheckpointReader
 
 SLEEPS = """
 import subprocess, sys
@@ -23,6 +32,9 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
 print(child.pid, flush=True)
 child.wait()
 """
+
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48}
 
 
 def part(name: str, program: str, limit_s: float = 60, **needs: object) -> Part:
@@ -80,6 +92,54 @@ def test_the_time_of_all_parts_is_limited(
     assert last.reason.endswith("of 2 s were left")
 
 
+def test_all_parts_together_end_within_ten_minutes() -> None:
+    # The last part is stopped at the limit, and has some seconds to end.
+    assert gpu.LIMIT_S + gpu._GRACE_S < 600
+
+
+@pytest.mark.parametrize(
+    ("gib", "layers"), [(10, 8), (57, 8), (96, 18), (128, 27), (158, 35), (160, 36)]
+)
+def test_the_largest_model_has_as_many_layers_as_the_host_holds(
+    gib: int, layers: int
+) -> None:
+    # Of a layer 64 + 16 + 16 + 64 + 3 x 192 MiB are weights. Locked, 192 become 256:
+    # 2 x 928 MiB with gradients, and 1472 MiB of moments. The two embeddings take 2.32
+    # GiB each, locked 4: with gradients and moments 25.27 GiB.
+    own_gib = 25.27 + layers * (2 * 928 + 1472) / 1024
+    held = bytes_on_the_host(with_layers(MODELS["8b"], layers)) / 2**30
+    assert held == pytest.approx(own_gib, abs=0.01)
+    assert layers_on_the_host(gib * 2**30) == layers
+    # One more would take more than nine tenths of the host.
+    assert own_gib <= 0.9 * gib or layers == 8
+    assert own_gib + 3.25 > 0.9 * gib or layers == 36
+
+    *_, part = parts_of("cuda", "folder", gib * 2**30)
+    assert part.arguments[part.arguments.index("--layers") + 1] == str(layers)
+    assert f" {layers} of 36 layers on the host" in part.about
+    assert part.host_gib == math.ceil(own_gib) + 4
+
+
+def test_a_model_that_is_made_has_the_parameters_that_were_counted(
+    tmp_path: Path,
+) -> None:
+    for name in ("1m", "8b"):
+        size = MODELS[name]
+        tiny = replace(
+            with_layers(size, 2),
+            vocab_size=64,
+            layers=with_layers(size, 2).layers.model_copy(update=SMALL),
+        )
+        path = make_model(tiny, str(tmp_path / name))
+        header = CheckpointReader(path).header
+        counts = [math.prod(shape) for shape, _ in header.values()]
+        assert sorted(counts) == sorted(tensors_of(tiny))
+        config = json.loads((Path(path) / "config.json").read_text())
+        assert config["num_hidden_layers"] == 2
+    # The sizes that are published of Qwen3-8B.
+    assert sum(tensors_of(MODELS["8b"])) == 8_190_735_360
+
+
 def test_every_part_has_a_name_and_needs_a_gpu_unless_it_runs_here() -> None:
     parts = parts_of("cuda", "folder")
     names = [one.name for one in parts]
@@ -94,6 +154,17 @@ def test_every_part_has_a_name_and_needs_a_gpu_unless_it_runs_here() -> None:
         "grpo",
         "mfu_500m",
     }
+
+
+def test_the_help_lists_the_parts_and_which_need_a_gpu(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        gpu.main(["--help"])
+    text = capsys.readouterr().out
+    for one in parts_of("cpu", "folder"):
+        mark = r"\*" if one.gpus else " "
+        assert re.search(rf"\n{mark} {one.name} +{one.about[:20]}", text), one.name
 
 
 @pytest.mark.ranks

@@ -36,6 +36,12 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     if "-h" in arguments:
         for word in ("root configs", "overrides", "examples:", "exit codes:"):
             assert word in text
+        # An example that is broken into lines can be copied.
+        for example in text.partition("examples:")[2].split("verl-ray ")[1:]:
+            assert re.fullmatch(
+                r"(\S+ )*\S+( \\\n {6}(\S+ )*\S+)*",
+                example.partition("\n\n")[0].rstrip(),
+            )
         shown = " ".join(text.split())
         for file in Path(configs.__file__).parent.glob("*.yaml"):
             assert described(file) in shown
@@ -49,7 +55,9 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 def described(file: Path) -> str:
     """Return the help of a choice: its name, and the first comment of its file."""
-    return f"{file.stem} {file.read_text().partition(chr(10))[0].removeprefix('# ')}"
+    lines = file.read_text().splitlines()
+    about = next(line for line in lines if not line.startswith("# @package"))
+    return f"{file.stem} {about.removeprefix('# ')}"
 
 
 def test_every_suite_is_in_the_help_of_bench(
@@ -336,12 +344,14 @@ def test_all_runs_of_a_sweep_are_checked_before_the_first_one(
 CHILD = """
 import json, os, sys
 from pathlib import Path
-words = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
-folder = Path(words["run.dir"].strip("'"))
+from controllers.compose.sweeps import parsed_override
+read = [parsed_override(word) for word in sys.argv[1:] if "=" in word]
+words = {override.key_or_group: override.value() for override in read}
+folder = Path(words["run.dir"])
 folder.mkdir(parents=True)
 line = {"training/global_step": 3, "val-core/sums/acc/mean@1": 0.5}
 (folder / "metrics.jsonl").write_text(json.dumps(line) + "\\n")
-sys.exit({"1": 0, "2": 1, "3": 130, "4": 0}[words["run.seed"]])
+sys.exit({1: 0, 2: 1, 3: 130, 4: 0}[words["run.seed"]])
 """
 
 
@@ -356,10 +366,11 @@ def test_a_sweep_runs_one_after_another_until_it_is_stopped(
     runs: int,
 ) -> None:
     monkeypatch.setattr(multirun, "_program", lambda: [sys.executable, "-c", CHILD])
-    typed = [f"run.seed={seeds}", f"run.dir={tmp_path}/swept", "run.name=mine"]
+    folder = tmp_path / "größe=1"
+    typed = [f"run.seed={seeds}", f"run.dir='{folder}'", "run.name=mine"]
     assert main(["train", "-m", "-cn", "quickstart", *typed]) == code
     out = capsys.readouterr().out
-    made = sorted(path.name for path in (tmp_path / "swept").iterdir())
+    made = sorted(path.name for path in folder.iterdir())
     assert made == [*(str(number) for number in range(runs)), "sweep.txt"]
     assert out.count("step 3 │") == runs
     assert "best: run 0, with sums/acc/mean@1 0.5 at step 3" in out

@@ -24,6 +24,10 @@ import json, os, pathlib, signal, sys
 import psutil
 import verl_ray
 
+# The tests of this process may share a cluster, whose token the kernel has inherited.
+for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+    os.environ.pop(name, None)
+
 model, train, folder = {model!r}, {train!r}, pathlib.Path({folder!r})
 rows = [json.loads(line) for line in open(train)]
 quick = {{

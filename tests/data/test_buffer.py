@@ -90,13 +90,113 @@ def test_each_row_is_put_once() -> None:
         made.take(np.array([5]), 4, never)
 
 
-def test_groups_that_are_dropped_may_be_drawn_again() -> None:
-    made = buffer(0, 1)
-    made.put(piece(0, 2, 3))
-    made.drop(np.array([0]))
-    made.reserve(np.array([0]))
+def test_whole_groups_stay_where_they_are() -> None:
+    made = buffer(0, 1, 2, 3)
+    assert made.whole() is None and made.whole_groups.tolist() == []
+    made.put(piece(7, 0, 3))
+    assert made.whole() is None  # no group has both of its rows
+    made.put(piece(2))
+    made.put(piece(4, 6))
+
+    whole = made.whole()
+    assert whole is not None and scores(whole) == [2, 3, 6, 7]
+    assert made.whole_groups.tolist() == [1, 3]
+    made.put(piece(1))
+    assert scores(made.take(np.array([0, 1]), 4, never)) == [0, 1, 2, 3]
+    whole = made.whole()
+    assert whole is not None and scores(whole) == [6, 7]
+
+
+def test_whole_groups_are_taken_back_in_another_process() -> None:
+    before = buffer(0, 1, 2, staleness=1)
+    before.put(piece(3, 0, 2, spans="both"))
+    whole = before.whole()
+    assert whole is not None
+
+    resumed = RolloutBuffer(2, staleness=1)
+    resumed.restore(whole)
+    assert resumed.whole_groups.tolist() == [1]
+    with pytest.raises(DataError, match="these are reserved already: 1"):
+        resumed.reserve(np.array([1, 2]))
+    resumed.reserve(np.array([0, 2]))
+    resumed.put(piece(0, 1))
+    taken = resumed.take(np.array([0, 1]), 4, never)
+    assert scores(taken) == [0, 1, 2, 3]
+    assert taken.rollouts.row("oldest_version").tolist() == [4, 4, 3, 3]
+
+
+def test_unfinished_groups_may_be_generated_again() -> None:
+    made = buffer(0, 1, 2, staleness=1)
+    made.put(piece(0, 2, 3, spans="old"))
+    made.drop_unfinished()
+    assert made.whole_groups.tolist() == [1]
+    with pytest.raises(DataError, match="group 0 gets 1 rows more"):
+        made.put(piece(1))
+    with pytest.raises(DataError, match="these are reserved already: 1"):
+        made.reserve(np.array([0, 1]))
+
+    made.reserve(np.array([0, 2]))
     made.put(piece(1, 0))
     assert scores(made.take(np.array([0, 1]), 4, never)) == [0, 1, 2, 3]
+    # What was dropped was sampled earlier, and is no part of the group.
+    finished = made.take_finished()
+    assert finished.ordinals.tolist() == [0, 1]
+    assert finished.oldest.tolist() == [4, 3]
+
+    made.drop_unfinished()
+    assert made.whole() is None
+
+
+def test_finished_groups_are_told_once_with_the_versions_of_their_tokens() -> None:
+    made = buffer(0, 1, 2, 3, staleness=1)
+    made.put(piece(2, spans="new"))
+    made.put(piece(0, 1, 5, spans="new"))
+    made.put(piece(3, spans="both"))
+    taken = made.take(np.array([1]), 4, never)
+    assert scores(taken) == [2, 3]
+
+    # Also those that were taken before anybody looked.
+    finished = made.take_finished()
+    assert finished.ordinals.tolist() == [0, 1]
+    assert finished.oldest.tolist() == [4, 3]
+    assert finished.newest.tolist() == [4, 4]
+    assert made.take_finished().ordinals.tolist() == []
+
+    made.put(piece(4, tokens=0))
+    made.put(piece(6, 7, tokens=0))
+    finished = made.take_finished()
+    assert finished.ordinals.tolist() == [2, 3]
+    assert finished.oldest.tolist() == [4, -1]
+    assert finished.newest.tolist() == [4, -1]
+
+
+def test_what_was_taken_is_forgotten() -> None:
+    """The memory is that of the groups that are here."""
+    made = RolloutBuffer(2, staleness=1)
+    for group in range(9):
+        made.reserve(np.array([group]))
+        made.put(piece(2 * group, 2 * group + 1))
+        made.take(np.array([group]), 4, never)
+        made.take_finished()
+    made.take_queue_s()
+    kept = (made._missing, made._stored, made._versions, made._whole_since)
+    assert not any(kept) and not made._finished and not made._queue_s
+
+
+def test_the_time_in_the_queue_is_from_the_last_row_to_the_taking(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = iter([10.0, 12.0, 13.0, 20.0, 21.0])
+    monkeypatch.setattr("verl_ray.data.buffer.time.monotonic", lambda: next(clock))
+    made = buffer(0, 1, 2)
+    made.put(piece(0, 2))  # 10
+    made.put(piece(1))  # 12: group 0 is whole
+    made.put(piece(3, 4, 5))  # 13: groups 1 and 2 are
+    made.take(np.array([0, 1]), 4, never)  # 20
+    assert made.take_queue_s() == ((20 - 12) + (20 - 13)) / 2
+    assert made.take_queue_s() == 0.0
+    made.take(np.array([2]), 4, never)  # 21
+    assert made.take_queue_s() == 21 - 13
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,22 @@ def test_a_whole_conversation_keeps_the_system_message_of_its_prompt(
     assert (pair.chosen, pair.rejected) == ([SYSTEM, *right], [SYSTEM, *wrong])
 
 
+def test_marks_of_earlier_turns_do_not_tell_pairs_apart(tmp_path: Path) -> None:
+    earlier = [QUESTION, {**assistant("3"), "weight": 0}, user("again")]
+    better = [*earlier, {**assistant("2"), "weight": 1}]
+    worse = [QUESTION, assistant("3"), user("again"), {**assistant("4"), "weight": 0}]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps({"chosen": better, "rejected": worse}))
+    (pair,) = read_preferences(path)
+    plain = [QUESTION, assistant("3"), user("again")]
+    assert pair.chosen == [*plain, assistant("2")]
+    assert pair.rejected == [*plain, assistant("4")]
+
+    path.write_text(json.dumps({"messages": better}))
+    (prompt,) = read_prompts(path)
+    assert (prompt.prompt, prompt.answer) == (plain, "2")
+
+
 def test_a_conversation_with_another_prompt_is_refused(tmp_path: Path) -> None:
     record = {"prompt": [QUESTION], "completion": [user("2+2="), assistant("4")]}
     path = tmp_path / "demonstrations.jsonl"

@@ -16,6 +16,7 @@ from verl_ray.data.records import (
     read_prompts,
     read_supervised,
 )
+from verl_ray.data.stored_rows import open_rows
 from verl_ray.errors import DataError
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
@@ -78,6 +79,40 @@ def test_fields_of_other_messages_stay_absent(tmp_path: Path) -> None:
     for path in formats(write_records(records, tmp_path, "chats")):
         # Columnar formats store every message with every field, null where it has none.
         assert [record.prompt for record in read_prompts(path)] == [CHAT, named]
+
+
+def test_arguments_of_other_tools_stay_absent(tmp_path: Path) -> None:
+    """Nulls of Arrow are left out of messages alone, at every depth."""
+
+    def conversation(**arguments: object) -> list[dict[str, object]]:
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        return [*CHAT, turn, {"role": "tool", "content": "ok"}]
+
+    calls = [
+        conversation(city="Oslo"),
+        conversation(query="maps", within={"km": 3}, tags=["a", None]),
+        conversation(within={"miles": 2}),
+    ]
+    records: list[dict[str, object]] = [
+        {"prompt": prompt, "answer": "2", "notes": {f"note{number}": "x"}}
+        for number, prompt in enumerate(calls)
+    ]
+    files = write_records(records, tmp_path, "calls")
+    streamed = open_rows(DataSet(str(files.folder))).read(np.arange(3))
+    assert [fields["prompt"] for _, fields in streamed] == calls
+
+    for path in formats(files):
+        read = read_prompts(path)
+        assert [record.prompt for record in read] == calls
+        # A reward may name a note that its record lacks.
+        is_columnar = path != files.jsonl
+        assert ("note1" in json.loads(read[0].extra)["notes"]) == is_columnar
+
+    # In JSON a null was written by somebody.
+    null = conversation(city=None)
+    path = lines(tmp_path, {"prompt": null, "answer": "2"})
+    assert read_prompts(path)[0].prompt == null
 
 
 def test_supervised_records(tmp_path: Path) -> None:

@@ -83,6 +83,39 @@ def test_rows_of_a_unit_stay_together_in_order() -> None:
         micro_batches(lengths, 14, unit=2)
 
 
+def test_rows_of_a_sequence_stay_together_wherever_they_are() -> None:
+    # Sequences 9, 4 and 7 of 3 + 5, 2 + 1 + 1 and 9 tokens.
+    lengths = np.array([3, 2, 9, 1, 5, 1])
+    sequence = np.array([9, 4, 7, 4, 9, 4])
+    found = micro_batches(lengths, 12, sequence=sequence)
+    assert [rows.tolist() for rows in found] == [[2], [1, 3, 5, 0, 4]]
+    with pytest.raises(
+        DataError,
+        match=r"the 2 rows of trajectory 9 together have 8 tokens, more than .* = 7; raise that key to at least 8",
+    ):
+        micro_batches(lengths[[0, 1, 4]], 7, sequence=sequence[[0, 1, 4]])
+
+
+@given(LENGTHS, st.integers(0, 2**32 - 1), st.integers(1, 9))
+def test_every_sequence_is_whole_and_in_order(
+    lengths: np.ndarray, seed: int, count: int
+) -> None:
+    sequence = np.random.default_rng(seed).integers(0, count, len(lengths))
+    cap = int(np.bincount(sequence, weights=lengths).max())
+    plan = micro_batches(lengths, cap, sequence=sequence)
+    assert sorted(np.concatenate(plan)) == list(range(len(lengths)))
+    for rows in plan:
+        assert lengths[rows].sum() <= cap
+        numbers = sequence[rows]
+        # Neighbours, and each sequence in one micro-batch.
+        assert np.count_nonzero(np.diff(numbers)) == len(set(numbers)) - 1
+        assert all(
+            rows[numbers == number].tolist()
+            == np.flatnonzero(sequence == number).tolist()
+            for number in set(numbers)
+        )
+
+
 def test_ranks_that_share_a_micro_batch_hold_a_part_of_it_each() -> None:
     assert [
         rows.tolist() for rows in micro_batches(np.array([20, 19]), 20, peers=2)

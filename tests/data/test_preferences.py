@@ -26,6 +26,8 @@ FILES = {
     "columns": None,
     "stream_above_gib": 1.0,
     "overlong": "refuse",
+    "chat_template_kwargs": {},
+    "template_day": None,
     "shuffle": False,
 }
 SUM: dict[str, object] = {"prompt": "1+1=", "chosen": "2", "rejected": "11"}
@@ -264,6 +266,6 @@ def test_what_a_rollout_could_not_be_is_refused(
     ):
         source(tmp_path, characters, {"chosen": [USER, TWO], "rejected": [USER, THREE]})
     with pytest.raises(
-        DataError, match=r"line 1, rejected: the tokenizer .* cannot encode 'two"
+        DataError, match=r"line 1, rejected: the tokenizer .* cannot encode '1\+1=two"
     ):
         source(tmp_path, characters, {**SUM, "rejected": "two"})

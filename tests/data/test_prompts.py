@@ -41,7 +41,16 @@ def config(**changes: object) -> DataConfig:
         "overlong": "refuse",
         "shuffle": True,
         "apply_chat_template": False,
+        "chat_template_kwargs": {},
+        "template_day": None,
         "special_tokens": "refuse",
+        "curriculum": {
+            "hard_to": 0.25,
+            "hard_share": 1.0,
+            "easy_from": 0.75,
+            "easy_share": 1.0,
+            "solved_from": None,
+        },
         **changes,
     }
     return DataConfig.model_validate(values)
@@ -178,6 +187,66 @@ def test_chat_template_is_applied_as_asked(tmp_path: Path, chat: Any) -> None:
     assert texts(
         PromptSource(plain, chat, config(apply_chat_template=False), seed=0).all(), chat
     ) == ["1+1?"]
+
+
+SWITCH = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+
+
+def test_a_chat_template_gets_the_arguments_of_run_and_record(
+    tmp_path: Path, chat: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a record go before those of the run."""
+    monkeypatch.setattr(
+        chat, "chat_template", f"{chat.chat_template}{SWITCH}{{{{ tone }}}}"
+    )
+    record = {"prompt": CHAT, "answer": "2"}
+    path = write(
+        tmp_path,
+        record,
+        {**record, "chat_template_kwargs": {"enable_thinking": False, "tone": "calm"}},
+        {**record, "enable_thinking": False, "chat_template_kwargs": None},
+        {**record, "enable_thinking": True},
+    )
+
+    def endings(**settings: object) -> list[str]:
+        arguments = config(apply_chat_template=True, chat_template_kwargs=settings)
+        prompts = PromptSource(path, chat, arguments, seed=0).all()
+        return [text.partition("assistant\n")[2] for text in texts(prompts, chat)]
+
+    off = "<think></think>"
+    assert endings() == ["", f"{off}calm", off, ""]
+    of_run = endings(enable_thinking=False, tone="loud")
+    assert of_run == [f"{off}loud", f"{off}calm", f"{off}loud", "loud"]
+
+    for wrong, says in (
+        ({"chat_template_kwargs": "no"}, "chat_template_kwargs is str 'no'"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "has 'tokenize', which the run"),
+        (
+            {
+                "chat_template_kwargs": {"enable_thinking": True},
+                "enable_thinking": False,
+            },
+            "enable_thinking is False, and True in chat_template_kwargs",
+        ),
+        (
+            {"chat_template_kwargs": {"tone": ["<|im_end|>"]}},
+            r"line 1, tone, .* special token '<\|im_end\|>'",
+        ),
+    ):
+        path = write(tmp_path, {**record, **wrong})
+        with pytest.raises(DataError, match=says):
+            endings()
+
+
+def test_the_day_of_a_run_is_the_day_that_a_template_writes(
+    tmp_path: Path, chat: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat, "chat_template", "{{ strftime_now('%d %b %Y') }}")
+    path = write(tmp_path, {"prompt": CHAT, "answer": "2"})
+    day = config(apply_chat_template=True, template_day="2025-02-01")
+    assert texts(PromptSource(path, chat, day, seed=0).all(), chat) == ["01 Feb 2025"]
+    with pytest.raises(ValueError, match="template_day"):
+        config(template_day="1 May")
 
 
 def test_messages_without_a_template_are_refused(

@@ -2,6 +2,7 @@
 without them has the same tokens under each setting.
 """
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,14 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from verl_ray.config.data import DataConfig, PreferenceDataConfig
+from tests.data.test_prompts import config as prompt_config
+from verl_ray.config.data import DataFilesConfig, PreferenceDataConfig
+from verl_ray.data.encoding import encode
 from verl_ray.data.preferences import PreferenceSource
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.special_tokens import SpelledTokens
 from verl_ray.data.supervised import SupervisedSource
-from verl_ray.data.tokenizers import CHATML, encode, train_bpe
+from verl_ray.data.tokenizers import CHATML, train_bpe
 from verl_ray.errors import DataError
 
 END = "<|im_end|>"
@@ -64,6 +67,8 @@ def config(kind: Any, special_tokens: str, chat: bool = True, **more: Any) -> An
         "columns": None,
         "stream_above_gib": 1.0,
         "overlong": "refuse",
+        "chat_template_kwargs": {},
+        "template_day": None,
     }
     values = {"shuffle": False, "apply_chat_template": chat, **files, **more}
     return kind.model_validate({**values, "special_tokens": special_tokens})
@@ -73,9 +78,10 @@ def prompts(tmp_path: Path, tokenizer: Any, setting: str, *contents: object) -> 
     path = tmp_path / "sums.jsonl"
     records = [{"prompt": content, "answer": "2"} for content in contents]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    limits = {"prompts_per_step": 1, "max_prompt_tokens": 512}
-    chat = bool(tokenizer.chat_template)
-    settings = config(DataConfig, setting, chat, **limits)
+    settings = prompt_config(
+        special_tokens=setting, max_prompt_tokens=512, shuffle=False,
+        apply_chat_template=bool(tokenizer.chat_template),
+    )  # fmt: skip
     rows = PromptSource(str(path), tokenizer, settings, seed=0).all()
     return [rows.select([row]).tokens.tolist() for row in range(rows.num_rows)]
 
@@ -118,6 +124,36 @@ def test_escape_keeps_the_template_and_forges_nothing(
     opening = chat("assistant\n")["input_ids"]
     newline = chat("\n")["input_ids"]
     assert escaped == [start, *middle, end, *newline, start, *opening]
+
+
+@pytest.mark.parametrize(
+    ("template", "front", "back"),
+    [("<s> $A", "<s>", ""), ("$A </s>", "", "</s>"), ("<s> $A </s>", "<s>", "</s>")],
+)
+def test_what_a_tokenizer_puts_around_a_text_stands_once(
+    sentencepiece: Any, template: str, front: str, back: str
+) -> None:
+    """Texts that a chat template has written already have it."""
+    tokenizer = copy.deepcopy(sentencepiece)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    spelled = SpelledTokens(tokenizer, "allow")
+    texts = ["ab", f"{front}ab", f"ab{back}", f"{front}ab{back}", "<s>", "", "a</s>b"]
+    rows = spelled.encode(texts, special=True, where=str)
+    # The space that this tokenizer puts before a text is not the matter here.
+    decoded = [tokenizer.decode(rows[row]) for row in range(len(texts))]
+    written = [text.replace(" ", "") for text in decoded]
+    both = f"{front}ab{back}"
+    middle = [f"{front or '<s>'}{back}", f"{front}{back}", f"{front}a</s>b{back}"]
+    assert written == [both] * 4 + middle
+
+    # A text that is to stand as text keeps it, and no token is spared for it.
+    escaped = SpelledTokens(tokenizer, "escape")
+    guarded = escaped.guard("<s>a", "here")
+    row = escaped.encode([guarded], special=True, where=str)[0]
+    assert row.tolist().count(1) == template.count("<s>")
+    assert tokenizer.decode(row).replace(" ", "") == f"{front}<s>a{back}"
 
 
 def test_a_template_may_change_the_text(tmp_path: Path) -> None:
@@ -172,7 +208,7 @@ def test_demonstrations(tmp_path: Path, chat: Any) -> None:
     path.write_text(json.dumps({"messages": turns}) + "\n")
 
     def rows(setting: str) -> Any:
-        settings = config(DataConfig, setting, prompts_per_step=1, max_prompt_tokens=9)
+        settings = config(DataFilesConfig, setting)
         limits = {"max_tokens": 512, "seed": 0}
         return SupervisedSource(str(path), chat, settings, **limits).all()
 

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from tests.algorithms.test_credit import algorithm
+from tests.rows import columns_of
 from verl_ray.algorithms.credit import assign_credit, response_rewards
 from verl_ray.algorithms.row_weights import row_weights
 from verl_ray.data.arithmetic import ALPHABET
 from verl_ray.data.batch import Ragged, offsets_of
+from verl_ray.data.encoding import encode
 from verl_ray.data.stages import (
     Credit,
     Finish,
@@ -23,7 +25,7 @@ from verl_ray.data.stages import (
     TrainingBatch,
     versions_of,
 )
-from verl_ray.data.tokenizers import character_tokenizer, encode
+from verl_ray.data.tokenizers import character_tokenizer
 
 LOG_PROBS = np.array([0, 0, 0, 0, -0.5, -0.25, 0, 0, 0, 0, -1.5, -1, -0.25], np.float32)
 
@@ -104,9 +106,7 @@ def test_scores_become_the_advantages_and_weights_of_the_example(
         algorithm("dr_grpo"),
         scores.score,
         scores.health == 0,
-        rollouts.finish,
-        rollouts.group_id,
-        rollouts.trajectory_id,
+        columns_of(rollouts),
         None,
     )
     credit: Credit = assign_credit(

@@ -2,6 +2,7 @@
 rollout would start from.
 """
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from verl_ray.config.data import DataConfig
+from tests.data.test_prompts import config as prompt_config
+from verl_ray.config.data import DataFilesConfig
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.supervised import SupervisedSource
-from verl_ray.data.tokenizers import character_tokenizer, train_bpe
+from verl_ray.data.tokenizers import (
+    character_tokenizer,
+    end_tokens,
+    load_tokenizer,
+    train_bpe,
+)
 from verl_ray.errors import DataError
 
 USER, AGAIN = (
@@ -32,23 +39,40 @@ def chat(tmp_path: Path) -> Any:
     return train_bpe(tmp_path / "chat", ["1+1?"], 270)
 
 
-def config(**changes: object) -> DataConfig:
+def config(**changes: object) -> DataFilesConfig:
     values = {
         "train_path": "-",
         "validation_path": None,
-        "prompts_per_step": 4,
-        "max_prompt_tokens": 64,
-    }
-    values |= {
         "columns": None,
         "stream_above_gib": 1.0,
         "overlong": "refuse",
         "shuffle": False,
         "apply_chat_template": False,
+        "chat_template_kwargs": {},
+        "template_day": None,
         "special_tokens": "refuse",
         **changes,
     }
-    return DataConfig.model_validate(values)
+    return DataFilesConfig.model_validate(values)
+
+
+def test_a_chat_template_gets_the_arguments_of_a_demonstration(
+    tmp_path: Path, chat: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat, "chat_template", "{{ tone }}:" + chat.chat_template)
+    pair = {"prompt": "1+1=", "response": "2"}
+    rows = source(
+        tmp_path,
+        chat,
+        {**pair, "chat_template_kwargs": {"tone": "calm"}},
+        pair,
+        chat_template_kwargs={"tone": "loud"},
+    ).all()
+    texts = [
+        chat.decode(rows.tokens[first:end]).partition(":")[0]
+        for first, end in itertools.pairwise(rows.offsets)
+    ]
+    assert texts == ["calm", "loud"]
 
 
 def source(
@@ -114,7 +138,10 @@ def test_a_chat_turn_follows_what_a_rollout_starts_from(
         json.dumps({"prompt": [USER], "answer": "2"})
     )
     prompt = PromptSource(
-        str(tmp_path / "prompts.jsonl"), chat, config(apply_chat_template=True), seed=0
+        str(tmp_path / "prompts.jsonl"),
+        chat,
+        prompt_config(apply_chat_template=True),
+        seed=0,
     ).all()
     for row in range(3):
         one = rows.select([row])
@@ -143,7 +170,10 @@ def test_the_first_token_of_a_text_stands_once(tmp_path: Path, chat: Any) -> Non
     prompts.write_text(json.dumps({"prompt": "1+1=", "answer": "2"}))
     for choice, count in ((False, 1), (True, 0)):
         drawn = PromptSource(
-            str(prompts), chat, config(apply_chat_template=choice), seed=0
+            str(prompts),
+            chat,
+            prompt_config(apply_chat_template=choice, shuffle=False),
+            seed=0,
         ).all()
         assert drawn.tokens.tolist().count(opening) == count
 
@@ -163,18 +193,156 @@ def test_every_assistant_turn_is_learnt(tmp_path: Path, chat: Any) -> None:
     assert spelt(rows, chat, 1)[1] == "2<|im_end|>"
 
 
-def test_a_template_that_rewrites_turns_is_refused(tmp_path: Path, chat: Any) -> None:
-    chat.chat_template = chat.chat_template.replace(
-        "{% endfor %}", "{{ messages | length }}{% endfor %}"
+def test_the_response_alone_is_learnt(tmp_path: Path, chat: Any) -> None:
+    """Earlier answers are context: those of a prompt, and those that a file excludes."""
+    whole = [USER, TWO, AGAIN, FOUR]
+    records = [
+        {"prompt": [USER, TWO, AGAIN], "response": "4"},
+        {"prompt": [USER, TWO, AGAIN], "completion": [FOUR]},
+        {"prompt": [USER, TWO, AGAIN], "completion": whole},
+        *(
+            {"messages": [USER, {**TWO, **mark}, AGAIN, {**FOUR, "weight": 1}]}
+            for mark in (
+                {"weight": 0},
+                {"weight": 0.0},
+                {"trainable": False},
+                {"train": False},
+                {"loss": False},
+            )
+        ),
+        {
+            "conversations": [
+                {"from": "human", "value": "1+1?"},
+                {"from": "gpt", "value": "2", "weight": 0},
+                {"from": "human", "value": "and 2+2?"},
+                {"from": "gpt", "value": "4", "weight": 1},
+            ]
+        },
+    ]
+    text = "".join(
+        f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in whole
     )
-    with pytest.raises(
-        DataError,
-        match="line 1, message 2: the chat template does not write this assistant turn",
+    for record in records:
+        rows = source(tmp_path, chat, record).all()
+        assert spelt(rows, chat, 0) == (text.rstrip(), "4<|im_end|>")
+
+    # Several turns of a completion are learned, but for those that it excludes; the
+    # row ends with the last of them.
+    later = [TWO, AGAIN, FOUR, AGAIN, {**TWO, "trainable": False}]
+    rows = source(tmp_path, chat, {"prompt": [USER], "completion": later}).all()
+    learned = "2<|im_end|>4<|im_end|>"
+    assert spelt(rows, chat, 0) == (text.rstrip(), learned)
+
+
+def test_marks_that_teach_nothing_are_refused(tmp_path: Path, chat: Any) -> None:
+    for field, answer in (("messages", [USER, TWO]), ("completion", [TWO])):
+        record = {"prompt": [USER], field: [*answer[:-1], {**TWO, "weight": 0}]}
+        if field == "messages":
+            del record["prompt"]
+        expected = (
+            f"line 1: {field} has no assistant turn to learn from that its weight"
+        )
+        with pytest.raises(DataError, match=expected):
+            source(tmp_path, chat, record)
+    for value in (0.5, "false"):
+        record = {"messages": [USER, {**TWO, "weight": value}]}
+        with pytest.raises(DataError, match=r"2: weight is .*, expected 0 or 1"):
+            source(tmp_path, chat, record)
+    # It says nothing about other turns, and null is no mark.
+    marked = [{**USER, "weight": 0.5}, {**TWO, "weight": None, "train": True}]
+    rows = source(tmp_path, chat, {"messages": marked}).all()
+    assert spelt(rows, chat, 0)[1] == "2<|im_end|>"
+
+
+def test_each_cause_of_an_unusable_template_has_its_message(
+    tmp_path: Path, chat: Any
+) -> None:
+    content = "{{ message['content'] }}"
+    whole = {"messages": [USER, TWO, AGAIN, FOUR]}
+    # Earlier answers are shortened, as reasoning is by some models' templates.
+    own = chat.chat_template
+    shortened = (
+        "{{ message['content'] if loop.last or message['role'] == 'user' else '' }}"
+    )
+    chat.chat_template = own.replace(content, shortened)
+    with pytest.raises(DataError, match="message 4: the chat template writes earlier"):
+        source(tmp_path, chat, whole)
+    # What the message advises works: the context is what a rollout sees.
+    split = {"prompt": [USER, TWO, AGAIN], "response": "4"}
+    marked = {"messages": [USER, {**TWO, "trainable": False}, AGAIN, FOUR]}
+    for record in (split, marked):
+        assert spelt(source(tmp_path, chat, record).all(), chat, 0) == (
+            "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n"
+            "<|im_start|>user\nand 2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>",
+            "4<|im_end|>",
+        )
+
+    for template, cause in (
+        (own.replace("assistant\n", "assistant\n>"), "2: a rollout starts from"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "writes no end of turn"),
+        (own.replace(content, "{{ message['content'][-1] }}"), "out the reasoning"),
     ):
-        source(tmp_path, chat, {"messages": [USER, TWO]})
-    chat.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    with pytest.raises(DataError, match=r"the end of turn '<\|im_end\|>'"):
-        source(tmp_path, chat, {"messages": [USER, TWO]})
+        chat.chat_template = template
+        thought = {"prompt": [USER], "response": "<think>so</think>2"}
+        with pytest.raises(DataError, match=cause):
+            source(tmp_path, chat, thought)
+
+
+def test_the_end_of_a_turn_need_not_be_eos(tmp_path: Path, chat: Any) -> None:
+    """It is what the template writes, and what generation_config.json names."""
+    chat.eos_token = "<|endoftext|>"
+    row = source(tmp_path, chat, {"messages": [USER, TWO]}).all()
+    assert spelt(row, chat, 0)[1] == "2<|im_end|>"
+    ends = ["<|endoftext|>", "<|im_end|>"]
+    assert end_tokens(chat) == tuple(sorted(chat.convert_tokens_to_ids(ends)))
+
+    chat.save_pretrained(str(tmp_path / "model"))
+    config_path = tmp_path / "model" / "generation_config.json"
+    config_path.write_text(json.dumps({"eos_token_id": [7, 8]}))
+    assert set(end_tokens(load_tokenizer(tmp_path / "model"))) >= {7, 8}
+
+
+def test_a_conversation_is_encoded_as_a_whole(tmp_path: Path) -> None:
+    """The template ends with a space, which a token of the whole text would take."""
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+    )
+    template += "{% if add_generation_prompt %}assistant: {% endif %}"
+    texts = ["assistant: two"] * 20
+    tokenizer = train_bpe(tmp_path / "spaced", texts, 300, template)
+    answer = {"role": "assistant", "content": "two"}
+    row = source(tmp_path, tokenizer, {"messages": [USER, answer]}).all()
+    opening = tokenizer("user: 1+1?<|im_end|>assistant: ")["input_ids"]
+    assert row.tokens.tolist()[: len(opening)] == opening
+    assert spelt(row, tokenizer, 0)[1] == "two<|im_end|>"
+
+
+def test_no_space_is_learned_before_a_response(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, normalizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    model = Tokenizer(models.BPE(unk_token="<unk>"))
+    model.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    model.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=160, special_tokens=["<unk>", "</s>"], show_progress=False,
+        initial_alphabet=[chr(code) for code in range(32, 127)] + ["\n", "\u2581"],
+    )  # fmt: skip
+    model.train_from_iterator(["it is two", "and 4"], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, eos_token="</s>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant\n{% endif %}"
+    )
+    row = source(tmp_path, tokenizer, {"messages": [USER, TWO, AGAIN, FOUR]}).all()
+    text = "user\n1+1?</s>\nassistant\n2</s>\nuser\nand 2+2?</s>\nassistant\n4</s>"
+    assert row.tokens.tolist() == tokenizer(text)["input_ids"]
+    learned = tokenizer.convert_ids_to_tokens(row.tokens[row.response_mask])
+    assert learned == ["2", "</s>", "4", "</s>"]
 
 
 def test_same_cursor_contract(tmp_path: Path, characters: Any) -> None:

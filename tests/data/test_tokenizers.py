@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from verl_ray.data.encoding import encode
 from verl_ray.data.tokenizers import (
     character_tokenizer,
-    encode,
     load_tokenizer,
     render,
     require_chat_template,

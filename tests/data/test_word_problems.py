@@ -5,8 +5,9 @@ GSM8K reads both.
 import re
 from pathlib import Path
 
+from verl_ray.data.encoding import encode
 from verl_ray.data.records import read_prompts, read_supervised
-from verl_ray.data.tokenizers import encode, train_bpe
+from verl_ray.data.tokenizers import train_bpe
 from verl_ray.data.word_problems import (
     VOCABULARY,
     sample_texts,

@@ -31,11 +31,13 @@ from tests.engine.inputs import (
     PREFERENCE,
     TEMPERATURE,
     VALUE,
+    EveryLoss,
     Noisy,
     Ranks,
     pairs_of,
     refused,
     rows_of,
+    sequences_of,
 )
 from verl_ray.algorithms.objectives import (
     Objective,
@@ -51,7 +53,11 @@ from verl_ray.ops.outputs import RequestedOutputs
 def check_outputs(ranks: Ranks, kind: str) -> dict[str, Any]:
     rows, found = rows_of(), {}
     wanted = RequestedOutputs(
-        log_probs=True, entropy=True, greedy=True, temperature=TEMPERATURE
+        log_probs=True,
+        entropy=True,
+        greedy=True,
+        squared_probs=True,
+        temperature=TEMPERATURE,
     )
     for model in models_of(kind):
         engine = ranks.engine(kind, model, optimizer=None)
@@ -106,6 +112,19 @@ def check_training(ranks: Ranks, kind: str) -> dict[str, Any]:
         "corrected": ranks.train(
             ranks.engine(kind, micro_batch_tokens_per_rank=40), mine, CORRECTED
         ),
+        "sequences": ranks.train(
+            ranks.engine(kind, micro_batch_tokens_per_rank=80),
+            ranks.my_sequences(sequences_of()),
+            EveryLoss(),
+        ),
+        "sequences in one micro-batch": ranks.train(
+            ranks.engine(kind, micro_batch_tokens_per_rank=10_000),
+            ranks.my_sequences(sequences_of()),
+            EveryLoss(),
+        ),
+        "every loss": ranks.train(
+            ranks.engine(kind, micro_batch_tokens_per_rank=40), mine, EveryLoss()
+        ),
         "other order": ranks.train(
             ranks.engine(kind),
             rows.select(backwards[ranks.rank :: ranks.world]),
@@ -119,7 +138,10 @@ def check_training(ranks: Ranks, kind: str) -> dict[str, Any]:
         "activation checkpointing": ranks.train(
             ranks.engine(kind, activation_checkpointing=True), mine, POLICY
         ),
-        "bfloat16": ranks.train(ranks.engine(kind, dtype="bfloat16"), mine, POLICY),
+        "supervised": ranks.train(ranks.engine(kind), mine, SupervisedObjective()),
+        "supervised in bfloat16": ranks.train(
+            ranks.engine(kind, dtype="bfloat16"), mine, SupervisedObjective()
+        ),
         "llama": ranks.train(ranks.engine(kind, "llama"), mine, POLICY),
         "qwen2": ranks.train(ranks.engine(kind, "qwen2"), mine, POLICY),
         "experts": ranks.train(
@@ -249,6 +271,11 @@ def check_refusals(ranks: Ranks, kind: str) -> dict[str, Any]:
             lambda: engine.export(str(ranks.folder / "none"), adapter=True)
         ),
         "cap": refused(lambda: engine.forward_backward(mine, POLICY)),
+        "sequence": refused(
+            lambda: engine.forward_backward(
+                ranks.my_sequences(sequences_of((20, 9, 20, 9))), POLICY
+            )
+        ),
         "placed": refused(lambda: engine.place(params="disk", optimizer="host")),
         "first": refused(lambda: engine.forward_backward(first, SupervisedObjective())),
     }
@@ -301,6 +328,7 @@ def check_state(ranks: Ranks, kind: str) -> dict[str, Any]:
     )
     ranks.train(engine, mine, Noisy(), 2)
     sharded.save(engine.state(), str(folder))
+    saved = ranks.weights(engine)
     never_stopped = ranks.train(engine, mine, Noisy(), 2)
     resumed = ranks.engine(kind)
     ranks.train(resumed, mine, POLICY, 1)  # whatever it holds is replaced
@@ -322,8 +350,21 @@ def check_state(ranks: Ranks, kind: str) -> dict[str, Any]:
             torch.equal(weights[name], others[name]) for name in weights
         ),
         "from an unstepped state": ranks.train(anew, mine, POLICY),
-        "frozen": sorted(ranks.engine(kind, optimizer=None).state()),
+        "evaluated": evaluated(ranks, folder, saved, kind),
     }
+
+
+def evaluated(
+    ranks: Ranks, folder: Path, saved: dict[str, Any], *what: Any, **settings: Any
+) -> tuple[list[str], bool]:
+    """The keys of the state of an engine that does not learn, and whether it holds the
+    weights of a run once it has read the state of that run.
+    """
+    engine = ranks.engine(*what, optimizer=None, **settings)
+    keys = sorted({key.partition("_")[0] for key in engine.state()})
+    load(engine, folder)
+    weights = ranks.weights(engine)
+    return keys, all(torch.equal(weights[name], saved[name]) for name in saved)
 
 
 def check_elsewhere(ranks: Ranks, kind: str, **settings: Any) -> dict[str, Any]:
@@ -438,6 +479,7 @@ def check_held(ranks: Ranks) -> dict[str, Any]:
             ),
             "never stopped": never_stopped,
             "resumed": ranks.train(resumed, mine, POLICY, 1),
+            "evaluated": evaluated(ranks, folder, here, "megatron", model, **layout),
         }
     return found
 
@@ -533,6 +575,8 @@ def check_adapter(ranks: Ranks, kind: str) -> dict[str, Any]:
     )
     ranks.train(engine, mine, POLICY, 2)
     sharded.save(engine.state(), str(folder / "state"))
+    saved = ranks.weights(engine)
+    found["evaluated"] = evaluated(ranks, folder / "state", saved, kind, lora=ADAPTER)
     found["kept"] = sorted(engine.state()["model"])
     found["kept of a tied model"] = sorted(
         ranks.engine(kind, "llama", lora=ADAPTER).state()["model"]
@@ -593,6 +637,7 @@ def check_sequence(ranks: Ranks) -> dict[str, Any]:
         found[name] = {
             "loss": [report.loss for report, _ in steps],
             "norm": [step.grad_norm for _, step in steps],
+            "terms": [report.terms for report, _ in steps],
         }
 
     for model in ("qwen3", "llama", "qwen2"):
@@ -600,13 +645,18 @@ def check_sequence(ranks: Ranks) -> dict[str, Any]:
     train("value", rows, VALUE, head="value")
     train("preferences", pairs, PREFERENCE, 2, head="value")
     train("many micro-batches", rows, POLICY, micro_batch_tokens_per_rank=20)
+    train("every loss", rows, EveryLoss(), micro_batch_tokens_per_rank=20)
     train("activation checkpointing", rows, POLICY, activation_checkpointing=True)
     engine = ranks.engine("fsdp", sequence_parallel=2, optimizer=None)
     found["outputs"] = vars(
         engine.forward(
             rows,
             RequestedOutputs(
-                log_probs=True, entropy=True, greedy=True, temperature=TEMPERATURE
+                log_probs=True,
+                entropy=True,
+                greedy=True,
+                squared_probs=True,
+                temperature=TEMPERATURE,
             ),
         )
     )

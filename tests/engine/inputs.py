@@ -13,15 +13,17 @@ import torch
 import torch.distributed as dist
 
 from tests.corrections import NO_CORRECTION, NO_LIMIT
+from verl_ray.algorithms.catalogue import declared_settings
 from verl_ray.algorithms.losses import TokenLoss
 from verl_ray.algorithms.objectives import (
     LossInputs,
     Objective,
-    PolicyObjective,
     PreferenceObjective,
     SupervisedObjective,
     ValueObjective,
 )
+from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
+from verl_ray.algorithms.policy_objective import PolicyObjective
 from verl_ray.backends import Backend
 from verl_ray.backends.engine import EngineBackend
 from verl_ray.backends.fsdp import FsdpBackend
@@ -100,6 +102,7 @@ ALGORITHM = AlgorithmConfig(
     aggregation_horizon=None,
     entropy_coefficient=ENTROPY,
     kl=KLConfig(
+        importance_weighted=False,
         place="loss",
         estimator="k3",
         coefficient=KL,
@@ -112,13 +115,14 @@ ALGORITHM = AlgorithmConfig(
     correction=NO_CORRECTION,
     mismatch=NO_LIMIT,
     truncated="score",
+    sequence="row",
 )
 POLICY = PolicyObjective(ALGORITHM, TEMPERATURE, KL)
 UPPER = 1.0  # between the geometric means of the rows
 CORRECTED = PolicyObjective(
     ALGORITHM.model_copy(update={
         "policy_loss": "reinforce",
-        "correction": CorrectionConfig(form="two_policy", kind="mis", level="geometric", lower=None, upper=UPPER),
+        "correction": CorrectionConfig(normalise=False, rejections=None, form="two_policy", kind="mis", level="geometric", lower=None, upper=UPPER),
     }),
     TEMPERATURE,
     KL,
@@ -183,6 +187,17 @@ def rows_of(lengths: tuple[int, ...] = LENGTHS) -> TrainingBatch:
         old_values=column(-1, 1),
         returns=column(-1, 1),
         rollout_log_probs=column(-3, -2),
+        selected=(column(0, 1) < 0.5).astype(np.float32),
+    )
+
+
+def sequences_of(lengths: tuple[int, ...] = LENGTHS) -> TrainingBatch:
+    """Return the same rows as sequences of two rows each, which are no neighbours."""
+    rows = rows_of(lengths)
+    sequence = np.arange(rows.num_rows) % -(-rows.num_rows // 2)
+    weight = np.linspace(0.5, 1.5, rows.num_rows, dtype=np.float32)[sequence]
+    return rows.replace(
+        sequence=sequence, loss_weight=weight / np.float32(rows.response_mask.sum())
     )
 
 
@@ -201,6 +216,42 @@ def pairs_of() -> TrainingBatch:
         loss_weight=np.repeat(weight / 2, 2),
         margin=np.repeat(np.linspace(0, 0.5, pairs, dtype=np.float32), 2),
     )
+
+
+@dataclass
+class EveryLoss:
+    """The sum of all losses of the policy, each reported as a term.
+
+    They compare with the old policy, and are weighted by their place in the table.
+    """
+
+    rows_per_unit: int = 1
+    outputs: RequestedOutputs = POLICY.outputs
+
+    def __call__(self, outputs: TokenOutputs, inputs: LossInputs) -> TokenLoss:
+        terms = {}
+        for name, choice in POLICY_LOSSES.items():
+            settings = {
+                setting.name: NARROW.get(setting.name, usual)
+                for setting, usual in choice.reads.items()
+            }
+            algorithm = ALGORITHM.model_copy(
+                update={
+                    **NOTHING_SET, **settings, "policy_loss": name, "entropy_coefficient": 0.0,
+                    "kl": ALGORITHM.kl.model_copy(update={"place": "none"}),
+                }
+            )  # fmt: skip
+            terms[name] = PolicyObjective(algorithm, TEMPERATURE, 0.0)(outputs, inputs)
+        loss = sum((1 + place) * term.loss for place, term in enumerate(terms.values()))
+        assert isinstance(loss, torch.Tensor)
+        return TokenLoss(
+            loss, {}, terms={name: term.loss.detach() for name, term in terms.items()}
+        )
+
+
+NOTHING_SET = {setting.name: None for setting in declared_settings()}
+NARROW = {"clip_low": 0.2, "clip_high": 0.3}
+"""Bounds that some rows keep."""
 
 
 @dataclass
@@ -290,6 +341,12 @@ class Ranks:
             )
         )
 
+    def my_sequences(self, rows: TrainingBatch) -> TrainingBatch:
+        assert rows.sequence is not None
+        tokens = np.bincount(rows.sequence, weights=rows.lengths)
+        mine = balance(tokens, self.world)[self.rank]
+        return rows.select(np.flatnonzero(np.isin(rows.sequence, mine)))
+
     def everyone(self, value: Any) -> list[Any]:
         if self.world == 1:
             return [value]
@@ -317,6 +374,7 @@ class Ranks:
             "loss": [report.loss for report, _ in found],
             "norm": [step.grad_norm for _, step in found],
             "lr": [step.lr for _, step in found],
+            "terms": [report.terms for report, _ in found],
         }
 
     def weights(

@@ -97,7 +97,8 @@ def naive_policy_loss(model: Any, rows: Any, *, corrected: bool = False) -> Tens
                 continue  # the whole row is left out
             loss = -weight * advantage * chosen
         loss = loss - inputs.ENTROPY * -(log_p.exp() * log_p).sum(-1)
-        loss = loss + inputs.KL * ((ref - chosen).exp() - 1 - (ref - chosen))
+        divergence = (ref - chosen).exp() - 1 - (ref - chosen)
+        loss = loss + inputs.KL * divergence.clamp(max=10)
         total = total + float(rows.loss_weight[i]) * loss.sum()
     return total
 

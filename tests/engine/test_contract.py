@@ -29,6 +29,7 @@ from tests.engine.naive import (
     with_adapter,
 )
 from tests.rank_processes import four_ranks_asked, run_ranks
+from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
 from verl_ray.engine.module_engine import ModuleEngine
 
 pytestmark = [
@@ -235,6 +236,9 @@ def test_log_probs_and_entropy_are_those_of_plain_transformers(
         np.testing.assert_allclose(
             given["entropy"][row][read], -(log_p.exp() * log_p).sum(-1), atol=EXACT
         )
+        np.testing.assert_allclose(
+            given["squared_probs"][row][read], (2 * log_p).exp().sum(-1), atol=EXACT
+        )
         np.testing.assert_array_equal(
             given["greedy"][row][read], logits.argmax(-1) == targets
         )
@@ -380,6 +384,51 @@ def test_slices_of_rows_have_the_loss_and_gradient_norm_of_the_naive_sum(
         close(rank["sequence"][case]["norm"], naive[reference]["norm"])
 
 
+def every_loss(
+    found: dict[int, list[dict[str, Any]]], case: str = "every loss"
+) -> dict[str, dict[str, Any]]:
+    """The first rank's findings about all losses of the policy, by place."""
+    places = {
+        f"{kind}-{world}": found[world][0][kind]["check_training"][case]
+        for kind in contract.KINDS
+        for world in (1, 2)
+    }
+    if case != "every loss":
+        return places
+    return places | {"sequence": found[2][0]["sequence"]["every loss"]}
+
+
+def test_sequences_of_several_rows_are_judged_as_a_whole_everywhere(
+    found: dict[int, list[dict[str, Any]]],
+) -> None:
+    """In several micro-batches and in one; each row alone would have other losses."""
+    places = every_loss(found, "sequences")
+    places |= {
+        f"{name}, whole": values
+        for name, values in every_loss(found, "sequences in one micro-batch").items()
+    }
+    whole = places.pop("engine-1, whole")
+    for place in places.values():
+        close(place["loss"], whole["loss"])
+        close(place["norm"], whole["norm"])
+        for terms, expected in zip(place["terms"], whole["terms"], strict=True):
+            close([*terms.values()], [expected[name] for name in terms])
+
+
+def test_no_loss_depends_on_backends_ranks_or_micro_batches(
+    found: dict[int, list[dict[str, Any]]],
+) -> None:
+    """The numbers are of rows that several ranks share out, and cut in several ways."""
+    places = every_loss(found)
+    whole = places.pop("engine-1")
+    assert whole["terms"][0].keys() == POLICY_LOSSES.keys()
+    for place in places.values():
+        close(place["loss"], whole["loss"])
+        close(place["norm"], whole["norm"])
+        for terms, expected in zip(place["terms"], whole["terms"], strict=True):
+            close([*terms.values()], [expected[name] for name in terms])
+
+
 @pytest.mark.parametrize("world", [2, FOUR])
 def test_peers_have_the_same_rows_and_one_answers(
     found: dict[int, list[dict[str, Any]]], world: int
@@ -387,7 +436,7 @@ def test_peers_have_the_same_rows_and_one_answers(
     whole = found[1][0]["engine"]["check_outputs"]["qwen3"]
     for rank in found[world]:
         outputs = rank["sequence"]["outputs"]
-        for name in ("log_probs", "entropy"):
+        for name in ("log_probs", "entropy", "squared_probs"):
             np.testing.assert_allclose(outputs[name], whole[name], atol=EXACT)
         np.testing.assert_array_equal(outputs["greedy"], whole["greedy"])
     pairs = world // 2
@@ -426,13 +475,13 @@ def test_parameters_stay_where_they_are_when_activations_go_to_the_host(
         )
 
 
-def test_bfloat16_is_near(results: Any, naive: Any) -> None:
-    given = results[0]["check_training"]["bfloat16"]
-    close(given["loss"], naive["qwen3"]["loss"], BFLOAT16)
-    close(given["norm"], naive["qwen3"]["norm"], BFLOAT16)
-    assert (
-        given["loss"] != results[0]["check_training"]["one micro-batch"]["loss"]
-    )  # it really is another type
+def test_bfloat16_is_near(results: Any) -> None:
+    found = results[0]["check_training"]
+    # This loss has no bound, past which a token has no gradient in one of the two types.
+    given, exact = found["supervised in bfloat16"], found["supervised"]
+    close(given["loss"], exact["loss"], BFLOAT16)
+    close(given["norm"], exact["norm"], BFLOAT16)
+    assert given["loss"] != exact["loss"]  # it really is another type
 
 
 def test_the_value_head_is_float32_behind_layers_in_bfloat16(results: Any) -> None:
@@ -452,6 +501,14 @@ def test_reports_add_up_to_the_tokens_of_all_ranks(results: Any) -> None:
     assert (
         0 < found["terms"]["actor/entropy"] < 1.5 * math.log(14)
     )  # rows weigh up to 1.5 / tokens
+
+
+def test_a_sequence_above_the_cap_is_refused_by_all_ranks(results: Any) -> None:
+    """Two rows of 20 tokens are one, and the cap is 39."""
+    messages = [rank["check_refusals"]["sequence"] for rank in results]
+    named = [m for m in messages if "2 rows of trajectory 0 together have 40" in m]
+    assert len(named) == 1 and "algorithm.sequence=row" in named[0]
+    assert all(message.startswith("DataError: ") for message in messages)
 
 
 def test_a_row_above_the_cap_is_refused_by_all_ranks_with_its_length_and_the_key(
@@ -529,6 +586,15 @@ def test_going_on_from_a_state_is_never_having_stopped_to_the_bit(results: Any) 
         assert found["resumed"] == found["never stopped"] and found["same weights"]
 
 
+HOLDS_THE_WEIGHTS = (["model", "rng", "steps"], True)
+"""Of an engine that does not learn, and has no optimizer."""
+
+
+def test_an_evaluation_reads_the_weights_alone(results: Any) -> None:
+    for rank in results:
+        assert rank["check_state"]["evaluated"] == HOLDS_THE_WEIGHTS
+
+
 def test_taking_a_state_before_the_first_step_disturbs_nothing(
     results: Any, naive: Any
 ) -> None:
@@ -537,7 +603,6 @@ def test_taking_a_state_before_the_first_step_disturbs_nothing(
         assert found["saving changes nothing"]
         close(found["from an unstepped state"]["loss"], naive["qwen3"]["loss"])
         close(found["from an unstepped state"]["norm"], naive["qwen3"]["norm"])
-        assert {key.partition("_")[0] for key in found["frozen"]} == {"rng", "steps"}
 
 
 @pytest.mark.parametrize(
@@ -619,6 +684,7 @@ def test_whatever_is_shared_out_is_the_checkpoint_and_goes_on_to_the_bit(
             assert torch.equal(given["before"][name], computes), name
             assert torch.equal(exported[name], value), name
         assert given["same on the host"] and given["resumed"] == given["never stopped"]
+        assert given["evaluated"] == HOLDS_THE_WEIGHTS
         if given["model"] == "wide_qwen2":
             whole = found[2][0]["held"]["cp2"]["trained"]
             tolerance = BFLOAT16 if layout.endswith("bfloat16") else EXACT
@@ -829,6 +895,7 @@ def test_a_checkpoint_of_an_adapter_holds_it_alone_and_goes_on_to_the_bit(
             for side in "AB"
         ]
         assert found["kept of a tied model"] == found["kept"]
+        assert found["evaluated"] == HOLDS_THE_WEIGHTS
         assert found["resumed"] == found["never stopped"]
 
 

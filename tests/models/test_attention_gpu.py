@@ -32,7 +32,7 @@ def test_flash_and_buckets_agree_forward_and_backward(kv_heads: int) -> None:
     for name, dtype in (("flash", torch.bfloat16), ("buckets", torch.float32)):
         layout = plan_layout(offsets, device, dtype)
         assert (layout.cumulative is not None) == (name == "flash")
-        own = [x.to(dtype).requires_grad_() for x in inputs]
+        own = [x.to(dtype, copy=True).requires_grad_() for x in inputs]
         out, _ = attend(torch.nn.Module(), *own, None, scaling=0.125, layout=layout)
         out.float().square().sum().backward()
         found[name] = [out, *(x.grad for x in own)]

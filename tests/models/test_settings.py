@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from verl_ray.models.settings import (
     ACTIVATIONS,
     ROTARY_TYPES,
+    Settings,
     not_computed,
+    positions_of,
     wrong_value,
 )
 
@@ -34,3 +37,47 @@ def test_values_are_named_with_what_they_would_be() -> None:
     assert not_computed(SETTINGS | {"hidden_act": ["silu"]}) == (
         "hidden_act is ['silu'], which is no activation of transformers"
     )
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+BY_LAYERS = {
+    "sliding_attention": {"rope_type": "default"},
+    "full_attention": {"rope_type": "linear", "factor": 8.0},
+}
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize(
+    ("positions", "section", "expected"),
+    [
+        (64, {}, 64),
+        (64, {"rope_type": "default", "rope_theta": 1e6}, 64),
+        (64, YARN, 256),
+        (256, YARN, 256),
+        # Cards of Qwen3: 40,960 positions that were trained as 32,768.
+        (80, YARN, 256),
+        (64, {"type": "yarn", "factor": 4}, 256),
+        (64, YARN | {"factor": None}, 64),
+        (64, YARN | {"rope_type": "deepseek_yarn"}, 256),
+        (64, {"type": "linear", "factor": 2.5}, 160),
+        (64, {"type": "dynamic", "factor": 4.0}, 64),
+        (64, {"type": "mrope", "mrope_section": [2, 3, 3]}, 64),
+        (256, {"type": "su", "original_max_position_embeddings": 64}, 256),
+        (256, YARN | {"rope_type": "longrope"}, 256),
+        (256, YARN | {"rope_type": "llama3"}, 256),
+        (64, {"rope_type": "proportional", "factor": 8.0}, 64),
+        (64, BY_LAYERS, 64),
+    ],
+)
+def test_positions_are_those_behind_the_scaling(
+    key: str, positions: int, section: Settings, expected: int
+) -> None:
+    settings = SETTINGS | {"max_position_embeddings": positions, key: section}
+    assert positions_of(settings) == expected
+
+
+def test_positions_before_the_scaling_may_stand_beside_it() -> None:
+    settings = SETTINGS | {"max_position_embeddings": 96, "rope_scaling": YARN}
+    settings["original_max_position_embeddings"] = 32
+    assert positions_of(settings) == 128
+    assert positions_of(SETTINGS) is None

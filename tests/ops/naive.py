@@ -18,15 +18,25 @@ def naive(
     temperature: float | Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Compute log-probs and entropy in float64, all at once."""
+    log_p = naive_log_p(hidden, weight, bias, temperature)
+    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def naive_log_p(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    temperature: float | Tensor,
+) -> Tensor:
+    """Log-probs of the whole vocabulary in float64."""
     logits = hidden.double() @ weight.double().T + (
         0 if bias is None else bias.double()
     )
-    log_p = torch.log_softmax(
+    return torch.log_softmax(
         logits
         / (temperature if isinstance(temperature, float) else temperature[:, None]),
         -1,
     )
-    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
 class Watch(TorchDispatchMode):

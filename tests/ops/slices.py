@@ -184,7 +184,8 @@ def learn(case: Case, group: dist.ProcessGroup) -> dict[str, Any]:
     ):
         outputs = head_log_probs(
             hidden, weight, given.targets, bias=bias, vocabulary=VocabularySlice(group, first),
-            temperature=given.temperature, with_entropy=case.entropy, with_greedy=True, chunk_tokens=case.chunk,
+            temperature=given.temperature, with_entropy=case.entropy, with_greedy=True, with_squared_probs=True,
+            chunk_tokens=case.chunk,
         )  # fmt: skip
     loss = (outputs.log_probs * given.slopes[0]).sum()
     if outputs.entropy is not None:
@@ -207,6 +208,7 @@ def by_hand(group: dist.ProcessGroup, backwards: bool) -> dict[str, Tensor]:
     found = head_log_probs(
         torch.ones(5, 1), odds.log(), torch.arange(5),
         vocabulary=VocabularySlice(group, first), with_entropy=True, with_greedy=True,
+        with_squared_probs=True,
     )  # fmt: skip
     return outputs_of(found)
 

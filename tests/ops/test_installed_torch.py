@@ -30,7 +30,9 @@ def test_torch_finds_the_tensors_in_outputs() -> None:
         and again.routing == outputs.routing
         and again.values is None
     )
-    head, _ = tree_flatten(HeadOutputs(log_probs=numbers[0], entropy=None, greedy=None))
+    head, _ = tree_flatten(
+        HeadOutputs(log_probs=numbers[0], entropy=None, greedy=None, squared_probs=None)
+    )
     assert head[0] is numbers[0]
 
 

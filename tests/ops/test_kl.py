@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from verl_ray.algorithms.catalogue import KL_ESTIMATORS
-from verl_ray.ops.kl import absolute, k1, k2, k3
+from verl_ray.ops.kl import (
+    MAX_K3,
+    absolute,
+    bounded_k3,
+    k1,
+    k2,
+    k3,
+    straight_through_k1,
+    straight_through_k3,
+)
 
 
 def test_by_hand() -> None:
@@ -80,3 +91,29 @@ def test_k3_cannot_overflow() -> None:
     assert estimate.tolist() == pytest.approx([np.exp(20) - 21, 999.0])
     estimate.sum().backward()
     assert far.grad is not None and far.grad.tolist() == [0.0, 1.0]
+
+
+def test_one_token_cannot_outweigh_a_batch() -> None:
+    # k3 is 10 where the log of q/p is 2.61, and 2.2e4 at 10 nats.
+    log_probs = torch.tensor([-2.5, -2.7, -10.0, 11.5], requires_grad=True)
+    estimate = bounded_k3(log_probs, torch.zeros(4))
+    assert estimate.tolist() == pytest.approx([np.exp(2.5) - 3.5, 10, 10, 10])
+    estimate.sum().backward()
+    assert log_probs.grad is not None
+    assert log_probs.grad.tolist() == pytest.approx([1 - np.exp(2.5), 0, 0, 0])
+    for name in ("k3", "k3_straight_through"):
+        assert KL_ESTIMATORS[name].bound == MAX_K3
+
+
+@pytest.mark.parametrize(
+    ("function", "value"), [(straight_through_k1, k1), (straight_through_k3, k3)]
+)
+def test_a_straight_through_estimate_has_the_gradient_of_k2(
+    function: Any, value: Any
+) -> None:
+    log_probs = torch.tensor([-1.0, -3.0], requires_grad=True)
+    reference = torch.tensor([-1.5, -2.0])
+    estimate = function(log_probs, reference)
+    assert estimate.tolist() == value(log_probs, reference).tolist()
+    (grad,) = torch.autograd.grad(estimate.sum(), log_probs)
+    assert grad.tolist() == [0.5, -1.0]

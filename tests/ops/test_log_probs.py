@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from controllers.bench.peaks import peak_bytes
 from tests.ops.naive import Watch, naive
 from verl_ray.errors import EngineError
 from verl_ray.ops import log_probs as module
@@ -46,10 +47,15 @@ def test_numbers_by_hand() -> None:
     colder = head_log_probs(logits, torch.eye(2), targets, temperature=0.5)
     assert colder.log_probs.exp().tolist() == pytest.approx([1 / 2, 1 / 17])  # 16 : 1
     outputs = head_log_probs(
-        logits, torch.eye(2), targets, with_entropy=True, with_greedy=True
-    )
+        logits, torch.eye(2), targets,
+        with_entropy=True, with_greedy=True, with_squared_probs=True,
+    )  # fmt: skip
     assert outputs.log_probs.exp().tolist() == pytest.approx([1 / 2, 1 / 5])
     assert outputs.entropy is not None and outputs.greedy is not None
+    # 1/4 + 1/4 and 16/25 + 1/25
+    assert outputs.squared_probs is not None
+    assert outputs.squared_probs.tolist() == pytest.approx([0.5, 0.68])
+    assert not outputs.squared_probs.requires_grad
     # H(4/5, 1/5) = log 5 - 0.8 log 4
     assert outputs.entropy.tolist() == pytest.approx([0.693147, 0.500402], abs=1e-6)
     assert outputs.greedy.tolist() == [
@@ -238,7 +244,8 @@ def test_no_float32_copy_of_all_logits_exists(monkeypatch: pytest.MonkeyPatch) -
         with Watch() as seen:
             outputs = head_log_probs(
                 hidden.requires_grad_(), weight.requires_grad_(), targets,
-                temperature=0.5, with_entropy=True, with_greedy=True, chunk_tokens=6,
+                temperature=0.5, with_entropy=True, with_greedy=True,
+                with_squared_probs=True, chunk_tokens=6,
             )  # fmt: skip
             assert outputs.entropy is not None
             (outputs.log_probs.sum() + outputs.entropy.sum()).backward()
@@ -246,12 +253,49 @@ def test_no_float32_copy_of_all_logits_exists(monkeypatch: pytest.MonkeyPatch) -
         assert seen.numel == (64 * 50 if kept else 6 * 50)
 
 
+def test_a_chunk_is_released_before_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of four chunks of 128 tokens and 1000 words, one exists at a time.
+
+    That is two tensors without gradients, and three with them.
+    """
+    monkeypatch.setattr(module, "KEPT_LOGITS", 0)
+    hidden, weight = (torch.randn(size, 16, requires_grad=True) for size in (512, 1000))
+    targets = torch.zeros(512).long()
+    beside = 4 * (weight.numel() + hidden.numel() + 10 * len(targets))
+
+    def update() -> None:
+        outputs = head_log_probs(
+            hidden,
+            weight,
+            targets,
+            temperature=0.8,
+            with_entropy=True,
+            chunk_tokens=128,
+        )
+        assert outputs.entropy is not None
+        loss = outputs.log_probs.sum() + outputs.entropy.sum()
+        torch.autograd.grad(loss, (hidden, weight))
+
+    def forward() -> None:
+        with torch.no_grad():
+            head_log_probs(
+                hidden, weight, targets, temperature=0.8, with_entropy=True,
+                with_greedy=True, with_squared_probs=True, chunk_tokens=128,
+            )  # fmt: skip
+
+    chunk = 4 * 128 * 1000
+    assert 2 * chunk <= peak_bytes(forward) <= 2 * chunk + beside
+    assert 3 * chunk <= peak_bytes(update) <= 3 * chunk + beside
+
+
 def test_nothing_makes_the_host_wait_for_the_device(path: str) -> None:
     """On the meta device any `.item()` or branch on a value raises."""
     hidden, weight, bias, targets = (tensor.detach().to("meta") for tensor in inputs())
     outputs = head_log_probs(
         hidden.requires_grad_(), weight, targets, bias=bias, temperature=torch.ones(T, device="meta"),
-        with_entropy=True, with_greedy=True,
+        with_entropy=True, with_greedy=True, with_squared_probs=True,
     )  # fmt: skip
     assert outputs.entropy is not None
     (outputs.log_probs.sum() + outputs.entropy.sum()).backward()

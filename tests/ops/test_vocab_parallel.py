@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from tests.ops import slices
-from tests.ops.naive import naive
+from tests.ops.naive import naive, naive_log_p
 from tests.ops.slices import Case
 from tests.rank_processes import run_ranks
 from verl_ray.errors import EngineError
@@ -83,6 +83,8 @@ def test_slices_together_equal_the_naive_float64_computation(
         for name in ("hidden", "weight", "bias")
     }
     log_probs, entropy = naive(*learning.values(), given.targets, given.temperature)
+    log_p = naive_log_p(*learning.values(), given.temperature)
+    squared_probs = (2 * log_p).exp().sum(-1)
     loss = (log_probs * given.slopes[0]).sum() + (
         (entropy * given.slopes[1]).sum() if case.entropy else 0
     )
@@ -94,6 +96,7 @@ def test_slices_together_equal_the_naive_float64_computation(
             and ("entropy" in outputs) == case.entropy
         )
         close(outputs["log_probs"], log_probs.detach())
+        close(outputs["squared_probs"], squared_probs.detach())
         if case.entropy:
             close(outputs["entropy"], entropy.detach())
     for name, gradient in whole_gradients(case, found[size]).items():
@@ -116,6 +119,8 @@ def test_numbers_by_hand(found: Found, size: int, name: str) -> None:
             [2 / 12, 3 / 12, 1 / 12, 3 / 12, 3 / 12]
         )
         assert outputs["entropy"].tolist() == pytest.approx([1.5454231] * 5, abs=1e-6)
+        squares = (4 + 9 + 1 + 9 + 9) / 144
+        assert outputs["squared_probs"].tolist() == pytest.approx([squares] * 5)
         assert outputs["greedy"].tolist() == [False, True, False, False, False]
 
 
@@ -195,8 +200,8 @@ def test_nothing_is_larger_than_a_chunk_of_the_slice_or_its_kept_logits(
     for rank, (first, end) in zip(found[size], case.bounds(size), strict=True):
         most = (case.tokens if case.kept else case.chunk) * (end - first)
         sent = (
-            size * 5 * case.tokens
-        )  # log-prob, entropy, best token, its logit and its log-prob
+            size * 6 * case.tokens
+        )  # log-prob, entropy, squares, best token, its logit and its log-prob
         assert rank[case.name]["numel"] == max(most, sent)
 
 

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from controllers.compose.composition import compose
+from tests.preflight.published import published
+from verl_ray.config.load import with_changes
 from verl_ray.config.schema import Config
-from verl_ray.preflight.device_defaults import with_changes
-from verl_ray.preflight.facts import facts_of
+from verl_ray.preflight.described_machine import parse_machine
+from verl_ray.preflight.facts import facts_here, facts_of
 from verl_ray.preflight.findings import Findings
+from verl_ray.preflight.job import Job
 from verl_ray.preflight.machine import GIB, Machine
 from verl_ray.preflight.memory_plan import MemoryPlan, memory_plan
 from verl_ray.preflight.resolve import resolutions, resolve
@@ -62,3 +65,18 @@ def problems_by_key(findings: Findings) -> dict[str, str]:
     return {
         problem.key: f"{problem.rule} | {problem.fix}" for problem in findings.problems
     }
+
+
+def job_on(
+    machine: str, *overrides: str, root: str = "grpo", model: str = "Qwen3-8B"
+) -> Job:
+    """Return a run of a published model on a described machine, resolved for it."""
+    inputs = [
+        f"model.path={published(model)}",
+        "data.train_path=/train.jsonl",
+        "data.validation_path=null",
+        "run.evaluate_every=0",
+    ]
+    config = compose(root, [*inputs, *overrides])
+    where = parse_machine(machine)
+    return Job(resolve(config, facts_here(config, where)), where)

@@ -10,7 +10,7 @@ from verl_ray.preflight.findings import preflight
 from verl_ray.preflight.machine import GIB, Machine
 
 GPU = Machine(
-    cores=64, gpus=8, memory_bytes=512 * GIB, shm_free_bytes=64 * GIB,
+    cores=64, gpus=1, memory_bytes=512 * GIB, shm_free_bytes=64 * GIB,
     gpu_memory_bytes=80 * GIB,
 )  # fmt: skip
 CORRECTED = (
@@ -88,3 +88,10 @@ def test_a_warm_up_longer_than_the_run(model: Path, data: Path) -> None:
 def test_a_learning_rate_of_0(model: Path, data: Path) -> None:
     (warning,) = preflight(ppo(model, data, "actor.optimizer.lr=0"), BIG).warnings
     assert warning == "actor.optimizer.lr=0: the actor never changes; raise it"
+
+
+def test_trajectories_of_one_row(model: Path, data: Path) -> None:
+    together = ("algorithm.sequence=trajectory", "algorithm.aggregation=seq_mean_token_mean")  # fmt: skip
+    (warning,) = preflight(ppo(model, data, *together), BIG).warnings
+    assert warning.startswith("algorithm.sequence=trajectory: every trajectory that")
+    assert preflight(ppo(model, data, *together[1:]), BIG).warnings == []

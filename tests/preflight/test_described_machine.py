@@ -10,7 +10,11 @@ import pytest
 from tests.preflight.configs import ppo, problems_by_key
 from tests.preflight.published import published
 from verl_ray.errors import ConfigError
-from verl_ray.preflight.described_machine import machine_in_words, parse_machine
+from verl_ray.preflight.described_machine import (
+    as_described,
+    machine_in_words,
+    parse_machine,
+)
 from verl_ray.preflight.facts import facts_here
 from verl_ray.preflight.findings import preflight
 from verl_ray.preflight.gpus import GPUS
@@ -244,3 +248,14 @@ def test_data_must_be_here_unless_they_are_left_out(tmp_path: Path) -> None:
     # A run here needs them in any case.
     here = problems_by_key(preflight(config, None, reads_data=False))
     assert here.keys() >= {"data.train_path", "data.validation_path"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "nodes=1,gpus=8,gpu=L40S-48G",
+        "nodes=2,gpus=8,gpu=H100-80G,cores=64,memory=1536G,shm=100G,link=200G",
+    ],
+)
+def test_a_machine_is_described_as_it_was(text: str) -> None:
+    assert as_described(parse_machine(text)) == text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,28 @@ def test_a_directory_that_says_nothing_has_no_template(tmp_path: Path) -> None:
     for text in ("not JSON", "[]", "[" * 100_000):
         (tmp_path / "tokenizer_config.json").write_text(text)
         assert not has_chat_template(str(tmp_path))
+
+
+def test_the_day_of_a_template_is_that_of_the_first_start(
+    tmp_path: Path, model: Path, data: Path
+) -> None:
+    dated = tmp_path / "dated"
+    shutil.copytree(model, dated)
+    config = ppo(dated, data)
+
+    def day(checkpoint: str | None) -> str | None:
+        return facts_of(config, cores=[1], gpus=[0], checkpoint=checkpoint).template_day
+
+    assert day(None) is None
+    (dated / "chat_template.jinja").write_text("{{ strftime_now('%d %b %Y') }}")
+    today = day(None)
+    assert today is not None and len(today) == len("2026-01-31")
+    store = CheckpointStore(tmp_path / "checkpoints", keep=2)
+    saved = {"data": {"template_day": "2025-02-01"}}
+    with store.writing(3, {}, saved, ["actor"]) as folder:
+        (folder / "actor").mkdir()
+        (folder / "actor" / "shard").write_bytes(b"1")
+    assert day(str(tmp_path / "checkpoints" / "step_00000003")) == "2025-02-01"
 
 
 def test_of_several_nodes_the_smallest_counts(model: Path, data: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,16 @@ import pytest
 from controllers.command_line import main
 from controllers.compose.composition import compose
 from tests.preflight.configs import BIG, NO_GAIN, ppo, problems_by_key
+from verl_ray.config.load import with_changes
+from verl_ray.config.schema import Config
+from verl_ray.preflight.facts import facts_here
 from verl_ray.preflight.findings import (
     INPUTS_COMPLETE,
     INPUTS_STARTED,
     Findings,
     preflight,
 )
+from verl_ray.preflight.resolve import resolve
 
 PORT = "rollout.endpoint.port"
 
@@ -26,6 +31,25 @@ PORT = "rollout.endpoint.port"
 def test_nothing_to_complain_about(model: Path, data: Path) -> None:
     findings = preflight(ppo(model, data), BIG)
     assert (findings.problems, findings.warnings) == ([], [])
+
+
+def test_what_auto_became_on_another_machine_is_named(model: Path, data: Path) -> None:
+    def warnings(config: Config) -> list[str]:
+        found = preflight(config, BIG).warnings
+        return [text for text in found if text.startswith("auto became ")]
+
+    typed = ppo(model, data)
+    here = resolve(typed, facts_here(typed, BIG))
+    assert warnings(typed) == warnings(here) == []
+
+    small = replace(BIG, cores=4)
+    there = resolve(typed, facts_here(typed, small))
+    (warning,) = warnings(there)
+    threads = there.run.threads_per_rank
+    assert f"run.threads_per_rank={threads}" in warning.partition(";")[0]
+    assert f"run.threads_per_rank={here.run.threads_per_rank}" in warning
+    anew = with_changes(there, {"run.threads_per_rank": "auto"})
+    assert "threads" not in "".join(warnings(anew))
 
 
 def test_a_torch_outside_the_table_is_named(

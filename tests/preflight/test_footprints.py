@@ -4,6 +4,7 @@ million beside them.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -161,6 +162,52 @@ def test_buffers_of_what_is_gathered() -> None:
     )  # what autocast keeps
 
 
+def test_weights_that_are_cast_for_a_computation() -> None:
+    narrow = ("backend.dtype=bfloat16", "actor.lora.rank=2")
+    adapted = of_actor(*narrow)
+    # A layer at a time; the backward pass needs all that an adapter is in.
+    assert adapted.forward["buffers"] / M == 2 * 10
+    assert adapted.update["buffers"] / M == 2 * 24
+    again = of_actor(*narrow, "backend.activation_checkpointing=true")
+    assert again.update["buffers"] / M == 2 * 10
+
+
+def test_the_ends_of_a_pipeline_have_more_than_the_mean() -> None:
+    # The head is half of the 4 million beside the layers, and a stage's mean a quarter.
+    megatron = ("backend=megatron", "actor.num_ranks=4")
+    assert of_actor(*megatron, "backend.pipeline_parallel=2").update["buffers"] == 0
+    # Its weights, gradients and moments in float32; those of two copies are shared.
+    four = of_actor(*megatron, "backend.pipeline_parallel=4")
+    assert four.update["buffers"] / M == 4 + 4 + 8
+    eight = ("backend=megatron", "actor.num_ranks=8", "backend.pipeline_parallel=4")
+    assert of_actor(*eight).update["buffers"] / M == 4 + 4 + 8 / 2
+    frozen = footprint(config(*eight).reference, MODEL, WORK, WORK, "cpu")
+    assert frozen.forward["buffers"] / M == 4
+
+
+def test_a_tied_embedding_has_two_gradients_and_their_sum() -> None:
+    wide = replace(MODEL, tied=True, shape=replace(SHAPE, vocab_size=M))
+    few = Workload(tokens=2, logit_tokens=1, batches=1)
+    # Of a million words of 100 numbers, beside one that counts as gradients.
+    assert of_actor(model=wide, work=few).update["activations"] / M == 2 * 4 * 100
+    adapted = of_actor("actor.lora.rank=2", model=wide, work=few)
+    assert adapted.update["activations"] / M < 2 * 4 * 100
+    # megatron-core adds to one gradient.
+    megatron = of_actor("backend=megatron", model=wide, work=few)
+    assert megatron.update["activations"] / M < 2 * 4 * 100
+
+
+def test_an_adapter_makes_no_gradient_of_the_head() -> None:
+    # Of 100 million logits none are kept, and the head's gradient is a sum.
+    wide = replace(MODEL, shape=replace(SHAPE, vocab_size=M))
+    work = Workload(tokens=200, logit_tokens=100, batches=1)
+    whole, adapted = (
+        of_actor(*overrides, model=wide, work=work).update["activations"]
+        for overrides in ((), ("actor.lora.rank=2",))
+    )
+    assert (whole - adapted) / M == 4 * 100
+
+
 def test_a_rollout_engine() -> None:
     run = config(
         "rollout.kv_cache_gib=2", "rollout.tensor_parallel=2", "rollout.dtype=bfloat16"
@@ -175,3 +222,7 @@ def test_a_rollout_engine() -> None:
     assert engine_footprint(fewer, MODEL, 10**6, 10**4, "cpu").forward[
         "activations"
     ] == 100 * 4 * (400 + 1500)
+    # The logits of 8 requests and 100 tokens of a prompt, three float32 copies.
+    wide = replace(MODEL, shape=replace(SHAPE, vocab_size=M))
+    scored = engine_footprint(fewer, wide, 10**6, 10**4, "cuda", scored_tokens=2048)
+    assert scored.forward["activations"] == 3 * 4 * (8 + 100) * M

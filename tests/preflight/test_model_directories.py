@@ -311,6 +311,24 @@ def test_the_rollout_engine_computes_the_activation(
     assert preflight(ppo(folder, data), BIG).problems == []
 
 
+def test_a_cache_smaller_than_a_row_is_refused_with_ways_that_help(
+    tmp_path: Path, model: Path, data: Path
+) -> None:
+    # 1536 tokens x 3 layers x 2 heads x 32, keys and values: 2.25 MiB in float32.
+    small = write_model(tmp_path / "small", model, LLAMA)
+
+    def told(*overrides: str) -> str | None:
+        run = ppo(small, data, "rollout.kv_cache_gib=0.001", *overrides)
+        return problems_by_key(preflight(run, BIG)).get("rollout.kv_cache_gib")
+
+    more = "Give more than that, for several rows at a time; or shorter rows"
+    rule = "one row of 1536 tokens needs {} GiB of it"
+    assert told("rollout.dtype=float32") == (
+        f"{rule.format(0.0022)} | {more} or rollout.dtype=bfloat16."
+    )
+    assert told("rollout.dtype=bfloat16") == f"{rule.format(0.0011)} | {more}."
+
+
 def test_ranks_that_share_out_heads_must_be_able_to(model: Path, data: Path) -> None:
     changes = ["backend=fsdp", "actor.num_ranks=6", "backend.sequence_parallel=3"]
     told = problems_by_key(preflight(ppo(model, data, *changes), BIG))

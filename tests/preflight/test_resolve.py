@@ -24,7 +24,6 @@ from verl_ray.preflight.resolve import (
     may_be_auto,
     resolutions,
     resolve,
-    with_threads_unresolved,
 )
 from verl_ray.preflight.total_steps import resolution_of_steps, with_total_steps
 
@@ -54,8 +53,12 @@ LORA = ("actor.lora.rank=8",)
 
 ON_LAPTOP: dict[str, object] = {
     "run.resume": "none",
+    # Nothing is known of the memory of the hosts.
+    "run.recovery.snapshot_every": 0,
+    "run.recovery.snapshot_copies": 1,
     "run.threads_per_rank": {"trainers": 4, "engines": 4, "graders": 1},
     "data.apply_chat_template": False,
+    "data.template_day": None,
     "placement.offload": "none",
     "rollout.sleep": "never",
     "rollout.sync.transport": "shared_memory",
@@ -69,6 +72,7 @@ ON_LAPTOP: dict[str, object] = {
     "rollout.dtype": "float32",
     "rollout.num_replicas": 1,
     "rollout.kv_cache_gib": 2.0,
+    "rollout.concurrency": 512,
 }
 ON_NODE = ON_LAPTOP | {
     "run.threads_per_rank": {"trainers": 8, "engines": 8, "graders": 1},
@@ -119,6 +123,15 @@ def values(config: Config, facts: ClusterFacts) -> dict[str, object]:
     ("changes", "facts", "expected"),
     [
         pytest.param((), LAPTOP, ON_LAPTOP, id="a CPU laptop"),
+        pytest.param(
+            ("schedule=one_step_off", "placement=separate"), LAPTOP,
+            # Three ranks of trainers and an engine compute at the same time.
+            ON_LAPTOP | {
+                "rollout.concurrency": "adaptive",
+                "run.threads_per_rank": {"trainers": 1, "engines": 1, "graders": 1},
+            },
+            id="a CPU laptop, overlapping",
+        ),
         pytest.param(EIGHT, NODE, ON_NODE, id="one node of 8 GPUs, colocated"),
         pytest.param(
             (*EIGHT, "placement=separate", "critic.num_ranks=2", "reference.num_ranks=2"), TWO_NODES, APART,
@@ -181,8 +194,11 @@ def test_a_supervised_run_has_fewer_settings() -> None:
             f"{role}.backend.micro_batch_tokens_per_rank": tokens,
             f"{role}.backend.activation_checkpointing": True,
             "run.resume": "none",
+            "run.recovery.snapshot_every": 0,
+            "run.recovery.snapshot_copies": 1,
             "run.threads_per_rank": {"trainers": 32, "engines": 64, "graders": 1},
             "data.apply_chat_template": True,
+            "data.template_day": None,
         }
 
 
@@ -216,31 +232,16 @@ def test_threads_stay_within_the_cores(
 
 def test_what_the_user_has_set_stays() -> None:
     overrides = (
-        "run.threads_per_rank=3", "run.resume=none", "data.apply_chat_template=false", "rollout.sleep=never",
+        "run.threads_per_rank=3", "run.resume=none", "data.apply_chat_template=false", "data.template_day=null", "rollout.sleep=never",
         "placement.offload=optimizer", "rollout.sync.transport=disk", "rollout.sync.bucket_mib=7",
         "rollout.sync.adapter=merged", "rollout.sync.probe_every=3", "rollout.sync.probe_tolerance=0.5", *LORA,
         "backend.dtype=float32", "backend.micro_batch_tokens_per_rank=4096", "backend.activation_checkpointing=false",
-        "rollout.dtype=float32", "rollout.num_replicas=1", "rollout.kv_cache_gib=3.0",
+        "rollout.dtype=float32", "rollout.num_replicas=1", "rollout.kv_cache_gib=3.0", "rollout.concurrency=64",
+        "run.recovery.snapshot_every=5", "run.recovery.snapshot_copies=2",
     )  # fmt: skip
     config = configured(*overrides)
     assert values(config, NODE) == {} and resolve(config, NODE) == config
     assert config.run.threads == {"trainers": 3, "engines": 3, "graders": 3}
-
-
-def test_cores_are_shared_out_anew_elsewhere() -> None:
-    first = resolve(configured(), LAPTOP)
-    assert (
-        resolve(with_threads_unresolved(first), replace(LAPTOP, cores=16)).run.threads[
-            "trainers"
-        ]
-        == 16
-    )
-    assert (
-        with_threads_unresolved(
-            configured("run.threads_per_rank=3")
-        ).run.threads_per_rank
-        == 3
-    )
 
 
 def test_a_setting_is_not_read_before_it_is_resolved() -> None:

@@ -8,9 +8,17 @@ from pathlib import Path
 import pytest
 
 from controllers.compose.composition import compose
-from tests.preflight.configs import BIG, NO_GAIN, ppo, problems_by_key, with_judge
+from tests.preflight.configs import (
+    NO_GAIN,
+    ppo,
+    problems_by_key,
+    settled,
+    with_judge,
+)
+from verl_ray.config.algebra import batch_algebra
 from verl_ray.preflight.findings import preflight
 from verl_ray.preflight.machine import GIB, MIB, Machine
+from verl_ray.preflight.resources import resource_problems
 
 
 def test_a_judge_needs_room_of_its_own(model: Path, data: Path) -> None:
@@ -83,92 +91,6 @@ def test_more_threads_than_cores_is_a_warning_on_a_cpu(model: Path, data: Path) 
     )
 
 
-def test_ranks_without_rows_are_a_warning(model: Path, data: Path) -> None:
-    overrides = ["actor.num_ranks=4", "actor.mini_batch_size=2"]
-    warnings = preflight(ppo(model, data, *overrides), BIG).warnings
-    assert warnings[0].startswith(
-        "actor.num_ranks=4 share mini-batches of 2 rows: 2 ranks have nothing to do"
-    )
-
-
-def test_ranks_that_share_their_rows_idle_together(model: Path, data: Path) -> None:
-    overrides = ["backend=fsdp", "actor.num_ranks=8", "backend.sequence_parallel=2"]
-    idle = preflight(
-        ppo(model, data, *overrides, "actor.mini_batch_size=2"), BIG
-    ).warnings
-    assert idle[0].startswith(
-        "actor.num_ranks=8 share mini-batches of 2 rows: 4 ranks have nothing to do"
-    )
-    assert (
-        preflight(ppo(model, data, *overrides, "actor.mini_batch_size=4"), BIG).warnings
-        == []
-    )
-
-
-def test_more_gpus_than_there_are_is_a_problem(model: Path, data: Path) -> None:
-    four = Machine(cores=8, gpus=4, memory_bytes=8 * GIB, shm_free_bytes=8 * GIB)
-    assert preflight(ppo(model, data, "actor.num_ranks=4"), four).problems == []
-    config = ppo(
-        model,
-        data,
-        "placement=separate",
-        "rollout.num_replicas=2",
-        "rollout.tensor_parallel=2",
-    )
-    message = problems_by_key(preflight(config, four))["rollout.num_replicas"]
-    assert (
-        "needs 7 GPUs (actor 1 + critic 1 + reference 1 + rollout 4), and this machine has 4"
-        in message
-    )
-    assert "Lower it by 3" in message
-
-
-def test_tensor_parallel_engines_do_not_share_a_gpu(model: Path, data: Path) -> None:
-    eight = Machine(cores=8, gpus=8, memory_bytes=8 * GIB, shm_free_bytes=8 * GIB)
-    message = problems_by_key(
-        preflight(ppo(model, data, "rollout.tensor_parallel=2"), eight)
-    )["rollout.tensor_parallel"]
-    assert "shares exactly one GPU" in message and "placement=separate" in message
-    assert (
-        preflight(
-            ppo(model, data, "rollout.tensor_parallel=2", "placement=separate"), eight
-        ).problems
-        == []
-    )
-    assert preflight(ppo(model, data, "rollout.tensor_parallel=2"), BIG).problems == []
-
-
-def test_an_engine_argument_that_is_fixed_on_a_cpu(model: Path, data: Path) -> None:
-    config = ppo(model, data, "rollout.vllm_args.enforce_eager=false")
-    assert (
-        "may not change on a CPU"
-        in problems_by_key(preflight(config, BIG))["rollout.vllm_args.enforce_eager"]
-    )
-    on_gpu = Machine(cores=8, gpus=8, memory_bytes=2 * GIB, shm_free_bytes=GIB)
-    assert preflight(config, on_gpu).problems == []
-
-
-def test_device_memory_is_not_shared_without_devices(model: Path, data: Path) -> None:
-    config = ppo(model, data, "rollout.sync.transport=cuda_ipc")
-    assert (
-        "this machine has none"
-        in problems_by_key(preflight(config, BIG))["rollout.sync.transport"]
-    )
-    on_gpu = Machine(cores=8, gpus=8, memory_bytes=8 * GIB, shm_free_bytes=GIB)
-    assert preflight(config, on_gpu).problems == []
-
-
-def test_nothing_leaves_a_gpu_where_there_is_none(model: Path, data: Path) -> None:
-    config = ppo(model, data, "placement.offload=optimizer")
-    assert (
-        "it frees GPUs, and this machine has none"
-        in problems_by_key(preflight(config, BIG))["placement.offload"]
-    )
-    on_gpu = Machine(cores=8, gpus=8, memory_bytes=8 * GIB, shm_free_bytes=GIB)
-    assert preflight(config, on_gpu).problems == []
-    assert preflight(ppo(model, data, "placement.offload=none"), BIG).problems == []
-
-
 def test_buckets_lie_in_shared_memory(tmp_path: Path, model: Path, data: Path) -> None:
     # 381 MiB as float32
     large = large_model(tmp_path / "large", model, "a", parameters=10**8)
@@ -183,6 +105,24 @@ def test_buckets_lie_in_shared_memory(tmp_path: Path, model: Path, data: Path) -
     assert problems("rollout.sync.bucket_mib=128", shm=400 * MIB) == []
     assert problems("rollout.sync.bucket_mib=128", shm=370 * MIB) == ["/dev/shm"]
     assert problems("rollout.sync.transport=broadcast", shm=140 * MIB) == []
+
+
+def test_rows_of_later_steps_lie_in_shared_memory_too() -> None:
+    def problems(*overrides: str) -> list[str]:
+        config = settled(
+            compose("quickstart", ["data.prompts_per_step=262144", *overrides])
+        )
+        rows = batch_algebra(config)
+        nbytes = 32 * rows.rows * rows.max_row_tokens
+        # Twice what the rows of a step take; weights take little.
+        shm = 2 * nbytes
+        machine = Machine(cores=64, gpus=0, memory_bytes=512 * GIB, shm_free_bytes=shm)
+        found = resource_problems(config, machine)
+        return [problem.key for problem in found if problem.key == "/dev/shm"]
+
+    later = ("schedule=one_step_off", "placement=separate", "rollout.staleness=2")
+    assert problems() == []
+    assert problems(*later) == ["/dev/shm"]
 
 
 @pytest.mark.parametrize(
@@ -375,4 +315,4 @@ def test_a_gpu_that_cannot_hold_a_role_is_a_problem(
     small = problems_by_key(
         preflight(config, Machine(8, 1, 4 * GIB, 64 * GIB))
     )  # 28 bytes each wait on the host: 3.1 GiB
-    assert "what models keep on the host (generate)" in small["model.path"]
+    assert "what models keep on the host (generate; 0.9 for" in small["model.path"]

@@ -71,6 +71,19 @@ def test_a_template_that_writes_no_question_is_told_once_of_its_model(
     assert "\n" not in problem.rule
 
 
+def test_an_argument_that_the_template_does_not_read_is_told(tmp_path: Path) -> None:
+    template = (
+        f"{CHATML}{{% if tone == 'calm' %}}{{{{ raise_exception('no') }}}}{{% endif %}}"
+    )
+    folder = tokenizer(tmp_path / "policy", template)
+    (problem,) = problems(tmp_path, folder, "data.chat_template_kwargs={tone: calm}")
+    assert problem.rule == "its chat template fails on a plain question: no"
+
+    (problem,) = problems(tmp_path, folder, "+data.chat_template_kwargs.tune=loud")
+    assert (problem.key, problem.value) == ("data.chat_template_kwargs.tune", "loud")
+    assert problem.rule.endswith(f"the chat template in {folder} does not read tune")
+
+
 JUDGE = ("reward=judge", "reward.max_response_tokens=8")
 
 

@@ -129,3 +129,38 @@ def test_a_missing_size_is_named() -> None:
                 if key != "intermediate_size"
             }
         )
+
+
+LONG, LONGER = np.array([512, 1024, 2048]), np.array([4096] * 3)
+DENSE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")  # fmt: skip
+EXPERTS = ("moe_intermediate_size", "num_experts", "num_experts_per_tok")
+
+
+@pytest.mark.parametrize(
+    ("names", "sizes", "of_long", "of_longer"),
+    [
+        (DENSE, (32000, 4096, 11008, 32, 32, 32, 128), 149226491215872, 536372695793664),
+        (DENSE, (152064, 3584, 18944, 28, 28, 4, 128), 167073690943488, 591764889010176),
+        (DENSE, (151936, 4096, 12288, 36, 32, 8, 128), 180997438046208, 648394032807936),
+        (DENSE, (131072, 5120, 32768, 40, 32, 8, 128), 512303699066880, 1787393589903360),
+        (DENSE + EXPERTS, (151936, 2048, 0, 48, 32, 4, 128, 768, 128, 8), 78593069678592, 306570470621184),
+    ],
+    ids=["Llama-2-7B", "Qwen2.5-7B", "Qwen3-8B", "Mistral-24B", "Qwen3-30B-A3B"],
+)  # fmt: skip
+def test_published_models_have_the_flops_that_verl_counts(
+    names: tuple[str, ...], sizes: tuple[int, ...], of_long: int, of_longer: int
+) -> None:
+    """verl's tests hold these numbers.
+
+    It counts the embedding as a second output head, and n^2 / 2 pairs of tokens for
+    our n (n + 1) / 2.
+    """
+    config = dict(zip(names, sizes, strict=True))
+    shape = ModelShape.from_config(config)
+    for lengths, theirs in ((LONG, of_long), (LONGER, of_longer)):
+        embedding = shape.vocab_size * shape.hidden_size
+        own_pairs = shape.num_layers * shape.num_heads * shape.head_size
+        difference = 6 * (own_pairs - embedding) * int(lengths.sum())
+        assert training_flops(shape, lengths) == pytest.approx(
+            theirs + difference, rel=1e-12
+        )

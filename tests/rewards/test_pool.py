@@ -60,6 +60,9 @@ FUNCTIONS = """
             if response == "killed once":
                 os.kill(os.getpid(), signal.SIGKILL)
             re.match("(a+)+b", "a" * 60)
+        elif response == "stopped once" and not os.path.exists(extra["log"] + response):
+            open(extra["log"] + response, "w").close()
+            os.kill(os.getpid(), signal.SIGSTOP)
         elif response == "killed once, then hang":
             if not os.path.exists(extra["log"] + response):
                 open(extra["log"] + response, "w").close()
@@ -340,6 +343,20 @@ def test_an_item_of_a_killed_process_is_scored_again(
     assert capfd.readouterr().err == told
 
 
+def test_an_item_of_a_stopped_process_is_scored_again(
+    functions: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It was not slow: another process would have scored it in time."""
+    with ScoringPool({"default": f"{functions}:act"}, 1, 1.0) as pool:
+        scores = pool.score(requests(tmp_path / "log", "a", "stopped once", "b"))
+    assert [score.value for score in scores] == [1.0] * 3
+    assert [score.rescored for score in scores] == [False, True, False]
+    told = (
+        "warning: a scoring process was stopped (SIGSTOP); its item is scored again\n"
+    )
+    assert capfd.readouterr().err == told
+
+
 def test_a_rescored_item_has_its_deadline_again(functions: str, tmp_path: Path) -> None:
     with ScoringPool({"default": f"{functions}:act"}, 1, 2.0) as pool:
         [score] = pool.score(requests(tmp_path / "log", "killed once, then hang"))
@@ -545,6 +562,37 @@ def test_quick_items_travel_together(
             [ScoreRequest("12", "12", "7+5=", "arithmetic", {}) for _ in range(128)]
         )
     assert handed == messages and {score.value for score in scores} == {1.0}
+
+
+@pytest.mark.parametrize("number", ["SIGKILL", "SIGSTOP"])
+def test_a_process_that_others_end_as_it_imports_starts_again_once(
+    tmp_path: Path, number: str
+) -> None:
+    module = tmp_path / "ended.py"
+    module.write_text(
+        textwrap.dedent(f"""
+        import os, signal
+        if not os.path.exists({str(tmp_path / "again")!r}):
+            open({str(tmp_path / "again")!r}, "w").close()
+            os.kill(os.getpid(), signal.{number})
+
+        def score(response, answer, *, prompt, data_source, extra):
+            return 1.0
+        """)
+    )
+    functions = {"default": f"{module}:score"}
+    with ScoringPool(functions, 1, PATIENCE_S, start_deadline_s=5.0) as pool:
+        (score,) = pool.score(requests(tmp_path / "log", "a"))
+    assert score.value == 1.0
+
+    # Again, it has a reason.
+    module.write_text(module.read_text().replace("if not os", "if os"))
+    did = "was killed by signal 9" if number == "SIGKILL" else "was stopped"
+    with (
+        pytest.raises(ConfigError, match=did),
+        ScoringPool(functions, 1, PATIENCE_S, start_deadline_s=2.0) as pool,
+    ):
+        pool.score(requests(tmp_path / "log", "a"))
 
 
 def test_the_scoring_process_imports_nothing_heavy(tmp_path: Path) -> None:

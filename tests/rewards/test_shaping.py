@@ -125,6 +125,9 @@ def test_components_are_weighted_and_one_that_fails_fails_the_response() -> None
         ScoreHealth.TIMEOUT,
     ]
     assert found.ok.tolist() == [True, True, False, False]
+    # What is weighted is normalised and clipped already.
+    assert [weight for weight, _ in found.parts] == [2.0, 0.5]
+    assert [values[:2].tolist() for _, values in found.parts] == [[1, 0], [3, -3]]
 
 
 @pytest.mark.parametrize("normalise", ["batch", "running"])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from pathlib import Path
 
 import cloudpickle
 import pytest
 
+from verl_ray.config.function_specs import spec_of
 from verl_ray.errors import ConfigError
 from verl_ray.rewards.functions import exact_match, gsm8k
 from verl_ray.rewards.specs import load, spec_problem
@@ -135,7 +137,36 @@ def test_a_file_that_cannot_be_imported_says_where(
     assert cause in text
     assert f"({path}, line 2)" in text and "Traceback" not in text
     assert "importlib" not in text
-    assert str(path) not in sys.modules
+    # A module that is half run is not found by the next attempt.
+    assert problem_of(f"{path}:f") == text
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("name", ["grading.py", "json.py", "gräding.v2.py"])
+@pytest.mark.processes
+def test_the_processes_of_a_file_find_what_it_defines(
+    tmp_path: Path, name: str, method: str
+) -> None:
+    path = write(
+        tmp_path,
+        "import multiprocessing\n"
+        "from concurrent.futures import ProcessPoolExecutor\n"
+        "from dataclasses import dataclass\n"
+        "@dataclass\n"
+        "class Verdict:\n"
+        "    score: float\n"
+        "def compare(response, answer):\n"
+        "    return Verdict(float(response == answer))\n"
+        "def graded(response, answer):\n"
+        f"    context = multiprocessing.get_context({method!r})\n"
+        "    with ProcessPoolExecutor(1, context) as pool:\n"
+        "        return pool.submit(compare, response, answer).result().score\n",
+        name,
+    )
+    function = load(f"{path}:graded", KEY).function
+    assert (function("4", "4"), function("4", "5")) == (1.0, 0.0)
+    verdict = sys.modules[function.__module__].Verdict(2.0)
+    assert pickle.loads(pickle.dumps(verdict)) == verdict
 
 
 def test_a_module_is_found_on_the_path_and_in_the_current_folder(
@@ -192,3 +223,30 @@ def test_a_class_is_built_and_may_fail(tmp_path: Path) -> None:
     assert load(f"{path}:Fine", KEY).function("4") == 2.0
     text = problem_of(f"{path}:Broken")
     assert "is a class that cannot be built: OSError: no model" in text
+
+
+def test_arguments_reach_a_users_function_and_class(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        "def near(response, bonus=0.0): return len(response) + bonus\n"
+        "def trl(completions, bonus, **columns): return [bonus, *columns]\n"
+        "class Scaled:\n"
+        "    def __init__(self, scale): self.scale = scale\n"
+        "    def __call__(self, response): return self.scale * len(response)\n",
+    )
+    near = load(spec_of(f"{path}:near", {"bonus": 2}), KEY)
+    assert near.function("ab") == 4
+    assert load(spec_of(f"{path}:Scaled", {"scale": 3}), KEY).function("ab") == 6
+
+    # A column of the same name does not replace it.
+    batched = load(spec_of(f"{path}:trl", {"bonus": 2}), KEY)
+    _, named = batched.signature.bind({"completions": ["a"], "bonus": [7], "b": [1]})
+    assert batched.function(**named) == [2, "b"]
+
+    for name, arguments, rule in (
+        ("near", {"bonsu": 2}, "it takes no argument bonsu. Did you mean bonus?"),
+        ("near", {"response": "x"}, "its argument response is a value that every"),
+        ("Scaled", {}, "is a class that is built with scale"),
+        ("Scaled", {"scale": 3, "size": 1}, "it takes no argument size"),
+    ):
+        assert rule in problem_of(spec_of(f"{path}:{name}", arguments))

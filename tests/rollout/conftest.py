@@ -56,12 +56,13 @@ def rollout_config() -> Callable[..., RolloutConfig]:
         values: dict[str, object] = {
             "group_size": 2, "max_response_tokens": 16, "temperature": 1.0, "top_p": 1.0, "top_k": -1,
             "num_replicas": 1, "tensor_parallel": 1, "dtype": "float32", "kv_cache_gib": 0.03125, "stream_rows": 1,
-            "sleep": "never", "vllm_args": {}, "in_flight": 64, "staleness": 0,
+            "sleep": "never", "vllm_args": {}, "schedule": "synchronous", "staleness": 0, "updates": "between",
+            "kv": None, "concurrency": 64,
             "sync": {
                 "transport": "shared_memory", "bucket_mib": 1, "delta": False, "folder": "unused", "adapter": "merged",
                 "probe_every": 1, "probe_tolerance": 1e-3,
             },
-            "health": {"interval_s": 5.0, "deadline_s": 30.0, "max_restarts": 0},
+            "health": {"interval_s": 5.0, "deadline_s": 30.0},
             "endpoint": {"enabled": False, "host": "127.0.0.1", "port": 0, "in_flight": 1, "token_env": None},
         }  # fmt: skip
         return RolloutConfig.model_validate(values | changes)
@@ -156,7 +157,7 @@ def reload_as_vllm_does() -> Callable[[VllmEngine, PreTrainedModel], None]:
         engine.core._client.collective_rpc(
             "reload_weights", kwargs={"weights_iterator": iter(weights)}
         )
-        engine.core.reset_prefix_cache()
+        engine.core.give_up_kv_cache()
 
     return reload
 

@@ -8,6 +8,16 @@ from verl_ray.rollout.base import RolloutEngine
 from verl_ray.rollout.requests import Chunk, GenerationRequest
 
 
+def drained(engine: RolloutEngine) -> list[Chunk]:
+    """Step until nothing is in flight, and return the chunks."""
+    chunks: list[Chunk] = []
+    for _ in range(1000):
+        if not engine.unfinished:
+            return chunks
+        chunks += engine.step()
+    raise AssertionError(f"{engine.unfinished} requests do not end")
+
+
 def generate(
     engine: RolloutEngine, requests: Sequence[GenerationRequest]
 ) -> Iterator[list[Chunk]]:

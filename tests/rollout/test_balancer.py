@@ -83,3 +83,47 @@ def test_a_busy_server_takes_none_and_its_sessions_wait() -> None:
     }  # 0 is at home there, and none passes it
     assert balancer.assign({"a", "b"}) == {} and balancer.waiting == 2
     assert sum(map(len, balancer.assign().values())) == 2
+
+
+def test_each_replica_has_a_limit_of_its_own() -> None:
+    """One that is full does not keep another from getting more."""
+    balancer = Balancer(["a", "b"], limit=2)
+    balancer.set_limit("b", 4)
+    balancer.add([WorkItem(session, 1) for session in range(9)])
+    # Idle replicas first; then b is farther below its limit until both lack one.
+    assert assigned(balancer) == {"b": [0, 2, 3, 5], "a": [1, 4]}
+    assert (balancer.load("a"), balancer.load("b"), balancer.waiting) == (2, 4, 3)
+
+    # A lower limit takes nothing back, and nothing is added until there is room.
+    balancer.set_limit("b", 1)
+    balancer.finish("b", 3)
+    assert assigned(balancer) == {}
+    balancer.finish("b", 1)
+    assert assigned(balancer) == {"b": [6]}
+
+    # Its next process begins with the limit that all have.
+    balancer.remove_replica("b")
+    balancer.add_replica("b")
+    assert assigned(balancer) == {"b": [7, 8]}
+    assert balancer.load("c") == 0
+
+
+def test_a_replica_without_work_takes_what_others_have_no_room_for() -> None:
+    balancer = Balancer(["a", "b"], limit=8)
+    balancer.set_limit("b", 100)
+    balancer.add([WorkItem(0, 1), WorkItem(1, 90)])
+    assert assigned(balancer) == {"b": [0], "a": [1]}
+    balancer.finish("a", 90)
+    balancer.set_limit("b", 11)
+    # Below their limits by 8 and 10.
+    balancer.add([WorkItem(2, 16)])
+    assert assigned(balancer) == {"a": [2]}
+
+
+def test_sessions_that_ended_stay_nowhere() -> None:
+    balancer = Balancer(["a", "b"], limit=100)
+    balancer.add([WorkItem(0, 3), WorkItem(1, 1)])
+    assert assigned(balancer) == {"a": [0], "b": [1]}
+    balancer.forget([0])
+    balancer.add([WorkItem(0, 1), WorkItem(1, 1)])
+    assert assigned(balancer) == {"b": [0, 1]}

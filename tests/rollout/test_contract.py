@@ -11,10 +11,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.rollout.generation import generate
+from tests.rollout.generation import drained, generate
 from verl_ray.data.stages import Finish
-from verl_ray.errors import RolloutError, WeightSyncError
+from verl_ray.errors import CannotGenerate, RolloutError, WeightSyncError
 from verl_ray.rollout.base import RolloutEngine
+from verl_ray.rollout.engine_load import EngineLoad
+from verl_ray.rollout.engine_state import EnginePause
 from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling
 from verl_ray.rollout.scripted import ScriptedEngine
 from verl_ray.rollout.update import Probe
@@ -25,6 +27,9 @@ from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice
 from verl_ray.weight_sync.shared_memory import create, map_slots, remove
 from verl_ray.weight_sync.transport import WireSpec
 
+PROMPT = np.random.default_rng(3).integers(2, 15, 70).astype(np.int32)
+"""Two blocks of 32 tokens that the prefix cache can hold, and some tokens more."""
+
 
 def _request(request_id: int, max_tokens: int = 6, **kw: object) -> GenerationRequest:
     return GenerationRequest(
@@ -34,6 +39,13 @@ def _request(request_id: int, max_tokens: int = 6, **kw: object) -> GenerationRe
         seed=7,
         **kw,
     )  # type: ignore[arg-type]
+
+
+def _greedy(
+    request_id: int, tokens: np.ndarray, max_tokens: int, **kw: bool
+) -> GenerationRequest:
+    sampling = Sampling(0.0, 1.0, -1, max_tokens, ())
+    return GenerationRequest(request_id, tokens, sampling, seed=7, **kw)
 
 
 def _join(
@@ -72,6 +84,14 @@ def model(
     return load_reference(make_model("qwen3", tie=False))
 
 
+@pytest.fixture(scope="module")
+def other(
+    make_model: Callable[..., Path], load_reference: Callable[[Path], PreTrainedModel]
+) -> PreTrainedModel:
+    """A model with other weights."""
+    return load_reference(make_model("qwen3", tie=False, seed=1))
+
+
 @pytest.fixture(
     scope="module",
     params=[
@@ -85,11 +105,14 @@ def shared(
     request: pytest.FixtureRequest, make_model: Callable[..., Path]
 ) -> RolloutEngine:
     if request.param == "scripted":
+        # What follows depends on the tokens before it, as with a model.
         return ScriptedEngine(
-            lambda asked: [(int(asked.tokens[0]) + i, -0.5 * i) for i in range(1000)]
+            lambda asked: [(at, -0.01 * at) for at in range(len(asked.tokens), 1000)]
         )
     return request.getfixturevalue("start_vllm")(
-        make_model("qwen3", tie=False), asynchronous=request.param != "vllm"
+        make_model("qwen3", tie=False),
+        asynchronous=request.param != "vllm",
+        vllm_args={"block_size": 32},
     )
 
 
@@ -100,13 +123,13 @@ def fresh(shared: RolloutEngine) -> Iterator[RolloutEngine]:
     Whether a version is committed depends on the test before.
     """
     yield shared
-    shared.resume()
     shared.abort_update()
-    shared.wake("weights")
-    shared.wake("kv_cache")
     if shared.unfinished:
         shared.abort()
         shared.step()
+    shared.wake("weights")
+    shared.wake("kv_cache")
+    shared.resume()
 
 
 @pytest.fixture
@@ -272,12 +295,13 @@ def test_nothing_moves_under_requests_in_flight(engine: RolloutEngine) -> None:
     engine.submit([_request(1), _request(2)])
     with pytest.raises(
         RolloutError,
-        match="sleep: 2 requests are in flight; let them end, or abort them, first",
+        match=r"sleep: 2 requests are in flight; .* or pause with \"recompute\" first",
     ):
         engine.sleep("kv_cache")
     with pytest.raises(
         RolloutError,
-        match=r"begin_update: 2 requests are in flight; let them end, .* or pause first",
+        match="begin_update: 2 requests are in flight; let them end, abort them, or"
+        ' pause with "keep" or "recompute" first',
     ):
         engine.begin_update(Manifest(()), 6)
 
@@ -321,9 +345,19 @@ def test_requests_that_give_way_end_where_they_are_once_no_others_are_in_flight(
     assert finishes == [Finish.ABORTED] * 2
 
 
+@pytest.mark.parametrize("mode", ["keep", "recompute"])
 def test_requests_live_through_a_weight_update(
-    engine: RolloutEngine, model: PreTrainedModel, publish: Callable[..., object]
+    engine: RolloutEngine,
+    model: PreTrainedModel,
+    publish: Callable[..., object],
+    mode: EnginePause,
 ) -> None:
+    """They are sampled with seeds.
+
+    vLLM's V1 runner has a generator for each request and keeps it when the request is
+    computed again, so tokens go on as if nothing had happened. A fresh request with the
+    tokens so far as its prompt would begin with the first number of its seed.
+    """
     (undisturbed,) = [
         chunk for step in generate(engine, [_request(1, 20)]) for chunk in step
     ]
@@ -333,12 +367,13 @@ def test_requests_live_through_a_weight_update(
     old = 5
     if isinstance(engine, VllmEngine):
         old += len(engine.core._core.batch_queue or ())
-    engine.pause()
+    engine.pause(mode)
     publish(
         engine, model, 6
     )  # the same weights, so the tokens must be those of a request that was left alone
-    with pytest.raises(RolloutError, match="sleep: 2 requests are in flight"):
-        engine.sleep("kv_cache")
+    if mode == "keep":
+        with pytest.raises(RolloutError, match="sleep: 2 requests are in flight"):
+            engine.sleep("kv_cache")
     engine.resume()
     while engine.unfinished:
         chunks += engine.step()
@@ -350,6 +385,149 @@ def test_requests_live_through_a_weight_update(
         ((old - 1, 5),), ((old, 6),)
     ]  # fmt: skip
     assert all(len(chunk.version_spans) == 1 for chunk in streamed)
+
+
+def _assert_equal(found: Chunk, fresh: Chunk, *, beginning_at: int = 0) -> None:
+    assert found.tokens[beginning_at:].tolist() == fresh.tokens.tolist()
+    rest = found.log_probs[beginning_at:]
+    np.testing.assert_allclose(rest, fresh.log_probs, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["keep", "recompute"])
+def test_an_open_row_over_an_update_with_other_weights(
+    engine: RolloutEngine,
+    model: PreTrainedModel,
+    other: PreTrainedModel,
+    publish: Callable[..., object],
+    mode: EnginePause,
+) -> None:
+    """Of two rows with one prompt one is open, and the other has not begun."""
+    (before,) = generate(engine, [_greedy(1, PROMPT, 20)])
+    engine.submit([_greedy(1, PROMPT, 20)])
+    for _ in range(6):
+        engine.step()
+    engine.pause(mode)
+    engine.submit([_greedy(2, PROMPT, 20)])
+
+    # An update that is given up leaves nothing behind either.
+    engine.begin_update(
+        Manifest((Parameter("model.norm.weight", (128,), "float32"),)), 6
+    )
+    engine.abort_update()
+    with pytest.raises(CannotGenerate, match="no policy version is committed"):
+        engine.resume()
+    publish(engine, other, 7, verification_follows=True)
+    probed = _said(engine, other, PROMPT)
+    engine.verify(Probe((PROMPT,), (probed,), 1e-4))
+    if mode == "recompute":
+        assert engine.load == EngineLoad(0.0, 0, 2, engine.load.preemptions)
+    engine.resume()
+    rows = {chunk.request_id: chunk for chunk in drained(engine)}
+
+    # As it was sampled, and every token in one span.
+    (start, first), (turn, second) = rows[1].version_spans
+    assert (start, first, second) == (0, 5, 7) and 5 <= turn <= 6
+    np.testing.assert_array_equal(rows[1].tokens[:turn], before[0].tokens[:turn])
+    np.testing.assert_allclose(
+        rows[1].log_probs[:turn], before[0].log_probs[:turn], atol=1e-6
+    )
+    assert len(rows[1].tokens) == len(rows[1].log_probs) == 20
+    assert rows[2].version_spans == ((0, 7),)
+
+    publish(engine, other, 8)  # with an empty cache
+    prefix = np.concatenate([PROMPT, rows[1].tokens[:turn]])
+    engine.submit([_greedy(3, prefix, 20 - turn), _greedy(4, PROMPT, 20)])
+    fresh = {chunk.request_id: chunk for chunk in drained(engine)}
+    _assert_equal(rows[2], fresh[4])
+    if mode == "recompute" or isinstance(engine, ScriptedEngine):
+        _assert_equal(rows[1], fresh[3], beginning_at=turn)
+    else:
+        # New weights over keys of the old ones.
+        with pytest.raises(AssertionError):
+            _assert_equal(rows[1], fresh[3], beginning_at=turn)
+
+
+def test_rows_that_gave_up_their_cache_sleep_with_the_engine(
+    engine: RolloutEngine, model: PreTrainedModel, publish: Callable[..., object]
+) -> None:
+    def asked(request_id: int, **kw: bool) -> GenerationRequest:
+        sampling = Sampling(1.0, 1.0, -1, 20, ())
+        return GenerationRequest(request_id, PROMPT, sampling, seed=7, **kw)
+
+    ((undisturbed,),) = generate(engine, [asked(1)])
+    engine.submit([asked(1), asked(2, stream=True), asked(3, preemptible=True)])
+    chunks = _step_until(engine, 2, 3)
+    assert engine.load.kv_cache_use > 0
+    engine.pause("recompute")
+    engine.pause("keep")  # what was given up does not come back by it
+    engine.sleep("kv_cache")
+    with pytest.raises(CannotGenerate, match=r'asleep; call wake\("kv_cache"\)'):
+        engine.resume()
+    engine.wake("kv_cache")
+    engine.sleep("kv_cache")
+    engine.wake("kv_cache")
+    engine.resume()
+    while len(_join(chunks, 2)[0]) < 7:
+        chunks += engine.step()
+
+    engine.pause("recompute")
+    engine.sleep("kv_cache")
+    engine.sleep("weights")
+    engine.abort([3])
+    chunks += engine.step()
+    assert _join(chunks, 3)[2] == [Finish.ABORTED]
+    engine.wake("weights")
+    with pytest.raises(CannotGenerate):
+        engine.resume()
+    publish(engine, model, 6)  # while the KV cache still sleeps
+    engine.wake("kv_cache")
+    assert engine.unfinished == 2 and not engine.has_work
+    assert engine.step() == []
+    engine.resume()
+    chunks += drained(engine)
+    for request_id in (1, 2):
+        tokens, log_probs, _ = _join(chunks, request_id)
+        assert tokens == undisturbed.tokens.tolist()
+        np.testing.assert_allclose(log_probs, undisturbed.log_probs, atol=1e-5)
+    (whole,) = (chunk for chunk in chunks if chunk.request_id == 1)
+    assert [version for _, version in whole.version_spans] == [5, 6]
+
+
+def test_how_busy_an_engine_is(engine: RolloutEngine) -> None:
+    preemptions = engine.load.preemptions
+    assert engine.load == EngineLoad(0.0, 0, 0, preemptions)
+    engine.submit([_greedy(1, PROMPT, 20), _greedy(2, PROMPT, 20)])
+    assert engine.load == EngineLoad(0.0, 0, 2, preemptions)
+    engine.step()
+    busy = engine.load
+    assert (busy.running, busy.waiting) == (2, 0) and 0 < busy.kv_cache_use < 0.02
+    engine.pause("keep")
+    assert engine.load == busy
+    engine.pause("recompute")
+    assert engine.load == EngineLoad(0.0, 0, 2, preemptions)
+    if isinstance(engine, VllmEngine):
+        pool = engine.core._core.scheduler.kv_cache_manager.block_pool
+        assert len(pool.cached_block_hash_to_block) == 0
+    engine.resume()
+    drained(engine)
+    assert engine.load == EngineLoad(0.0, 0, 0, preemptions)
+
+
+def test_a_scripted_engine_preempts_what_its_cache_does_not_hold() -> None:
+    engine = ScriptedEngine(
+        lambda asked: [(1, -1.0)] * 4, initial_version=0, kv_cache_tokens=10
+    )
+    engine.submit([_request(number) for number in (1, 2, 3)])  # 3 tokens each
+    engine.step()
+    assert engine.load == EngineLoad(0.8, 2, 1, 0)
+    engine.step()
+    assert engine.load == EngineLoad(1.0, 2, 1, 0)
+    engine.step()
+    assert engine.load == EngineLoad(0.6, 1, 2, 1)
+    assert [chunk.request_id for chunk in engine.step()] == [1]
+    assert engine.load == EngineLoad(0.0, 0, 2, 1)
+    assert [len(chunk.tokens) for chunk in drained(engine)] == [4, 4]
+    assert engine.load == EngineLoad(0.0, 0, 0, 2)
 
 
 def test_a_version_that_is_to_be_verified_generates_only_then(

@@ -1,4 +1,4 @@
-"""Many callers of an engine: replies, aborts, the three pauses, and health."""
+"""Many callers of an engine: replies, aborts, the four pauses, and health."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from verl_ray.data.stages import Finish
 from verl_ray.errors import EngineFailed, RolloutError
 from verl_ray.profiling.progress import progress
 from verl_ray.rollout.base import RolloutEngine
+from verl_ray.rollout.engine_load import EngineLoad
 from verl_ray.rollout.requests import (
     Chunk,
     GenerationProgress,
@@ -174,7 +175,7 @@ def test_what_waits_for_others_says_so(server: RolloutServer) -> None:
     assert not progress().waits_for_others
 
 
-@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep", "recompute"])
 def test_a_pause_holds_what_comes_and_treats_what_is_there_as_told(
     server: RolloutServer, engine: list[Gated], mode: str
 ) -> None:
@@ -194,18 +195,25 @@ def test_a_pause_holds_what_comes_and_treats_what_is_there_as_told(
         steps = server.health().steps
         time.sleep(0.1)
         assert server.health().steps == steps and not later.done()
-        if mode != "keep":
+        load = server.health().load
+        if mode in ("abort", "wait"):
             ((chunk,),) = list(replies)
             assert chunk.finish == (
                 Finish.ABORTED if mode == "abort" else Finish.LENGTH
             )
             assert len(chunk.tokens) == (4 if mode == "wait" else 2)
-            assert server.health().in_flight == 0
+            assert server.health().in_flight == 0 and load == EngineLoad()
         else:
             assert server.health().in_flight == 1
+            # A prompt of one token, and two more.
+            holding = EngineLoad(3 / 2**20, running=1)
+            assert load == (holding if mode == "keep" else EngineLoad(waiting=1))
+        if mode == "recompute":
+            server.run(lambda engine: engine.sleep("kv_cache"))
+            server.run(lambda engine: engine.wake("kv_cache"))
         server.resume()
         assert joined(later.result(60)) == {5: [10]}
-        if mode == "keep":
+        if mode in ("keep", "recompute"):
             ((chunk,),) = list(replies)
             assert (chunk.finish, chunk.tokens.tolist()) == (
                 Finish.LENGTH,
@@ -245,6 +253,9 @@ def test_a_coroutine_gets_its_answers_and_takes_its_requests_with_it(
         both = asyncio.gather(
             collect(request(1, 3, stream=True)), collect(request(1, 2, first=20))
         )
+        # The steps are for both: the second request needs two of them.
+        while server.health().in_flight < 2:
+            await asyncio.sleep(0.002)
         engine[0].gate.release(3)
         streamed, whole = await both
         assert joined(streamed) == {1: [10, 11, 12]} and joined(whole) == {1: [20, 21]}
@@ -381,6 +392,7 @@ def test_whatever_ends_its_thread_is_a_lost_engine(
             ended_by in causes
         )  # with its stack, for the log; who came later is told without
     assert server.health().failure is not None and server.health().in_flight == 0
+    assert server.health().load == EngineLoad()
     with pytest.raises(EngineFailed, match="can no longer be used; start another"):
         server.respond([request(3, 1)])
     server.close()

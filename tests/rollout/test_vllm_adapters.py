@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.rollout.generation import generate
+from tests.rollout.generation import drained, generate
 from verl_ray.backends.engine import EngineBackend
 from verl_ray.config.roles import LoraConfig
 from verl_ray.data.batch import offsets_of
@@ -20,7 +20,8 @@ from verl_ray.engine.module_engine import ModuleEngine
 from verl_ray.errors import WeightSyncError
 from verl_ray.ops.outputs import RequestedOutputs
 from verl_ray.rollout.base import RolloutEngine
-from verl_ray.rollout.requests import GenerationRequest, Sampling
+from verl_ray.rollout.engine_state import EnginePause
+from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling
 from verl_ray.rollout.update import Probe
 from verl_ray.rollout.vllm_engine import VllmEngine
 from verl_ray.rollout.vllm_loader import WeightLoader
@@ -34,6 +35,8 @@ LORA = LoraConfig(
     rank=4, alpha=8, targets=("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
 )
 ROW = np.random.default_rng(2).integers(2, 15, size=12).astype(np.int32)
+LONG = np.random.default_rng(4).integers(2, 15, size=70).astype(np.int32)
+"""A prompt of which the prefix cache can hold two blocks of 32 tokens."""
 
 
 @pytest.fixture(scope="module", params=["qwen3", "llama"])
@@ -47,7 +50,7 @@ def actor(path: Path) -> ModuleEngine:
     backend = EngineBackend(
         kind="engine",
         dtype="float32",
-        micro_batch_tokens_per_rank=64,
+        micro_batch_tokens_per_rank=128,
         activation_checkpointing=False,
     )
     spec = EngineSpec("actor", str(path), "policy", backend, None, 1, seed=3, lora=LORA)
@@ -59,7 +62,7 @@ def actor(path: Path) -> ModuleEngine:
 
 @pytest.fixture(scope="module")
 def rollout(path: Path, start_vllm: Callable[..., VllmEngine]) -> VllmEngine:
-    return start_vllm(path, lora=LORA)
+    return start_vllm(path, lora=LORA, vllm_args={"block_size": 32})
 
 
 @torch.no_grad()
@@ -141,22 +144,49 @@ def test_after_the_model_only_the_adapter_travels(
     assert rollout.verify(now) < 1e-5
 
 
+@pytest.mark.parametrize("mode", ["keep", "recompute"])
 def test_a_request_that_is_paused_goes_on_with_the_new_adapter(
-    actor: ModuleEngine, rollout: VllmEngine
+    actor: ModuleEngine, rollout: VllmEngine, mode: EnginePause
 ) -> None:
+    """Others with its prompt read nothing of what the old adapter has computed.
+
+    One of them waits for the update, and one comes after it.
+    """
+
+    def asked(request_id: int) -> GenerationRequest:
+        return GenerationRequest(request_id, LONG, Sampling(1.0, 1.0, -1, 20, ()), 5)
+
     send(actor, rollout, 1, alone=False)
-    rollout.submit([GenerationRequest(0, ROW, Sampling(1.0, 1.0, -1, 20, ()), seed=5)])
+    rollout.submit([asked(0)])
     for _ in range(5):
         assert rollout.step() == []
-    rollout.pause()
+    rollout.pause(mode)
+    rollout.submit([asked(1)])
+
+    old_values = {name: value.clone() for name, value in actor.parameters().items()}
     learn(actor, 2)
     send(actor, rollout, 2, alone=True)
     rollout.resume()
-    (chunk,) = [chunk for _ in range(20) for chunk in rollout.step()]
-    (start, first), (turn, second) = chunk.version_spans
+    rollout.submit([asked(2)])
+    chunks = {chunk.request_id: chunk for chunk in drained(rollout)}
+
+    def differences(chunk: Chunk) -> np.ndarray:
+        row = np.concatenate([LONG, chunk.tokens])
+        return np.abs(chunk.log_probs - log_probs(actor, row)[len(LONG) - 1 :])
+
+    (start, first), (turn, second) = chunks[0].version_spans
     assert (start, first, second) == (0, 1, 2) and 4 <= turn <= 6
-    new = log_probs(actor, np.concatenate([ROW, chunk.tokens]))[len(ROW) - 1 :]
-    assert np.abs(chunk.log_probs - new)[:turn].max() > 0.01
+    assert differences(chunks[0])[:turn].max() > 0.01
+    rest = differences(chunks[0])[turn:].max()
+    assert rest < 1e-5 if mode == "recompute" else rest > 1e-3
+    for number in (1, 2):
+        assert chunks[number].version_spans == ((0, 2),)
+        assert differences(chunks[number]).max() < 1e-5
+
+    with torch.no_grad():
+        for name, value in actor.parameters().items():
+            value.copy_(old_values[name])
+    assert differences(chunks[0])[:turn].max() < 1e-5
 
 
 def test_an_adapter_that_vllm_was_not_given_is_found(
@@ -191,6 +221,22 @@ def test_an_adapter_needs_a_model_beside_it(
         match="version 3 is an adapter, and the engine does not hold the model",
     ):
         send(actor, rollout, 3, alone=True)
+
+
+def test_rows_in_flight_do_not_change_between_a_model_with_an_adapter_and_one_without(
+    actor: ModuleEngine, rollout: VllmEngine
+) -> None:
+    send(actor, rollout, 1, alone=False)
+    rollout.submit([GenerationRequest(0, ROW, Sampling(1.0, 1.0, -1, 4, ()), seed=5)])
+    rollout.pause("recompute")
+    with pytest.raises(
+        WeightSyncError,
+        match="1 requests in flight began with an adapter, and would go on like that",
+    ):
+        rollout.begin_update(actor.manifest(separate_adapter=False), 2)
+    rollout.abort()
+    rollout.step()
+    rollout.resume()
 
 
 def test_a_model_that_came_from_disk_tells_what_shares_weights(

@@ -12,10 +12,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.rollout.generation import generate
+from tests.rollout.generation import drained, generate
 from verl_ray.data.stages import Finish
 from verl_ray.errors import RolloutError, WeightSyncError
 from verl_ray.profiling.memory import malloc_trim
+from verl_ray.rollout.engine_load import EngineLoad
 from verl_ray.rollout.requests import (
     Chunk,
     GenerationProgress,
@@ -363,6 +364,11 @@ def test_sleep_gives_memory_back_and_wake_takes_it_again(
     assert abs(engine.memory_bytes - awake) < 0.2 * KV_BYTES
     assert _worst(engine, model, reference_log_probs) < 1e-4  # the weights stayed
 
+    # Open rows change nothing about it.
+    prompt = _prompts(1, length=70)[0]
+    engine.submit([GenerationRequest(7, prompt, _sampling(), seed=7)])
+    engine.step()
+    engine.pause("recompute")
     engine.sleep("weights")
     assert awake - engine.memory_bytes > 0.95 * KV_BYTES
     # This model is too small to be seen in the resident set: no storage is left,
@@ -380,6 +386,11 @@ def test_sleep_gives_memory_back_and_wake_takes_it_again(
     assert awake - engine.memory_bytes > 0.9 * KV_BYTES  # the KV cache still sleeps
     engine.wake("kv_cache")
     assert abs(engine.memory_bytes - awake) < 0.2 * KV_BYTES
+    engine.resume()
+    (row,) = drained(engine)
+    expected = reference_log_probs(model, prompt, row.tokens)
+    np.testing.assert_allclose(row.log_probs, expected, atol=1e-5)
+    assert row.version_spans == ((0, 0), (1, 4)) and len(row.tokens) == 12
     assert _worst(engine, model, reference_log_probs) < 1e-4
 
 
@@ -395,7 +406,14 @@ def test_an_engine_that_fails_says_so_and_stays_failed(
         match=r"rollout.vllm_args sets \['max_model_len'\], which other keys",
     ):
         start_vllm(path, vllm_args={"max_model_len": 12})
-    engine = start_vllm(path, initial_version=0, vllm_args={"max_num_seqs": 2})
+    # Of 5 blocks of 32 tokens, 2 layers, keys and values, 2 heads of 32 float32, vLLM
+    # uses 4.
+    engine = start_vllm(
+        path,
+        initial_version=0,
+        kv_cache_gib=5 * 32 * 2 * 2 * 2 * 32 * 4 / 2**30,
+        vllm_args={"max_num_seqs": 2, "block_size": 32},
+    )
     requests = [
         GenerationRequest(i, prompt, _sampling(4), seed=i)
         for i, prompt in enumerate(_prompts(5))
@@ -403,6 +421,7 @@ def test_an_engine_that_fails_says_so_and_stays_failed(
     assert [len(chunk.tokens) for chunk in _run(engine, requests)] == [
         4
     ] * 5  # more requests than fit a batch
+    _check_preemption(engine)
     engine.submit([GenerationRequest(0, np.array([3], np.int32), _sampling(), seed=0)])
     del (
         engine.core._core.model_executor.driver_worker.worker.model_runner.model
@@ -415,6 +434,29 @@ def test_an_engine_that_fails_says_so_and_stays_failed(
         engine.submit(
             [GenerationRequest(1, np.array([3], np.int32), _sampling(), seed=0)]
         )
+
+
+def _check_preemption(engine: VllmEngine) -> None:
+    """Draw two rows that need 3 blocks each at their 65th token, where there are 4."""
+    requests = [
+        GenerationRequest(i, prompt, _sampling(60), seed=i)
+        for i, prompt in enumerate(_prompts(2, length=30))
+    ]
+    alone = [_run(engine, [request])[0] for request in requests]
+    assert engine.load == EngineLoad(0.0, 0, 0, 0)
+    engine.submit(requests)
+    chunks: list[Chunk] = []
+    for _ in range(35):  # of the 64 tokens that two blocks hold
+        chunks += engine.step()
+    assert engine.load == EngineLoad(1.0, 2, 0, 0)
+    engine.step()
+    assert engine.load == EngineLoad(0.75, 1, 1, 1)
+    engine.pause("recompute")
+    assert engine.load == EngineLoad(0.0, 0, 2, 1)
+    engine.resume()
+    chunks += drained(engine)
+    for chunk in chunks:
+        assert chunk.tokens.tolist() == alone[chunk.request_id].tokens.tolist()
 
 
 def test_the_environment_pins_each_rank_of_a_cpu_engine() -> None:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from tests.rollout.conftest import checkpoint_of, manifest_of
 from tests.rollout.generation import generate
 from verl_ray.errors import EngineFailed, WeightSyncError
+from verl_ray.models.settings import positions_of
 from verl_ray.models.tiny import Architecture
 from verl_ray.rollout.requests import GenerationRequest, Sampling
 from verl_ray.rollout.server import RolloutServer
@@ -161,6 +162,73 @@ def test_sampling_settings_of_the_model_directory_are_left_alone(
     assert (
         _worst(start_vllm(path, initial_version=0), plain, reference_log_probs) < 1e-4
     )
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "yarn", "factor": 12.0, "original_max_position_embeddings": 8},
+        {"type": "yarn", "factor": 12.0},
+        {"type": "linear", "factor": 12.0},
+    ],
+)
+def test_rows_behind_the_positions_before_scaling(
+    scaling: dict[str, object],
+    start_vllm: Callable[..., VllmEngine],
+    make_model: Callable[..., Path],
+    load_reference: Load,
+    reference_log_probs: Reference,
+) -> None:
+    path = make_model("qwen3", tie=True)
+    file = path / "config.json"
+    settings = json.loads(file.read_text())
+    theta = settings.pop("rope_parameters")["rope_theta"]
+    settings |= {"rope_theta": theta, "rope_scaling": scaling}
+    settings["max_position_embeddings"] = 8
+    file.write_text(json.dumps(settings))
+    # The longest rows of the engine have 96 tokens.
+    assert positions_of(settings) == 96
+    engine = start_vllm(path, initial_version=0)
+    assert _worst(engine, load_reference(path), reference_log_probs) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"rope_type": "default"},
+        {"rope_type": "default", "mrope_section": [4, 6, 6]},
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "dynamic", "factor": 4.0},
+        {"rope_type": "ntk", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 48},
+        {"rope_type": "proportional", "factor": 4.0},
+        {
+            "rope_type": "deepseek_yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 48,
+        },
+        {
+            "rope_type": "llama3",
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    ],
+)
+def test_vllm_has_an_entry_for_every_position(section: dict[str, object]) -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    positions = positions_of(
+        {"max_position_embeddings": 64, "rope_parameters": section}
+    )
+    with set_current_vllm_config(VllmConfig()):
+        table = get_rope(32, 64, rope_parameters={"rope_theta": 1e4, **section})
+    assert positions is not None
+    # Those of mrope are counted in parts of an image, too.
+    spare = 4 if "mrope_section" in section else 1
+    assert len(table.cos_sin_cache) == spare * positions
 
 
 @pytest.mark.slow

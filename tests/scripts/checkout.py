@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[2]
 NOTING = f"""#!/bin/sh
 name=$(basename "$0")
 case "$name $*" in
-  "python -m pip"* | "python "*"-c import ray"* | "python -m controllers"* | "python -m pytest"* | [rml]*)
+  "python -m pip"* | "python "*"-c import ray"* | "python -m controllers"* | "python -m pytest"* \
+    | "python -m tests."* | [rml]*)
     echo "$name $*" >> "$NOTES"
     pwd >> "$NOTES.folders"
     case "$*" in *pip*) sleep 0.1 ;; esac

@@ -120,7 +120,7 @@ def test_its_arguments(checkout: Checkout) -> None:
     code, output = checkout.run("scripts/setup", "--help")
     assert code == 0 and "VERL_RAY_TORCH_INDEX" in output
     code, output = checkout.run("scripts/setup", "--gpu")
-    assert code == 0 and ".[gpu,megatron,dev]" in output
+    assert code == 0 and ".[gpu,megatron,math,text,dev]" in output
     code, output = checkout.run("scripts/setup", "--gup")
     assert code == 2 and "usage" in output
     assert checkout.notes() == []

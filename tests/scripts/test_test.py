@@ -8,7 +8,7 @@ from tests.scripts.checkout import Checkout
 
 pytestmark = pytest.mark.processes
 
-LANES = "-n 3 --dist loadfile --no-loadscope-reorder --durations 20"
+DERANDOMIZED = "--hypothesis-profile derandomized"
 FAST = (
     "not cluster and not vllm and not ranks and not processes and not slow and not gpu"
 )
@@ -24,28 +24,36 @@ def ready(checkout: Checkout) -> Checkout:
 
 @pytest.mark.parametrize(
     ("arguments", "selected"),
-    [((), "-m not slow "), (("--fast",), f"-m {FAST} "), (("--all",), "")],
+    [
+        ((), f" -m not slow {DERANDOMIZED}"),
+        (("--fast",), f" -m {FAST} {DERANDOMIZED}"),
+        (("--all",), ""),
+    ],
 )
 def test_every_check_in_order(
     ready: Checkout, arguments: tuple[str, ...], selected: str
 ) -> None:
     assert ready.run("scripts/test", *arguments)[0] == 0
-    assert ready.notes() == [*CHECKS, f"python -m pytest {selected}{LANES}"]
+    assert ready.notes() == [*CHECKS, f"python -m tests.two_passes{selected}"]
     assert ready.folders() == {str(ready.folder)}
 
 
-def test_continuous_integration_leaves_nothing_out(ready: Checkout) -> None:
+def test_continuous_integration_leaves_out_what_is_slow(ready: Checkout) -> None:
     assert ready.run(".ci/run")[0] == 0
-    assert ready.notes() == [*CHECKS, f"python -m pytest {LANES}"]
+    tests = f"python -m tests.two_passes -m not slow {DERANDOMIZED}"
+    assert ready.notes() == [*CHECKS, tests]
 
 
 def test_further_arguments_go_to_pytest(ready: Checkout) -> None:
     ready.run("scripts/test", "--fast", "tests/data", "-x")
-    assert ready.notes() == [*CHECKS, f"python -m pytest -m {FAST} tests/data -x"]
+    assert ready.notes() == [
+        *CHECKS,
+        f"python -m pytest -m {FAST} {DERANDOMIZED} tests/data -x",
+    ]
 
 
 @pytest.mark.parametrize(
-    "fails", ["ruff check", "ruff format", "mypy", "lint-imports", "pytest"]
+    "fails", ["ruff check", "ruff format", "mypy", "lint-imports", "two_passes"]
 )
 def test_the_first_failure_is_the_result(ready: Checkout, fails: str) -> None:
     assert ready.run("scripts/test", fails=fails)[0] == 3

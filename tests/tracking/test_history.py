@@ -77,6 +77,8 @@ def test_the_phases_of_a_run() -> None:
         {"timing_s/step": 10.0, "timing_s/gen": 6.0, "timing_s/controller": 0.1},
         {"timing_s/step": 10.0, "timing_s/gen": 7.0, "timing_s/save_checkpoint": 1.0},
         {"timing_s/gen/part": 3.0},
+        # These go on while all else does.
+        {"timing_s/queue": 9.0, "timing_s/rollouts": 9.0},
     ]
     assert phase_durations(lines, 40.0, 8.0) == {
         STARTING: 8,

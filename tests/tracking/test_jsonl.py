@@ -5,10 +5,12 @@ import io
 import json
 import math
 import os
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 
 from verl_ray.errors import TrackingError
 from verl_ray.tracking.base import Sample, Trackers
-from verl_ray.tracking.jsonl import JsonlTracker, read_metrics
+from verl_ray.tracking.jsonl import JsonlTracker, newest_samples, read_metrics
 from verl_ray.tracking.record import format_ranges, parse_ranges, repair
 
 SAMPLE = Sample(
@@ -300,15 +302,54 @@ def test_a_logged_line_outlives_a_kill(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == [0]
 
 
-def test_a_full_disk_is_a_typed_error_that_names_the_key(tmp_path: Path) -> None:
+@contextlib.contextmanager
+def full_disk(num_bytes: int) -> Iterator[None]:
+    """A limit on the size of files stands for a full disk: both take half a line."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_costs_no_line_and_writes_none_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tracker = JsonlTracker(tmp_path)
-    tracker._file.close()
-    tracker._file = open("/dev/full", "a")  # noqa: PTH123, SIM115 - a real device without room, in place of the file
-    with pytest.raises(
-        TrackingError,
-        match=r"metrics\.jsonl: cannot be written.*No space left.*run\.dir",
-    ):
+    tracker.log(0, {"training/global_step": 0})
+    size = (tmp_path / "metrics.jsonl").stat().st_size
+    with full_disk(size + 10):
+        tracker.samples(1, [SAMPLE])
+        for step in (1, 2):
+            tracker.log(step, {"training/global_step": step})
+        assert (tmp_path / "metrics.jsonl").stat().st_size == size + 10
+        assert steps_in(tmp_path) == [0]
+        # A checkpoint would count lines that are not on the disk.
+        with pytest.raises(
+            TrackingError, match=r"metrics\.jsonl: cannot be written.*run\.dir"
+        ):
+            tracker.state()
+
+    tracker.log(3, {"training/global_step": 3})
+    assert tracker.state() == {"recorded_steps": "0-3"}
+    tracker.close(failed=False)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"training/global_step": step} for step in range(4)
+    ]
+    assert newest_samples(tmp_path) == [SAMPLE]
+    warning, relief = capsys.readouterr().err.splitlines()
+    assert "the run goes on" in warning and relief.endswith("the record is whole")
+
+
+def test_lines_that_find_no_room_until_the_end_are_an_error(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path)
+    with full_disk(0):
         tracker.log(0, {"training/global_step": 0})
+        with pytest.raises(TrackingError, match=r"cannot be written.*run\.dir"):
+            tracker.close(failed=False)
+        tracker.close(failed=False)
 
 
 def test_a_folder_that_cannot_be_made_is_a_typed_error(tmp_path: Path) -> None:

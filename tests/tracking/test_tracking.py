@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from verl_ray.config.run import RunConfig, TrackingConfig, WandbConfig
+from verl_ray.config.run import (
+    RecoveryConfig,
+    ResolvedConfig,
+    RunConfig,
+    TrackingConfig,
+    WandbConfig,
+)
 from verl_ray.errors import TrackingError
 from verl_ray.tracking import open_trackers
 from verl_ray.tracking.jsonl import read_metrics
@@ -32,6 +38,11 @@ def run_config(run_dir: Path) -> RunConfig:
         max_skipped_steps=3,
         threads_per_rank=1,
         stall_s=1.0,
+        max_failed_checkpoints=3,
+        recovery=RecoveryConfig(
+            enabled=True, max_restarts=3, snapshot_every=0, snapshot_copies=1
+        ),
+        resolved=ResolvedConfig(cpu={}, gpu={}),
     )
 
 

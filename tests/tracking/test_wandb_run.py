@@ -11,12 +11,15 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.tracking.wandb_files import history, records, sessions, steps_of
 from tests.tracking.wandb_server import serving
 from verl_ray.config.run import WandbConfig
 from verl_ray.errors import ConfigError, TrackingError
 from verl_ray.paths import program
 from verl_ray.tracking.base import Sample, Trackers
-from verl_ray.tracking.wandb_run import WandbTracker
+from verl_ray.tracking.jsonl import JsonlTracker
+from verl_ray.tracking.unhurried import UnhurriedTracker
+from verl_ray.tracking.wandb_run import RUN_ID, WandbTracker, open_wandb
 
 PATIENCE_S = 120.0
 
@@ -34,31 +37,6 @@ SAMPLE = Sample(
     truncated=True,
     entries={"n": 1.0},
 )
-
-
-def records(session: Path) -> list[dict[str, dict[str, object]]]:
-    """Every record of one session, as `wandb leet inspect` prints them."""
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(session)]
-    printed = subprocess.run(
-        command, check=True, capture_output=True, text=True, timeout=200
-    ).stdout
-    return [json.loads(line) for line in printed.splitlines()]
-
-
-def sessions(run_dir: Path) -> list[Path]:
-    return sorted((run_dir / "wandb").glob("offline-run-*"))
-
-
-def history(session: Path) -> list[dict[str, object]]:
-    items = [
-        record["history"]["item"]
-        for record in records(session)
-        if record["type"] == "history"
-    ]
-    return [
-        {key: value for key, value in item.items() if not key.startswith("_")}
-        for item in items
-    ]
 
 
 @pytest.mark.processes
@@ -165,7 +143,9 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from verl_ray.config.run import WandbConfig
-from verl_ray.tracking.wandb_run import WandbTracker
+from verl_ray.tracking.jsonl import JsonlTracker
+from verl_ray.tracking.unhurried import UnhurriedTracker
+from verl_ray.tracking.wandb_run import RUN_ID, WandbTracker, open_wandb
 config = WandbConfig(mode="offline", project="tests", entity=None, group=None, tags=())
 tracker = WandbTracker(config, Path(sys.argv[1]), "killed", {}, {})
 tracker.log(0, {"x": 1.5, "training/global_step": 0})
@@ -229,6 +209,110 @@ def test_wandbs_own_process_may_be_ended(
     )
 
 
+@pytest.mark.processes
+def test_what_a_killed_process_of_wandbs_has_lost_is_sent_again(tmp_path: Path) -> None:
+    tracker = WandbTracker(OFFLINE, tmp_path, "killed", {}, {})
+    (started,) = [
+        child for child in psutil.Process().children() if child.name() == "wandb-core"
+    ]
+    trackers = Trackers([JsonlTracker(tmp_path), tracker])
+    trackers.log(1, {"x": 1.5})
+    while not held(sessions(tmp_path)[0]):
+        time.sleep(0.1)
+    # These are not flushed yet.
+    trackers.log(2, {"x": 2.5})
+    trackers.log(3, {"x": 3.5})
+    started.kill()
+    started.wait(PATIENCE_S)
+    time.sleep(1.1)  # W&B names the folder of a session by the second.
+    trackers.log(4, {"x": 4.5})
+    trackers.close(failed=False)
+    assert steps_of(tmp_path) == [1, 2, 3, 4]
+    assert [line["x"] for line in history(sessions(tmp_path)[-1])][-1] == 4.5
+
+
+@pytest.mark.processes
+def test_the_last_lines_of_a_killed_process_of_wandbs_are_sent_again(
+    tmp_path: Path,
+) -> None:
+    tracker = WandbTracker(OFFLINE, tmp_path, "killed", {}, {})
+    (started,) = [
+        child for child in psutil.Process().children() if child.name() == "wandb-core"
+    ]
+    trackers = Trackers([JsonlTracker(tmp_path), tracker])
+    trackers.log(1, {"x": 1.5})
+    trackers.log(2, {"x": 2.5})
+    started.kill()
+    started.wait(PATIENCE_S)
+    time.sleep(1.1)  # W&B names the folder of a session by the second.
+    trackers.close(failed=False)
+    assert steps_of(tmp_path) == [1, 2]
+
+
+@pytest.mark.processes
+def test_a_driver_that_follows_another_one_sends_what_wandb_lacks_and_no_more(
+    tmp_path: Path,
+) -> None:
+    first = WandbTracker(OFFLINE, tmp_path, "killed", {}, {})
+    record = JsonlTracker(tmp_path)
+    for step in range(5):
+        metrics = {"x": float(step), "training/global_step": step}
+        record.log(step, metrics)
+        # The driver was killed before W&B had the first step.
+        if step != 1:
+            first.log(step, metrics)
+    first.close(failed=True)
+    record.close(failed=True)
+
+    # It goes on after step 2.
+    time.sleep(1.1)  # W&B names the folder of a session by the second.
+    continued = JsonlTracker(tmp_path, 2, record.state())
+    second = WandbTracker(OFFLINE, tmp_path, "killed", {}, first.state(), follows=True)
+    both = Trackers([continued, second])
+    for step in (3, 4, 5):
+        both.log(step, {"x": float(step)})
+    both.close(failed=False)
+    assert steps_of(tmp_path) == [0, 2, 3, 4, 1, 5]
+
+
+@pytest.mark.processes
+def test_a_process_of_wandbs_that_is_stopped_holds_up_nothing(tmp_path: Path) -> None:
+    tracker = WandbTracker(OFFLINE, tmp_path, "stopped", {}, {})
+    unhurried = UnhurriedTracker(tracker, tracker.kill_process, patience_s=2.0)
+    unhurried.log(1, {"x": 1.5, "training/global_step": 1})
+    while not (sessions(tmp_path) and held(sessions(tmp_path)[0])):
+        time.sleep(0.1)
+    for child in psutil.Process().children():
+        if child.name() == "wandb-core":
+            child.suspend()
+
+    # Its sockets take some of this, and not all. What they do not take goes to another
+    # process.
+    for step in range(2, 250):
+        metrics = {f"x{number}": 0.5 for number in range(300)}
+        unhurried.log(step, metrics | {"training/global_step": step})
+    unhurried.close(failed=False)
+    first, second = sessions(tmp_path)
+    assert history(first)[0]["x"] == 1.5
+    assert history(second)[-1]["training/global_step"] == 249
+
+
+@pytest.mark.processes
+def test_a_run_that_continues_goes_on_where_wandb_cannot_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_HTTP_TIMEOUT", "2")
+    monkeypatch.setattr("verl_ray.tracking.wandb_run.INIT_TIMEOUT_S", 2.0)
+    trackers = Trackers([open_wandb(ONLINE, tmp_path, "run", {}, {RUN_ID: "abc"})])
+    trackers.log(1, {"x": 1.5})
+    trackers.close(failed=False)
+    assert "the run goes on without: W&B did not start" in capsys.readouterr().err
+    # A driver that reaches it continues the same run of W&B's.
+    assert trackers.state() == {RUN_ID: "abc"} and trackers.outputs() == {}
+
+
 def held(session: Path) -> bool:
     """Whether the file of the session holds the record of a step; it is not compressed."""
     content = b"".join(path.read_bytes() for path in session.glob("*.wandb"))
@@ -249,6 +333,7 @@ def test_online_without_credentials_is_a_configuration_error(
 
 
 ONLINE_PROGRAM = """
+import os
 import sys
 from pathlib import Path
 from verl_ray.config.run import WandbConfig
@@ -259,7 +344,10 @@ config = WandbConfig(mode="online", project="tests", entity=None, group=None, ta
 try:
     wandb_run.WandbTracker(config, Path(sys.argv[1]), "run", {}, {})
 except TrackingError as error:
-    print(error)
+    print(error, flush=True)
+import psutil
+alive = [child for child in psutil.Process().children() if child.status() != "zombie"]
+print(len(alive), flush=True)
 """
 
 
@@ -279,13 +367,64 @@ def test_online_without_a_server_is_an_error(tmp_path: Path) -> None:
         check=True,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_S,
         env=environment,
     )
+    # Nothing of W&B's holds up the exit.
+    assert ended.stdout.endswith("\n0\n")
     assert (
         "W&B did not start: " in ended.stdout
         and "tracking.wandb.mode=offline" in ended.stdout
     )
+
+
+STOPPED_PROGRAM = """
+import os
+import signal
+import sys
+from pathlib import Path
+from wandb.sdk.lib.service import service_process
+from verl_ray.config.run import WandbConfig
+from verl_ray.errors import TrackingError
+from verl_ray.tracking import wandb_process, wandb_run
+
+def start_and_stop(settings):
+    process = start(settings)
+    os.kill(process._process.pid, signal.SIGSTOP)
+    return process
+
+config = WandbConfig(mode="offline", project="tests", entity=None, group=None, tags=())
+wandb_process._END_S = 0.5
+if sys.argv[2] == "starts":
+    start = service_process.start
+    service_process.start = start_and_stop
+    wandb_run.INIT_TIMEOUT_S = 1.0
+    try:
+        wandb_run.WandbTracker(config, Path(sys.argv[1]), "run", {}, {})
+    except TrackingError as error:
+        print(error)
+else:
+    tracker = wandb_run.WandbTracker(config, Path(sys.argv[1]), "run", {}, {})
+    (process,) = tracker._process.present()
+    process.suspend()
+    tracker._process.end()
+print([name for name in os.environ if name == "WANDB_SERVICE"])
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("phase", ["starts", "ends"])
+def test_a_process_of_wandbs_that_is_stopped_keeps_no_process_from_its_end(
+    tmp_path: Path, phase: str
+) -> None:
+    command = [sys.executable, "-c", STOPPED_PROGRAM, str(tmp_path), phase]
+    ended = subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    *errors, left = ended.stdout.splitlines()
+    assert left == "[]"
+    expected = ["W&B did not start: "] if phase == "starts" else []
+    assert [error[:19] for error in errors] == expected
 
 
 class _ServiceError(Exception):

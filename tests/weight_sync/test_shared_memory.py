@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from verl_ray.errors import WeightSyncError
+from verl_ray.shared_files import FOLDER
 from verl_ray.weight_sync.buckets import plan_buckets
 from verl_ray.weight_sync.fingerprint import Fingerprint, fingerprint
 from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice
-from verl_ray.weight_sync.shared_files import FOLDER
 from verl_ray.weight_sync.shared_memory import (
     SharedMemoryAddress,
     create,
@@ -171,7 +171,7 @@ def test_what_a_dead_owner_left_is_removed_and_what_a_live_one_has_stays(
 ) -> None:
     code = """
 import os, tempfile
-from verl_ray.weight_sync.shared_files import FOLDER, prefix
+from verl_ray.shared_files import FOLDER, prefix
 from verl_ray.weight_sync.shared_memory import create
 folder = tempfile.mkdtemp(prefix=prefix("adapter"), dir=FOLDER)
 open(f"{folder}/adapter_model.safetensors", "w").close()

@@ -17,7 +17,8 @@ def credit(in_loss: list[bool]) -> Credit:
     zeros = np.zeros(ROWS.num_rows, np.float32)
     return Credit(
         offsets=ROWS.offsets, advantages=np.zeros(ROWS.num_tokens, np.float32), in_loss=np.array(in_loss),
-        reward=zeros, kl=zeros, advantage_statistics=np.zeros((ROWS.num_rows, 4)),
+        reward=zeros, kl=zeros, kl_bounded=np.zeros(ROWS.num_rows, np.int64),
+        is_positive=zeros > 0, advantage_statistics=np.zeros((ROWS.num_rows, 4)),
     )  # fmt: skip
 
 
@@ -47,3 +48,21 @@ def test_denominators_are_those_of_all_ranks() -> None:
     assert loss_weights(ROWS, credit([True] * 3), mini_batch).tolist() == pytest.approx(
         [1 / 70] * 3
     )
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("token_mean", [1 / 7, 1 / 7, 1 / 7]),
+        # Sequences of 2 + 1 and 4 tokens.
+        ("seq_mean_token_sum", [1 / 2, 1 / 2, 1 / 2]),
+        ("seq_mean_token_mean", [1 / 6, 1 / 8, 1 / 6]),
+    ],
+)
+def test_the_rows_of_a_sequence_weigh_the_same(
+    mode: AggregationName, expected: list[float]
+) -> None:
+    mini_batch = MiniBatch(total_tokens=7, total_rows=2, aggregation=mode, horizon=None)
+    sequence = np.array([8, 3, 8])
+    found = loss_weights(ROWS, credit([True] * 3), mini_batch, sequence)
+    assert found.tolist() == pytest.approx(expected)

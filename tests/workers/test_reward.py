@@ -106,6 +106,12 @@ def test_each_row_is_graded_by_the_function_of_its_data_source(
     assert scores.num_rows == 5 and scores.num_tokens == 0
     assert not scores.has_entries.any() and worker.needs_groups()
 
+    # In an evaluation a built-in function's scores have the answer that it read.
+    held_out = worker.score(rows, 1, True)
+    assert held_out.score[:4].tolist() == scores.score[:4].tolist()
+    answers = ['{"pred": "3"}', '{"pred": "4"}', "", "", ""]
+    assert held_out.entries.texts() == answers
+
 
 @pytest.mark.processes
 def test_a_function_gets_what_is_known_about_a_row(worker: RewardWorker) -> None:

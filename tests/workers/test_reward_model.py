@@ -384,7 +384,7 @@ def test_the_models_positions_are_a_limit_too(
         scores.score[0]
     )
     assert scores.detail.texts()[0].endswith(
-        "tokens, more than max_position_embeddings = 10"
+        "tokens, more than the positions of the model = 10"
     )
 
 

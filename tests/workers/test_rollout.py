@@ -4,6 +4,7 @@ down.
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -21,6 +22,7 @@ from verl_ray.data.stages import (
     Rollouts,
 )
 from verl_ray.errors import CannotGenerate, EngineFailed
+from verl_ray.rollout.engine_load import EngineLoad
 from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling
 from verl_ray.rollout.scripted import ScriptedEngine
 from verl_ray.rollout.seeds import row_seeds
@@ -67,6 +69,34 @@ def generate(stream_rows: int) -> tuple[ScriptedWorker, list[Rollouts]]:
     return worker, list(worker.generate(prompts(), what))
 
 
+def test_two_checkpoints_are_asked_with_the_same_seeds() -> None:
+    """So their responses to a prompt differ by the policy alone, and can be paired."""
+    seeds = row_seeds(4, "evaluate", np.array([6, 7, 10, 11]))
+    what = Generation("evaluate", 2, Sampling(1.0, 0.9, -1, LIMIT), 4, stream_rows=1)
+    asked = []
+    for version in (0, 20):
+        requests: list[GenerationRequest] = []
+
+        def script(
+            request: GenerationRequest, kept: list[GenerationRequest] = requests
+        ) -> list[tuple[int, float]]:
+            kept.append(request)
+            return [(1, -0.5)]
+
+        worker = ScriptedWorker()
+        worker.server = RolloutServer(
+            lambda script=script, version=version: ScriptedEngine(
+                script, initial_version=version
+            )
+        )
+        pieces = list(worker.generate(prompts(), what))
+        versions = {span[1] for piece in pieces for span in piece.version_spans.values}
+        assert versions == {version}
+        asked.append([(request.tokens.tolist(), request.seed) for request in requests])
+    tokens = [[1, 2], [1, 2], [3, 4, 5], [3, 4, 5]]
+    assert asked[0] == asked[1] == list(zip(tokens, seeds.tolist(), strict=True))
+
+
 def test_rows_are_whole_however_they_finish() -> None:
     _, pieces = generate(stream_rows=2)
     assert [piece.row_id.tolist() for piece in pieces] == [
@@ -104,6 +134,34 @@ def test_rows_are_whole_however_they_finish() -> None:
 def test_what_is_left_at_the_end_is_handed_on_together() -> None:
     assert [piece.num_rows for piece in generate(stream_rows=3)[1]] == [3, 1]
     assert [piece.num_rows for piece in generate(stream_rows=99)[1]] == [4]
+
+
+def test_a_finished_response_does_not_wait_for_a_slow_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("workers.rollout.HELD_S", 0.05)
+    handed_on = threading.Event()
+
+    class Slow(ScriptedEngine):
+        """An engine that makes its second step once something was handed on."""
+
+        def step(self) -> list[Chunk]:
+            if self.steps == 1:
+                assert handed_on.wait(60)
+            return super().step()
+
+    worker = ScriptedWorker()
+    worker.server = RolloutServer(lambda: Slow(worker.script, initial_version=9))
+    what = Generation(
+        "train", 2, Sampling(1.0, 1.0, -1, LIMIT), run_seed=4, stream_rows=99
+    )
+    pieces = []
+    for piece in worker.generate(prompts(), what):
+        pieces.append(piece.row_id.tolist())
+        handed_on.set()
+    # Only row 7 ends with the first step.
+    assert pieces[0] == [7]
+    assert sorted(row for piece in pieces for row in piece) == [6, 7, 10, 11]
 
 
 def test_a_request_is_what_its_row_asks_for() -> None:
@@ -190,3 +248,25 @@ def test_aborted_responses_come_back_as_far_as_they_got() -> None:
     assert (
         rows.response_length.tolist() == [0] * 4 and len(rows.version_spans.values) == 0
     )
+
+
+def test_open_rows_stay_while_the_replica_sleeps_and_new_ones_wait() -> None:
+    worker = ScriptedWorker()
+    what = Generation(
+        "train", 2, Sampling(1.0, 1.0, -1, LIMIT), run_seed=4, stream_rows=4
+    )
+    worker.server.run(lambda engine: engine.pause())
+    with ThreadPoolExecutor(2) as pool:
+        opened = pool.submit(list, worker.generate(prompts(), what))
+        while worker.health().in_flight < 4:
+            time.sleep(0.01)
+        worker.pause("recompute")
+        later = pool.submit(list, worker.generate(prompts(), what))
+        worker.sleep("kv_cache")
+        assert worker.health().load == EngineLoad(waiting=4)
+        worker.wake("kv_cache")
+        assert not opened.done() and not later.done()
+        worker.resume()
+        for rows in (*opened.result(10), *later.result(10)):
+            assert sorted(rows.row_id.tolist()) == [6, 7, 10, 11]
+            assert Finish.ABORTED not in rows.finish

@@ -1,72 +1,21 @@
 """The choices of an algorithm whose functions need torch, and the settings of all.
 
 Invariant: light, and the only place that lists these choices; a function is named by
-its import address, and imported when it is called. Deliberately not here: advantages
-(`advantages.py`) and aggregations (`row_weights.py`), which NumPy computes and which
-are declared next to their functions.
+its import address, and imported when it is called. Deliberately not here: losses of
+the policy (`policy_loss_choices.py`), and advantages (`advantages.py`) and aggregations
+(`row_weights.py`), which NumPy computes and which are declared next to their functions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
-
-from pydantic import Field
 
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.algorithms.declaration import Declaration, Setting, by_name
+from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
 from verl_ray.algorithms.row_weights import AGGREGATIONS
-from verl_ray.config.section import PositiveFloat
 from verl_ray.lazy import Lazy
-
-# ----------------------------------------------------------------------- policy losses
-
-CLIP_LOW = Setting(
-    "clip_low", PositiveFloat, "The ratio is clipped to [1 - clip_low, 1 + clip_high]."
-)
-CLIP_HIGH = Setting(
-    "clip_high", PositiveFloat, "The ratio is clipped to [1 - clip_low, 1 + clip_high]."
-)
-DUAL_CLIP = Setting(
-    "dual_clip",
-    Annotated[float, Field(gt=1)],
-    "Lower bound of the surrogate at negative advantages, as a multiple of the"
-    " advantage; null = none.",
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyLoss(Declaration):
-    """A choice of `algorithm.policy_loss`.
-
-    Attributes:
-        function: Maps (log_probs, old_log_probs, advantages), float32 [T] each over
-            response tokens, and its settings to a TokenLoss. With one update per batch
-            `old_log_probs` is `log_probs.detach()`.
-        has_ratio: True if tokens are weighted by their ratio to the old policy, which
-            corrects for several updates on the same rollouts.
-    """
-
-    function: Lazy
-    has_ratio: bool
-
-
-POLICY_LOSSES = by_name(
-    PolicyLoss(
-        name="ppo_clip",
-        paper="PPO (arXiv:1707.06347)",
-        function=Lazy("verl_ray.algorithms.losses:ppo_clip"),
-        has_ratio=True,
-        reads={CLIP_LOW: 0.2, CLIP_HIGH: 0.2, DUAL_CLIP: None},
-    ),
-    PolicyLoss(
-        name="reinforce",
-        paper="Williams, 1992",
-        function=Lazy("verl_ray.algorithms.losses:reinforce"),
-        has_ratio=False,
-    ),
-)
 
 # ----------------------------------------------------- divergence from the reference
 
@@ -79,13 +28,19 @@ class KLEstimator(Declaration):
         function: Maps (log_probs, ref_log_probs), arrays or tensors, to an estimate per
             element.
         has_gradient: True if its gradient, as a loss, is not 0 in expectation.
+        bound: The largest estimate, which stands for any larger one; None: unbounded.
+        reward_form: The estimator of the same values, if this one differs from it only
+            by its gradient, which a penalty in the reward does not have.
     """
 
     function: Lazy
     has_gradient: bool = True
+    bound: float | None = None
+    reward_form: str | None = None
 
 
 _SCHULMAN = "Schulman, Approximating KL divergence (2020)"
+_MAX_K3 = 10.0  # `ops.kl.MAX_K3`, whose module needs torch
 
 KL_ESTIMATORS = by_name(
     KLEstimator(
@@ -95,7 +50,25 @@ KL_ESTIMATORS = by_name(
         has_gradient=False,
     ),
     KLEstimator(name="k2", paper=_SCHULMAN, function=Lazy("verl_ray.ops.kl:k2")),
-    KLEstimator(name="k3", paper=_SCHULMAN, function=Lazy("verl_ray.ops.kl:k3")),
+    KLEstimator(
+        name="k3",
+        paper=_SCHULMAN,
+        function=Lazy("verl_ray.ops.kl:bounded_k3"),
+        bound=_MAX_K3,
+    ),
+    KLEstimator(
+        name="k1_straight_through",
+        paper="k1 with the gradient of k2",
+        function=Lazy("verl_ray.ops.kl:straight_through_k1"),
+        reward_form="k1",
+    ),
+    KLEstimator(
+        name="k3_straight_through",
+        paper="k3 with the gradient of k2",
+        function=Lazy("verl_ray.ops.kl:straight_through_k3"),
+        bound=_MAX_K3,
+        reward_form="k3",
+    ),
     KLEstimator(
         name="abs",
         paper="the mean bounds that of |k1|",
@@ -114,12 +87,14 @@ class Correction(Declaration):
         function: Maps (ratio float32 [T], lower, upper) to (weight float32 [T], mask
             bool [T]), where the mask is False at tokens that leave the loss.
         two_sided: True if there is a lower bound as well.
+        may_have_lower: True if there may be one.
         weights_by_ratio: True if tokens are weighted by their ratio; False: by 1.
         drops_tokens: True if tokens beyond a bound leave the loss.
     """
 
     function: Lazy
     two_sided: bool = False
+    may_have_lower: bool = False
     weights_by_ratio: bool = True
     drops_tokens: bool = True
 
@@ -132,6 +107,7 @@ CORRECTIONS = by_name(
         paper="Ionides, 2008",
         function=Lazy("verl_ray.algorithms.correction:tis"),
         drops_tokens=False,
+        may_have_lower=True,
     ),
     Correction(
         name="mis", paper=_LIU, function=Lazy("verl_ray.algorithms.correction:mis")
@@ -180,6 +156,44 @@ LEVELS = by_name(
         paper=_LIU,
         function=Lazy("verl_ray.algorithms.correction:geometric_log_ratio"),
     ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejection(Declaration):
+    """A choice in `algorithm.correction.rejections`.
+
+    Attributes:
+        statistic: Maps log ratios to what is judged, float32 [T] each.
+        over: Maps those and the rows, int64 [T], to a value at each token, float32 [T].
+        two_sided: True if the ratio is bounded on both sides; False: there is an upper
+            bound alone.
+    """
+
+    statistic: Lazy
+    over: Lazy
+    two_sided: bool
+
+
+_REJECTION = "verl_ray.algorithms.rejection"
+
+REJECTIONS = by_name(
+    *(
+        Rejection(
+            name=f"{over}_{statistic}",
+            paper=_LIU,
+            statistic=Lazy(f"{_REJECTION}:{statistic}"),
+            over=Lazy(f"{_REJECTION}:{over}"),
+            two_sided=statistic == "k1",
+        )
+        for over, statistics in {
+            "token": ("k1", "k2", "k3"),
+            "seq_sum": ("k1", "k2", "k3"),
+            "seq_mean": ("k1", "k2", "k3"),
+            "seq_max": ("k2", "k3"),
+        }.items()
+        for statistic in statistics
+    )
 )
 
 # ---------------------------------------------------------------- settings of formulas

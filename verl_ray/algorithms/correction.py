@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from verl_ray.algorithms.catalogue import CORRECTIONS, LEVELS
+from verl_ray.algorithms.rejection import rejections
 from verl_ray.config.algorithm import CorrectionConfig
 from verl_ray.ops.kl import MAX_EXPONENT
 from verl_ray.ops.rows import row_lengths, row_sums
@@ -28,6 +29,16 @@ from verl_ray.ops.rows import row_lengths, row_sums
 CORRECTION_PREFIX = "correction/"
 """The beginning of names of the token means and maxima that `correction_metrics`
 reads."""
+
+
+REJECTION_PREFIX = "rejection/"
+"""The beginning of names of the token means that say what rejections leave out."""
+
+BATCH_MEAN = "batch_mean"
+"""The name of the mean over the mini-batch that weights are divided by."""
+
+ALL = "all"
+"""The name of what a correction and its rejections leave out together."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +60,39 @@ class CorrectionWeights:
 
 def correction_weights(
     config: CorrectionConfig, log_ratio: Tensor, row: Tensor
-) -> CorrectionWeights:
-    """Return the weights of a correction.
+) -> CorrectionWeights | None:
+    """Return the weights of a correction, without what its rejections leave out.
 
     Args:
         config: The section `algorithm.correction`.
         log_ratio: float32 [T], log(p / p_rollout) of each sampled token under the
             policy to correct towards.
         row: int64 [T], the row of each token.
+
+    Returns:
+        The weights; None if there are neither a kind nor rejections.
     """
+    if config.rejections is None:
+        return None if config.kind is None else _weights(config, log_ratio, row)
+
+    ones = torch.ones_like(log_ratio)
+    weights = CorrectionWeights(ones, ones.bool(), {}, {})
+    if config.kind is not None:
+        weights = _weights(config, log_ratio, row)
+
+    means = dict(weights.means)
+    mask = weights.mask
+    for name, is_beyond in rejections(config.rejections, log_ratio, row).items():
+        mask = mask & ~is_beyond
+        means[f"{REJECTION_PREFIX}{name}"] = is_beyond.float()
+    means[f"{REJECTION_PREFIX}{ALL}"] = (~mask).float()
+    return CorrectionWeights(weights.weight, mask, means, weights.maxima)
+
+
+def _weights(
+    config: CorrectionConfig, log_ratio: Tensor, row: Tensor
+) -> CorrectionWeights:
+    """Return the weights of the kind of correction; see `correction_weights`."""
     kind = config.kind
     level = config.level
     upper = config.upper
@@ -116,9 +151,11 @@ def correction_metrics(
     weights in use: after truncation, and 0 where a token is left out. Here they do too.
     rollout_is_ratio_fraction_high and _low count the ratios beyond the bounds (without
     a lower one, below 1 / upper): each token's, or each response's if the ratio is one
-    of responses. rollout_rs_masked_fraction is the fraction of tokens left out. Names
-    of this project: rollout_corr/ratio_mean, _max and _min describe the ratios before
-    anything is done about them.
+    of responses. rollout_rs_masked_fraction is the fraction of tokens left out, and
+    rollout_rs_<name>_masked_fraction that of one rejection. Names of this project:
+    rollout_corr/ratio_mean, _max and _min describe the ratios before anything is done
+    about them. With algorithm.correction.normalise all of these describe the weights
+    before they are divided by rollout_corr/rollout_is_batch_norm_factor.
 
     Args:
         means: The token means of `CorrectionWeights.means`.
@@ -127,13 +164,17 @@ def correction_metrics(
     Returns:
         The metrics; none if the means have none of a correction.
     """
+    rejected = {
+        f"rollout_corr/rollout_rs_{name}masked_fraction": value
+        for name, value in _of_rejections(means).items()
+    }
     own_means = {
         name.removeprefix(CORRECTION_PREFIX): value
         for name, value in means.items()
         if name.startswith(CORRECTION_PREFIX)
     }
     if not own_means:
-        return {}
+        return rejected
 
     mean = own_means["weight"]
     # The variance around the mean from that around 1; rounding may make it negative.
@@ -156,7 +197,25 @@ def correction_metrics(
         "rollout_corr/ratio_mean": own_means["ratio"],
         "rollout_corr/ratio_max": maxima[f"{CORRECTION_PREFIX}ratio"],
         "rollout_corr/ratio_min": smallest_ratio,
+        **rejected,
+        **_of_normalisation(own_means),
     }
+
+
+def _of_normalisation(own_means: Mapping[str, float]) -> dict[str, float]:
+    """Return what weights are divided by; nothing where they are not."""
+    name = "rollout_corr/rollout_is_batch_norm_factor"
+    return {name: own_means[BATCH_MEAN]} if BATCH_MEAN in own_means else {}
+
+
+def _of_rejections(means: Mapping[str, float]) -> dict[str, float]:
+    """Return the fractions that rejections leave out, by what stands in their names."""
+    fractions = {}
+    for name, value in means.items():
+        if name.startswith(REJECTION_PREFIX):
+            rejection = name.removeprefix(REJECTION_PREFIX)
+            fractions["" if rejection == ALL else f"{rejection}_"] = value
+    return fractions
 
 
 def _smallest(largest_inverse: float) -> float:
@@ -197,14 +256,17 @@ def geometric_log_ratio(log_ratio: Tensor, row: Tensor) -> Tensor:
 
 
 def tis(ratio: Tensor, lower: float | None, upper: float) -> tuple[Tensor, Tensor]:
-    """Return min(ratio, upper): truncated importance sampling. No token is left out.
+    """Return the ratio, at most upper: truncated importance sampling.
+
+    No token is left out. With a lower bound, weights are at least that.
 
     E. L. Ionides, "Truncated importance sampling" (2008); per token, between a sampler
     and a trainer: F. Yao et al., "Your efficient RL framework secretly brings you
     off-policy RL training" (2025); per sequence: J. Liu et al., "When speed kills
     stability" (2025).
     """
-    return ratio.clamp(max=upper), torch.ones_like(ratio, dtype=torch.bool)
+    weight = ratio.clamp(min=lower, max=upper)
+    return weight, torch.ones_like(ratio, dtype=torch.bool)
 
 
 def mis(ratio: Tensor, lower: float | None, upper: float) -> tuple[Tensor, Tensor]:

@@ -10,18 +10,29 @@ moments of all shards, and the estimators themselves (`advantages.py`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from verl_ray.algorithms.advantages import (
-    ADVANTAGES,
+from verl_ray.algorithms.advantages import ADVANTAGES
+from verl_ray.algorithms.catalogue import KL_ESTIMATORS
+from verl_ray.algorithms.estimators import (
+    AgentBaseline,
     CriticBaseline,
     GroupBaseline,
-    complete_trajectories,
+    GroupTokenBaseline,
+    ResponseColumns,
 )
-from verl_ray.algorithms.catalogue import KL_ESTIMATORS
+from verl_ray.algorithms.group_baselines import RewardPart
+from verl_ray.algorithms.groups import complete_trajectories
+from verl_ray.algorithms.row_statistics import (
+    float32_sums,
+    optional_statistics,
+    row_statistics,
+)
+from verl_ray.algorithms.token_baselines import gradient_energy
 from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.data.batch import Int64, offsets_of
 from verl_ray.data.stages import (
@@ -33,7 +44,6 @@ from verl_ray.data.stages import (
     LogProbs,
     Rollouts,
     RowRewards,
-    Statistics,
     Values,
 )
 from verl_ray.errors import DataError
@@ -42,19 +52,20 @@ from verl_ray.errors import DataError
 def response_divergences(
     algorithm: AlgorithmConfig,
     rollouts: Rollouts,
-    policy: LogProbs,
+    policy: LogProbs | None,
     reference: LogProbs,
 ) -> Divergence:
     """Return the divergence of each response from the reference.
 
-    It is the sum over the response's tokens.
+    It is the sum over the response's tokens. Without log-probs of the policy, those of
+    the sampler are compared.
     """
     offsets = offsets_of(rollouts.response_length)
     places = np.flatnonzero(rollouts.response_mask)
-    divergence = _token_divergence(algorithm, places, policy, reference)
+    divergence = _token_divergence(algorithm, places, rollouts, policy, reference)
     return Divergence(
         offsets=np.zeros(rollouts.num_rows + 1, np.int64),
-        kl=_float32_sums(divergence, offsets),
+        kl=float32_sums(divergence, offsets),
     )
 
 
@@ -62,57 +73,87 @@ def response_rewards(
     algorithm: AlgorithmConfig,
     score: Float32,
     ok: Bool,
-    finish: npt.NDArray[np.int8],
-    group_id: Int64,
-    trajectory_id: Int64,
-    charge: Float32 | None,
+    responses: ResponseColumns,
+    charge: RewardPart | None,
+    parts: Sequence[RewardPart] = (),
 ) -> RowRewards:
     """Return the reward of each response, its advantage, and if it is learned from.
 
     A response without a score, or one that was aborted, is no evidence about the
     policy: it has no reward and is not learned from. Group baselines compare
     trajectories, so with them the whole trajectory has no reward, and is no member of
-    its group. A response that was cut at the length limit is a member; it is not
-    learned from if algorithm.truncated is mask.
+    its group. A response that was cut at the length limit is a member, unless
+    algorithm.truncated is drop; it is not learned from if that is mask or drop.
 
     Args:
         algorithm: The section `algorithm` of the configuration.
         score: float32 [rows].
         ok: bool [rows]; False: the response has no score.
-        finish: int8 [rows], a `Finish` each.
-        group_id: int64 [rows].
-        trajectory_id: int64 [rows].
-        charge: float32 [rows], the cost of each response's divergence from the
-            reference, or None. Group baselines compare rewards that it is already
-            subtracted from.
+        responses: What else is known of them.
+        charge: The cost of a nat, and the divergence of each response from the
+            reference, float32 [rows]; or None. Group baselines compare rewards less
+            their product.
+        parts: What the scores are the weighted sum of. The divergence is one more,
+            weighted by -cost.
     """
     estimator = ADVANTAGES[algorithm.advantage]
-    rewarded = ok & (finish != Finish.ABORTED)
-    if isinstance(estimator, GroupBaseline):
-        rewarded = complete_trajectories(rewarded, trajectory_id)
+    rewarded = ok & says_something(algorithm, responses.finish)
+    if estimator.rewards_whole_trajectories:
+        rewarded = complete_trajectories(rewarded, responses.trajectory_id)
 
-    charged_score = score if charge is None else score - charge
+    charged_score = score
+    if charge is not None:
+        cost, divergence = charge
+        charged_score = score - np.float32(cost) * divergence
+        parts = [*parts, (-cost, divergence)]
     reward = np.where(rewarded, charged_score, 0).astype(np.float32)
 
     # Baselines per token follow on the shards.
     advantage = np.zeros_like(reward)
     if isinstance(estimator, GroupBaseline):
         settings = estimator.settings(algorithm)
-        advantage = estimator.function(
-            reward, group_id, rewarded, trajectory=trajectory_id, **settings
-        )
+        settings |= estimator.columns(rewarded, responses, parts)
+        advantage = estimator.function(reward, responses.group_id, rewarded, **settings)
 
-    # A response that was cut still counts in its group's baseline.
-    in_loss = rewarded
-    if algorithm.truncated == "mask":
-        in_loss = in_loss & (finish != Finish.LENGTH)
-
+    in_loss = _is_learned_from(algorithm, rewarded, responses)
     return RowRewards(
         offsets=np.zeros(len(reward) + 1, np.int64),
         reward=reward,
         advantage=advantage,
         in_loss=in_loss,
+        is_member=rewarded,
+        is_positive=rewarded & (score > 0),
     )
+
+
+def _is_learned_from(
+    algorithm: AlgorithmConfig, rewarded: Bool, responses: ResponseColumns
+) -> Bool:
+    """Return which responses with a reward are learned from, bool [rows]."""
+    # A response that was cut, or is greedy, still counts in its group's baseline.
+    in_loss = rewarded
+    if algorithm.truncated == "mask":
+        in_loss = in_loss & (responses.finish != Finish.LENGTH)
+    if ADVANTAGES[algorithm.advantage].reads_greedy:
+        in_loss = in_loss & ~responses.is_last
+    if algorithm.judges_trajectories:
+        # A sequence is learned from as a whole or not at all.
+        in_loss = complete_trajectories(in_loss, responses.trajectory_id)
+    return in_loss
+
+
+def says_something(algorithm: AlgorithmConfig, finish: npt.NDArray[np.int8]) -> Bool:
+    """Return which responses say something of the policy, bool [rows].
+
+    The others are no members of their group.
+
+    Args:
+        finish: Numbers of `Finish`, int8 [rows].
+    """
+    counts: Bool = finish != Finish.ABORTED
+    if algorithm.truncated == "drop":
+        counts = counts & (finish != Finish.LENGTH)
+    return counts
 
 
 def assign_credit(
@@ -136,8 +177,9 @@ def assign_credit(
         kl_coefficient: The present cost of a nat of divergence.
         rollouts: The rows.
         rewards: Their rewards and, with a group baseline, advantages.
-        policy: Log-probs of the policy, or None if no divergence is computed.
-        reference: Log-probs of the reference, or None likewise.
+        policy: Log-probs of the policy, or None if they are not computed. A penalty in
+            the reward takes the sampler's then.
+        reference: Log-probs of the reference, or None if there is no divergence.
         values: Values of the critic, or None if there is none.
 
     Raises:
@@ -148,24 +190,27 @@ def assign_credit(
     places = np.flatnonzero(rollouts.response_mask)
     offsets = offsets_of(rollouts.response_length)
     divergence = np.zeros(len(places), np.float32)
-    if policy is not None and reference is not None:
-        divergence = _token_divergence(algorithm, places, policy, reference)
+    is_penalty = algorithm.kl.place == "reward"
+    if reference is not None and (policy is not None or is_penalty):
+        divergence = _token_divergence(algorithm, places, rollouts, policy, reference)
 
     token_rewards = _token_rewards(
         algorithm, kl_coefficient, rewards, divergence, offsets
     )
-    tokens = _estimate(algorithm, rollouts, rewards, token_rewards, values)
+    tokens = _estimate(algorithm, rollouts, rewards, token_rewards, values, policy)
     return Credit(
         offsets=rollouts.offsets,
         advantages=_spread(tokens.advantages, places, rollouts.num_tokens),
         returns=_spread_optional(tokens.returns, places, rollouts.num_tokens),
         in_loss=rewards.in_loss,
-        reward=_float32_sums(token_rewards, offsets),
-        kl=_float32_sums(divergence, offsets),
+        is_positive=rewards.is_positive,
+        reward=float32_sums(token_rewards, offsets),
+        kl=float32_sums(divergence, offsets),
+        kl_bounded=_bounded_tokens(algorithm, divergence, offsets),
         advantage_statistics=row_statistics(tokens.advantages, offsets),
-        return_statistics=_optional_statistics(tokens.returns, offsets),
-        value_statistics=_optional_statistics(tokens.values, offsets),
-        residual_statistics=_optional_statistics(tokens.residuals, offsets),
+        return_statistics=optional_statistics(tokens.returns, offsets),
+        value_statistics=optional_statistics(tokens.values, offsets),
+        residual_statistics=optional_statistics(tokens.residuals, offsets),
     )
 
 
@@ -197,17 +242,30 @@ def _estimate(
     rewards: RowRewards,
     token_rewards: Float32,
     values: Values | None,
+    policy: LogProbs | None,
 ) -> _TokenCredit:
     """Return what the estimator makes of the rewards.
 
     Raises:
-        DataError: The estimator needs values and there are none.
+        DataError: The estimator needs values or probabilities and there are none.
     """
     offsets = offsets_of(rollouts.response_length)
     estimator = ADVANTAGES[algorithm.advantage]
 
-    if isinstance(estimator, GroupBaseline):
+    if isinstance(estimator, GroupBaseline | AgentBaseline):
         return _TokenCredit(np.repeat(rewards.advantage, rollouts.response_length))
+
+    if isinstance(estimator, GroupTokenBaseline):
+        advantages = estimator.function(
+            rewards.reward,
+            rollouts.group_id,
+            rewards.is_member,
+            gradient_energy(rollouts.response_mask, policy),
+            offsets,
+            trajectory=rollouts.trajectory_id,
+            **estimator.settings(algorithm),
+        )
+        return _TokenCredit(advantages)
 
     if isinstance(estimator, CriticBaseline):
         if values is None:
@@ -227,7 +285,11 @@ def _estimate(
 
 
 def _token_divergence(
-    algorithm: AlgorithmConfig, places: Int64, policy: LogProbs, reference: LogProbs
+    algorithm: AlgorithmConfig,
+    places: Int64,
+    rollouts: Rollouts,
+    policy: LogProbs | None,
+    reference: LogProbs,
 ) -> Float32:
     """Return the estimated divergence at these tokens.
 
@@ -240,10 +302,24 @@ def _token_divergence(
         )
 
     estimator = KL_ESTIMATORS[algorithm.kl.estimator]
+    log_probs = rollouts.rollout_log_probs if policy is None else policy.log_probs
     divergence: Float32 = estimator.function(
-        policy.log_probs[places], reference.log_probs[places]
+        log_probs[places], reference.log_probs[places]
     )
     return divergence
+
+
+def _bounded_tokens(
+    algorithm: AlgorithmConfig, divergence: Float32, offsets: Int64
+) -> Int64:
+    """Return how many tokens of each row have the estimator's bound, int64 [rows]."""
+    estimator = algorithm.kl.estimator
+    bound = None if estimator is None else KL_ESTIMATORS[estimator].bound
+    if bound is None:
+        return np.zeros(len(offsets) - 1, np.int64)
+    return float32_sums((divergence >= bound).astype(np.float32), offsets).astype(
+        np.int64
+    )
 
 
 def _token_rewards(
@@ -262,10 +338,10 @@ def _token_rewards(
         divergence: float32 [response tokens].
         offsets: int64 [rows + 1], of the response tokens.
     """
-    is_group_baseline = isinstance(ADVANTAGES[algorithm.advantage], GroupBaseline)
+    estimator = ADVANTAGES[algorithm.advantage]
     token_rewards = np.zeros(len(divergence), np.float32)
-    # A group baseline has compared rewards that the divergence was charged in.
-    if algorithm.kl.place == "reward" and not is_group_baseline:
+    # Rewards of whole trajectories have the divergence charged in them.
+    if algorithm.kl.place == "reward" and not estimator.rewards_whole_trajectories:
         token_rewards = (-kl_coefficient * divergence).astype(np.float32)
 
     has_tokens = np.diff(offsets) > 0
@@ -300,45 +376,3 @@ def _spread_optional(
     if values is None:
         return None
     return _spread(values, places, num_tokens)
-
-
-# -------------------------------------------------------------------------- statistics
-
-
-def row_statistics(values: Float32, offsets: Int64) -> Statistics:
-    """Return the sum, sum of squares, maximum and minimum of each row.
-
-    Args:
-        values: float32 [T].
-        offsets: int64 [rows + 1].
-
-    Returns:
-        float64 [rows, 4]; (0, 0, -inf, inf) for an empty row.
-    """
-    empty_row = np.array([0.0, 0.0, -np.inf, np.inf])
-    table = np.tile(empty_row, (len(offsets) - 1, 1))
-
-    # `reduceat` has no result for an empty run, so only the others are reduced.
-    has_tokens = offsets[1:] > offsets[:-1]
-    if has_tokens.any():
-        starts = offsets[:-1][has_tokens]
-        wide = values.astype(np.float64)
-        columns = (
-            np.add.reduceat(wide, starts),
-            np.add.reduceat(wide * wide, starts),
-            np.maximum.reduceat(wide, starts),
-            np.minimum.reduceat(wide, starts),
-        )
-        table[has_tokens] = np.stack(columns, axis=1)
-    return table
-
-
-def _optional_statistics(values: Float32 | None, offsets: Int64) -> Statistics | None:
-    if values is None:
-        return None
-    return row_statistics(values, offsets)
-
-
-def _float32_sums(values: Float32, offsets: Int64) -> Float32:
-    """Return the sum of each row, float32 [rows]."""
-    return row_statistics(values, offsets)[:, 0].astype(np.float32)

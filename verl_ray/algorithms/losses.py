@@ -1,9 +1,10 @@
-"""Losses of the policy, the critic and the reward model, one per token or pair.
+"""Losses per token or pair, and those of the critic and the reward model.
 
 Invariant: losses and metrics are not reduced; weights and sums belong to the caller
 (`row_weights.py`), so no mean depends on how a mini-batch was cut. Nothing here makes
-the host wait for the device. Deliberately not here: entropy bonus and divergence, which
-are token values of their own (`ops/`), and aggregation.
+the host wait for the device. Deliberately not here: losses of the policy
+(`policy_losses.py`), entropy bonus and divergence, which are token values of their own
+(`ops/`), and aggregation.
 """
 
 from __future__ import annotations
@@ -13,10 +14,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
-
-MAX_LOG_RATIO = 20.0
-"""The bound of log ratios. exp overflows float32 past 88, and inf times an advantage of
-0 is NaN; e^20 is far beyond any clip range."""
 
 
 @dataclass(frozen=True)
@@ -38,63 +35,6 @@ class TokenLoss:
     metrics: dict[str, Tensor]
     maxima: dict[str, Tensor] = field(default_factory=dict)
     terms: dict[str, Tensor] = field(default_factory=dict)
-
-
-def ppo_clip(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-) -> TokenLoss:
-    """-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A).
-
-    The ratio is pi / pi_old of the token. With `dual_clip` c > 1, a loss at A < 0 stops
-    at c * |A|.
-
-    Sources: PPO (arXiv:1707.06347, eq. 7); two clip bounds, DAPO (arXiv:2503.14476, eq.
-    10); dual clip (arXiv:1912.09729, eq. 5). Deviation: log ratios are clamped to +-20;
-    past that the token has no gradient.
-
-    Returns:
-        The loss, with the metrics actor/pg_clipfrac (the clipped side decides),
-        actor/pg_clipfrac_lower (the dual clip decides) and actor/ppo_kl (k1 of pi_old
-        from pi).
-    """
-    log_ratio = log_probs - old_log_probs
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    # The minimum of the surrogates, negated.
-    loss = torch.maximum(unclipped, clipped)
-    metrics = {
-        "actor/pg_clipfrac": (clipped > unclipped).float(),
-        "actor/ppo_kl": -log_ratio.detach().float(),
-    }
-
-    if dual_clip is not None:
-        bound = torch.where(advantages < 0, -advantages * dual_clip, torch.inf)
-        metrics["actor/pg_clipfrac_lower"] = (loss > bound).float()
-        loss = torch.minimum(loss, bound)
-
-    return TokenLoss(loss, metrics)
-
-
-def reinforce(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor
-) -> TokenLoss:
-    """-A * log pi, whatever policy sampled the token: for one update per batch.
-
-    Source: R. J. Williams, "Simple statistical gradient-following algorithms" (1992),
-    eq. 4.
-
-    Returns:
-        The loss, with the metric actor/ppo_kl.
-    """
-    metrics = {"actor/ppo_kl": old_log_probs - log_probs.detach()}
-    return TokenLoss(-advantages * log_probs, metrics)
 
 
 def value_loss(

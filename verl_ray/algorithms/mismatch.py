@@ -28,6 +28,11 @@ TOKEN_PREFIX = f"{MISMATCH_PREFIX}token/"
 ROW_PREFIX = f"{MISMATCH_PREFIX}row/"
 """The beginning of names of values of rows, divided over their tokens."""
 
+FRESH_PREFIX = f"{MISMATCH_PREFIX}fresh/"
+"""The beginning of names of values of fresh tokens, which are 0 on all others."""
+
+_FRESH_VALUES = ("kl", "k3_kl", "difference")
+
 FLOAT32_NOISE = 1e-6
 """The noise of a variance that is a difference of means of float32 probabilities."""
 
@@ -87,6 +92,23 @@ def compare_log_probs(
     return means, maxima
 
 
+def fresh_means(means: Mapping[str, Tensor], is_fresh: Tensor) -> dict[str, Tensor]:
+    """Return what the metrics of fresh tokens alone are made of.
+
+    On tokens of the policy version that learns, the mismatch is that of two programs;
+    on older ones the policy's own drift comes on top.
+
+    Args:
+        means: The first result of `compare_log_probs`.
+        is_fresh: float32 [T], 1 where the token is of that version, else 0.
+    """
+    of_fresh = {
+        name: means[f"{TOKEN_PREFIX}{name}"] * is_fresh for name in _FRESH_VALUES
+    }
+    of_fresh["share"] = is_fresh
+    return {f"{FRESH_PREFIX}{name}": values for name, values in of_fresh.items()}
+
+
 def mismatch_metrics(
     means: Mapping[str, float], maxima: Mapping[str, float]
 ) -> dict[str, float]:
@@ -117,7 +139,7 @@ def mismatch_metrics(
 
     # Rounding may make the difference of two means negative.
     variance = token["difference_squared"] - token["difference"] ** 2
-    return {
+    return _fresh_metrics(means) | {
         "training/rollout_probs_diff_mean": token["difference"],
         "training/rollout_probs_diff_max": maxima[f"{MISMATCH_PREFIX}difference"],
         "training/rollout_probs_diff_std": math.sqrt(max(variance, 0.0)),
@@ -130,6 +152,19 @@ def mismatch_metrics(
         "rollout_corr/ppl_ratio": row["ppl_ratio"],
         "rollout_corr/chi2_token": token["chi2"],
         "rollout_corr/chi2_seq": row["chi2"],
+    }
+
+
+def _fresh_metrics(means: Mapping[str, float]) -> dict[str, float]:
+    """Return the mismatch of fresh tokens; nothing if there are none."""
+    fresh = _with_prefix(means, FRESH_PREFIX)
+    share = fresh.get("share", 0.0)
+    if not share:
+        return {}
+    return {
+        "staleness/fresh_kl": fresh["kl"] / share,
+        "staleness/fresh_k3_kl": fresh["k3_kl"] / share,
+        "staleness/fresh_probs_diff_mean": fresh["difference"] / share,
     }
 
 

@@ -3,7 +3,8 @@
 Invariant: an objective maps per-token outputs to per-token losses. The rows'
 `loss_weight` decides how they are weighted into one number, so an objective knows
 neither micro-batches nor ranks. It sees no values of rows that are not learned from
-(`without_uncounted`). Deliberately not here: the losses themselves.
+(`without_uncounted`). Deliberately not here: the losses themselves, and the objective
+of the policy (`policy_objective.py`).
 """
 
 from __future__ import annotations
@@ -13,11 +14,8 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
-from verl_ray.algorithms.catalogue import KL_ESTIMATORS, POLICY_LOSSES
-from verl_ray.algorithms.correction import CorrectionWeights, correction_weights
 from verl_ray.algorithms.losses import TokenLoss, bradley_terry, value_loss
-from verl_ray.algorithms.mismatch import compare_log_probs
-from verl_ray.config.algorithm import AlgorithmConfig, ValueLossConfig
+from verl_ray.config.algorithm import ValueLossConfig
 from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
 
 _OUTPUTS = ("log_probs", "entropy", "greedy", "values", "scores")
@@ -35,21 +33,30 @@ class LossInputs:
             [rows] for losses of scores.
         margin: float32 [rows].
         rollout_log_probs: Log-probs of the sampler.
+        is_fresh: 1 where the token is of the policy version that learns, else 0.
         old_log_probs: Log-probs of the policy before the step.
         ref_log_probs: Log-probs of the reference.
         advantages: Advantages.
         old_values: Values of the critic before the step.
         returns: Targets of the critic.
+        selected: 1 where the token was chosen from its mini-batch, else 0.
+        uncertain: 1 where the token's entropy is among the largest of its mini-batch,
+            else 0.
+        nll_weight: Weight of the negative log-likelihood, beside the row's weight.
     """
 
     row: Tensor
     margin: Tensor | None = None
     rollout_log_probs: Tensor | None = None
+    is_fresh: Tensor | None = None
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
     advantages: Tensor | None = None
     old_values: Tensor | None = None
     returns: Tensor | None = None
+    selected: Tensor | None = None
+    uncertain: Tensor | None = None
+    nll_weight: Tensor | None = None
 
     @classmethod
     def columns(cls) -> tuple[str, ...]:
@@ -91,20 +98,13 @@ def _cleared(
     return cleared
 
 
-def _required(tensor: Tensor | None, name: str) -> Tensor:
+def required(tensor: Tensor | None, name: str) -> Tensor:
     """Return the tensor; raise ValueError if it is absent."""
     if tensor is None:
         raise ValueError(
             f"the objective needs {name}, which the rows or the model's outputs lack"
         )
     return tensor
-
-
-def _masked(values: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the values with 0 where the mask is False; None: the mask is all True."""
-    if mask is None:
-        return values
-    return values.where(mask, 0.0)
 
 
 class Objective(Protocol):
@@ -128,148 +128,6 @@ class Objective(Protocol):
 
 
 @dataclass(frozen=True)
-class PolicyObjective:
-    """Policy loss, divergence from the reference, and entropy bonus.
-
-    Per token: policy loss + kl_coefficient * KL(policy || reference) -
-    entropy_coefficient * entropy.
-
-    Rows without `old_log_probs` are trained on-policy: the ratio is 1 and only its
-    gradient matters (one update per batch makes the old log-probs equal to the fresh
-    ones).
-
-    With algorithm.correction, where w bounds the ratio to the sampler's policy mu:
-    three_policy: w(pi_old / mu) * ppo_clip(pi / pi_old), the decoupled clipped
-    objective of arXiv:2110.00641. two_policy: ppo_clip(pi / mu), for which w only
-    decides which tokens are left out; or w(pi / mu) * reinforce. Entropy and divergence
-    are not weighted, but a token that is left out has neither.
-
-    Attributes:
-        algorithm: The section `algorithm` of the configuration.
-        temperature: The temperature of sampling.
-        kl_coefficient: The present cost of a nat of divergence.
-        corrects: False: algorithm.correction waits for algorithm.mismatch.
-    """
-
-    algorithm: AlgorithmConfig
-    temperature: float
-    kl_coefficient: float
-    corrects: bool = True
-
-    rows_per_unit: ClassVar[int] = 1
-
-    @property
-    def outputs(self) -> RequestedOutputs:
-        return RequestedOutputs(
-            log_probs=True, entropy=True, temperature=self.temperature
-        )
-
-    def __call__(self, outputs: TokenOutputs, inputs: LossInputs) -> TokenLoss:
-        log_probs = _required(outputs.log_probs, "log_probs")
-        entropy = _required(outputs.entropy, "entropy")
-
-        policy_loss, mask = self._policy_loss(log_probs, inputs)
-        loss = policy_loss.loss
-        terms = {"actor/pg_loss": loss.detach(), "actor/entropy": entropy.detach()}
-
-        if self.algorithm.entropy_coefficient:
-            loss = loss - self.algorithm.entropy_coefficient * _masked(entropy, mask)
-
-        if self.algorithm.kl.place == "loss":
-            divergence = self._divergence(log_probs, inputs, mask)
-            loss = loss + self.kl_coefficient * divergence
-            terms["actor/kl_loss"] = divergence.detach()
-
-        return TokenLoss(loss, policy_loss.metrics, policy_loss.maxima, terms)
-
-    def _policy_loss(
-        self, log_probs: Tensor, inputs: LossInputs
-    ) -> tuple[TokenLoss, Tensor | None]:
-        """Return the loss of each token against its old policy, corrected.
-
-        Its metrics always include the mismatch of sampler and trainer, if the rows have
-        the sampler's log-probs.
-
-        Returns:
-            The loss, and a mask of the tokens that bear terms of the loss; None if all
-            of them do.
-        """
-        old = inputs.old_log_probs
-        if old is None:
-            old = log_probs.detach()
-
-        means: dict[str, Tensor] = {}
-        maxima: dict[str, Tensor] = {}
-        if inputs.rollout_log_probs is not None:
-            means, maxima = compare_log_probs(old, inputs.rollout_log_probs, inputs.row)
-
-        form = self.algorithm.correction.form if self.corrects else "none"
-        weights = self._correction(form, log_probs, old, inputs)
-        if form == "two_policy":
-            # The sampler's policy takes the place of the old one.
-            old = _required(inputs.rollout_log_probs, "rollout_log_probs")
-
-        choice = POLICY_LOSSES[self.algorithm.policy_loss]
-        advantages = _required(inputs.advantages, "advantages")
-        uncorrected: TokenLoss = choice.function(
-            log_probs, old, advantages, **choice.settings(self.algorithm)
-        )
-        loss = uncorrected.loss
-        metrics = uncorrected.metrics | means
-        if weights is None:
-            return TokenLoss(loss, metrics, maxima), None
-
-        # A two-policy loss with a ratio weights the tokens by itself.
-        if form == "three_policy" or not choice.has_ratio:
-            loss = loss * weights.weight
-        corrected = TokenLoss(
-            _masked(loss, weights.mask),
-            metrics | weights.means,
-            maxima | weights.maxima,
-        )
-        return corrected, weights.mask
-
-    def _correction(
-        self, form: str, log_probs: Tensor, old: Tensor, inputs: LossInputs
-    ) -> CorrectionWeights | None:
-        """Return the weights of the correction; None if there is none.
-
-        Args:
-            form: The form of the correction.
-            log_probs: Log-probs of the policy that learns.
-            old: Log-probs of the old policy.
-            inputs: Columns of the rows.
-        """
-        if form == "none":
-            return None
-
-        sampler = _required(inputs.rollout_log_probs, "rollout_log_probs")
-        config = self.algorithm.correction
-        if config.kind is None:
-            return None
-
-        # The policy to correct towards.
-        target = log_probs if form == "two_policy" else old
-        return correction_weights(config, target - sampler, inputs.row)
-
-    def _divergence(
-        self, log_probs: Tensor, inputs: LossInputs, mask: Tensor | None
-    ) -> Tensor:
-        """Return the divergence from the reference, 0 where the mask is False."""
-        estimator = self.algorithm.kl.estimator
-        assert estimator is not None, (
-            "the configuration requires one where there is a place"
-        )
-        reference = _required(inputs.ref_log_probs, "ref_log_probs")
-        # Tokens that are left out are cleared before: at log-probs of -inf, k2 has a
-        # gradient of 0 times infinity.
-        divergence: Tensor = KL_ESTIMATORS[estimator].function(
-            _masked(log_probs, mask), _masked(reference, mask)
-        )
-        return divergence
-
-
-@dataclass(frozen=True)
 class ValueObjective:
     """Squared error of the critic against the returns."""
 
@@ -282,9 +140,9 @@ class ValueObjective:
         return RequestedOutputs(values=True)
 
     def __call__(self, outputs: TokenOutputs, inputs: LossInputs) -> TokenLoss:
-        values = _required(outputs.values, "values")
-        old_values = _required(inputs.old_values, "old_values")
-        returns = _required(inputs.returns, "returns")
+        values = required(outputs.values, "values")
+        old_values = required(inputs.old_values, "old_values")
+        returns = required(inputs.returns, "returns")
 
         error = value_loss(values, old_values, returns, clip=self.config.clip)
         return TokenLoss(
@@ -305,8 +163,8 @@ class SupervisedObjective:
         return RequestedOutputs(log_probs=True, greedy=True)
 
     def __call__(self, outputs: TokenOutputs, inputs: LossInputs) -> TokenLoss:
-        log_probs = _required(outputs.log_probs, "log_probs")
-        greedy = _required(outputs.greedy, "greedy")
+        log_probs = required(outputs.log_probs, "log_probs")
+        greedy = required(outputs.greedy, "greedy")
         metrics = {
             "train/loss": -log_probs.detach(),
             "train/token_accuracy": greedy.float(),
@@ -330,8 +188,8 @@ class PreferenceObjective:
         return RequestedOutputs(scores=True)
 
     def __call__(self, outputs: TokenOutputs, inputs: LossInputs) -> TokenLoss:
-        scores = _required(outputs.scores, "scores")
-        margin = _required(inputs.margin, "margin")
+        scores = required(outputs.scores, "scores")
+        margin = required(inputs.margin, "margin")
 
         # Rows alternate: the chosen response of a pair, then the rejected one.
         per_pair = bradley_terry(

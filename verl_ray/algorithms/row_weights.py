@@ -89,9 +89,12 @@ class Aggregation(Declaration):
     Attributes:
         function: Maps the response tokens of each row, int64 [rows], all at least 1,
             and the totals to weights, float64 [rows].
+        is_over_rows: True if the sum is over rows first, so that a value per row is
+            counted once per row and not once per token of all rows.
     """
 
     function: Callable[[Int64, MiniBatchTotals], Float64]
+    is_over_rows: bool = True
 
 
 HORIZON = Setting(
@@ -100,9 +103,17 @@ HORIZON = Setting(
 
 AGGREGATIONS = by_name(
     Aggregation(
-        name="token_mean", paper="DAPO (arXiv:2503.14476)", function=token_mean
+        name="token_mean",
+        paper="DAPO (arXiv:2503.14476)",
+        function=token_mean,
+        is_over_rows=False,
     ),
-    Aggregation(name="token_sum", paper="the sum over tokens", function=token_sum),
+    Aggregation(
+        name="token_sum",
+        paper="the sum over tokens",
+        function=token_sum,
+        is_over_rows=False,
+    ),
     Aggregation(
         name="seq_mean_token_sum",
         paper="RLOO (arXiv:2402.14740)",

@@ -18,7 +18,13 @@ from verl_ray.errors import Problem
 from verl_ray.lazy import Lazy
 
 MemoryPart = Literal[
-    "weights", "gradients", "optimizer", "cache", "activations", "buffers"
+    "weights",
+    "gradients",
+    "optimizer",
+    "cache",
+    "activations",
+    "buffers",
+    "snapshots",
 ]
 BytesPerPart = Mapping[MemoryPart, int]
 
@@ -125,7 +131,8 @@ class BackendSettings(Section):
     micro_batch_tokens_per_rank: Positive | Auto
     """The most tokens that one rank takes through the model at once.
 
-    auto: as many as fit the GPU, at most 32768; 8192 on a CPU.
+    auto: from 2048 to 32768, or as long as the longest row: what is fastest, by
+    estimate, of what fits the GPU; 8192 on a CPU.
     """
 
     engine: ClassVar[Lazy]
@@ -253,7 +260,7 @@ class ModuleBackend(BackendSettings):
     activation_checkpointing: bool | Auto
     """Recompute each layer's activations in the backward pass instead of keeping them.
 
-    auto: true where they would not fit the GPU; false on a CPU.
+    auto: what is fastest, by estimate, of what fits the GPU; false on a CPU.
     """
 
     activation_settings: ClassVar[tuple[str, ...]] = ("activation_checkpointing",)

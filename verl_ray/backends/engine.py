@@ -18,6 +18,7 @@ from verl_ray.backends.base import (
     RankMemory,
     adapter_parameters,
 )
+from verl_ray.config.section import resolved
 from verl_ray.lazy import Lazy
 
 
@@ -62,9 +63,14 @@ class EngineBackend(ModuleBackend):
         if self.compute_width == FLOAT32:
             return apart
 
-        cast_parameters = model.largest_layer
-        if trained:
+        # A layer or the head is cast while it computes.
+        cast_parameters = max(model.largest_layer, model.outside_layers)
+        recomputes = resolved(self.activation_checkpointing)
+        if trained == model.parameters:
             # Autocast keeps the cast copies of weights that learn.
+            cast_parameters = model.parameters
+        elif learns and not recomputes:
+            # The backward pass needs those of all layers that an adapter is in.
             cast_parameters = model.parameters
         return apart + self.compute_width * cast_parameters
 

@@ -45,7 +45,7 @@ class FsdpBackend(ModuleBackend):
     are summed over ranks and cut into shards once, in the last micro-batch; sharded: in
     every micro-batch, which is slower and needs memory for shards alone.
 
-    auto: sharded where whole gradients would not fit the GPU; whole on a CPU.
+    auto: what is fastest, by estimate, of what fits the GPU; whole on a CPU.
     """
     prefetch_layers: NonNegative
     """Layers whose parameters are gathered ahead of the layer that computes, forward

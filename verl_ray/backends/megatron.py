@@ -63,7 +63,8 @@ class MegatronBackend(BackendSettings):
     """What the backward pass computes again instead of keeping it: attention alone
     (selective), or whole layers.
 
-    auto: full where activations would not fit the GPU; none on a CPU.
+    auto: none or full, what is fastest, by estimate, of what fits the GPU; none on a
+    CPU.
     """
 
     engine: ClassVar[Lazy] = Lazy("verl_ray.engine.megatron.engine:MegatronEngine")
@@ -177,17 +178,24 @@ class MegatronBackend(BackendSettings):
         if not trained:
             return RankMemory({"weights": weights})
 
-        # All copies share the state of the optimizer. In float32 it steps the weights
-        # that compute, and has no main weights of its own.
-        width = MOMENTS
-        if self.compute_width != FLOAT32:
-            width += FLOAT32
+        # All copies share the state of the optimizer.
         persistent: BytesPerPart = {
             "weights": weights,
             "gradients": FLOAT32 * own_parameters,
-            "optimizer": width * trained // num_ranks,
+            "optimizer": self._optimizer_width * trained // num_ranks,
         }
         return RankMemory(persistent)
+
+    @property
+    def _optimizer_width(self) -> int:
+        """Bytes of the optimizer's state per parameter.
+
+        In float32 it steps the weights that compute, and has no main weights of its
+        own.
+        """
+        if self.compute_width == FLOAT32:
+            return MOMENTS
+        return MOMENTS + FLOAT32
 
     def working_bytes(
         self,
@@ -198,7 +206,18 @@ class MegatronBackend(BackendSettings):
         batches: int,
         learns: bool,
     ) -> int:
-        return 0
+        # The first stage has the embedding and the last one the head, which is more
+        # than their share of these.
+        of_an_end = model.outside_layers // 2
+        of_a_stage = model.outside_layers // self.pipeline_parallel
+        more = max(0, of_an_end - of_a_stage) // self.tensor_parallel
+        if not trained:
+            return more * self.compute_width
+
+        stages = self.tensor_parallel * self.pipeline_parallel
+        copies = max(1, num_ranks // stages)
+        state = more * self._optimizer_width // copies
+        return more * (self.compute_width + FLOAT32) + state
 
     def activation_partition(self) -> ActivationPartition:
         return ActivationPartition(

@@ -113,8 +113,15 @@ class MegatronFsdpBackend(ModuleBackend):
         return state
 
     @property
-    def _shards_gradients(self) -> bool:
+    def shards_gradients(self) -> bool:
+        """Whether ranks share gradients, which are summed in every micro-batch."""
         return self.sharding in ("optimizer_gradients", "all")
+
+    def shards(self, num_ranks: int) -> int:
+        """Return the number of ranks that share one copy of what is shared."""
+        if self.sharding == "none":
+            return 1
+        return self.shard_size or num_ranks
 
     # ----------------------------------------------------------------------- problems
 
@@ -181,7 +188,7 @@ class MegatronFsdpBackend(ModuleBackend):
                 "Set it to true, or use sharding=optimizer or optimizer_gradients.",
             )
 
-        if not self.overlap_grad_reduce and self._shards_gradients:
+        if not self.overlap_grad_reduce and self.shards_gradients:
             yield Problem(
                 f"{role}.backend.overlap_grad_reduce",
                 False,
@@ -218,7 +225,7 @@ class MegatronFsdpBackend(ModuleBackend):
             weights = shard + self.compute_width * model.outside_layers
 
         # Between micro-batches a rank keeps all gradients that are not sharded.
-        gradient_shards = group_size if self._shards_gradients else 1
+        gradient_shards = group_size if self.shards_gradients else 1
         stepped = parameters // self._optimizer_shards(num_ranks)
         main_weights = 0
         if self.compute_width != FLOAT32:
@@ -234,11 +241,9 @@ class MegatronFsdpBackend(ModuleBackend):
 
     def _optimizer_shards(self, num_ranks: int) -> int:
         """Return the number of ranks that share the optimizer's state."""
-        if self.sharding == "none":
-            return 1
         if self.outer_sharding == "optimizer":
             return num_ranks
-        return self.shard_size or num_ranks
+        return self.shards(num_ranks)
 
     def _bytes_in_flight(self, model: ParameterCounts, group_size: int) -> int:
         """Return the most bytes of gathered layers and of gradients to be reduced."""
@@ -254,7 +259,7 @@ class MegatronFsdpBackend(ModuleBackend):
             gathered = min(model.in_layers, (1 + layers_ahead) * largest_layer)
             in_flight += self.compute_width * gathered
 
-        if self._shards_gradients:
+        if self.shards_gradients:
             # A bucket waits to be summed while the next one is filled; with
             # sharding=all the buckets are layers.
             next_bucket = largest_layer if self.sharding == "all" else bucket
@@ -295,8 +300,10 @@ class MegatronFsdpBackend(ModuleBackend):
     ) -> int:
         in_flight = self.memory_per_rank(num_ranks, model).in_flight
         if learns:
-            # Gradients of a module exist before they are added to those that are kept.
+            # Gradients of a module exist before they are added to those that are kept,
+            # and those of a layer may still be there, in the type of these.
             largest_module = max(model.largest_layer, model.outside_layers)
-            return max(in_flight, self.compute_width * largest_module)
+            waiting = self.compute_width * largest_module
+            return max(in_flight, waiting + FLOAT32 * model.largest_layer)
         # Without a backward pass no gradients are in flight: about half.
         return in_flight // 2

@@ -33,6 +33,8 @@ FIXED: tuple[tuple[str, str], ...] = (
     ("data.overlong", _ROWS),
     ("data.shuffle", _ROWS),
     ("data.apply_chat_template", _ROWS),
+    ("data.chat_template_kwargs*", _ROWS),
+    ("data.template_day", _ROWS),
     ("data.max_prompt_tokens", _ROWS),
     ("data.prompts_per_step", _STEP),
     ("data.unusable", _ROWS),
@@ -70,6 +72,10 @@ FOLLOWING: tuple[tuple[str, str], ...] = (
 """Key, and the keys that have its value unless they are set themselves."""
 
 
+MEASURED: tuple[str, ...] = ("task", "{role}.model.*", "{role}.lora*", "prepare.model*")
+"""Settings that a measurement of a checkpoint's `role` may not change."""
+
+
 @dataclass(frozen=True)
 class Change:
     """A setting that differs from the checkpoint's."""
@@ -101,7 +107,8 @@ def changed_keys(
     below run.dir are compared relative to it, so that a run's folder can be moved. A
     setting that is `auto` on one side is left to the run, so it did not change, and
     neither did the number of steps where run.total_epochs counts them. Where a run
-    begins (run.resume) is no setting of what it does.
+    begins (run.resume) and what was auto (run.resolved) are no settings of what it
+    does.
 
     Args:
         saved: Configuration of the checkpoint, as a plain tree.
@@ -130,6 +137,30 @@ def changed_keys(
     return allowed, refused
 
 
+def changed_model(
+    saved: Mapping[str, Any], now: Mapping[str, Any], role: str
+) -> list[Change]:
+    """Return the settings that make the model of a role another than a checkpoint's.
+
+    Nothing else hinders its measurement: not the data, the algorithm or the seed that
+    it was trained by. A path counts as the same if it is so as it is written, or
+    relative to the run.dir of either side.
+
+    Args:
+        saved: Configuration of the checkpoint, as a plain tree.
+        now: Configuration of the measurement, as a plain tree.
+        role: The role that is measured.
+    """
+    moved = _differences(_below_run_dir(saved, saved), _below_run_dir(now, now))
+    keys_moved = {key for key, _, _ in moved}
+    patterns = [pattern.format(role=role) for pattern in MEASURED]
+    return [
+        Change(key, before, after, _reason_to_refuse(key) or _MODEL)
+        for key, before, after in _differences(saved, now)
+        if key in keys_moved and any(fnmatchcase(key, each) for each in patterns)
+    ]
+
+
 def _follows(key: str, changes: Mapping[str, tuple[object, object]]) -> bool:
     """Return whether a key changed as another one did, which it has its value from."""
     return any(
@@ -154,6 +185,9 @@ def _differences(
 
     A section that only one side has is a single difference.
     """
+    # What run.total_epochs becomes is compared as run.total_steps.
+    if saved == now or prefix in ("run.resume", "run.resolved", "run.total_epochs"):
+        return
     if isinstance(saved, Mapping) and isinstance(now, Mapping):
         # A section that one side lacks is compared with None.
         for key in saved.keys() | now.keys():
@@ -161,9 +195,6 @@ def _differences(
             yield from _differences(saved.get(key), now.get(key), path)
         return
 
-    # What run.total_epochs becomes is compared as run.total_steps.
-    if saved == now or prefix in ("run.resume", "run.total_epochs"):
-        return
     is_left_to_the_run = "auto" in (saved, now) and may_be_auto(prefix)
     if prefix == "run.total_steps":
         is_left_to_the_run = None in (saved, now)

@@ -10,7 +10,6 @@ hold (`sharded.py`).
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from verl_ray.checkpoint.file_records import FileRecord, file_record
 from verl_ray.checkpoint.sealed import (
     CHECKSUM,
     TornCheckpoint,
@@ -37,8 +37,8 @@ It increases when an older reader would misunderstand the layout.
 
 MANIFEST = "manifest.json"
 
-# Hashing a file waits for the disk as often as for the processor.
-_HASHING_THREADS = 4
+HASHING_THREADS = 4
+"""Hashing a file waits for the disk as often as for the processor."""
 
 # The manifests of these schemas had no checksum of themselves.
 _WITHOUT_CHECKSUM = (1, 2, 3)
@@ -61,8 +61,8 @@ class Checkpoint:
     config: dict[str, Any]
     """Configuration of the run that wrote it."""
 
-    files: dict[str, tuple[int, str]] = field(repr=False)
-    """Size in bytes and BLAKE2b-128 of each file, by its relative path."""
+    files: dict[str, FileRecord] = field(repr=False)
+    """Size and hash of each file, by its relative path."""
 
     def role(self, name: str) -> str:
         """Return the directory in which the ranks of a role wrote their shards."""
@@ -78,6 +78,7 @@ def write_manifest(
     state: Mapping[str, Any],
     config: Mapping[str, Any],
     roles: Collection[str],
+    hashed: Mapping[str, FileRecord],
 ) -> None:
     """Write the manifest of the files in a folder.
 
@@ -89,24 +90,15 @@ def write_manifest(
         state: State of the driver, a JSON object.
         config: Configuration of the run, a JSON object.
         roles: Names of the roles that have written files, at least one.
+        hashed: Files that are on the disk, by their relative paths. The others are read
+            here.
 
     Raises:
-        CheckpointError: A role has no files in the folder.
+        CheckpointError: A role has no files in the folder, or a file is not as large
+            here as where it was written.
         OSError: The file system refuses.
     """
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    directories = [path for path in folder.rglob("*") if path.is_dir()]
-    # The manifest must not reach the disk before the files that it lists.
-    for path in [*paths, *directories]:
-        sync(path)
-
-    # The manifest records what readers will find, not what the ranks meant to write.
-    with ThreadPoolExecutor(_HASHING_THREADS) as threads:
-        digests = list(threads.map(_digest, paths))
-    files = {}
-    for path, digest in zip(paths, digests, strict=True):
-        files[path.relative_to(folder).as_posix()] = (path.stat().st_size, digest)
-
+    files = _files_of(folder, hashed)
     assert roles, "a checkpoint holds the state of at least one role"
     empty = _roles_without_files(roles, files)
     if empty:
@@ -156,11 +148,45 @@ def _roles_without_files(roles: Collection[str], files: Collection[str]) -> list
     ]
 
 
-def _digest(path: Path) -> str:
-    """Return the BLAKE2b-128 of a file's contents."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
-    return digest.hexdigest()
+def _files_of(folder: Path, hashed: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
+    """Return the records of all files in a folder, which are on the disk then.
+
+    Raises:
+        CheckpointError: A hashed file is not as large here as where it was written.
+    """
+    paths = {
+        path.relative_to(folder).as_posix(): path
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+    directories = [path for path in folder.rglob("*") if path.is_dir()]
+    others = {name: path for name, path in paths.items() if name not in hashed}
+    # The manifest must not reach the disk before the files that it lists.
+    for path in [*others.values(), *directories]:
+        sync(path)
+    _refuse_other_sizes(folder, hashed)
+
+    with ThreadPoolExecutor(HASHING_THREADS) as threads:
+        records = threads.map(file_record, others.values())
+        files = {**hashed, **dict(zip(others, records, strict=True))}
+    return dict(sorted(files.items()))
+
+
+def _refuse_other_sizes(folder: Path, hashed: Mapping[str, FileRecord]) -> None:
+    """Check that this process sees what other processes have written.
+
+    Raises:
+        CheckpointError: A file is missing here, or has another size.
+    """
+    for name, (size, _) in hashed.items():
+        path = folder / name
+        size_here = path.stat().st_size if path.is_file() else None
+        if size_here != size:
+            seen = "no such file" if size_here is None else f"{size_here} bytes"
+            raise CheckpointError(
+                f"{folder}: a rank has written {size} bytes to {name}, and this process"
+                f" sees {seen}. run.dir must be on a file system that all nodes share"
+            )
 
 
 # ------------------------------------------------------------------------------ reading
@@ -225,23 +251,32 @@ def differences(checkpoint: Checkpoint, *, verify: bool) -> list[str]:
         verify: Whether every file is read and its checksum compared. Otherwise only
             sizes are.
     """
-
-    def difference(entry: tuple[str, tuple[int, str]]) -> str | None:
-        name, (size, digest) = entry
-        path = checkpoint.path / name
-        try:
-            if not path.is_file():
-                return f"{name} is missing"
-            actual_size = path.stat().st_size
-            if actual_size != size:
-                return f"{name} has {actual_size} bytes instead of {size}"
-            if verify and _digest(path) != digest:
-                return f"the contents of {name} have changed"
-        except OSError as error:
-            # A disk that fails.
-            return f"{name} cannot be read ({error})"
-        return None
-
-    with ThreadPoolExecutor(_HASHING_THREADS) as threads:
-        results = threads.map(difference, checkpoint.files.items())
+    with ThreadPoolExecutor(HASHING_THREADS) as threads:
+        results = threads.map(
+            lambda name: difference(checkpoint, name, verify=verify), checkpoint.files
+        )
         return [reason for reason in results if reason is not None]
+
+
+def difference(checkpoint: Checkpoint, name: str, *, verify: bool) -> str | None:
+    """Return how one file of a checkpoint differs from its manifest.
+
+    Args:
+        checkpoint: Checkpoint to compare.
+        name: Relative path of the file.
+        verify: Whether it is read and its checksum compared, and not its size alone.
+    """
+    size, digest = checkpoint.files[name]
+    path = checkpoint.path / name
+    try:
+        if not path.is_file():
+            return f"{name} is missing"
+        actual_size = path.stat().st_size
+        if actual_size != size:
+            return f"{name} has {actual_size} bytes instead of {size}"
+        if verify and file_record(path)[1] != digest:
+            return f"the contents of {name} have changed"
+    except OSError as error:
+        # A disk that fails.
+        return f"{name} cannot be read ({error})"
+    return None

@@ -36,6 +36,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from torch.distributed.tensor import DTensor
 
+from verl_ray.checkpoint.file_records import FileRecord
+from verl_ray.checkpoint.hashed_files import HashingFileSystem
 from verl_ray.checkpoint.slices import Slices
 from verl_ray.errors import CheckpointError
 from verl_ray.models.weights import is_first_copy, own_box
@@ -62,39 +64,56 @@ def random_key(rank: int, device: str, name: str = "") -> str:
 # ------------------------------------------------------------------------------ writing
 
 
-def save(state: dict[str, Any], path: str) -> None:
+def save(state: dict[str, Any], path: str) -> dict[str, FileRecord]:
     """Write this rank's shards into a directory, and wait until they are on the disk.
+
+    Returns:
+        The files that this rank has written, by their names in the directory.
 
     Raises:
         CheckpointError: The shards cannot be written.
     """
-    _save(state, path, None)
+    return _save(state, path, None)
 
 
-def _save(state: dict[str, Any], path: str, group: dist.ProcessGroup | None) -> None:
+def _save(
+    state: dict[str, Any], path: str, group: dist.ProcessGroup | None
+) -> dict[str, FileRecord]:
     """Write this rank's shards, coordinated over a process group; None = the default.
+
+    Returns:
+        The files that this rank has written, by their names in the directory.
 
     Raises:
         CheckpointError: The shards cannot be written.
     """
     # If the disk is full, torch reports only that its archive is too short, so the
     # free space becomes part of the error.
-    with _readable_errors(
-        f"{path} cannot be written; the directory above it must exist on every node"
-        " (run.dir)"
-    ):
+    try:
         free_gib = shutil.disk_usage(Path(path).parent).free / 2**30
+    except OSError as error:
+        alone = CheckpointError(
+            f"{path} cannot be written; the directory above it must exist on every node"
+            f" (run.dir); {error}"
+        )
+        # The other ranks wait for this one in what they do together.
+        alone.spares_worker = False
+        raise alone from error
 
     with _readable_errors(
         f"{path} cannot be written ({free_gib:.1f} GiB are free there)"
     ):
+        writer = FileSystemWriter(path)
+        files = HashingFileSystem()
+        writer.fs = files
         state_dict_saver.save(
             state,
-            storage_writer=FileSystemWriter(path),
+            storage_writer=writer,
             planner=_CountingSavePlanner(),
             process_group=group,
             no_dist=not dist.is_initialized(),
         )
+        return files.records
 
 
 class BackgroundSave:
@@ -115,14 +134,17 @@ class BackgroundSave:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._done = self._thread.submit(_save, copy_to_host(state), path, group)
 
-    def wait(self) -> None:
+    def wait(self) -> dict[str, FileRecord]:
         """Wait until the state is on the disk.
+
+        Returns:
+            The files that this rank has written, by their names in the directory.
 
         Raises:
             CheckpointError: The state could not be written.
         """
         try:
-            self._done.result()
+            return self._done.result()
         finally:
             self._thread.shutdown()
 

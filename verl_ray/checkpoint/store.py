@@ -14,12 +14,13 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from verl_ray.checkpoint import manifest
+from verl_ray.checkpoint.file_records import FileRecord
 from verl_ray.checkpoint.manifest import Checkpoint
 from verl_ray.checkpoint.sealed import (
     TornCheckpoint,
@@ -33,6 +34,9 @@ from verl_ray.errors import CheckpointError
 
 NEWEST = "newest.json"
 """File that names the checkpoint written last, so that its absence is noticed."""
+
+DAMAGED = "damaged.json"
+"""File that names checkpoints whose contents had changed when they were read."""
 
 _NAME = re.compile(r"step_(\d{8,})")
 _UNFINISHED = ".partial"
@@ -86,6 +90,7 @@ class CheckpointStore:
         roles: Collection[str],
         *,
         best: int | None = None,
+        hashed: Mapping[str, FileRecord] | None = None,
     ) -> Iterator[Path]:
         """Yield a directory for the files of a checkpoint, and commit it at the end.
 
@@ -101,6 +106,8 @@ class CheckpointStore:
             config: Configuration of the run, a JSON object.
             roles: Roles that write files under their names in the block.
             best: Step whose checkpoint stays as well, if there is one.
+            hashed: Files by their relative paths, which the block fills in. They are on
+                the disk, and are not read again.
 
         Raises:
             CheckpointError: A role has written no files, or the file system refuses,
@@ -118,7 +125,9 @@ class CheckpointStore:
 
                 yield folder
 
-                manifest.write_manifest(folder, step, state, config, roles)
+                manifest.write_manifest(
+                    folder, step, state, config, roles, hashed or {}
+                )
                 # The same step may have been written before the run went back.
                 self._remove(final)
                 folder.rename(final)
@@ -151,7 +160,8 @@ class CheckpointStore:
         """Return the newest checkpoint that is whole.
 
         Args:
-            verify: Whether every file is read and its checksum compared.
+            verify: Whether every file is read and its checksum compared. A checkpoint
+                that `note_damaged` was called for is read in any case.
 
         Raises:
             CheckpointError: There are checkpoints but none is usable, or a checkpoint
@@ -163,11 +173,13 @@ class CheckpointStore:
         ]
         steps = self._steps()
         torn = self._missing_newest(steps)
+        damaged = self._damaged()
 
         # From the newest to the oldest, until a checkpoint is whole.
         for step in sorted(steps, reverse=True):
             try:
-                checkpoint = self._open_step(step, steps[step], verify=verify)
+                reads = verify or step in damaged
+                checkpoint = self._open_step(step, steps[step], verify=reads)
                 return LatestCheckpoint(checkpoint, torn + unfinished)
             except TornCheckpoint as error:
                 torn.append(str(error))
@@ -223,12 +235,28 @@ class CheckpointStore:
         checkpoint = manifest.read_manifest(folder)
         faults = manifest.differences(checkpoint, verify=verify)
         if faults:
-            listed = ", ".join(faults[:_LISTED_FILES])
-            more = ""
-            if len(faults) > _LISTED_FILES:
-                more = f" and {len(faults) - _LISTED_FILES} more"
-            raise TornCheckpoint(f"{folder.name} is torn: {listed}{more}")
+            raise TornCheckpoint(torn_in_words(checkpoint, faults))
         return checkpoint
+
+    def note_damaged(self, checkpoint: Checkpoint) -> None:
+        """Remember that the contents of a checkpoint have changed.
+
+        Where the disk does not take this, they are read once more when they are used.
+        """
+        steps = sorted({*self._damaged(), checkpoint.step})
+        with contextlib.suppress(OSError):
+            write_json(self.root / DAMAGED, sealed({"steps": steps}))
+
+    def _damaged(self) -> set[int]:
+        """Return the steps of checkpoints whose contents had changed."""
+        path = self.root / DAMAGED
+        if not path.exists():
+            return set()
+        try:
+            return set(unsealed(path, read_object(path))["steps"])
+        except TornCheckpoint:
+            # All are read again then.
+            return set(self._steps())
 
     def _steps(self) -> dict[int, Path]:
         """Return the directories of all checkpoints by their steps."""
@@ -276,6 +304,20 @@ class CheckpointStore:
             renamed = path.with_name(f"{path.name}.removed{_UNFINISHED}")
             path.rename(renamed)
             shutil.rmtree(renamed)
+
+
+def torn_in_words(checkpoint: Checkpoint, faults: Sequence[str]) -> str:
+    """Return what is wrong with the files of a checkpoint, in words.
+
+    Args:
+        checkpoint: The checkpoint.
+        faults: How its files differ from its manifest, at least one.
+    """
+    listed = ", ".join(faults[:_LISTED_FILES])
+    more = ""
+    if len(faults) > _LISTED_FILES:
+        more = f" and {len(faults) - _LISTED_FILES} more"
+    return f"{checkpoint.path.name} is torn: {listed}{more}"
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from verl_ray.cluster.activity import activity, request_activity
+from verl_ray.cluster.idle_processes import IDLE_PROCESSES
 from verl_ray.cluster.rank_calls import RankCall, ready_replies, receive_or_raise
 from verl_ray.cluster.stalls import raise_if_stalled
 from verl_ray.cluster.waiting import TICK_S, Background, wait
@@ -67,8 +68,14 @@ class Call(Generic[T]):
         # A tuple, since the result itself may be None.
         self._result: tuple[T] | None = None
 
-    def result(self) -> T:
+    def result(
+        self,
+        watch: Callable[[], None] | None = None,
+        background: Background | None = None,
+    ) -> T:
         """Wait for all ranks and return their result.
+
+        The arguments are those of `wait_all`.
 
         Raises:
             VerlRayError: The error that a rank raised on purpose, with its `origin`.
@@ -77,7 +84,7 @@ class Call(Generic[T]):
             DeadlineExceeded: A process makes no progress.
             StaleIncarnation: The group was restarted since the call.
         """
-        return wait_all([self])[0]
+        return wait_all([self], watch, background)[0]
 
     def replied(self, timeout_s: float = 0.0) -> bool:
         """Whether all ranks reply or fail within `timeout_s` seconds."""
@@ -99,6 +106,12 @@ class Call(Generic[T]):
             if replies is not None:
                 self._finish(replies)
         return self._result is not None
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the result will not come: its group was restarted since the call."""
+        was_restarted = self._incarnation != self._caller.incarnation
+        return self._result is None and was_restarted
 
     def references(self) -> list[Any]:
         """References to the replies that the result still depends on."""
@@ -164,15 +177,18 @@ def check_progress(calls: Sequence[Call[Any]]) -> None:
 def reporting_failures_to(callers: Sequence[CallOwner]) -> Iterator[None]:
     """Make the caller that owns an error within the block refuse further calls.
 
-    An error that a worker raised on purpose is raised as the worker raised it.
+    A caller that was restarted within the block is another one. An error that a worker
+    raised on purpose is raised as the worker raised it.
     """
+    incarnations = [caller.incarnation for caller in callers]
     try:
         yield
     except WorkerError as error:
-        for caller in callers:
-            if caller.owns(error):
-                caller.fail(error)
         raised = as_raised(error)
+        for caller, incarnation in zip(callers, incarnations, strict=True):
+            is_present = caller.incarnation == incarnation
+            if is_present and caller.owns(error) and not raised.spares_worker:
+                caller.fail(error)
         if raised is error:
             raise
         raise raised from None
@@ -233,6 +249,7 @@ def _receive_all(
                 # It may have work that no reference announces.
                 background.advance()
             raise_if_stalled(list(pending.values()))
+            IDLE_PROCESSES.raise_if_lost()
             request_activity(list(pending.values()))
 
 

@@ -20,7 +20,8 @@ STEERING = "steering"
 CONTROL = "control"
 
 # A serving call holds its thread until it returns. Steering calls direct the serving
-# ones and must not wait for a thread of theirs, so they have threads of their own.
+# ones and must not wait for a thread of theirs, so they have threads of their own. All
+# together are fewer than 100: of more, Python writes no stacks when a process hangs.
 CONCURRENCY_GROUPS = {COLLECTIVE: 1, SERVING: 64, STEERING: 4, CONTROL: 1}
 """Number of threads of each concurrency group."""
 

@@ -11,6 +11,11 @@ from collections.abc import Mapping
 from verl_ray.cluster.messages import RankSpec
 from verl_ray.profiling.allocator import trainer_environment
 
+# Torch's flight recorder remembers this many collectives, which `collectives.py` reads.
+# More than a rank has under way are of no use there.
+_REMEMBERED_COLLECTIVES = "256"
+_SIZES = {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"}
+
 
 def process_environment(
     rank_spec: RankSpec, inherited: Mapping[str, str]
@@ -22,6 +27,8 @@ def process_environment(
         inherited: Variables that the process was started with.
     """
     variables = thread_environment(rank_spec.threads)
+    if rank_spec.process_group and not _SIZES.intersection(inherited):
+        variables["TORCH_FR_BUFFER_SIZE"] = _REMEMBERED_COLLECTIVES
     trains_on_gpu = rank_spec.process_group and rank_spec.device != "cpu"
     if trains_on_gpu:
         variables |= trainer_environment(inherited)

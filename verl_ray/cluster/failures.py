@@ -8,7 +8,7 @@ that a process has failed (`rank_calls.py`, `stalls.py`).
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import ray
@@ -17,8 +17,18 @@ from verl_ray.cluster.concurrency_groups import CONTROL
 from verl_ray.cluster.members import Member
 from verl_ray.cluster.messages import Failure
 from verl_ray.cluster.process_control import REPLY_S, examine
+from verl_ray.cluster.ray_calls import RAY_CALLS
 from verl_ray.cluster.waiting import TICK_S, wait
-from verl_ray.errors import DeadlineExceeded, StaleIncarnation, WorkerDied, WorkerError
+from verl_ray.errors import (
+    ClusterError,
+    DeadlineExceeded,
+    StaleIncarnation,
+    WorkerDied,
+    WorkerError,
+)
+
+_MOST_WAITING = 4
+"""Processes that wait for others whose stacks an error shows."""
 
 
 def raised(member: Member, method: str, failure: Failure) -> WorkerError:
@@ -44,16 +54,18 @@ def raised(member: Member, method: str, failure: Failure) -> WorkerError:
     return error
 
 
-def died(member: Member, method: str, error: Exception) -> WorkerDied:
+def died(member: Member, method: str | None, error: Exception) -> WorkerDied:
     """Error for a worker's process that ended, or that cannot be reached.
 
     Args:
         member: The process.
-        method: Method that was called.
+        method: Method that was called; None if no call of it was waited for.
         error: Error that Ray raised for the call.
     """
+    # Ray notices the broken connection before it knows the reason. A second call raises
+    # an error with the reason.
     if isinstance(error, ray.exceptions.ActorUnavailableError):
-        error = _reason_of_broken_connection(member, error)
+        error = reason_of_end(member, error)
 
     ((_, output),) = examine([member], stacks=False)
     detail = _explanation_by_ray(error)
@@ -65,8 +77,11 @@ def died(member: Member, method: str, error: Exception) -> WorkerDied:
         else:
             detail += f"\nProcess {pid} wrote nothing to {log_path}"
 
+    when = "while no call of it was waited for"
+    if method is not None:
+        when = f"during {method}"
     return WorkerDied(
-        f"the process died during {method}",
+        f"the process died {when}",
         role=member.role,
         rank=member.rank,
         node=member.node,
@@ -75,21 +90,27 @@ def died(member: Member, method: str, error: Exception) -> WorkerDied:
     )
 
 
-def _reason_of_broken_connection(member: Member, error: Exception) -> Exception:
-    """Ray's reason for the end of a process, of which it saw a broken connection.
+def reason_of_end(member: Member, known: Exception | None = None) -> Exception:
+    """Ray's reason for the end of a process, which a new call of it raises.
 
-    Ray notices the broken connection before it knows the reason. A second call raises
-    an error with the reason.
+    Args:
+        member: The process.
+        known: Error that is returned if the call does not tell the reason.
     """
+    explanation: Exception = ClusterError("Ray does not say why")
     try:
         status = member.actor.status.options(concurrency_group=CONTROL).remote()
         wait([status], 1, REPLY_S)
-        ray.get(status, timeout=TICK_S)
+        RAY_CALLS.make(ray.get, status, timeout=TICK_S)
     except ray.exceptions.ActorDiedError as actor_died:
         return cast(Exception, actor_died)
     except Exception as other:
-        error.add_note(f"a second call raised {type(other).__name__}")
-    return error
+        explanation = other
+
+    if known is None:
+        return explanation
+    known.add_note(f"a second call raised {type(explanation).__name__}")
+    return known
 
 
 def _explanation_by_ray(error: Exception) -> str:
@@ -114,17 +135,20 @@ def stalled(
     *,
     since: float = float("-inf"),
     mute: bool = False,
+    gather: Callable[[Sequence[Member]], Mapping[int, str]] | None = None,
 ) -> DeadlineExceeded:
-    """Error for processes that make no progress, with the stacks of all involved.
+    """Error for processes that make no progress, with their stacks.
 
     Args:
         members: Processes that make no progress, at least one.
         method: Method that they were called with.
         limit: Setting and value that define for how long they may make no progress.
-        waiting: Processes that wait for `members`.
+        waiting: Processes that wait for `members`; the stacks of a few are shown.
         since: Time at which the first member was called (monotonic clock). Earlier
             replies of it are about other work.
         mute: Whether the first member does not reply in its control group either.
+        gather: Function that returns the stacks of these processes, at least; None for
+            `stacks_of`.
     """
     # An error has one rank; the message names the others.
     first, *others = members
@@ -134,12 +158,14 @@ def stalled(
         other_ranks = [member.rank for member in others]
         message += f" (nor do ranks {other_ranks})"
 
+    shown = [*members, *waiting[:_MOST_WAITING]]
+    stacks = (gather or stacks_of)(shown)
     return DeadlineExceeded(
         message,
         role=first.role,
         rank=first.rank,
         node=first.node,
-        detail=_stacks_of([*members, *waiting]),
+        detail=stacks_text(shown, stacks),
     )
 
 
@@ -172,8 +198,12 @@ def _last_activity(member: Member, method: str, since: float, mute: bool) -> str
     return f"{before}the process did {done}, then nothing for {idle}"
 
 
-def _stacks_of(members: Sequence[Member]) -> str:
-    """Stacks of each process, or its state where it does not reply."""
+def stacks_of(members: Sequence[Member]) -> dict[int, str]:
+    """Stacks of each process, or its state where it does not reply.
+
+    Returns:
+        A text by the identity of the process's handle.
+    """
     texts = _stacks_by_reply(members)
 
     silent = [index for index in range(len(members)) if index not in texts]
@@ -181,10 +211,20 @@ def _stacks_of(members: Sequence[Member]) -> str:
     for index, (state, text) in zip(silent, states, strict=True):
         texts[index] = f"the control group does not reply either: {state}\n{text}"
 
+    return {id(member.actor): texts[index] for index, member in enumerate(members)}
+
+
+def stacks_text(members: Sequence[Member], stacks: Mapping[int, str]) -> str:
+    """The stacks of these processes, each behind a line that names it.
+
+    Args:
+        members: The processes.
+        stacks: Their stacks, as `stacks_of` returns them.
+    """
     sections = []
-    for index, member in enumerate(members):
+    for member in members:
         header = f"--- {member.role} rank {member.rank} on {member.node}"
-        sections.append(f"{header}\n{texts[index].rstrip()}")
+        sections.append(f"{header}\n{stacks[id(member.actor)].rstrip()}")
     return "\n".join(sections)
 
 
@@ -196,18 +236,21 @@ def _stacks_by_reply(members: Sequence[Member]) -> dict[int, str]:
     ]
 
     # Processes that have not replied for a while will not reply to this either.
-    all_mute = all(member.heartbeat.unanswered_s > REPLY_S for member in members)
-    timeout_s = REPLY_S
-    if all_mute:
-        timeout_s = TICK_S
-    replied = wait(requests, len(requests), timeout_s)
+    lively = [
+        request
+        for member, request in zip(members, requests, strict=True)
+        if member.heartbeat.unanswered_s <= REPLY_S
+    ]
+    if lively:
+        wait(lively, len(lively), REPLY_S)
+    replied = wait(requests, len(requests), TICK_S)
 
     texts: dict[int, str] = {}
     for index, request in enumerate(requests):
         if request not in replied:
             continue
         try:
-            texts[index] = ray.get(request)
+            texts[index] = RAY_CALLS.make(ray.get, request)
         except ray.exceptions.RayError as error:
             texts[index] = f"the process cannot report its stacks: {error}"
     return texts

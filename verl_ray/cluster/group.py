@@ -20,6 +20,7 @@ from verl_ray.cluster.members import Member
 from verl_ray.cluster.messages import PEER_TIMEOUT_FRACTION, CallRequest
 from verl_ray.cluster.processes import Processes
 from verl_ray.cluster.rank_calls import RankCall
+from verl_ray.cluster.ray_calls import RAY_CALLS
 from verl_ray.cluster.role_processes import RoleProcesses
 from verl_ray.cluster.row_arguments import (
     RankReply,
@@ -31,6 +32,7 @@ from verl_ray.cluster.row_arguments import (
     select_rows,
 )
 from verl_ray.cluster.streams import Stream, iterate_streams
+from verl_ray.cluster.waiting import wait
 from verl_ray.data.batch import Batch, Int64
 from verl_ray.data.sharded import Sharded
 
@@ -177,7 +179,7 @@ class WorkerGroup(RoleProcesses, Generic[W]):
         """
         check_aligned(self.role, rows, more_args)
         if replica is None:
-            replica = min(range(self.dp_size), key=self._num_open_calls)
+            replica = self._least_loaded_replica()
 
         # All ranks of a replica run the call, and one of them returns the result.
         args = (rows, *more_args)
@@ -185,7 +187,8 @@ class WorkerGroup(RoleProcesses, Generic[W]):
         rank_calls = [self._send(member, method, args, {}) for member in members]
 
         call: Call[Any] = Call(self, rank_calls, result_of_replica)
-        self._routed.setdefault(replica, []).append(call)
+        if self.dp_size > 1:
+            self._routed.setdefault(replica, []).append(call)
         return call
 
     def stream(
@@ -229,7 +232,7 @@ class WorkerGroup(RoleProcesses, Generic[W]):
         """Call a generator method with all of `rows` on a group of one process.
 
         The caller waits for its batches itself, together with the streams of other
-        groups (see `next_stream`).
+        groups (see `ready_streams`).
         """
         check_aligned(self.role, rows, more_args)
         (stream,) = self._open_streams(0, method, (rows, *more_args))
@@ -248,12 +251,23 @@ class WorkerGroup(RoleProcesses, Generic[W]):
         members = zip(self._usable_members(), self.topologies, strict=True)
         return [member for member, topology in members if topology.dp_rank == replica]
 
-    def _num_open_calls(self, replica: int) -> int:
-        routed = self._routed.get(replica, [])
-        open_calls = [call for call in routed if not call.replied()]
+    def _least_loaded_replica(self) -> int:
+        """Return the replica with the fewest open calls of `route`."""
+        routed = [call for calls in self._routed.values() for call in calls]
+        references = [reference for call in routed for reference in call.references()]
+        # One look at all calls: a look at each would take as long, and many are open.
+        replied: set[Any] = set()
+        if references:
+            replied = set(wait(references, len(references), 0.0))
+
         # Complete calls are forgotten here, so that their results can be freed.
-        self._routed[replica] = open_calls
-        return len(open_calls)
+        for replica, calls in self._routed.items():
+            self._routed[replica] = [
+                call for call in calls if not replied.issuperset(call.references())
+            ]
+        return min(
+            range(self.dp_size), key=lambda replica: len(self._routed.get(replica, ()))
+        )
 
     def _request(
         self,
@@ -284,7 +298,7 @@ class WorkerGroup(RoleProcesses, Generic[W]):
         actor_method = member.actor.call.options(
             num_returns=2, concurrency_group=request.concurrency_group
         )
-        payload, reply = actor_method.remote(request)
+        payload, reply = RAY_CALLS.make(actor_method.remote, request)
         return RankCall(member, request.method, payload, reply, self.stall_s)
 
     def _open_streams(
@@ -298,7 +312,7 @@ class WorkerGroup(RoleProcesses, Generic[W]):
             actor_method = member.actor.stream.options(
                 num_returns="streaming", concurrency_group=request.concurrency_group
             )
-            source = actor_method.remote(request, stream_id)
+            source = RAY_CALLS.make(actor_method.remote, request, stream_id)
             rank_call = RankCall(member, request.method, source, None, self.stall_s)
             streams.append(Stream(self, rank_call, stream_id))
         return streams

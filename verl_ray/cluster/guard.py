@@ -1,69 +1,169 @@
 """The guard of a cluster: a process that kills the cluster when the driver ends.
 
+It also tells the driver when the raylet or the control store (gcs) ends or is stopped.
+
 When a driver is killed, the kernel ends the head processes of its cluster, but Ray's
 agents linger for a minute: they first report the death of the raylet to a server that
 died with it. A worker that was started just before looks for its raylet for as long.
 
 Invariant: no process of the cluster outlives the guard's input, which ends with the
-driver or with the session. Deliberately not here: clusters that the session has not
-started.
+driver or with the session. Of a cluster that the session has not started, the guard
+only watches what it is given. Deliberately not here: what follows from the end of a
+process (`cluster_loss.py`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+import psutil
+
+STOPPED_S = 5.0
+"""Seconds for which a process of Ray may be stopped (SIGSTOP) without a consequence.
+
+Ray's control store gives a node up whose raylet does not reply for three times as long.
+"""
+
+_LOOK_S = 0.5
+
+_END_S = 10.0
+"""Limit in seconds for the end of the guard, which needs a tenth of one."""
+
 # The guard holds descriptors of the processes that it is given, so a later process with
-# the same id is safe. It waits for the end of its input and kills them. It recognises
-# the other processes of the cluster by their command line.
+# the same id is safe. It names those on its output that end and are needed, waits for
+# the end of its input, and kills all of them. It recognises the other processes of the
+# cluster by their command line.
+#
+# It counts looks at a stopped process and not seconds, since it may be stopped itself,
+# as when Slurm suspends a job. A process that was stopped for too long is named, and
+# then continued: calls of the driver that wait inside of Ray would otherwise neither
+# end nor survive the end of the process.
 _PROGRAM = """
-import contextlib, os, signal, sys
+import contextlib, os, select, signal, sys
 
 mark = os.fsencode(sys.argv[1])
+look_s = float(sys.argv[2])
+most_looks = int(sys.argv[3])
 
-def kill(process):
+def send(process, number):
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        signal.pidfd_send_signal(process, signal.SIGKILL)
+        signal.pidfd_send_signal(process, number)
 
-processes = []
-for pid in sys.argv[2:]:
-    with contextlib.suppress(ProcessLookupError):
-        processes.append(os.pidfd_open(int(pid)))
+def tell(text):
+    with contextlib.suppress(BrokenPipeError):
+        print(text, flush=True)
 
-sys.stdin.read()
+def is_stopped(pid):
+    with contextlib.suppress(OSError):
+        with open(f'/proc/{pid}/stat') as file:
+            return file.read().rpartition(')')[2].split()[0] == 'T'
+    return False
 
+processes = {}
+for pid in sys.argv[4:]:
+    with contextlib.suppress(OSError):
+        with open(f'/proc/{pid}/comm') as file:
+            name = file.read().strip()
+        processes[os.pidfd_open(int(pid))] = pid, name
+
+poll = select.poll()
+poll.register(0, select.POLLIN)
+looks = {}
+for process, (_, name) in processes.items():
+    if name in ('raylet', 'gcs_server'):
+        poll.register(process, select.POLLIN)
+        looks[process] = 0
+ended = False
+while not ended:
+    for descriptor, _ in poll.poll(1000 * look_s):
+        if descriptor in looks:
+            poll.unregister(descriptor)
+            del looks[descriptor]
+            tell(f'{processes[descriptor][1]} has ended')
+        else:
+            ended = not os.read(0, 1)
+    for process in looks:
+        pid, name = processes[process]
+        looks[process] = looks[process] + 1 if is_stopped(pid) else 0
+        if looks[process] == most_looks:
+            tell(f'{name} was stopped (SIGSTOP) for {look_s * most_looks:g} s')
+            looks[process] = 0
+            if mark:
+                send(process, signal.SIGCONT)
+
+if not mark:
+    sys.exit()
 for process in processes:
-    kill(process)
+    send(process, signal.SIGKILL)
 for pid in filter(str.isdecimal, os.listdir('/proc')):
     with contextlib.suppress(OSError):
         process = os.pidfd_open(int(pid))
         with open(f'/proc/{pid}/cmdline', 'rb') as file:
             if int(pid) != os.getpid() and mark in file.read():
-                kill(process)
+                send(process, signal.SIGKILL)
         os.close(process)
 """
 
 
-def start_guard(folder: Path, pids: Iterable[int]) -> subprocess.Popen[bytes]:
+def start_guard(
+    folder: Path | None, pids: Iterable[int], stopped_s: float = STOPPED_S
+) -> subprocess.Popen[bytes]:
     """Start the guard of the cluster with Ray's folder `folder`.
 
     Args:
         folder: Ray's folder of the cluster, which the command lines of all its workers
-            name.
+            name. None for a cluster that nothing may be done to.
         pids: Processes of the cluster that have started already.
+        stopped_s: Seconds for which a needed process may be stopped (SIGSTOP).
 
     Returns:
-        The guard, which kills the cluster as soon as its input is closed.
+        The guard, which kills the cluster as soon as its input is closed. Its output
+        has a line for each needed process that has ended or is stopped for too long.
     """
-    mark = f"--raylet-name={folder}/"
-    arguments = [mark, *(str(pid) for pid in pids)]
+    mark = "" if folder is None else f"--raylet-name={folder}/"
+    most_looks = max(1, round(stopped_s / _LOOK_S))
+    arguments = [mark, _LOOK_S, most_looks, *pids]
     return subprocess.Popen(
-        [sys.executable, "-ISc", _PROGRAM, *arguments],
+        [sys.executable, "-ISc", _PROGRAM, *map(str, arguments)],
         stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         # Ctrl-C reaches the whole group of the driver. The guard is not in it, since
         # the driver closes the session in order.
         start_new_session=True,
     )
+
+
+def end_guard(guard: subprocess.Popen[bytes]) -> None:
+    """Close the guard's input, and wait until it has killed what remains.
+
+    A guard that is stopped (SIGSTOP) goes on, and one that hangs is killed.
+    """
+    assert guard.stdin is not None, "it was started with a pipe"
+    guard.stdin.close()
+    for remedy in (signal.SIGCONT, signal.SIGKILL):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            guard.wait(_END_S)
+            return
+        guard.send_signal(remedy)
+    guard.wait()
+
+
+def raylets_at(socket: str) -> list[int]:
+    """Return the process id of the raylet with this socket; none on another machine.
+
+    Args:
+        socket: Path of the socket that processes of this machine connect to.
+    """
+    # Several raylets of a machine have sockets whose names begin alike.
+    argument = f"--raylet_socket_name={socket}"
+    raylets = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.name() == "raylet" and argument in process.cmdline():
+                raylets.append(process.pid)
+    return raylets

@@ -21,6 +21,7 @@ from typing import Any
 import ray
 
 from verl_ray.cluster.messages import Status
+from verl_ray.cluster.ray_calls import RAY_CALLS
 from verl_ray.cluster.waiting import wait
 
 QUERY_FRACTION = 0.125
@@ -214,7 +215,7 @@ class Heartbeat:
         reply = self._pending
         self._pending = None
         try:
-            status: Status = ray.get(reply)
+            status: Status = RAY_CALLS.make(ray.get, reply)
         except ray.exceptions.RayError:
             self._clock.requested_at = None
             raise

@@ -14,16 +14,17 @@ import gc
 import os
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import psutil
 import ray
 
+from verl_ray.cluster.collectives import collectives
 from verl_ray.cluster.concurrency_groups import (
     COLLECTIVE,
     SERVING,
@@ -41,11 +42,12 @@ from verl_ray.cluster.messages import (
     Reply,
     Status,
     Value,
+    Whereabouts,
 )
 from verl_ray.cluster.output import keep_output, tail
 from verl_ray.cluster.rendezvous import Rendezvous, join, listen, share_timeout
 from verl_ray.cluster.store import read
-from verl_ray.cluster.thread_stacks import is_in_collective, thread_stacks
+from verl_ray.cluster.thread_stacks import own_line, progress_and_waits, thread_stacks
 from verl_ray.data.batch import Batch
 from verl_ray.data.sharded import Receipt, Sharded
 from verl_ray.errors import ClusterError, StaleIncarnation, VerlRayError
@@ -54,10 +56,10 @@ from verl_ray.profiling.memory import CallPeaks, PeakWatch
 from verl_ray.profiling.progress import (
     advance,
     begin,
-    progress,
     touch,
     waiting_for_others,
 )
+from verl_ray.shared_files import remove_stale
 
 # Streams whose end their callers may not know yet.
 _REMEMBERED_STREAMS = 1024
@@ -77,11 +79,17 @@ class WorkerHost:
         self._workers: dict[str, Any] = {}
         # (role, method, start) of the call in the collective group.
         self._running: tuple[str, str, float] | None = None
+        # The same of every call, by the identity of its thread.
+        self._calls: dict[int, tuple[str, str, float]] = {}
         self._streams: dict[str, StreamState] = {}
         self._ended_streams: deque[str] = deque(maxlen=_REMEMBERED_STREAMS)
         self._listener: socket.socket | None = None
         self._joined = not rank_spec.process_group
         self._memory = PeakWatch(on_device=rank_spec.device != "cpu")
+
+        # On a node without a driver nobody else does it: neither for a run before, nor
+        # for the process whose place this one takes.
+        remove_stale()
 
     # ----------------------------------------------------------------- collective group
 
@@ -109,6 +117,7 @@ class WorkerHost:
     ) -> Topology | Failure:
         """Build this rank's worker of `role` with `factory(context, *args)`."""
         self._running = (role, "build", time.monotonic())
+        self._calls[threading.get_ident()] = self._running
         begin()
         try:
             if not self._joined:
@@ -131,6 +140,7 @@ class WorkerHost:
             gc.freeze()
             gc.enable()
             self._running = None
+            del self._calls[threading.get_ident()]
             touch()
 
     def call(self, request: CallRequest) -> tuple[Batch | None, Reply]:
@@ -223,11 +233,6 @@ class WorkerHost:
             role, method, start = running
             running = (role, method, time.monotonic() - start)
 
-        # Workers report their waits on a wire; a wait in a collective is visible on the
-        # stack alone.
-        done = progress()
-        waits_for_others = done.waits_for_others or is_in_collective()
-
         health = {
             role: worker.health()
             for role, worker in self._workers.items()
@@ -238,9 +243,22 @@ class WorkerHost:
             pid=process.pid,
             resident_bytes=process.memory_info().rss,
             running=running,
-            progress=replace(done, waits_for_others=waits_for_others),
+            progress=progress_and_waits(),
             health=health,
         )
+
+    def whereabouts(self) -> Whereabouts:
+        """Where this process is in its work."""
+        # Other threads may begin and end calls meanwhile.
+        calls = sorted(self._calls.copy().items(), key=lambda item: item[1][2])
+        collective = self._running
+        for thread, call in calls:
+            if collective in (call, None):
+                role, method, start = call
+                running = (role, method, time.monotonic() - start)
+                line = own_line(thread, first_file=__file__)
+                return Whereabouts(running, progress_and_waits(), line, *collectives())
+        return Whereabouts(None, progress_and_waits(), "", *collectives())
 
     def memory(self) -> CallPeaks:
         """Peak memory of each call that ended since the last call of this method."""
@@ -282,8 +300,10 @@ class WorkerHost:
         is_collective = request.concurrency_group == COLLECTIVE
         is_progress = request.concurrency_group != STEERING
 
+        call = (request.role, request.method, time.monotonic())
+        self._calls[threading.get_ident()] = call
         if is_collective:
-            self._running = (request.role, request.method, time.monotonic())
+            self._running = call
         if is_progress:
             begin()
         try:
@@ -294,6 +314,7 @@ class WorkerHost:
                 touch()
             if is_collective:
                 self._running = None
+            del self._calls[threading.get_ident()]
 
     def _bound_method(self, request: CallRequest) -> Callable[..., Any]:
         own_incarnation = self._rank_spec.incarnation
@@ -363,11 +384,14 @@ class WorkerHost:
     def _failure(self, error: Exception) -> Failure:
         message = f"{type(error).__name__}: {error}"
         trace = "".join(traceback.format_exception(error))
+        # A log on a full disk takes nothing, and the reason may be this disk.
         if isinstance(error, VerlRayError):
             # The log keeps the stack; the driver shows the error without it.
-            print(trace, file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):
+                print(trace, file=sys.stderr, flush=True)
             return Failure(message, "", "", error)
 
         # What the process has printed last must be in the log that `tail` reads.
-        sys.stdout.flush()
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
         return Failure(message, trace, tail(self._log_path), None)

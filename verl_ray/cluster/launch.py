@@ -11,10 +11,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
+from verl_ray.cluster.cluster_loss import CLUSTER_LOSS
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.placement import Place, ProcessSet, place, release
-from verl_ray.cluster.processes import Processes, Role, close, start
+from verl_ray.cluster.processes import Processes, Role, close, silent_sets, start
 from verl_ray.cluster.rank_calls import replies_within
+from verl_ray.cluster.roster import ROSTER
 from verl_ray.profiling.memory import CallPeaks
 
 W = TypeVar("W")
@@ -37,6 +39,7 @@ class Groups:
             for role in processes.roles:
                 group: WorkerGroup[Any] = WorkerGroup(role.name, processes)
                 self._groups.setdefault(role.name, []).append(group)
+        ROSTER.add(self._all())
 
     def __getitem__(self, role: Role[W]) -> WorkerGroup[W]:
         """The only group of a role whose processes are not replicas."""
@@ -45,7 +48,39 @@ class Groups:
 
     def replicas(self, role: Role[W]) -> tuple[WorkerGroup[W], ...]:
         """Groups of a role whose processes are replicas, one group per replica."""
-        return tuple(self._groups[role.name])
+        return self.named(role.name)
+
+    def named(self, role: str) -> tuple[WorkerGroup[Any], ...]:
+        """Groups of a role by its name, one group per replica."""
+        return tuple(self._groups[role])
+
+    def _all(self) -> list[WorkerGroup[Any]]:
+        return [group for named in self._groups.values() for group in named]
+
+    def lost(self, also: Iterable[WorkerGroup[Any]] = ()) -> list[Processes]:
+        """Find the processes that failed, ended or do not reply.
+
+        Args:
+            also: Groups whose processes count as lost in any case.
+        """
+        given_up = [*also, *(group for group in self._all() if group.has_failed)]
+        silent = silent_sets(self._sets)
+        return [
+            processes
+            for processes in self._sets
+            if processes in silent
+            or any(group.runs_in([processes]) for group in given_up)
+        ]
+
+    def restart(self, lost: Sequence[Processes]) -> None:
+        """Kill these processes and start them again, all at the same time.
+
+        Raises:
+            VerlRayError: A part failed or made no progress. None of them runs then.
+        """
+        for processes in lost:
+            processes.kill()
+        start(lost)
 
     def request_memory(self) -> Callable[[], list[CallPeaks]]:
         """Request the peak memory of each call since the last such request.
@@ -70,7 +105,13 @@ class Groups:
 
         A second call has no effect.
         """
-        # The bundles are released even if a process could not be stopped.
+        ROSTER.remove(self._all())
+        # The bundles are released even if a process could not be stopped. Of a cluster
+        # that is lost, the guard ends all processes.
+        if CLUSTER_LOSS.has_happened:
+            self._sets = ()
+            self._places = ()
+            return
         try:
             close(self._sets)
         finally:

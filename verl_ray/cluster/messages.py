@@ -147,3 +147,43 @@ class Status:
     running: tuple[str, str, float] | None
     progress: Progress
     health: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective of torch.distributed that a process has entered and not left.
+
+    Attributes:
+        operation: Backend and operation: "gloo:all_reduce".
+        group: Name of the process group.
+        sequence: Number of the operation in its group.
+        ranks: Ranks of the group, as numbered in the process set.
+        seconds: Seconds since the process entered it.
+    """
+
+    operation: str
+    group: str
+    sequence: int
+    ranks: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """The place in its work at which a process is.
+
+    Attributes:
+        running: (role, method, seconds so far) of the call in the collective group, or
+            else of the oldest other call; None while there is none.
+        progress: Progress of the process in any concurrency group.
+        line: Innermost line of our own code in the thread of this call: "file:line
+            function"; empty without a call.
+        collective: The oldest collective that the process is in, if any.
+        entered: Number of the last collective that it has entered, by process group.
+    """
+
+    running: tuple[str, str, float] | None
+    progress: Progress
+    line: str
+    collective: Collective | None
+    entered: dict[str, int]

@@ -23,6 +23,7 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from verl_ray.cluster.node_resources import NodeResources, node_resources
 from verl_ray.cluster.packing import (
     Bundles,
     NodeName,
@@ -30,9 +31,9 @@ from verl_ray.cluster.packing import (
     fits,
     number_ranks,
 )
-from verl_ray.cluster.session import NodeResources, node_resources
+from verl_ray.cluster.ray_calls import RAY_CALLS
 from verl_ray.cluster.signals import heed_signals
-from verl_ray.cluster.waiting import TICK_S
+from verl_ray.cluster.waiting import TICK_S, wait
 from verl_ray.errors import ClusterError
 
 # Ray counts resources in ten-thousandths.
@@ -221,11 +222,13 @@ def place(sets: Sequence[ProcessSet], stall_s: float) -> dict[str, Place]:
     """
     plans = plan_bundles(sets)
     check_fits(plans)
-    group = placement_group(_all_bundles(plans), strategy="PACK")
+    bundles = _all_bundles(plans)
+    group = RAY_CALLS.make(placement_group, bundles, strategy="PACK")
     # The nodes of the bundles are known only once Ray has reserved them.
     try:
         _wait_until_reserved(group, plans, stall_s)
-        homes = _homes(ray.util.placement_group_table(group))
+        table = RAY_CALLS.make(ray.util.placement_group_table, group)
+        homes = _homes(table)
         numbered = number_ranks(plans, homes)
     except BaseException:
         release([group])
@@ -296,10 +299,9 @@ def _amounts(resources: Resources) -> str:
 
 
 def _wait_until_reserved(group: Any, plans: Sequence[Bundles], stall_s: float) -> None:
-    ready = group.ready()
+    ready = RAY_CALLS.make(group.ready)
     deadline = time.monotonic() + stall_s
-    while not ray.wait([ready], timeout=TICK_S)[0]:
-        heed_signals()
+    while not wait([ready], 1, TICK_S):
         if time.monotonic() > deadline:
             raise ClusterError(
                 f"Ray did not reserve the bundles of {[plan.name for plan in plans]}"
@@ -324,6 +326,6 @@ def _homes(table: Mapping[str, Any]) -> list[NodeName]:
 
 
 def release(groups: Iterable[Any]) -> None:
-    """Release the bundles of placement groups."""
+    """Release the bundles of placement groups, unless Ray hangs."""
     for group in groups:
-        remove_placement_group(group)
+        RAY_CALLS.attempt(_RELEASE_S, remove_placement_group, group)

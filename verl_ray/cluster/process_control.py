@@ -8,6 +8,7 @@ error only for a moment. Deliberately not here: the decision that a process has 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +22,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl_ray.cluster.members import Member
 from verl_ray.cluster.messages import ProcessInfo
 from verl_ray.cluster.output import STACKS_SIGNAL, tail
-from verl_ray.cluster.waiting import TICK_S, wait
+from verl_ray.cluster.ray_calls import RAY_CALLS
+from verl_ray.cluster.waiting import TICK_S, wait, wait_while_closing
 
 REPLY_S = 3.0
 """Seconds that a process or a node gets to reply to a question about a failure."""
@@ -53,7 +55,7 @@ def examine(members: Sequence[Member], stacks: bool) -> list[tuple[str, str]]:
             pending.append(("it has not started", ""))
         else:
             info = member.process_info
-            pending.append(_on_node(info.node_id, examine_here, info, stacks))
+            pending.append(on_node(info.node_id, examine_here, info, stacks))
 
     results: list[tuple[str, str]] = []
     deadline = time.monotonic() + 2 * REPLY_S
@@ -69,7 +71,7 @@ def _result_from_node(reference: Any, deadline: float) -> tuple[str, str]:
     remaining_s = max(0.0, deadline - time.monotonic())
     try:
         wait([reference], 1, remaining_s)
-        result: tuple[str, str] = ray.get(reference, timeout=TICK_S)
+        result: tuple[str, str] = RAY_CALLS.make(ray.get, reference, timeout=TICK_S)
         return result
     except Exception as error:
         return f"its node does not reply: {type(error).__name__}", ""
@@ -169,21 +171,26 @@ def _on_their_nodes(
             by_node.setdefault(member.process_info.node_id, []).append(member)
 
     pending = []
-    for node_id, on_node in by_node.items():
-        infos = [member.process_info for member in on_node]
-        actors = [member.actor for member in on_node]
+    for node_id, neighbours in by_node.items():
+        infos = [member.process_info for member in neighbours]
+        actors = [member.actor for member in neighbours]
         with contextlib.suppress(Exception):
-            reference = _on_node(node_id, function, infos, actors)
+            reference = on_node(node_id, function, infos, actors)
             if reference is not None:
                 pending.append(reference)
 
     if pending:
-        with contextlib.suppress(Exception):
-            ray.wait(pending, num_returns=len(pending), timeout=REPLY_S)
+        wait_while_closing(pending, REPLY_S)
 
-    for member in members:
+    actors = [member.actor for member in members]
+    RAY_CALLS.attempt(REPLY_S, _forget_actors, actors)
+
+
+def _forget_actors(actors: Sequence[Any]) -> None:
+    """Let Ray end actors, as far as it still knows them."""
+    for actor in actors:
         with contextlib.suppress(Exception):
-            ray.kill(member.actor)
+            ray.kill(actor)
 
 
 def end_here(process_infos: Sequence[ProcessInfo], actors: Sequence[Any]) -> None:
@@ -196,8 +203,7 @@ def end_here(process_infos: Sequence[ProcessInfo], actors: Sequence[Any]) -> Non
     # The descendants of a process cannot be found once it has ended.
     families = [process for info in process_infos for process in _family(info)]
 
-    for actor in actors:
-        ray.kill(actor)
+    RAY_CALLS.attempt(REPLY_S, _forget_actors, actors)
     deadline = time.monotonic() + _END_S
     while any(_is_alive(info) for info in process_infos):
         if time.monotonic() > deadline:
@@ -244,7 +250,7 @@ def _kill_all(processes: Sequence[psutil.Process]) -> None:
             process.kill()
 
 
-def _on_node(node_id: str, function: Callable[..., Any], *args: object) -> Any:
+def on_node(node_id: str, function: Callable[..., Any], *args: object) -> Any:
     """Call `function(*args)` on a node.
 
     Returns:
@@ -252,7 +258,29 @@ def _on_node(node_id: str, function: Callable[..., Any], *args: object) -> Any:
     """
     if node_id == ray.get_runtime_context().get_node_id():
         return function(*args)
+    return task_on(node_id, function, *args)
 
-    remote_function = ray.remote(num_cpus=0, max_retries=0)(function)
+
+def task_on(
+    node_id: str, function: Callable[..., Any], *args: object, **options: Any
+) -> Any:
+    """Call `function(*args)` in a process of its own on a node.
+
+    Args:
+        node_id: Ray's id of the node.
+        function: The function.
+        args: Its arguments.
+        options: Further options of the task, by Ray's names.
+
+    Returns:
+        A reference to the result, or what Ray returns with these options.
+    """
     affinity = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    return remote_function.options(scheduling_strategy=affinity).remote(*args)
+    placed = _task(function).options(scheduling_strategy=affinity, **options)
+    return RAY_CALLS.make(placed.remote, *args)
+
+
+@functools.cache
+def _task(function: Callable[..., Any]) -> Any:
+    """Return a function as a task; Ray stores each new task for good."""
+    return ray.remote(num_cpus=0, max_retries=0)(function)

@@ -31,13 +31,17 @@ from verl_ray.cluster.members import Member
 from verl_ray.cluster.messages import RankSpec
 from verl_ray.cluster.placement import Place, ProcessSet
 from verl_ray.cluster.rank_calls import START, RankCall
-from verl_ray.cluster.waiting import TICK_S, wait
+from verl_ray.cluster.ray_calls import RAY_CALLS
+from verl_ray.cluster.waiting import TICK_S, wait, wait_while_closing
 from verl_ray.errors import ClusterError
 from verl_ray.parallel.topology import Topology
 
 W = TypeVar("W")
 
 _CLOSE_S = 5.0
+
+# A process replies within a tenth of a second, also on a busy machine within seconds.
+_REPLY_S = 10.0
 
 COLLECTIVE_TIMEOUT_FACTOR = 4
 """Timeout of a collective, as a multiple of `run.stall_s`.
@@ -95,7 +99,7 @@ class Processes:
         self.broken = False
         """True once a process died or is stuck, so that the others cannot close."""
         self._place = place
-        self._log_dir = log_dir
+        self.log_dir = log_dir
 
     # ---------------------------------------------------------------------------- start
 
@@ -126,8 +130,8 @@ class Processes:
         host = remote(WorkerHost)
         self.members = []
         for rank in self.ranks:
-            options = self._place.options(rank)
-            actor = host.options(**options).remote(self._rank_spec(rank))
+            placed = host.options(**self._place.options(rank))
+            actor = RAY_CALLS.make(placed.remote, self._rank_spec(rank))
             status = actor.status.options(concurrency_group=CONTROL)
             heartbeat = Heartbeat(status.remote)
             self.members.append(Member(self.spec.name, rank, actor, None, heartbeat))
@@ -151,7 +155,7 @@ class Processes:
             device=device,
             threads=self.spec.threads_per_rank,
             process_group=self.spec.process_group,
-            log_dir=self._log_dir,
+            log_dir=self.log_dir,
             incarnation=self.incarnation,
         )
 
@@ -211,10 +215,16 @@ class Processes:
     ) -> RankCall:
         actor_method = getattr(member.actor, method)
         in_group = actor_method.options(concurrency_group=concurrency_group)
-        reply = in_group.remote(*args)
+        reply = RAY_CALLS.make(in_group.remote, *args)
         return RankCall(member, f"{START}{method})", None, reply, self.stall_s)
 
     # ------------------------------------------------------------------- while they run
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every process has started and none is known to be stuck."""
+        started = [member for member in self.members if member.process_info is not None]
+        return len(started) == len(self.ranks) and not self.broken
 
     def request_memory(self) -> list[RankCall]:
         """Request the `CallPeaks` of every rank, which replies while it is busy too."""
@@ -305,6 +315,31 @@ def start(sets: Sequence[Processes]) -> None:
         raise
 
 
+def silent_sets(sets: Sequence[Processes]) -> list[Processes]:
+    """Return the sets of which a process has ended, or does not reply in time."""
+    requests: dict[Any, Processes] = {}
+    silent = [processes for processes in sets if not processes.is_complete]
+    for processes in sets:
+        for member in processes.members:
+            status = member.actor.status.options(concurrency_group=CONTROL)
+            requests[status.remote()] = processes
+
+    replied = set(wait(list(requests), len(requests), _REPLY_S)) if requests else set()
+    for request, processes in requests.items():
+        if request not in replied or not _is_reply(request):
+            silent.append(processes)
+    return silent
+
+
+def _is_reply(request: Any) -> bool:
+    """Whether the reply to a request is no report that the process has ended."""
+    try:
+        RAY_CALLS.make(ray.get, request)
+        return True
+    except ray.exceptions.RayError:
+        return False
+
+
 def close(sets: Sequence[Processes]) -> None:
     """Close the workers for a few seconds, then end the processes in any case."""
     try:
@@ -312,9 +347,8 @@ def close(sets: Sequence[Processes]) -> None:
         for processes in sets:
             if not processes.broken:
                 references += processes.close()
-        # No `wait`, which would stop at a signal: closing continues after one.
         if references:
-            ray.wait(references, num_returns=len(references), timeout=_CLOSE_S)
+            wait_while_closing(references, _CLOSE_S)
     finally:
         end(sets)
 

@@ -17,6 +17,7 @@ import ray
 from verl_ray.cluster import failures
 from verl_ray.cluster.members import Member
 from verl_ray.cluster.messages import Failure
+from verl_ray.cluster.ray_calls import RAY_CALLS
 from verl_ray.cluster.waiting import wait
 from verl_ray.errors import WorkerDied, WorkerError
 
@@ -73,7 +74,7 @@ def ready_replies(rank_calls: Sequence[RankCall], timeout_s: float) -> set[Any]:
 def receive(rank_call: RankCall) -> Any:
     """One rank's reply, which must be available, or the error that it reports."""
     try:
-        reply = ray.get(rank_call.reply)
+        reply = RAY_CALLS.make(ray.get, rank_call.reply)
     except ray.exceptions.RayTaskError as error:
         # The method returned, but its result cannot be pickled.
         failure = Failure(str(error.cause or error), str(error), "", None)

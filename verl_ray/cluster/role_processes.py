@@ -8,6 +8,7 @@ start (`processes.py`).
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from verl_ray.cluster.concurrency_groups import CONTROL
 from verl_ray.cluster.members import Member
 from verl_ray.cluster.messages import Status
 from verl_ray.cluster.processes import Processes, Restart
+from verl_ray.cluster.ray_calls import RAY_CALLS
 from verl_ray.cluster.waiting import wait
 from verl_ray.data.batch import Int64
 from verl_ray.data.packing import balance, estimated_work
@@ -33,6 +35,9 @@ class RoleProcesses:
         self._processes = processes
         self._failure: WorkerError | None = None
         self._failed_incarnation = 0
+        self.has_owner = False
+        """Whether somebody looks at the processes while they are idle, and starts them
+        again."""
 
     # ----------------------------------------------------------------------- properties
 
@@ -45,6 +50,11 @@ class RoleProcesses:
     def stall_s(self) -> float:
         """Seconds for which a process may make no progress while a call is pending."""
         return self._processes.stall_s
+
+    @property
+    def log_dir(self) -> str:
+        """Directory for the output of the processes, on each node."""
+        return self._processes.log_dir
 
     @property
     def num_ranks(self) -> int:
@@ -74,6 +84,21 @@ class RoleProcesses:
     def topologies(self) -> list[Topology]:
         """Topology of each rank."""
         return self._processes.topologies[self.role]
+
+    @property
+    def is_first_role(self) -> bool:
+        """Whether the group is the first of those that share its processes."""
+        return self._processes.roles[0].name == self.role
+
+    @property
+    def is_checked_while_idle(self) -> bool:
+        """Whether the driver checks the processes also while it waits for others.
+
+        A replica has an owner that does, and so may others. Processes that start, are
+        lost or are killed are no longer idle.
+        """
+        has_owner = self.has_owner or self._processes.spec.replicas
+        return not has_owner and self._processes.is_complete
 
     # ---------------------------------------------------------------- the control group
 
@@ -133,7 +158,7 @@ class RoleProcesses:
         if silent:
             limit = f"run.stall_s = {self.stall_s:g}"
             raise failures.stalled(silent, method, limit, mute=True)
-        return cast(list[Any], ray.get(requests))
+        return cast(list[Any], RAY_CALLS.make(ray.get, requests))
 
     # ------------------------------------------------------------ failures and restarts
 
@@ -153,6 +178,21 @@ class RoleProcesses:
         """Whether the error is about a process of this group."""
         return error.role == self.role and error.rank in self._processes.ranks
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether this incarnation refuses calls."""
+        failed = self._failure is not None
+        return failed and self._failed_incarnation == self.incarnation
+
+    @property
+    def shares_processes(self) -> bool:
+        """Whether the processes of the group hold other roles, too."""
+        return len(self._processes.roles) > 1
+
+    def runs_in(self, sets: Collection[Processes]) -> bool:
+        """Whether the processes of the group are one of these sets."""
+        return self._processes in sets
+
     def fail(self, error: WorkerError) -> None:
         """Refuse further calls of this incarnation, with this error as the reason."""
         self._failure = error
@@ -164,7 +204,7 @@ class RoleProcesses:
     def _usable_members(self) -> list[Member]:
         """Processes of the group; raise its first failure again if it has failed."""
         failure = self._failure
-        if failure is None or self._failed_incarnation != self.incarnation:
+        if failure is None or not self.has_failed:
             return self.members()
 
         message = (

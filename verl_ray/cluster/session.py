@@ -7,11 +7,14 @@ here: the processes that run on the cluster (`placement.py`, `launch.py`).
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import math
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,7 +24,11 @@ import ray
 from ray._common.utils import get_default_ray_temp_dir
 
 from verl_ray.cluster import authentication
-from verl_ray.cluster.guard import start_guard
+from verl_ray.cluster.cluster_loss import CLUSTER_LOSS
+from verl_ray.cluster.guard import STOPPED_S, end_guard, raylets_at, start_guard
+from verl_ray.cluster.head_watch import HeadWatch, patience_s
+from verl_ray.cluster.node_resources import NodeResources, node_resources
+from verl_ray.cluster.ray_calls import RAY_CALLS
 from verl_ray.cluster.ray_patches import leaving_signals_to_driver, ray_messages
 from verl_ray.cluster.session_folders import (
     name_owners,
@@ -29,31 +36,28 @@ from verl_ray.cluster.session_folders import (
     remove_folder,
 )
 from verl_ray.errors import ClusterError, Interrupted, WorkerDied
-from verl_ray.weight_sync.shared_files import FOLDER, available_bytes
+from verl_ray.shared_files import FOLDER, available_bytes
 
 # Ray refuses an object store of less than 75 MiB.
 _LEAST_STORE_BYTES = 80 << 20
 # Ray exchanges 127.0.0.1 for the address of a network interface, which may vanish
 # (Wi-Fi, VPN) during the run. Any other loopback address stays.
 _LOOPBACK = "127.0.0.2"
-
-
-@dataclass(frozen=True)
-class NodeResources:
-    """Resources of one live node.
-
-    Attributes:
-        node_id: Ray's id of the node.
-        address: IP address of the node.
-        total: Amounts that the node has, by Ray's resource names (CPU, GPU, memory in
-            bytes, ...).
-        available: Amounts that are free now.
-    """
-
-    node_id: str
-    address: str
-    total: dict[str, float]
-    available: dict[str, float]
+# A third of the weight of another session.
+_WORKERS_NICENESS = 5
+# Ray connects within seconds, also on a busy machine.
+_CONNECT_S = 60.0
+_NO_CONNECTION = (
+    ConnectionError,
+    RuntimeError,
+    ValueError,
+    ClusterError,
+    ray.exceptions.RayError,
+)
+# Ray disconnects within a second, and within six from a cluster that is lost. After
+# longer it would end this process in the middle of its last words.
+_SHUTDOWN_S = 30.0
+_SHUTDOWN_OF_LOST_S = 10.0
 
 
 class Session:
@@ -64,25 +68,34 @@ class Session:
 
     Args:
         address: Address of the cluster.
-        guard: Guard of the cluster if the session started it, else None.
+        guard: Guard of the cluster; it only watches one that was not started here.
         environment: Environment variables to restore at the end, with their previous
             values.
         folder: Ray's folder of logs and spilled objects if the session started the
             cluster, else None.
+        limit_s: Limit in seconds for each call into Ray.
     """
 
     def __init__(
         self,
         address: str,
-        guard: subprocess.Popen[bytes] | None,
+        guard: subprocess.Popen[bytes],
         environment: dict[str, str | None],
-        folder: Path | None = None,
+        folder: Path | None,
+        limit_s: float,
     ) -> None:
         self.address = address
-        self.owns_cluster = guard is not None
+        self.owns_cluster = folder is not None
         self.folder = folder
-        self._guard = guard
+        self._guard: subprocess.Popen[bytes] | None = guard
         self._environment = environment
+        self._head: HeadWatch | None = None
+        if folder is None:
+            self._head = HeadWatch(address, min(limit_s, patience_s()), CLUSTER_LOSS)
+        threading.Thread(
+            target=_listen_to, args=[guard], name="guard", daemon=True
+        ).start()
+        RAY_CALLS.open(limit_s)
 
     # ----------------------------------------------------------------------------- open
 
@@ -95,6 +108,7 @@ class Session:
         gpus: int | None = None,
         object_store_bytes: int | None = None,
         log_dir: Path | None = None,
+        stall_s: float = math.inf,
     ) -> Session:
         """Connect to a cluster, or start one on this machine.
 
@@ -110,6 +124,7 @@ class Session:
                 None for the smaller of an eighth of the machine's memory and half of
                 the available bytes in /dev/shm.
             log_dir: Directory for Ray's messages to this process; None for stderr.
+            stall_s: Limit in seconds for each call into Ray.
 
         Raises:
             ClusterError: This process has an open session, or there is no connection,
@@ -121,40 +136,50 @@ class Session:
             ray_messages.keep_in(log_dir)
         try:
             if address is not None:
-                return cls._connect(address)
-            return cls._start(cores, gpus, store_bytes(object_store_bytes))
+                return cls._connect(address, stall_s)
+            size = store_bytes(object_store_bytes)
+            return cls._start(cores, gpus, size, stall_s)
         except BaseException:
             ray_messages.release()
             raise
 
     @classmethod
-    def _connect(cls, address: str) -> Session:
+    def _connect(cls, address: str, stall_s: float) -> Session:
         before = dict(os.environ)
+        # Ray connects for ever to a cluster whose processes are stopped.
+        RAY_CALLS.open(min(stall_s, _CONNECT_S))
         try:
             with leaving_signals_to_driver():
-                context = ray.init(
-                    address=address, log_to_driver=False, logging_level="ERROR"
+                context = RAY_CALLS.make(
+                    ray.init,
+                    address=address,
+                    log_to_driver=False,
+                    logging_level="ERROR",
                 )
-        except Interrupted:
-            ray.shutdown()
-            raise
-        except (
-            ConnectionError,
-            RuntimeError,
-            ValueError,
-            ray.exceptions.RayError,
-        ) as error:
+        except BaseException as error:
+            is_idle = RAY_CALLS.close(0.0)
+            if isinstance(error, Interrupted) and is_idle:
+                _shut_down_ray()
+            if not isinstance(error, _NO_CONNECTION):
+                raise
             raise ClusterError(
                 f"no connection to the Ray cluster at {address} (ray.address, else"
                 f" RAY_ADDRESS): {error}. If it uses token authentication, set"
                 " RAY_AUTH_MODE=token here as well"
             ) from error
         changes = _changes_since(before)
-        return cls(context.address_info["gcs_address"], None, changes)
+        raylets = raylets_at(ray._private.worker.global_worker.node.raylet_socket_name)
+        guard = start_guard(None, raylets, min(stall_s, STOPPED_S))
+        address = context.address_info["gcs_address"]
+        return cls(address, guard, changes, None, stall_s)
 
     @classmethod
     def _start(
-        cls, cores: int | None, gpus: int | None, object_store_bytes: int
+        cls,
+        cores: int | None,
+        gpus: int | None,
+        object_store_bytes: int,
+        stall_s: float,
     ) -> Session:
         before = dict(os.environ)
         environment = authentication.set_own_token()
@@ -165,7 +190,7 @@ class Session:
         try:
             context = _start_ray(cores, gpus, object_store_bytes)
         except BaseException as error:
-            ray.shutdown()
+            _shut_down_ray()
             authentication.restore(environment)
             if isinstance(error, Exception) and not isinstance(error, Interrupted):
                 raise ClusterError(
@@ -176,10 +201,11 @@ class Session:
         # Ray starts its processes as children of this one.
         children = this_process.children(recursive=True)
         ray_pids = [child.pid for child in children if child not in children_before]
+        _prefer_this_process_to(ray_pids)
         folder = Path(context.address_info["session_dir"])
-        guard = start_guard(folder, ray_pids)
+        guard = start_guard(folder, ray_pids, min(stall_s, STOPPED_S))
         address = context.address_info["gcs_address"]
-        session = cls(address, guard, _changes_since(before), folder)
+        session = cls(address, guard, _changes_since(before), folder, stall_s)
 
         # If this process is killed, a later session can remove the folder.
         try:
@@ -201,25 +227,40 @@ class Session:
         Args:
             keep_logs: Whether to keep Ray's folder until the next session starts.
         """
-        ray.shutdown()
-        ray_messages.release()
         if self._guard is not None:
-            # This closes the guard's input, and waits until it has killed what remains.
-            self._guard.communicate()
-            self._guard = None
+            self._disconnect(self._guard)
+        self._guard = None
 
         if self.folder is not None and keep_logs:
-            print(
-                f"Ray's own logs stay in {self.folder}/logs until the next run starts",
-                file=sys.stderr,
-                flush=True,
-            )
+            _say(f"Ray's own logs stay in {self.folder}/logs until the next run starts")
         elif self.folder is not None:
             remove_folder(self.folder)
         self.folder = None
 
         authentication.restore(self._environment)
         self._environment = {}
+
+    def _disconnect(self, guard: subprocess.Popen[bytes]) -> None:
+        """Disconnect from Ray, and end the cluster if the session started it."""
+        if self._head is not None:
+            self._head.close()
+        is_lost = CLUSTER_LOSS.has_happened
+        limit_s = _SHUTDOWN_OF_LOST_S if is_lost else _SHUTDOWN_S
+        is_idle = RAY_CALLS.close(limit_s)
+        if is_lost and is_idle:
+            # Ray would ask processes that do not reply.
+            end_guard(guard)
+
+        is_closed = is_idle and RAY_CALLS.attempt(limit_s, ray.shutdown)
+        ray_messages.release()
+        if is_closed:
+            end_guard(guard)
+            CLUSTER_LOSS.forget()
+        else:
+            # The end of the raylet would end this process in the middle of its last
+            # words. The guard follows this process.
+            atexit.unregister(ray.shutdown)
+            _say("Ray hangs; what is left of it ends with this process")
 
     def __enter__(self) -> Self:
         return self
@@ -243,6 +284,26 @@ class Session:
         The available amounts lag a release by up to about a second.
         """
         return node_resources()
+
+
+def _shut_down_ray() -> None:
+    """Disconnect from Ray within a limit: one of its processes may be stopped."""
+    if not RAY_CALLS.attempt(_SHUTDOWN_S, ray.shutdown):
+        atexit.unregister(ray.shutdown)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _listen_to(guard: subprocess.Popen[bytes]) -> None:
+    """Note the loss of the cluster, of which the guard knows first."""
+    assert guard.stdout is not None, "it was started with a pipe"
+    with guard.stdout as names:
+        for name in names:
+            # Ray itself ends them when the session closes.
+            if ray.is_initialized():
+                CLUSTER_LOSS.note(name.decode().strip())
 
 
 def _changes_since(before: Mapping[str, str]) -> dict[str, str | None]:
@@ -293,22 +354,20 @@ def _start_ray(cores: int | None, gpus: int | None, object_store_bytes: int) -> 
         )
 
 
-def node_resources() -> list[NodeResources]:
-    """Resources of each live node of the connected cluster (`Session.resources`)."""
-    available = ray._private.state.available_resources_per_node()
-    resources = []
-    for node in ray.nodes():
-        if node["Alive"]:
-            node_id = node["NodeID"]
-            resources.append(
-                NodeResources(
-                    node_id=node_id,
-                    address=node["NodeManagerAddress"],
-                    total=dict(node["Resources"]),
-                    available=dict(available.get(node_id, {})),
-                )
-            )
-    return resources
+def _prefer_this_process_to(ray_pids: Iterable[int]) -> None:
+    """Let this process go first where workers keep all cores busy.
+
+    The raylet and the workers, its children, are a session of the operating system, and
+    Linux shares cores out among sessions in proportion to their load (autogroup,
+    `man 7 sched`). This process is idle most of the time, so it would wait for hundreds
+    of milliseconds to start what comes next. Nothing happens where that is switched off
+    or a control group shares the cores out.
+    """
+    for pid in ray_pids:
+        with contextlib.suppress(OSError):
+            folder = Path(f"/proc/{pid}")
+            if (folder / "comm").read_text() == "raylet\n":
+                (folder / "autogroup").write_text(str(_WORKERS_NICENESS))
 
 
 def store_bytes(requested_bytes: int | None) -> int:

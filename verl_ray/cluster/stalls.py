@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from verl_ray.cluster import failures
+from verl_ray.cluster.hangs import Hang
 from verl_ray.cluster.heartbeat import QUERY_FRACTION
 from verl_ray.cluster.members import Member
 from verl_ray.cluster.rank_calls import RankCall
@@ -52,7 +53,7 @@ def raise_if_stalled(rank_calls: Sequence[RankCall]) -> None:
 def _stall_error(
     culprits: Sequence[RankCall], pending: Sequence[RankCall]
 ) -> DeadlineExceeded:
-    """Error that names the culprits and shows the stacks of all pending processes."""
+    """Error that names the culprits; a table of all processes is printed."""
     others = [rank_call for rank_call in pending if rank_call not in culprits]
 
     # Roles may share a process. It is named by the role that was called first.
@@ -70,14 +71,18 @@ def _stall_error(
             waiting.append(member)
 
     first = culprits[0]
-    return failures.stalled(
+    hang = Hang()
+    error = failures.stalled(
         named,
         first.method,
         f"run.stall_s = {first.stall_s:g}",
         waiting=waiting,
         since=first.since,
         mute=is_mute(first),
+        gather=hang.gather,
     )
+    hang.report(error)
+    return error
 
 
 def causes(late: Sequence[RankCall], pending: Sequence[RankCall]) -> list[RankCall]:

@@ -12,6 +12,8 @@ from typing import Any, TypeVar, cast
 
 import ray
 
+from verl_ray.cluster.ray_calls import RAY_CALLS
+from verl_ray.cluster.signals import heed_signals
 from verl_ray.cluster.waiting import TICK_S, wait
 from verl_ray.data.batch import Batch
 from verl_ray.data.sharded import Receipt, Sharded
@@ -22,8 +24,12 @@ B = TypeVar("B", bound=Batch)
 
 
 def put(batch: B) -> Sharded[B]:
-    """Store a batch on this node and return the reference to all of its rows."""
-    reference = ray.put(batch)
+    """Store a batch on this node and return the reference to all of its rows.
+
+    Raises:
+        ClusterError: The cluster is lost, or Ray hangs.
+    """
+    reference = RAY_CALLS.make(ray.put, batch)
     return Sharded.stored(reference, Receipt.of(batch))
 
 
@@ -44,7 +50,7 @@ def read(rows: Sharded[B], stall_s: float) -> B:
         objects = list(dict.fromkeys(parts))
         try:
             _wait_for_arrival(objects, stall_s, f"{len(rows)} rows of {stage}")
-            return cast(list[B], ray.get(list(parts)))
+            return cast(list[B], _get(parts, stall_s))
         except ray.exceptions.ObjectLostError as error:
             raise ClusterError(
                 f"rows of {stage} are lost with the process that held them: {error}"
@@ -59,6 +65,7 @@ def _wait_for_arrival(
     """Wait until all stored objects are on this node; each arrival is progress."""
     num_arrived = 0
     last_arrival = time.monotonic()
+    waited_before_asking_s = TICK_S
 
     # Waits for the next arrival in slices of at most half a second. Ends when all
     # objects have arrived, or when none has for `stall_s` seconds.
@@ -77,3 +84,44 @@ def _wait_for_arrival(
                 f" {num_arrived} have arrived and none in the last {stall_s:g} s"
                 " (run.stall_s)"
             )
+
+        # Rarely, since an owner replies only once the object exists.
+        if time.monotonic() - last_arrival > waited_before_asking_s:
+            RAY_CALLS.make(_ask_owners, references)
+            waited_before_asking_s *= 2
+
+
+def _get(references: Sequence[Any], stall_s: float) -> list[Any]:
+    """Return stored objects that have arrived on this node."""
+    began_s = time.monotonic()
+
+    # One round is enough, unless Ray has forgotten an object.
+    while True:
+        try:
+            objects: list[Any] = RAY_CALLS.make(
+                ray.get, list(references), timeout=TICK_S
+            )
+            return objects
+        except ray.exceptions.GetTimeoutError:
+            heed_signals()
+            if time.monotonic() - began_s > stall_s:
+                raise ClusterError(
+                    "stored objects have arrived on this node, but cannot be read:"
+                    f" Ray has waited for them for {stall_s:g} s (run.stall_s)"
+                ) from None
+            RAY_CALLS.make(_ask_owners, references)
+
+
+def _ask_owners(references: Sequence[Any]) -> None:
+    """Let Ray ask the owners of stored objects again where these are.
+
+    When a thread drops the last reference of a process to an object, Ray forgets where
+    the object is. If another thread received a reference in that moment, what Ray
+    learned for it is forgotten, too, and `ray.get` waits for ever.
+    """
+    worker = ray._private.worker.global_worker.core_worker
+    for reference in references:
+        _, owner, status = worker.serialize_object_ref(reference)
+        worker.deserialize_and_register_object_ref(
+            reference.binary(), ray.ObjectRef.nil(), owner, status
+        )

@@ -6,13 +6,16 @@ stores it until then. Deliberately not here: the choice of processes (`group.py`
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Generic, TypeVar
 
 from verl_ray.cluster.calls import CallOwner, reporting_failures_to
 from verl_ray.cluster.concurrency_groups import CONTROL
+from verl_ray.cluster.idle_processes import IDLE_PROCESSES
 from verl_ray.cluster.rank_calls import RankCall, receive
+from verl_ray.cluster.ray_calls import RAY_CALLS
 from verl_ray.cluster.stalls import raise_if_stalled
 from verl_ray.cluster.waiting import TICK_S, wait
 from verl_ray.data.batch import Batch
@@ -39,7 +42,7 @@ class Stream(Generic[R]):
         self._stream_id = stream_id
 
     def take(self) -> Sharded[R] | None:
-        """Receive the next batch, which should be available (`next_stream`).
+        """Receive the next batch, which should be available (`ready_streams`).
 
         Returns:
             The batch, or None at the end of the stream.
@@ -51,14 +54,14 @@ class Stream(Generic[R]):
         source = self.rank_call.payload
         with reporting_failures_to([self.group]):
             try:
-                payload = next(source)
+                payload = RAY_CALLS.make(next, source)
             except StopIteration:
                 return None
 
             # Each batch is followed by its receipt.
             wait_for_any([self])
             try:
-                reply_reference = next(source)
+                reply_reference = RAY_CALLS.make(next, source)
             except StopIteration:
                 # The process ended between the two. The first reference holds the
                 # reason.
@@ -67,6 +70,10 @@ class Stream(Generic[R]):
             if isinstance(reply, WorkerError):
                 raise reply
         return Sharded.stored(payload, reply)
+
+    def note_resumed(self) -> None:
+        """Count from now on for how long the process makes no progress."""
+        self.rank_call = replace(self.rank_call, since=time.monotonic())
 
     def abandon(self) -> None:
         """Stop the worker's generator, of which no further batch is received.
@@ -78,33 +85,43 @@ class Stream(Generic[R]):
         control.remote(self.group.role, self._stream_id)
 
 
-def next_stream(streams: Sequence[Stream[R]], timeout_s: float) -> Stream[R] | None:
-    """The first stream that has a batch, its end or a failure to take.
+def ready_streams(
+    streams: Sequence[Stream[R]], timeout_s: float, *, paused: bool = False
+) -> list[Stream[R]]:
+    """The streams that have a batch, their end or a failure to take.
 
-    Returns:
-        The stream, or None if there is none for `timeout_s` seconds.
+    Args:
+        streams: Streams of any processes.
+        timeout_s: For how long to wait for the first one, in seconds.
+        paused: Whether the processes were told to make no progress.
 
     Raises:
         DeadlineExceeded: The process of one of the other streams makes no progress.
+        WorkerError: A process that nobody waits for is lost (`idle_processes.py`).
     """
     by_source = {stream.rank_call.payload: stream for stream in streams}
-    ready = wait(list(by_source), 1, timeout_s)
-    ready_stream = None
-    if ready:
-        ready_stream = by_source.pop(ready[0])
+    sources = list(by_source)
+    available = wait(sources, 1, timeout_s)
+    if available:
+        # Others may have come together with the first one.
+        available = wait(sources, len(sources), 0.0)
+    ready = [by_source.pop(source) for source in available]
+    if paused:
+        return ready
 
     with reporting_failures_to([stream.group for stream in streams]):
         raise_if_stalled([stream.rank_call for stream in by_source.values()])
-    return ready_stream
+    IDLE_PROCESSES.raise_if_lost()
+    return ready
 
 
 def wait_for_any(streams: Sequence[Stream[R]]) -> Stream[R]:
     """Wait for the first stream that has something to take."""
     # Ends when a stream is ready, or when a process makes no progress.
     while True:
-        ready = next_stream(streams, TICK_S)
-        if ready is not None:
-            return ready
+        ready = ready_streams(streams, TICK_S)
+        if ready:
+            return ready[0]
 
 
 def iterate_streams(streams: Sequence[Stream[R]]) -> Iterator[Sharded[R]]:

@@ -15,10 +15,12 @@ from typing import Any, Protocol
 
 import ray
 
+from verl_ray.cluster.cluster_loss import CLUSTER_LOSS
+from verl_ray.cluster.ray_calls import LOOK_S, RAY_CALLS
 from verl_ray.cluster.signals import heed_signals
 from verl_ray.profiling.phases import PHASES
 
-TICK_S = 0.5
+TICK_S = LOOK_S
 """Longest time in seconds between two looks at signals."""
 
 
@@ -48,6 +50,7 @@ def wait(references: Sequence[Any], count: int, timeout_s: float) -> list[Any]:
 
     Raises:
         Interrupted: The run was stopped by a signal.
+        ClusterError: The cluster is lost, or Ray hangs.
     """
     deadline = time.monotonic() + timeout_s
 
@@ -57,8 +60,23 @@ def wait(references: Sequence[Any], count: int, timeout_s: float) -> list[Any]:
         remaining_s = deadline - time.monotonic()
         slice_s = min(max(remaining_s, 0.0), TICK_S)
         ready: list[Any]
-        ready, _ = ray.wait(list(references), num_returns=count, timeout=slice_s)
+        ready, _ = RAY_CALLS.make(
+            ray.wait, list(references), num_returns=count, timeout=slice_s
+        )
         heed_signals()
+        CLUSTER_LOSS.raise_if_lost()
         PHASES.tick()
         if len(ready) >= count or remaining_s <= TICK_S:
             return ready
+
+
+def wait_while_closing(references: Sequence[Any], timeout_s: float) -> None:
+    """Wait until all references are ready, at most `timeout_s` seconds.
+
+    A signal does not end the wait, since closing continues after one. Neither does a
+    lost cluster.
+    """
+    count = len(references)
+    RAY_CALLS.attempt(
+        2 * timeout_s, ray.wait, list(references), num_returns=count, timeout=timeout_s
+    )

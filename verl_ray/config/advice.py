@@ -71,6 +71,9 @@ def foreign_answer(key: str, known: Collection[str]) -> str | None:
         if start and "." in name and name in known:
             return _sentence(name, "")
 
+    # Inside of such a table the names are the user's own.
+    if len(words) > 1 and words[-2].endswith("kwargs"):
+        return foreign_answer(".".join(words[:-1]), known)
     return None
 
 

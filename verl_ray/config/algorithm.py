@@ -7,34 +7,74 @@ and which settings fit together (`rules/algorithm.py`).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, create_model
+from pydantic import AfterValidator, Field, create_model
+from pydantic_core import PydanticCustomError
 
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.algorithms.catalogue import (
     CORRECTIONS,
     KL_ESTIMATORS,
     LEVELS,
-    POLICY_LOSSES,
+    REJECTIONS,
     declared_settings,
 )
+from verl_ray.algorithms.own_functions import OwnFunctionMistake, is_own
+from verl_ray.algorithms.own_shaping import OWN_SHAPINGS
+from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
 from verl_ray.algorithms.row_weights import AGGREGATIONS
+from verl_ray.config.paths import UNKNOWN_PART, function_path
 from verl_ray.config.section import (
     NonNegative,
     NonNegativeFloat,
     OneOf,
     Positive,
     PositiveFloat,
+    PositiveFraction,
     Section,
 )
 
-AdvantageName = Annotated[str, OneOf(ADVANTAGES)]
-PolicyLossName = Annotated[str, OneOf(POLICY_LOSSES)]
+
+def _own_function_of(
+    choices: Mapping[str, object],
+) -> Callable[[str], str | None]:
+    """Return what reads `path/to/file.py:function` in place of a choice."""
+
+    def read(value: str) -> str | None:
+        if not is_own(value):
+            return None
+        spec = function_path(value)
+        try:
+            choices[spec]
+        except OwnFunctionMistake as mistake:
+            context = {"rule": mistake.rule, "fix": mistake.fix}
+            raise PydanticCustomError(UNKNOWN_PART, "{rule}", context) from None
+        return spec
+
+    return read
+
+
+def _own_shaping(value: str) -> str:
+    spec = _own_function_of(OWN_SHAPINGS)(value)
+    if spec is None:
+        context = {
+            "rule": f"{value} names no function",
+            "fix": "Expected path/to/file.py:function, or null.",
+        }
+        raise PydanticCustomError(UNKNOWN_PART, "{rule}", context)
+    return spec
+
+
+AdvantageName = Annotated[str, OneOf(ADVANTAGES, _own_function_of(ADVANTAGES))]
+PolicyLossName = Annotated[str, OneOf(POLICY_LOSSES, _own_function_of(POLICY_LOSSES))]
+OwnShapingName = Annotated[str, AfterValidator(_own_shaping)]
 AggregationName = Annotated[str, OneOf(AGGREGATIONS)]
 KLEstimator = Annotated[str, OneOf(KL_ESTIMATORS)]
 CorrectionKind = Annotated[str, OneOf(CORRECTIONS)]
 CorrectionLevel = Annotated[str, OneOf(LEVELS)]
+RejectionName = Annotated[str, OneOf(REJECTIONS)]
 MismatchMetric = Literal[
     "training/rollout_probs_diff_mean",
     "training/rollout_probs_diff_max",
@@ -42,6 +82,9 @@ MismatchMetric = Literal[
     "rollout_corr/k3_kl",
     "rollout_corr/chi2_token",
     "rollout_corr/chi2_seq",
+    "staleness/fresh_kl",
+    "staleness/fresh_k3_kl",
+    "staleness/fresh_probs_diff_mean",
 ]
 
 
@@ -52,6 +95,9 @@ class KLConfig(Section):
     """Place where the divergence is charged; none = no reference role is created."""
     estimator: KLEstimator | None
     """Estimator of the divergence per token."""
+    importance_weighted: bool
+    """Weight the divergence in the loss by the ratio to the old policy, which makes its
+    gradient unbiased for tokens of that policy (DeepSeek-V3.2, arXiv:2512.02556)."""
     coefficient: NonNegativeFloat | None
     """The coefficient, or its first value under the adaptive controller."""
     controller: Literal["fixed", "adaptive"] | None
@@ -97,6 +143,20 @@ class CorrectionConfig(Section):
     """Lower bound of the ratio, for icepop and reject."""
     upper: Annotated[float, Field(ge=1)] | None
     """Upper bound of the ratio."""
+    rejections: (
+        Annotated[
+            dict[RejectionName, tuple[PositiveFloat | None, PositiveFloat | None]],
+            Field(examples=["{seq_mean_k1: [0.99, 1.01], token_k3: [null, 0.1]}"]),
+        ]
+        | None
+    )
+    """Bounds by statistic, beyond any of which a token is left out, whatever the kind.
+
+    token, seq_sum, seq_mean and seq_max say where the statistic is taken; k1 is the
+    ratio itself, k2 and k3 are estimates of the divergence."""
+    normalise: bool
+    """Divide the weights by their mean over the mini-batch: over its tokens, or over
+    its rows if the ratio is one of rows."""
 
 
 class MismatchConfig(Section):
@@ -120,7 +180,58 @@ _FIELDS: dict[str, Any] = {
 _ReadByFormulas = create_model("_ReadByFormulas", __base__=Section, **_FIELDS)
 
 
-class AlgorithmConfig(_ReadByFormulas):
+class _Additions(_ReadByFormulas):
+    """Settings of any loss, off where the YAML of an algorithm is silent."""
+
+    advantage_clip: PositiveFloat | None = None
+    """Bound of |advantage|, after whitening; null = none."""
+    entropy_share: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of the tokens of a mini-batch, those of the largest entropy, that bear the
+    policy loss (arXiv:2506.01939, with 0.2); null = all."""
+    negative_drift: PositiveFloat | None = None
+    """Largest mean of log p_sampler - log p over a row's tokens at which its negative
+    advantages still count (DeepSeek-V3.2, arXiv:2512.02556); null = any."""
+    positive_nll: PositiveFloat | None = None
+    """Weight of the negative log-likelihood of rows with a positive score (VAPO,
+    arXiv:2504.05118, with 0.1); null = none."""
+    entropy_target: PositiveFloat | None = None
+    """Entropy per token below which the entropy bonus grows, step by step (Skywork-OR1,
+    arXiv:2505.22312); null = the bonus stays as it is."""
+    entropy_step: PositiveFloat | None = None
+    """Change of the bonus in a training step; only with entropy_target."""
+    entropy_max: PositiveFloat | None = None
+    """Largest weight of the bonus; only with entropy_target."""
+    dynamic_sampling: Positive | None = None
+    """Draw another group for each whose scores are all equal, until the batch is full
+    (DAPO, arXiv:2503.14476); at most this many groups are drawn for each that a batch
+    holds (verl: 10), else the run ends. null = learn from all groups."""
+    replay: Positive | None = None
+    """Groups of earlier steps that are kept, those with the largest spread of scores;
+    they take the place of groups whose scores are all equal. null = none."""
+    replay_age: Positive | None = None
+    """Policy versions that a token of such a group may be old; only with replay."""
+    overlong_share: PositiveFraction | None = None
+    """Last share of rollout.max_response_tokens, in which a response loses up to 1 of
+    its reward (DAPO, arXiv:2503.14476, with 0.2); null = none."""
+    brevity: PositiveFloat | None = None
+    """Weight of a reward for being shorter than the rest of the group, for positive
+    scores only (Kimi k1.5, arXiv:2501.12599); null = none."""
+    efficiency: PositiveFloat | None = None
+    """Weight of a reward for responses with the group's best score that are shorter
+    than these are on average (prime-rl, whose weight of 1 at most doubles a score);
+    null = none."""
+    shaping: OwnShapingName | None = None
+    """Function of your own that makes rewards of scores, `path/to/file.py:function`, in
+    place of rewards of lengths; null = none."""
+
+
+ADDITIONS = tuple(
+    name for name in _Additions.model_fields if name not in _ReadByFormulas.model_fields
+)
+"""Names of the settings that go with any loss."""
+
+
+class AlgorithmConfig(_Additions):
     """The algorithm, with a field for every setting that is declared.
 
     Declared settings (`Declaration.reads`) are null where the chosen algorithm does not
@@ -138,6 +249,9 @@ class AlgorithmConfig(_ReadByFormulas):
     """The loss of the actor."""
     aggregation: AggregationName
     """How token losses become one number."""
+    sequence: Literal["row", "trajectory"]
+    """What losses, corrections and aggregations per sequence judge as a whole: a row,
+    or all rows of a trajectory, which then share a micro-batch."""
     entropy_coefficient: NonNegativeFloat
     """Weight of the entropy that is subtracted from the loss."""
     kl: KLConfig
@@ -147,6 +261,27 @@ class AlgorithmConfig(_ReadByFormulas):
     """Steps in which only the critic learns."""
     correction: CorrectionConfig
     mismatch: MismatchConfig
-    truncated: Literal["score", "bootstrap", "mask"]
+    truncated: Literal["score", "bootstrap", "mask", "drop"]
     """Treatment of a response that was cut at the length limit: scored as it is, with
-    its value bootstrapped (gae), or left out of the loss."""
+    its value bootstrapped (gae), left out of the loss but not of its group's baseline
+    (mask), or of both (drop)."""
+
+    @property
+    def chooses_tokens(self) -> bool:
+        """Whether the loss treats tokens apart that log-probs from before it decide."""
+        has_selection = POLICY_LOSSES[self.policy_loss].selection is not None
+        return has_selection or self.entropy_share is not None
+
+    @property
+    def judges_trajectories(self) -> bool:
+        """Whether all rows of a trajectory are one sequence."""
+        return self.sequence == "trajectory"
+
+    @property
+    def charges_whole_responses(self) -> bool:
+        """Whether the divergence is charged before responses are compared.
+
+        A baseline of whole responses needs their final rewards.
+        """
+        estimator = ADVANTAGES[self.advantage]
+        return self.kl.place == "reward" and estimator.rewards_whole_trajectories

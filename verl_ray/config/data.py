@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from datetime import date
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from verl_ray.config.paths import HubPath
 from verl_ray.config.section import (
@@ -17,6 +18,7 @@ from verl_ray.config.section import (
     NonNegativeFloat,
     Positive,
     PositiveFloat,
+    PositiveFraction,
     Section,
 )
 
@@ -38,6 +40,17 @@ FIELDS_OF_KIND: Mapping[RecordKind, frozenset[str]] = {
 }
 """Our fields, which `columns` may name the columns of. `input` stands behind the
 prompt, and `system` before it."""
+
+
+RESERVED_ARGUMENTS = frozenset(
+    (
+        "add_generation_prompt", "chat_template", "continue_final_message",
+        "conversation", "max_length", "messages", "padding",
+        "return_assistant_tokens_mask", "return_dict", "return_tensors", "strftime_now",
+        "tokenize", "tokenizer_kwargs", "tools", "truncation",
+    )
+)  # fmt: skip
+"""Names that no argument of a chat template may have: they steer the rendering."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +99,15 @@ class DataSetEntry(Section):
 
 _Entries = Annotated[list[HubPath | DataSetEntry], Field(min_length=1)]
 
+
+def _day(value: str) -> str:
+    date.fromisoformat(value)
+    return value
+
+
+Day = Annotated[str, AfterValidator(_day)]
+"""A day, as in 2026-01-31."""
+
 DataPath = HubPath | DataSetEntry | _Entries
 """A path, an entry such as {path: a.parquet, weight: 2}, or a list of both."""
 
@@ -118,6 +140,14 @@ class DataFilesConfig(Section):
     apply_chat_template: bool | Auto
     """Whether prompts go through the tokenizer's chat template; auto = if it has
     one."""
+    chat_template_kwargs: Annotated[
+        dict[str, Any], Field(examples=["{enable_thinking: false}"])
+    ]
+    """Variables of the chat template and their values; those of a record
+    (chat_template_kwargs, enable_thinking) go before them."""
+    template_day: Auto | Day | None
+    """Day that a chat template writes as today, such as 2026-01-31; auto = the day on
+    which the run began, if the template writes one. null = today."""
     special_tokens: SpecialTokens
     """What happens if a text spells out a special token, such as <eos>. refuse = the
     run does not start; escape = the text stays text (responses of preference pairs lose
@@ -143,9 +173,32 @@ class PreferenceDataConfig(DataFilesConfig):
     skip = such pairs are left out and counted."""
 
 
+class CurriculumConfig(Section):
+    """Prompts that an epoch leaves out, by the mean score of their last group."""
+
+    hard_to: float
+    """The largest mean score of the last group of a hard prompt."""
+    hard_share: PositiveFraction
+    """Share of the hard prompts that an epoch draws; 1 = all."""
+    easy_from: float
+    """The smallest mean score of the last group of an easy prompt."""
+    easy_share: PositiveFraction
+    """Share of the easy prompts that an epoch draws; 1 = all."""
+    solved_from: float | None
+    """The smallest mean score of the last group of a prompt that is not drawn again;
+    null = all are."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether some prompts are not drawn again in each epoch."""
+        return min(self.hard_share, self.easy_share) < 1 or self.solved_from is not None
+
+
 class DataConfig(DataFilesConfig):
     """Prompts that rollouts are generated for."""
 
+    curriculum: CurriculumConfig
+    """Prompts that are drawn less often than in each epoch."""
     prompts_per_step: Positive
     """Prompts read from train_path for each step."""
     max_prompt_tokens: Positive

@@ -20,6 +20,7 @@ from verl_ray.config.keys import known_fields, value_keys
 from verl_ray.config.paths import UNKNOWN_PART
 from verl_ray.config.suggest import closest, either
 from verl_ray.errors import Problem
+from verl_ray.shell import for_shell
 
 # The names of these sections are the user's own, so no field is declared for them.
 _NAMED_SECTIONS = re.compile(r"^(reward\.components)\.[^.]+")
@@ -183,11 +184,14 @@ def _broken_rule(value: object, alternatives: Sequence[ErrorDetails]) -> str:
 
 def _expected_list(key: str, kind: type[BaseModel]) -> str:
     """Return what the list at `key` holds, with an example of it."""
-    field = _field(key, kind)
-    items = get_args(field.annotation)
+    examples = either(_examples(key, kind))
+    if _NAMED_SECTIONS.sub(r"\1", key) not in dict(known_fields(kind)):
+        # An entry under a name that the user chose.
+        return f"lists as in {examples}"
+
+    items = get_args(_field(key, kind).annotation)
     is_open = Ellipsis in items
     size = "" if is_open else f" of {len(items)} numbers"
-    examples = either(_examples(key, kind))
     return f"a list{size}, e.g. {examples}"
 
 
@@ -206,7 +210,7 @@ def _how_to_set_section(key: str, value: object, kind: type[BaseModel]) -> str:
 
     # A text in place of a model's section is most likely the model's path.
     if isinstance(value, str) and f"{key}.path" in inner_keys:
-        return f"Did you mean {key}.path={value}?"
+        return f"Did you mean {for_shell([(f'{key}.path', value)])}?"
     if not inner_keys:
         return f"Use a section, e.g. '{key}={{name: value}}'."
     return f"Set the keys inside it, e.g. {inner_keys[0]}=..."
@@ -276,6 +280,9 @@ def _examples(key: str, kind: type[BaseModel]) -> list[object]:
 
 
 def _field(key: str, kind: type[BaseModel]) -> FieldInfo:
-    """Return the field at a dotted key, also inside a section that the user named."""
+    """Return the field at a dotted key, or the one whose value the key is inside of."""
     fields = dict(known_fields(kind))
-    return fields[_NAMED_SECTIONS.sub(r"\1", key)]
+    name = _NAMED_SECTIONS.sub(r"\1", key)
+    while name not in fields:
+        name = name.rpartition(".")[0]
+    return fields[name]

@@ -2,11 +2,13 @@
 
 The systems are verl, TRL, OpenRLHF, NeMo-RL and prime-rl. Invariant: an answer names
 keys and choices that exist, and says how to convert where the units differ.
-Deliberately not here: how a key is looked up (`advice.py`), and keys of earlier
-versions of this project (`renamed.py`).
+Deliberately not here: settings of algorithms (`foreign_algorithms.py`), how a key is
+looked up (`advice.py`), and keys of earlier versions of this project (`renamed.py`).
 """
 
 from __future__ import annotations
+
+from verl_ray.config.foreign_algorithms import ALGORITHM_ANSWERS
 
 _MICRO_BATCHES = (
     "Micro-batches are cut by tokens, not by rows:"
@@ -32,7 +34,6 @@ _RANKS = (
     "{role}.num_ranks is the number of processes over all nodes, each with one GPU: the"
     " nodes times the GPUs of each."
 )
-_CLIP = "Here they are two: algorithm.clip_low and algorithm.clip_high."
 _OFFLOAD = (
     "placement.offload=all keeps the training state on the host while responses are"
     " generated; with backend=fsdp, backend.host_parameters=true keeps parameters"
@@ -55,18 +56,6 @@ _FIELDS = (
     " 'data.columns={{prompt: COLUMN, answer: COLUMN}}'."
 )
 _VALUE = "With a critic (algorithm=ppo) it is {key}; other algorithms have none."
-_STD = (
-    "algorithm=grpo divides by the deviation of the group, algorithm=dr_grpo does not."
-)
-_FILTER = (
-    "No group is filtered: one of equal scores stays in the step, with advantages of 0;"
-    " a larger rollout.group_size makes such groups rarer."
-)
-_OVERLONG = (
-    "There is no length penalty: algorithm.truncated=mask leaves responses that were"
-    " cut out of the loss; a reward function of your own may lower the score of long"
-    " ones."
-)
 _SHARDING = (
     "backend=fsdp shards: backend.sharding=full as ZeRO-3 does, grad_op as ZeRO-2;"
     " backend=engine does not shard."
@@ -222,78 +211,7 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     ("{role}.optimizer.min_lr_fraction", "min_lr_ratio"),
     ("Here it is a fraction of lr: {role}.optimizer.min_lr_fraction.", "min_lr"),
     ("algorithm.critic_warmup_steps", "critic_warmup"),
-    # ----------------------------------------------------------------------- algorithm
-    (
-        "Choose algorithm=grpo, algorithm=rloo, algorithm=ppo (gae) or another one;"
-        " algorithm.advantage changes this part alone.",
-        "adv_estimator advantage_estimator",
-    ),
-    (
-        "Write algorithm.kl.place=loss for true, algorithm.kl.place=none for false.",
-        "use_kl_loss",
-    ),
-    (
-        "Write algorithm.kl.place=reward for true, algorithm.kl.place=none for false.",
-        "use_kl_in_reward",
-    ),
-    (
-        "Here it is algorithm.kl.coefficient; without any, algorithm.kl.place=none.",
-        "beta kl_loss_coef kl_coef init_kl_coef kl_beta reference_policy_kl_penalty",
-    ),
-    (
-        "algorithm.kl.estimator is k1 (kl), k2 (mse), k3 (low_var_kl) or abs.",
-        "kl_loss_type kl_penalty kl_estimator",
-    ),
-    ("algorithm.kl.controller", "kl_ctrl.type"),
-    ("algorithm.kl.target", "kl_target target_kl"),
-    ("algorithm.kl.horizon", "kl_horizon kl_ctrl.horizon"),
-    (_CLIP, "clip_ratio cliprange eps_clip epsilon clip_eps eps_clip_low_high"),
-    ("algorithm.clip_low", "clip_ratio_low ratio_clip_min epsilon_low"),
-    ("algorithm.clip_high", "clip_ratio_high ratio_clip_max epsilon_high"),
-    ("algorithm.dual_clip", "clip_ratio_c ratio_clip_c delta"),
-    (_VALUE.format(key="algorithm.value_loss.clip"), "cliprange_value value_clip"),
-    ("Nothing to set: the critic has an optimizer of its own.", "vf_coef value_coef"),
-    ("algorithm.entropy_coefficient", "entropy_coeff entropy_coef ent_coef"),
-    ("algorithm.entropy_coefficient", "entropy_loss_coef"),
-    (
-        "algorithm.aggregation is token_mean (token-mean, dapo), seq_mean_token_mean"
-        " (grpo), seq_mean_token_sum, or seq_mean_token_sum_norm (dr_grpo).",
-        "loss_agg_mode loss_type token_level_loss",
-    ),
-    (_STD, "norm_adv_by_std_in_grpo scale_rewards normalize_rewards"),
-    ("Choose algorithm=rloo.", "use_leave_one_out_baseline"),
-    ("reward.normalise", "normalize_reward"),
-    (
-        _FILTER,
-        "filter_groups.enable filter_groups.metric filter_groups.max_num_gen_batches",
-    ),
-    (_FILTER, "dynamic_sampling use_dynamic_sampling dynamic_filtering"),
-    (
-        _OVERLONG,
-        "overlong_buffer.enable overlong_buffer.len overlong_buffer.penalty_factor",
-    ),
-    (_OVERLONG, "overlong_buffer.log overlong_buffer_len overlong_penalty_factor"),
-    ("algorithm.lam", "lambd gae_lambda"),
-    (
-        "Here it is algorithm.truncated=mask.",
-        "mask_truncated_completions overlong_filtering",
-    ),
-    (
-        "Here it is algorithm.correction.form=three_policy with"
-        " algorithm.correction.kind=tis, algorithm.correction.level=token and"
-        " algorithm.correction.upper=2.0.",
-        "use_importance_sampling_correction enable_vllm_is_correction rollout_is"
-        " vllm_importance_sampling_correction",
-    ),
-    (
-        "algorithm.correction.upper",
-        "vllm_is_truncated_threshold vllm_importance_sampling_cap tis_imp_ratio_cap"
-        " rollout_is_threshold",
-    ),
-    (
-        "Nothing to set: the reference (reference.model.path) stays as it is.",
-        "sync_ref_model ref_model_sync_steps ref_model_mixup_alpha",
-    ),
+    *ALGORITHM_ANSWERS,
     # ------------------------------------------------------------- models and backends
     (
         "model.path, a folder or an id of the hub, is it here.",
@@ -351,10 +269,11 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
         " generation.backend rollout.name",
     ),
     (
-        "rollout.staleness is 0: a step learns from its own rollouts alone.",
+        "Choose schedule=asynchronous or one_step_off; rollout.staleness is the bound.",
         "max_async_level async_train staleness_threshold max_trajectory_age_steps"
-        " async_grpo.enabled",
+        " async_grpo.enabled max_off_policy_steps max_staleness max_steps_off_policy",
     ),
+    ("Choose schedule=carry_over.", "partial_rollout enable_partial_rollout"),
     # ---------------------------------------------------------------- data and rewards
     ("data.train_path", "train_files prompt_data train_data_path dataset dataset_name"),
     ("data.validation_path", "val_files eval_dataset val_data_path eval_data"),
@@ -371,9 +290,22 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     ("rollout.top_p", "top_p"),
     ("rollout.top_k", "top_k"),
     ("evaluation.temperature", "val_kwargs.temperature eval.sampling.temperature"),
+    ("evaluation.top_p", "val_kwargs.top_p eval.sampling.top_p"),
+    ("evaluation.top_k", "val_kwargs.top_k eval.sampling.top_k"),
     (_FIELDS, "prompt_key input_key label_key answer_key reward_fn_key"),
     ("data.shuffle", "shuffle_dataset"),
+    ("data.chat_template_kwargs", "apply_chat_template_kwargs chat_template_kwargs"),
+    (
+        "'data.chat_template_kwargs={{enable_thinking: false}}' gives it to the chat"
+        " template.",
+        "enable_thinking",
+    ),
     (_FUNCTION, "custom_reward_function.path custom_reward_function.name reward_funcs"),
+    (
+        "A table gives a function arguments:"
+        " 'reward.functions.default={{function: FILE.py:FUNCTION, ARGUMENT: VALUE}}'.",
+        "custom_reward_function.reward_kwargs reward_kwargs",
+    ),
     (_FUNCTION, "reward_manager reward_function reward_fn compute_score"),
     (_FUNCTION, "reward.function reward.func reward.fn reward.path reward.functions"),
     ("Choose reward=http with reward.url=URL.", "remote_rm_url"),
@@ -391,7 +323,6 @@ def _by_name() -> dict[str, list[str]]:
     for answer, names in _ANSWERS:
         for name in names.split():
             answers.setdefault(name, []).append(answer)
-
     return answers
 
 

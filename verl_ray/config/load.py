@@ -9,8 +9,8 @@ command line), which type a task has (`controllers/tasks.py`), rules over severa
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -19,6 +19,9 @@ from verl_ray.config.schema import Config
 from verl_ray.errors import ConfigError, Problem
 
 C = TypeVar("C", bound=Config)
+
+Changes = Mapping[str, object]
+"""Values by dotted key."""
 
 
 def parse(tree: Mapping[str, object], kind: type[C]) -> C:
@@ -56,3 +59,21 @@ def to_tree(config: Config) -> dict[str, object]:
     """
     tree: dict[str, object] = config.model_dump(mode="json")
     return tree
+
+
+def with_changes(config: C, changes: Changes) -> C:
+    """Return the configuration with other values, which must be of the right types."""
+    for key, value in changes.items():
+        config = _with_value(config, key.split("."), value)
+    return config
+
+
+def _with_value(node: Any, path: Sequence[str], value: object) -> Any:
+    """Return a section, or a dictionary of sections, with another value."""
+    name, *rest = path
+    if isinstance(node, Mapping):
+        return {**node, name: _with_value(node[name], rest, value) if rest else value}
+    if rest:
+        value = _with_value(getattr(node, name), rest, value)
+    # Sections that stay are instances already, which are not validated again.
+    return type(node).model_validate({**dict(node), name: value})

@@ -7,18 +7,23 @@ folder is not the user's. Deliberately not here: what `~` and `$VAR` stand for
 
 from __future__ import annotations
 
+import contextlib
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, BeforeValidator, PlainSerializer
 from pydantic_core import PydanticCustomError
 
-from verl_ray.config.function_specs import PICKLE, names_module
+from verl_ray.config.function_specs import NAME, PICKLE, names_module, parts_of, spec_of
 from verl_ray.hub.names import is_hub_id
 from verl_ray.paths import UnknownPart, expanded
 
 UNKNOWN_PART = "unknown_part"
-"""Type of the error about a path that has no meaning here."""
+"""Type of the error about a path or a function that has no meaning here."""
+
+_PATH = "_path"  # ending of the name of an argument that is a path
 
 # Values of run.resume that are no path, in any spelling; rules refuse wrong ones.
 _NO_CHECKPOINT = ("auto", "none", "true", "false")
@@ -43,7 +48,8 @@ def _checkpoint(path: str) -> str:
     return path if path.lower() in _NO_CHECKPOINT else _local(path)
 
 
-def _function(spec: str) -> str:
+def function_path(spec: str) -> str:
+    """Return the spec of a function with the path of its file, if any, absolute."""
     if spec.endswith(PICKLE):
         return _local(spec)
     path, colon, function = spec.rpartition(":")
@@ -51,6 +57,40 @@ def _function(spec: str) -> str:
     if not colon or names_module(spec):
         return spec
     return f"{_local(path)}:{function}"
+
+
+def _function_text(value: object) -> object:
+    """Return a table of a function and its arguments as a text, anything else as is."""
+    if isinstance(value, str) and value.startswith("{"):
+        # The text of such a table, or a mistake in one.
+        with contextlib.suppress(ValueError):
+            value = json.loads(value)
+    elif not isinstance(value, Mapping):
+        return value
+
+    arguments = dict(value) if isinstance(value, Mapping) else {}
+    function = arguments.pop(NAME, None)
+    if not isinstance(function, str):
+        context = {
+            "rule": f"the table names no {NAME}",
+            "fix": f"Write {{{NAME}: NAME, ARGUMENT: VALUE}}.",
+        }
+        raise PydanticCustomError(UNKNOWN_PART, "{rule}", context)
+    return spec_of(function, arguments)
+
+
+def _reward_function(spec: str) -> str:
+    function, arguments = parts_of(spec)
+    for name, argument in arguments.items():
+        if name.endswith(_PATH) and isinstance(argument, str):
+            arguments[name] = _local(argument)
+    return spec_of(function_path(function), arguments)
+
+
+def _function_setting(spec: str) -> str | dict[str, object]:
+    """Return a spec as it stands in YAML."""
+    function, arguments = parts_of(spec)
+    return {NAME: function, **arguments} if arguments else function
 
 
 LocalPath = Annotated[str, AfterValidator(_local)]
@@ -62,5 +102,11 @@ HubPath = Annotated[str, AfterValidator(_local_or_id)]
 CheckpointPath = Annotated[str, AfterValidator(_checkpoint)]
 """The path of a checkpoint, or a word that stands for one."""
 
-FunctionPath = Annotated[str, AfterValidator(_function)]
-"""The name of a function, with the path of its file or without."""
+RewardFunction = Annotated[
+    str,
+    BeforeValidator(_function_text),
+    AfterValidator(_reward_function),
+    PlainSerializer(_function_setting),
+]
+"""The name of a reward function, with the path of its file or without, or a table of
+its name and its arguments; an argument whose name ends in `_path` is a path."""

@@ -14,22 +14,51 @@ RENAMED = {
     "run.call_deadline_s": "run.stall_s",
     "run.start_deadline_s": "run.stall_s",
     "rollout.health.stall_s": "run.stall_s",
+    "rollout.in_flight": "rollout.concurrency",
+    "rollout.health.max_restarts": "run.recovery.max_restarts",
 }
 """Old key -> the key that replaces it.
 
 Where several keys became one, the new key takes the value of the first of them.
 """
 
+NEW_SECTIONS = ("run.recovery",)
+"""Sections that earlier versions did not have."""
+
 ADDED: dict[str, Any] = {
+    "rollout.schedule": "synchronous",
     "rollout.staleness": 0,
+    "rollout.updates": "between",
+    "rollout.kv": None,
+    "algorithm.kl.importance_weighted": False,
+    "algorithm.correction.rejections": None,
+    "algorithm.correction.normalise": False,
+    "algorithm.sequence": "row",
     "data.special_tokens": "allow",
     "data.columns": None,
+    "data.chat_template_kwargs": {},
+    "data.template_day": "auto",
     "run.total_epochs": None,
     "run.best_metric": None,
     "run.best_is": None,
     "run.early_stop": None,
+    "run.resolved": {"cpu": {}, "gpu": {}},
+    "run.max_failed_checkpoints": 3,
+    "run.recovery.enabled": True,
+    "run.recovery.max_restarts": 3,
+    "run.recovery.snapshot_every": "auto",
+    "run.recovery.snapshot_copies": "auto",
 }
 """Key that earlier versions did not have -> the value that keeps their behaviour."""
+
+
+_NO_CURRICULUM = {
+    "hard_to": 0.25,
+    "hard_share": 1.0,
+    "easy_from": 0.75,
+    "easy_share": 1.0,
+    "solved_from": None,
+}
 
 
 def new_name(key: str) -> str | None:
@@ -50,6 +79,11 @@ def migrated(tree: Mapping[str, Any]) -> dict[str, Any]:
     """
     result = copy.deepcopy(dict(tree))
 
+    for key in NEW_SECTIONS:
+        section, name = _split(result, key)
+        if section is not None:
+            section.setdefault(name, {})
+
     for old_key, new_key in RENAMED.items():
         old_section, old_name = _split(result, old_key)
         if old_section is None or old_name not in old_section:
@@ -61,11 +95,22 @@ def migrated(tree: Mapping[str, Any]) -> dict[str, Any]:
             # The first of several old keys has set the value already.
             new_section.setdefault(current_name, value)
 
+    # Only runs that sample held-out responses truncate their distribution.
+    evaluation = result.get("evaluation")
+    if isinstance(evaluation, dict) and "temperature" in evaluation:
+        evaluation.setdefault("top_p", 1.0)
+        evaluation.setdefault("top_k", -1)
+
+    # Only runs that draw prompts choose among them.
+    data = result.get("data")
+    if isinstance(data, dict) and "prompts_per_step" in data:
+        data.setdefault("curriculum", copy.deepcopy(_NO_CURRICULUM))
+
     # A section that the task does not have stays missing.
     for key, value in ADDED.items():
         section, name = _split(result, key)
         if section is not None:
-            section.setdefault(name, value)
+            section.setdefault(name, copy.deepcopy(value))
 
     # Any role may have a model, which was a folder.
     for section in model_sections(result).values():

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from verl_ray.config.paths import FunctionPath
+from verl_ray.config.paths import RewardFunction
 from verl_ray.config.roles import ModelConfig, ModelRole
 from verl_ray.config.rollout import RolloutEngineConfig
 from verl_ray.config.section import (
@@ -111,14 +111,16 @@ class FunctionReward(GraderConfig):
     """Longest time to score one response, after which its process is killed and the
     failure counted; a batched function has as much for each response of the group."""
     functions: Annotated[
-        dict[str, FunctionPath], Field(examples=["{default: exact_match}"])
+        dict[str, RewardFunction], Field(examples=["{default: exact_match}"])
     ]
-    """Data source -> by_data_source, exact_match, gsm8k, path/to/file.py:function or
-    package.module:function, which may be a class, too; `default` serves the other data
-    sources. A function names what it gets: response, answer, prompt, data_source,
-    extra, num_tokens, finish_reason, step. Those of verl (solution_str) and TRL
-    (completions) are called as there. It returns a number, None, or a dict with `score`
-    and entries that become metrics."""
+    """Data source -> a built-in function (by_data_source, exact_match, gsm8k,
+    gsm8k_strict, math, multiple_choice, format, json_schema, f1, rouge, bleu),
+    path/to/file.py:function or package.module:function, which may be a class, too;
+    `default` serves the other data sources. A table gives a function arguments:
+    {function: format, tags: [think, answer]}. A function names what it gets: response,
+    answer, prompt, data_source, extra, num_tokens, finish_reason, step. Those of verl
+    (solution_str) and TRL (completions) are called as there. It returns a number, None,
+    or a dict with `score` and entries that become metrics."""
 
     @property
     def named_functions(self) -> dict[str, str] | None:

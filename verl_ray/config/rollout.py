@@ -29,6 +29,19 @@ set."""
 VLLM_BATCHED_REQUESTS = 256
 """Requests of a rollout engine's batch, unless max_num_seqs in its vllm_args is set."""
 
+SCORED_PROMPT_TOKENS = 2048
+"""Longest prompt whose log-probs an endpoint's client may ask for, in tokens.
+
+vLLM computes the log-probs of all words for all tokens of such a prompt at once, one
+prompt after another. The memory plan counts this many tokens.
+"""
+
+CONCURRENCY = 2 * VLLM_BATCHED_REQUESTS
+"""Responses that a replica generates at a time, unless its cache decides.
+
+Twice what vLLM runs at once, so that it never waits for the driver.
+"""
+
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks of adapters that vLLM reserves memory for."""
 
@@ -37,6 +50,7 @@ HEAD = "lm_head"
 
 WireName = Literal["shared_memory", "cuda_ipc", "broadcast", "host_broadcast", "disk"]
 Freed = Literal["never", "kv_cache", "weights"]
+ScheduleName = Literal["synchronous", "one_step_off", "asynchronous", "carry_over"]
 
 
 class RolloutEngineConfig(Section):
@@ -57,11 +71,18 @@ class RolloutEngineConfig(Section):
     kv_cache_gib: PositiveFloat | Auto
     """Memory for the key-value cache of one replica rank.
 
-    auto: as much as the rows of a step can use and the GPU has left; 2 on a CPU.
+    auto: as much as the GPU has left and rows can use: those of a step, with
+    evaluations or an endpoint as many as the engine runs at once; 2 on a CPU.
     """
     vllm_args: Annotated[dict[str, Any], Field(examples=["{block_size: 32}"])]
     """Further arguments of vLLM's engine, verbatim; arguments that another key sets are
     refused."""
+
+    @property
+    def batched_requests(self) -> int:
+        """The most requests that an engine runs at once."""
+        value = self.vllm_args.get("max_num_seqs")
+        return value if isinstance(value, int) else VLLM_BATCHED_REQUESTS
 
 
 @dataclass(frozen=True)
@@ -96,7 +117,7 @@ class SyncConfig(Section):
 
     broadcast: between GPUs where actor and rollout have their own, else between hosts.
     host_broadcast: always between hosts. auto: shared memory where the cluster is one
-    node, else host_broadcast; it never takes a wire that has not run on a GPU yet.
+    node, else host_broadcast; it takes no wire that has not run on several GPUs.
     """
     bucket_mib: Positive | Auto
     """Size of a bucket, two of which are in flight; a single larger tensor takes more.
@@ -141,18 +162,16 @@ class SyncConfig(Section):
 
 
 class HealthConfig(Section):
-    """Health checks of the replicas, and how many replicas may be lost.
+    """Health checks of the replicas.
 
-    A replica that makes no progress (run.stall_s) is lost as well.
+    A replica that makes no progress (run.stall_s) is lost as well. How many may be lost
+    is run.recovery.max_restarts.
     """
 
     interval_s: PositiveFloat
     """Time between two health checks of a replica while responses are generated."""
     deadline_s: PositiveFloat
     """Longest time until a reply, after which the replica counts as lost."""
-    max_restarts: NonNegative
-    """Replicas that may be lost from one published policy to the next before the run
-    stops."""
 
 
 class EndpointConfig(Section):
@@ -186,13 +205,33 @@ class RolloutConfig(RolloutEngineConfig):
     top_k: int
     """Number of tokens that are sampled from; -1 = all tokens."""
     stream_rows: Positive
-    """Finished responses are handed to the graders once this many are ready."""
-    in_flight: Positive
-    """Responses that one replica generates at a time; the others wait for the least
-    loaded replica."""
+    """Finished responses are handed to the graders once this many are ready, or the
+    first of them has waited for a second."""
+    schedule: ScheduleName
+    """The order of rollouts and training, which the group `schedule` sets.
+
+    synchronous: in turn. one_step_off: at the same time, each prompt with the policy
+    version that its number names. asynchronous: at the same time, and rollouts never
+    stop. carry_over: in turn, and open rows go on after the update.
+    """
     staleness: NonNegative
     """Policy versions that a token may be behind the policy that learns from it; 0 = a
     step learns from its own rollouts alone."""
+    updates: Literal["between", "in_flight"]
+    """When replicas take new weights: between rows only, or also under open rows."""
+    kv: Literal["recompute", "keep"] | None
+    """The key-value cache of open rows when weights change under them.
+
+    recompute: it is computed again with the new weights. keep: it stays, so that later
+    tokens are sampled from new weights over an old cache. null: none are open.
+    """
+    concurrency: Positive | Literal["adaptive"] | Auto
+    """Responses that one replica generates at a time; the others wait for the least
+    loaded replica.
+
+    adaptive: as many as the key-value cache holds without preemptions. auto: 512, twice
+    what vLLM runs at once, with schedule=synchronous, else adaptive.
+    """
     sync: SyncConfig
     health: HealthConfig
     endpoint: EndpointConfig

@@ -28,7 +28,8 @@ class PlacementConfig(Section):
     """State of actor, critic and reference that moves to the host while rollouts are
     generated on shared GPUs: all of it, only that of the optimizers, or none.
 
-    auto: all, or none where no GPU is shared.
+    auto: what is fastest, by estimate, of what fits the GPU; none where no GPU is
+    shared.
     """
 
 
@@ -63,6 +64,11 @@ class RolloutTaskConfig(Config):
         return self.data.prompts_per_step * self.rollout.group_size
 
     @property
+    def most_open_rows(self) -> int:
+        """Number of rows that may be generated at the same time."""
+        return (1 + self.rollout.staleness) * self.rows_per_step
+
+    @property
     def step_in_words(self) -> str:
         prompts = self.data.prompts_per_step
         group_size = self.rollout.group_size
@@ -91,6 +97,14 @@ class RolloutTaskConfig(Config):
     def shares_processes(self) -> bool:
         return self.placement.kind == "colocated"
 
+    def needs_old_log_probs(self, *, corrects: bool) -> bool:
+        """Return whether the actor computes log-probs before it learns.
+
+        Args:
+            corrects: Whether a correction of the mismatch applies now.
+        """
+        return False
+
     @property
     def sends_adapter_alone(self) -> bool:
         """Whether only the actor's adapter is sent to the replicas.
@@ -98,6 +112,19 @@ class RolloutTaskConfig(Config):
         If so, the whole model is sent once, at the first sync.
         """
         return resolved(self.rollout.sync.adapter) == "alone"
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether rollouts are generated while the trainers learn."""
+        return self.rollout.schedule in ("one_step_off", "asynchronous")
+
+    @property
+    def keeps_published_version(self) -> bool:
+        """Whether the actor keeps the weights that it has sent while it learns.
+
+        A replica that starts again meanwhile gets them.
+        """
+        return self.overlaps
 
     @property
     def engines(self) -> dict[str, ServedModel]:

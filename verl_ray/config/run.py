@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, with_config
+from pydantic import ConfigDict, Field, JsonValue, with_config
 from typing_extensions import TypedDict
 
 from verl_ray.config.paths import CheckpointPath, LocalPath
@@ -31,6 +31,51 @@ class Threads(TypedDict):
     """Ranks of a rollout engine or of a judge."""
     graders: Positive
     """Processes that grade texts, by functions or a service."""
+
+
+class ResolvedConfig(Section):
+    """The settings that were auto, by key, with the values that a run gave them.
+
+    A setting that has another value by now is the user's own.
+    """
+
+    cpu: dict[str, JsonValue]
+    """What was resolved for a CPU."""
+    gpu: dict[str, JsonValue]
+    """What was resolved for GPUs."""
+
+
+class RecoveryConfig(Section):
+    """The cure of a run whose processes fail."""
+
+    enabled: bool
+    """Whether the run starts lost processes again and goes on from its last state; if
+    not, their failure ends it. Rollout replicas are started again in any case."""
+    max_restarts: NonNegative
+    """Restarts without a new finished step before the run stops: of rollout replicas,
+    and of all other processes. The same failure at the same step stops it at once."""
+    snapshot_every: NonNegative | Literal["measured"] | Auto
+    """Copy the state of every role that learns to the memory of its host every N steps,
+    where a lost process finds it again; 0 = never. measured: as often as the copies
+    take at most 2 % of the time. auto: measured where the memory is large enough."""
+    snapshot_copies: Literal[1, 2] | Auto
+    """2 = another node has a copy of each snapshot, for the loss of a whole node. auto:
+    2 where there are several nodes whose memory is large enough."""
+
+    @property
+    def taken_every(self) -> int | Literal["measured"]:
+        """The value of `snapshot_every` where the run recovers; 0 while it is auto.
+
+        The other settings that are auto do not depend on it.
+        """
+        if not self.enabled or self.snapshot_every == "auto":
+            return 0
+        return self.snapshot_every
+
+    @property
+    def num_copies(self) -> int:
+        """The value of `snapshot_copies`; 1 while it is auto."""
+        return 1 if self.snapshot_copies == "auto" else self.snapshot_copies
 
 
 class RunConfig(Section):
@@ -60,6 +105,9 @@ class RunConfig(Section):
 
     A step with the best evaluation so far is saved even if no checkpoint is due.
     """
+    max_failed_checkpoints: NonNegative
+    """Checkpoints, one after another, that a full or broken disk may prevent before the
+    run stops. The next step tries again."""
     best_metric: str | None
     """Held-out metric that the best step is chosen by, as in metrics.jsonl; * stands
     for anything, and several metrics are averaged. null = the task's own: accuracy or
@@ -81,11 +129,16 @@ class RunConfig(Section):
     be skipped before the run stops."""
     stall_s: PositiveFloat
     """Longest time that a worker process may make no progress with a request, its start
-    included, before the run stops and shows where it is stuck.
+    included, before the run shows where it is stuck and counts it as lost.
 
-    A rollout replica is replaced instead. Progress is counted in rows, micro-batches,
-    tokens or bytes: work that goes on is never late, however long it takes.
+    What follows is set by run.recovery; a rollout replica is replaced. Progress is
+    counted in rows, micro-batches, tokens or bytes: work that goes on is never late,
+    however long it takes.
     """
+    recovery: RecoveryConfig
+    resolved: ResolvedConfig
+    """What was auto, written by the run itself, so that an evaluation or an export on
+    another machine resolves the same settings anew."""
 
     @property
     def steps(self) -> int:

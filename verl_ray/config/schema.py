@@ -184,6 +184,30 @@ class Config(Section):
         """
         return self.graders
 
+    def active_models(self, *, learns: bool) -> dict[str, ModelRole]:
+        """Return the model roles that have processes, by name.
+
+        Args:
+            learns: False for a single evaluation, which needs only the evaluated role
+                and a model that grades.
+        """
+        graders = self.active_graders(learns=learns)
+        return {
+            name: role
+            for name, role in self.model_roles.items()
+            if learns or name == self.evaluated_role or name in graders
+        }
+
+    def active_engines(self, *, learns: bool) -> dict[str, ServedModel]:
+        """Return the models that vLLM serves in a job, by role name.
+
+        Args:
+            learns: False for a single evaluation, in which some judges are idle.
+        """
+        graders = self.active_graders(learns=learns)
+        idle = self.judges.keys() - graders.keys()
+        return {name: model for name, model in self.engines.items() if name not in idle}
+
     @property
     def judges(self) -> dict[str, JudgeReward]:
         """The graders that are language models, by role name."""

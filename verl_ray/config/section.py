@@ -7,7 +7,7 @@ Deliberately not here: any setting, and what `auto` stands for
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -17,6 +17,7 @@ Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
+PositiveFraction = Annotated[float, Field(gt=0, le=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 # NumPy's range of seeds; random streams derived from one fit torch's 64 bits.
@@ -62,8 +63,21 @@ class OneOf:
     other name is refused with the same error as a `Literal` gives.
     """
 
-    def __init__(self, names: Iterable[str]) -> None:
+    def __init__(
+        self, names: Iterable[str], other: Callable[[str], str | None] | None = None
+    ) -> None:
+        """Allow these names, and what `other` returns a value for."""
         self._names = tuple(names)
+        self._other = other
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
-        return core_schema.literal_schema(list(self._names))
+        names = core_schema.literal_schema(list(self._names))
+        other = self._other
+        if other is None:
+            return names
+
+        def validate(value: Any, of_names: Callable[[Any], Any]) -> Any:
+            allowed = other(value) if isinstance(value, str) else None
+            return of_names(value) if allowed is None else allowed
+
+        return core_schema.no_info_wrap_validator_function(validate, names)

@@ -11,8 +11,10 @@ tokens, since rollouts are held by reference; and what is generated when
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
@@ -20,6 +22,9 @@ from verl_ray.data.batch import Int64
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Rollouts, Scores
 from verl_ray.errors import DataError
+
+NO_VERSION = np.iinfo(np.int64).max
+"""The oldest version of a group without tokens."""
 
 _LISTED = 8  # ordinals that an error names
 
@@ -37,6 +42,28 @@ class Experience:
         scores = {name: scored.select(rows) for name, scored in self.scores.items()}
         return Experience(self.rollouts.select(rows), scores)
 
+    @classmethod
+    def concat(cls, parts: Sequence[Self]) -> Self | None:
+        """Return the rows of all parts, one part after another; None without parts."""
+        if not parts:
+            return None
+        rollouts = Sharded.concat([part.rollouts for part in parts])
+        scores = {
+            name: Sharded.concat([part.scores[name] for part in parts])
+            for name in parts[0].scores
+        }
+        return cls(rollouts, scores)
+
+
+@dataclass(frozen=True, eq=False)
+class FinishedGroups:
+    """Groups that are generated and scored; int64 [groups] each."""
+
+    ordinals: Int64
+    oldest: Int64
+    """Oldest policy version of a token; -1 without tokens."""
+    newest: Int64
+
 
 class RolloutBuffer:
     """Groups that are reserved, partly generated, or complete."""
@@ -49,10 +76,18 @@ class RolloutBuffer:
             staleness: How many policy versions a token may be behind.
         """
         self._group_size = group_size
-        self._staleness = staleness
+        self.staleness = staleness
         self._missing: dict[int, int] = {}
         """Pending rows, by the ordinal of each group that is reserved and not taken."""
         self._stored: list[Experience] = []
+        self._versions: dict[int, tuple[int, int]] = {}
+        """Oldest and newest version of a token, by the ordinal of each group here."""
+        self._finished: set[int] = set()
+        """Ordinals that became complete since they were last taken note of."""
+        self._whole_since: dict[int, float] = {}
+        """When each group that is here became complete, on the monotonic clock."""
+        self._queue_s: list[float] = []
+        """How long the groups that were taken had been complete."""
 
     def reserve(self, ordinals: Int64) -> None:
         """Note that these groups, int64 [groups], are being generated.
@@ -92,6 +127,47 @@ class RolloutBuffer:
 
         self._missing.update(still_missing)
         self._stored.append(experience)
+        self._note_versions(experience.rollouts)
+        now_s = time.monotonic()
+        for ordinal, missing in still_missing.items():
+            if not missing:
+                self._whole_since[ordinal] = now_s
+                self._finished.add(ordinal)
+
+    def _note_versions(self, rollouts: Sharded[Rollouts]) -> None:
+        """Widen the range of versions of each group by those of further rows."""
+        ordinals, group = np.unique(rollouts.row("group_id"), return_inverse=True)
+        oldest = np.full(len(ordinals), NO_VERSION, np.int64)
+        newest = np.full(len(ordinals), -1, np.int64)
+        # A row without response tokens has no version.
+        has_tokens = rollouts.row("response_length") > 0
+        np.minimum.at(
+            oldest, group[has_tokens], rollouts.row("oldest_version")[has_tokens]
+        )
+        np.maximum.at(
+            newest, group[has_tokens], rollouts.row("newest_version")[has_tokens]
+        )
+        columns = zip(ordinals.tolist(), oldest.tolist(), newest.tolist(), strict=True)
+        for ordinal, first, last in columns:
+            known_first, known_last = self._versions.get(ordinal, (NO_VERSION, -1))
+            self._versions[ordinal] = min(known_first, first), max(known_last, last)
+
+    def take_finished(self) -> FinishedGroups:
+        """Return the groups that became complete since the last call.
+
+        They stay here, unless they have been taken meanwhile.
+        """
+        ordinals = np.array(sorted(self._finished), np.int64)
+        self._finished = set()
+        versions = [self._versions[ordinal] for ordinal in ordinals.tolist()]
+        for ordinal in ordinals.tolist():
+            if ordinal not in self._missing:
+                del self._versions[ordinal]
+        pairs = np.array(versions, np.int64).reshape(-1, 2)
+        is_empty = pairs[:, 1] < 0
+        return FinishedGroups(
+            ordinals, np.where(is_empty, -1, pairs[:, 0]), pairs[:, 1]
+        )
 
     def missing(self, ordinals: Int64) -> int:
         """Number of pending rows of these groups, int64 [groups].
@@ -132,8 +208,12 @@ class RolloutBuffer:
         other_rows = np.flatnonzero(~is_requested)
         self._stored = [stored.select(other_rows)] if len(other_rows) else []
         # A taken group is no longer reserved.
+        now_s = time.monotonic()
         for ordinal in ordinals.tolist():
             del self._missing[ordinal]
+            self._queue_s.append(now_s - self._whole_since.pop(ordinal))
+            if ordinal not in self._finished:
+                del self._versions[ordinal]
 
         # Rows arrive in any order; a step must not depend on it.
         order = np.argsort(stored.rollouts.row("row_id")[rows], kind="stable")
@@ -141,28 +221,67 @@ class RolloutBuffer:
         self._refuse_other_policies(taken.rollouts, policy_version)
         return taken
 
-    def drop(self, ordinals: Int64) -> None:
-        """Forget these groups, int64 [groups]: they may be generated again."""
+    @property
+    def whole_groups(self) -> Int64:
+        """Ordinals of the groups that are complete, ascending, int64 [groups]."""
+        whole = [ordinal for ordinal, missing in self._missing.items() if not missing]
+        return np.array(sorted(whole), np.int64)
+
+    def whole(self, among: Int64 | None = None) -> Experience | None:
+        """Return the complete groups, in the order of their rows; they stay here.
+
+        None if there are none.
+
+        Args:
+            among: Ordinals of the groups to choose from, int64 [groups]; None for all.
+        """
+        if not self._stored:
+            return None
+        stored = self._all_stored()
+        ordinals = stored.rollouts.row("group_id")
+        is_chosen = np.isin(ordinals, self.whole_groups)
+        if among is not None:
+            is_chosen &= np.isin(ordinals, among)
+        rows = np.flatnonzero(is_chosen)
+        if not len(rows):
+            return None
+        order = np.argsort(stored.rollouts.row("row_id")[rows], kind="stable")
+        return stored.select(rows[order])
+
+    def take_queue_s(self) -> float:
+        """Return the mean seconds from complete to taken, since the last call."""
+        queue_s = self._queue_s
+        self._queue_s = []
+        return sum(queue_s) / len(queue_s) if queue_s else 0.0
+
+    def restore(self, experience: Experience) -> None:
+        """Take back complete groups that `whole` returned in an earlier process."""
+        self.reserve(np.unique(experience.rollouts.row("group_id")))
+        self.put(experience)
+
+    def drop_unfinished(self) -> None:
+        """Forget every group that is not complete: it may be generated again."""
+        unfinished = [ordinal for ordinal, missing in self._missing.items() if missing]
+        self.discard(np.array(unfinished, np.int64))
+
+    def discard(self, ordinals: Int64) -> None:
+        """Forget these groups, int64 [groups], where they are here."""
         for ordinal in ordinals.tolist():
             self._missing.pop(ordinal, None)
-
-        # Some of their rows may be stored already.
-        remaining = []
-        for experience in self._stored:
-            is_dropped = np.isin(experience.rollouts.row("group_id"), ordinals)
-            rows = np.flatnonzero(~is_dropped)
-            if len(rows):
-                remaining.append(experience.select(rows))
-        self._stored = remaining
+            self._versions.pop(ordinal, None)
+            self._whole_since.pop(ordinal, None)
+            self._finished.discard(ordinal)
+        if self._stored:
+            stored = self._all_stored()
+            remaining = ~np.isin(stored.rollouts.row("group_id"), ordinals)
+            rows = np.flatnonzero(remaining)
+            self._stored = [stored.select(rows)] if len(rows) else []
 
     def _all_stored(self) -> Experience:
         """Everything that is stored, in the order of its arrival."""
-        rollouts = Sharded.concat([experience.rollouts for experience in self._stored])
-        scores = {}
-        for name in self._stored[0].scores:
-            parts = [experience.scores[name] for experience in self._stored]
-            scores[name] = Sharded.concat(parts)
-        return Experience(rollouts, scores)
+        stored = Experience.concat(self._stored)
+        assert stored is not None, "something is stored"
+        return stored
 
     def _refuse_other_policies(
         self, rollouts: Sharded[Rollouts], policy_version: int
@@ -176,11 +295,11 @@ class RolloutBuffer:
 
         oldest = int(oldest_versions.min())
         newest = int(newest_versions.max())
-        if newest > policy_version or policy_version - oldest > self._staleness:
+        if newest > policy_version or policy_version - oldest > self.staleness:
             raise DataError(
                 f"tokens of the policy versions {oldest} to {newest} were taken for"
                 f" version {policy_version}; they may be at most rollout.staleness ="
-                f" {self._staleness} versions older"
+                f" {self.staleness} versions older"
             )
 
 

@@ -8,26 +8,34 @@ values come from (`schemas.py`), and tokens (`conversations.py`).
 from __future__ import annotations
 
 import re
+from typing import TypeVar
 
 from verl_ray.data.field_names import missing_field
 from verl_ray.data.field_values import (
     Message,
     answer_of,
+    as_context,
     as_messages,
     excerpt,
-    is_messages,
+    is_learned,
     messages_of,
     short_text_of,
     text_of,
+    without_marks,
 )
-from verl_ray.data.file_formats import Fields
+from verl_ray.data.file_formats import Fields, is_messages
 from verl_ray.data.schemas import Schema
 from verl_ray.errors import DataError
 
 Prompt = str | list[Message]
 
 Content = tuple[str, str] | list[Message]
-"""A (prompt, response) pair of plain texts, or a conversation with assistant turns."""
+"""A (prompt, response) pair of plain texts, or a conversation with assistant turns.
+
+A mark on a turn of the assistant says that it is not learned (`is_learned`).
+"""
+
+ContentOrPrompt = TypeVar("ContentOrPrompt", Content, Prompt)
 
 # The beginning of a response in a dialogue that is written as a text.
 _RESPONSE_MARK = re.compile(
@@ -67,26 +75,39 @@ def problem_and_answer(
     elif "messages" in schema.columns:
         prompt, response = _parted(_conversation(schema, fields, where))
     else:
-        return _prompt(schema, fields, where), answer
-    return prompt, response if answer is None else answer
+        prompt, response = _prompt(schema, fields, where), None
+    return _unmarked(prompt), response if answer is None else answer
 
 
 def demonstration(schema: Schema, fields: Fields, where: str) -> Content | str:
-    """Return a prompt with its response, a conversation, or a text as a whole."""
+    """Return a prompt with its response, a conversation, or a text as a whole.
+
+    Answers that are not learned are marked: those of a prompt, which are context, and
+    those that the record excludes.
+    """
     if "text" in schema.columns:
         value = required(schema, "text", fields, where)
         return text_of(value, schema.columns["text"], where)
 
     has_messages = schema.value("messages", fields) is not None
     if has_messages or "prompt" not in schema.columns:
-        messages = _conversation(schema, fields, where)
-        if not any(message["role"] == "assistant" for message in messages):
-            name = schema.columns["messages"]
-            raise DataError(f"{where}: {name} has no assistant turn to learn from")
-        return messages
+        name = schema.columns["messages"]
+        content: Content = _conversation(schema, fields, where)
+    else:
+        name = schema.columns["response"]
+        prompt = _prompt(schema, fields, where)
+        if isinstance(prompt, list):
+            prompt = as_context(prompt)
+        content = _answered(schema, prompt, "response", fields, where)
 
-    prompt = _prompt(schema, fields, where)
-    return _answered(schema, prompt, "response", fields, where)
+    if isinstance(content, list) and not any(map(is_learned, content)):
+        excluded = any(message["role"] == "assistant" for message in content)
+        reason = " that its weight or trainable does not exclude" if excluded else ""
+        raise DataError(
+            f"{where}: {name} has no assistant turn to learn from{reason}; expected at"
+            " least one; leave out the record"
+        )
+    return content
 
 
 def pair_of_contents(
@@ -110,8 +131,9 @@ def pair_of_contents(
     if prompt is None and not is_list:
         return _parted_at_difference(schema, fields, where)
 
-    chosen = _answered(schema, prompt, "chosen", fields, where)
-    rejected = _answered(schema, prompt, "rejected", fields, where)
+    # Pairs compare their last turns, whatever is learned of them elsewhere.
+    chosen = _unmarked(_answered(schema, prompt, "chosen", fields, where))
+    rejected = _unmarked(_answered(schema, prompt, "rejected", fields, where))
     if is_list and chosen[:-1] != rejected[:-1]:
         raise DataError(
             f"{where}: chosen and rejected differ before their last message;"
@@ -234,12 +256,19 @@ def _behind_prompt(
     first = prompt[0]
     if first["role"] == "system" and messages[0]["role"] != "system":
         messages = [first, *messages]
-    if messages[: len(prompt)] != prompt:
+    begins = messages[: len(prompt)]
+    if without_marks(begins) != without_marks(prompt):
         raise DataError(
             f"{name} is a conversation that does not begin with the messages of the"
             " prompt; expected the response alone, or the same messages in front"
         )
-    return messages
+    # The marks of the prompt hold for its messages.
+    return [*prompt, *messages[len(prompt) :]]
+
+
+def _unmarked(content: ContentOrPrompt) -> ContentOrPrompt:
+    """Return a prompt or a content without marks on its turns."""
+    return without_marks(content) if isinstance(content, list) else content
 
 
 def _parted(content: Content) -> tuple[Prompt, str | None]:

@@ -10,21 +10,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from verl_ray.config.data import SpecialTokens
-from verl_ray.data.batch import Int64, Ragged, offsets_of
+from verl_ray.data.batch import Int64, Ragged
+from verl_ray.data.chat_templates import TemplateArguments, guarded_arguments
 from verl_ray.data.contents import Content
-from verl_ray.data.field_values import Message, as_messages
+from verl_ray.data.field_values import (
+    Message,
+    as_messages,
+    is_learned,
+    without_marks,
+)
 from verl_ray.data.special_tokens import SpelledTokens
 from verl_ray.data.stages import Bool
-from verl_ray.data.tokenizers import render, require_chat_template
+from verl_ray.data.tokenizers import end_names, render, require_chat_template
+from verl_ray.data.turns import Turn, rows_of
 from verl_ray.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_REASONED = "</think>"
+_SHOWN = 40  # characters of a text that an error shows
 
 
 def tokenize(
@@ -35,6 +47,7 @@ def tokenize(
     apply_chat_template: bool,
     special_tokens: SpecialTokens,
     responses: Literal["all", "last"],
+    arguments: Sequence[TemplateArguments] | None = None,
 ) -> tuple[Ragged, Bool]:
     """Turn contents into rows of prompt and response; a row ends with a response.
 
@@ -44,8 +57,9 @@ def tokenize(
     Args:
         where: The name of each content, for errors.
         special_tokens: What happens to special tokens that a content spells out.
-        responses: Which turns of the assistant are responses: all of them, or only the
-            last message, to which all others are then the prompt.
+        responses: Which turns of the assistant are responses: all that are learned,
+            or only the last message, to which all others are then the prompt.
+        arguments: What the chat template gets with each content.
 
     Returns:
         The tokens of each row, int32, and a mask, bool [tokens], True on responses.
@@ -71,13 +85,22 @@ def tokenize(
         places = [where[row] for row in answered]
         if apply_chat_template:
             require_chat_template(tokenizer)
-            others = _tokenize_chat(guarded, places, tokenizer, spelled, responses)
+            of_rows = [arguments[row] for row in answered] if arguments else None
+            others = _tokenize_chat(
+                guarded, places, tokenizer, spelled, responses, of_rows
+            )
         else:
             others = _tokenize_text(guarded, places, tokenizer, spelled)
         # Rows go back to the places of their contents.
         order = np.argsort([*texts, *answered])
         tokens, mask = _concat((tokens, mask), others, order)
 
+    _require_contexts(tokens, mask, where)
+    return tokens, mask
+
+
+def _require_contexts(tokens: Ragged, mask: Bool, where: Sequence[str]) -> None:
+    """Raise DataError if a row begins with its response."""
     # A model predicts a token from those before it: the first response token needs one.
     starts_with_response = mask[tokens.offsets[:-1]]
     if starts_with_response.any():
@@ -86,14 +109,6 @@ def tokenize(
             f"{first}: no token before the response; expected a prompt that is not"
             " empty"
         )
-    return tokens, mask
-
-
-def alternate(first: Ragged, second: Ragged) -> Ragged:
-    """Rows of two columns in turn: first 0, second 0, first 1, second 1, ..."""
-    count = len(first)
-    order = np.arange(2 * count, dtype=np.int64).reshape(2, count).T.ravel()
-    return Ragged.concat([first, second]).select(order)
 
 
 def _guarded(content: Content, place: str, spelled: SpelledTokens) -> Content:
@@ -124,8 +139,8 @@ def _tokenize_single(
     tokenizer: PreTrainedTokenizerBase,
     spelled: SpelledTokens,
 ) -> tuple[Ragged, Bool]:
-    end = tokenizer.eos_token
-    ended = [text if text.endswith(end) else text + end for text in texts]
+    ends = end_names(tokenizer)
+    ended = [_ended(text, ends) for text in texts]
     tokens = spelled.encode(ended, special=True, where=where.__getitem__)
     # Each row has its end at least, so that it has a first token.
     mask = np.ones(len(tokens.values), np.bool_)
@@ -139,18 +154,17 @@ def _tokenize_text(
     tokenizer: PreTrainedTokenizerBase,
     spelled: SpelledTokens,
 ) -> tuple[Ragged, Bool]:
-    prompts = []
-    responses = []
-    for content, place in zip(contents, where, strict=True):
+    ends = end_names(tokenizer)
+    turns = []
+    for row, (content, place) in enumerate(zip(contents, where, strict=True)):
         prompt, response = _pair(content, place)
-        prompts.append(prompt)
-        responses.append(response + tokenizer.eos_token)
+        turns.append(Turn(row, prompt, _ended(response, ends)))
+    return rows_of(turns, where, tokenizer, spelled, special=True)
 
-    name = where.__getitem__
-    prompt_tokens = spelled.encode(prompts, special=True, where=name)
-    response_tokens = spelled.encode(responses, special=False, where=name)
-    one_turn_each = np.ones(len(contents), dtype=np.int64)
-    return _join(prompt_tokens, response_tokens, one_turn_each)
+
+def _ended(text: str, ends: Sequence[str]) -> str:
+    """Return a text with a token behind it that ends a response, if it has none."""
+    return text if text.endswith(tuple(ends)) else text + ends[0]
 
 
 def _pair(content: Content, where: str) -> tuple[str, str]:
@@ -166,84 +180,68 @@ def _pair(content: Content, where: str) -> tuple[str, str]:
 # ------------------------------------------------------------------------ conversations
 
 
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """A turn of the assistant that is a response."""
-
-    row: int
-    """Number of its conversation."""
-    index: int
-    """Number of its message in the conversation."""
-    before: list[Message]
-    """Messages before it."""
-    up_to: list[Message]
-    """Messages up to it, itself included."""
-
-
 def _tokenize_chat(
     contents: Sequence[Content],
     where: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
     spelled: SpelledTokens,
     responses: Literal["all", "last"],
+    arguments: Sequence[TemplateArguments] | None,
 ) -> tuple[Ragged, Bool]:
-    turns = _turns(contents, responses)
+    conversations = [_conversation(content) for content in contents]
+    answers = _answers(conversations, responses)
+    messages = [without_marks(conversation) for conversation in conversations]
+    of_rows = [
+        guarded_arguments(of_row, place, spelled)
+        for of_row, place in zip(arguments or [{}] * len(where), where, strict=True)
+    ]
 
-    def turn_where(number: int) -> str:
-        turn = turns[number]
-        return f"{where[turn.row]}, message {turn.index + 1}"
+    def answer_where(number: int) -> str:
+        row, index = answers[number]
+        return f"{where[row]}, message {index + 1}"
 
     # Each turn is written twice, without the response and with it: the difference is
     # what the model has to generate.
-    befores = [turn.before for turn in turns]
-    up_to = [turn.up_to for turn in turns]
-    openings = render(tokenizer, befores, add_generation_prompt=True, where=turn_where)
-    closings = render(tokenizer, up_to, add_generation_prompt=False, where=turn_where)
+    befores = [messages[row][:index] for row, index in answers]
+    up_to = [messages[row][: index + 1] for row, index in answers]
+    of_answers = [of_rows[row] for row, _ in answers]
+    write = partial(render, tokenizer, where=answer_where, arguments=of_answers)
+    openings = write(befores, add_generation_prompt=True)
+    closings = write(up_to, add_generation_prompt=False)
 
-    context_texts = []
-    response_texts = []
-    current_row = -1
-    text_so_far = ""  # text of the current row's segments so far
-    for number, turn in enumerate(turns):
-        if turn.row != current_row:
-            current_row = turn.row
+    ends = end_names(tokenizer)
+    turns: list[Turn] = []
+    text_so_far = ""  # text of the current row's turns so far
+    for number, (row, index) in enumerate(answers):
+        if not turns or turns[-1].row != row:
             text_so_far = ""
-
         opening = openings[number]
-        closing = closings[number]
-        # The text behind the end of turn, such as a line break, is not generated.
-        end = closing.find(tokenizer.eos_token, len(opening))
-        extends = opening.startswith(text_so_far) and closing.startswith(opening)
-        if not extends or end < 0:
-            raise DataError(_unusable_template(turn_where(number), tokenizer))
+        if not opening.startswith(text_so_far):
+            raise DataError(_rewritten(answer_where(number), opening, text_so_far))
 
-        response = closing[len(opening) : end + len(tokenizer.eos_token)]
-        context_texts.append(opening[len(text_so_far) :])
-        response_texts.append(response)
+        answer = str(messages[row][index]["content"])
+        written = _Written(opening, closings[number], answer, answer_where(number))
+        response = written.response(ends, tokenizer)
+        if responses == "all":
+            written.require_reasoning(response)
+        turns.append(Turn(row, opening[len(text_so_far) :], response))
         text_so_far = opening + response
 
-    turns_per_row = np.bincount([turn.row for turn in turns], minlength=len(contents))
-    return _join(
-        spelled.encode(context_texts, special=False, where=turn_where),
-        spelled.encode(response_texts, special=False, where=turn_where),
-        turns_per_row.astype(np.int64),
-    )
+    return rows_of(turns, where, tokenizer, spelled, special=False)
 
 
-def _turns(
-    contents: Sequence[Content], responses: Literal["all", "last"]
-) -> list[_Turn]:
-    """Responses of all conversations, row by row and in the order of their messages."""
-    turns = []
-    for row, content in enumerate(contents):
-        messages = _conversation(content)
-        # A prompt may hold earlier turns of the assistant, which are not learned.
-        first = 0 if responses == "all" else len(messages) - 1
-        for index in range(first, len(messages)):
-            if messages[index]["role"] == "assistant":
-                up_to = messages[: index + 1]
-                turns.append(_Turn(row, index, messages[:index], up_to))
-    return turns
+def _answers(
+    conversations: Sequence[list[Message]], responses: Literal["all", "last"]
+) -> list[tuple[int, int]]:
+    """Numbers (row, message) of all responses, row by row."""
+    answers = []
+    for row, messages in enumerate(conversations):
+        last = len(messages) - 1
+        for index, message in enumerate(messages):
+            is_response = is_learned(message) if responses == "all" else index == last
+            if is_response:
+                answers.append((row, index))
+    return answers
 
 
 def _conversation(content: Content) -> list[Message]:
@@ -253,27 +251,83 @@ def _conversation(content: Content) -> list[Message]:
     return [*as_messages(prompt), {"role": "assistant", "content": response}]
 
 
-def _unusable_template(where: str, tokenizer: PreTrainedTokenizerBase) -> str:
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """An answer as the chat template writes it."""
+
+    opening: str
+    """Text that a rollout starts from, which ends with the generation prompt."""
+    closing: str
+    """Text of the messages up to the answer, itself included."""
+    answer: str
+    """Content of the answer."""
+    where: str
+
+    def response(self, ends: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> str:
+        """Return what the model has to generate, up to the end of its turn."""
+        start = len(self.opening)
+        if not self.closing.startswith(self.opening):
+            raise DataError(
+                f"{self.where}: a rollout starts from"
+                f" {_parted(self.opening, self.closing)}, and the chat template"
+                f" writes the answer behind {_parted(self.closing, self.opening)};"
+                " expected it behind what a rollout starts from; correct what the"
+                " template does with add_generation_prompt, or set"
+                " data.apply_chat_template=false and write prompts and responses as"
+                " plain texts"
+            )
+
+        # The text behind the end of turn, such as a line break, is not generated.
+        places = [(self.closing.find(end, start), len(end)) for end in ends]
+        reached = [(place, -length) for place, length in places if place >= 0]
+        if not reached:
+            raise DataError(self._endless(ends, tokenizer))
+        place, length = min(reached)
+        return self.closing[start : place - length]
+
+    def _endless(self, ends: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> str:
+        expected = " or ".join(repr(end) for end in ends)
+        behind = self.closing[len(self.opening) :].rpartition(self.answer.strip())[2]
+        added = tokenizer.added_tokens_decoder.values()
+        names = [token.content for token in added if token.content in behind]
+        if names:
+            return (
+                f"{self.where}: the chat template ends the turn with {names[0]!r}, at"
+                f" which no rollout ends; the eos_token is {tokenizer.eos_token!r},"
+                f" expected {expected}; add the number of {names[0]!r} to eos_token_id"
+                " in the model's generation_config.json"
+            )
+        return (
+            f"{self.where}: the chat template writes no end of turn behind the answer,"
+            f" but {behind[:_SHOWN]!r}; expected {expected}, of which the first is the"
+            " eos_token; let the template write it behind each answer"
+        )
+
+    def require_reasoning(self, response: str) -> None:
+        """Raise DataError if the template drops reasoning that is to be learned."""
+        if _REASONED in self.answer and _REASONED not in response:
+            raise DataError(
+                f"{self.where}: the chat template leaves out the reasoning of this"
+                f" answer, up to {_REASONED!r}, so that it would not be learned; take a"
+                " template that writes it, or records without it"
+            )
+
+
+def _parted(text: str, other: str) -> str:
+    """Return the end of a text from the place on where it parts from another."""
+    pairs = enumerate(zip(text, other, strict=False))
+    shortest = min(len(text), len(other))
+    shared = next((at for at, (a, b) in pairs if a != b), shortest)
+    start = max(0, shared - _SHOWN)
+    return repr(text[start : shared + _SHOWN])
+
+
+def _rewritten(where: str, opening: str, earlier: str) -> str:
     return (
-        f"{where}: the chat template does not write this assistant turn as the earlier"
-        f" text, the response and the end of turn {tokenizer.eos_token!r}, so that no"
-        " rollout would look like it; use a template that keeps earlier turns as they"
-        " were, or split the conversation into single turns"
+        f"{where}: the chat template writes earlier turns otherwise once they are past,"
+        " as templates do that leave out earlier reasoning: found"
+        f" {_parted(opening, earlier)}, expected {_parted(earlier, opening)}. One row"
+        " cannot teach both answers: write a record for each of them, with the messages"
+        ' before it, {"prompt": messages, "response": answer}; or mark the earlier'
+        ' answers with "trainable": false'
     )
-
-
-def _join(contexts: Ragged, responses: Ragged, turns: Int64) -> tuple[Ragged, Bool]:
-    """Join segments into rows of context, response, context, response, ...
-
-    Args:
-        turns: The number of responses of each row, int64 [rows].
-
-    Returns:
-        The tokens of each row, and a mask that is True on responses.
-    """
-    segments = alternate(contexts, responses)
-    is_response = np.tile([False, True], len(contexts))
-    mask = np.repeat(is_response, segments.lengths)
-    # Each turn has two segments: a row's first segment is behind two per earlier turn.
-    row_offsets = segments.offsets[2 * offsets_of(turns)]
-    return Ragged(segments.values, row_offsets), mask

@@ -1,23 +1,26 @@
 """Place in the data: which rows come next, in an order that a resumed run repeats.
 
-Invariant: row number k of all draws depends on (seed, mixture of the sets, k) alone,
-however the draws were cut into batches and however often the run was resumed. Every
-epoch of a single set is a permutation of its rows. Deliberately not here: the rows, and
-the order of an epoch (`mixture.py`).
+Invariant: row number k of all that are drawn or passed over depends on (seed, mixture
+of the sets, k) alone, however the draws were cut into batches and however often the run
+was resumed. Every epoch of a single set is a permutation of its rows. Deliberately not
+here: the rows, the order of an epoch (`mixture.py`), and which are passed over.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from verl_ray.data.batch import Batch, Int64, Ragged
+from verl_ray.data.batch import Array, Batch, Int64, Ragged
 from verl_ray.data.mixture import Mixture
 from verl_ray.errors import CheckpointError, DataError
 
 CursorState = dict[str, int | str]
+
+_ROWS_AT_ONCE = 4096
+"""Rows that are looked at together to find some that are accepted."""
 
 _OPTIONAL_IDENTITY = ("weights",)
 """What only some states say of the rows and their order."""
@@ -53,7 +56,7 @@ def drawn_rows(state: Mapping[str, int | str]) -> int:
             same row of an epoch of `rows` rows.
     """
     names = ("rows", "drawn", "passed", "epoch", "position")
-    # Only a run that streams its data passes rows over.
+    # Only a run that streams its data, or has a curriculum, passes rows over.
     place = {name: state.get(name) for name in names if name in state}
     rows = place.get("rows")
     drawn = place.get("drawn")
@@ -132,6 +135,33 @@ class Cursor:
             parts.append(part)
             self.drawn += len(part)
             count -= len(part)
+
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+    def draw_accepted(
+        self, count: int, accepts: Callable[[Int64, int], Array]
+    ) -> Int64:
+        """Return the next `count` row numbers that are accepted, int64 [count].
+
+        The others before the last one are passed over. It does not end where nothing is
+        ever accepted.
+
+        Args:
+            accepts: Takes row numbers, int64 [rows], and the place of the first one
+                over all epochs; tells which are accepted, bool [rows].
+        """
+        parts = []
+
+        # Each round looks at some rows of one epoch, up to the last one of `count`.
+        while count:
+            order = self._order_of(self.epoch)
+            rows = order[self.position : self.position + _ROWS_AT_ONCE]
+            accepted = np.flatnonzero(accepts(rows, self.drawn + self.passed))[:count]
+            num_seen = len(rows) if len(accepted) < count else int(accepted[-1]) + 1
+            parts.append(rows[accepted])
+            self.drawn += len(accepted)
+            self.passed += num_seen - len(accepted)
+            count -= len(accepted)
 
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from decimal import Decimal
 
 from verl_ray.data.field_names import missing_field
-from verl_ray.data.file_formats import Fields
+from verl_ray.data.file_formats import Fields, is_messages
 from verl_ray.data.json_values import json_text
 from verl_ray.errors import DataError
 
@@ -30,6 +30,12 @@ _SHAREGPT_ROLES = {
     "assistant": "assistant",
     "tool": "tool",
 }
+
+TRAINABLE = "trainable"
+"""Key of messages as they are read: false for an answer that is context alone."""
+
+_TRAINABLE_NAMES = (TRAINABLE, "weight", "train", "training", "loss")
+"""Names by which files say whether an answer is learned, with 0, 1, false or true."""
 
 _MEDIA = ("images", "image", "videos", "video")
 
@@ -153,16 +159,11 @@ def as_messages(prompt: str | list[Message]) -> list[Message]:
     return prompt
 
 
-def is_messages(value: object) -> bool:
-    """Return whether a value is a list that begins with a chat message."""
-    if not isinstance(value, list) or not value:
-        return False
-    first = value[0]
-    return isinstance(first, dict) and ("role" in first or "from" in first)
-
-
 def messages_of(value: object, name: str, where: str) -> list[Message]:
     """Return chat messages with `role` and `content`, whatever the file calls them.
+
+    An answer of the assistant that the file excludes from what is learned has the key
+    `TRAINABLE` with the value false. No other message has that key.
 
     Raises:
         DataError: the value is no list of messages, or they hold more than text.
@@ -183,10 +184,33 @@ def messages_of(value: object, name: str, where: str) -> list[Message]:
     return messages
 
 
+def without_marks(messages: list[Message]) -> list[Message]:
+    """Return messages without what says whether they are learned."""
+    if not any(TRAINABLE in message for message in messages):
+        return messages
+    return [
+        {key: part for key, part in message.items() if key != TRAINABLE}
+        for message in messages
+    ]
+
+
+def as_context(messages: list[Message]) -> list[Message]:
+    """Return messages with a mark on each answer, so that none of them is learned."""
+    return [
+        {**message, TRAINABLE: False} if message["role"] == "assistant" else message
+        for message in messages
+    ]
+
+
+def is_learned(message: Message) -> bool:
+    """Return whether a message is an answer that is learned."""
+    return message["role"] == "assistant" and message.get(TRAINABLE) is not False
+
+
 def _message(message: Message, place: str) -> Message:
-    # Parquet gives every message the fields of all others, with null for a value,
-    # which a chat template would take for a value.
+    # A chat template would take a null for a value.
     present = {key: part for key, part in message.items() if part is not None}
+    marks = {key: present.pop(key) for key in _TRAINABLE_NAMES if key in present}
     if "from" in present and "role" not in present:
         role = require_text(present, "from", place)
         if role not in _SHAREGPT_ROLES:
@@ -207,7 +231,23 @@ def _message(message: Message, place: str) -> Message:
             require_text({**message, **present}, name, place)
     # A message may have more than these two, such as calls of tools.
     require_encodable(present, place)
+
+    # Other turns are never learned, whatever their marks are.
+    if present["role"] == "assistant" and not _is_trainable(marks, place):
+        present[TRAINABLE] = False
     return present
+
+
+def _is_trainable(marks: dict[str, object], place: str) -> bool:
+    """Return whether no mark of an answer says that it is not to be learned."""
+    for name, value in marks.items():
+        # A bool is equal to 0 or 1.
+        if value not in (0, 1):
+            raise DataError(
+                f"{place}: {name} is {excerpt(value)}, expected 0 or 1, or false or"
+                " true: an answer is learned or it is not; correct the record"
+            )
+    return all(marks.values())
 
 
 def _joined(parts: object, place: str) -> str:

@@ -2,7 +2,8 @@
 
 Invariant: every format is read into the same objects, and each comes with its place
 (the file, and the line, record or row), so that an error can name it. Values of a .csv
-file are texts, and an empty value is null. Deliberately not here: folders and globs
+file are texts, and an empty value is null. Messages from Parquet have the fields that
+were written, without those that Arrow adds. Deliberately not here: folders and globs
 (`files.py`), and which fields a record has (`records.py`).
 """
 
@@ -225,7 +226,7 @@ def read_parquet(path: Path) -> Iterator[tuple[str, Fields]]:
                 raise
             for fields in rows:
                 number += 1
-                yield f"{path}, row {number}", fields
+                yield f"{path}, row {number}", without_added_nulls(fields)
     # Damaged pages are an OSError.
     except (pa.ArrowException, OSError) as error:
         # Such an error may have several lines.
@@ -246,6 +247,44 @@ def _refuse_undecodable(batch: pa.RecordBatch, path: Path, rows_before: int) -> 
                     f"{path}, row {rows_before + row + 1}, {name}: not UTF-8 ({error});"
                     " write the file with texts that are"
                 ) from None
+
+
+def without_added_nulls(fields: Fields) -> Fields:
+    """Return a record of Arrow without the nulls in its messages.
+
+    Arrow gives an object the fields of all others in its column, with nulls: the
+    arguments of a call of one tool get those of every other tool. A chat template would
+    write them. A null that somebody wrote there cannot be told apart, and goes too.
+    Other columns keep their nulls, since a reward may ask for a field by its name.
+    """
+    return {name: _messages_without_nulls(value) for name, value in fields.items()}
+
+
+def _messages_without_nulls(value: object) -> object:
+    """Return a value in which chat messages, wherever they are, have no nulls."""
+    if is_messages(value):
+        return _without_nulls(value)
+    if isinstance(value, dict):
+        return {name: _messages_without_nulls(part) for name, part in value.items()}
+    return value
+
+
+def _without_nulls(value: object) -> object:
+    """Return a value whose objects, at every depth, lack the fields that are null."""
+    if isinstance(value, dict):
+        items = value.items()
+        return {name: _without_nulls(part) for name, part in items if part is not None}
+    if isinstance(value, list):
+        return [_without_nulls(part) for part in value]
+    return value
+
+
+def is_messages(value: object) -> bool:
+    """Return whether a value is a list that begins with a chat message."""
+    if not isinstance(value, list) or not value:
+        return False
+    first = value[0]
+    return isinstance(first, dict) and ("role" in first or "from" in first)
 
 
 READERS: Mapping[str, Callable[[Path], Iterator[tuple[str, Fields]]]] = {

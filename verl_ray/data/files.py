@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_ray.config.data import DataSet
-from verl_ray.data.file_formats import READERS, Fields
+from verl_ray.data.file_formats import READERS, Fields, without_added_nulls
 from verl_ray.errors import DataError
 from verl_ray.hub.data_sets import hub_files, hub_rows
 from verl_ray.hub.names import is_hub_id
@@ -233,7 +233,7 @@ def _read_saved(folder: Path) -> Iterator[tuple[str, Fields]]:
     table = saved_table(folder)
     try:
         for number, fields in enumerate(table, start=1):
-            yield f"{folder}, row {number}", fields
+            yield f"{folder}, row {number}", without_added_nulls(fields)
     except Exception as error:
         raise _damaged(folder, error) from None
 

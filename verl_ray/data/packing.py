@@ -22,7 +22,11 @@ Float64 = npt.NDArray[np.float64]
 
 
 def micro_batches(
-    lengths: Int64, max_tokens: int, unit: int = 1, peers: int = 1
+    lengths: Int64,
+    max_tokens: int,
+    unit: int = 1,
+    peers: int = 1,
+    sequence: Int64 | None = None,
 ) -> list[Int64]:
     """Return the row indices of each micro-batch.
 
@@ -33,12 +37,16 @@ def micro_batches(
         max_tokens: Tokens of a micro-batch that one rank may hold.
         unit: This many neighbouring rows stay together, in their order.
         peers: This many ranks share a micro-batch.
+        sequence: int64 [rows], equal for rows that are one sequence; None for none.
+            They stay together as neighbours, in their order, wherever they are.
 
     Raises:
-        DataError: a unit is too long by itself.
+        DataError: a unit or a sequence is too long by itself.
     """
     if not len(lengths):
         return []
+    if sequence is not None:
+        return _of_whole_sequences(lengths, sequence, max_tokens, peers)
 
     # Units are packed like rows, and become rows again at the end.
     units = lengths_of_units(lengths, unit)
@@ -54,6 +62,35 @@ def micro_batches(
     return [rows_of_units(units_of_batch, unit) for units_of_batch in packed]
 
 
+def _of_whole_sequences(
+    lengths: Int64, sequence: Int64, max_tokens: int, peers: int
+) -> list[Int64]:
+    """Return the row indices of each micro-batch, sequence after sequence."""
+    _, number, rows_of = np.unique(sequence, return_inverse=True, return_counts=True)
+    number = number.reshape(-1)
+    tokens = np.bincount(number, weights=lengths).astype(np.int64)
+    longest = int(tokens.argmax())
+    if tokens[longest] > max_tokens * peers:
+        needed = -(-int(tokens[longest]) // peers)  # rounded up
+        trajectory = int(sequence[number == longest][0])
+        raise DataError(
+            f"the {rows_of[longest]} rows of trajectory {trajectory} together have"
+            f" {tokens[longest]} tokens, more than backend.micro_batch_tokens_per_rank"
+            f" = {max_tokens}{_shared(peers)}; raise that key to at least {needed}, or"
+            " set algorithm.sequence=row"
+        )
+
+    # Rows by sequence: those of one are at starts[s] to starts[s] + rows_of[s].
+    order = np.argsort(number, kind="stable")
+    starts = np.cumsum(rows_of) - rows_of
+    plan = []
+    for sequences in _pack(tokens, max_tokens * peers):
+        count = rows_of[sequences]
+        shift = starts[sequences] - (np.cumsum(count) - count)
+        plan.append(order[np.arange(int(count.sum())) + np.repeat(shift, count)])
+    return plan
+
+
 def _too_long(
     index: int, num_tokens: int, max_tokens: int, unit: int, peers: int
 ) -> str:
@@ -63,14 +100,17 @@ def _too_long(
         first_row = index * unit
         subject = f"rows {first_row} to {first_row + unit - 1} together have"
 
-    shared = f", which {peers} ranks share" if peers > 1 else ""
     needed = -(-num_tokens // peers)  # rounded up
     return (
         f"{subject} {num_tokens} tokens, more than"
-        f" backend.micro_batch_tokens_per_rank = {max_tokens}{shared}; raise that"
-        f" key to at least {needed}, or lower data.max_prompt_tokens or"
+        f" backend.micro_batch_tokens_per_rank = {max_tokens}{_shared(peers)};"
+        f" raise that key to at least {needed}, or lower data.max_prompt_tokens or"
         " rollout.max_response_tokens"
     )
+
+
+def _shared(peers: int) -> str:
+    return f", which {peers} ranks share" if peers > 1 else ""
 
 
 def _pack(lengths: Int64, max_tokens: int) -> list[Int64]:

@@ -13,19 +13,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from verl_ray.config.data import DataSet, PreferenceDataConfig
 from verl_ray.config.section import resolved
 from verl_ray.data.batch import Batch, Ragged, ragged, row
+from verl_ray.data.chat_templates import template_arguments
 from verl_ray.data.contents import Content
-from verl_ray.data.conversations import alternate, tokenize
+from verl_ray.data.conversations import tokenize
 from verl_ray.data.file_formats import Fields
 from verl_ray.data.prompts import fitting_rows
 from verl_ray.data.records import PreferenceRecord, Reading, preference_reading
 from verl_ray.data.row_source import DataSets, Encoded, RowSource
 from verl_ray.data.stages import Bool, Float32, TrainingBatch
 from verl_ray.data.tokenizers import strip_special_tokens
+from verl_ray.data.turns import alternate, equal_rows
 from verl_ray.errors import DataError
 
 if TYPE_CHECKING:
@@ -92,7 +93,8 @@ class PreferenceSource(RowSource[PreferenceRecord, _Pairs]):
 
         `loss_weight` makes the loss the mean over the pairs of the batch.
         """
-        return self._rows(self._draw(pairs))
+        rows, _ = self._draw(pairs)
+        return self._rows(rows)
 
     def all(self, limit_pairs: int | None = None) -> TrainingBatch:
         """Return the first `limit_pairs` pairs, equally weighted.
@@ -119,7 +121,7 @@ class PreferenceSource(RowSource[PreferenceRecord, _Pairs]):
         with_texts = [records[index] for index in nonempty]
         chosen = _tokenize(with_texts, "chosen", self._tokenizer, config)
         rejected = _tokenize(with_texts, "rejected", self._tokenizer, config)
-        is_equal = _equal_rows(chosen, rejected)
+        is_equal = equal_rows(chosen, rejected)
         _refuse_unusable(
             records, is_empty, is_equal, config.unusable, may_be_empty=not is_all
         )
@@ -257,6 +259,9 @@ def _tokenize(
         apply_chat_template=resolved(config.apply_chat_template),
         special_tokens=config.special_tokens,
         responses="last",
+        arguments=template_arguments(
+            config, [record.template_arguments for record in records]
+        ),
     )
     return tokens
 
@@ -273,16 +278,3 @@ def _without_specials(content: Content, tokenizer: PreTrainedTokenizerBase) -> C
     *before, last = content
     response = strip_special_tokens(str(last["content"]), tokenizer)
     return [*before, {**last, "content": response}]
-
-
-def _equal_rows(first: Ragged, second: Ragged) -> Bool:
-    """Rows in which both columns hold the same tokens, bool [rows]; no row is empty."""
-    equal: npt.NDArray[np.bool_] = first.lengths == second.lengths
-
-    # Only rows of equal length can be compared token by token.
-    rows = np.flatnonzero(equal)
-    candidates = first.select(rows)
-    others = second.select(rows)
-    same_token = candidates.values == others.values
-    equal[rows] = np.logical_and.reduceat(same_token, candidates.offsets[:-1])
-    return equal

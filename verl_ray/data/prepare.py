@@ -17,6 +17,7 @@ from verl_ray.data.field_values import Message
 from verl_ray.data.records import read_prompts
 from verl_ray.data.tokenizers import CHATML, train_bpe
 from verl_ray.errors import VerlRayError
+from verl_ray.shell import for_shell
 
 _MODEL = TinyModelConfig(
     hidden_size=128,
@@ -151,11 +152,15 @@ def _prepare_gsm8k_pairs(
 
 
 def _next(config_name: str, model: str, files: gsm8k.Gsm8kFiles) -> str:
-    return (
-        f"next: verl-ray train --config-name {config_name} model.path={model}"
-        f" data.train_path={files.train.parquet}"
-        f" data.validation_path={files.validation.parquet}"
+    command = for_shell(
+        [
+            *("verl-ray", "train", "--config-name", config_name),
+            ("model.path", model),
+            ("data.train_path", str(files.train.parquet)),
+            ("data.validation_path", str(files.validation.parquet)),
+        ]
     )
+    return f"next: {command}"
 
 
 def _text(prompt: str | list[Message]) -> str:

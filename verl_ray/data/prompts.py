@@ -16,6 +16,11 @@ import numpy as np
 from verl_ray.config.data import DataConfig, DataSet
 from verl_ray.config.section import resolved
 from verl_ray.data.batch import Int64, Ragged
+from verl_ray.data.chat_templates import (
+    TemplateArguments,
+    guarded_arguments,
+    template_arguments,
+)
 from verl_ray.data.field_values import Message, as_messages
 from verl_ray.data.file_formats import Fields
 from verl_ray.data.records import PromptRecord, Reading, prompt_reading
@@ -68,8 +73,10 @@ class PromptSource(RowSource[PromptRecord, Prompts]):
         """
         # A resumed run continues the numbers, as the cursor does.
         first = self.drawn
-        rows = self._draw(count)
+        rows, numbers = self._draw(count)
         group_id = np.arange(first, first + count, dtype=np.int64)
+        if self.curriculum is not None:
+            self.curriculum.note_drawn(group_id, numbers)
         return rows.replace(group_id=group_id)
 
     def all(self, limit: int | None = None) -> Prompts:
@@ -90,7 +97,13 @@ class PromptSource(RowSource[PromptRecord, Prompts]):
         config = self._config
         chat = resolved(config.apply_chat_template)
         spelled = SpelledTokens(self._tokenizer, config.special_tokens)
-        tokens = _tokenize(records, self._tokenizer, spelled, apply_chat_template=chat)
+        of_records = [record.template_arguments for record in records]
+        tokens = _tokenize(
+            records,
+            self._tokenizer,
+            spelled,
+            template_arguments(config, of_records) if chat else None,
+        )
         fitting = fitting_rows(
             tokens.lengths,
             [record.where for record in records],
@@ -169,20 +182,34 @@ def _tokenize(
     records: Sequence[PromptRecord],
     tokenizer: PreTrainedTokenizerBase,
     spelled: SpelledTokens,
-    *,
-    apply_chat_template: bool,
+    arguments: Sequence[TemplateArguments] | None,
 ) -> Ragged:
+    """Return the tokens of prompts, int32.
+
+    Args:
+        arguments: What the chat template gets with each record; None if none is
+            applied.
+    """
+
     def where(index: int) -> str:
         return records[index].where
 
     prompts = [
         spelled.guard(record.prompt, f"{record.where}, prompt") for record in records
     ]
-    if apply_chat_template:
+    if arguments is not None:
         require_chat_template(tokenizer)
         conversations = [as_messages(prompt) for prompt in prompts]
+        guarded = [
+            guarded_arguments(of_row, record.where, spelled)
+            for of_row, record in zip(arguments, records, strict=True)
+        ]
         texts = render(
-            tokenizer, conversations, add_generation_prompt=True, where=where
+            tokenizer,
+            conversations,
+            add_generation_prompt=True,
+            where=where,
+            arguments=guarded,
         )
         # The template has written the special tokens already.
         return spelled.encode(texts, special=False, where=where)

@@ -17,21 +17,23 @@ Fields of each kind of record in our own schema, where `?` marks an optional one
 
 Messages are a list of {"role": text, "content": text}. The messages of `chosen` and
 `rejected` are the whole conversation, and differ in the last message alone, the
-response. Further fields of a prompt are for its reward, and are else ignored, so one
-file can serve all three kinds.
+response. Each kind may have `chat_template_kwargs`, an object, and `enable_thinking`,
+which the chat template gets. Further fields of a prompt are for its reward, and are
+else ignored, so one file can serve all three kinds.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from verl_ray.config.data import DataSet
+from verl_ray.data.chat_templates import TemplateArguments, arguments_of
 from verl_ray.data.contents import (
     Content,
     demonstration,
@@ -65,6 +67,8 @@ class PromptRecord:
     data_source: str
     extra: str
     """A JSON object, as text."""
+    template_arguments: TemplateArguments = field(default_factory=dict)
+    """What the record gives to the chat template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,8 @@ class SupervisedRecord:
 
     where: str
     content: Content | str
+    template_arguments: TemplateArguments = field(default_factory=dict)
+    """What the record gives to the chat template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +96,8 @@ class PreferenceRecord:
     rejected: Content
     margin: float | None
     """Least difference of the scores, chosen minus rejected; None without the field."""
+    template_arguments: TemplateArguments = field(default_factory=dict)
+    """What the record gives to the chat template."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +259,8 @@ def _prompt_record(
     if "prompt" not in schema.columns and "chosen" in schema.columns:
         hidden.append(schema.columns["chosen"])
     extra = extra_json(fields, hidden, where)
-    return PromptRecord(where, prompt, answer, source, extra)
+    arguments = arguments_of(fields, where)
+    return PromptRecord(where, prompt, answer, source, extra, arguments)
 
 
 def _supervised_record(schema: Schema, where: str, fields: Fields) -> SupervisedRecord:
@@ -262,7 +271,8 @@ def _supervised_record(schema: Schema, where: str, fields: Fields) -> Supervised
             f"{where}: label is false, as of a bad completion in unpaired preferences;"
             " take the records whose label is true"
         )
-    return SupervisedRecord(where, demonstration(schema, fields, where))
+    content = demonstration(schema, fields, where)
+    return SupervisedRecord(where, content, arguments_of(fields, where))
 
 
 def _preference_record(schema: Schema, where: str, fields: Fields) -> PreferenceRecord:
@@ -270,7 +280,8 @@ def _preference_record(schema: Schema, where: str, fields: Fields) -> Preference
     refuse_media(fields, where)
     margin = _margin(schema, where, fields)
     chosen, rejected = pair_of_contents(schema, fields, where)
-    return PreferenceRecord(where, chosen, rejected, margin)
+    arguments = arguments_of(fields, where)
+    return PreferenceRecord(where, chosen, rejected, margin, arguments)
 
 
 def _margin(schema: Schema, where: str, fields: Fields) -> float | None:

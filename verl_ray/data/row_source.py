@@ -1,7 +1,8 @@
 """Rows of a run's data sets, drawn batch by batch.
 
-Invariant: the rows that are drawn, and their order, depend on the files, the settings
-and the seed alone: neither on the sizes of the batches nor on resumes.
+Invariant: the rows that are drawn, and their order, depend on the files, the settings,
+the seed and what a curriculum chooses: neither on the sizes of the batches nor on
+resumes.
 
 Sets that fit are read and tokenized as a whole when the source is made, so that every
 mistake in them is reported then. Larger ones (`data.stream_above_gib`) stay on disk:
@@ -25,6 +26,7 @@ import numpy as np
 
 from verl_ray.config.data import DataFilesConfig, DataSet
 from verl_ray.data.batch import Batch, Int64
+from verl_ray.data.curriculum import Curriculum
 from verl_ray.data.cursor import Cursor, CursorState, fingerprint
 from verl_ray.data.file_formats import Fields
 from verl_ray.data.files import read_rows, size_bytes
@@ -65,6 +67,7 @@ class RowSource(ABC, Generic[RecordT, RowsT]):
         skipped: Records left out so far, by the reason.
         is_streamed: Whether the records stay on disk.
         mixture: Numbers of rows of the sets, and their weights.
+        curriculum: What chooses among the next rows; None: all are drawn.
     """
 
     unit = "record"
@@ -93,6 +96,7 @@ class RowSource(ABC, Generic[RecordT, RowsT]):
         self._data_sets = as_data_sets(data_sets)
         self.skipped: dict[str, int] = {}
         self.read_as: list[str] = []
+        self.curriculum: Curriculum | None = None
 
         is_large = are_large(self._data_sets, config)
         self.is_streamed = may_stream and is_large and most_records is None
@@ -119,7 +123,7 @@ class RowSource(ABC, Generic[RecordT, RowsT]):
 
     @property
     def passed_over(self) -> int:
-        """Streamed records passed over since the start of the run, without use."""
+        """Records passed over: streamed ones without use, or by the curriculum."""
         return self._cursor.passed
 
     @property
@@ -159,27 +163,33 @@ class RowSource(ABC, Generic[RecordT, RowsT]):
             DataError: A record does not fit, and may not be left out.
         """
 
-    def _draw(self, count: int) -> RowsT:
-        """Return the next `count` rows.
+    def _draw(self, count: int) -> tuple[RowsT, Int64]:
+        """Return the next `count` rows, and their numbers over all sets, int64.
 
         Raises:
             DataError: An epoch has no row that the run can use.
         """
         if isinstance(self._store, _InMemory):
-            return self._store.rows.select(self._cursor.draw(count))
+            numbers = self._next_numbers(count)
+            return self._store.rows.select(numbers), numbers
 
         parts: list[RowsT] = []
+        numbers_of_parts = []
         missing = count
         passed = 0
         # Each round reads as many records as rows are missing, and passes over those
         # that have no use; ends with the last row.
         while missing:
-            records = self._store.read(self._cursor.draw(missing))
+            numbers = self._next_numbers(missing)
+            records = self._store.read(numbers)
             encoded = self._encode(records, is_all=False)
             num_passed = len(records) - len(encoded.numbers)
             self._cursor.pass_over(num_passed)
+            if self.curriculum is not None:
+                self.curriculum.note_useless(np.delete(numbers, encoded.numbers))
             self._count_skipped(encoded.skipped)
             parts.append(encoded.rows)
+            numbers_of_parts.append(numbers[encoded.numbers])
             missing -= len(encoded.numbers)
 
             passed = passed + num_passed if not len(encoded.numbers) else 0
@@ -188,7 +198,19 @@ class RowSource(ABC, Generic[RecordT, RowsT]):
                     f"none of the {len(self)} records of an epoch can be used"
                     f" ({_in_words(self.skipped)})"
                 )
-        return type(parts[0]).concat(parts)
+        return type(parts[0]).concat(parts), np.concatenate(numbers_of_parts)
+
+    def _next_numbers(self, count: int) -> Int64:
+        """Return the numbers of the next `count` rows that the curriculum draws."""
+        if self.curriculum is None:
+            return self._cursor.draw(count)
+        if self.curriculum.is_exhausted:
+            raise DataError(
+                f"data.curriculum.solved_from: all {self.mixture.num_rows} rows of"
+                " data.train_path are solved or without use, so there is nothing to"
+                " draw. Add harder problems, raise it, or set it to null"
+            )
+        return self._cursor.draw_accepted(count, self.curriculum.accepts)
 
     def _first_rows(self, limit: int | None) -> RowsT:
         """Return the first `limit` rows in the order of the files."""

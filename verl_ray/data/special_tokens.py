@@ -17,18 +17,19 @@ other rules of the tokenizer apply to the whole row as ever.
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from verl_ray.config.data import SpecialTokens
-from verl_ray.data.batch import Ragged
+from verl_ray.data.batch import Int64, Ragged, offsets_of
+from verl_ray.data.encoding import encode, encode_located
 from verl_ray.data.field_values import Message, texts_in
-from verl_ray.data.tokenizers import encode
 from verl_ray.errors import DataError
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ Texts = TypeVar("Texts", str, list[Message], str | list[Message])
 # Unicode promises that these two are never characters of a text.
 _OPEN = "\ufdd0"
 _CLOSE = "\ufdd1"
+_NEAR_END = 200  # characters
 _STAND_IN = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
 
 
@@ -93,35 +95,110 @@ class SpelledTokens:
 
         It does what `tokenizers.encode` does, for texts that went through `guard`.
         """
-        escaped = [index for index, text in enumerate(texts) if _OPEN in text]
-        if self._setting != "escape" or not escaped:
-            return encode(self._tokenizer, texts, special=special, where=where)
+        (tokens,) = self._encode(texts, special, where, _encoded)
+        return tokens
+
+    def encode_pieces(
+        self,
+        pieces: Sequence[str],
+        counts: Int64,
+        *,
+        special: bool,
+        where: Callable[[int], str],
+    ) -> Ragged:
+        """Encode texts that come in pieces, each of them as a whole.
+
+        Args:
+            pieces: The pieces of all texts, in order; they went through `guard`.
+            counts: The number of pieces of each text, int64 [texts].
+            where: Returns the name of a text by its number, for errors.
+
+        Returns:
+            The token ids that begin in each piece, int32, one row per piece.
+        """
+        bounds = offsets_of(counts)
+        pairs = itertools.pairwise(cast("list[int]", bounds.tolist()))
+        slices = [slice(start, end) for start, end in pairs]
+        texts = ["".join(pieces[part]) for part in slices]
+        tokens, starts = self._encode(texts, special, where, encode_located)
+
+        # Names and aliases of an escaped text have other lengths than its stand-ins.
+        lengths = [len(piece) for piece in pieces]
+        for row in self._escaped(texts):
+            named = [len(self._with_names(piece)) for piece in pieces[slices[row]]]
+            lengths[slices[row]] = named
+        ends = np.cumsum(np.array(lengths, np.int64))
+        text_starts = np.concatenate([[0], ends])[bounds[:-1]]
+
+        # The texts stand one behind the other, and tokens never go back in them.
+        row_of = np.repeat(np.arange(len(texts)), tokens.lengths)
+        places = np.maximum.accumulate(starts.values + text_starts[row_of])
+        piece_of = np.searchsorted(ends, places, side="right")
+        piece_of = np.clip(piece_of, bounds[row_of], bounds[row_of + 1] - 1)
+        counted = np.bincount(piece_of, minlength=len(pieces))
+        return Ragged(tokens.values, offsets_of(counted))
+
+    def last_special(self, text: str) -> tuple[int, int]:
+        """Return start and end of the last special token in a text; 0, 0 if none is."""
+        if not self._names:
+            return 0, 0
+        # It mostly stands near the end.
+        for start in (max(0, len(text) - _NEAR_END), 0):
+            spans = [match.span() for match in self._any_name.finditer(text, start)]
+            if spans:
+                return spans[-1]
+        return 0, 0
+
+    def _escaped(self, texts: Sequence[str]) -> list[int]:
+        """Return the numbers of the texts that spell special tokens as texts."""
+        if self._setting != "escape":
+            return []
+        return [index for index, text in enumerate(texts) if _OPEN in text]
+
+    def _encode(
+        self,
+        texts: Sequence[str],
+        special: bool,
+        where: Callable[[int], str],
+        encoder: Callable[..., tuple[Ragged, ...]],
+    ) -> tuple[Ragged, ...]:
+        """Return the columns that `encoder` makes; the first ones are token ids."""
+        escaped = self._escaped(texts)
+        if not escaped:
+            return encoder(self._tokenizer, texts, special=special, where=where)
 
         others = np.setdiff1d(np.arange(len(texts)), escaped)
-        plain = encode(
+        plain = encoder(
             self._tokenizer,
             [texts[index] for index in others],
             special=special,
             where=lambda number: where(int(others[number])),
         )
-        tokens = self._encode_escaped(
+        columns = self._encode_escaped(
             [texts[index] for index in escaped],
-            special=special,
-            where=lambda number: where(escaped[number]),
+            special,
+            lambda number: where(escaped[number]),
+            encoder,
         )
         # Rows go back to the places of their texts.
-        places = np.concatenate([others, np.array(escaped)])
-        return Ragged.concat([plain, tokens]).select(np.argsort(places))
+        order = np.argsort(np.concatenate([others, np.array(escaped)]))
+        pairs = zip(plain, columns, strict=True)
+        return tuple(Ragged.concat(pair).select(order) for pair in pairs)
 
     def _encode_escaped(
-        self, texts: Sequence[str], *, special: bool, where: Callable[[int], str]
-    ) -> Ragged:
-        """Return the token ids of texts with stand-ins, int32."""
+        self,
+        texts: Sequence[str],
+        special: bool,
+        where: Callable[[int], str],
+        encoder: Callable[..., tuple[Ragged, ...]],
+    ) -> tuple[Ragged, ...]:
+        """Return the columns of texts with stand-ins."""
         named = [self._with_names(text) for text in texts]
 
         # The template's special tokens have other ids here, so any that is left comes
         # from a text: some models of a vocabulary build these tokens as they do others.
-        rows = encode(self._with_aliases, named, special=False, where=where)
+        columns = encoder(self._with_aliases, named, special=False, where=where)
+        rows = columns[0]
         is_special = np.isin(rows.values, self._ids)
         if is_special.any():
             first = int(np.argmax(is_special))
@@ -134,8 +211,9 @@ class SpelledTokens:
             )
 
         if special:
-            rows = encode(self._with_aliases, named, special=True, where=where)
-        return Ragged(self._without_aliases(rows.values), rows.offsets)
+            columns = encoder(self._with_aliases, named, special=True, where=where)
+        own = self._without_aliases(columns[0].values)
+        return Ragged(own, columns[0].offsets), *columns[1:]
 
     def _with_stand_ins(self, value: Any, where: str) -> Any:
         """Return a value with a stand-in for each special token that a text spells."""
@@ -198,6 +276,10 @@ class SpelledTokens:
         own = np.arange(len(self._with_aliases), dtype=np.int32)
         own[aliases] = self._ids
         return own[tokens]
+
+
+def _encoded(*arguments: Any, **options: Any) -> tuple[Ragged]:
+    return (encode(*arguments, **options),)
 
 
 def _texts_of(value: str | list[Message], where: str) -> Iterator[tuple[str, str]]:

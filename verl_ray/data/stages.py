@@ -34,6 +34,7 @@ response. Some columns of the main stages, with a `|` between the rows::
                   reward             [1 | 0]
                   advantage          [0.5 | -0.5]
                   in_loss            [T | T]
+                  is_member          [T | T]
 
     Credit        offsets            [0, 6, 13]
                   advantages         [0, 0, 0, 0, 0.5, 0.5
@@ -62,6 +63,7 @@ from verl_ray.data.batch import Array, Batch, Int64, Ragged, ragged, row, token
 
 Float32 = npt.NDArray[np.float32]
 Bool = npt.NDArray[np.bool_]
+Int8 = npt.NDArray[np.int8]
 
 Statistics = npt.NDArray[np.float64]
 """[rows, 4]: sum, sum of squares, maximum and minimum over a row's response tokens."""
@@ -258,6 +260,8 @@ class LogProbs(Batch):
     log_probs: Float32 = token(np.float32)
     # Entropy of the distribution over token t.
     entropy: Float32 | None = token(np.float32, optional=True)
+    # Sum over the vocabulary of the squared probabilities of that distribution.
+    squared_probs: Float32 | None = token(np.float32, optional=True)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -295,6 +299,10 @@ class RowRewards(Batch):
     # False without a score, or where the algorithm leaves the row out: no token of such
     # a row is learned from.
     in_loss: Bool = row(np.bool_)
+    # Whether its reward counts in the baselines of others.
+    is_member: Bool = row(np.bool_)
+    # Whether its score is above 0, whatever is charged.
+    is_positive: Bool = row(np.bool_)
 
 
 # ----------------------------------------------------------------------------- learning
@@ -308,12 +316,15 @@ class Credit(Batch):
     advantages: Float32 = token(np.float32)
     # Targets of the critic; absent without one.
     returns: Float32 | None = token(np.float32, optional=True)
-    # The column of RowRewards.
+    # Two columns of RowRewards.
     in_loss: Bool = row(np.bool_)
+    is_positive: Bool = row(np.bool_)
     # Reward of the whole response, minus the KL penalty per token.
     reward: Float32 = row(np.float32)
     # Divergence from the reference over the response, before its coefficient.
     kl: Float32 = row(np.float32)
+    # Tokens of the response whose divergence is the estimator's bound.
+    kl_bounded: Int64 = row(np.int64)
     advantage_statistics: Statistics = row(np.float64, 4)
     # Absent without a critic, like the next two.
     return_statistics: Statistics | None = row(np.float64, 4, optional=True)
@@ -331,10 +342,15 @@ class TrainingBatch(Rows):
 
     # Weight of each of the row's token losses: aggregation as one number per row.
     loss_weight: Float32 = row(np.float32)
+    # Equal for rows that losses judge as one sequence; absent where each row is one.
+    sequence: Int64 | None = row(np.int64, optional=True)
     # Margin of a preference pair, on both of its rows.
     margin: Float32 | None = row(np.float32, optional=True)
     # Log-probabilities at sampling.
     rollout_log_probs: Float32 | None = token(np.float32, optional=True)
+    # 1 where the token is of the policy version that learns, else 0; absent where all
+    # tokens are.
+    is_fresh: Float32 | None = token(np.float32, optional=True)
     # Log-probabilities of the policy before the step.
     old_log_probs: Float32 | None = token(np.float32, optional=True)
     # Log-probabilities of the reference.
@@ -342,4 +358,10 @@ class TrainingBatch(Rows):
     advantages: Float32 | None = token(np.float32, optional=True)
     # Values of the critic before the step.
     old_values: Float32 | None = token(np.float32, optional=True)
+    # 1 where the policy loss treats the token apart, else 0.
+    selected: Float32 | None = token(np.float32, optional=True)
+    # 1 where the token's entropy is among the largest of its mini-batch, else 0.
+    uncertain: Float32 | None = token(np.float32, optional=True)
+    # Weight of the negative log-likelihood, beside `loss_weight`.
+    nll_weight: Float32 | None = token(np.float32, optional=True)
     returns: Float32 | None = token(np.float32, optional=True)

@@ -22,7 +22,7 @@ import numpy as np
 
 from verl_ray.config.data import DataSet
 from verl_ray.data.batch import Int64
-from verl_ray.data.file_formats import Fields, object_of_line
+from verl_ray.data.file_formats import Fields, object_of_line, without_added_nulls
 from verl_ray.data.files import parts_of, saved_table
 from verl_ray.errors import DataError
 
@@ -175,7 +175,7 @@ class _Table(StoredRows):
             for values in zip(*columns.values(), strict=True)
         ]
         return [
-            (f"{self._name}, row {number + 1}", fields)
+            (f"{self._name}, row {number + 1}", without_added_nulls(fields))
             for number, fields in zip(numbers, records, strict=True)
         ]
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from verl_ray.config.data import DataFilesConfig, DataSet
 from verl_ray.config.section import resolved
+from verl_ray.data.chat_templates import template_arguments
 from verl_ray.data.conversations import tokenize
 from verl_ray.data.file_formats import Fields
 from verl_ray.data.prompts import fitting_rows
@@ -65,7 +66,8 @@ class SupervisedSource(RowSource[SupervisedRecord, TrainingBatch]):
 
         `loss_weight` makes the loss the mean over all response tokens of the batch.
         """
-        return _with_mean_weights(self._draw(count))
+        rows, _ = self._draw(count)
+        return _with_mean_weights(rows)
 
     def all(self, limit: int | None = None) -> TrainingBatch:
         """Return the first `limit` rows in the order of the files, equally weighted.
@@ -90,6 +92,9 @@ class SupervisedSource(RowSource[SupervisedRecord, TrainingBatch]):
             apply_chat_template=resolved(self._config.apply_chat_template),
             special_tokens=self._config.special_tokens,
             responses="all",
+            arguments=template_arguments(
+                self._config, [record.template_arguments for record in records]
+            ),
         )
         # Every turn of the assistant is a response, so a row is one conversation.
         fitting = fitting_rows(

@@ -1,22 +1,18 @@
-"""Tokenizers: loading, making small ones, and turning many texts into token columns.
+"""Tokenizers: loading, making small ones, and what their chat templates write.
 
 Invariant: no function here calls a hub; a tokenizer is a local directory, or a
-ModelError. Deliberately not here: which texts become prompts or responses
-(`prompts.py`, `conversations.py`).
+ModelError. Deliberately not here: the tokens of texts (`encoding.py`), and which texts
+become prompts or responses (`prompts.py`, `conversations.py`).
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from verl_ray.data.batch import Ragged, offsets_of
 from verl_ray.data.field_values import Message
 from verl_ray.errors import DataError, ModelError
 from verl_ray.profiling.phases import PHASES
@@ -42,9 +38,6 @@ CHATML = (
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """Files that hold a vocabulary. A directory of a tokenizer has at least one of them."""
 
-# Bounds the memory of intermediate encodings; the throughput is flat from 4,096 on.
-_TEXTS_AT_ONCE = 16_384
-_SHOWN = 80  # characters of a text that an error shows
 _SHOWN_REASON = 200  # characters of a library's error that an error shows
 _LISTED = 8  # files of a directory that an error lists
 
@@ -253,6 +246,7 @@ def render(
     *,
     add_generation_prompt: bool,
     where: Callable[[int], str],
+    arguments: Sequence[Mapping[str, object]] | None = None,
 ) -> list[str]:
     """Write each conversation as a text, by the tokenizer's chat template.
 
@@ -260,6 +254,7 @@ def render(
         add_generation_prompt: Whether the text ends with the opening of the assistant's
             turn.
         where: Returns the name of a conversation by its number, for errors.
+        arguments: Variables of the template for each conversation.
 
     Raises:
         DataError: the template fails on a conversation.
@@ -275,6 +270,7 @@ def render(
                 conversation,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
+                **(arguments[index] if arguments is not None else {}),
             )
         # Jinja has its own errors, and a template may raise any other.
         except Exception as error:
@@ -285,78 +281,72 @@ def render(
     return texts
 
 
-def encode(
-    tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[str],
-    *,
-    special: bool,
-    where: Callable[[int], str],
-) -> Ragged:
-    """Return the token ids of each text, int32.
+def end_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the tokens that end a response, in ascending order.
 
-    Args:
-        special: Whether to add the special tokens that the tokenizer puts around a
-            plain text.
-        where: Returns the name of a text by its number, for errors.
+    They are the tokenizer's eos_token; those of generation_config.json beside it, or of
+    config.json where there is no such file; and the special token that its chat
+    template writes behind an answer. All tasks use these, rollouts included.
 
     Raises:
-        DataError: the tokenizer has no tokens for a text.
+        ModelError: a file beside the tokenizer is no JSON.
     """
-    # One chunk at a time bounds the memory of the encodings.
-    parts = []
-    for start in range(0, len(texts), _TEXTS_AT_ONCE):
-        PHASES.tick()
-        chunk = list(texts[start : start + _TEXTS_AT_ONCE])
+    ends = {int(tokenizer.eos_token_id)} | _configured_ends(tokenizer)
+    written = _end_in_template(tokenizer)
+    if written is not None:
+        ends.add(written)
+    return tuple(sorted(ends))
+
+
+def end_names(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """Return the names of the tokens that end a response, as texts spell them."""
+    added = tokenizer.added_tokens_decoder
+    names = [added[end].content for end in end_tokens(tokenizer) if end in added]
+    return tuple({str(tokenizer.eos_token): None, **dict.fromkeys(names)})
+
+
+def _configured_ends(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the end tokens that the files of a model name."""
+    # A tokenizer that was not loaded has no directory.
+    if not tokenizer.name_or_path:
+        return set()
+
+    for name in ("generation_config.json", "config.json"):
+        path = Path(tokenizer.name_or_path, name)
+        if not path.is_file():
+            continue
         try:
-            parts.append(_encode_chunk(tokenizer, chunk, special))
-        # The Rust library raises bare Exception, which does not name the text.
-        except Exception:
-            _refuse_text(tokenizer, chunk, special, start, where)
-            raise
-
-    if not parts:
-        return Ragged(np.empty(0, dtype=np.int32), offsets_of([]))
-    return Ragged.concat(parts)
+            settings = json.loads(path.read_text())
+        except ValueError as error:
+            raise ModelError(f"{path} is no JSON ({error}); copy it again") from error
+        text_settings = settings.get("text_config") or {}
+        ends = settings.get("eos_token_id", text_settings.get("eos_token_id"))
+        return {ends} if isinstance(ends, int) else set(ends or [])
+    return set()
 
 
-def _refuse_text(
-    tokenizer: PreTrainedTokenizerBase,
-    texts: list[str],
-    special: bool,
-    first: int,
-    where: Callable[[int], str],
-) -> None:
-    """Raise DataError for the first text that cannot be encoded by itself.
+def _end_in_template(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the special token that the chat template writes behind an answer."""
+    if not tokenizer.chat_template:
+        return None
+    question: Message = {"role": "user", "content": "1 + 1 = ?"}
+    answer: Message = {"role": "assistant", "content": "two"}
+    try:
+        (text,) = render(
+            tokenizer,
+            [[question, answer]],
+            add_generation_prompt=False,
+            where=lambda _: "an answer",
+        )
+    # A template may refuse this conversation and take others.
+    except DataError:
+        return None
 
-    Args:
-        first: The number of the first of `texts`, for `where`.
-    """
-    for index, text in enumerate(texts):
-        try:
-            _encode_chunk(tokenizer, [text], special)
-        except Exception as error:
-            directory = tokenizer.name_or_path
-            raise DataError(
-                f"{where(first + index)}: the tokenizer in {directory} cannot encode"
-                f" {text[:_SHOWN]!r} ({error})"
-            ) from None
-
-
-def _encode_chunk(
-    tokenizer: PreTrainedTokenizerBase, texts: list[str], special: bool
-) -> Ragged:
-    rows: list[list[int]] = tokenizer(
-        texts,
-        add_special_tokens=special,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        verbose=False,
-    )["input_ids"]
-    offsets = offsets_of([len(row) for row in rows])
-    total = int(offsets[-1])
-    # np.fromiter allocates once; an array of nested lists would need many objects
-    tokens = np.fromiter(chain.from_iterable(rows), dtype=np.int32, count=total)
-    return Ragged(tokens, offsets)
+    behind = text.rpartition("two")[2].lstrip()
+    added = tokenizer.added_tokens_decoder.items()
+    special = {token.content: index for index, token in added if token.special}
+    names = [name for name in special if behind.startswith(name)]
+    return special[max(names, key=len)] if names else None
 
 
 def _save(

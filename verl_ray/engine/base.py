@@ -74,6 +74,7 @@ class ForwardResult:
     log_probs: Float32 | None = None
     entropy: Float32 | None = None
     greedy: Bool | None = None
+    squared_probs: Float32 | None = None
     values: Float32 | None = None
 
     scores: Float32 | None = None
@@ -223,7 +224,9 @@ class Engine(ABC):
     def state(self) -> dict[str, Any]:
         """Return the model, optimizer, schedule and RNG state.
 
-        The state is sharded in the form that torch's distributed checkpoint expects.
+        The state is sharded in the form that torch's distributed checkpoint expects. An
+        engine without an optimizer leaves that out, and so reads the weights alone of
+        what another one wrote.
         """
 
     @abstractmethod

@@ -60,6 +60,7 @@ def zero_result(rows: Rows, outputs: RequestedOutputs) -> ForwardResult:
         log_probs=zeros(outputs.log_probs, tokens, np.float32),
         entropy=zeros(outputs.entropy, tokens, np.float32),
         greedy=zeros(outputs.greedy, tokens, np.bool_),
+        squared_probs=zeros(outputs.squared_probs, tokens, np.float32),
         values=zeros(outputs.values, tokens, np.float32),
         scores=zeros(outputs.scores, rows.num_rows, np.float32),
     )

@@ -52,6 +52,10 @@ class MicroBatch:
     row_weights: Tensor | None = None
     """float32 [rows]: weight of each loss of a row. None where nothing is learned."""
 
+    sequence_of_row: Tensor | None = None
+    """int64 [rows]: number of the sequence that each row belongs to, from 0 and equal
+    for neighbours. None where every row is one."""
+
     def row_of_loss(self, outputs: RequestedOutputs) -> Tensor:
         """Return the row of each loss that is computed from these outputs.
 
@@ -62,6 +66,12 @@ class MicroBatch:
         if outputs.scores:
             return torch.arange(len(self.row_indices), device=self.row_of_token.device)
         return self.row_of_token
+
+    def sequence_of_loss(self, row: Tensor) -> Tensor:
+        """Return the sequence that losses judge as a whole, for each loss of a row."""
+        if self.sequence_of_row is None:
+            return row
+        return self.sequence_of_row.index_select(0, row)
 
 
 class MicroBatches(Sequence[MicroBatch]):
@@ -105,6 +115,7 @@ def plan_micro_batches(
     backend: Backend,
     *,
     rows_per_unit: int = 1,
+    sequence: Int64 | None = None,
     multiple: int = 1,
     agree_with_ranks: bool,
 ) -> list[Int64]:
@@ -114,6 +125,8 @@ def plan_micro_batches(
         lengths: int64 [rows], tokens of each row.
         backend: Gives the token cap.
         rows_per_unit: Number of adjacent rows that stay together.
+        sequence: int64 [rows], equal for rows of one sequence, which stay together;
+            None for none.
         multiple: The number of micro-batches is a multiple of this.
         agree_with_ranks: Plan as many micro-batches as the rank that needs most.
             Collective.
@@ -123,7 +136,7 @@ def plan_micro_batches(
         rank only needs in order to have as many as the others.
 
     Raises:
-        DataError: A row, or a unit of rows, exceeds the token cap. With
+        DataError: A row, a unit or a sequence exceeds the token cap. With
             `agree_with_ranks` every rank raises if one does, so that no rank waits for
             another that has failed.
     """
@@ -135,6 +148,7 @@ def plan_micro_batches(
             resolved(backend.micro_batch_tokens_per_rank),
             rows_per_unit,
             backend.token_slices,
+            sequence,
         )
     except DataError as error:
         refusal = error

@@ -37,7 +37,11 @@ from verl_ray.engine.offload import (
 )
 from verl_ray.engine.packed_engine import PackedEngine
 from verl_ray.engine.random_stream import RandomStream
-from verl_ray.engine.training_state import load_training_state, training_state
+from verl_ray.engine.training_state import (
+    learning_names,
+    load_training_state,
+    training_state,
+)
 from verl_ray.errors import EngineError
 from verl_ray.models.lora import adapter_name, merged, write_config
 from verl_ray.models.names import Box, checkpoint_tensors, is_adapter
@@ -86,6 +90,7 @@ class ModuleEngine(PackedEngine):
                 # Nothing in a layer is random, since dropout is refused.
                 {"use_reentrant": False, "preserve_rng_state": False}
             )
+        self.adapter = learning_names(self.model) if spec.lora is not None else None
         if spec.optimizer is None:
             self.model.requires_grad_(False)
         self.shard(self.model)
@@ -301,23 +306,13 @@ class ModuleEngine(PackedEngine):
 
     def state(self) -> dict[str, Any]:
         stream = self.random_stream
-        state: dict[str, Any] = {"steps": self.steps, stream.key: stream.state}
-        if self.optimizer is not None:
-            state |= training_state(
-                self.model, self.optimizer, has_adapter=self.spec.lora is not None
-            )
-        return state
+        own: dict[str, Any] = {"steps": self.steps, stream.key: stream.state}
+        return own | training_state(self.model, self.optimizer, self.adapter)
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.steps = int(state["steps"])
         self.random_stream.restore(state, self.steps)
-        if self.optimizer is not None:
-            load_training_state(
-                self.model,
-                self.optimizer,
-                state,
-                has_adapter=self.spec.lora is not None,
-            )
+        load_training_state(self.model, self.optimizer, state, self.adapter)
 
     # -------------------------------------------------------------------------- offload
 

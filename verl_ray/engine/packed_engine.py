@@ -48,12 +48,13 @@ from verl_ray.engine.micro_batches import (
     plan_micro_batches,
 )
 from verl_ray.engine.random_stream import RandomStream
-from verl_ray.engine.row_packing import loss_columns, pack_no_rows, pack_rows
+from verl_ray.engine.row_packing import loss_columns, pack_no_rows, pack_rows, to_learn
 from verl_ray.engine.schedule import learning_rate
 from verl_ray.errors import EngineError
 from verl_ray.models.attention import plan_layout
 from verl_ray.models.export import write_directory
 from verl_ray.models.role_model import PackedRows, RoleModel
+from verl_ray.models.settings import positions_of
 from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
 from verl_ray.parallel.sharding_manager import PackedTokens, ShardingManager
 from verl_ray.profiling.flops import ModelShape
@@ -89,7 +90,9 @@ class PackedEngine(Engine):
         self._config = config
         self.head = self.spec.head
         self.vocab_size = int(config.vocab_size)
-        self.max_positions = int(config.max_position_embeddings)
+        self.max_positions = (
+            positions_of(config.to_dict()) or config.max_position_embeddings
+        )
         self.shape = ModelShape.of(config.to_dict(), self.spec.head)
 
         self._parameter_names = [name for name, _ in model.hf.named_parameters()]
@@ -177,6 +180,7 @@ class PackedEngine(Engine):
             log_probs=token_column("log_probs"),
             entropy=token_column("entropy"),
             greedy=token_column("greedy"),
+            squared_probs=token_column("squared_probs"),
             values=token_column("values"),
             scores=join_column(results, "scores", plan, rows.num_rows),
         )
@@ -189,16 +193,10 @@ class PackedEngine(Engine):
             return self._loss_of(rows, objective, batch, outputs, accumulator)
 
         def make(indices: Int64) -> MicroBatch:
-            row_weights = torch.from_numpy(rows.loss_weight[indices])
-            return replace(
-                self._make_micro_batch(rows, indices),
-                row_weights=row_weights.to(self.device, non_blocking=True),
-            )
+            return to_learn(self._make_micro_batch(rows, indices), rows)
 
         # Gradients are summed in the last micro-batch, so all ranks have as many.
-        plan = self._plan(
-            rows, agree_with_ranks=True, rows_per_unit=objective.rows_per_unit
-        )
+        plan = self._plan(rows, agree_with_ranks=True, unit=objective.rows_per_unit)
         batches = MicroBatches(plan, make)
         outputs = replace(objective.outputs, routing=self._routed)
         with self._own_random_numbers(), self.sharding:
@@ -288,7 +286,9 @@ class PackedEngine(Engine):
         assert batch.row_weights is not None, "these rows are learned from"
         row = batch.row_of_loss(objective.outputs)
         weight = batch.row_weights.index_select(0, row)
-        inputs = LossInputs(row=row, **loss_columns(rows, batch, self.device))
+        inputs = LossInputs(
+            row=batch.sequence_of_loss(row), **loss_columns(rows, batch)
+        )
 
         token_loss = objective(*without_uncounted(outputs, inputs, weight != 0))
         expert_load = None
@@ -312,12 +312,13 @@ class PackedEngine(Engine):
     # -------------------------------------------------------------------- micro-batches
 
     def _plan(
-        self, rows: Rows, *, agree_with_ranks: bool, rows_per_unit: int = 1
+        self, rows: Rows, *, agree_with_ranks: bool, unit: int = 1
     ) -> list[Int64]:
         return plan_micro_batches(
             rows.lengths,
             self.spec.backend,
-            rows_per_unit=rows_per_unit,
+            rows_per_unit=unit,
+            sequence=rows.sequence if isinstance(rows, TrainingBatch) else None,
             multiple=self.micro_batch_multiple,
             agree_with_ranks=agree_with_ranks and self.world_size > 1,
         )

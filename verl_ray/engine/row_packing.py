@@ -10,7 +10,7 @@ micro-batch (`micro_batches.py`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -44,7 +44,7 @@ def pack_rows(rows: Rows, indices: Int64) -> Packing:
         DataError: The response mask is True on the first token of a row.
     """
     chosen = rows
-    if len(indices) != rows.num_rows:
+    if not np.array_equal(indices, np.arange(rows.num_rows)):
         chosen = rows.select(indices)
 
     first_tokens = chosen.offsets[:-1]
@@ -90,14 +90,13 @@ def pack_no_rows() -> Packing:
     return Packing(tokens, selected=nothing, row_of_token=nothing)
 
 
-def loss_columns(
-    rows: TrainingBatch, batch: MicroBatch, device: torch.device
-) -> dict[str, Tensor]:
+def loss_columns(rows: TrainingBatch, batch: MicroBatch) -> dict[str, Tensor]:
     """Return the micro-batch's part of each column that a loss reads, on the device.
 
     Columns per row are [rows], columns per token are [selected].
     """
     kinds = rows.columns()
+    device = batch.row_of_token.device
     columns = {}
 
     for name in LossInputs.columns():
@@ -112,3 +111,20 @@ def loss_columns(
         columns[name] = part.to(device, non_blocking=True)
 
     return columns
+
+
+def to_learn(batch: MicroBatch, rows: TrainingBatch) -> MicroBatch:
+    """Return the micro-batch with the weights of its rows, and their sequences."""
+    indices, device = batch.row_indices, batch.row_of_token.device
+    weights = torch.from_numpy(rows.loss_weight[indices])
+    sequence = None
+    if rows.sequence is not None:
+        # Numbered from 0, as rows are; rows of one sequence are neighbours.
+        _, number = np.unique(rows.sequence[indices], return_inverse=True)
+        sequence = torch.from_numpy(number.reshape(-1).astype(np.int64))
+        sequence = sequence.to(device, non_blocking=True)
+    return replace(
+        batch,
+        row_weights=weights.to(device, non_blocking=True),
+        sequence_of_row=sequence,
+    )

@@ -1,19 +1,22 @@
 """The sharded state of a module and its optimizer, as torch's checkpoint has it.
 
-Invariant: the state has only parameters that learn. Frozen ones, such as the base of an
-adapter, are in the model's directory.
+Invariant: the state has only parameters that learn, in this job or in the run that
+wrote it. Frozen ones, such as the base of an adapter, are in the model's directory.
 
 Deliberately not here: files (`verl_ray/checkpoint`), the schedule and random streams.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_state_dict,
+    set_model_state_dict,
     set_state_dict,
 )
 
@@ -23,34 +26,57 @@ CONFIGURED_SETTINGS = ("betas", "eps", "weight_decay")
 """Settings of AdamW that a resumed run takes from its configuration."""
 
 
-def training_state(
-    model: RoleModel, optimizer: torch.optim.Optimizer, *, has_adapter: bool
-) -> dict[str, Any]:
-    """Return the entries `model` and `optimizer` of an engine's state."""
-    model_state, optimizer_state = get_state_dict(
-        model, optimizer, options=_options(has_adapter)
+def learning_names(model: RoleModel) -> frozenset[str]:
+    """Return the names in a state of the parameters that learn."""
+    return frozenset(
+        f"hf.{name}"
+        for name, value in model.hf.named_parameters()
+        if value.requires_grad
     )
-    if has_adapter:
+
+
+def training_state(
+    model: RoleModel,
+    optimizer: torch.optim.Optimizer | None,
+    adapter: Collection[str] | None,
+) -> dict[str, Any]:
+    """Return the entries `model` and `optimizer` of an engine's state.
+
+    Args:
+        model: The model.
+        optimizer: Its optimizer; None for a model that does not learn, whose state has
+            no such entry.
+        adapter: Names of the parameters that learn beside a frozen base, also where
+            they do not learn in this job; None if there is no adapter.
+    """
+    options = _options(optimizer, adapter)
+    if optimizer is None:
+        model_state = get_model_state_dict(model, options=options)
+    else:
+        model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
+
+    if adapter is not None:
         # torch keeps frozen parameters that are tied, in spite of the options.
-        learning = {
-            f"hf.{name}"
-            for name, value in model.hf.named_parameters()
-            if value.requires_grad
-        }
         model_state = {
-            name: value for name, value in model_state.items() if name in learning
+            name: model_state[name] for name in model_state if name in adapter
         }
+    if optimizer is None:
+        return {"model": model_state}
     return {"model": model_state, "optimizer": optimizer_state}
 
 
 def load_training_state(
     model: RoleModel,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     state: dict[str, Any],
-    *,
-    has_adapter: bool,
+    adapter: Collection[str] | None,
 ) -> None:
-    """Load the entries `model` and `optimizer` of an engine's state."""
+    """Load the entries of `training_state`, whose other arguments are the same."""
+    options = _options(optimizer, adapter)
+    if optimizer is None:
+        set_model_state_dict(model, state["model"], options=options)
+        return
+
     configured_settings = [
         {name: group[name] for name in CONFIGURED_SETTINGS}
         for group in optimizer.param_groups
@@ -61,7 +87,7 @@ def load_training_state(
         optimizer,
         model_state_dict=state["model"],
         optim_state_dict=state["optimizer"],
-        options=_options(has_adapter),
+        options=options,
     )
 
     # torch has restored the checkpoint's settings, but a resumed run obeys its own
@@ -72,6 +98,10 @@ def load_training_state(
         group.update(settings)
 
 
-def _options(has_adapter: bool) -> StateDictOptions:
+def _options(
+    optimizer: torch.optim.Optimizer | None, adapter: Collection[str] | None
+) -> StateDictOptions:
     # With an adapter the state lacks the base model, which strict loading refuses.
-    return StateDictOptions(ignore_frozen_params=True, strict=not has_adapter)
+    return StateDictOptions(
+        ignore_frozen_params=optimizer is not None, strict=adapter is None
+    )

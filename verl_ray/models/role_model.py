@@ -85,6 +85,7 @@ class VocabularyHead(nn.Linear):
             bias=self.bias,
             with_entropy=outputs.entropy,
             with_greedy=outputs.greedy,
+            with_squared_probs=outputs.squared_probs,
         )
 
 
@@ -192,6 +193,7 @@ class RoleModel(nn.Module):
             log_probs=head_outputs.log_probs,
             entropy=head_outputs.entropy,
             greedy=head_outputs.greedy,
+            squared_probs=head_outputs.squared_probs,
             routing=routing,
         )
 

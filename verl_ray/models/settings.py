@@ -9,7 +9,7 @@ Deliberately not here: what engines and backends compute (`engine_models.py` in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from verl_ray.config.suggest import either
 
@@ -50,6 +50,8 @@ ROTARY_TYPES = (
     "proportional",
 )
 """Types of rotary positions that transformers computes."""
+
+_YARN = ("yarn", "telechat3-yarn", "deepseek_yarn", "deepseek_llama_scaling")
 
 
 def wrong_value(settings: Settings) -> str | None:
@@ -137,14 +139,65 @@ def not_computed(settings: Settings) -> str | None:
 
 def rotary_types(settings: Settings) -> set[str]:
     """Return the types of rotary positions of the model, or of its kinds of layers."""
-    parameters = settings.get("rope_parameters") or settings.get("rope_scaling")
+    return {_rotary_type(section) for section in _rotary_sections(settings)}
+
+
+def positions_of(settings: Settings) -> int | None:
+    """Return the longest row, in tokens, that trainers and vLLM both compute.
+
+    None if the settings leave the number of positions to the family. Linear scaling
+    multiplies `max_position_embeddings`. YaRN multiplies the positions from before the
+    scaling, whether or not `max_position_embeddings` was raised. With llama3, longrope
+    (su) or proportional it is raised already, and mrope scales nothing. With dynamic
+    (ntk), transformers chooses frequencies by the longest row of a batch, and the table
+    of vLLM (0.32) ends at it, so that nobody computes longer rows in the same way.
+    """
+    positions = settings.get("max_position_embeddings")
+    if not isinstance(positions, int):
+        return None
+
+    # A row passes through the layers of every kind.
+    return min(
+        (
+            _scaled_positions(positions, section, settings)
+            for section in _rotary_sections(settings)
+        ),
+        default=positions,
+    )
+
+
+def _scaled_positions(positions: int, section: Settings, settings: Settings) -> int:
+    """Return the positions of the layers that `section` describes."""
+    rotary_type = _rotary_type(section)
+    factor = section.get("factor")
+    # Without a factor, YaRN computes it so that the product is `positions`.
+    if not isinstance(factor, int | float):
+        return positions
+
+    if rotary_type == "linear":
+        return int(positions * factor)
+    if rotary_type not in _YARN:
+        return positions
+
+    # Some families write it beside the section, which goes before.
+    name = "original_max_position_embeddings"
+    original = settings.get(name) or section.get(name)
+    return int((original if isinstance(original, int) else positions) * factor)
+
+
+def _rotary_sections(settings: Settings) -> Sequence[Settings]:
+    """Return what is said of rotary positions, for each kind of layers if they differ.
+
+    Like transformers, it reads the old key before the new one.
+    """
+    parameters = settings.get("rope_scaling") or settings.get("rope_parameters")
     if not isinstance(parameters, dict):
-        return set()
+        return []
 
     # Models with several kinds of layers have a dictionary per kind.
     per_kind = [value for value in parameters.values() if isinstance(value, dict)]
-    sections = per_kind or [parameters]
-    return {
-        str(section.get("rope_type") or section.get("type") or "default")
-        for section in sections
-    }
+    return per_kind or [parameters]
+
+
+def _rotary_type(section: Settings) -> str:
+    return str(section.get("rope_type") or section.get("type") or "default")

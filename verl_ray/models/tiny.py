@@ -76,7 +76,7 @@ def make_tiny(
         "eos_token_id": loaded_tokenizer.eos_token_id,
         "pad_token_id": loaded_tokenizer.pad_token_id,
     }
-    settings = _model_settings(
+    settings = model_settings(
         architecture, config, len(loaded_tokenizer), special_tokens
     )
     with torch.random.fork_rng(devices=[]):
@@ -111,7 +111,7 @@ def _check_sizes(architecture: Architecture, config: TinyModelConfig) -> None:
         )
 
 
-def _model_settings(
+def model_settings(
     architecture: Architecture,
     config: TinyModelConfig,
     vocab_size: int,

@@ -41,6 +41,9 @@ class HeadOutputs:
     greedy: Tensor | None
     """bool [T]: the token is the most probable one (of equals, the first)."""
 
+    squared_probs: Tensor | None
+    """float32 [T]: sum over the vocabulary of squared probabilities."""
+
 
 def head_log_probs(
     hidden: Tensor,
@@ -52,6 +55,7 @@ def head_log_probs(
     vocabulary: VocabularySlice | None = None,
     with_entropy: bool = False,
     with_greedy: bool = False,
+    with_squared_probs: bool = False,
     chunk_tokens: int | None = None,
 ) -> HeadOutputs:
     """Compute log softmax(logits / temperature)[targets] without holding all logits.
@@ -76,6 +80,7 @@ def head_log_probs(
         vocabulary: The part of the vocabulary that `weight` covers; None for all of it.
         with_entropy: Also compute the entropy.
         with_greedy: Also compute whether the targets are the most probable tokens.
+        with_squared_probs: Also compute the sums of squared probabilities.
         chunk_tokens: The number of tokens whose logits exist at once; None chooses one
             for the device.
 
@@ -92,8 +97,9 @@ def head_log_probs(
         # There are few logits, so they are kept, and autograd differentiates the head.
         head = (linear(hidden, weight, bias), None, None)
 
+    optional = (with_entropy, with_greedy, with_squared_probs)
     outputs = _LogProbs.apply(  # type: ignore[no-untyped-call]
-        *head, targets, divisor, chunk, vocabulary, with_entropy, with_greedy
+        *head, targets, divisor, chunk, vocabulary, optional
     )
     return HeadOutputs(*outputs)
 
@@ -158,7 +164,7 @@ def _chunk_tokens(rows: Tensor, vocabulary_size: int) -> int:
 
 
 class _LogProbs(torch.autograd.Function):
-    """The map (rows, weight, bias) -> (log_probs, entropy, greedy).
+    """The map (rows, weight, bias) -> (log_probs, entropy, greedy, squared_probs).
 
     Without a weight, the rows are the logits themselves.
 
@@ -184,15 +190,16 @@ class _LogProbs(torch.autograd.Function):
         divisor: Tensor | None,
         chunk: int,
         vocabulary: VocabularySlice | None,
-        with_entropy: bool,
-        with_greedy: bool,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        optional: tuple[bool, bool, bool],
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        with_entropy, with_greedy, with_squared_probs = optional
         width = rows.shape[1] if weight is None else weight.shape[0]
         # [T]: the column of each target's logit.
         places = targets if vocabulary is None else vocabulary.places(targets, width)
 
         log_probs = torch.empty(targets.shape, dtype=torch.float32, device=rows.device)
         entropy = torch.empty_like(log_probs) if with_entropy else None
+        squared = torch.empty_like(log_probs) if with_squared_probs else None
         best = torch.empty_like(targets) if with_greedy else None
         if vocabulary is not None:
             top_logit = torch.empty_like(log_probs)
@@ -211,29 +218,27 @@ class _LogProbs(torch.autograd.Function):
             del z
 
             log_probs[part] = log_p.gather(1, places[part, None])[:, 0]
-            if entropy is not None:
-                # No vecdot: it is a matrix product, which autocast turns to bfloat16.
-                entropy[part] = -log_p.exp().mul_(log_p).sum(dim=-1)
+            _sum_over_vocabulary(log_p, part, entropy, squared)
+            del log_p  # Otherwise it would stay while the next chunk is computed.
 
         inside = None
         log_share = None
-        summary = VocabularySummary(log_probs, entropy, best)
+        summary = VocabularySummary(log_probs, entropy, best, squared)
         if vocabulary is not None:
             inside = places + vocabulary.first == targets
             log_probs.masked_fill_(~inside, -torch.inf)
             summary, log_share = vocabulary.combine(summary, top_logit, top_log_prob)
 
-        greedy = None
-        if summary.best is not None:
-            greedy = summary.best == targets
-            ctx.mark_non_differentiable(greedy)
+        greedy = None if summary.best is None else summary.best == targets
+        reported = (greedy, summary.squared_probs)
+        ctx.mark_non_differentiable(*(each for each in reported if each is not None))
         ctx.save_for_backward(
             rows, weight, bias, places, inside, log_share, divisor, summary.entropy
         )
         ctx.chunk = chunk
         # An entropy that is only reported then costs nothing in the backward pass.
         ctx.set_materialize_grads(False)
-        return summary.log_probs, summary.entropy, greedy
+        return summary.log_probs, summary.entropy, greedy, summary.squared_probs
 
     @staticmethod
     @once_differentiable
@@ -241,7 +246,7 @@ class _LogProbs(torch.autograd.Function):
         ctx: Any,
         grad_log_probs: Tensor | None,
         grad_entropy: Tensor | None,
-        _: Tensor | None,
+        *_: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         rows, weight, bias, places, inside, log_share, divisor, entropy = (
             ctx.saved_tensors
@@ -267,11 +272,13 @@ class _LogProbs(torch.autograd.Function):
             if grad_entropy is None:
                 grad = torch.softmax(z, dim=-1).mul_(-grad_log_probs[part, None])
             else:
-                log_p = torch.log_softmax(z, dim=-1)
-                slope = log_p + entropy[part, None]
+                grad = torch.log_softmax(z, dim=-1)
+                slope = grad + entropy[part, None]
                 slope.mul_(grad_entropy[part, None])
                 slope.add_(grad_log_probs[part, None])
-                grad = log_p.exp_().mul_(slope.neg_())
+                grad.exp_().mul_(slope.neg_())
+                del slope
+            del z
             grad.scatter_add_(1, places[part, None], grad_targets[part, None])
             if divisor is not None:
                 grad /= divisor[part]
@@ -282,8 +289,21 @@ class _LogProbs(torch.autograd.Function):
             if weight is not None:
                 grad = grad.to(weight.dtype)
             gradients.add_to_head(part, grad, rows, weight)
+            # Chunks are large: none stays while the next one is computed.
+            del grad
 
-        return (*gradients.rounded(weight, bias), None, None, None, None, None, None)
+        return (*gradients.rounded(weight, bias), *[None] * 5)
+
+
+def _sum_over_vocabulary(
+    log_p: Tensor, part: slice, entropy: Tensor | None, squared: Tensor | None
+) -> None:
+    """Fill in what sums over the vocabulary of a chunk; its log_p is overwritten."""
+    if entropy is not None:
+        # No vecdot: it is a matrix product, which autocast turns to bfloat16.
+        entropy[part] = -log_p.exp().mul_(log_p).sum(dim=-1)
+    if squared is not None:
+        squared[part] = log_p.mul_(2).exp_().sum(dim=-1)
 
 
 @dataclass

@@ -22,6 +22,7 @@ class RequestedOutputs:
     log_probs: bool = False
     entropy: bool = False
     greedy: bool = False
+    squared_probs: bool = False
     values: bool = False
     scores: bool = False
 
@@ -65,6 +66,9 @@ class TokenOutputs:
 
     greedy: Tensor | None = None
     """bool: whether the target is the most probable token."""
+
+    squared_probs: Tensor | None = None
+    """Sum over the vocabulary of squared probabilities, of that distribution."""
 
     values: Tensor | None = None
     """The value head's output before the target."""

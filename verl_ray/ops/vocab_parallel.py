@@ -33,6 +33,9 @@ class VocabularySummary:
     best: Tensor | None
     """int64 [T]: the most probable token among them, the first of equals."""
 
+    squared_probs: Tensor | None
+    """float32 [T]: sum of squared probabilities over these logits."""
+
 
 @dataclass(frozen=True)
 class VocabularySlice:
@@ -64,6 +67,7 @@ class VocabularySlice:
 
             log p = s + (log p within its slice)
             H = sum over slices of exp(s) (H of the slice - s)
+            sum p^2 = sum over slices of exp(2 s) (sum p^2 of the slice)
 
         where no terms cancel.
 
@@ -78,18 +82,13 @@ class VocabularySlice:
             float32 [T].
         """
         columns = [own.log_probs, top_logit, top_log_prob]
-        if own.entropy is not None:
-            columns.append(own.entropy)
+        columns += [
+            each for each in (own.entropy, own.squared_probs) if each is not None
+        ]
         if own.best is not None:
             columns.append((own.best + self.first).float())
 
-        gathered = own.log_probs.new_empty(
-            dist.get_world_size(self.group), len(columns), len(own.log_probs)
-        )
-        packed = torch.stack(columns)[None]
-        dist.all_gather_into_tensor(gathered, packed, group=self.group)
-        # Each is [ranks, T].
-        log_probs, top_logits, top_log_probs, *optional = gathered.unbind(dim=1)
+        log_probs, top_logits, top_log_probs, *optional = self._gathered(columns)
 
         # A slice's log-sum-exp is its top logit minus that logit's log-probability. The
         # largest logit is subtracted so that nothing overflows.
@@ -98,8 +97,12 @@ class VocabularySlice:
 
         entropy = None
         if own.entropy is not None:
-            entropies = optional[0]
+            entropies = optional.pop(0)
             entropy = (log_shares.exp() * (entropies - log_shares)).sum(dim=0)
+
+        squared = None
+        if own.squared_probs is not None:
+            squared = ((2 * log_shares).exp() * optional.pop(0)).sum(dim=0)
 
         best = None
         if own.best is not None:
@@ -108,5 +111,14 @@ class VocabularySlice:
 
         # Only the slice with the target has a log-probability above -inf.
         log_prob = (log_probs + log_shares).amax(dim=0)
-        combined = VocabularySummary(log_prob, entropy, best)
+        combined = VocabularySummary(log_prob, entropy, best, squared)
         return combined, log_shares[dist.get_rank(self.group)]
+
+    def _gathered(self, columns: list[Tensor]) -> tuple[Tensor, ...]:
+        """Return each column, float32 [T], as that of all ranks, [ranks, T]."""
+        gathered = columns[0].new_empty(
+            dist.get_world_size(self.group), len(columns), len(columns[0])
+        )
+        packed = torch.stack(columns)[None]
+        dist.all_gather_into_tensor(gathered, packed, group=self.group)
+        return gathered.unbind(dim=1)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from verl_ray.backends.base import BackendSettings, ModelFacts
 from verl_ray.backends.engine import EngineBackend
@@ -25,11 +25,12 @@ from verl_ray.backends.megatron_models import sizes_of
 from verl_ray.config.rollout_task import Offloaded
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.planning.fit import with_largest_cache
-from verl_ray.planning.step_time import step_time
 from verl_ray.preflight.facts import facts_here
 from verl_ray.preflight.machine import Machine
 from verl_ray.preflight.model_files import settings_of
 from verl_ray.preflight.resolve import resolve
+from verl_ray.preflight.time_model.links import Links
+from verl_ray.preflight.time_model.step_time import step_time
 
 PLANNED_BACKENDS = ("engine", "fsdp", "megatron")
 """The backends that a plan may propose."""
@@ -53,12 +54,14 @@ class Space:
 
     Attributes:
         machine: Described machine with GPUs.
+        links: The links of its GPUs.
         colocated: Resolved configuration with placement=colocated, by its backend.
         separate: The same with placement=separate.
         models: The model of each role, by name.
     """
 
     machine: Machine
+    links: Links
     colocated: Mapping[str, RLConfig]
     separate: Mapping[str, RLConfig]
     models: Mapping[str, ModelFacts]
@@ -74,6 +77,7 @@ class Space:
         any_base = next(iter(bases.values()))
         return Space(
             machine,
+            Links.of(machine),
             {kind: _on(machine, base, "colocated") for kind, base in bases.items()},
             {kind: _on(machine, base, "separate") for kind, base in bases.items()},
             {name: _model_facts(name, any_base) for name in any_base.model_roles},
@@ -102,11 +106,15 @@ def _model_facts(role: str, config: RLConfig) -> ModelFacts:
 
 
 def _on(machine: Machine, base: RLConfig, placement: str) -> RLConfig:
-    """Return the configuration as it is resolved on a machine."""
+    """Return the configuration as it is resolved on a machine.
+
+    What follows from the memory of its GPUs is for candidates to choose.
+    """
     update = {"kind": placement, "offload": "auto"}
     placed = base.placement.model_copy(update=update)
     config = base.model_copy(update={"placement": placed})
-    resolved = resolve(config, facts_here(config, machine))
+    facts = replace(facts_here(config, machine), gpu_memory_bytes=None)
+    resolved = resolve(config, facts)
     rollout = resolved.rollout.model_copy(update={"dtype": "bfloat16"})
     return resolved.model_copy(update={"rollout": rollout})
 
@@ -193,7 +201,7 @@ def _best_engines(
         cached = with_largest_cache(engines, space.machine)
         if cached is None:
             continue
-        seconds = step_time(cached, space.machine).total_s
+        seconds = step_time(cached, space.links).total_s
         if seconds < best_s:
             best, best_s = cached, seconds
     return best

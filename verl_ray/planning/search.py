@@ -8,21 +8,34 @@ faster. Deliberately not here: which candidates there are
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from verl_ray.config.rollout_task import Offloaded
 from verl_ray.config.rules import rule_violations
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import ConfigError, Problem
 from verl_ray.planning.candidates import OFFLOADS, Space, candidates, offloaded
-from verl_ray.planning.fit import Shortage, fitted, largest_cache_gib, with_cache
-from verl_ray.planning.step_time import StepTime, step_time
+from verl_ray.planning.fit import (
+    Demand,
+    at_best,
+    demands_of,
+    fitted,
+    with_least_cache,
+)
+from verl_ray.preflight.described_machine import parse_machine, with_host_memory
 from verl_ray.preflight.engine_models import engine_problems
-from verl_ray.preflight.gpus import GPUS, Gpu
+from verl_ray.preflight.fastest import fastest
+from verl_ray.preflight.footprints import BFLOAT16
+from verl_ray.preflight.gpus import GIB, GPUS
 from verl_ray.preflight.machine import Machine
 from verl_ray.preflight.memory_plan import MemoryPlan, memory_plan
-from verl_ray.preflight.model_sizes import remembered_sizes
+from verl_ray.preflight.model_sizes import model_size, remembered_sizes
+from verl_ray.preflight.remaining_memory import USED_SHARE
 from verl_ray.preflight.resources import resource_problems
+from verl_ray.preflight.time_model.links import Links
+from verl_ray.preflight.time_model.step_time import StepTime, step_time
 
 _SHAPES = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (4, 8), (8, 8), (16, 8), (32, 8))
 """Nodes, and GPUs of each, of the machines that a message may name."""
@@ -64,15 +77,17 @@ class Misfit:
     """The outcome of a search in which nothing fits.
 
     Attributes:
-        config: The candidate that is short of least.
+        config: The candidate that is short of least: of hosts alone, if there is one.
         shortage: What it lacks.
-        smallest: The smallest listed machine that would do, as nodes, GPUs per node and
-            their kind; None if none does.
+        larger: The same machine with as much memory of its hosts as is needed; None if
+            its GPUs are too small.
+        smallest: The smallest listed machine that would do; None if none does.
     """
 
     config: RLConfig
-    shortage: Shortage
-    smallest: tuple[int, int, Gpu] | None
+    shortage: Demand
+    larger: Machine | None
+    smallest: Machine | None
 
 
 def search(bases: Mapping[str, RLConfig], machine: Machine) -> Plan | Misfit:
@@ -97,10 +112,10 @@ def search(bases: Mapping[str, RLConfig], machine: Machine) -> Plan | Misfit:
         for frugal in (False, True):
             options = list(candidates(space, frugal=frugal))
             tried += len(options)
-            best = _fastest(options, machine, refusals)
+            best = _fastest(options, space, refusals)
             if best is not None:
                 memory = memory_plan(best, on_gpus=True)
-                return Plan(best, step_time(best, machine), memory, tried)
+                return Plan(best, step_time(best, space.links), memory, tried)
 
         if refusals:
             raise ConfigError(refusals)
@@ -108,41 +123,34 @@ def search(bases: Mapping[str, RLConfig], machine: Machine) -> Plan | Misfit:
 
 
 def _fastest(
-    options: Sequence[RLConfig], machine: Machine, refusals: list[Problem]
+    options: Sequence[RLConfig], space: Space, refusals: list[Problem]
 ) -> RLConfig | None:
     """Return the fastest candidate that fits; None if none does.
 
     Args:
         options: Candidates.
-        machine: Described machine with GPUs.
+        space: The machine, and where candidates begin.
         refusals: Where problems are added that a candidate has which fits.
     """
-    bounds: list[tuple[float, int, RLConfig]] = []
-    for config in options:
-        at_best = with_cache(offloaded(config, "none"), largest_cache_gib(config))
-        bounds.append((_score(at_best, machine), len(bounds), config))
-    bounds.sort(key=lambda entry: entry[:2])
 
-    best: RLConfig | None = None
-    best_s = float("inf")
-    for bound, _, candidate in bounds:
-        if bound >= best_s:
-            break
-        for config in _fitting(candidate, machine):
-            seconds = _score(config, machine)
-            if seconds >= best_s:
-                continue
-            problems = _problems(config, machine)
-            if not problems:
-                best, best_s = config, seconds
-            elif not refusals:
-                refusals += problems
-    return best
+    def is_allowed(config: RLConfig) -> bool:
+        problems = _problems(config, space.machine)
+        if not refusals:
+            refusals.extend(problems)
+        return not problems
+
+    return fastest(
+        options,
+        least_s=lambda option: _score(at_best(offloaded(option, "none")), space.links),
+        fitted=lambda option: _fitting(option, space.machine),
+        seconds=lambda config: _score(config, space.links),
+        is_allowed=is_allowed,
+    )
 
 
-def _score(config: RLConfig, machine: Machine) -> float:
+def _score(config: RLConfig, links: Links) -> float:
     """Return the seconds of a step by which candidates are compared."""
-    seconds = step_time(config, machine).total_s
+    seconds = step_time(config, links).total_s
     backend = config.actor.backend
     if backend.packages:
         seconds *= MEGATRON_ADVANTAGE
@@ -161,10 +169,15 @@ def _problems(config: RLConfig, machine: Machine) -> list[Problem]:
 
 def _fitting(candidate: RLConfig, machine: Machine) -> Iterator[RLConfig]:
     """Yield the ways to offload with which a candidate fits, with their caches."""
-    for offload in OFFLOADS if candidate.shares_processes else OFFLOADS[:1]:
+    for offload in _offloads(candidate):
         config = fitted(offloaded(candidate, offload), machine)
         if isinstance(config, RLConfig):
             yield config
+
+
+def _offloads(candidate: RLConfig) -> Sequence[Offloaded]:
+    """Return the ways to offload that a candidate has, the fastest first."""
+    return OFFLOADS if candidate.shares_processes else OFFLOADS[:1]
 
 
 # ---------------------------------------------------------------------- if nothing fits
@@ -172,25 +185,32 @@ def _fitting(candidate: RLConfig, machine: Machine) -> Iterator[RLConfig]:
 
 def _misfit(bases: Mapping[str, RLConfig], machine: Machine) -> Misfit:
     """Return what is short, and the smallest listed machine that would do."""
-    shortages: list[tuple[float, int, RLConfig, Shortage]] = []
-    for config in candidates(Space.of(bases, machine), frugal=True):
-        shortage = fitted(_smallest(config), machine)
-        if isinstance(shortage, Shortage):
-            shortages.append((shortage.factor, len(shortages), config, shortage))
-    if not shortages:
+    demands = [
+        (*demands_of(memory_plan(config, on_gpus=True), machine), config)
+        for config in most_frugal(bases, machine)
+    ]
+    if not demands:
         kinds = ", ".join(bases)
         rule = "it cannot compute this model, or cannot share it out over these GPUs"
         raise ConfigError([Problem("--backend", kinds, rule, "Choose fsdp.")])
-    _, _, config, shortage = min(shortages)
-    return Misfit(config, shortage, smallest_machine(bases, machine))
+
+    # Memory of a host is added more easily than GPUs.
+    larger = with_enough_memory(bases, machine)
+    fit_gpus = [
+        (of_host, config) for of_gpu, of_host, config in demands if of_gpu.factor <= 1
+    ]
+    if fit_gpus:
+        shortage, config = min(fit_gpus, key=lambda entry: entry[0].needed)
+    else:
+        shortage, _, config = min(demands, key=lambda entry: entry[0].needed)
+    return Misfit(config, shortage, larger, smallest_machine(bases, machine))
 
 
-def smallest_machine(
-    bases: Mapping[str, RLConfig], machine: Machine
-) -> tuple[int, int, Gpu] | None:
+def smallest_machine(bases: Mapping[str, RLConfig], machine: Machine) -> Machine | None:
     """Return the machine with least memory of its GPUs that some candidate fits.
 
-    Its nodes have the memory per GPU of the described machine.
+    Its hosts have the memory that is assumed of a machine, or as much as is needed. Its
+    links are those of the described machine.
 
     Args:
         bases: Composed configuration by the backend of all of its roles.
@@ -199,27 +219,54 @@ def smallest_machine(
     options = [(nodes, gpus, gpu) for nodes, gpus in _SHAPES for gpu in GPUS.values()]
     options.sort(key=lambda option: option[0] * option[1] * option[2].memory_bytes)
     for nodes, gpus, gpu in options:
-        larger = replace(
-            machine,
-            nodes=nodes,
-            gpus=gpus,
-            gpu=gpu,
-            gpu_memory_bytes=gpu.memory_bytes,
-            memory_bytes=machine.memory_bytes * gpus // machine.gpus,
-        )
-        if _fits(bases, larger):
-            return nodes, gpus, gpu
+        listed = parse_machine(f"nodes={nodes},gpus={gpus},gpu={gpu.name}")
+        linked = replace(listed, link_bytes_per_s=machine.link_bytes_per_s)
+        enough = with_enough_memory(bases, linked)
+        if enough is not None:
+            return enough
     return None
 
 
-def _fits(bases: Mapping[str, RLConfig], machine: Machine) -> bool:
-    """Return whether a candidate fits a machine."""
-    return any(
-        isinstance(fitted(_smallest(config), machine), RLConfig)
-        for config in candidates(Space.of(bases, machine), frugal=True)
-    )
+def with_enough_memory(
+    bases: Mapping[str, RLConfig], machine: Machine
+) -> Machine | None:
+    """Return a machine with as much memory of its hosts as some candidate needs.
+
+    It is the machine itself where it has enough. None if its GPUs are too small, or if
+    something else than memory prevents every candidate.
+
+    Args:
+        bases: Composed configuration by the backend of all of its roles.
+        machine: Described machine with GPUs.
+    """
+    if _is_too_small(next(iter(bases.values())), machine):
+        return None
+    fit_gpus: list[tuple[int, RLConfig]] = []
+    for config in most_frugal(bases, machine):
+        of_gpu, of_host = demands_of(memory_plan(config, on_gpus=True), machine)
+        if of_gpu.factor <= 1:
+            fit_gpus.append((of_host.needed, config))
+
+    for needed, config in sorted(fit_gpus, key=lambda entry: entry[0]):
+        gib = math.ceil(needed / USED_SHARE / GIB)
+        larger = with_host_memory(machine, max(machine.memory_bytes, gib * GIB))
+        if not _problems(config, larger):
+            return larger
+    return None
 
 
-def _smallest(config: RLConfig) -> RLConfig:
-    """Return a candidate with all of its state offloaded where GPUs are shared."""
-    return offloaded(config, "all" if config.shares_processes else "none")
+def _is_too_small(base: RLConfig, machine: Machine) -> bool:
+    """Return whether GPUs of a machine hold no candidate, whatever its settings are.
+
+    An engine is on one node, with weights in bfloat16.
+    """
+    assert machine.gpu is not None, "a machine with GPUs was described"
+    gpus_bytes = machine.gpus * machine.gpu.memory_bytes
+    return BFLOAT16 * model_size("actor", base.actor, base).parameters > gpus_bytes
+
+
+def most_frugal(bases: Mapping[str, RLConfig], machine: Machine) -> Iterator[RLConfig]:
+    """Yield the candidates that need least memory, with caches for a single row."""
+    for option in candidates(Space.of(bases, machine), frugal=True):
+        for offload in _offloads(option):
+            yield with_least_cache(offloaded(option, offload))

@@ -2,7 +2,7 @@
 
 Invariant: each warning says what the combination costs and which keys change it; the
 run works all the same. Deliberately not here: what a machine lacks (`resources.py`),
-and settings without effect, which are refused (`verl_ray/config/rules`).
+and settings that can have no effect, which are refused (`verl_ray/config/rules`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from verl_ray.config.algebra import batch_algebra
 from verl_ray.config.data import in_words
 from verl_ray.config.schema import Config
+from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.preflight.machine import Machine
 
 
@@ -37,6 +38,7 @@ def cost_warnings(
     yield from _large_evaluations(config)
     yield from _endless_warmups(config)
     yield from _still_learners(config)
+    yield from _trajectories_of_one_row(config)
 
 
 def _different_types(config: Config) -> Iterator[str]:
@@ -166,3 +168,16 @@ def _still_learners(config: Config) -> Iterator[str]:
         learner = config.model_roles[name].as_learner
         if learner is not None and learner.optimizer.lr == 0:
             yield f"{name}.optimizer.lr=0: the {name} never changes; raise it"
+
+
+def _trajectories_of_one_row(config: Config) -> Iterator[str]:
+    """Yield a warning if rows are kept together that are trajectories of their own.
+
+    It is no mistake: the same configuration may learn from episodes of several rows.
+    """
+    if isinstance(config, RLConfig) and config.algorithm.judges_trajectories:
+        yield (
+            "algorithm.sequence=trajectory: every trajectory that rollout samples has"
+            " one row, so losses are those of algorithm.sequence=row, and rows are"
+            " shared out by trajectories for nothing; use row"
+        )

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_ray.config.data import DataSet, RowFormat, in_words
 from verl_ray.config.schema import Config
+from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.batch import Int64
 from verl_ray.data.files import size_bytes
 from verl_ray.data.mixture import shares_in_words
@@ -255,4 +256,13 @@ def _warnings(file: DataFile, config: Config) -> Iterator[str]:
         yield (
             f"{file.key} has {num_examples} examples, as many as a step takes, so every"
             " step is a whole epoch"
+        )
+
+    # Only a prompt that was trained has a score to be chosen by.
+    steps = config.run.total_steps
+    is_chosen = isinstance(config, RLConfig) and config.data.curriculum.is_on
+    if is_chosen and steps is not None and steps * per_step <= num_examples:
+        yield (
+            f"{file.key} has {num_examples} examples, and {steps} steps of {per_step}"
+            " draw none of them twice, so data.curriculum changes nothing"
         )

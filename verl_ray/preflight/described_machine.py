@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from fractions import Fraction
 
 from verl_ray.config.suggest import did_you_mean
@@ -102,12 +103,7 @@ def _with_assumptions(
     if nodes == 1:
         # Nothing goes over it.
         typed |= {"link"}
-    values = {
-        "cores": f"cores={cores}",
-        "memory": f"memory={memory / GIB:g}G",
-        "shm": f"shm={shm / GIB:g}G",
-        "link": f"link={link / 10**9:g}G",
-    }
+    values = _as_parts(cores, memory, shm, link)
     return Machine(
         cores=cores,
         gpus=counts["gpus"],
@@ -119,6 +115,52 @@ def _with_assumptions(
         link_bytes_per_s=link / 8,
         assumed=tuple(value for key, value in values.items() if key not in typed),
     )
+
+
+def with_host_memory(machine: Machine, memory_bytes: int) -> Machine:
+    """Return a described machine whose nodes have another amount of memory.
+
+    /dev/shm, where nothing was said of it, follows from that.
+    """
+    assumed = machine.assumed or ()
+    known = [part for part in assumed if not part.startswith(("memory=", "shm="))]
+    shm = machine.shm_free_bytes
+    if any(part.startswith("shm=") for part in assumed):
+        shm = memory_bytes // 2
+        known.append(f"shm={shm / GIB:g}G")
+    return replace(
+        machine, memory_bytes=memory_bytes, shm_free_bytes=shm, assumed=tuple(known)
+    )
+
+
+def _as_parts(
+    cores: int, memory_bytes: int, shm_bytes: int, link_bits_per_s: float
+) -> dict[str, str]:
+    """Return the parts of a description that may be left out."""
+    return {
+        "cores": f"cores={cores}",
+        "memory": f"memory={memory_bytes / GIB:g}G",
+        "shm": f"shm={shm_bytes / GIB:g}G",
+        "link": f"link={link_bits_per_s / 10**9:g}G",
+    }
+
+
+def as_described(machine: Machine) -> str:
+    """Return the description of a machine, without what was assumed."""
+    assert machine.assumed is not None and machine.link_bytes_per_s is not None
+    parts = [f"nodes={machine.nodes}", f"gpus={machine.gpus}"]
+    if machine.gpu is not None:
+        parts.append(f"gpu={machine.gpu.name}")
+    values = _as_parts(
+        machine.cores,
+        machine.memory_bytes,
+        machine.shm_free_bytes,
+        8 * machine.link_bytes_per_s,
+    )
+    if machine.nodes == 1:
+        del values["link"]
+    parts += [value for value in values.values() if value not in machine.assumed]
+    return ",".join(parts)
 
 
 def machine_in_words(machine: Machine) -> str:

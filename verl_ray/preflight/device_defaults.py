@@ -1,64 +1,51 @@
 """The values of `auto` that depend on the memory of a device.
 
-Invariant: of all levels, the fastest is taken whose predicted memory leaves a tenth of
-the device free. On a CPU the values are constants. Deliberately not here: the memory
-itself (`memory_plan.py`), and every other `auto` (`resolve.py`).
+Invariant: of all levels that leave a tenth of the device free by prediction, the
+fastest by the time model is taken. On a CPU the values are constants. Deliberately not
+here: memory (`memory_plan.py`), times (`time_model`), what takes the memory that
+remains (`remaining_memory.py`), and every other `auto` (`resolve.py`).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 from verl_ray.config.algebra import row_tokens_per_rank
-from verl_ray.config.load import parse, to_tree
-from verl_ray.config.rollout import VLLM_BATCHED_REQUESTS, ServedModel
+from verl_ray.config.load import to_tree, with_changes
 from verl_ray.config.schema import Config
-from verl_ray.preflight.engine_models import row_cache_bytes
+from verl_ray.preflight.described_machine import ASSUMED_LINK_GBIT_PER_S
+from verl_ray.preflight.facts import ClusterFacts
+from verl_ray.preflight.fastest import fastest
+from verl_ray.preflight.gpus import GPUS
 from verl_ray.preflight.machine import GIB
-from verl_ray.preflight.memory_plan import MemoryPlan, memory_plan
-from verl_ray.preflight.model_files import settings_of
-from verl_ray.preflight.model_sizes import remembered_sizes
-
-USED_SHARE = 0.9
-"""Share of a device that a prediction may fill.
-
-The rest is for what is not predicted: CUDA graphs, fragments between tensors, and
-errors of the estimates.
-"""
+from verl_ray.preflight.memory_plan import memory_plan
+from verl_ray.preflight.model_sizes import model_size, remembered_sizes
+from verl_ray.preflight.remaining_memory import (
+    MICRO_BATCH_TOKENS,
+    UNKNOWN_KV_CACHE_GIB,
+    USED_SHARE,
+    cache_bounds_gib,
+    growing_roles,
+    with_larger_batches,
+    with_largest_batches,
+    with_largest_caches,
+)
+from verl_ray.preflight.time_model.links import Links
+from verl_ray.preflight.time_model.step_time import step_time
 
 CPU_MICRO_BATCH_TOKENS = 8192
 CPU_KV_CACHE_GIB = 2.0
 
-MICRO_BATCH_TOKENS = (32768, 16384, 8192, 4096, 2048)
-"""Sizes of micro-batches on GPUs. Fewer, larger ones gather a layer's weights less
-often."""
+ASSUMED_GPU = GPUS["H100-80G"]
+"""GPUs whose kind is not known are taken to be as fast as these."""
 
-LEAST_KV_CACHE_GIB = 0.25
-"""A cache of fewer GiB saves nothing worth having."""
-
-NO_KV_CACHE_GIB = 2.0**-10
-"""A cache that is too small to count, for plans of everything else."""
-
-CACHE_PER_ROW = 1.02
-"""Cache that a row takes in blocks, for each byte that its tokens take."""
-
-UNKNOWN_KV_CACHE_GIB = 8.0
-"""The most where a device's memory, or the size of a row, is not known."""
-
-CACHED_SHARE = 0.5
-"""Share of the rows' greatest length that a cache should hold; few are as long."""
-
-C = TypeVar("C", bound=Config)
 Offload = Literal["none", "optimizer", "all"]
 Accumulate = Literal["whole", "sharded"]
-Changes = Mapping[str, object]
-"""Values by dotted key."""
 
-DeviceValue = tuple[str, object, str]
+AutoValue = tuple[str, object, str]
 """The key of an `auto`, the value that it becomes, and why."""
 
 
@@ -71,6 +58,8 @@ class Level:
     accumulate: Accumulate
     tokens: int
     """Micro-batch tokens per rank, where a row is not longer."""
+    growing_tokens: int = MICRO_BATCH_TOKENS[-1]
+    """Those of the roles whose micro-batches take what remains, at least."""
 
     def changes(self, config: Config, keys: Iterable[str]) -> dict[str, object]:
         """Return what settings become on this level, by key."""
@@ -85,7 +74,9 @@ class Level:
 
         role = section.removesuffix(".backend")
         if name == "micro_batch_tokens_per_rank":
-            return max(self.tokens, row_tokens_per_rank(config, role))
+            grows = role in growing_roles(config)
+            tokens = self.growing_tokens if grows else self.tokens
+            return max(tokens, row_tokens_per_rank(config, role))
 
         # A model that does not learn keeps no activations.
         recompute = self.recompute and role in config.learners
@@ -94,7 +85,13 @@ class Level:
         return recompute
 
 
-ON_CPU = Level(False, "none", "whole", CPU_MICRO_BATCH_TOKENS)
+ON_CPU = Level(
+    False,
+    "none",
+    "whole",
+    CPU_MICRO_BATCH_TOKENS,
+    growing_tokens=CPU_MICRO_BATCH_TOKENS,
+)
 
 LEVELS = tuple(
     Level(recompute, offload, accumulate, tokens)
@@ -105,11 +102,11 @@ LEVELS = tuple(
         MICRO_BATCH_TOKENS,
     )
 )
-"""From the fastest to the one that needs least memory.
+"""The last one needs least memory. Of those that take equally long, the first counts.
 
 To compute every layer again costs a third of an update. Offloading costs two copies of
-the state per step. Sharded sums of gradients, and smaller micro-batches, cost exchanges
-that mostly hide behind computation.
+the state per step. Sharded sums of gradients, and smaller micro-batches, cost
+exchanges, which hide behind computation where links are fast.
 """
 
 LEVEL_SETTINGS = (
@@ -121,59 +118,45 @@ LEVEL_SETTINGS = (
 """The settings of a backend that a level has a value for."""
 
 
-@dataclass(frozen=True)
-class Device:
-    """The kind of device that a run computes on."""
-
-    is_gpu: bool
-    memory_bytes: int | None
-    """Memory of the smallest GPU; None for a CPU, or if it is not known."""
-
-
-def device_values(config: Config, device: Device) -> Iterator[DeviceValue]:
+def device_values(config: Config, facts: ClusterFacts) -> Iterator[AutoValue]:
     """Yield every `auto` that depends on the memory of a device.
 
     Args:
         config: Configuration in which no other setting is `auto`.
-        device: Device that the run computes on.
+        facts: The cluster.
     """
-    level_keys = list(_level_keys(config))
-    engines = {
-        name: engine
-        for name, engine in config.engines.items()
-        if engine.config.kv_cache_gib == "auto"
-    }
-
-    level = ON_CPU
-    caches = [CPU_KV_CACHE_GIB] * len(engines)
-    because = "the run computes on a CPU"
-    if device.is_gpu:
-        search = _Search(config, device, level_keys, engines)
+    search = _Search(config, facts)
+    if facts.gpus:
         # Plans of all levels are of the same models.
         with remembered_sizes():
-            level, caches, because = search.fastest()
+            chosen, because = search.chosen()
+    else:
+        chosen = search.on(ON_CPU, dict.fromkeys(search.engines, CPU_KV_CACHE_GIB))
+        because = "the run computes on a CPU"
 
-    for key, value in level.changes(config, level_keys).items():
-        yield key, value, because
+    tree = to_tree(chosen)
+    for key in search.level_keys:
+        yield key, _value(tree, key), because
 
-    for engine, cache_gib in zip(engines.values(), caches, strict=True):
-        _, most = _cache_bounds(engine, config)
-        if device.is_gpu:
-            size = "as much as its rows of a step can use" if cache_gib >= most else ""
-            because = size or f"all its rows could use {most:.1f}, and no more is free"
-        yield f"{engine.section}.kv_cache_gib", cache_gib, because
+    for name in search.engines:
+        engine = chosen.engines[name]
+        key = f"{engine.section}.kv_cache_gib"
+        cache_gib = _value(tree, key)
+        if facts.gpus:
+            _, most = cache_bounds_gib(engine, chosen, learns=facts.learns)
+            reason = f"all its rows could use {most:.1f}; {because}"
+            if cache_gib == most:
+                reason = "as much as the rows that it runs at once can use"
+            yield key, cache_gib, reason
+        else:
+            yield key, cache_gib, because
 
 
-def with_changes(config: C, changes: Changes) -> C:
-    """Return the configuration with other values."""
-    tree: Any = to_tree(config)
-    for key, value in changes.items():
-        *sections, name = key.split(".")
-        node = tree
-        for section in sections:
-            node = node[section]
-        node[name] = value
-    return parse(tree, type(config))
+def _value(tree: Any, key: str) -> object:
+    """Return the value of a dotted key."""
+    for name in key.split("."):
+        tree = tree[name]
+    return tree
 
 
 def _level_keys(config: Config) -> Iterator[str]:
@@ -191,99 +174,135 @@ def _level_keys(config: Config) -> Iterator[str]:
 class _Search:
     """The search for the fastest level that fits a GPU."""
 
-    def __init__(
-        self,
-        config: Config,
-        device: Device,
-        level_keys: Sequence[str],
-        engines: Mapping[str, ServedModel],
-    ) -> None:
+    def __init__(self, config: Config, facts: ClusterFacts) -> None:
         self._config = config
-        self._device = device
-        self._level_keys = level_keys
-        self._engines = engines
+        self._facts = facts
+        self._links, self._assumed = _links(facts)
 
-    def fastest(self) -> tuple[Level, list[float], str]:
-        """Return the level, the KV cache of each engine in GiB, and why."""
-        if self._device.memory_bytes is None:
-            because = "the memory of the GPUs is not known"
-            return LEVELS[-1], self._small_caches(), because
+        self.level_keys = tuple(_level_keys(config))
+        self.engines = tuple(
+            name
+            for name, engine in config.active_engines(learns=facts.learns).items()
+            if engine.config.kv_cache_gib == "auto"
+        )
+        self._growing = [
+            name
+            for name in growing_roles(config)
+            if f"{name}.backend.micro_batch_tokens_per_rank" in self.level_keys
+        ]
 
-        usable = USED_SHARE * self._device.memory_bytes
-        size = f"the {self._device.memory_bytes / GIB:.0f} GiB of a GPU"
-        # Many rows at a time are worth more than any setting of a level.
-        for share in (CACHED_SHARE, 0.0):
-            for level in LEVELS:
-                caches = self._caches_on(level, usable, share)
-                if caches is not None:
-                    return level, caches, f"the fastest that fits {size}"
+    def on(self, level: Level, caches: dict[str, float]) -> Config:
+        """Return the configuration on a level, with caches in GiB by engine."""
+        changes = level.changes(self._config, self.level_keys)
+        for name, cache_gib in caches.items():
+            section = self._config.engines[name].section
+            changes[f"{section}.kv_cache_gib"] = cache_gib
+        return with_changes(self._config, changes)
 
-        because = f"nothing fits {size}, and this needs least"
-        return LEVELS[-1], self._small_caches(), because
+    def chosen(self) -> tuple[Config, str]:
+        """Return the configuration with the values of a GPU, and why."""
+        memory_bytes = self._facts.gpu_memory_bytes
+        if memory_bytes is None:
+            return self._most_frugal(), "the memory of the GPUs is not known"
+        if not self._has_shapes():
+            return self._most_frugal(), "the sizes of the model's layers are not known"
 
-    def _caches_on(
-        self, level: Level, usable: float, share: float
-    ) -> list[float] | None:
-        """Return the KV caches that a level leaves room for, in GiB, or None.
+        size = f"the {memory_bytes / GIB:.0f} GiB of a GPU"
+        for share in (USED_SHARE, 1.0):
+            config = self._fastest(share * memory_bytes)
+            if config is None:
+                continue
+            because = f"the fastest that fits {size}, by estimate"
+            if share == 1.0:
+                because = f"nothing leaves a tenth of {size} free; {because}"
+            if self._assumed:
+                because += f"; assumed is {self._assumed}"
+            return config, because
+
+        return self._most_frugal(), f"nothing fits {size}, and this needs least"
+
+    def _has_shapes(self) -> bool:
+        """Return whether memory and time of every pass can be estimated."""
+        config = self._config
+        return all(
+            model_size(name, role, config).shape is not None
+            for name, role in config.model_roles.items()
+        )
+
+    def _fastest(self, usable_bytes: float) -> Config | None:
+        """Return the fastest configuration that fits; None if there is none.
 
         Args:
-            usable: Bytes of a device that may be filled.
-            share: Least share of the largest useful cache.
+            usable_bytes: Bytes of a device that may be filled.
         """
-        plan = self._plan(level)
-        used = {phase: plan.bytes_by_device(phase) for phase in plan.phases}
-        if any(size > usable for sizes in used.values() for size in sizes.values()):
-            return None
 
-        caches = []
-        for name, engine in self._engines.items():
-            device = plan.device_of(name)
-            # An engine that sleeps has no cache.
-            cached = [
-                used[phase][device]
-                for phase in plan.phases
-                if plan.by_role[name][phase].of("cache")
-            ]
-            available_gib = (usable - max(cached)) / GIB
-            least, most = _cache_bounds(engine, self._config)
-            if available_gib < max(least, share * most):
-                return None
-            caches.append(max(least, math.floor(100 * min(available_gib, most)) / 100))
+        learns = self._facts.learns
+
+        def fits(config: Config) -> bool:
+            plan = memory_plan(config, on_gpus=True, learns=learns)
+            _, needed = plan.fullest(on_device=True)
+            return needed <= usable_bytes
+
+        def fitted(level: Level) -> Iterator[Config]:
+            least = self.on(level, self._caches(smallest=True))
+            cached = with_largest_caches(
+                least, self.engines, usable_bytes, learns=learns
+            )
+            if cached is not None and fits(cached):
+                yield with_largest_batches(cached, self._growing, fits)
+
+        return fastest(
+            LEVELS, least_s=self._least_s, fitted=fitted, seconds=self._seconds
+        )
+
+    def _least_s(self, level: Level) -> float:
+        """Return the time on a level if memory were no matter for all else."""
+        config = self.on(level, self._caches(smallest=False))
+        larger = with_larger_batches(config, self._growing, MICRO_BATCH_TOKENS[0])
+        return self._seconds(larger)
+
+    def _seconds(self, config: Config) -> float:
+        """Return the time of a step; differences below a millisecond are none."""
+        return round(step_time(config, self._links).total_s, 3)
+
+    def _most_frugal(self) -> Config:
+        """Return the configuration on the level that needs least.
+
+        Its caches hold a row, and no more than is modest.
+        """
+        least = self._caches(smallest=True)
+        most = self._caches(smallest=False)
+        modest = {
+            name: max(least[name], min(most[name], UNKNOWN_KV_CACHE_GIB))
+            for name in self.engines
+        }
+        return self.on(LEVELS[-1], modest)
+
+    def _caches(self, *, smallest: bool) -> dict[str, float]:
+        """Return the least or the largest useful cache of each engine, in GiB."""
+        config = self._config
+        learns = self._facts.learns
+        caches = {}
+        for name in self.engines:
+            least, most = cache_bounds_gib(config.engines[name], config, learns=learns)
+            caches[name] = least if smallest else most
         return caches
 
-    def _plan(self, level: Level) -> MemoryPlan:
-        """Return the memory plan on a level, with caches of nearly nothing."""
-        changes = level.changes(self._config, self._level_keys)
-        for engine in self._engines.values():
-            changes[f"{engine.section}.kv_cache_gib"] = NO_KV_CACHE_GIB
-        return memory_plan(with_changes(self._config, changes), on_gpus=True)
 
-    def _small_caches(self) -> list[float]:
-        """Return caches in GiB that hold a row, and no more than is modest."""
-        engines = self._engines.values()
-        bounds = [_cache_bounds(engine, self._config) for engine in engines]
-        return [max(least, min(most, UNKNOWN_KV_CACHE_GIB)) for least, most in bounds]
+def _links(facts: ClusterFacts) -> tuple[Links, str]:
+    """Return the links of a cluster's GPUs, and what was assumed of them."""
+    assumed = []
+    gpu = facts.gpu
+    if gpu is None:
+        gpu = ASSUMED_GPU
+        assumed.append(f"gpu={gpu.name}")
 
+    link = facts.link_bytes_per_s
+    if link is None:
+        link = ASSUMED_LINK_GBIT_PER_S * 10**9 / 8
+        # Nothing goes over it on a single node.
+        if facts.nodes > 1:
+            assumed.append(f"link={ASSUMED_LINK_GBIT_PER_S}G")
 
-def least_cache_gib(engine: ServedModel, config: Config) -> float:
-    """Return the smallest KV cache of an engine that holds a row, in GiB."""
-    least, _ = _cache_bounds(engine, config)
-    return least
-
-
-def _cache_bounds(engine: ServedModel, config: Config) -> tuple[float, float]:
-    """Return the least and the largest useful KV cache of an engine, in GiB."""
-    row_bytes = row_cache_bytes(engine, settings_of(engine.path, config))
-    if row_bytes is None:
-        return LEAST_KV_CACHE_GIB, UNKNOWN_KV_CACHE_GIB
-
-    rows = -(-config.rows_per_step // engine.replicas)
-    at_once = min(rows, VLLM_BATCHED_REQUESTS)
-    # vLLM counts in blocks, which hold a little more than a row.
-    row_gib = CACHE_PER_ROW * row_bytes / GIB
-    least = max(LEAST_KV_CACHE_GIB, _rounded_up(row_gib))
-    return least, max(least, _rounded_up(at_once * row_gib))
-
-
-def _rounded_up(gib: float) -> float:
-    return math.ceil(100 * gib) / 100
+    gpus_per_node = max(1, -(-facts.gpus // facts.nodes))
+    return Links.between(gpu, gpus_per_node, link), ",".join(assumed)

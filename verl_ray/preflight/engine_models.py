@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from verl_ray.config.rollout import ServedModel
+from verl_ray.config.rollout import RolloutEngineConfig, ServedModel
 from verl_ray.config.schema import Config
 from verl_ray.config.suggest import either, nearest_divisors
 from verl_ray.config.vllm_limits import (
@@ -20,7 +20,7 @@ from verl_ray.config.vllm_limits import (
     SILU_FAMILIES,
 )
 from verl_ray.errors import Problem
-from verl_ray.models.settings import ACTIVATIONS
+from verl_ray.models.settings import ACTIVATIONS, positions_of
 from verl_ray.preflight.machine import GIB, Machine
 from verl_ray.preflight.model_files import config_json, has_experts
 
@@ -91,21 +91,20 @@ def _cache_problems(
 
     tokens = engine.max_prompt_tokens + engine.max_response_tokens
     rule = f"one row of {tokens} tokens needs {needed / GIB:.3g} GiB of it"
-    fix = (
-        f"Give more than that, for several rows at a time; or shorter rows, or"
-        f" {engine.section}.dtype=bfloat16."
-    )
+    ways = ["shorter rows"]
+    if engine.config.dtype == "float32":
+        ways.append(f"{engine.section}.dtype=bfloat16")
+    fix = f"Give more than that, for several rows at a time; or {either(ways)}."
     yield Problem(f"{engine.section}.kv_cache_gib", cache_gib, rule, fix)
 
 
 def row_cache_bytes(engine: ServedModel, settings: Mapping[str, object]) -> int | None:
     """Return the KV cache that one row of the greatest length needs on a rank.
 
-    Every layer has a key and a value per token and head. vLLM needs a little more,
-    since it counts in blocks.
+    vLLM needs a little more, since it counts in blocks.
 
     Args:
-        engine: The engine. A type that is `auto` counts as the narrower one.
+        engine: The engine.
         settings: Contents of its model's config.json.
 
     Returns:
@@ -128,17 +127,34 @@ def row_cache_bytes(engine: ServedModel, settings: Mapping[str, object]) -> int 
     assert isinstance(kv_heads, int) and isinstance(head_size, int)
 
     tokens = engine.max_prompt_tokens + engine.max_response_tokens
-    heads_per_rank = max(1, kv_heads // engine.config.tensor_parallel)
-    element_bytes = 4 if engine.config.dtype == "float32" else 2
-    return 2 * layers * heads_per_rank * head_size * element_bytes * tokens
+    return tokens * cache_bytes_per_token(engine.config, layers, kv_heads, head_size)
+
+
+def cache_bytes_per_token(
+    engine: RolloutEngineConfig, layers: int, kv_heads: int, head_size: int
+) -> int:
+    """Return the bytes of a token in the KV cache of a rank.
+
+    Every layer has a key and a value per head. A type that is `auto` counts as the
+    narrower one.
+
+    Args:
+        engine: Settings of the engine.
+        layers: Layers of its model.
+        kv_heads: Heads of keys and values of each layer, over all ranks.
+        head_size: Size of a head.
+    """
+    heads_per_rank = max(1, kv_heads // engine.tensor_parallel)
+    element_bytes = 4 if engine.dtype == "float32" else 2
+    return 2 * layers * heads_per_rank * head_size * element_bytes
 
 
 def judge_problems(config: Config) -> Iterator[Problem]:
     """Yield judges whose question and reply do not fit their model."""
     for name, judge in config.judges.items():
         longest = judge.max_prompt_tokens + judge.max_response_tokens
-        positions = config_json(judge.model.folder).get("max_position_embeddings")
-        if not isinstance(positions, int) or longest <= positions:
+        positions = positions_of(config_json(judge.model.folder))
+        if positions is None or longest <= positions:
             continue
 
         key = f"{name}.max_prompt_tokens"

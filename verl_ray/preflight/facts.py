@@ -9,14 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from verl_ray.checkpoint.store import CheckpointStore
 from verl_ray.config.schema import Config
 from verl_ray.errors import CheckpointError
+from verl_ray.preflight.gpus import Gpu
 from verl_ray.preflight.machine import Machine
 from verl_ray.preflight.model_files import json_object, made_model
-from verl_ray.preflight.role_memory import model_size
+from verl_ray.preflight.model_sizes import model_size
+
+_PRESENT_TIME = "strftime_now"
 
 UNKNOWN_MACHINE = Machine(cores=1, gpus=0, memory_bytes=0, shm_free_bytes=0)
 """What is assumed of a cluster of which nothing is known yet."""
@@ -42,6 +46,17 @@ class ClusterFacts:
     """False for a single evaluation, which starts fewer processes."""
     gpu_memory_bytes: int | None = None
     """Memory of the smallest GPU; None without a GPU, or if it is not known."""
+    gpu: Gpu | None = None
+    """The kind of the smallest GPU; None without a GPU, or if it is not known."""
+    link_bytes_per_s: float | None = None
+    """From each GPU to other nodes and at the same time from them, each; None if it is
+    not known."""
+    memory_bytes: int = 0
+    """Memory of the host of a node; 0 if it is not known."""
+    shm_free_bytes: int = 0
+    """Free bytes in /dev/shm of a node; 0 if it is not known."""
+    template_day: str | None = None
+    """Day on which the run began, if the chat template writes the day."""
 
 
 def facts_of(
@@ -52,6 +67,10 @@ def facts_of(
     checkpoint: str | None,
     learns: bool = True,
     gpu_memory_bytes: int | None = None,
+    gpu: Gpu | None = None,
+    link_bytes_per_s: float | None = None,
+    memory_bytes: int = 0,
+    shm_free_bytes: int = 0,
 ) -> ClusterFacts:
     """Return the facts of a run on a cluster.
 
@@ -62,6 +81,10 @@ def facts_of(
         checkpoint: Path of the newest checkpoint of the run, if it has any.
         learns: Whether the run trains. False stands for an evaluation alone.
         gpu_memory_bytes: Memory of the smallest GPU, if it is known.
+        gpu: The kind of this GPU, if it is known.
+        link_bytes_per_s: From each GPU to other nodes and back, if it is known.
+        memory_bytes: Memory of the host of a node, if it is known.
+        shm_free_bytes: Free bytes in /dev/shm of a node, if they are known.
     """
     path = config.model_roles[config.evaluated_role].model.folder
     # The tokenizer that a run makes has single characters, and no template.
@@ -83,6 +106,11 @@ def facts_of(
         checkpoint=checkpoint,
         learns=learns,
         gpu_memory_bytes=gpu_memory_bytes,
+        gpu=gpu,
+        link_bytes_per_s=link_bytes_per_s,
+        memory_bytes=memory_bytes,
+        shm_free_bytes=shm_free_bytes,
+        template_day=_day_of(config, checkpoint) if _writes_day(path) else None,
     )
 
 
@@ -114,6 +142,10 @@ def facts_here(
         checkpoint=checkpoint,
         learns=learns,
         gpu_memory_bytes=machine.gpu_memory_bytes,
+        gpu=machine.gpu,
+        link_bytes_per_s=machine.link_bytes_per_s,
+        memory_bytes=machine.memory_bytes,
+        shm_free_bytes=machine.shm_free_bytes,
     )
 
 
@@ -133,6 +165,35 @@ def has_chat_template(directory: str) -> bool:
     except (OSError, ValueError):
         return False
     return bool(json_object(folder / "tokenizer_config.json").get("chat_template"))
+
+
+def _writes_day(directory: str) -> bool:
+    """Return whether a chat template in a directory asks for the present time."""
+    folder = Path(directory)
+    for pattern in ("chat_template.jinja", "tokenizer_config.json", "*/*.jinja"):
+        for file in folder.glob(pattern):
+            try:
+                if _PRESENT_TIME in file.read_text():
+                    return True
+            # It is reported where models are checked.
+            except (OSError, ValueError):
+                continue
+    return False
+
+
+def _day_of(config: Config, checkpoint: str | None) -> str:
+    """Return the day that the checkpoint of a run has recorded, or else today."""
+    resume = config.run.resume
+    source = resume if checkpoint is None else checkpoint
+    if resume != "none":
+        try:
+            saved = CheckpointStore.open(Path(source), verify=False).config
+        except (CheckpointError, OSError):
+            saved = {}
+        day = saved.get("data", {}).get("template_day")
+        if isinstance(day, str) and day != "auto":
+            return day
+    return datetime.now(UTC).date().isoformat()
 
 
 def _newest_checkpoint(config: Config) -> str | None:

@@ -17,8 +17,8 @@ import importlib.metadata
 import ipaddress
 import os
 import socket
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from verl_ray.config.rollout_task import RolloutTaskConfig
@@ -32,15 +32,17 @@ from verl_ray.hub.names import is_hub_id
 from verl_ray.paths import in_ray_package, nearest_existing, path_suggestion
 from verl_ray.preflight.backends import backend_problems
 from verl_ray.preflight.costs import cost_warnings
-from verl_ray.preflight.facts import facts_here
+from verl_ray.preflight.facts import ClusterFacts, facts_here
 from verl_ray.preflight.machine import Machine
 from verl_ray.preflight.model_directories import model_problems
-from verl_ray.preflight.resolve import resolve
+from verl_ray.preflight.resolve import resolutions, resolve
+from verl_ray.preflight.resolved_record import resolved_elsewhere, with_auto_again
 from verl_ray.preflight.resources import resource_problems, resource_warnings
+from verl_ray.preflight.savings import in_words
 from verl_ray.rewards.remote import url_problem
 from verl_ray.rewards.specs import spec_problems
 from verl_ray.rollout.vllm_core import installed_version
-from verl_ray.tracking.wandb_run import credentials_problem
+from verl_ray.tracking.wandb_credentials import credentials_problem
 
 INPUTS_STARTED = "made-by-verl_ray"
 """Marker in run.dir/inputs: a run made this folder and may delete it."""
@@ -76,7 +78,8 @@ def preflight(
             this machine needs them in any case.
     """
     # What a run needs depends on what each `auto` will stand for.
-    planned = resolve(config, facts_here(config, machine, learns=not evaluates))
+    facts = facts_here(config, machine, learns=not evaluates)
+    planned = resolve(config, facts)
     # A cluster of which nothing is known yet leaves it open.
     known = config if machine is None else planned
 
@@ -103,10 +106,54 @@ def preflight(
         findings.problems += _endpoint_problems(planned.rollout_task, machine)
         findings.warnings += _endpoint_warnings(planned.rollout_task)
 
-    findings.problems += resource_problems(planned, machine)
-    findings.warnings += resource_warnings(planned, machine)
+    learns = not evaluates
+    if machine is not None:
+        findings.warnings += _recorded_warnings(config, facts)
+    of_resources = resource_problems(planned, machine, learns=learns)
+    findings.problems += _with_origin(of_resources, config, machine)
+    findings.warnings += resource_warnings(planned, machine, learns=learns)
     findings.warnings += cost_warnings(known, machine, evaluates=evaluates)
     return findings
+
+
+def _recorded_warnings(config: Config, facts: ClusterFacts) -> Iterator[str]:
+    """Yield a warning if values that a run has resolved would be others here."""
+    record = config.run.resolved
+    recorded: dict[str, object] = {**record.cpu, **record.gpu}
+    if not recorded:
+        return
+    again = with_auto_again(config)
+    here = {each.key: each.value for each in resolutions(again, facts)}
+
+    # What is `auto` now is resolved here in any case.
+    for each in resolutions(config, facts):
+        here.pop(each.key, None)
+    there = {
+        key: value
+        for key, value in recorded.items()
+        if key in here and here[key] != value
+    }
+    if there:
+        yield (
+            f"auto became {in_words(there)} on another machine, and these values stay;"
+            f" here it becomes {in_words({key: here[key] for key in there})}. KEY=auto"
+            " resolves one anew"
+        )
+
+
+def _with_origin(
+    problems: Iterable[Problem], config: Config, machine: Machine | None
+) -> Iterator[Problem]:
+    """Yield the problems; those of values that a run chose on other devices say so."""
+    on_gpus = machine is not None and machine.gpus > 0
+    chosen = resolved_elsewhere(config, on_gpus=on_gpus)
+    device = "a CPU" if on_gpus else "GPUs"
+
+    for problem in problems:
+        if problem.key in chosen:
+            rule = f"{problem.rule}; auto became this on {device}"
+            problem = replace(problem, rule=rule)
+        yield problem
 
 
 def _installed_problems() -> Iterator[Problem]:

@@ -18,13 +18,10 @@ from verl_ray.backends.base import (
     ActivationPartition,
     BytesPerPart,
     MemoryPart,
+    ModuleBackend,
 )
 from verl_ray.config.roles import ModelRole
-from verl_ray.config.rollout import (
-    VLLM_BATCHED_REQUESTS,
-    VLLM_BATCHED_TOKENS,
-    RolloutEngineConfig,
-)
+from verl_ray.config.rollout import VLLM_BATCHED_TOKENS, RolloutEngineConfig
 from verl_ray.config.section import resolved
 from verl_ray.ops.chunks import CHUNK_LOGITS, KEPT_LOGITS
 from verl_ray.preflight.model_sizes import ModelSize
@@ -37,7 +34,7 @@ ROW_BYTES = 64
 """Bytes per token of ids, positions, indices and the columns that a loss reads."""
 
 CERTAIN: frozenset[MemoryPart] = frozenset(
-    {"weights", "gradients", "optimizer", "cache"}
+    {"weights", "gradients", "optimizer", "cache", "snapshots"}
 )
 """Parts that are counted; the others are estimated.
 
@@ -78,7 +75,13 @@ class Footprint:
 
 
 def footprint(
-    role: ModelRole, model: ModelSize, forward: Workload, update: Workload, device: str
+    role: ModelRole,
+    model: ModelSize,
+    forward: Workload,
+    update: Workload,
+    device: str,
+    *,
+    learns: bool = True,
 ) -> Footprint:
     """Return the memory of a role on a training backend.
 
@@ -88,24 +91,35 @@ def footprint(
         forward: Rows of a pass without gradients.
         update: Rows of an optimizer step.
         device: "cpu" or "cuda".
+        learns: Whether the job trains. False stands for an evaluation alone.
     """
     backend = role.backend
-    trained = trained_parameters(role, model)
+    trained = trained_parameters(role, model) if learns else 0
     memory = backend.rank_memory(role.num_ranks, model, trained)
 
     def working(work: Workload, *, learns: bool) -> dict[MemoryPart, int]:
         activations = 0
         if model.shape is not None:
+            # An adapter's gradient passes through the head, which has none itself.
+            head_learns = learns and trained == model.parameters
             activations = _activations(
-                backend, model.shape, work, device, learns=learns
+                backend,
+                model.shape,
+                work,
+                device,
+                learns=learns,
+                head_learns=head_learns,
             )
+            # Megatron adds both gradients of a tied embedding up in place.
+            if head_learns and model.tied and isinstance(backend, ModuleBackend):
+                activations = max(activations, _embedding_gradients(model.shape))
         buffers = backend.working_bytes(
             role.num_ranks, model, trained, batches=work.batches, learns=learns
         )
         return {"activations": activations, "buffers": buffers}
 
     update_bytes: BytesPerPart = {}
-    if role.as_learner is not None:
+    if trained:
         update_bytes = {
             "gradients": memory.transient,
             **working(update, learns=True),
@@ -128,7 +142,13 @@ def trained_parameters(role: ModelRole, model: ModelSize) -> int:
 
 
 def _activations(
-    backend: Backend, shape: ModelShape, work: Workload, device: str, *, learns: bool
+    backend: Backend,
+    shape: ModelShape,
+    work: Workload,
+    device: str,
+    *,
+    learns: bool,
+    head_learns: bool,
 ) -> int:
     """Return the activations of the layers that a rank holds, and of the head."""
     partition = backend.activation_partition()
@@ -147,7 +167,7 @@ def _activations(
         FLOAT32 * 2 * hidden // norm_ranks
         + width * (2 * queries + 2 * keys + 3 * inner) // tensor
     )
-    head = _head(shape, work.logit_tokens, width, device, tensor, learns=learns)
+    head = _head(backend, shape, work, device, learns=learns, head_learns=head_learns)
     # Hidden states before, in and after the last norm, and as ranks exchange them;
     # cosines and sines of positions; the columns of rows.
     positions = 2 * shape.head_size
@@ -222,27 +242,30 @@ def _saved_of_layer(
 
 
 def _head(
+    backend: Backend,
     shape: ModelShape,
-    logit_tokens: int,
-    width: int,
+    work: Workload,
     device: str,
-    tensor: int,
     *,
     learns: bool,
+    head_learns: bool,
 ) -> int:
     """Return the memory for logits, or for the values of a head with one number.
 
     Args:
+        backend: Backend, whose tensor-parallel ranks share the vocabulary.
         shape: Shape of the model.
-        logit_tokens: Number of tokens whose logits are needed.
-        width: Bytes of a logit.
+        work: Rows that are computed.
         device: "cpu" or "cuda".
-        tensor: Number of ranks that share the vocabulary.
         learns: Whether there is a backward pass.
+        head_learns: Whether it makes a gradient of the head.
     """
+    logit_tokens = work.logit_tokens
     if shape.vocab_size == 1:
         return FLOAT32 * logit_tokens * shape.hidden_size
 
+    width = backend.compute_width
+    tensor = backend.activation_partition().tensor_parallel
     words = -(-shape.vocab_size // tensor)
     logits = logit_tokens * words
     # A chunk of logits in float32 and its log-probs; with gradients, theirs too.
@@ -255,11 +278,19 @@ def _head(
         return chunk + width * logits * copies
 
     # Logits are computed again in the backward pass, which sums the head's gradient.
-    if learns:
+    if head_learns:
         # Its share of a chunk is as large, in the type of the computation.
         widths = FLOAT32 + (width if width != FLOAT32 else 0)
         return chunk + widths * words * shape.hidden_size
     return chunk
+
+
+def _embedding_gradients(shape: ModelShape) -> int:
+    """Return what a tied embedding adds to the gradients at the end of an update.
+
+    Its gradient as an embedding, and the sum with that as a head, are there next to it.
+    """
+    return 2 * FLOAT32 * shape.vocab_size * shape.hidden_size
 
 
 # ---------------------------------------------------------------------- rollout engines
@@ -271,6 +302,8 @@ def engine_footprint(
     prompt_tokens: int,
     requests: int,
     device: str,
+    *,
+    scored_tokens: int = 0,
 ) -> Footprint:
     """Return the memory of one rank of a vLLM engine.
 
@@ -280,6 +313,8 @@ def engine_footprint(
         prompt_tokens: Number of tokens of all prompts of a replica.
         requests: Number of requests of a replica.
         device: "cpu" or "cuda".
+        scored_tokens: Number of tokens of the longest prompt whose log-probs may be
+            asked for.
     """
     width = FLOAT32 if resolved(engine.dtype) == "float32" else BFLOAT16
     tensor = engine.tensor_parallel
@@ -298,22 +333,17 @@ def engine_footprint(
         persistent["buffers"] = width * shape.vocab_size * shape.hidden_size // tensor
 
     # vLLM limits the tokens and the requests of one forward pass.
-    most_tokens = _argument(engine, "max_num_batched_tokens", VLLM_BATCHED_TOKENS)
-    most_requests = _argument(engine, "max_num_seqs", VLLM_BATCHED_REQUESTS)
+    most_tokens = engine.vllm_args.get("max_num_batched_tokens")
+    if not isinstance(most_tokens, int):
+        most_tokens = VLLM_BATCHED_TOKENS
     tokens = min(prompt_tokens, most_tokens)
-    running = min(requests, most_requests)
+    running = min(requests, engine.batched_requests)
 
     queries = shape.num_heads * shape.head_size
     keys = shape.num_kv_heads * shape.head_size
     parallel = 2 * queries + 2 * keys + 3 * shape.intermediate_size
     layer = tokens * width * (4 * shape.hidden_size + parallel // tensor)
-    logits = 3 * FLOAT32 * running * shape.vocab_size
+    # The logits of a prompt that is scored come after those of the requests.
+    rows = running + min(scored_tokens, most_tokens)
+    logits = 3 * FLOAT32 * rows * shape.vocab_size
     return Footprint(persistent, {"activations": max(layer, logits)}, {})
-
-
-def _argument(engine: RolloutEngineConfig, name: str, default: int) -> int:
-    """Return an integer among the arguments that the user passes to vLLM."""
-    value = engine.vllm_args.get(name)
-    if isinstance(value, int):
-        return value
-    return default

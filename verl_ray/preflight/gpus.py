@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from verl_ray.profiling.flops import BFLOAT16_PEAK_FLOPS_PER_S as PEAK
+from verl_ray.profiling.flops import bfloat16_peak_of
 
 GIB = 2**30
 GB = 10**9
@@ -64,3 +65,20 @@ GPUS: Mapping[str, Gpu] = {
     )
 }
 """By the names that `--machine` takes, in GB/s per direction."""
+
+
+def listed_gpu(name: str, memory_bytes: int) -> Gpu | None:
+    """Return the listed GPU that has the FLOPs of a GPU, and the nearest memory.
+
+    Args:
+        name: The maker's name, such as NVIDIA A100-SXM4-80GB.
+        memory_bytes: Memory of the GPU.
+
+    Returns:
+        The listed GPU; None if none has these FLOPs.
+    """
+    peak = bfloat16_peak_of(name)
+    alike = [gpu for gpu in GPUS.values() if gpu.flops_per_s == peak]
+    return min(
+        alike, key=lambda gpu: abs(gpu.memory_bytes - memory_bytes), default=None
+    )

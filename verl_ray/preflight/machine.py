@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl_ray.config.schema import Config
-from verl_ray.preflight.gpus import Gpu
-from verl_ray.weight_sync.shared_files import available_bytes
+from verl_ray.preflight.gpus import GIB as GIB
+from verl_ray.preflight.gpus import Gpu, listed_gpu
+from verl_ray.shared_files import available_bytes
 
 MIB = 2**20
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Machine:
     """Whether the CPU has instructions for bfloat16, which are emulated otherwise."""
     nodes: int = 1
     gpu: Gpu | None = None
-    """The kind of its GPUs, for a machine that was described; None for this one."""
+    """The kind of the smallest GPU; None without a GPU, or if it is none of `GPUS`."""
     link_bytes_per_s: float | None = None
     """From each GPU to other nodes and at the same time from them, each; from the node
     where it has no GPU. None if it is not known."""
@@ -68,12 +68,14 @@ class Machine:
     @staticmethod
     def here() -> Machine:
         """Return this machine, within the limits of its container."""
+        smallest = smallest_gpu()
         return Machine(
             cores=len(os.sched_getaffinity(0)),
             gpus=len(list(Path("/dev").glob("nvidia[0-9]*"))),
-            memory_bytes=_memory_bytes(),
+            memory_bytes=host_memory_bytes(),
             shm_free_bytes=available_bytes(),
-            gpu_memory_bytes=gpu_memory_bytes(),
+            gpu_memory_bytes=None if smallest is None else smallest.memory_bytes,
+            gpu=None if smallest is None else smallest.kind,
             computes_bfloat16=_computes_bfloat16(),
         )
 
@@ -95,7 +97,7 @@ def _computes_bfloat16() -> bool:
     return not words.isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
 
 
-def _memory_bytes() -> int:
+def host_memory_bytes() -> int:
     """Return the memory of the machine, or the limit of its container."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
@@ -104,6 +106,10 @@ def _memory_bytes() -> int:
         # The file is missing, or it reads "max" because there is no limit.
         return total
     return min(total, limit)
+
+
+_NAME_BYTES = 96
+"""Length of the names of NVML, NVML_DEVICE_NAME_V2_BUFFER_SIZE."""
 
 
 class _GpuMemory(ctypes.Structure):
@@ -116,8 +122,22 @@ class _GpuMemory(ctypes.Structure):
     )
 
 
-def gpu_memory_bytes() -> int | None:
-    """Return the memory of the smallest GPU, as the driver's library (NVML) reports it.
+@dataclass(frozen=True)
+class GpuReport:
+    """A GPU as its driver reports it."""
+
+    memory_bytes: int
+    name: str
+    """Its maker's name of it, such as NVIDIA H100 80GB HBM3; empty if there is none."""
+
+    @property
+    def kind(self) -> Gpu | None:
+        """The listed GPU that it is; None if it is none of them."""
+        return listed_gpu(self.name, self.memory_bytes)
+
+
+def smallest_gpu() -> GpuReport | None:
+    """Return the smallest GPU, as the driver's library (NVML) reports it.
 
     NVML needs neither torch nor a context on the device. Its functions return 0 when
     they succeed.
@@ -129,7 +149,7 @@ def gpu_memory_bytes() -> int | None:
     if nvml.nvmlInit_v2():
         return None
 
-    totals: list[int] = []
+    gpus: list[GpuReport] = []
     # An older driver may lack one of these functions.
     with contextlib.suppress(AttributeError):
         count = ctypes.c_uint()
@@ -139,8 +159,12 @@ def gpu_memory_bytes() -> int | None:
             if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)):
                 continue
             memory = _GpuMemory()
-            if not nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)):
-                totals.append(memory.total)
+            if nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)):
+                continue
+            # Where this fails, it leaves the name empty.
+            name = ctypes.create_string_buffer(_NAME_BYTES)
+            nvml.nvmlDeviceGetName(device, name, _NAME_BYTES)
+            gpus.append(GpuReport(memory.total, name.value.decode(errors="replace")))
 
     nvml.nvmlShutdown()
-    return min(totals, default=None)
+    return min(gpus, key=lambda gpu: gpu.memory_bytes, default=None)

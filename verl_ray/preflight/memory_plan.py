@@ -17,7 +17,7 @@ from typing import Literal
 from verl_ray.backends.base import BytesPerPart
 from verl_ray.config.schema import Config
 from verl_ray.preflight.footprints import CERTAIN
-from verl_ray.preflight.machine import GIB, MIB
+from verl_ray.preflight.machine import GIB, MIB, Machine
 from verl_ray.preflight.role_memory import (
     ROLLOUT,
     Phase,
@@ -49,6 +49,14 @@ RESIDENT_BYTES: Mapping[ProcessKind, int] = {
 """Memory of a process, including the libraries that processes share.
 
 It was 458, 665 and 418 MiB in the same runs.
+"""
+
+NODE_BYTES = 820 * MIB
+"""Memory of a node besides the processes of the roles: the driver, Ray's own processes,
+libraries that processes share, and the least object store that Ray accepts.
+
+In a run on a CPU these were 365, 345 and 36 MiB (proportional set sizes), and Ray
+refuses a store of less than 75 MiB. Their sum is rounded down.
 """
 
 CONTEXT_BYTES = GIB // 2
@@ -118,13 +126,14 @@ class MemoryPlan:
         # On a GPU torch counts memory that vLLM has put to sleep as if it were in use.
         return not self.on_gpus or phase == "generate"
 
-    def host_bytes(self, phase: Phase, *, certain: bool = False) -> int:
-        """Return the memory of the host in a phase, of all ranks together.
+    def host_bytes(self, phase: Phase, *, certain: bool = False, nodes: int = 1) -> int:
+        """Return the memory of all hosts in a phase.
 
         On a CPU this is all memory. On a machine with GPUs it is that of the processes,
         and of the state that is offloaded.
         """
-        total = 0
+        # What every node needs is an estimate.
+        total = 0 if certain else nodes * NODE_BYTES
         for group in self.processes:
             total += group.nbytes + group.ranks * self._on_host(group, phase, certain)
         return total
@@ -139,17 +148,39 @@ class MemoryPlan:
             phase: Phase of a step.
             gpus: Number of GPUs of a node.
         """
+        by_gpu, others = self._hosts(phase, certain=False)
+        return NODE_BYTES + others + sum(sorted(by_gpu, reverse=True)[:gpus])
+
+    def least_node_bytes(self, phase: Phase, machine: Machine) -> int:
+        """Return a lower bound of what the host of the fullest node needs in a phase.
+
+        It is a node's share of everything. Where a run leaves GPUs idle, it is the
+        memory of as many GPUs as a node has: processes fill one node after another, if
+        these have enough cores.
+        """
+        by_gpu, others = self._hosts(phase, certain=True)
+        of_a_share = (others + sum(by_gpu)) // machine.nodes
+        processes = sum(group.ranks for group in self.processes)
+        if not machine.gpus or processes > machine.cores:
+            return of_a_share
+        return max(of_a_share, sum(sorted(by_gpu)[: machine.gpus]))
+
+    def _hosts(self, phase: Phase, *, certain: bool) -> tuple[list[int], int]:
+        """Return the memory of the hosts for each GPU, and for processes without one.
+
+        A rank of a model stands for a GPU where there are none.
+        """
         by_gpu: dict[tuple[str, int], int] = {}
         without_gpu = 0
         for group in self.processes:
-            of_rank = PROCESS_BYTES[group.kind] + self._on_host(group, phase, False)
+            of_rank = PROCESS_BYTES[group.kind] + self._on_host(group, phase, certain)
             if not any(role in self.by_role for role in group.roles):
                 without_gpu += group.ranks * of_rank
                 continue
             for rank in range(group.ranks):
                 gpu = (group.device, rank)
                 by_gpu[gpu] = by_gpu.get(gpu, 0) + of_rank
-        return without_gpu + sum(sorted(by_gpu.values(), reverse=True)[:gpus])
+        return list(by_gpu.values()), without_gpu
 
     def device_bytes(self, phase: Phase, *, certain: bool = False) -> int:
         """Return the memory of the fullest GPU in a phase; 0 without GPUs."""
@@ -177,10 +208,16 @@ class MemoryPlan:
                 per_device[group.device] = before + context + own
         return per_device
 
-    def fullest(self, *, on_device: bool, certain: bool = False) -> tuple[Phase, int]:
+    def fullest(
+        self, *, on_device: bool, certain: bool = False, nodes: int = 1
+    ) -> tuple[Phase, int]:
         """Return the phase that needs most memory, and the bytes that it needs."""
-        size_of_phase = self.device_bytes if on_device else self.host_bytes
-        sizes = {phase: size_of_phase(phase, certain=certain) for phase in self.phases}
+        sizes = {
+            phase: self.device_bytes(phase, certain=certain)
+            if on_device
+            else self.host_bytes(phase, certain=certain, nodes=nodes)
+            for phase in self.phases
+        }
         phase = max(self.phases, key=lambda phase: sizes[phase])
         return phase, sizes[phase]
 
@@ -228,23 +265,25 @@ def _total(sizes: BytesPerPart, certain: bool = False) -> int:
     return sum(size for part, size in sizes.items() if part in CERTAIN or not certain)
 
 
-def memory_plan(config: Config, *, on_gpus: bool) -> MemoryPlan:
+def memory_plan(config: Config, *, on_gpus: bool, learns: bool = True) -> MemoryPlan:
     """Return the memory plan of a run.
 
     Args:
         config: Configuration of the run, resolved for this kind of machine.
         on_gpus: Whether the machine has GPUs.
+        learns: Whether the job trains. False stands for an evaluation alone, which
+            starts fewer roles and holds neither gradients nor optimizers.
     """
-    by_role = memory_by_role(config, on_gpus=on_gpus)
-    processes = tuple(_planned_processes(config))
-    return MemoryPlan(on_gpus, phases_of(config), processes, by_role)
+    by_role = memory_by_role(config, on_gpus=on_gpus, learns=learns)
+    processes = tuple(_planned_processes(config, learns=learns))
+    return MemoryPlan(on_gpus, phases_of(config, learns=learns), processes, by_role)
 
 
-def _planned_processes(config: Config) -> Iterator[PlannedProcesses]:
-    """Yield all processes of a run."""
-    yield from _trainer_processes(config)
+def _planned_processes(config: Config, *, learns: bool) -> Iterator[PlannedProcesses]:
+    """Yield all processes of a run, or of a single evaluation."""
+    yield from _trainer_processes(config, learns=learns)
 
-    for name, engine in config.engines.items():
+    for name, engine in config.active_engines(learns=learns).items():
         kind: ProcessKind = "rollout" if name == ROLLOUT else "judge"
         shares_devices = config.shares_processes and kind == "rollout"
         yield PlannedProcesses(
@@ -256,7 +295,7 @@ def _planned_processes(config: Config) -> Iterator[PlannedProcesses]:
             value=engine.replicas,
         )
 
-    for name, grader in config.graders.items():
+    for name, grader in config.active_graders(learns=learns).items():
         # The others are models, which are among the roles above.
         if grader.cpu_ranks is None:
             continue
@@ -270,14 +309,14 @@ def _planned_processes(config: Config) -> Iterator[PlannedProcesses]:
         )
 
 
-def _trainer_processes(config: Config) -> Iterator[PlannedProcesses]:
+def _trainer_processes(config: Config, *, learns: bool) -> Iterator[PlannedProcesses]:
     """Yield the processes that run models on training backends.
 
     With placement=colocated, the roles on one backend share their processes.
     """
     colocated = config.shares_processes
     homes: dict[str, list[str]] = {}
-    for name, role in config.model_roles.items():
+    for name, role in config.active_models(learns=learns).items():
         home = role.backend.kind if colocated else name
         homes.setdefault(home, []).append(name)
 

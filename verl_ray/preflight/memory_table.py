@@ -27,8 +27,6 @@ _WIDTH = 110
 # No table is wider.
 _WIDEST = 1000
 
-_PARTS: tuple[MemoryPart, ...] = get_args(MemoryPart)
-
 
 def print_tables(*tables: RenderableType) -> None:
     """Print tables, and lines that are as long as they are, to stdout."""
@@ -38,6 +36,17 @@ def print_tables(*tables: RenderableType) -> None:
     for table in tables:
         # A path that is not cut can be copied.
         console.print(table, soft_wrap=isinstance(table, str), highlight=False)
+
+
+def compact_table(title: str) -> Table:
+    """Return an empty table without frames, whose first column begins a line."""
+    return Table(
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
 
 
 class _MemoryTables:
@@ -50,14 +59,15 @@ class _MemoryTables:
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> Iterator[RenderableType]:
-        whole = _table(self._plan, _PARTS, self._plan.phases, self._nodes)
+        parts = _parts_of(self._plan)
+        whole = _table(self._plan, parts, self._plan.phases, self._nodes)
         if console.measure(whole, options=options.update(width=_WIDEST)).maximum <= (
             options.max_width
         ):
             yield whole
             return
 
-        yield _table(self._plan, _PARTS, (), self._nodes)
+        yield _table(self._plan, parts, (), self._nodes)
         yield _table(self._plan, (), self._plan.phases, self._nodes)
 
 
@@ -74,6 +84,13 @@ def memory_table(plan: MemoryPlan, *, nodes: int = 1) -> RenderableType:
     return _MemoryTables(plan, nodes)
 
 
+def _parts_of(plan: MemoryPlan) -> tuple[MemoryPart, ...]:
+    """Return the parts of memory that some role has."""
+    parts: tuple[MemoryPart, ...] = get_args(MemoryPart)
+    memory = [each for phases in plan.by_role.values() for each in phases.values()]
+    return tuple(part for part in parts if any(each.of(part) for each in memory))
+
+
 def _table(
     plan: MemoryPlan,
     parts: tuple[MemoryPart, ...],
@@ -81,7 +98,7 @@ def _table(
     nodes: int,
 ) -> Table:
     """Return a table with some of the parts, and some of the phases."""
-    phase, most = plan.fullest(on_device=plan.on_gpus)
+    phase, most = plan.fullest(on_device=plan.on_gpus, nodes=nodes)
     # One unit for the whole table, so that figures can be compared.
     unit = MIB
     unit_name = "MiB"
@@ -93,13 +110,9 @@ def _table(
     title = f"memory in {unit_name} per rank, predicted"
     if phases:
         title += f": {place} is fullest in the phase {phase}, {most / GIB:.2f} GiB"
-    table = Table(
-        title=title,
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
+    table = compact_table(title)
+    # The edge between numbers is enough, and 80 columns hold all parts.
+    table.padding = 0
     table.add_column("role", no_wrap=True)
     for heading in (*parts, *phases):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -117,7 +130,7 @@ def _table(
     if plan.on_gpus:
         of_device = [_text(plan.device_bytes(phase), unit) for phase in phases]
         table.add_row("device", *blank, *of_device)
-    of_host = [_text(plan.host_bytes(phase), unit) for phase in phases]
+    of_host = [_text(plan.host_bytes(phase, nodes=nodes), unit) for phase in phases]
     hosts = "host" if nodes == 1 else f"{nodes} hosts"
     table.add_row(hosts, *blank, *of_host)
     return table

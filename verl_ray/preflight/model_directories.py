@@ -22,6 +22,7 @@ from verl_ray.config.schema import Config
 from verl_ray.errors import Problem
 from verl_ray.hub.names import is_hub_id
 from verl_ray.models.families import VALUE_HEAD, WITH_EXPERTS
+from verl_ray.models.settings import positions_of
 from verl_ray.paths import path_suggestion
 from verl_ray.preflight.engine_models import engine_problems, judge_problems
 from verl_ray.preflight.machine import Machine
@@ -35,6 +36,7 @@ from verl_ray.preflight.model_files import (
     tensor_shapes,
     token_ids,
 )
+from verl_ray.shell import for_shell
 
 if TYPE_CHECKING:
     from verl_ray.models.role_model import HeadKind
@@ -124,7 +126,8 @@ def _no_model(directory: Path) -> tuple[str, str]:
     is_run = (directory / "checkpoints").is_dir()
     if is_run or (directory / "manifest.json").is_file():
         what = "the folder of a run" if is_run else "a checkpoint"
-        fix = f"Write its model first: verl-ray export {directory} DIR."
+        command = for_shell(["verl-ray", "export", str(directory), "DIR"])
+        fix = f"Write its model first: {command}."
         return f"this is {what}, which no model is loaded from", fix
 
     rule = "this directory has no readable config.json"
@@ -146,8 +149,8 @@ def _position_problems(
 ) -> Iterator[Problem]:
     """Yield a problem if rows may be longer than the model's positions."""
     longest = batch_algebra(config).max_row_tokens
-    positions = settings.get("max_position_embeddings")
-    if not isinstance(positions, int) or longest <= positions:
+    positions = positions_of(settings)
+    if positions is None or longest <= positions:
         return
 
     rule = f"the model has {positions} positions, and a row may have {longest} tokens"

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from verl_ray.backends.base import ParameterCounts
 from verl_ray.config.preparation import TinyModelConfig
+from verl_ray.config.roles import ModelRole
 from verl_ray.config.schema import Config
 from verl_ray.models.families import LANGUAGE_HEAD
 from verl_ray.preflight.model_files import (
@@ -60,9 +61,11 @@ _remembered: ContextVar[dict[tuple[object, ...], ModelSize] | None] = ContextVar
 def remembered_sizes() -> Iterator[None]:
     """Let `size_of` read each directory only once inside this context.
 
-    Inside, no directory may change, and no configuration may make a model.
+    Inside, no directory may change, and no configuration may make a model. A context
+    inside of another one shares its sizes.
     """
-    token = _remembered.set({})
+    outer = _remembered.get()
+    token = _remembered.set({} if outer is None else outer)
     try:
         yield
     finally:
@@ -196,3 +199,9 @@ def _made_size(
         shape=shape,
         tied=made.tie_embeddings,
     )
+
+
+def model_size(name: str, role: ModelRole, config: Config) -> ModelSize:
+    """Return the size of a role's model, with the head that it has in this role."""
+    adapted_layers = role.adapter.targets if role.adapter is not None else ()
+    return size_of(role.model.folder, config, config.head_of(name), adapted_layers)

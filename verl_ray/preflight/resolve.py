@@ -15,20 +15,26 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
-from verl_ray.config.load import to_tree
-from verl_ray.config.rollout import HEAD, VLLM_LORA_RANKS
+from verl_ray.config.load import to_tree, with_changes
+from verl_ray.config.rollout import CONCURRENCY, HEAD, VLLM_LORA_RANKS
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
 from verl_ray.config.section import resolved
 from verl_ray.preflight.device_defaults import (
+    CPU_KV_CACHE_GIB,
     CPU_MICRO_BATCH_TOKENS,
     LEVEL_SETTINGS,
-    Device,
+    AutoValue,
     device_values,
-    with_changes,
 )
 from verl_ray.preflight.facts import ClusterFacts
-from verl_ray.preflight.role_memory import sent_width
+from verl_ray.preflight.resolved_record import with_record
+from verl_ray.preflight.shared_memory import (
+    SNAPSHOT_COPIES,
+    SNAPSHOT_EVERY,
+    host_values,
+)
+from verl_ray.preflight.state_copies import sent_width
 
 MIB = 2**20
 
@@ -40,6 +46,9 @@ PROBE_EVERY_ON_GPUS = 10
 
 PROBE_TOLERANCE = 1e-3
 """Largest difference of a log-prob where both sides compute in float32."""
+
+JUDGE_REPLICAS = 1
+"""Engines of a judge that is not given more."""
 
 BUCKETS_PER_MODEL = 12
 """Number of buckets that a model is cut into.
@@ -70,20 +79,6 @@ def resolve(config: C, facts: ClusterFacts) -> C:
     return _resolved(config, facts)[0]
 
 
-def with_threads_unresolved(config: C) -> C:
-    """Return a resolved configuration whose threads per rank are to be resolved again.
-
-    It serves for other processes or another machine, where the cores are to be divided
-    anew. A number of threads that the user has set stays.
-    """
-    # The user's own number holds on any machine.
-    if isinstance(config.run.threads_per_rank, int):
-        return config
-
-    run = config.run.model_copy(update={"threads_per_rank": "auto"})
-    return config.model_copy(update={"run": run})
-
-
 def resolutions(config: Config, facts: ClusterFacts) -> list[Resolution]:
     """Return what each `auto` of the configuration becomes.
 
@@ -96,14 +91,18 @@ def _resolved(config: C, facts: ClusterFacts) -> tuple[C, list[Resolution]]:
     """Return the resolved configuration, and what each `auto` became."""
     resolutions: list[Resolution] = []
     # Each stage reads what the stages before it have resolved.
-    for stage in (_of_devices, _of_rules, _of_memory):
-        of_stage = list(stage(config, facts))
+    for stage in (_of_devices, _of_rules, device_values, host_values):
+        of_stage = [Resolution(*each) for each in stage(config, facts)]
         changes = {resolution.key: resolution.value for resolution in of_stage}
         config = with_changes(config, changes)
         resolutions += of_stage
 
     # Nothing reads the sections of roles that the run does not create.
-    return with_changes(config, dict(_unused(to_tree(config)))), resolutions
+    config = with_changes(config, dict(_unused(to_tree(config))))
+
+    # A command finds anew which checkpoint is the newest.
+    values = {each.key: each.value for each in resolutions if each.key != "run.resume"}
+    return with_record(config, values, on_gpus=facts.gpus > 0), resolutions
 
 
 def _unused(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -116,21 +115,13 @@ def _unused(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, ob
             yield key, UNUSED[name]
 
 
-def _of_rules(config: Config, facts: ClusterFacts) -> Iterator[Resolution]:
+def _of_rules(config: Config, facts: ClusterFacts) -> Iterator[AutoValue]:
     """Yield what follows from the other settings and the facts, key by key."""
     tree = to_tree(config)
     for key, rule in _RULES.items():
         # A task without the section has no such setting to resolve.
         if _value(tree, key) == "auto":
-            value, because = rule(config, facts)
-            yield Resolution(key, value, because)
-
-
-def _of_memory(config: Config, facts: ClusterFacts) -> Iterator[Resolution]:
-    """Yield what the memory of a device decides."""
-    device = Device(facts.gpus > 0, facts.gpu_memory_bytes)
-    for key, value, because in device_values(config, device):
-        yield Resolution(key, value, because)
+            yield key, *rule(config, facts)
 
 
 def _value(tree: Mapping[str, Any], key: str) -> object:
@@ -144,22 +135,23 @@ def _value(tree: Mapping[str, Any], key: str) -> object:
 # ------------------------------------------------------- settings of models and engines
 
 
-def _of_devices(config: Config, facts: ClusterFacts) -> Iterator[Resolution]:
+def _of_devices(config: Config, facts: ClusterFacts) -> Iterator[AutoValue]:
     """Yield types of computations, and the number of rollout engines."""
     dtype = "bfloat16" if facts.gpus else "float32"
     because = "the run computes on GPUs" if facts.gpus else "the run computes on a CPU"
     for name, role in config.model_roles.items():
         if role.backend.dtype == "auto":
-            yield Resolution(f"{name}.backend.dtype", dtype, because)
+            yield f"{name}.backend.dtype", dtype, because
 
     for name, engine in config.engines.items():
         if engine.config.dtype == "auto":
-            yield Resolution(f"{engine.section}.dtype", dtype, because)
+            yield f"{engine.section}.dtype", dtype, because
         if engine.config.num_replicas == "auto":
-            value, reason = 1, "a judge has one engine unless it is given more"
+            value = JUDGE_REPLICAS
+            reason = "a judge has one engine unless it is given more"
             if name not in config.judges:
                 value, reason = _num_replicas(config, facts)
-            yield Resolution(f"{engine.section}.num_replicas", value, reason)
+            yield f"{engine.section}.num_replicas", value, reason
 
 
 def _num_replicas(config: Config, facts: ClusterFacts) -> tuple[int, str]:
@@ -175,15 +167,13 @@ def _num_replicas(config: Config, facts: ClusterFacts) -> tuple[int, str]:
         because = f"they share the GPUs of actor.num_ranks={ranks}"
         return max(1, ranks // parallel), because
 
-    graders = config.active_graders(learns=facts.learns)
-    others = sum(
-        role.num_ranks
-        for name, role in config.model_roles.items()
-        if facts.learns or name == config.evaluated_role or name in graders
-    )
-    for name, judge in config.judges.items():
-        if name in graders:
-            others += judge.num_processes * judge.devices_per_process
+    models = config.active_models(learns=facts.learns)
+    others = sum(role.num_ranks for role in models.values())
+    for name, engine in config.active_engines(learns=facts.learns).items():
+        if name in config.judges:
+            replicas = engine.config.num_replicas
+            of_judge = JUDGE_REPLICAS if replicas == "auto" else replicas
+            others += of_judge * engine.config.tensor_parallel
 
     free = max(0, facts.gpus - others)
     because = f"{free} of {facts.gpus} GPUs are left by the other roles"
@@ -204,21 +194,27 @@ def _resume(_: Config, facts: ClusterFacts) -> ValueAndReason:
 def _threads_per_rank(config: Config, facts: ClusterFacts) -> ValueAndReason:
     """Divide the cores of a node between the processes that compute at the same time.
 
-    Trainers and rollout engines take turns, so each side may use all cores of its node.
-    Processes of one side work at the same time and divide them; so do judges and the
-    engines of the policy. Graders of texts need no more than one thread.
+    Trainers and rollout engines take turns, so each side may use all cores of its node,
+    unless the schedule overlaps them. Processes of one side work at the same time and
+    divide them; so do judges and the engines of the policy. Graders of texts need no
+    more than one thread.
     """
     training_ranks, engine_ranks = _computing_ranks(config, learns=facts.learns)
+    task = config.rollout_task
+    overlaps = facts.learns and task is not None and task.overlaps
 
+    # At the same time, each side leaves the other its cores.
+    others = (engine_ranks, training_ranks) if overlaps else (0, 0)
     threads = {
-        "trainers": _cores_per_rank(facts, training_ranks),
-        "engines": _cores_per_rank(facts, engine_ranks),
+        "trainers": _cores_per_rank(facts, training_ranks + others[0]),
+        "engines": _cores_per_rank(facts, engine_ranks + others[1]),
         "graders": 1,
     }
 
     because = f"{facts.cores} cores are shared by {training_ranks} ranks of trainers"
     if engine_ranks:
-        because += f", and in turn by {engine_ranks} of engines"
+        order = "at the same time" if overlaps else "in turn"
+        because += f", and {order} by {engine_ranks} of engines"
     return threads, because
 
 
@@ -232,21 +228,15 @@ def _computing_ranks(config: Config, *, learns: bool) -> tuple[int, int]:
 
     Each number counts processes that work at the same time.
     """
-    graders = config.active_graders(learns=learns)
-
-    engine_ranks = 0
-    for name, engine in config.engines.items():
-        is_idle_judge = name in config.judges and name not in graders
-        if not is_idle_judge:
-            engine_ranks += engine.ranks
+    engines = config.active_engines(learns=learns)
+    engine_ranks = sum(engine.ranks for engine in engines.values())
 
     # Colocated roles on one kind of backend share a process per rank, so they are
     # counted once, under the name of the backend.
     ranks_by_process: dict[str, int] = {}
-    for name, role in config.model_roles.items():
-        if learns or name == config.evaluated_role or name in graders:
-            process = role.backend.kind if config.shares_processes else name
-            ranks_by_process[process] = role.num_ranks
+    for name, role in config.active_models(learns=learns).items():
+        process = role.backend.kind if config.shares_processes else name
+        ranks_by_process[process] = role.num_ranks
 
     return sum(ranks_by_process.values()), engine_ranks
 
@@ -255,6 +245,11 @@ def _apply_chat_template(_: Config, facts: ClusterFacts) -> ValueAndReason:
     if facts.has_chat_template:
         return True, "the tokenizer has a chat template"
     return False, "the tokenizer has no chat template"
+
+
+def _template_day(_: Config, facts: ClusterFacts) -> ValueAndReason:
+    began = "the day on which the run began"
+    return facts.template_day, began if facts.template_day else "no template writes it"
 
 
 # -------------------------------------------------- settings of runs that have rollouts
@@ -275,6 +270,12 @@ def _sleep(config: RolloutTaskConfig, facts: ClusterFacts) -> ValueAndReason:
         "rollout engines and trainers share GPUs, and each sync brings new weights"
     )
     return "weights", because
+
+
+def _concurrency(config: RolloutTaskConfig, _: ClusterFacts) -> ValueAndReason:
+    if config.rollout.schedule == "synchronous":
+        return CONCURRENCY, "twice what vLLM runs at once, so that it never waits"
+    return "adaptive", "rollouts go on for long, and the cache may become full"
 
 
 def _transport(_: RolloutTaskConfig, facts: ClusterFacts) -> ValueAndReason:
@@ -357,7 +358,9 @@ _RULES: Mapping[str, Callable[[Any, ClusterFacts], ValueAndReason]] = {
     "run.resume": _resume,
     "run.threads_per_rank": _threads_per_rank,
     "data.apply_chat_template": _apply_chat_template,
+    "data.template_day": _template_day,
     "rollout.sleep": _sleep,
+    "rollout.concurrency": _concurrency,
     "rollout.sync.transport": _transport,
     "rollout.sync.bucket_mib": _bucket_mib,
     "rollout.sync.adapter": _adapter,
@@ -367,6 +370,8 @@ _RULES: Mapping[str, Callable[[Any, ClusterFacts], ValueAndReason]] = {
 
 AUTO_KEYS = (
     *_RULES,
+    SNAPSHOT_EVERY,
+    SNAPSHOT_COPIES,
     "placement.offload",
     "rollout.dtype",
     "rollout.num_replicas",
@@ -385,8 +390,9 @@ UNUSED: Mapping[str, object] = {
     "accumulate": "whole",
     "activation_checkpointing": False,
     "recompute": "none",
+    "kv_cache_gib": CPU_KV_CACHE_GIB,
 }
-"""Values of the backends of roles that the run does not create."""
+"""Values of backends and engines of roles that the job does not create."""
 
 
 def may_be_auto(key: str) -> bool:

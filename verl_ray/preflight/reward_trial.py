@@ -6,7 +6,8 @@ function gets both in one call. A function that fails is not tried on other sour
 
 Invariant: user's code runs in a process that is killed at its deadline, never in this
 one. Deliberately not here: what can be tried of graders that are models
-(`tokenizer_trial.py`), services, and whether the named functions exist (`findings.py`).
+(`tokenizer_trial.py`), services, whether the named functions exist (`findings.py`), and
+the answers of all records (`answer_trial.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from dataclasses import dataclass, field
 
 from verl_ray.config.reward import SingleReward
 from verl_ray.config.schema import Config
-from verl_ray.errors import ConfigError, DataError, Problem
+from verl_ray.errors import ConfigError, Problem
+from verl_ray.preflight.answer_trial import try_answers
 from verl_ray.preflight.data_files import DataFile
 from verl_ray.preflight.tokenizer_trial import (
     model_grader_problems,
@@ -26,7 +28,7 @@ from verl_ray.preflight.tokenizer_trial import (
 )
 from verl_ray.preflight.trial_requests import pair_of, requests_of
 from verl_ray.profiling.phases import blocking
-from verl_ray.rewards.functions import REWARD_FUNCTIONS, function_of
+from verl_ray.rewards.built_in import built_in_of
 from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rewards.pool import ScoringPool
 from verl_ray.rewards.request import ScoreRequest
@@ -106,7 +108,9 @@ def try_rewards(
             continue
 
         section = f"{key}.functions"
-        findings.problems += _answer_problems(section, functions, scored)
+        answers = try_answers(section, functions, scored, grader)
+        findings.problems += answers.problems
+        findings.warnings += answers.warnings
         requests = requests_of(scored, functions)
         findings.problems += _unserved(section, functions, requests)
         if not requests or findings.problems:
@@ -161,43 +165,6 @@ def _unserved(
         yield Problem(section, dict(functions), rule, fix)
 
 
-def _answer_problems(
-    section: str, functions: Mapping[str, str], files: Sequence[DataFile]
-) -> Iterator[Problem]:
-    """Yield the first record of each file that a built-in function cannot grade.
-
-    Built-in functions are fast, so all answers are tried.
-    """
-    for file in files:
-        assert file.prompts is not None, "only files of prompts are scored"
-        sources = file.prompts.data_source.texts()
-        answers = file.prompts.answer.texts()
-        rows = zip(sources, answers, file.prompts.has_answer.tolist(), strict=True)
-        for number, (source, answer, has_answer) in enumerate(rows, start=1):
-            spec = functions.get(source, functions.get("default", ""))
-            function = function_of(spec, source)
-            if function is None:
-                continue
-            if not has_answer:
-                rule = f"record {number} has no answer, which {spec} compares with"
-                fix = (
-                    "Set data.columns={answer: NAME} to the column of the answers, or"
-                    f" {section} to a function that needs none."
-                )
-                yield Problem(file.key, file.path, rule, fix)
-                break
-            try:
-                function("", answer)
-            except DataError as error:
-                rule = (
-                    f"record {number} of data source {source!r} cannot be graded by"
-                    f" {section}: {error}"
-                )
-                fix = "Correct the answer, or name another function for this source."
-                yield Problem(file.key, file.path, rule, fix)
-                break
-
-
 def _try(
     section: str,
     functions: Mapping[str, str],
@@ -211,7 +178,7 @@ def _try(
         ConfigError: A function cannot be imported or called.
     """
     # Built-in functions ask for no tokens.
-    has_own = not REWARD_FUNCTIONS.keys() >= set(functions.values())
+    has_own = None in map(built_in_of, functions.values())
     tokenizer = policy_tokenizer(config) if has_own else None
     assert grader.time_limit_s is not None, "functions have a deadline"
     trials: list[Trial] = []
@@ -289,6 +256,10 @@ def _warnings(trials: Sequence[Trial]) -> Iterator[str]:
     """Yield functions whose scores do not tell a right answer from an empty one."""
     sources: dict[tuple[str, str, float], list[str]] = {}
     for trial in trials:
+        built_in = built_in_of(trial.function)
+        # A function that judges the form need not like an answer.
+        if built_in is not None and not built_in.compares:
+            continue
         scored = (trial.own.health, trial.empty.health) == (ScoreHealth.OK,) * 2
         if scored and trial.has_answer and trial.own.value == trial.empty.value:
             kind = (trial.key, trial.function, trial.own.value)

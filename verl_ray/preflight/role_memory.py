@@ -25,7 +25,7 @@ from typing import Literal
 from verl_ray.backends.base import BytesPerPart, MemoryPart
 from verl_ray.config.algebra import batch_algebra
 from verl_ray.config.roles import ModelRole
-from verl_ray.config.rollout import ServedModel
+from verl_ray.config.rollout import SCORED_PROMPT_TOKENS, ServedModel
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
 from verl_ray.config.section import resolved
@@ -34,8 +34,10 @@ from verl_ray.preflight.footprints import (
     Workload,
     engine_footprint,
     footprint,
+    trained_parameters,
 )
-from verl_ray.preflight.model_sizes import ModelSize, size_of
+from verl_ray.preflight.model_sizes import model_size, size_of
+from verl_ray.preflight.state_copies import sent_bytes, snapshot_bytes
 from verl_ray.weight_sync import SLOTS
 
 Phase = Literal["generate", "measure", "learn", "publish"]
@@ -43,6 +45,9 @@ PHASES: tuple[Phase, ...] = ("generate", "measure", "learn", "publish")
 
 SUPERVISED_PHASES: tuple[Phase, ...] = ("measure", "learn")
 """Phases of a task without rollouts."""
+
+EVALUATION_PHASES: tuple[Phase, ...] = ("generate", "publish")
+"""Phases of an evaluation of rollouts."""
 
 ROLLOUT = "rollout"
 """Name of the rollout role."""
@@ -76,75 +81,78 @@ class RoleMemory:
         return sum(self.persistent.values()) + sum(self.working.values())
 
 
-def phases_of(config: Config) -> tuple[Phase, ...]:
-    """Return the phases that a step of this task has."""
+def phases_of(config: Config, *, learns: bool = True) -> tuple[Phase, ...]:
+    """Return the phases that a step of this task has, or a single evaluation."""
     if config.rollout_task is None:
-        return SUPERVISED_PHASES
-    return PHASES
+        return SUPERVISED_PHASES if learns else ("measure",)
+    return PHASES if learns else EVALUATION_PHASES
 
 
 def memory_by_role(
-    config: Config, *, on_gpus: bool
+    config: Config, *, on_gpus: bool, learns: bool = True
 ) -> dict[str, Mapping[Phase, RoleMemory]]:
-    """Return the memory of a rank of each role that runs a model.
+    """Return the memory of a rank of each role that runs a model, in each phase.
 
     Args:
         config: Resolved configuration of the run.
         on_gpus: Whether the machine has GPUs.
+        learns: Whether the job trains. False stands for an evaluation alone, which has
+            neither gradients nor optimizers.
     """
     by_role: dict[str, Mapping[Phase, RoleMemory]] = {}
-    for name, role in config.model_roles.items():
-        by_role[name] = dict(_trainer_memory(name, role, config, on_gpus=on_gpus))
+    for name, role in config.active_models(learns=learns).items():
+        by_role[name] = dict(
+            _trainer_memory(name, role, config, on_gpus=on_gpus, learns=learns)
+        )
+    if learns and config.run.recovery.taken_every:
+        for name, nbytes in snapshot_bytes(config).items():
+            by_role[name] = _with_part(
+                by_role[name], "snapshots", nbytes, on_gpus=on_gpus
+            )
 
     task = config.rollout_task
     if task is None:
         return by_role
 
-    for name, engine in task.engines.items():
-        by_role[name] = dict(_engine_memory(name, engine, task, on_gpus=on_gpus))
+    for name, engine in task.active_engines(learns=learns).items():
+        by_role[name] = dict(
+            _engine_memory(name, engine, task, on_gpus=on_gpus, learns=learns)
+        )
 
     # To send only changes, sender and receiver both keep what was sent last.
     if on_gpus and task.rollout.sync.delta:
-        last_sent: BytesPerPart = {"buffers": sent_bytes(task)}
         for name in ("actor", ROLLOUT):
-            by_role[name] = {
-                phase: replace(memory, on_host={**memory.on_host, **last_sent})
-                for phase, memory in by_role[name].items()
-            }
+            by_role[name] = _with_part(
+                by_role[name], "buffers", sent_bytes(task), on_gpus=True
+            )
+
+    # A replica that starts again while the actor learns gets what its ranks keep.
+    if learns and task.keeps_published_version:
+        size = model_size("actor", task.actor, task)
+        changing = size.parameters
+        if task.sends_adapter_alone:
+            changing = trained_parameters(task.actor, size)
+        share = task.actor.backend.sent_width * changing // task.actor.num_ranks
+        by_role["actor"] = _with_part(
+            by_role["actor"], "buffers", share, on_gpus=on_gpus
+        )
     return by_role
 
 
-# -------------------------------------------------------------------------- model, wire
+def _with_part(
+    phases: Mapping[Phase, RoleMemory], part: MemoryPart, nbytes: int, *, on_gpus: bool
+) -> dict[Phase, RoleMemory]:
+    """Return the memory of a role that holds more on the host throughout."""
+    place = "on_host" if on_gpus else "persistent"
+    changed = {}
+    for phase, memory in phases.items():
+        parts: BytesPerPart = getattr(memory, place)
+        parts = {**parts, part: parts.get(part, 0) + nbytes}
+        changed[phase] = replace(memory, **{place: parts})
+    return changed
 
 
-def model_size(name: str, role: ModelRole, config: Config) -> ModelSize:
-    """Return the size of a role's model, with the head that it has in this role."""
-    adapted_layers = role.adapter.targets if role.adapter is not None else ()
-    return size_of(role.model.folder, config, config.head_of(name), adapted_layers)
-
-
-def sent_width(config: RolloutTaskConfig) -> int:
-    """Return the bytes of a weight as it is sent to the rollout engines.
-
-    It is sent in the type of the trainer or of the engines, whichever is narrower.
-    """
-    if resolved(config.rollout.dtype) == "bfloat16":
-        return 2
-    return config.actor.backend.sent_width
-
-
-def sent_bytes(config: RolloutTaskConfig) -> int:
-    """Return the size of all weights as they are sent to the rollout engines."""
-    size = model_size("actor", config.actor, config)
-    return sent_width(config) * size.parameters
-
-
-def wire_bytes(config: RolloutTaskConfig) -> int:
-    """Return the size of the shared memory through which weights are sent."""
-    sync = config.rollout.sync
-    if sync.wire != "shared_memory":
-        return 0
-    return SLOTS * min(sent_bytes(config), sync.bucket_bytes)
+# --------------------------------------------------------------------------------- wire
 
 
 def _endpoint_bytes(config: RolloutTaskConfig, *, on_gpus: bool) -> int:
@@ -172,13 +180,13 @@ def _endpoint_bytes(config: RolloutTaskConfig, *, on_gpus: bool) -> int:
 
 
 def _trainer_memory(
-    name: str, role: ModelRole, config: Config, *, on_gpus: bool
+    name: str, role: ModelRole, config: Config, *, on_gpus: bool, learns: bool
 ) -> Iterator[tuple[Phase, RoleMemory]]:
     """Yield the memory of a role on a training backend in each phase."""
     device = "cuda" if on_gpus else "cpu"
     model = model_size(name, role, config)
-    forward, update = _workloads(name, config)
-    own = footprint(role, model, forward, update, device)
+    forward, update = _workloads(name, config, learns=learns)
+    own = footprint(role, model, forward, update, device, learns=learns)
 
     task = config.rollout_task
     offloaded = NO_PARTS
@@ -191,7 +199,7 @@ def _trainer_memory(
         if shares_devices and not role.scores_rollouts:
             offloaded = offloaded_parts(own.persistent, task)
 
-    for phase in PHASES:
+    for phase in phases_of(config, learns=learns):
         working = _working_in(phase, own, role)
         if on_gpus and role.backend.stays_on_host:
             yield phase, _host_parameters(own, working)
@@ -205,22 +213,28 @@ def _trainer_memory(
             yield phase, RoleMemory(own.persistent, working)
 
 
-def _workloads(name: str, config: Config) -> tuple[Workload, Workload]:
-    """Return the largest forward pass over a step's rows, and the largest update."""
+def _workloads(name: str, config: Config, *, learns: bool) -> tuple[Workload, Workload]:
+    """Return the largest forward pass over a step's rows, and the largest update.
+
+    An evaluation may have more rows than a step, so its micro-batches are full.
+    """
     sizes = batch_algebra(config)
     batch = next(of_role for of_role in sizes.roles if of_role.role == name)
     token_slices = config.model_roles[name].backend.token_slices
+    largest = resolved(batch.micro_batch_tokens_per_rank)
     # Logits are needed of response tokens only.
     logit_share = config.longest_response / sizes.max_row_tokens
 
-    def workload(rows: int) -> Workload:
-        all_tokens = -(-rows * sizes.max_row_tokens // token_slices)
-        tokens = min(all_tokens, resolved(batch.micro_batch_tokens_per_rank))
+    def workload(all_tokens: int) -> Workload:
+        tokens = min(all_tokens, largest)
         batches = -(-all_tokens // max(tokens, 1))
         return Workload(tokens, int(logit_share * tokens), batches)
 
-    forward = workload(batch.rows_per_rank)
-    update = workload(batch.mini_batch_size_per_rank or 0)
+    def tokens_of(rows: int) -> int:
+        return -(-rows * sizes.max_row_tokens // token_slices)
+
+    forward = workload(tokens_of(batch.rows_per_rank) if learns else largest)
+    update = workload(tokens_of(batch.mini_batch_size_per_rank or 0))
     return forward, update
 
 
@@ -298,7 +312,12 @@ def _partly_offloaded(
 
 
 def _engine_memory(
-    name: str, engine: ServedModel, config: RolloutTaskConfig, *, on_gpus: bool
+    name: str,
+    engine: ServedModel,
+    config: RolloutTaskConfig,
+    *,
+    on_gpus: bool,
+    learns: bool,
 ) -> Iterator[tuple[Phase, RoleMemory]]:
     """Yield the memory of the policy's or a judge's engine in each phase."""
     device = "cuda" if on_gpus else "cpu"
@@ -308,9 +327,16 @@ def _engine_memory(
     rows = batch_algebra(config).rows
     requests = -(-rows // engine.replicas)
     prompt_tokens = requests * engine.max_prompt_tokens
-    own = engine_footprint(settings, model, prompt_tokens, requests, device)
-
     is_policy = name == ROLLOUT
+    scored = 0
+    # Clients may ask for the log-probs of a prompt.
+    if is_policy and config.rollout.endpoint.enabled:
+        longest = engine.max_prompt_tokens + engine.max_response_tokens
+        scored = min(longest, SCORED_PROMPT_TOKENS)
+    own = engine_footprint(
+        settings, model, prompt_tokens, requests, device, scored_tokens=scored
+    )
+
     wire = 0
     receiving: BytesPerPart = {}
     if is_policy:
@@ -321,7 +347,7 @@ def _engine_memory(
         layer = 2 * width * model.largest_layer // settings.tensor_parallel
         receiving = {"buffers": layer}
 
-    for phase in PHASES:
+    for phase in phases_of(config, learns=learns):
         asleep = _asleep_parts(phase, config) if is_policy else NO_PARTS
         persistent: dict[MemoryPart, int] = {
             part: size for part, size in own.persistent.items() if part not in asleep

@@ -1,57 +1,112 @@
-"""The cheapest change of settings with which a run fits its GPUs.
+"""The cheapest change of settings with which a run fits its GPUs and their hosts.
 
-Invariant: the change obeys every rule, and the memory plan of the changed configuration
-fits. Deliberately not here: the values of `auto`, which fit already
-(`device_defaults.py`).
+Invariant: the run that follows from the change, typed as overrides, obeys every rule
+and fits GPUs and hosts alike. What the user left to `auto` is changed only where
+nothing else is enough. Deliberately not here: what is too small (`device_memory.py`,
+`host_memory.py`), and the values of `auto` (`device_defaults.py`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Literal
 
 from verl_ray.config.algebra import row_tokens_per_rank
-from verl_ray.config.rules import rule_violations
+from verl_ray.config.load import Changes
 from verl_ray.config.schema import Config
 from verl_ray.config.section import resolved
-from verl_ray.preflight.device_defaults import Changes, least_cache_gib, with_changes
-from verl_ray.preflight.machine import GIB
-from verl_ray.preflight.memory_plan import memory_plan
+from verl_ray.preflight.attempt import Attempt, Place
+from verl_ray.preflight.devices import ranks_on_idle_gpus
+from verl_ray.preflight.job import Job
+from verl_ray.preflight.memory_plan import PROCESS_BYTES
+from verl_ray.preflight.model_sizes import remembered_sizes
+from verl_ray.preflight.remaining_memory import (
+    MICRO_BATCH_TOKENS,
+    USED_SHARE,
+    cache_bounds_gib,
+)
+from verl_ray.preflight.role_memory import ROLLOUT
+from verl_ray.preflight.shared_memory import SNAPSHOT_COPIES, SNAPSHOT_EVERY
+from verl_ray.shell import for_shell
 
 
-def cheapest_change(config: Config, memory_bytes: int) -> Changes | None:
+def cheapest_change(job: Job) -> Changes | None:
     """Return the settings to change so that the prediction fits, by key.
 
-    A single kind of change is preferred, then as few as possible of them together, in
-    the order of `SAVINGS`.
+    Kinds of changes are tried in the order of `SAVINGS`, each in addition to those
+    before it. Of these, what is not needed is left out, the dearest first.
 
     Args:
-        config: Resolved configuration of the run.
-        memory_bytes: Memory of a GPU.
+        job: The run, on a machine with GPUs of which some, or some host, is too small.
 
     Returns:
-        The changes; None if no combination fits.
+        The changes; None if no combination that is tried fits.
     """
-    savings = [
-        changes for saving in SAVINGS if (changes := dict(saving(config, memory_bytes)))
-    ]
+    with remembered_sizes():
+        for changes_auto in (False, True):
+            before = Attempt.of(job, changes_auto=changes_auto)
+            changes = _cheapest(before)
+            if changes:
+                return changes | _to_stay(changes, before.typed)
+    return None
 
-    for changes in savings:
-        if _fits(config, changes, memory_bytes):
-            return changes
 
-    together: dict[str, object] = {}
-    for changes in savings:
-        together |= changes
-    if not _fits(config, together, memory_bytes):
-        return None
+def _cheapest(before: Attempt) -> dict[str, object]:
+    """Return the cheapest changes of settings that may be changed, or none."""
+    changes: dict[str, object] = {}
+    current = before
+    for saving in [saving for place in before.short for saving in SAVINGS[place]]:
+        step = dict(saving(current))
+        changed = before.changed(changes | step)
+        if not step or not changed.is_possible_after(current):
+            continue
+        changes |= step
+        current = changed
+        if not current.short:
+            break
+    else:
+        return {}
 
-    # The dearest ones go first where the others are enough.
-    for changes in reversed(savings):
-        fewer = {key: together[key] for key in together if key not in changes}
-        if _fits(config, fewer, memory_bytes):
-            together = fewer
-    return together
+    key = _superfluous(changes, before)
+    while key is not None:
+        del changes[key]
+        key = _superfluous(changes, before)
+    return changes
+
+
+def _superfluous(changes: Changes, before: Attempt) -> str | None:
+    """Return the dearest change without which the others are enough, if any is."""
+    for key in reversed(list(changes)):
+        fewer = {other: changes[other] for other in changes if other != key}
+        changed = before.changed(fewer)
+        if not changed.short and changed.is_possible_after(before):
+            return key
+    return None
+
+
+FOLLOWERS: Mapping[str, tuple[str, ...]] = {
+    "actor.num_ranks": ("critic.num_ranks", "reference.num_ranks", "reward.num_ranks"),
+    "rollout.dtype": ("reward.engine.dtype",),
+    "rollout.kv_cache_gib": ("reward.engine.kv_cache_gib",),
+}
+"""Settings whose value is that of another one, until it is typed."""
+
+
+def _to_stay(changes: Changes, typed: Config) -> dict[str, object]:
+    """Return the settings that changes of others would drag along, as they are."""
+    values: dict[str, object] = {
+        f"{name}.num_ranks": role.num_ranks for name, role in typed.model_roles.items()
+    }
+    for engine in typed.engines.values():
+        values[f"{engine.section}.dtype"] = engine.config.dtype
+        values[f"{engine.section}.kv_cache_gib"] = engine.config.kv_cache_gib
+    return {
+        follower: values[follower]
+        for key, value in changes.items()
+        for follower in FOLLOWERS.get(key, ())
+        if follower not in changes and values.get(follower, value) != value
+    }
 
 
 def single_rows(config: Config) -> Changes:
@@ -59,106 +114,263 @@ def single_rows(config: Config) -> Changes:
     changes = {}
     for name, role in config.model_roles.items():
         longest = row_tokens_per_rank(config, name)
-        if role.backend.micro_batch_tokens_per_rank != longest:
+        if resolved(role.backend.micro_batch_tokens_per_rank) > longest:
             changes[f"{name}.backend.micro_batch_tokens_per_rank"] = longest
     return changes
 
 
+def as_overrides(changes: Changes) -> str:
+    """Return changes as overrides that hold whatever else was typed."""
+    return for_shell(changes.items())
+
+
+def _as_text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def in_words(changes: Changes) -> str:
-    """Return changes as overrides; roles that share a value share an override."""
-    shared: dict[tuple[str, object], list[str]] = {}
+    """Return settings in few words; roles that share a value share a key."""
+    shared: dict[tuple[str, str], list[str]] = {}
     for key, value in changes.items():
         _, separator, setting = key.partition(".backend.")
         name = f"backend.{setting}" if separator else key
-        shared.setdefault((name, value), []).append(key)
+        shared.setdefault((name, _as_text(value)), []).append(key)
 
     words = []
-    for (name, value), keys in shared.items():
+    for (name, text), keys in shared.items():
         # A single role keeps its own key.
         key = name if len(keys) > 1 else keys[0]
-        text = str(value).lower() if isinstance(value, bool) else str(value)
         words.append(f"{key}={text}")
     return " ".join(words)
 
 
-def _fits(config: Config, changes: Changes, memory_bytes: int) -> bool:
-    changed = with_changes(config, changes)
-    if set(map(str, rule_violations(changed))) - set(map(str, rule_violations(config))):
-        return False
-    _, needed = memory_plan(changed, on_gpus=True).fullest(on_device=True)
-    return needed <= memory_bytes
+# ------------------------------------------- savings of a GPU, the cheapest ones first
+
+Step = Iterator[tuple[str, object]]
+"""Settings and their new values. A setting that is `auto` is none of them."""
 
 
-# ----------------------------------------------------- changes, the cheapest ones first
+def _more_ranks(run: Attempt) -> Step:
+    """Yield the ranks that use idle GPUs, each with a smaller part of the model."""
+    names = [name for name in run.models if run.is_short(name)] or run.models
+    if names:
+        yield from ranks_on_idle_gpus(run.job, names).items()
 
 
-def _sharded_sums(config: Config, _: int) -> Iterator[tuple[str, object]]:
-    for name in config.learners:
-        if getattr(config.model_roles[name].backend, "accumulate", None) == "whole":
+def _sharded_sums(run: Attempt) -> Step:
+    for name, role in run.settings.learners.items():
+        if getattr(role.backend, "accumulate", None) == "whole":
             yield f"{name}.backend.accumulate", "sharded"
 
 
-def _smaller_micro_batches(config: Config, _: int) -> Iterator[tuple[str, object]]:
-    yield from single_rows(config).items()
+def _micro_batches(most: int) -> Saving:
+    """Return the saving by micro-batches of so many tokens, or of a longer row."""
+
+    def smaller(run: Attempt) -> Step:
+        for name, role in run.settings.model_roles.items():
+            tokens = role.backend.micro_batch_tokens_per_rank
+            least = max(most, row_tokens_per_rank(run.config, name))
+            if tokens != "auto" and least < tokens:
+                yield f"{name}.backend.micro_batch_tokens_per_rank", least
+
+    return smaller
 
 
-def _smaller_caches(config: Config, memory_bytes: int) -> Iterator[tuple[str, object]]:
-    """Yield the largest caches that fit; a small one leaves few rows at a time."""
-    plan = memory_plan(config, on_gpus=True)
-    for name, engine in config.engines.items():
-        needed = max(
-            plan.bytes_by_device(phase)[plan.device_of(name)]
-            for phase in plan.phases
-            if plan.by_role[name][phase].of("cache")
-        )
-        cache_gib = resolved(engine.config.kv_cache_gib)
-        excess_gib = math.ceil(100 * (needed - memory_bytes) / GIB) / 100
-        smaller = round(cache_gib - excess_gib, 2)
-        if excess_gib > 0 and smaller >= least_cache_gib(engine, config):
-            yield f"{engine.section}.kv_cache_gib", smaller
+def _smaller_caches(run: Attempt) -> Step:
+    """Yield caches that leave a tenth of a GPU free, or are the largest that fit.
+
+    A small one leaves few rows at a time.
+    """
+    for name in run.engines:
+        engine = run.settings.engines[name]
+        cache_gib = engine.config.kv_cache_gib
+        if cache_gib == "auto" or run.excess_gib(name) <= 0:
+            continue
+        own = run.config.engines[name]
+        least, _ = cache_bounds_gib(own, run.config, learns=run.facts.learns)
+        smaller = [
+            math.floor(100 * (cache_gib - run.excess_gib(name, share))) / 100
+            for share in (USED_SHARE, 1.0)
+        ]
+        enough = next((each for each in smaller if each >= least), least)
+        if enough < cache_gib:
+            yield f"{engine.section}.kv_cache_gib", enough
 
 
-def _offloading(config: Config, _: int) -> Iterator[tuple[str, object]]:
-    task = config.rollout_task
-    if task is not None and task.shares_processes and task.placement.offload != "all":
-        yield "placement.offload", "all"
+def _wider_engines(width: int) -> Saving:
+    """Return the saving by engines of so many ranks, on as many GPUs as before.
+
+    A smaller cache would not be enough for them.
+    """
+
+    def wider(run: Attempt) -> Step:
+        for name in run.engines:
+            engine = run.config.engines[name]
+            parallel = engine.config.tensor_parallel
+            cache_gib = resolved(engine.config.kv_cache_gib)
+            if parallel >= width or run.excess_gib(name) < cache_gib:
+                continue
+            yield f"{engine.section}.tensor_parallel", width
+            if run.settings.engines[name].config.num_replicas != "auto":
+                replicas = max(1, engine.ranks // width)
+                yield f"{engine.section}.num_replicas", replicas
+
+    return wider
 
 
-def _recomputation(config: Config, _: int) -> Iterator[tuple[str, object]]:
-    for name in config.learners:
-        backend = config.model_roles[name].backend
-        if getattr(backend, "activation_checkpointing", None) is False:
+def _offloading(offload: Literal["none", "optimizer", "all"]) -> Saving:
+    """Return the saving by what leaves shared GPUs while rollouts are generated."""
+
+    def offloading(run: Attempt) -> Step:
+        task = run.settings.rollout_task
+        if task is None or not task.shares_processes:
+            return
+        if task.placement.offload not in ("auto", offload):
+            yield "placement.offload", offload
+
+    return offloading
+
+
+def _recomputation(run: Attempt) -> Step:
+    for name, role in run.settings.learners.items():
+        if getattr(role.backend, "activation_checkpointing", None) is False:
             yield f"{name}.backend.activation_checkpointing", True
-        if getattr(backend, "recompute", "full") != "full":
+        if getattr(role.backend, "recompute", None) in ("none", "selective"):
             yield f"{name}.backend.recompute", "full"
 
 
-def _bfloat16(config: Config, _: int) -> Iterator[tuple[str, object]]:
-    for name, role in config.model_roles.items():
+def _sharded_matrices(ranks: int) -> Saving:
+    """Return the saving by so many ranks that share the matrices of each layer."""
+
+    def sharded(run: Attempt) -> Step:
+        for name, role in run.settings.model_roles.items():
+            if getattr(role.backend, "tensor_parallel", ranks) < ranks:
+                yield f"{name}.backend.tensor_parallel", ranks
+                yield f"{name}.backend.sequence_parallel", True
+
+    return sharded
+
+
+def _slices_of_rows(slices: int) -> Saving:
+    """Return the saving by so many ranks that share the tokens of each row."""
+
+    def sliced(run: Attempt) -> Step:
+        for name, role in run.settings.model_roles.items():
+            backend = role.backend
+            key = backend.token_slices_key
+            if key is None or backend.token_slices >= slices:
+                continue
+            yield f"{name}.backend.{key}", slices
+            if backend.micro_batch_tokens_per_rank != "auto":
+                row = row_tokens_per_rank(run.config, name) * backend.token_slices
+                tokens = -(-row // slices)
+                yield f"{name}.backend.micro_batch_tokens_per_rank", tokens
+
+    return sliced
+
+
+def _ranks_of_engines(run: Attempt) -> Step:
+    """Yield ranks that take GPUs of engines whose number is `auto`, as few as fit."""
+    task = run.settings.rollout_task
+    names = [name for name in run.models if run.is_short(name)]
+    if task is None or task.rollout.num_replicas != "auto" or not names:
+        return
+    spare = run.config.engines[ROLLOUT].ranks - task.rollout.tensor_parallel
+    step: Changes = {}
+    for more in range(1, spare // len(names) + 1):
+        ranks = {name: run.settings.model_roles[name].num_ranks for name in names}
+        step = {f"{name}.num_ranks": ranks[name] + more for name in names}
+        changed = run.changed(step)
+        if not changed.short and changed.is_possible_after(run):
+            break
+    yield from step.items()
+
+
+def _bfloat16(run: Attempt) -> Step:
+    for name, role in run.settings.model_roles.items():
         if role.backend.dtype == "float32":
             yield f"{name}.backend.dtype", "bfloat16"
-    for engine in config.engines.values():
+    for engine in run.settings.engines.values():
         if engine.config.dtype == "float32":
             yield f"{engine.section}.dtype", "bfloat16"
 
 
-def _parameters_on_the_host(config: Config, _: int) -> Iterator[tuple[str, object]]:
-    for name, role in config.model_roles.items():
+def _parameters_on_the_host(run: Attempt) -> Step:
+    for name, role in run.settings.model_roles.items():
         if getattr(role.backend, "host_parameters", None) is False:
             yield f"{name}.backend.host_parameters", True
 
 
-Saving = Callable[[Config, int], Iterator[tuple[str, object]]]
-"""Takes the resolved configuration, and the memory of a GPU in bytes."""
+# ------------------------------------------ savings of a host, the cheapest ones first
 
-SAVINGS: tuple[Saving, ...] = (
-    _sharded_sums,
-    _smaller_micro_batches,
-    _smaller_caches,
-    _offloading,
-    _recomputation,
-    _bfloat16,
-    _parameters_on_the_host,
-)
-"""Kinds of changes. The first ones cost little time; the type of the computation is
-changed late, since it changes numbers; an optimizer on the host costs most."""
+
+def _no_second_copies(run: Attempt) -> Step:
+    recovery = run.settings.run.recovery
+    if recovery.taken_every and recovery.num_copies == 2:
+        yield SNAPSHOT_COPIES, 1
+
+
+def _no_snapshots(run: Attempt) -> Step:
+    if run.settings.run.recovery.taken_every:
+        yield SNAPSHOT_EVERY, 0
+
+
+def _parameters_on_gpus(run: Attempt) -> Step:
+    for name, role in run.settings.model_roles.items():
+        if role.backend.stays_on_host:
+            yield f"{name}.backend.host_parameters", False
+
+
+def _whole_syncs(run: Attempt) -> Step:
+    task = run.settings.rollout_task
+    if task is not None and task.rollout.sync.delta:
+        yield "rollout.sync.delta", False
+
+
+def _fewer_graders(run: Attempt) -> Step:
+    """Yield as many processes of graders without a model as there is memory for."""
+    excess = run.needed["host"] - run.available["host"]
+    for name, grader in run.settings.graders.items():
+        if grader.cpu_ranks is not None:
+            superfluous = math.ceil(excess / PROCESS_BYTES["reward"])
+            ranks = max(1, grader.cpu_ranks - superfluous)
+            if ranks < grader.cpu_ranks:
+                yield f"{name}.num_ranks", ranks
+
+
+Saving = Callable[[Attempt], Step]
+"""Takes the run as the savings before it have changed it."""
+
+_SIZES = (2, 4, 8)
+"""Numbers of ranks that share a layer, a row or an engine: all within a node."""
+
+SAVINGS: Mapping[Place, tuple[Saving, ...]] = {
+    "device": (
+        *(_wider_engines(width) for width in _SIZES),
+        _more_ranks,
+        _sharded_sums,
+        *(_micro_batches(tokens) for tokens in (*MICRO_BATCH_TOKENS, 1)),
+        _smaller_caches,
+        _offloading("optimizer"),
+        _offloading("all"),
+        _recomputation,
+        *(_sharded_matrices(ranks) for ranks in _SIZES),
+        *(_slices_of_rows(slices) for slices in _SIZES),
+        _ranks_of_engines,
+        _bfloat16,
+        _parameters_on_the_host,
+    ),
+    "host": (
+        _no_second_copies,
+        _no_snapshots,
+        _more_ranks,
+        _offloading("none"),
+        _offloading("optimizer"),
+        _parameters_on_gpus,
+        _whole_syncs,
+        _fewer_graders,
+    ),
+}
+"""Kinds of changes. Idle GPUs cost nothing, and the next ones little time. The type of
+the computation is changed late, since it changes numbers; an optimizer on the host
+costs most."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from verl_ray.config.reward import JudgeReward, SingleReward
 from verl_ray.config.schema import Config
 from verl_ray.config.section import resolved
+from verl_ray.data.chat_templates import TemplateArguments, of_run
 from verl_ray.data.field_values import Message
 from verl_ray.data.tokenizers import load_tokenizer, render, strip_special_tokens
 from verl_ray.errors import ConfigError, DataError, ModelError, Problem
@@ -54,7 +55,23 @@ def policy_tokenizer(config: Config) -> PreTrainedTokenizerBase:
         rule = f"the tokenizer in {path} has no chat template"
         fix = "Set it to false, or take a chat model."
         raise ConfigError([Problem("data.apply_chat_template", True, rule, fix)])
+    if applies:
+        unread = list(_unread_arguments(config, str(tokenizer.chat_template), path))
+        if unread:
+            raise ConfigError(unread)
     return tokenizer
+
+
+def _unread_arguments(config: Config, template: str, path: str) -> Iterator[Problem]:
+    """Yield a problem for each argument that a chat template does not mention."""
+    for name, value in config.data.chat_template_kwargs.items():
+        if name not in template:
+            rule = (
+                f"this setting would be ignored: the chat template in {path} does not"
+                f" read {name}"
+            )
+            fix = "Leave it out, or correct its name."
+            yield Problem(f"data.chat_template_kwargs.{name}", value, rule, fix)
 
 
 def _tokenizer(
@@ -77,7 +94,9 @@ def _tokenizer(
     except ModelError as error:
         raise ConfigError([problem_of(key, path, error)]) from error
 
-    fault = _template_fault(tokenizer) if applies_template else None
+    fault = None
+    if applies_template:
+        fault = _template_fault(tokenizer, of_run(config.data))
     if fault is not None:
         rule = f"its chat template {fault}"
         fix = (
@@ -88,10 +107,16 @@ def _tokenizer(
     return tokenizer
 
 
-def _template_fault(tokenizer: PreTrainedTokenizerBase) -> str | None:
+def _template_fault(
+    tokenizer: PreTrainedTokenizerBase, arguments: TemplateArguments
+) -> str | None:
     """Return what is wrong with a chat template; None if nothing is, or there is none.
 
     The answer is the end of a sentence.
+
+    Args:
+        tokenizer: The tokenizer.
+        arguments: What the run gives to the template.
     """
     if not tokenizer.chat_template:
         return None
@@ -104,6 +129,7 @@ def _template_fault(tokenizer: PreTrainedTokenizerBase) -> str | None:
                 [probe],
                 add_generation_prompt=True,
                 where=lambda _: "a question",
+                arguments=[arguments],
             )
         except DataError as error:
             fault = f"fails on a plain question: {error.__cause__}"

@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from verl_ray.data.encoding import encode
 from verl_ray.data.prompts import prompt_text
 from verl_ray.data.stages import Prompts
-from verl_ray.data.tokenizers import encode
 from verl_ray.errors import DataError
 from verl_ray.preflight.data_files import DataFile
 from verl_ray.rewards.request import ScoreRequest

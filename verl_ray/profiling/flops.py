@@ -52,7 +52,11 @@ def peak_flops_per_s(device: torch.device, dtype: str) -> float | None:
 
     import torch
 
-    device_name = torch.cuda.get_device_name(device)
+    return bfloat16_peak_of(torch.cuda.get_device_name(device))
+
+
+def bfloat16_peak_of(device_name: str) -> float | None:
+    """Return the peak of a device in bfloat16; None if it is not in the table."""
     for part, peak in BFLOAT16_PEAK_FLOPS_PER_S.items():
         if part in device_name:
             return peak

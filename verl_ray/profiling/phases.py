@@ -102,6 +102,18 @@ class Phases:
         """Whether the next report is due within a moment."""
         return bool(self._phases) and self._remaining_s() <= _SOON_S
 
+    def glance(self) -> tuple[str, float | None]:
+        """Return the open phases and the seconds of the innermost one.
+
+        Any thread may ask. Texts that are functions belong to the driver's thread, so
+        they are left out. The seconds are None without a phase.
+        """
+        phases = list(self._phases)
+        if not phases:
+            return "", None
+        texts = [phase.text for phase in phases if isinstance(phase.text, str)]
+        return ": ".join(texts), self._clock() - phases[-1].began_s
+
     def tick(self) -> None:
         """Report where the run is, if that is due."""
         if not self._phases or self._is_reporting or self._remaining_s() > 0:

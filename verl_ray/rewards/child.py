@@ -25,6 +25,7 @@ from typing import cast
 
 from verl_ray.errors import ConfigError
 from verl_ray.rewards import wire
+from verl_ray.rewards.answers import PRED, answer_in
 from verl_ray.rewards.arguments import GroupLog, group_values, response_values
 from verl_ray.rewards.guard import stand_guard
 from verl_ray.rewards.health import Score, ScoreHealth
@@ -130,7 +131,7 @@ class _Scorer:
             # Some decorators hide that a function is a coroutine function.
             if not isinstance(result, float) and inspect.isawaitable(result):
                 result = self._runner.run(_awaited(result))
-            return score_of(result)
+            return score_of(result, _answer(loaded, request))
         # sys.exit() in a function is a failed score, not the end of the process
         except BaseException as error:
             return _failure(error)
@@ -182,6 +183,14 @@ def _read(result: object, notes: Mapping[str, object]) -> Score:
         return score_of(result, notes)
     except BaseException as error:
         return _failure(error)
+
+
+def _answer(loaded: LoadedFunction, request: ScoreRequest) -> dict[str, object]:
+    """Return the answer that a built-in function reads, as an entry, where wanted."""
+    if not request.is_held_out:
+        return {}
+    answer = answer_in(loaded.function, request.response, request.data_source)
+    return {PRED: answer}
 
 
 async def _awaited(result: Awaitable[object]) -> object:

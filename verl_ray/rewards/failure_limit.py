@@ -84,6 +84,10 @@ class FailureLimit:
         self._groups: list[Int64] = []
         self._failures: list[Bool] = []
 
+    def expect(self, num_responses: int) -> None:
+        """Note that the step has further responses."""
+        self._num_responses += num_responses
+
     def add(self, groups: Int64, failures: Bool) -> None:
         """Count some scores.
 

@@ -1,16 +1,15 @@
-"""The built-in reward functions.
+"""Reward functions that compare the text, the number or the letter of two answers.
 
-Invariant: a built-in function returns 1.0 or 0.0, by fixed rules that do not depend on
-the data set, so the mean of its scores is an accuracy. It needs the record's answer.
-Deliberately not here: a user's functions (`specs.py`), where functions run (`pool.py`),
-and models that score.
+Invariant: a function returns 1.0 or 0.0, by fixed rules that do not depend on the data
+set, so the mean of its scores is an accuracy. It needs the record's answer.
+Deliberately not here: the other built-in functions and the list of all (`built_in.py`),
+a user's functions (`specs.py`), and where functions run (`pool.py`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 
 from verl_ray.errors import DataError
 
@@ -29,10 +28,65 @@ def gsm8k(response: str, answer: str) -> float:
     Raises:
         DataError: the answer has no number.
     """
+    return float(final_number(response) == _expected_number(answer, "gsm8k"))
+
+
+def gsm8k_strict(response: str, answer: str) -> float:
+    """Return 1.0 when the number that a response marks is the answer's: `#### 42`.
+
+    So a response is also taught the form of GSM8K's answers, see `marked_number`. It is
+    verl's default for GSM8K, with one deviation: numbers are compared, not their texts,
+    so that `#### 42.00` and, at the end of a sentence, `#### 42.` are right, too.
+
+    Raises:
+        DataError: the answer has no number.
+    """
+    expected = _expected_number(answer, "gsm8k_strict")
+    return float(marked_number(response) == expected)
+
+
+def _expected_number(answer: str, function: str) -> Decimal:
     expected = final_number(answer)
     if expected is None:
-        raise DataError(f"answer {answer[-80:]!r} has no number, so gsm8k cannot grade")
-    return float(final_number(response) == expected)
+        rule = f"answer {answer[-80:]!r} has no number, so {function} cannot grade"
+        raise DataError(rule)
+    return expected
+
+
+_CHOICE = re.compile(
+    r"(?:\\boxed\{\s*(?:\\text\{)?|(?i:answer)\s*(?:is|:)\s*\**)\s*[(\[]?([A-Z])\b"
+)
+_LETTER = re.compile(r"[(\[]?([A-Z])(?:[)\].:](?:\s.*)?)?", re.DOTALL)
+
+
+def multiple_choice(response: str, answer: str) -> float:
+    """Return 1.0 when the response chooses the letter of the answer.
+
+    The choice is the capital letter of the last `\\boxed{C}`, "answer is (C)" or
+    "answer: C"; else a response of nothing but a capital letter, in brackets or not. A
+    response without a choice scores 0.0. The answer is "C", or "C" with what it stands
+    for: "C. Paris", "(C) Paris".
+
+    Raises:
+        DataError: the answer does not begin with a letter that stands alone.
+    """
+    expected = _LETTER.fullmatch(answer.strip())
+    if expected is None:
+        raise DataError(
+            f"answer {answer[:80]!r} is no choice such as C or (C), so multiple_choice"
+            " cannot grade"
+        )
+
+    return float(chosen_letter(response) == expected[1])
+
+
+def chosen_letter(response: str) -> str | None:
+    """Return the letter that a response chooses, see `multiple_choice`, or None."""
+    choices: list[str] = _CHOICE.findall(response)
+    if choices:
+        return choices[-1]
+    alone = response.strip().strip("()[].:* ")
+    return alone if re.fullmatch("[A-Z]", alone) else None
 
 
 _NUMBER = re.compile(
@@ -52,7 +106,7 @@ def final_number(text: str) -> Decimal | None:
     at the end are not part of a number; exponents and fractions (`3/4`) are not read as
     one number. A text without a number has None.
     """
-    text = text.replace("\N{MINUS SIGN}", "-")
+    text = _plain(text)
     _, mark, tail = text.rpartition("####")
 
     match = _NUMBER.search(tail) if mark else None
@@ -71,30 +125,25 @@ def final_number(text: str) -> Decimal | None:
     return number
 
 
-_OF_SOURCE = {"gsm8k": gsm8k, "openai/gsm8k": gsm8k, "word_problems": gsm8k}
+_MARKED = re.compile(r"#### (-?[0-9.,]+)")
 
 
-def by_data_source(response: str, answer: str, data_source: str) -> float:
-    """Grade as the usual function of a data source does.
+def marked_number(text: str) -> Decimal | None:
+    """Return the last number right behind `####` and one space; None without one.
 
-    It is `gsm8k` for gsm8k, openai/gsm8k and word_problems, else `exact_match`.
+    Between the mark and the number is no word and no sign but a minus. Commas are left
+    out wherever they stand. The whole text is searched: earlier versions of verl read
+    the last 300 characters only.
     """
-    return _OF_SOURCE.get(data_source, exact_match)(response, answer)
+    marked = _MARKED.findall(text)
+    if not marked:
+        return None
+    try:
+        return Decimal(marked[-1].replace(",", ""))
+    # Such as 1.2.3.
+    except InvalidOperation:
+        return None
 
 
-REWARD_FUNCTIONS: Mapping[str, Callable[..., float]] = {
-    "by_data_source": by_data_source,
-    "exact_match": exact_match,
-    "gsm8k": gsm8k,
-}
-
-
-def function_of(spec: str, data_source: str) -> Callable[[str, str], float] | None:
-    """Return the built-in function that grades a data source; None for no built-in one.
-
-    Args:
-        spec: The name of a function, as reward.functions has it.
-    """
-    if spec == by_data_source.__name__:
-        return _OF_SOURCE.get(data_source, exact_match)
-    return REWARD_FUNCTIONS.get(spec)
+def _plain(text: str) -> str:
+    return text.replace("\N{MINUS SIGN}", "-")

@@ -19,8 +19,9 @@ from jinja2.sandbox import SandboxedEnvironment
 
 from verl_ray.config.reward import JudgeReward
 from verl_ray.config.rules.reward import TEMPLATE_FIELDS
+from verl_ray.data.encoding import encode
 from verl_ray.data.field_values import Message
-from verl_ray.data.tokenizers import encode, render
+from verl_ray.data.tokenizers import render
 from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rewards.request import ScoreRequest
 

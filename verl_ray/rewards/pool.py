@@ -3,10 +3,10 @@
 Invariant: `score` returns a score for every item, in order and in bounded time:
 whatever a function does costs the scores of its unit (`units.py`) and no other. Where
 the responses of a unit can also be scored one by one, they are, and a response costs
-its own score alone. A process may also be killed from outside (by the kernel, when
-memory is short). Its unit is then scored again, once, so that what else happens on the
-machine does not change what a run learns. Where the first responses all miss the
-deadline, it raises instead (`FruitlessRun`).
+its own score alone. A process may also be killed or stopped from outside (by the
+kernel, when memory is short). Its unit is then scored again, once, so that what else
+happens on the machine does not change what a run learns. Where the first responses all
+miss the deadline, it raises instead (`FruitlessRun`).
 Deliberately not a sandbox (functions run with the rights of the run), not a Ray actor,
 and not for several callers at once.
 """
@@ -30,7 +30,7 @@ from verl_ray.rewards import wire
 from verl_ray.rewards.failure_limit import FruitlessRun
 from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rewards.request import ScoreRequest
-from verl_ray.rewards.scoring_process import ScoringProcess
+from verl_ray.rewards.scoring_process import ScoringProcess, start_failure
 from verl_ray.rewards.specs import module_path, spec_problems
 from verl_ray.rewards.units import Unit, units_of
 
@@ -83,6 +83,7 @@ class ScoringPool:
 
         self._deadline_s = deadline_s
         self._start_deadline_s = start_deadline_s
+        self._start_was_broken_off = False  # by a signal from outside
         self._max_failed_fraction = max_failed_fraction
         self._warns_of_deaths = warns_of_deaths
         self._fruitless = FruitlessRun(max_failed_fraction)
@@ -260,15 +261,14 @@ class ScoringPool:
         return process.remaining_s(self._deadline_s, self._start_deadline_s)
 
     def _take_frames(self, process: ScoringProcess) -> None:
-        # Consumes the complete frames; the rest of an incomplete one comes later.
         for kind, time_s, text in process.frames():
             if kind == wire.BROKEN:
                 raise ConfigError([Problem(**json.loads(text))])
-
             # Any other frame is progress, also that a process is ready or has begun.
             touch()
             if kind == wire.READY:
                 process.ready = True
+                self._start_was_broken_off = False
                 self._needs = wire.needs_from(text)
             elif kind == wire.STARTED:
                 process.has_begun = True
@@ -300,16 +300,24 @@ class ScoringPool:
         """
         self._processes.remove(process)
         waiting_since = process.waiting_since
+        # It was not slow, so it counts as dead.
+        is_stopped = overdue and process.is_stopped
         cause = process.terminate()
+        if overdue and not is_stopped:
+            cause = f"took longer than {self._start_deadline_s:g} s"
         # Scores that it sent while it was being terminated count.
         self._take_frames(process)
         if not process.ready:
-            raise self._start_failure(cause, overdue=overdue)
+            # Whoever stopped or killed it may not come again.
+            is_by_others = is_stopped or (process.was_killed and not overdue)
+            if not is_by_others or self._start_was_broken_off:
+                raise start_failure(self._key, self._functions, cause)
+            self._start_was_broken_off = True
 
         is_late = overdue and process.waiting_since == waiting_since
-        if process.pending and is_late:
+        if process.pending and is_late and not is_stopped:
             self._note_delay(process)
-        elif process.pending and not overdue:
+        elif process.pending and (is_late or not overdue):
             self._note_death(process, cause)
 
         self._unassigned.extendleft(reversed(process.pending))
@@ -390,11 +398,3 @@ class ScoringPool:
 
     def _is_fruitless(self, unit: Unit) -> bool:
         return self._requests[unit.items[0]].prompt in self._fruitless.prompts
-
-    def _start_failure(self, cause: str, *, overdue: bool) -> ConfigError:
-        event = cause
-        if overdue:
-            event = f"took longer than {self._start_deadline_s:g} s"
-        rule = f"the scoring process {event} while it imported the reward functions"
-        fix = "Its last output is in the log"
-        return ConfigError([Problem(self._key, self._functions, rule, fix)])

@@ -46,6 +46,9 @@ class ScoreRequest:
     """Token ids of the response; empty where no function needs them."""
     conversation: Conversation = ""
     """The prompt as the data set has it; empty where no function needs it."""
+    is_held_out: bool = False
+    """Whether the response is of an evaluation, whose scores also hold the answer that
+    a built-in function reads (`answers.py`)."""
 
     def row(self, *, tokens: bool, conversation: bool) -> RequestRow:
         """Return what `ScoreRequest(*row)` is made of again.
@@ -66,4 +69,5 @@ class ScoreRequest:
             self.group,
             self.tokens if tokens else [],
             self.conversation if conversation else "",
+            self.is_held_out,
         )

@@ -20,6 +20,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import psutil
+
+from verl_ray.errors import ConfigError, Problem
 from verl_ray.rewards.request import ScoreRequest
 from verl_ray.rewards.units import Unit
 from verl_ray.rewards.wire import FRAME, message
@@ -58,6 +61,8 @@ class ScoringProcess:
         self.connection, its_end = socket.socketpair()
         with its_end:
             self._process = _launch(its_end.fileno())
+        self.was_killed = False
+        """Whether a signal ended the process, once it is terminated."""
         self.connection.setblocking(False)
         self.waiting_since = time.monotonic()
         """When the process was started, got its units, or sent its last frame."""
@@ -125,6 +130,15 @@ class ScoringProcess:
             return math.inf
         return self.waiting_since + limit_s - time.monotonic()
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the scorer, or its guard, was stopped from outside (SIGSTOP)."""
+        with contextlib.suppress(psutil.Error):
+            guard = psutil.Process(self._process.pid)
+            family = [guard, *guard.children()]
+            return any(each.status() == psutil.STATUS_STOPPED for each in family)
+        return False
+
     def hang_up(self) -> None:
         """Make the guard kill the scorer and everything that it started."""
         # The process may have exited before.
@@ -137,6 +151,7 @@ class ScoringProcess:
         Returns:
             How the scorer ended, as the end of a sentence.
         """
+        was_stopped = self.is_stopped
         self.hang_up()
 
         # Ends at the end of the stream, which comes when every descendant is dead, or
@@ -150,11 +165,27 @@ class ScoringProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         code = self._process.wait()
+        self.was_killed = code < 0
         self.connection.close()
 
+        if was_stopped:
+            return "was stopped (SIGSTOP)"
         if code < 0:
             return f"was killed by signal {-code} ({signal.strsignal(-code)})"
         return f"exited with status {code}"
+
+
+def start_failure(key: str, functions: object, event: str) -> ConfigError:
+    """Return the error about a process that did not become ready.
+
+    Args:
+        key: Key of the functions.
+        functions: The functions.
+        event: What it did instead, as the middle of a sentence.
+    """
+    rule = f"the scoring process {event} while it imported the reward functions"
+    fix = "Its last output is in the log"
+    return ConfigError([Problem(key, functions, rule, fix)])
 
 
 def _launch(descriptor: int) -> subprocess.Popen[bytes]:

@@ -10,7 +10,7 @@ response (`verl_ray/algorithms`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,8 @@ class ResponseScores:
     health: Healths
     rescored: int = 0
     """Number of rows that were scored again, since their first process died."""
+    parts: tuple[tuple[float, Float32], ...] = ()
+    """Weights, and what they weight, of which the scores are the sum; () for none."""
 
     @property
     def ok(self) -> npt.NDArray[np.bool_]:
@@ -69,10 +71,12 @@ class Shaping:
                 Their scores do not count towards the moments of normalisation.
         """
         shaped = {}
+        parts = []
         for role, scores in raw.items():
             normalised = self._normalise_and_clip(role, scores, aborted)
+            parts.append((self._weights[role], normalised))
             shaped[role] = self._weights[role] * normalised
-        return _sum(shaped, raw)
+        return replace(_sum(shaped, raw), parts=tuple(parts))
 
     def weigh(self, raw: Mapping[str, ResponseScores]) -> ResponseScores:
         """Return the weighted sum of scores without normalising and clipping.
@@ -80,11 +84,13 @@ class Shaping:
         It changes no state: it is for held-out problems, and for people to read.
         """
         weighted = {}
+        parts = []
         for role, scores in raw.items():
             # A grader of held-out problems alone has no weight.
-            weight = np.float32(self._weights.get(role, 1))
-            weighted[role] = weight * scores.score
-        return _sum(weighted, raw)
+            weight = self._weights.get(role, 1.0)
+            weighted[role] = np.float32(weight) * scores.score
+            parts.append((weight, scores.score))
+        return replace(_sum(weighted, raw), parts=tuple(parts))
 
     def state(self) -> dict[str, Any]:
         """The moments so far, as JSON."""

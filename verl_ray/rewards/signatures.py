@@ -58,6 +58,8 @@ TRL = (
     "log_metric",
 )
 OF_RESPONSES = ("num_tokens", "finish_reason", "step")
+GIVEN = frozenset({*OURS, *VERL, *TRL})
+"""Names of all values that a reward function gets in some style."""
 """What TRL's trainer does not tell, and ours does."""
 ANSWERS = ("answer", "ground_truth")
 """Parameters that are the record's answer."""
@@ -111,6 +113,8 @@ class Signature:
     """Whether it has `**kwargs`."""
     is_async: bool
     """Whether its result is awaited."""
+    arguments: frozenset[str] = frozenset()
+    """Names that the configuration gives a value; no column of a record replaces it."""
 
     def names(self, *values: str) -> bool:
         """Return whether the function gets any of these values."""
@@ -135,7 +139,7 @@ class Signature:
         by_place = [values[name] for name in self.by_place if name in values]
         names = self._names_but_by_place
         if self.takes_all and self.style is Style.TRL:
-            names = values.keys() - self.by_place
+            names = values.keys() - self.by_place - self.arguments
         by_name = {name: values[name] for name in names if name in values}
         return by_place, by_name
 
@@ -166,8 +170,11 @@ def signature_of(function: Callable[..., object]) -> Signature:
             Style.OURS, _BY_PLACE, frozenset(), needed, takes_all=False, is_async=False
         )
 
+    arguments = _arguments_of(function)
     named = [
-        parameter for parameter in parameters.values() if parameter.kind not in _STARRED
+        parameter
+        for name, parameter in parameters.items()
+        if parameter.kind not in _STARRED and name not in arguments
     ]
     style = _style_of({parameter.name for parameter in named})
     known = _known(style)
@@ -193,18 +200,23 @@ def signature_of(function: Callable[..., object]) -> Signature:
         if needed_here:
             required.add(name)
 
-    takes_all = any(
-        parameter.kind is inspect.Parameter.VAR_KEYWORD
-        for parameter in parameters.values()
-    )
+    kinds = {parameter.kind for parameter in parameters.values()}
     return Signature(
         style,
         tuple(by_place),
         frozenset(by_name),
         frozenset(required),
-        takes_all,
+        inspect.Parameter.VAR_KEYWORD in kinds,
         _is_async(function),
+        arguments,
     )
+
+
+def _arguments_of(function: Callable[..., object]) -> frozenset[str]:
+    """Return the names that a function has values of already."""
+    if isinstance(function, functools.partial):
+        return frozenset(function.keywords)
+    return frozenset()
 
 
 def _style_of(names: set[str]) -> Style:

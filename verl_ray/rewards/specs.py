@@ -2,16 +2,20 @@
 
 A spec is the name of a built-in function, `path/to/file.py:function`,
 `package.module:function`, or `path/to/file.pkl`, which cloudpickle has written. What it
-names may be a function, or a class, which is built once per process.
+names may be a function, or a class, which is built once per process. With arguments a
+spec is a JSON object: `{"function": NAME, "bonus": 0.5}` calls the function with
+`bonus=0.5`, or builds the class with it.
 
-Invariant: `spec_problem` runs nothing of the user's; `load` runs it, so it belongs into
-a process that can be killed. Deliberately not here: how a function is called
-(`signatures.py`), and where (`child.py`).
+Invariant: `spec_problem` runs nothing of the user's, and tells everything about a
+built-in function; `load` runs it, so it belongs into a process that can be killed.
+Deliberately not here: how a function is called (`signatures.py`), and where
+(`child.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.machinery
 import importlib.util
@@ -22,15 +26,19 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
-from verl_ray.config.function_specs import PICKLE, names_module
+from verl_ray.config.function_specs import PICKLE, names_module, parts_of
 from verl_ray.config.suggest import did_you_mean, either
 from verl_ray.errors import ConfigError, Problem
 from verl_ray.paths import path_suggestion
-from verl_ray.rewards.functions import REWARD_FUNCTIONS
-from verl_ray.rewards.signatures import Signature, SignatureMistake, signature_of
-from verl_ray.rewards.tracebacks import last_cause, short_traceback
+from verl_ray.rewards.built_in import BUILT_IN, package_problem
+from verl_ray.rewards.signatures import (
+    GIVEN,
+    Signature,
+    SignatureMistake,
+    signature_of,
+)
+from verl_ray.user_files import run_file, words_of
 
 EXPECTED = (
     "Expected the name of a built-in function, path/to/file.py:function or"
@@ -60,15 +68,27 @@ def spec_problem(spec: str, key: str) -> Problem | None:
         spec: See the module.
         key: The configuration key that the problem will name.
     """
-    if spec in REWARD_FUNCTIONS:
+    function, _ = parts_of(spec)
+    if function in BUILT_IN:
+        problem = package_problem(spec, key)
+        if problem is not None:
+            return problem
+        try:
+            _callable_of(BUILT_IN[function].target, spec)
+        except SignatureMistake as mistake:
+            return Problem(key, spec, mistake.rule, mistake.fix)
         return None
+    return _users_problem(function, spec, key)
 
-    path_text, colon, name = spec.rpartition(":")
-    if not colon and not spec.endswith((".py", PICKLE)):
-        fix = did_you_mean(spec, list(REWARD_FUNCTIONS), "built-in reward function")
+
+def _users_problem(function: str, spec: str, key: str) -> Problem | None:
+    """Return what is wrong with the name of a user's function, which is not run."""
+    path_text, colon, name = function.rpartition(":")
+    if not colon and not function.endswith((".py", PICKLE)):
+        fix = did_you_mean(function, list(BUILT_IN), "built-in reward function")
         return Problem(key, spec, "is no built-in reward function", f"{fix} {EXPECTED}")
 
-    if names_module(spec):
+    if names_module(function):
         module_spec = _find_module(path_text)
         if module_spec is not None:
             return _name_problem(Path(module_spec.origin or ""), name, spec, key)
@@ -78,7 +98,7 @@ def spec_problem(spec: str, key: str) -> Problem | None:
         return Problem(key, spec, rule, fix)
 
     # A file without a function is a path as a whole.
-    path = Path(path_text if colon else spec).expanduser()
+    path = Path(path_text if colon else function).expanduser()
     beside = path.with_name(f"{path.name}.py")
     if not path.is_file():
         where = "" if path.is_absolute() else f" (the current folder is {Path.cwd()})"
@@ -180,37 +200,35 @@ def load(spec: str, key: str = "reward.functions") -> LoadedFunction:
     if problem is not None:
         raise ConfigError([problem])
 
-    target: object = REWARD_FUNCTIONS.get(spec)
-    if target is None:
-        target = _import(spec, key)
+    name, _ = parts_of(spec)
+    target = BUILT_IN[name].target if name in BUILT_IN else _import(name, spec, key)
     try:
-        if inspect.isclass(target):
-            target = _build(target)
-        return LoadedFunction(target, signature_of(target))  # type: ignore[arg-type]
+        function = _callable_of(target, spec)
+        return LoadedFunction(function, signature_of(function))
     except SignatureMistake as mistake:
         problem = Problem(key, spec, mistake.rule, mistake.fix)
         raise ConfigError([problem]) from mistake
 
 
-def _import(spec: str, key: str) -> object:
-    """Return the object that a user's spec names.
+def _import(function: str, spec: str, key: str) -> object:
+    """Return the object that the name of a user's function stands for.
 
     Raises:
         ConfigError: It cannot be imported or unpickled.
     """
-    path_text, _, name = spec.rpartition(":")
-    path = Path(path_text or spec).expanduser().resolve()
-    is_module = names_module(spec)
+    path_text, _, name = function.rpartition(":")
+    path = Path(path_text or function).expanduser().resolve()
+    is_module = names_module(function)
     try:
         if is_module:
             return getattr(importlib.import_module(path_text), name)
         if path.suffix == PICKLE:
             with path.open("rb") as file:
                 return pickle.load(file)
-        return getattr(_run_file(path), name)
+        return getattr(run_file(path), name)
     # SystemExit at import is a failure like any other.
     except BaseException as error:
-        cause = last_cause(short_traceback(error, skip_files=_OUR_FRAMES))
+        cause = words_of(error, _OUR_FRAMES)
         subject = f"the module {path_text}" if is_module else f"the file {path}"
         rule = f"{subject} cannot be imported: {cause}"
         fix = "Correct it."
@@ -220,20 +238,69 @@ def _import(spec: str, key: str) -> object:
         raise ConfigError([Problem(key, spec, rule, fix)]) from error
 
 
-def _build(target: type) -> object:
-    """Return an instance of a user's class, which is built without arguments.
+def _callable_of(target: object, spec: str) -> Callable[..., object]:
+    """Return what is called: a function, with the arguments of its spec if it has any,
+    or an instance of a class, which is built with them.
 
     Raises:
-        SignatureMistake: It needs arguments, or building it fails.
+        SignatureMistake: The arguments do not fit, or building the class fails.
     """
-    if _needed(target):
-        rule = f"is a class that is built with {', '.join(_needed(target))}"
-        fix = "Expected none: give each a default, or name a function."
+    _, arguments = parts_of(spec)
+    if arguments:
+        _refuse_arguments(target, arguments)
+    if inspect.isclass(target):
+        target = _build(target, arguments)
+    elif arguments and callable(target):
+        target = functools.partial(target, **arguments)
+    return target  # type: ignore[return-value]  # `signature_of` refuses the others
+
+
+def _refuse_arguments(target: object, arguments: Mapping[str, object]) -> None:
+    """Refuse arguments that are not a parameter's, or that a reward gets anyway.
+
+    Raises:
+        SignatureMistake: See above.
+    """
+    try:
+        parameters = inspect.signature(target).parameters  # type: ignore[arg-type]
+    # Something that cannot be called, or that was written in C.
+    except (TypeError, ValueError):
+        return
+    kinds = {parameter.kind for parameter in parameters.values()}
+    takes_any = inspect.Parameter.VAR_KEYWORD in kinds
+    of_responses = frozenset() if inspect.isclass(target) else GIVEN
+    free = [name for name in parameters if name not in of_responses]
+
+    for name in arguments:
+        if name in of_responses:
+            rule = f"its argument {name} is a value that every response brings"
+            raise SignatureMistake(rule, "Leave it out.")
+        if name not in parameters and not takes_any:
+            rule = f"it takes no argument {name}"
+            fix = did_you_mean(name, free, "argument")
+            raise SignatureMistake(
+                rule, fix if free else "It takes none: leave it out."
+            )
+
+
+def _build(target: type, arguments: Mapping[str, object]) -> object:
+    """Return an instance of a class, which is built with the arguments of its spec.
+
+    Raises:
+        SignatureMistake: It needs others, or building it fails.
+    """
+    needed = [name for name in _needed(target) if name not in arguments]
+    if needed:
+        rule = f"is a class that is built with {', '.join(needed)}"
+        table = f"{{function: ..., {needed[0]}: ...}}"
+        fix = f"Give each a value, as in {table}, or a default; or name a function."
         raise SignatureMistake(rule, fix)
     try:
-        return target()
+        return target(**arguments)
+    except SignatureMistake:
+        raise
     except BaseException as error:
-        cause = last_cause(short_traceback(error, skip_files=_OUR_FRAMES))
+        cause = words_of(error, _OUR_FRAMES)
         raise SignatureMistake(
             f"is a class that cannot be built: {cause}", "Correct it."
         ) from error
@@ -253,29 +320,3 @@ def _needed(target: type) -> list[str]:
         if parameter.default is inspect.Parameter.empty
         and parameter.kind not in starred
     ]
-
-
-def _run_file(path: Path) -> ModuleType:
-    """Import the file as a module whose name is its path.
-
-    A user's `math.py` must not become the `math` of everybody.
-    """
-    name = str(path)
-    if name in sys.modules:
-        return sys.modules[name]
-
-    module_spec = importlib.util.spec_from_file_location(name, path)
-    if module_spec is None or module_spec.loader is None:
-        raise ImportError(f"{path.name} does not end in .py")
-    module = importlib.util.module_from_spec(module_spec)
-    # At the end of the path, where no file of the user hides another module.
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    sys.modules[name] = module
-    try:
-        module_spec.loader.exec_module(module)
-    except BaseException:
-        # A module that is half run must not be found by the next import.
-        del sys.modules[name]
-        raise
-    return module

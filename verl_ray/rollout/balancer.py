@@ -1,4 +1,4 @@
-"""Assignment of work to rollout replicas: by session, or else to the least loaded one.
+"""Assignment of work to rollout replicas: by session, or else to the least full one.
 
 Invariant: an item is with a single replica at a time, and waits until a replica can
 take it. A session stays with its replica as long as that exists, since its prefix is
@@ -41,6 +41,8 @@ class Balancer(Generic[R, K]):
                 replica to itself.
         """
         self._limit = limit
+        self._limits: dict[R, int] = {}
+        """Replicas with a limit of their own."""
         self._loads: dict[R, int] = dict.fromkeys(replicas, 0)
         self._homes: dict[K, R] = {}
         self._waiting: deque[WorkItem[K]] = deque()
@@ -70,9 +72,9 @@ class Balancer(Generic[R, K]):
     def assign(self, busy: Container[R] = ()) -> dict[R, list[WorkItem[K]]]:
         """Assign the items that replicas can take now, in the order of the queue.
 
-        An item goes to the replica of its session, or else to the least loaded one. The
-        loop consumes the queue until it is empty or its first item has to wait; no item
-        passes another.
+        An item goes to the replica of its session, or else to one without work, or else
+        to the one that is farthest below its limit. The loop consumes the queue until
+        it is empty or its first item has to wait; no item passes another.
 
         Args:
             busy: Replicas that take no items now.
@@ -87,11 +89,11 @@ class Balancer(Generic[R, K]):
             item = self._waiting[0]
             replica = self._homes.get(item.session)
             if replica is None or replica not in self._loads:
-                replica = min(free, key=self._loads.__getitem__)
+                replica = min(free, key=self._fullness)
 
-            load = self._loads[replica]
             # A replica without work takes an item of any size.
-            is_full = load != 0 and load + item.size > self._limit
+            has_work, excess = self._fullness(replica)
+            is_full = has_work and excess + item.size > 0
             if replica in busy or is_full:
                 break
 
@@ -101,6 +103,17 @@ class Balancer(Generic[R, K]):
             assigned.setdefault(replica, []).append(item)
         return assigned
 
+    def place(self, replica: R, items: Iterable[WorkItem[K]]) -> None:
+        """Assign items to a replica at once, although others wait for it."""
+        for item in items:
+            self._loads[replica] += item.size
+            self._homes[item.session] = replica
+
+    def _fullness(self, replica: R) -> tuple[bool, int]:
+        """Return whether a replica has work, and how far it is above its limit."""
+        load = self._loads[replica]
+        return load > 0, load - self._limits.get(replica, self._limit)
+
     def finish(self, replica: R, responses: int) -> None:
         """Subtract finished responses from the load of a replica that still exists."""
         if replica in self._loads:
@@ -109,6 +122,7 @@ class Balancer(Generic[R, K]):
     def remove_replica(self, replica: R) -> None:
         """Assign nothing to a replica any more, and its sessions to any other."""
         self._loads.pop(replica, None)
+        self._limits.pop(replica, None)
         self._homes = {
             session: home for session, home in self._homes.items() if home != replica
         }
@@ -116,6 +130,24 @@ class Balancer(Generic[R, K]):
     def add_replica(self, replica: R) -> None:
         """Assign items to a replica that has no work yet."""
         self._loads[replica] = 0
+
+    def load(self, replica: R) -> int:
+        """Return the number of responses that a replica has not finished yet."""
+        return self._loads.get(replica, 0)
+
+    def capacity(self, replica: R) -> int:
+        """Return the number of responses that a replica may generate in addition."""
+        limit = self._limits.get(replica, self._limit)
+        return max(0, limit - self.load(replica))
+
+    def set_limit(self, replica: R, limit: int) -> None:
+        """Let a replica generate this many responses at a time from now on."""
+        self._limits[replica] = limit
+
+    def forget(self, sessions: Iterable[K]) -> None:
+        """Let these sessions go to any replica: none of their items comes again."""
+        for session in sessions:
+            self._homes.pop(session, None)
 
     def forget_sessions(self) -> None:
         """Let every session go to any replica."""

@@ -5,7 +5,8 @@ whose version is known, and its chunk carries that version. A weight update is t
 engine's part of a weight sync: `begin_update`, one `receive` per bucket, `commit`, and
 `verify` if `commit` was called with `verification_follows=True`. During an update no
 request is in flight, or all of them are paused; preemptible requests are aborted for
-it. The engine is not thread-safe; `server.py` adds a thread-safe front end.
+it. The same holds for sleep, if paused requests gave up their KV cache. The engine is
+not thread-safe; `server.py` adds a thread-safe front end.
 Deliberately not here: the states (`engine_state.py`), what an engine implements
 (`hooks.py`), values (`requests.py`), which tokens are to be delivered (`delivery.py`),
 the checks of an update (`update.py`), which engine a request goes to, scoring, and
@@ -18,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from verl_ray.errors import EngineFailed, RolloutError, WeightSyncError
 from verl_ray.rollout.delivery import InFlight
-from verl_ray.rollout.engine_state import EngineMemoryPart, EngineState
+from verl_ray.rollout.engine_state import EngineMemoryPart, EnginePause, EngineState
 from verl_ray.rollout.hooks import EngineHooks
 from verl_ray.rollout.requests import Chunk, GenerationRequest
 from verl_ray.rollout.update import Probe, ProbeHistory, WeightUpdate, aborting_on_error
@@ -116,14 +117,21 @@ class RolloutEngine(EngineHooks):
         """Abort the preemptible requests now; the next step delivers their tokens."""
         self._abort_now(self._in_flight.preemptible_ids)
 
-    def pause(self) -> None:
-        """Stop sampling; requests in flight keep their tokens, also over an update."""
+    def pause(self, mode: EnginePause = "keep") -> None:
+        """Stop sampling; requests in flight keep their tokens, also over an update.
+
+        Args:
+            mode: What becomes of their KV cache.
+        """
         self._require_usable()
-        self._state.paused = True
+        if self._state.paused != "recompute":
+            self._state.paused = mode
 
         # These tokens are of the present version, also if an update comes before they
         # are delivered.
         self._in_flight.record(self._pause(), self._state.version)
+        if mode == "recompute":
+            self._give_up_kv_cache()
 
     def resume(self) -> None:
         """Continue; from here on tokens are sampled from the present policy version.
@@ -133,7 +141,7 @@ class RolloutEngine(EngineHooks):
         """
         if self._in_flight and self._state.paused:
             self._require_generating()
-        self._state.paused = False
+        self._state.paused = None
         self._resume()
 
     # --------------------------------------------------------------------------- memory
@@ -141,20 +149,17 @@ class RolloutEngine(EngineHooks):
     def sleep(self, part: EngineMemoryPart) -> None:
         """Free memory. Calling it again has no effect.
 
-        After the weights were freed, a complete update must be committed before the
-        engine generates again.
+        Requests that are paused with "recompute" stay in flight. After the weights were
+        freed, a complete update must be committed before the engine generates again.
 
         Args:
             part: "kv_cache" frees the KV cache, "weights" the KV cache and the weights.
         """
         self._require_usable()
         self._state.require_no_update("sleep")
-        self._require_none_in_flight("sleep", "let them end, or abort them,")
+        self._require_none_in_flight("sleep", "recompute")
 
-        parts: set[EngineMemoryPart] = {"kv_cache"}
-        if part == "weights":
-            parts.add("weights")
-
+        parts: set[EngineMemoryPart] = {"kv_cache", part}
         freed = frozenset(parts - self._state.asleep)
         if "weights" in freed:
             self._state.version = None
@@ -205,15 +210,12 @@ class RolloutEngine(EngineHooks):
         """Open a weight update to `version`.
 
         The engine does not generate until the version is committed and, if
-        `verification_follows` is set, verified. Paused requests stay in flight: they
-        keep their tokens and their KV cache, and continue with the new version.
+        `verification_follows` is set, verified. Paused requests stay in flight with
+        their tokens, and continue with the new version.
         """
         self._require_usable()
         self._state.require_no_update("begin_update")
-        if not self._state.paused:
-            self._require_none_in_flight(
-                "begin_update", "let them end, abort them, or pause"
-            )
+        self._require_none_in_flight("begin_update", "keep", "recompute")
 
         if "weights" in self._state.asleep:
             raise RolloutError(
@@ -381,14 +383,12 @@ class RolloutEngine(EngineHooks):
         self._require_usable()
         return self._state.require_update(verb)
 
-    def _require_none_in_flight(self, verb: str, remedy: str) -> None:
+    def _require_none_in_flight(self, verb: str, *unless_paused: EnginePause) -> None:
         """Abort preemptible requests, or raise `RolloutError` if there are others."""
-        remaining = len(self._in_flight) - len(self._in_flight.preemptible_ids)
-        if remaining:
-            raise RolloutError(
-                f"{verb}: {remaining} requests are in flight; {remedy} first"
-            )
-        self.preempt()
+        if self._state.paused not in unless_paused:
+            remaining = len(self._in_flight) - len(self._in_flight.preemptible_ids)
+            self._state.require_no_requests(verb, remaining, unless_paused)
+            self.preempt()
 
     def _accept(self, update: WeightUpdate) -> None:
         self._state.update = None

@@ -76,10 +76,23 @@ class ChunkStream(Iterator[list[Chunk]]):
         # later, does not keep the stream itself alive.
         self.close = close
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether no request is pending."""
+        return not self._caller.pending
+
+    def take(self, timeout_s: float | None = None) -> list[Chunk]:
+        """Return the next chunks; none if there are none within `timeout_s` seconds."""
+        try:
+            reply = self._replies.get(timeout=timeout_s)
+        except queue.Empty:
+            return []
+        return self._caller.take(reply)
+
     def __next__(self) -> list[Chunk]:
-        if not self._caller.pending:
+        if self.has_ended:
             raise StopIteration
-        return self._caller.take(self._replies.get())
+        return self.take()
 
     def __del__(self) -> None:
         self.close()

@@ -9,15 +9,24 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from verl_ray.config.rollout import SCORED_PROMPT_TOKENS
+from verl_ray.data.chat_templates import TemplateArguments
+from verl_ray.data.encoding import encode
 from verl_ray.data.stages import Finish
-from verl_ray.data.tokenizers import encode, render
+from verl_ray.data.tokenizers import render
 from verl_ray.errors import CallRefused
-from verl_ray.rollout.openai_api import SEEDS, ApiCall, ChatCall, CompletionCall
+from verl_ray.rollout.openai_api import (
+    SEEDS,
+    ApiCall,
+    ChatCall,
+    CompletionCall,
+    refuse_mixtures,
+)
 from verl_ray.rollout.openai_replies import FINISH_REASONS, ChoiceDelta
 from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling, Tokens
 from verl_ray.rollout.texts import GrowingText
@@ -42,12 +51,14 @@ class Choice:
         request: The request; its id is the index of the choice in the reply.
         prompt: The prompt's token ids.
         text: The text of the response so far.
+        echo: The text to put before the response.
         deltas: Everything that was generated so far.
     """
 
     request: GenerationRequest
     prompt: list[int]
     text: GrowingText
+    echo: str = ""
     deltas: list[ChoiceDelta] = field(default_factory=list)
 
     def add(self, chunk: Chunk) -> ChoiceDelta:
@@ -72,9 +83,15 @@ class Choice:
             log_probs=chunk.log_probs[: len(tokens)].tolist(),
             version_spans=tuple(span for span in chunk.version_spans if span[0] < end),
             finish=finish,
+            prompt=chunk.prompt,
         )
         self.deltas.append(delta)
         return delta
+
+    def whole(self) -> ChoiceDelta:
+        """Return all that was generated, with the text to put before it."""
+        joined = ChoiceDelta.join(self.deltas)
+        return replace(joined, text=self.echo + joined.text)
 
 
 class ChoiceFactory:
@@ -85,6 +102,7 @@ class ChoiceFactory:
         tokenizer: PreTrainedTokenizerBase,
         end_tokens: tuple[int, ...],
         max_model_len: int,
+        arguments: TemplateArguments | None = None,
     ) -> None:
         """Prepare for calls.
 
@@ -92,8 +110,10 @@ class ChoiceFactory:
             tokenizer: The model's tokenizer.
             end_tokens: Tokens that end a response.
             max_model_len: Largest number of tokens of prompt and response together.
+            arguments: Variables of the chat template, where a call has no others.
         """
         self._tokenizer = tokenizer
+        self._arguments = arguments or {}
         self._end_tokens = end_tokens
         self._max_model_len = max_model_len
         longest_token = max(map(len, tokenizer.get_vocab()))
@@ -105,11 +125,16 @@ class ChoiceFactory:
         Choice j of a prompt has the seed `call.seed` + j.
 
         Raises:
-            CallRefused: A prompt is too long, or there are too many choices.
+            CallRefused: A prompt is too long, there are too many choices, or fields are
+                not supported together.
             DataError: The tokenizer or the chat template refuses a prompt.
         """
+        refuse_mixtures(call)
+        scores_prompt = isinstance(call, CompletionCall) and call.scores_prompt
         choices: list[Choice] = []
-        for prompt in self._prompts(call):
+        for prompt, echo in zip(self._prompts(call), self._echoes(call), strict=True):
+            if scores_prompt:
+                _require_scorable(prompt)
             sampling = self._sampling(call, len(prompt))
             prompt_ids = prompt.tolist()
             for number in range(call.n):
@@ -127,10 +152,23 @@ class ChoiceFactory:
                     stream=call.stream or bool(call.stop),
                     session=call.session_id,
                     preemptible=True,
+                    scores_prompt=scores_prompt,
                 )
                 text = GrowingText(self._tokenizer, call.stop)
-                choices.append(Choice(request, prompt_ids, text))
+                choices.append(Choice(request, prompt_ids, text, echo))
         return choices
+
+    def _echoes(self, call: ApiCall) -> list[str]:
+        """Return the text to put before the responses to each prompt."""
+        if isinstance(call, ChatCall):
+            return [""]
+        assert isinstance(call, CompletionCall)
+        if not call.echo:
+            return [""] * len(call.prompt)
+        return [
+            prompt if isinstance(prompt, str) else str(self._tokenizer.decode(prompt))
+            for prompt in call.prompt
+        ]
 
     def _prompts(self, call: ApiCall) -> list[Tokens]:
         if isinstance(call, ChatCall):
@@ -168,6 +206,7 @@ class ChoiceFactory:
             [call.messages],
             add_generation_prompt=True,
             where=lambda _: "messages",
+            arguments=[{**self._arguments, **call.chat_template_kwargs}],
         )
         # The template has written the special tokens already.
         return self._encode(text, "messages", special=False)
@@ -213,6 +252,17 @@ class ChoiceFactory:
             top_k=call.top_k or -1,
             max_tokens=requested or default,
             stop_token_ids=tuple(sorted({*end_tokens, *call.stop_token_ids})),
+        )
+
+
+def _require_scorable(prompt: Tokens) -> None:
+    """Refuse a prompt whose log-probs need more memory than the plan counts."""
+    if len(prompt) > SCORED_PROMPT_TOKENS:
+        raise CallRefused(
+            f"echo = True with logprobs: {len(prompt)} prompt tokens are more than the"
+            f" {SCORED_PROMPT_TOKENS} whose log-probs the memory of this endpoint is"
+            " planned for; send a shorter prompt, or leave out echo or logprobs",
+            "echo",
         )
 
 

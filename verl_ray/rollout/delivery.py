@@ -15,7 +15,12 @@ import numpy as np
 from verl_ray.data.stages import Finish
 from verl_ray.errors import RolloutError
 from verl_ray.profiling.progress import advance
-from verl_ray.rollout.requests import Chunk, GenerationProgress, GenerationRequest
+from verl_ray.rollout.requests import (
+    Chunk,
+    GenerationProgress,
+    GenerationRequest,
+    PromptLogProbs,
+)
 
 
 @dataclass(slots=True)
@@ -29,6 +34,7 @@ class _PartialResponse:
         log_probs: The log-prob of each token.
         spans: Pairs of the index at which a version span begins, and its version.
         delivered: Number of tokens that were delivered.
+        prompt: Log-probs of the parts of its prompt that were not delivered.
     """
 
     stream: bool
@@ -37,6 +43,7 @@ class _PartialResponse:
     log_probs: list[float] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
     delivered: int = 0
+    prompt: list[PromptLogProbs] = field(default_factory=list)
 
 
 class InFlight:
@@ -178,6 +185,8 @@ class InFlight:
             response.spans.append((len(response.tokens), version))
         response.tokens += progress.tokens
         response.log_probs += progress.log_probs
+        if progress.prompt is not None:
+            response.prompt.append(progress.prompt)
 
         if progress.finish is None and not response.stream:
             return
@@ -194,7 +203,9 @@ class InFlight:
             finish=progress.finish,
             first_token=first,
             version_spans=_spans_from(response.spans, first),
+            prompt=PromptLogProbs.joined(response.prompt),
         )
+        response.prompt.clear()
         self._chunks.append(chunk)
 
 

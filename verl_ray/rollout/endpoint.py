@@ -28,11 +28,14 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from verl_ray.config.rollout import EndpointConfig
+from verl_ray.data.chat_templates import TemplateArguments
+from verl_ray.data.stages import Finish
 from verl_ray.errors import CallRefused, CannotGenerate, ConfigError, Problem
 from verl_ray.rollout.choices import Choice, ChoiceFactory, prompts_of
 from verl_ray.rollout.event_stream import EventStream
 from verl_ray.rollout.openai_api import ApiCall, ChatCall, CompletionCall, read_call
 from verl_ray.rollout.openai_replies import (
+    FINISH_REASONS,
     ChoiceDelta,
     ReplyBuilder,
     error_body,
@@ -67,6 +70,7 @@ class Endpoint:
         port: int,
         model: str,
         max_model_len: int,
+        arguments: TemplateArguments | None = None,
     ) -> None:
         """Start the endpoint; it listens when this returns.
 
@@ -77,6 +81,7 @@ class Endpoint:
             port: Port to listen on; 0 = any free port.
             model: The policy's name for clients.
             max_model_len: Largest number of tokens of prompt and response together.
+            arguments: Variables of the chat template, where a call has no others.
 
         Raises:
             ConfigError: The address cannot be listened on, or the environment has no
@@ -87,7 +92,7 @@ class Endpoint:
         self._model = model
         self._max_model_len = max_model_len
         end_tokens = server.run(lambda engine: engine.end_tokens)
-        self._factory = ChoiceFactory(tokenizer, end_tokens, max_model_len)
+        self._factory = ChoiceFactory(tokenizer, end_tokens, max_model_len, arguments)
         self._token = _client_token(config.token_env)
 
         # Only coroutines on the loop's thread use what is created here.
@@ -227,7 +232,8 @@ class Endpoint:
 
         # Without a stream, the reply begins when all choices are finished.
         await self._generate_all(choices)
-        wholes = [ChoiceDelta.join(choice.deltas) for choice in choices]
+        wholes = [choice.whole() for choice in choices]
+        _refuse_aborted(call, wholes)
         prompts = [choice.prompt for choice in choices]
         reply = builder.whole(wholes, prompts, _usage(call, choices))
         return web.json_response(reply)
@@ -322,6 +328,19 @@ class Endpoint:
 def _usage(call: ApiCall, choices: Sequence[Choice]) -> dict[str, int]:
     deltas = [delta for choice in choices for delta in choice.deltas]
     return usage_of(prompts_of(call, choices), deltas)
+
+
+def _refuse_aborted(call: ApiCall, choices: Sequence[ChoiceDelta]) -> None:
+    """Raise `CannotGenerate` for aborted choices that the client could not use.
+
+    They are those whose prompt was not scored, and all where the client says so.
+    """
+    scores_prompt = isinstance(call, CompletionCall) and call.scores_prompt
+    is_aborted = FINISH_REASONS[Finish.ABORTED] in [each.finish for each in choices]
+    if is_aborted and (call.abort_is_error or scores_prompt):
+        raise CannotGenerate(
+            "sleep or a weight update has aborted the request; send it again"
+        )
 
 
 def _error_reply(error: Exception) -> web.Response:

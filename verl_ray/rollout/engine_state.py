@@ -7,6 +7,7 @@ requests in flight (`delivery.py`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,6 +15,13 @@ from verl_ray.errors import CannotGenerate, RolloutError, WeightSyncError
 from verl_ray.rollout.update import WeightUpdate
 
 EngineMemoryPart = Literal["weights", "kv_cache"]
+
+EnginePause = Literal["keep", "recompute"]
+"""What becomes of the KV cache of requests in flight while an engine is paused.
+
+keep: it stays, also over an update. recompute: it is freed, and computed again from the
+tokens of each request as soon as the engine resumes.
+"""
 
 
 @dataclass
@@ -29,7 +37,8 @@ class EngineState:
         asleep: The parts of the memory that were freed.
         failure: Why the engine can no longer be used; None = it can.
         closed: Whether `close` was called.
-        paused: Whether requests in flight are kept without being continued.
+        paused: How requests in flight are held without being continued; None = they
+            are not.
     """
 
     version: int | None
@@ -38,7 +47,7 @@ class EngineState:
     asleep: frozenset[EngineMemoryPart] = frozenset()
     failure: str | None = None
     closed: bool = False
-    paused: bool = False
+    paused: EnginePause | None = None
 
     def require_generating(self) -> None:
         """Raise `CannotGenerate` unless tokens can be sampled now."""
@@ -59,6 +68,23 @@ class EngineState:
             raise CannotGenerate(
                 "cannot generate: no policy version is committed; send the weights and"
                 " commit them"
+            )
+
+    def require_no_requests(
+        self, verb: str, count: int, pauses: Iterable[EnginePause]
+    ) -> None:
+        """Raise `RolloutError` for requests in flight that no pause holds.
+
+        Args:
+            verb: The call that is refused, for the message.
+            count: Number of the requests.
+            pauses: The modes of a pause under which they could stay.
+        """
+        if count:
+            modes = " or ".join(f'"{mode}"' for mode in pauses)
+            raise RolloutError(
+                f"{verb}: {count} requests are in flight; let them end, abort them, or"
+                f" pause with {modes} first"
             )
 
     def require_no_update(self, verb: str) -> None:

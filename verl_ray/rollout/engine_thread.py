@@ -20,9 +20,10 @@ from verl_ray.errors import EngineFailed, RolloutError
 from verl_ray.profiling.progress import waiting_for_others
 from verl_ray.rollout.base import RolloutEngine
 from verl_ray.rollout.callers import Caller
+from verl_ray.rollout.engine_load import EngineLoad
 from verl_ray.rollout.requests import Chunk
 
-PauseMode = Literal["abort", "wait", "keep"]
+PauseMode = Literal["abort", "wait", "keep", "recompute"]
 
 _CLOSED = "the rollout engine can no longer be used; start another: it was closed"
 
@@ -36,12 +37,14 @@ class ServerHealth:
         in_flight: Number of requests in flight, or ended and not delivered yet.
         steps: Number of steps that sampled tokens.
         failure: Why the engine can no longer be used; None = it can.
+        load: How busy the engine is.
     """
 
     policy_version: int | None
     in_flight: int
     steps: int
     failure: str | None = None
+    load: EngineLoad = field(default_factory=EngineLoad)
 
 
 @dataclass(frozen=True)
@@ -307,23 +310,26 @@ class EngineThread:
             caller.deliver(reply)
 
     def _update_health(self, engine: RolloutEngine) -> None:
+        failure = engine.failure
+        # An engine that failed may have nothing left to ask.
+        load = EngineLoad() if failure is not None else engine.load
         self.health = ServerHealth(
-            engine.policy_version, engine.unfinished, engine.steps, engine.failure
+            engine.policy_version, engine.unfinished, engine.steps, failure, load
         )
 
     # --------------------------------------------------------------------------- pauses
 
     def _pause_if_possible(self, engine: RolloutEngine) -> None:
-        """Pause the engine once requests have ended, or at once in the mode "keep"."""
+        """Pause the engine once requests have ended, or at once if it keeps them."""
         pause = self.pause_request
         if pause is None:
             return
-        if pause.mode != "keep" and engine.unfinished:
+        if pause.mode in ("abort", "wait") and engine.unfinished:
             return
 
         self.pause_request = None
         try:
-            engine.pause()
+            engine.pause("recompute" if pause.mode == "recompute" else "keep")
             pause.done.set_result(None)
         except RolloutError as error:
             pause.done.set_exception(error)
@@ -342,7 +348,9 @@ class EngineThread:
     def _fail(self, engine: RolloutEngine, error: BaseException) -> None:
         """Give up the engine, whose state is not known after this error."""
         engine.fail(f"its thread was stopped by {error!r}")
-        self.health = replace(self.health, in_flight=0, failure=engine.failure)
+        self.health = replace(
+            self.health, in_flight=0, failure=engine.failure, load=EngineLoad()
+        )
         self._fail_waiters(_engine_failed(engine.failure, error))
 
     def _fail_waiters(self, error: Exception) -> None:

@@ -1,7 +1,7 @@
 """Operations that a kind of rollout engine has to implement.
 
 Invariant: `RolloutEngine` calls a hook only in a state that allows it, so a hook checks
-no state. The hook of a public method has its name with an underscore; the two public
+no state. The hook of a public method has its name with an underscore; the public
 properties are implemented as they are. Deliberately not here: which state allows which
 call (`engine_state.py`).
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
+from verl_ray.rollout.engine_load import EngineLoad
 from verl_ray.rollout.engine_state import EngineMemoryPart
 from verl_ray.rollout.requests import (
     Float32,
@@ -43,6 +44,11 @@ class EngineHooks(ABC):
         use on its devices.
         """
 
+    @property
+    @abstractmethod
+    def load(self) -> EngineLoad:
+        """How busy the engine is, which is asked after every step."""
+
     # ----------------------------------------------------------------------- generation
 
     @abstractmethod
@@ -62,6 +68,13 @@ class EngineHooks(ABC):
         """Stop computing, keep all requests, and return what was under way."""
 
     @abstractmethod
+    def _give_up_kv_cache(self) -> None:
+        """Free the KV cache of the requests that `_pause` kept, and cached prefixes.
+
+        Once they continue, it is computed again from their tokens.
+        """
+
+    @abstractmethod
     def _resume(self) -> None:
         """Continue the requests that `_pause` kept."""
 
@@ -69,7 +82,10 @@ class EngineHooks(ABC):
 
     @abstractmethod
     def _sleep(self, parts: frozenset[EngineMemoryPart]) -> None:
-        """Free parts of the memory that are on the device; none of them is asleep."""
+        """Free parts of the memory that are on the device; none of them is asleep.
+
+        Requests in flight are paused, and hold no KV cache.
+        """
 
     @abstractmethod
     def _wake(self, part: EngineMemoryPart) -> None:

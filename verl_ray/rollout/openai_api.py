@@ -2,7 +2,8 @@
 
 Invariant: a field that would change the result is honoured, or refused by its name. In
 addition to OpenAI's fields there are vLLM's `top_k`, `stop_token_ids`, `ignore_eos`,
-`session_id`, `return_token_ids` and `return_tokens_as_token_ids`. Deliberately not
+`session_id`, `chat_template_kwargs`, `return_token_ids` and
+`return_tokens_as_token_ids`, and `abort_is_error` of this project. Deliberately not
 here: replies (`openai_replies.py`), HTTP (`endpoint.py`), tokens of texts, and
 generation (`choices.py`).
 """
@@ -21,6 +22,7 @@ from pydantic import (
     ValidationError,
 )
 
+from verl_ray.config.data import RESERVED_ARGUMENTS
 from verl_ray.config.vllm_limits import VLLM_LEAST_TEMPERATURE
 from verl_ray.data.field_values import Message
 from verl_ray.errors import CallRefused
@@ -49,7 +51,6 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "min_tokens": (0,),
     "logit_bias": ({},),
     "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
     "top_logprobs": (0,),
     "tools": ([],),
@@ -131,6 +132,13 @@ def _is_text_part(part: object) -> bool:
     return isinstance(part, dict) and part.get("type") == "text"
 
 
+def _without_reserved(arguments: dict[str, Any]) -> dict[str, Any]:
+    reserved = sorted(RESERVED_ARGUMENTS & arguments.keys())
+    if reserved:
+        raise ValueError(f"the endpoint itself sets {reserved[0]}; leave it out")
+    return arguments
+
+
 # -------------------------------------------------------------------------------- calls
 
 Count = Annotated[int, Field(ge=1)]
@@ -171,6 +179,9 @@ class ApiCall(BaseModel):
     session_id: str | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
+    abort_is_error: bool = False
+    """Reply 503 in place of a response that sleep or a weight update has cut short, for
+    clients that would take it for a whole one; ignored by streams."""
 
 
 class CompletionCall(ApiCall):
@@ -180,8 +191,16 @@ class CompletionCall(ApiCall):
 
     prompt: Annotated[list[Any], BeforeValidator(_as_list_of_prompts)]
     """Prompts, each a text or token ids."""
-    logprobs: Literal[0] | None = None
-    """0 adds the log-probs of the sampled tokens; those of others are not available."""
+    logprobs: Literal[0, 1] | None = None
+    """0 adds the log-probs of the sampled tokens. 1 adds those of the likeliest tokens
+    in their places, which are known of a greedy response; no others are."""
+    echo: bool = False
+    """Put the prompt before the response, with the log-probs of its tokens."""
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the reply has log-probs of the prompt."""
+        return self.echo and self.logprobs is not None
 
 
 class ChatCall(ApiCall):
@@ -190,8 +209,30 @@ class ChatCall(ApiCall):
     ID_PREFIX = "chatcmpl"
 
     messages: Annotated[list[Message], BeforeValidator(_as_messages)]
+    chat_template_kwargs: Annotated[
+        dict[str, Any], AfterValidator(_without_reserved)
+    ] = {}
+    """Variables of the chat template; they go before those of the run."""
     max_completion_tokens: Count | None = None
     logprobs: bool = False
+
+
+def refuse_mixtures(call: ApiCall) -> None:
+    """Refuse fields that each are supported, and not together.
+
+    Raises:
+        CallRefused: The error names one of the fields.
+    """
+    if not isinstance(call, CompletionCall):
+        return
+    if call.logprobs == 1 and call.temperature != 0:
+        raise CallRefused(
+            "logprobs = 1: the likeliest tokens are known of greedy responses alone;"
+            " set temperature = 0 or logprobs = 0",
+            "logprobs",
+        )
+    if call.echo and call.stream:
+        raise CallRefused("echo = True: a stream has no prompt; leave it out", "echo")
 
 
 C = TypeVar("C", bound=ApiCall)

@@ -22,6 +22,7 @@ from verl_ray.errors import (
     RolloutError,
 )
 from verl_ray.rollout.openai_api import ApiCall, ChatCall, CompletionCall
+from verl_ray.rollout.requests import PromptLogProbs
 
 FINISH_REASONS = {
     Finish.STOP: "stop",
@@ -48,6 +49,7 @@ class ChoiceDelta:
         version_spans: Pairs of the first token of a span, as an index in the response,
             and its policy version.
         finish: The finish reason; None while more follows.
+        prompt: Log-probs of the prompt, where the call asks for them.
     """
 
     choice: int
@@ -57,6 +59,7 @@ class ChoiceDelta:
     log_probs: list[float]
     version_spans: tuple[tuple[int, int], ...]
     finish: str | None
+    prompt: PromptLogProbs | None = None
 
     @classmethod
     def join(cls, deltas: list[ChoiceDelta]) -> ChoiceDelta:
@@ -80,6 +83,7 @@ class ChoiceDelta:
             log_probs=log_probs,
             version_spans=tuple(spans),
             finish=deltas[-1].finish,
+            prompt=deltas[0].prompt,
         )
 
 
@@ -168,7 +172,7 @@ class ReplyBuilder:
         choice: dict[str, object] = {
             "index": delta.choice,
             "finish_reason": delta.finish,
-            "logprobs": self._log_probs(delta),
+            "logprobs": self._log_probs(delta, prompt),
             "policy_versions": delta.version_spans,
         }
 
@@ -185,24 +189,17 @@ class ReplyBuilder:
                 choice["prompt_token_ids"] = prompt
         return choice
 
-    def _log_probs(self, delta: ChoiceDelta) -> dict[str, object] | None:
-        if isinstance(self._call, CompletionCall) and self._call.logprobs is None:
-            return None
+    def _log_probs(
+        self, delta: ChoiceDelta, prompt: list[int] | None
+    ) -> dict[str, object] | None:
+        if isinstance(self._call, CompletionCall):
+            if self._call.logprobs is None:
+                return None
+            return self._completion_log_probs(self._call, delta, prompt)
         if isinstance(self._call, ChatCall) and not self._call.logprobs:
             return None
 
-        if self._call.return_tokens_as_token_ids:
-            names = [f"token_id:{token}" for token in delta.tokens]
-        else:
-            names = [self._spell(token) for token in delta.tokens]
-
-        if not self._is_chat:
-            return {
-                "tokens": names,
-                "token_logprobs": delta.log_probs,
-                "top_logprobs": None,
-            }
-
+        names = self._names(delta.tokens)
         pairs = zip(names, delta.log_probs, strict=True)
         return {
             "content": [
@@ -215,6 +212,53 @@ class ReplyBuilder:
                 for name, log_prob in pairs
             ]
         }
+
+    def _completion_log_probs(
+        self, call: CompletionCall, delta: ChoiceDelta, prompt: list[int] | None
+    ) -> dict[str, object]:
+        """Return the log-probs of a completion, behind those of an echoed prompt.
+
+        The first token of a prompt has none.
+        """
+        names = self._names(delta.tokens)
+        log_probs: list[float | None] = [*delta.log_probs]
+        # The likeliest token of a greedy response is the one that was sampled.
+        pairs = zip(names, delta.log_probs, strict=True)
+        top: list[dict[str, float] | None] = [dict([pair]) for pair in pairs]
+
+        if call.scores_prompt and prompt is not None:
+            of_prompt = self._names(prompt)
+            names = of_prompt + names
+            scored: list[float] = []
+            tops: list[dict[str, float]] = []
+            if delta.prompt is not None:
+                scored = delta.prompt.log_probs.tolist()
+                tops = self._tops(of_prompt[1:], delta.prompt)
+            log_probs = [None, *scored, *log_probs]
+            top = [None, *tops, *top]
+
+        return {
+            "tokens": names,
+            "token_logprobs": log_probs,
+            "top_logprobs": top if call.logprobs else None,
+        }
+
+    def _tops(self, names: list[str], prompt: PromptLogProbs) -> list[dict[str, float]]:
+        """Return the log-probs of a prompt's tokens and of the likeliest ones."""
+        columns = zip(
+            names,
+            prompt.log_probs.tolist(),
+            self._names(prompt.best_tokens.tolist()),
+            prompt.best_log_probs.tolist(),
+            strict=True,
+        )
+        # Two tokens may have the same text, and the likelier one has it then.
+        return [{name: own} | {best: most} for name, own, best, most in columns]
+
+    def _names(self, tokens: list[int]) -> list[str]:
+        if self._call.return_tokens_as_token_ids:
+            return [f"token_id:{token}" for token in tokens]
+        return [self._spell(token) for token in tokens]
 
 
 def usage_of(

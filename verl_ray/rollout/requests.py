@@ -58,6 +58,7 @@ class GenerationRequest:
         session: A hint: the requests of a session share a prefix.
         preemptible: The request is aborted, with the tokens it has, when sleep or a
             weight update needs an engine without requests.
+        scores_prompt: Also return the log-probs of the prompt's own tokens.
     """
 
     request_id: int
@@ -67,6 +68,35 @@ class GenerationRequest:
     stream: bool = False
     session: str | None = None
     preemptible: bool = False
+    scores_prompt: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class PromptLogProbs:
+    """Log-probs of the tokens of a prompt but the first, each given those before it.
+
+    They are those at temperature 1, whatever the request samples at.
+
+    Attributes:
+        log_probs: The log-prob of each token, [tokens - 1].
+        best_tokens: The likeliest token in its place, [tokens - 1].
+        best_log_probs: The log-prob of that one, [tokens - 1].
+    """
+
+    log_probs: Float32
+    best_tokens: Tokens
+    best_log_probs: Float32
+
+    @classmethod
+    def joined(cls, parts: Sequence[PromptLogProbs]) -> PromptLogProbs | None:
+        """Return the log-probs of a prompt from those of its parts; None for none."""
+        if not parts:
+            return None
+        return cls(
+            np.concatenate([part.log_probs for part in parts]),
+            np.concatenate([part.best_tokens for part in parts]),
+            np.concatenate([part.best_log_probs for part in parts]),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +113,8 @@ class Chunk:
         first_token: Index of `tokens[0]` in the response.
         version_spans: The policy version of every token, as pairs of the index in the
             response where a span begins and the version of that span.
+        prompt: The log-probs of the prompt, in the first chunk of a request that scores
+            its prompt.
     """
 
     request_id: int
@@ -91,6 +123,7 @@ class Chunk:
     finish: Finish | None
     first_token: int
     version_spans: tuple[tuple[int, int], ...]
+    prompt: PromptLogProbs | None = None
 
 
 class GenerationProgress(NamedTuple):
@@ -101,9 +134,11 @@ class GenerationProgress(NamedTuple):
         tokens: The new token ids, possibly none.
         log_probs: The log-prob of each new token.
         finish: Why the response ended with this step; None = it goes on.
+        prompt: Log-probs of the prompt, or of a part of it, where it is scored.
     """
 
     request_id: int
     tokens: Sequence[int]
     log_probs: Sequence[float]
     finish: Finish | None
+    prompt: PromptLogProbs | None = None

@@ -1,24 +1,28 @@
 """A rollout engine whose responses a function gives, for tests of what uses an engine.
 
 Invariant: it follows the contract and the rules of `base.py`, and yields one token per
-request and step. Nothing is sampled, and no configuration can choose it. Deliberately
-not a replacement for vLLM where numbers matter.
+step and request for which its KV cache has space. Nothing is sampled, and no
+configuration can choose it. Deliberately not a replacement for vLLM where numbers
+matter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from verl_ray.data.stages import Finish
 from verl_ray.rollout.base import RolloutEngine
+from verl_ray.rollout.engine_load import EngineLoad
 from verl_ray.rollout.engine_state import EngineMemoryPart
 from verl_ray.rollout.requests import (
     Float32,
     GenerationProgress,
     GenerationRequest,
+    PromptLogProbs,
     Tokens,
 )
 from verl_ray.weight_sync.buckets import Bucket
@@ -38,6 +42,25 @@ def _minus_one_each(tokens: Tokens) -> list[float]:
     return [-1.0] * (len(tokens) - 1)
 
 
+@dataclass(slots=True)
+class _Row:
+    """A request in flight.
+
+    Attributes:
+        remaining: The pairs of token and log-prob that it has not yielded yet.
+        finish: How its response ends.
+        length: Number of tokens of its prompt and of what it yielded.
+        prompt: Log-probs of its prompt, which come with the first token; None for none.
+        is_running: Whether its tokens are in the KV cache.
+    """
+
+    remaining: list[tuple[int, float]]
+    finish: Finish
+    length: int
+    prompt: PromptLogProbs | None
+    is_running: bool = False
+
+
 class ScriptedEngine(RolloutEngine):
     """A rollout engine without a model.
 
@@ -51,25 +74,36 @@ class ScriptedEngine(RolloutEngine):
         *,
         initial_version: int | None = None,
         probe_log_probs: Callable[[Tokens], Sequence[float]] = _minus_one_each,
+        kv_cache_tokens: int = 1 << 20,
     ) -> None:
         """Start an engine that follows `script`.
 
         Args:
             script: The response to each request.
             initial_version: The policy version at the start, if any.
-            probe_log_probs: The log-probs of the tokens of a probe except the first.
+            probe_log_probs: The log-probs of the tokens of a probe, or of a prompt that
+                is scored, except the first. Each token counts as the likeliest.
+            kv_cache_tokens: Tokens for which the KV cache has space.
         """
         super().__init__(initial_version)
         self.weights: dict[str, torch.Tensor] = {}
         self._probe_log_probs = probe_log_probs
         self._script = script
         self._inbox = Inbox()
-        self._remaining: dict[int, list[tuple[int, float]]] = {}
-        self._finish: dict[int, Finish] = {}
+        self._rows: dict[int, _Row] = {}
+        self._kv_cache_tokens = kv_cache_tokens
+        self._preemptions = 0
 
     @property
     def memory_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.weights.values())
+
+    @property
+    def load(self) -> EngineLoad:
+        running = [row.length for row in self._rows.values() if row.is_running]
+        use = min(1.0, sum(running) / self._kv_cache_tokens)
+        waiting = len(self._rows) - len(running)
+        return EngineLoad(use, len(running), waiting, self._preemptions)
 
     # ----------------------------------------------------------------------- generation
 
@@ -79,29 +113,53 @@ class ScriptedEngine(RolloutEngine):
             limit = request.sampling.max_tokens
             is_whole = len(response) <= limit
 
-            self._remaining[request.request_id] = response[:limit]
-            self._finish[request.request_id] = (
-                Finish.STOP if is_whole else Finish.LENGTH
-            )
+            finish = Finish.STOP if is_whole else Finish.LENGTH
+            prompt = None
+            if request.scores_prompt:
+                log_probs = np.array(self._probe_log_probs(request.tokens), np.float32)
+                prompt = PromptLogProbs(log_probs, request.tokens[1:], log_probs)
+            row = _Row(response[:limit], finish, len(request.tokens), prompt)
+            self._rows[request.request_id] = row
 
     def _step(self) -> Iterator[GenerationProgress]:
-        # A copy, because requests are removed as they end.
-        for request_id, remaining in list(self._remaining.items()):
-            token, log_prob = remaining.pop(0)
+        for request_id, row in self._fitting_rows():
+            token, log_prob = row.remaining.pop(0)
+            row.length += 1
             finish = None
-            if not remaining:
-                finish = self._finish[request_id]
+            if not row.remaining:
+                finish = row.finish
                 self._abort([request_id])
-            yield GenerationProgress(request_id, [token], [log_prob], finish)
+            prompt, row.prompt = row.prompt, None
+            yield GenerationProgress(request_id, [token], [log_prob], finish, prompt)
+
+    def _fitting_rows(self) -> list[tuple[int, _Row]]:
+        """Return the oldest requests that have space for a token each, at least one.
+
+        The others wait, and those of them that were running are preempted.
+        """
+        fitting: list[tuple[int, _Row]] = []
+        needed = 0
+        for request_id, row in self._rows.items():
+            needed += row.length + 1
+            fits = needed <= self._kv_cache_tokens or not fitting
+            if fits:
+                fitting.append((request_id, row))
+            elif row.is_running:
+                self._preemptions += 1
+            row.is_running = fits
+        return fitting
 
     def _abort(self, request_ids: Sequence[int]) -> None:
         for request_id in request_ids:
-            del self._remaining[request_id]
-            del self._finish[request_id]
+            del self._rows[request_id]
 
     def _pause(self) -> list[GenerationProgress]:
         # Between two steps nothing is under way.
         return []
+
+    def _give_up_kv_cache(self) -> None:
+        for row in self._rows.values():
+            row.is_running = False
 
     def _resume(self) -> None:
         """Do nothing, since `_pause` did nothing."""
@@ -116,7 +174,7 @@ class ScriptedEngine(RolloutEngine):
         """Do nothing, since received weights bring their own memory."""
 
     def _close(self, process_exits: bool) -> None:
-        self._remaining.clear()
+        self._rows.clear()
         self.weights.clear()
         self._inbox.close()
 

@@ -137,7 +137,8 @@ class RolloutServer:
             mode: "abort" ends the requests in flight. "wait" lets them end by
                 themselves, except that it aborts preemptible ones. "keep" leaves them
                 in flight: they continue after `resume`, with whatever policy version is
-                committed by then.
+                committed by then. "recompute" does so, too, but frees their KV cache,
+                which that version computes again; meanwhile the engine may sleep.
         """
         pause = PauseRequest(mode)
         self.run(lambda engine: self._engine_thread.begin_pause(engine, pause))

@@ -7,7 +7,8 @@ a supported version lacks is refused when it is requested.
 
 The tests run 0.32. With 0.22.1 on a CPU (torch 2.11) `pytest tests/rollout` passed,
 except for what that version lacks (a KV cache that is freed alone), for what it does
-right by itself, and for adapters, with which it did not start.
+right by itself, and for adapters, with which it did not start. What open requests need
+was read in its source, and not run.
 
 Deliberately not here: requests and responses as values of this project
 (`vllm_engine.py`), and what runs inside vLLM's workers (`vllm_loader.py`,
@@ -16,15 +17,17 @@ Deliberately not here: requests and responses as values of this project
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.metadata
 import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl_ray.config.versions import RELEASES, minor
 from verl_ray.errors import RolloutError
+from verl_ray.rollout.engine_load import EngineLoad
 
 if TYPE_CHECKING:
     import torch
@@ -132,6 +135,21 @@ class VllmCore:
         self._has_versions = hasattr(self._client, "set_weight_version")
         self._frees_cache_alone = hasattr(self._core, "release_kv_cache_memory")
 
+        self._is_paused = False
+        self._preemptions = 0
+        self._count_preemptions()
+
+    def _count_preemptions(self) -> None:
+        """Count what vLLM counts only along with all its other statistics."""
+        scheduler = self._core.scheduler
+        preempt = scheduler._preempt_request
+
+        def counting(*arguments: Any, **options: Any) -> None:
+            self._preemptions += 1
+            preempt(*arguments, **options)
+
+        scheduler._preempt_request = counting
+
     # ----------------------------------------------------------------------- generation
 
     def add(
@@ -196,9 +214,13 @@ class VllmCore:
         self._client.abort_requests([name for name in core_ids if name is not None])
 
     @property
-    def is_paused(self) -> bool:
-        """Whether the scheduler is paused."""
-        return bool(self._core.is_scheduler_paused())
+    def load(self) -> EngineLoad:
+        """How busy the scheduler is."""
+        scheduler = self._core.scheduler
+        running, waiting = scheduler.get_request_counts()
+        return EngineLoad(
+            scheduler.kv_cache_manager.usage, running, waiting, self._preemptions
+        )
 
     def pause(self) -> list[EngineCoreOutput]:
         """Schedule nothing more, but keep all requests and their KV cache.
@@ -206,6 +228,7 @@ class VllmCore:
         Returns:
             The outputs of the steps that were under way.
         """
+        self._is_paused = True
         self._core.pause_scheduler(mode="keep", clear_cache=False)
 
         # Consumes the batches that are on the device; it ends with the last of them,
@@ -217,35 +240,65 @@ class VllmCore:
 
     def resume(self) -> None:
         """Schedule again."""
+        self._is_paused = False
         self._core.resume_scheduler()
+
+    @contextlib.contextmanager
+    def only_running(self) -> Iterator[None]:
+        """Schedule, in the block, no request that waits as it begins."""
+        scheduler = self._core.scheduler
+        waiting = list(scheduler.waiting)
+        scheduler.waiting.remove_requests(waiting)
+        try:
+            yield
+        finally:
+            for request in waiting:
+                scheduler.waiting.add_request(request)
 
     # --------------------------------------------------------------------------- memory
 
+    def give_up_kv_cache(self) -> None:
+        """Free the KV cache of all requests, while paused, and forget all prefixes.
+
+        The requests wait, and are computed again from their tokens.
+        """
+        preemptions = self._preemptions
+        self._client.reset_prefix_cache(reset_running_requests=True)
+        self._preemptions = preemptions
+
     def free_everything(self) -> None:
-        """Free the weights and the KV cache."""
+        """Free the weights and the KV cache, while no request holds a part of it."""
         self._flush_ended_requests()
-        self._core.sleep(level=2)
+        self._core.sleep(level=2, mode="keep")
 
     def free_kv_cache(self) -> None:
-        """Free the KV cache, or raise `RolloutError` if this vLLM cannot."""
+        """Free the KV cache, while no request holds a part of it.
+
+        Raises:
+            RolloutError: This vLLM cannot free it alone.
+        """
         if not self._frees_cache_alone:
             raise RolloutError(
                 f"vLLM {installed_version()} cannot free its KV cache alone: set"
                 " rollout.sleep=weights or never"
             )
         self._flush_ended_requests()
-        self._core.pause_scheduler()
+        self._core.pause_scheduler(mode="keep", clear_cache=False)
         self._core.release_kv_cache_memory()
 
     def wake(self, part: str) -> None:
         """Take the memory of "weights" or "kv_cache" back."""
         self._client.wake_up([part])
+        # vLLM ends its own pause with the last part.
+        if self._is_paused:
+            self._core.pause_scheduler(mode="keep", clear_cache=False)
 
     def _flush_ended_requests(self) -> None:
         """Step until the workers know which requests have ended.
 
         They learn it with the next batch, which is empty; on a GPU one more batch is
-        under way. The loop ends when neither requests nor batches are left.
+        under way. The loop ends when neither batches are left nor requests, except
+        those that are paused.
         """
         while self._core.scheduler.has_requests() or self._core.batch_queue:
             self.step()
@@ -265,10 +318,24 @@ class VllmCore:
             "reload_weights", kwargs={"weights_iterator": iter(weights)}
         )
 
-    def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache, while no request is in flight."""
-        if not self._client.reset_prefix_cache():
+    def forget_prefixes(self, cache_salt: str) -> None:
+        """Let requests that hold no KV cache read nothing of what was computed before.
+
+        Args:
+            cache_salt: The salt of the requests that are added from now on.
+        """
+        if self._client.reset_prefix_cache():
+            return
+
+        # Requests that run hold blocks, with which the cache cannot be emptied. The
+        # others could find these, so they get another salt.
+        scheduler = self._core.scheduler
+        if not scheduler.running:
             raise RolloutError("vLLM did not reset its prefix cache")
+        for request in scheduler.waiting:
+            request.cache_salt = cache_salt
+            request.block_hashes.clear()
+            request.update_block_hashes()
 
     def set_version(self, version: int) -> None:
         """Set the policy version of the weights in vLLM, where its version takes it."""

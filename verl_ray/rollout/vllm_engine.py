@@ -22,9 +22,10 @@ import numpy as np
 
 from verl_ray.config.roles import LoraConfig
 from verl_ray.config.rollout import RolloutEngineConfig
-from verl_ray.data.stages import Finish
+from verl_ray.data.tokenizers import end_tokens, load_tokenizer
 from verl_ray.errors import RolloutError, VerlRayError, WeightSyncError
 from verl_ray.rollout.base import RolloutEngine
+from verl_ray.rollout.engine_load import EngineLoad
 from verl_ray.rollout.engine_state import EngineMemoryPart
 from verl_ray.rollout.requests import (
     Float32,
@@ -34,7 +35,8 @@ from verl_ray.rollout.requests import (
     Tokens,
 )
 from verl_ray.rollout.vllm_core import VllmCore, require_supported
-from verl_ray.rollout.vllm_setup import end_tokens_of, engine_config
+from verl_ray.rollout.vllm_outputs import progress_of, prompt_log_probs_of
+from verl_ray.rollout.vllm_setup import engine_config
 from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Fingerprints
 from verl_ray.weight_sync.manifest import Manifest
@@ -43,11 +45,9 @@ from verl_ray.weight_sync.transport import Address, WireSpec
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.config import VllmConfig
-    from vllm.v1.engine import EngineCoreOutput
 
 _CACHED_SAMPLINGS = 1024
 _PROBE_PREFIX = "probe-"
-_FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORTED}
 
 
 class VllmEngine(RolloutEngine):
@@ -123,7 +123,7 @@ class VllmEngine(RolloutEngine):
     ) -> None:
         try:
             vllm_config = make_config()
-            self._end_tokens = end_tokens_of(model_path, vllm_config)
+            self._end_tokens = end_tokens(load_tokenizer(model_path))
             self._vocabulary = int(vllm_config.model_config.get_vocab_size())
             self.core = VllmCore(vllm_config)
         except VerlRayError:
@@ -146,6 +146,10 @@ class VllmEngine(RolloutEngine):
     def end_tokens(self) -> tuple[int, ...]:
         return self._end_tokens
 
+    @property
+    def load(self) -> EngineLoad:
+        return self.core.load
+
     # ----------------------------------------------------------------------- generation
 
     def _submit(self, requests: Sequence[GenerationRequest]) -> None:
@@ -154,7 +158,8 @@ class VllmEngine(RolloutEngine):
         prepared = []
         for request in requests:
             self._check(request)
-            params = copy.copy(self._sampling_params(request.sampling))
+            scores_prompt = request.scores_prompt
+            params = copy.copy(self._sampling_params(request.sampling, scores_prompt))
             params.seed = request.seed
             prepared.append((request, params))
 
@@ -188,7 +193,9 @@ class VllmEngine(RolloutEngine):
                 f" expected 0 to {self._vocabulary - 1}, the vocabulary of the model"
             )
 
-    def _make_sampling_params(self, sampling: Sampling) -> SamplingParams:
+    def _make_sampling_params(
+        self, sampling: Sampling, scores_prompt: bool
+    ) -> SamplingParams:
         from vllm import SamplingParams
 
         if sampling.temperature and not 0.01 <= sampling.temperature <= 2:
@@ -209,19 +216,24 @@ class VllmEngine(RolloutEngine):
                 stop_token_ids=list(stop_token_ids),
                 # Log-probs of the sampled tokens and of no others.
                 logprobs=0,
+                # Those of the prompt's tokens and of the likeliest in their places.
+                prompt_logprobs=1 if scores_prompt else None,
                 detokenize=False,
             )
         except ValueError as error:
             raise RolloutError(f"vLLM refuses {sampling}: {error}") from error
 
     def _step(self) -> Iterator[GenerationProgress]:
-        yield from map(_progress, self.core.step())
+        yield from map(progress_of, self.core.step())
 
     def _abort(self, request_ids: Sequence[int]) -> None:
         self.core.abort([str(request_id) for request_id in request_ids])
 
     def _pause(self) -> list[GenerationProgress]:
-        return [_progress(output) for output in self.core.pause()]
+        return [progress_of(output) for output in self.core.pause()]
+
+    def _give_up_kv_cache(self) -> None:
+        self.core.give_up_kv_cache()
 
     def _resume(self) -> None:
         self.core.resume()
@@ -255,6 +267,13 @@ class VllmEngine(RolloutEngine):
             raise WeightSyncError(
                 "an adapter is sent, and the engine was started for a model without one"
             )
+        # vLLM's requests have an adapter or none from their beginning.
+        if self._in_flight and self._brings_adapter != self._adapted:
+            raise WeightSyncError(
+                f"{len(self._in_flight)} requests in flight began"
+                f" {'with' if self._adapted else 'without'} an adapter, and would go on"
+                " like that; let them end, or abort them, before this update"
+            )
         self.core.call_workers("weights_begin_update", manifest.has_model)
 
     def _receive(self, bucket: Bucket) -> None:
@@ -268,11 +287,7 @@ class VllmEngine(RolloutEngine):
         self.core.call_workers("weights_commit", adapter)
         self._adapted = adapter is not None
         self._num_loads += 1
-
-        # Paused requests need their blocks of the cache, so it can only be emptied
-        # without them; the salt of new requests protects them in either case.
-        if not self._in_flight:
-            self.core.reset_prefix_cache()
+        self.core.forget_prefixes(str(self._num_loads))
         self.core.set_version(version)
 
     def _abort_update(self) -> None:
@@ -281,34 +296,38 @@ class VllmEngine(RolloutEngine):
     def _probe(
         self, rows: Sequence[Tokens]
     ) -> tuple[list[Float32], list[GenerationProgress]]:
-        request_ids = self._submit_probes(rows)
-        was_paused = self.core.is_paused
-        self.core.resume()
+        # A probe does not wait for requests that wait. Those that run may need to end
+        # before it has space, so they are continued along with it.
+        with self.core.only_running():
+            request_ids = self._submit_probes(rows)
+            self.core.resume()
+            parts, progress = self._step_probes(request_ids)
+            if self._state.paused:
+                progress += self._pause()
 
-        # The loop consumes the core's outputs until every probe has finished. Requests
-        # that were paused are continued along with them.
+        log_probs = [np.concatenate(parts[request_id]) for request_id in request_ids]
+        return log_probs, progress
+
+    def _step_probes(
+        self, request_ids: Sequence[str]
+    ) -> tuple[dict[str, list[Float32]], list[GenerationProgress]]:
+        """Step until every probe has ended; return log-probs and other progress."""
         parts: dict[str, list[Float32]] = {request_id: [] for request_id in request_ids}
         progress: list[GenerationProgress] = []
         pending = set(request_ids)
         while pending:
             for output in self.core.step():
                 if not output.request_id.startswith(_PROBE_PREFIX):
-                    progress.append(_progress(output))
+                    progress.append(progress_of(output))
                     continue
 
                 # vLLM returns the log-probs of a long prompt in parts.
-                prompt_log_probs = output.new_prompt_logprobs_tensors
-                if prompt_log_probs is not None:
-                    values = prompt_log_probs.logprobs[:, 0].float().cpu().numpy()
-                    parts[output.request_id].append(values)
+                scored = prompt_log_probs_of(output)
+                if scored is not None:
+                    parts[output.request_id].append(scored.log_probs)
                 if output.finish_reason is not None:
                     pending.discard(output.request_id)
-
-        if was_paused:
-            progress += self._pause()
-
-        log_probs = [np.concatenate(parts[request_id]) for request_id in request_ids]
-        return log_probs, progress
+        return parts, progress
 
     def _submit_probes(self, rows: Sequence[Tokens]) -> list[str]:
         from vllm import SamplingParams
@@ -365,20 +384,3 @@ def _require_model(model_path: str) -> None:
             f"model.path = {model_path!r} is not a local model directory: it has no"
             " config.json"
         )
-
-
-def _progress(output: EngineCoreOutput) -> GenerationProgress:
-    log_probs: list[float] = []
-    if output.new_logprobs is not None:
-        log_probs = output.new_logprobs.logprobs[:, 0].tolist()
-
-    finish = None
-    if output.finish_reason is not None:
-        finish = _FINISH[str(output.finish_reason)]
-
-    return GenerationProgress(
-        request_id=int(output.request_id),
-        tokens=output.new_token_ids,
-        log_probs=log_probs,
-        finish=finish,
-    )

@@ -29,10 +29,10 @@ from verl_ray.config.roles import LoraConfig
 from verl_ray.errors import WeightSyncError
 from verl_ray.rollout.vllm_core import adapter_request, drop_adapters, is_attention
 from verl_ray.rollout.vllm_transfer import BucketTransferEngine
+from verl_ray.shared_files import FOLDER, prefix, remove_stale
 from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Fingerprints
 from verl_ray.weight_sync.inbox import Inbox
-from verl_ray.weight_sync.shared_files import FOLDER, prefix, remove_stale
 from verl_ray.weight_sync.transport import Address, WireEndpoint, WireSpec
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Setup of vLLM: the environment of its process, its arguments, and its end tokens.
+"""Setup of vLLM: the environment of its process, and its arguments.
 
 Invariant: what the rest of this package relies on is fixed here, and
 `rollout.vllm_args` cannot change it. Deliberately not here: the engine itself
@@ -21,8 +21,8 @@ from verl_ray.config.rollout import (
     RolloutEngineConfig,
 )
 from verl_ray.config.section import resolved
-from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import RolloutError
+from verl_ray.models.settings import positions_of
 from verl_ray.profiling import allocator
 from verl_ray.rollout.vllm_core import TRANSFER
 
@@ -155,6 +155,7 @@ def engine_config(
     }
     if device == "cpu":
         _register_model(model_path)
+    _allow_scaled_positions(model_path, max_model_len)
 
     conflicts = sorted(fixed.keys() & config.vllm_args.keys())
     if conflicts:
@@ -254,6 +255,17 @@ def vllm_rank(rank: int) -> int:
     return next(allocated for allocated in VLLM_LORA_RANKS if rank <= allocated)
 
 
+def _allow_scaled_positions(model_path: str, max_model_len: int) -> None:
+    """Let vLLM take rows that fit the model's positions after their scaling.
+
+    Some versions (0.32) expect that YaRN has raised max_position_embeddings already and
+    refuse longer rows, although the table of positions has entries for them.
+    """
+    positions = positions_of(_model_settings(model_path))
+    if positions is not None and max_model_len <= positions:
+        os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+
+
 def _register_model(model_path: str) -> None:
     """Register the class of the model with vLLM.
 
@@ -263,35 +275,12 @@ def _register_model(model_path: str) -> None:
     """
     from vllm.model_executor.models import ModelRegistry
 
-    model_config = json.loads(Path(model_path, "config.json").read_text())
-    for name in model_config.get("architectures") or []:
+    for name in _model_settings(model_path).get("architectures") or []:
         if name in ModelRegistry.models:
             model_class = ModelRegistry.models[name].load_model_cls()
             ModelRegistry.register_model(name, model_class)
 
 
-# --------------------------------------------------------------------------- end tokens
-
-
-def end_tokens_of(model_path: str, vllm_config: VllmConfig) -> tuple[int, ...]:
-    """Return the tokens that end a response, in ascending order.
-
-    They are those of generation_config.json and the tokenizer's, or those of
-    config.json where these two name none.
-    """
-    model_config = vllm_config.model_config
-    generation_config = model_config.try_get_generation_config()
-    tokenizer = load_tokenizer(model_path)
-
-    end_tokens = _token_set(generation_config.get("eos_token_id"))
-    end_tokens |= _token_set(tokenizer.eos_token_id)
-    if not end_tokens:
-        hf_config = model_config.hf_text_config
-        end_tokens = _token_set(getattr(hf_config, "eos_token_id", None))
-    return tuple(sorted(end_tokens))
-
-
-def _token_set(ids: int | list[int] | None) -> set[int]:
-    if isinstance(ids, int):
-        return {ids}
-    return set(ids or [])
+def _model_settings(model_path: str) -> dict[str, Any]:
+    settings: dict[str, Any] = json.loads(Path(model_path, "config.json").read_text())
+    return settings

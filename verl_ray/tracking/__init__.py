@@ -17,7 +17,7 @@ from verl_ray.tracking.console import ConsoleTracker
 from verl_ray.tracking.curve import CurveTracker
 from verl_ray.tracking.jsonl import JsonlTracker
 from verl_ray.tracking.tensorboard import TensorBoardTracker
-from verl_ray.tracking.wandb_run import WandbTracker
+from verl_ray.tracking.wandb_run import open_wandb
 
 __all__ = ["GLOBAL_STEP", "Sample", "Tracker", "Trackers", "open_trackers"]
 
@@ -29,6 +29,7 @@ def open_trackers(
     *,
     committed_step: int | None = None,
     state: Mapping[str, str] | None = None,
+    follows: bool = False,
 ) -> Trackers:
     """Open the trackers of a run.
 
@@ -42,6 +43,7 @@ def open_trackers(
         committed_step: Step of the checkpoint that the run continues from; None if it
             starts from the beginning.
         state: `Trackers.state()` from that checkpoint.
+        follows: Whether another driver of the same command came before.
 
     Raises:
         TrackingError: A tracker cannot start.
@@ -56,7 +58,9 @@ def open_trackers(
 
         opened.append(CurveTracker(run_dir))
         if config.wandb.mode != "disabled":
-            wandb = WandbTracker(config.wandb, run_dir, run.name, tree, state or {})
+            wandb = open_wandb(
+                config.wandb, run_dir, run.name, tree, state or {}, follows=follows
+            )
             opened.append(wandb)
         if config.tensorboard:
             opened.append(TensorBoardTracker(run_dir, committed_step))

@@ -128,20 +128,30 @@ class Trackers(Tracker):
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._all = tuple(trackers)
         self._open = list(trackers)
+        self._last_step = -1
 
     def samples(self, step: int, rows: Sequence[Sample]) -> None:
-        self._for_each(lambda tracker: tracker.samples(step, rows))
+        if step > self._last_step:
+            self._for_each(lambda tracker: tracker.samples(step, rows))
 
     def scores(self, step: int, scores: HeldOutScores) -> None:
-        self._for_each(lambda tracker: tracker.scores(step, scores))
+        if step > self._last_step:
+            self._for_each(lambda tracker: tracker.scores(step, scores))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record metrics under their names, and `step` as the global step.
+
+        A run that goes back after a failure makes steps again, with the same results;
+        they are not recorded again.
 
         Args:
             step: Number of the step.
             metrics: Numbers of Python or NumPy, or 0-d tensors.
         """
+        if step <= self._last_step:
+            return
+        self._last_step = step
+
         numbers: dict[str, float] = {}
         for name, value in metrics.items():
             # Python's integers stay integers.

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from verl_ray.algorithms.intervals import Interval, bootstrap, prompt_means
 from verl_ray.tracking.evaluations import HeldOutScores
+from verl_ray.tracking.group_metrics import with_group_metrics
 
 LOSS = "val-core/held_out/loss"
 """Held-out loss of SFT: the mean over response tokens."""
@@ -27,7 +28,11 @@ LOWER_IS_BETTER = ("loss", "log_loss", "perplexity")
 
 
 def intervals(scores: HeldOutScores) -> dict[str, Interval]:
-    """Return the interval of each metric of an evaluation, by its name."""
+    """Return the interval of each metric of an evaluation, by its name.
+
+    Those of groups, such as pass@k, are among them (`group_metrics.py`).
+    """
+    scores = with_group_metrics(scores)
     names = dict.fromkeys(scores.metrics)
     of_metrics = {
         name: bootstrap(scores.of(name), weights=scores.weights_of(name))
@@ -50,10 +55,10 @@ def paired_differences(
 ) -> dict[str, Interval]:
     """Return after less before, by metric, on the problems that both have.
 
-    A metric without such problems is left out.
+    A metric without such problems is left out. Metrics of groups are among them.
     """
-    old = _means_by_problem(before)
-    new = _means_by_problem(after)
+    old = _means_by_problem(with_group_metrics(before))
+    new = _means_by_problem(with_group_metrics(after))
 
     # A problem with the same contents has the same weight in both.
     differences: dict[str, list[tuple[float, float]]] = {}

@@ -158,7 +158,8 @@ class ConsoleTracker(Tracker):
                     break
 
         for name, value in metrics.items():
-            if name.startswith(HELD_OUT):
+            # Averages alone: best@N/mean and the like stand in the report.
+            if name.startswith(HELD_OUT) and not name.endswith("/mean"):
                 # The data source of supervised runs is named as all of them are here.
                 short = name.removeprefix(HELD_OUT).removeprefix("held_out/")
                 parts.append(f"held-out {short} {value:.4g}")

@@ -20,8 +20,9 @@ TESTING = f"{PREFIX}testing"
 # The step holds all other times but these.
 _OUTSIDE_STEP = ("testing", "save_checkpoint")
 
-# The driver's own share of a step lies within the other phases.
-_NO_PHASE = (STEP, "controller")
+# The driver's own share of a step lies within the other phases. Groups wait in the
+# queue, and engines generate, while all else goes on.
+_NO_PHASE = (STEP, "controller", "queue", "rollouts")
 
 _IN_WORDS = {
     "gen": "generation",

@@ -7,18 +7,25 @@ beyond the one that the run continued from. So lines of steps that a killed run 
 commit, and all other damage, are repaired when the run is continued (`record.py`). The
 lines that a checkpoint counts are on the disk before it exists.
 
-A run cannot continue without this tracker.
+A run cannot continue without this tracker, but it can wait for room on a disk: what is
+not written yet stays in memory, in order, and every later call tries it again. That
+alone never ends a run, since a line takes little memory and nothing depends on it until
+a checkpoint counts it. A checkpoint is not written before its lines are, so
+run.max_failed_checkpoints is the limit.
 
 Deliberately not here: a log of events. Free text goes elsewhere.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -70,6 +77,15 @@ class JsonlTracker(Tracker):
         """
         self._path = run_dir / METRICS
         self._samples = run_dir / "samples"
+        self._unwritten = b""
+        """The lines, or the rest of one, that the file system has not taken yet."""
+
+        self._unwritten_files: dict[Path, Callable[[], None]] = {}
+        """What writes the files that it has not taken yet."""
+
+        self._is_refused = False
+        """Whether the file system has refused the last attempt."""
+
         self._last_step = -1 if committed_step is None else committed_step
 
         # The checkpoint lists the steps that had a line, so a missing one is noticed.
@@ -79,7 +95,8 @@ class JsonlTracker(Tracker):
             self._steps = repair(self._path, self._last_step, recorded)
             self._drop_samples()
             drop_evaluations(run_dir, self._last_step)
-            self._file = self._path.open("a", encoding="utf-8")
+            # Without a buffer, what a full disk has taken of a line is known.
+            self._file = self._path.open("ab", buffering=0)
         except OSError as error:
             raise _cannot_write(self._path, error) from error
 
@@ -87,26 +104,24 @@ class JsonlTracker(Tracker):
         """Write the samples of `step`, in place of older ones."""
         path = self._samples / f"step_{step:06d}.jsonl"
         text = "".join(_line(asdict(row)) for row in rows)
-        try:
-            replace_file(path, text.encode())
-        except OSError as error:
-            raise _cannot_write(path, error) from error
+        content = text.encode()
+        self._unwritten_files[path] = functools.partial(replace_file, path, content)
+        self._write_or_wait()
 
     def scores(self, step: int, scores: HeldOutScores) -> None:
         """Write the scores of `step`, in place of older ones."""
         path = scores_path(self._path.parent, step)
-        try:
-            write_scores(path, scores)
-        except OSError as error:
-            raise _cannot_write(path, error) from error
+        self._unwritten_files[path] = functools.partial(write_scores, path, scores)
+        self._write_or_wait()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the line of `step`.
 
         The operating system has the line when this returns, so it outlives the process.
+        Where a disk has no room, the line is written later, and that is said.
 
         Raises:
-            TrackingError: The line cannot be written, or `step` has a line already.
+            TrackingError: `step` has a line already.
         """
         # A second line would make the record ambiguous for a resumed run.
         if step <= self._last_step:
@@ -115,14 +130,10 @@ class JsonlTracker(Tracker):
                 " must rise"
             )
 
-        try:
-            self._file.write(_line(metrics))
-            self._file.flush()
-        except OSError as error:
-            raise _cannot_write(self._path, error) from error
-
+        self._unwritten += _line(metrics).encode()
         self._last_step = step
         self._steps.append(step)
+        self._write_or_wait()
 
     def state(self) -> dict[str, str]:
         """Return the steps that have a line.
@@ -132,18 +143,14 @@ class JsonlTracker(Tracker):
         Raises:
             TrackingError: They cannot be written to the disk.
         """
-        try:
-            self._sync()
-        except OSError as error:
-            raise _cannot_write(self._path, error) from error
+        self._write_all()
         return {RECORDED_STEPS: format_ranges(self._steps)}
 
     def close(self, failed: bool) -> None:
         try:
-            self._sync()
+            self._write_all()
+        finally:
             self._file.close()
-        except OSError as error:
-            raise _cannot_write(self._path, error) from error
 
     def outputs(self) -> dict[str, str]:
         outputs = {"metrics": str(self._path)}
@@ -152,14 +159,53 @@ class JsonlTracker(Tracker):
             outputs["samples"] = str(self._samples)
         return outputs
 
-    def _sync(self) -> None:
-        """Wait until all lines and samples are on the disk."""
+    def _write_all(self) -> None:
+        """Wait until all lines and samples are on the disk.
+
+        Raises:
+            TrackingError: They cannot be written.
+        """
         # Closing the file did the same.
         if self._file.closed:
             return
-        os.fsync(self._file.fileno())
-        sync(self._samples)
-        sync(self._path.parent)
+        try:
+            self._write()
+            os.fsync(self._file.fileno())
+            sync(self._samples)
+            sync(self._path.parent)
+        except OSError as error:
+            raise _cannot_write(self._path, error) from error
+
+    def _write_or_wait(self) -> None:
+        """Write what is not written yet, or say that it is tried again."""
+        try:
+            self._write()
+        except OSError as error:
+            if not self._is_refused:
+                _say(
+                    f"warning: {self._path.parent} cannot be written ({error}); the run"
+                    " goes on, and writes its record as soon as there is room"
+                )
+            self._is_refused = True
+            return
+        if self._is_refused:
+            _say(f"{self._path.parent} can be written again, and the record is whole")
+        self._is_refused = False
+
+    def _write(self) -> None:
+        """Write what is not written yet, as far as the file system takes it.
+
+        Raises:
+            OSError: It does not take all.
+        """
+        # A full disk may take a part of a line. The rest follows it later.
+        while self._unwritten:
+            num_bytes = self._file.write(self._unwritten)
+            self._unwritten = self._unwritten[num_bytes:]
+        while self._unwritten_files:
+            path, write = next(iter(self._unwritten_files.items()))
+            write()
+            del self._unwritten_files[path]
 
     def _drop_samples(self) -> None:
         """Remove the samples of steps that run again."""
@@ -216,7 +262,8 @@ def newest_samples(run_dir: Path) -> list[Sample]:
     path = paths[-1]
     try:
         samples = []
-        for line in path.read_text("utf-8").splitlines():
+        # A response may hold other characters that end a line.
+        for line in path.read_text("utf-8").split("\n")[:-1]:
             fields = json.loads(line)
             if fields["score"] is None:
                 fields["score"] = math.nan
@@ -243,6 +290,12 @@ def finite(fields: Mapping[str, object]) -> dict[str, object]:
         is_number = not isinstance(value, float) or math.isfinite(value)
         numbers[name] = value if is_number else None
     return numbers
+
+
+def _say(text: str) -> None:
+    """Print to stderr, which may be closed by now."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _cannot_write(path: Path, error: OSError) -> TrackingError:

@@ -79,6 +79,23 @@ class Report:
     """Title -> path, URL or command, see `Trackers.outputs`."""
 
 
+def plain_console(stream: TextIO | None, width: int | None) -> Console:
+    """Return a console that prints tables and texts as they are.
+
+    Args:
+        stream: Stream to write to; None for stdout.
+        width: Number of columns; None for that of the terminal.
+    """
+    # In a notebook rich would show what is meant for a file.
+    return Console(
+        file=stream or sys.stdout,
+        force_jupyter=False,
+        highlight=False,
+        markup=False,
+        width=width,
+    )
+
+
 def show(
     report: Report, stream: TextIO | None = None, width: int | None = None
 ) -> None:
@@ -88,14 +105,7 @@ def show(
         stream: Stream to write to; None for stdout.
         width: Number of columns; None for that of the terminal.
     """
-    # In a notebook rich would show what is meant for a file.
-    console = Console(
-        file=stream or sys.stdout,
-        force_jupyter=False,
-        highlight=False,
-        markup=False,
-        width=width,
-    )
+    console = plain_console(stream, width)
     console.print()
     console.print(report.title, soft_wrap=True)
     if report.durations:

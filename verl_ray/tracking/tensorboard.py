@@ -9,12 +9,12 @@ Deliberately not here: samples, which other trackers record.
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from verl_ray.paths import program
+from verl_ray.shell import for_shell
 from verl_ray.tracking.base import Sample, Tracker
 
 
@@ -65,4 +65,4 @@ class TensorBoardTracker(Tracker):
 
     def outputs(self) -> dict[str, str]:
         command = [program("tensorboard"), "--logdir", str(self._dir)]
-        return {"TensorBoard": shlex.join(command)}
+        return {"TensorBoard": for_shell(command)}

@@ -4,7 +4,9 @@ They are in `<run dir>/wandb/`.
 
 Invariant: a resumed run continues the run id of the checkpoint, and
 `training/global_step` is the axis of every chart. W&B's own step counter is not used:
-it never goes back, so after a resume it would drop the steps that run again.
+it never goes back, so after a resume it would drop the steps that run again. Of a run
+that goes on by itself W&B has each step once: what a killed process has lost is sent
+again, from the run's own record.
 
 Deliberately not here: a copy of the console, of the code or of the machine's
 statistics.
@@ -13,20 +15,27 @@ statistics.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
+import math
 import os
 import secrets
-import shlex
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_ray.config.run import WandbConfig
-from verl_ray.errors import ConfigError, Problem, TrackingError
+from verl_ray.errors import ConfigError, TrackingError
 from verl_ray.paths import program
+from verl_ray.shell import for_shell
 from verl_ray.tracking.base import GLOBAL_STEP, SAMPLES, Sample, Tracker
+from verl_ray.tracking.jsonl import METRICS, read_metrics
+from verl_ray.tracking.unhurried import UnhurriedTracker
+from verl_ray.tracking.wandb_credentials import no_credentials
+from verl_ray.tracking.wandb_process import WandbProcess
+from verl_ray.tracking.wandb_record import recorded_steps
 
 if TYPE_CHECKING:
     import wandb
@@ -50,6 +59,11 @@ INIT_TIMEOUT_S = 60.0
 REOPEN_TIMEOUT_S = 10.0
 """Seconds that reopening a run may take. A run that is stopping may not have longer."""
 
+_START_FACTOR = 3
+"""Limit of the whole start, as a multiple of that of the run's first reply.
+
+Some of W&B's requests have a limit of their own, and others have none.
+"""
 
 _DATA_DIR = "WANDB_DATA_DIR"
 
@@ -70,6 +84,30 @@ def _settings() -> wandb.Settings:
     )
 
 
+def _arguments(
+    config: WandbConfig,
+    run_dir: Path,
+    name: str,
+    tree: Mapping[str, object],
+    run_id: str,
+) -> dict[str, Any]:
+    """Return the arguments of `wandb.init`."""
+    return {
+        "project": config.project,
+        "entity": config.entity,
+        "group": config.group,
+        "tags": config.tags,
+        "name": name,
+        "id": run_id,
+        "resume": "allow",
+        "mode": config.mode,
+        "force": config.mode == "online",
+        "dir": str(run_dir),
+        "config": dict(tree),
+        "settings": _settings(),
+    }
+
+
 class WandbTracker(Tracker):
     """Writes to one W&B run."""
 
@@ -80,6 +118,8 @@ class WandbTracker(Tracker):
         name: str,
         tree: Mapping[str, object],
         state: Mapping[str, str],
+        *,
+        follows: bool = False,
     ) -> None:
         """Open a W&B run.
 
@@ -89,6 +129,8 @@ class WandbTracker(Tracker):
             name: Name of the run.
             tree: Resolved configuration.
             state: State of the run to continue; empty for a new run.
+            follows: Whether another driver was killed or failed just before this one,
+                which makes the same steps again.
 
         Raises:
             ConfigError: W&B is online and there are no credentials.
@@ -103,27 +145,26 @@ class WandbTracker(Tracker):
         self._sets_data_dir = _DATA_DIR not in os.environ
         os.environ.setdefault(_DATA_DIR, str(run_dir / "wandb"))
 
-        self._arguments: dict[str, Any] = {
-            "project": config.project,
-            "entity": config.entity,
-            "group": config.group,
-            "tags": config.tags,
-            "name": name,
-            "id": state.get(RUN_ID) or secrets.token_hex(4),
-            "resume": "allow",
-            "mode": config.mode,
-            "force": self._online,
-            "dir": str(run_dir),
-            "config": dict(tree),
-            "settings": _settings(),
-        }
+        run_id = state.get(RUN_ID) or secrets.token_hex(4)
+        self._arguments = _arguments(config, run_dir, name, tree, run_id)
         # A caller of Python may have a run of its own in the same process of W&B's.
-        self._starts_process = "WANDB_SERVICE" not in os.environ
-        self._run = self._start()
+        self._process = WandbProcess()
+        try:
+            self._run = self._start()
+        except BaseException:
+            self._process.kill()
+            if self._process.is_own:
+                self._process.end()
+            raise
 
+        self._record = run_dir / METRICS
         self._folder = run_dir / "wandb"
         self._table: dict[str, wandb.Table] = {}
         self._closed = False
+        self._earlier_steps: set[int] = set()
+        """Steps that W&B has of a driver before, and that are made again."""
+        if follows and RUN_ID in state:
+            self._earlier_steps = self._send_what_is_missing()
 
     def samples(self, step: int, rows: Sequence[Sample]) -> None:
         """Hold a table `val/generations` until the metrics of the step follow."""
@@ -140,15 +181,47 @@ class WandbTracker(Tracker):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         record = {**self._table, **metrics}
         self._table = {}
+        if step in self._earlier_steps:
+            return
         try:
             self._run.log(record)
         except Exception:
             # W&B's process may have exited: `ray job stop` signals all processes that
             # the driver has started.
-            self._end_process()
-            self._arguments["settings"].init_timeout = REOPEN_TIMEOUT_S
-            self._run = self._start()
+            self._start_again(before=step)
             self._run.log(record)
+
+    def _start_again(self, before: float = math.inf) -> None:
+        """Start another process of W&B's, which gets the lines that the last one lost.
+
+        Args:
+            before: Step that is sent next.
+        """
+        self._process.end()
+        self._arguments["settings"].init_timeout = REOPEN_TIMEOUT_S
+        self._run = self._start()
+        self._send_what_is_missing(before)
+
+    def _send_what_is_missing(self, before: float = math.inf) -> set[int]:
+        """Send the steps of the run's record that W&B lacks.
+
+        Args:
+            before: Step that is sent next.
+
+        Returns:
+            The steps that W&B had.
+        """
+        try:
+            steps = recorded_steps(self._folder, self._run.id)
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            raise TrackingError(
+                f"what W&B has of the run cannot be read from {self._folder}: {error}"
+            ) from error
+        for line in read_metrics(self._record) if self._record.exists() else ():
+            step = int(line[GLOBAL_STEP])
+            if step < before and step not in steps:
+                self._run.log(line)
+        return steps
 
     def close(self, failed: bool) -> None:
         if self._closed:
@@ -156,13 +229,17 @@ class WandbTracker(Tracker):
 
         self._closed = True
         try:
-            self._run.finish(exit_code=int(failed))
+            try:
+                self._run.finish(exit_code=int(failed))
+            except Exception:
+                self._start_again()
+                self._run.finish(exit_code=int(failed))
         except Exception:
-            self._end_process()
+            self._process.end()
             raise
         else:
-            if self._starts_process:
-                self._end_process()
+            if self._process.is_own:
+                self._process.end()
         finally:
             # The next run of this process has a folder of its own.
             if self._sets_data_dir:
@@ -181,7 +258,7 @@ class WandbTracker(Tracker):
         for folder in sorted(self._folder.glob(f"offline-run-*-{self._run.id}")):
             # `wandb sync` leaves this marker, and passes over what has it.
             if not any(folder.glob("*.wandb.synced")):
-                commands.append(shlex.join([program("wandb"), "sync", str(folder)]))
+                commands.append(for_shell([program("wandb"), "sync", str(folder)]))
 
         if len(commands) == 1:
             return {"W&B": commands[0]}
@@ -202,10 +279,12 @@ class WandbTracker(Tracker):
         """
         import wandb
 
+        limit_s = _START_FACTOR * self._arguments["settings"].init_timeout
         try:
-            if self._online and not wandb.login(prompt=False):
-                raise ConfigError([_no_credentials()])
-            run: wandb.Run = wandb.init(**self._arguments)
+            with self._process.killed_after(limit_s):
+                if self._online and not wandb.login(prompt=False):
+                    raise ConfigError([no_credentials()])
+                run: wandb.Run = wandb.init(**self._arguments)
         except ConfigError:
             raise
         except Exception as error:
@@ -219,46 +298,62 @@ class WandbTracker(Tracker):
         run.define_metric("*", step_metric=GLOBAL_STEP)
         return run
 
-    def _end_process(self) -> None:
-        """Give up W&B's process, which does not reply.
+    def kill_process(self) -> None:
+        """Kill W&B's process, so that calls fail that wait for it.
 
-        Otherwise W&B calls it once more when this process exits, and prints how that
-        fails.
+        Any thread may call this.
         """
-        import wandb
-
-        with contextlib.suppress(Exception):
-            wandb.teardown(exit_code=1)
-        os.environ.pop("WANDB_SERVICE", None)
+        self._process.kill()
 
 
-def credentials_problem(config: WandbConfig) -> Problem | None:
-    """Return a problem if W&B is online and there are no credentials here.
+class AbsentWandbRun(Tracker):
+    """A W&B run that a driver could not reach, and that a later one continues."""
 
-    W&B's server is not asked.
+    def __init__(self, state: Mapping[str, str]) -> None:
+        """Keep what a later driver needs.
+
+        Args:
+            state: State of the run.
+        """
+        self._state = {RUN_ID: state[RUN_ID]}
+
+    def samples(self, step: int, rows: Sequence[Sample]) -> None: ...
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self, failed: bool) -> None: ...
+
+    def outputs(self) -> dict[str, str]:
+        return {}
+
+    def state(self) -> dict[str, str]:
+        return self._state
+
+
+def open_wandb(
+    config: WandbConfig,
+    run_dir: Path,
+    name: str,
+    tree: Mapping[str, object],
+    state: Mapping[str, str],
+    *,
+    follows: bool = False,
+) -> Tracker:
+    """Open a W&B run that never holds up the run; arguments as of `WandbTracker`.
+
+    A run that continues goes on where W&B cannot start. A new run has nothing to lose
+    yet, and more often a mistake in its settings.
+
+    Raises:
+        ConfigError: W&B is online and there are no credentials.
+        TrackingError: W&B cannot start, and the run is new.
     """
-    if config.mode != "online":
-        return None
-
-    # W&B takes half a second to import.
-    import wandb
-
-    # It prints where it looks for credentials.
-    with contextlib.redirect_stderr(io.StringIO()):
-        try:
-            if wandb.login(prompt=False, verify=False):
-                return None
-        except Exception as error:
-            fix = "Correct WANDB_API_KEY, run `wandb login`, or choose offline."
-            return Problem("tracking.wandb.mode", config.mode, f"W&B: {error}", fix)
-    return _no_credentials()
-
-
-def _no_credentials() -> Problem:
-    """Return the problem of a W&B run without credentials."""
-    return Problem(
-        "tracking.wandb.mode",
-        "online",
-        "there are no W&B credentials here, or WANDB_MODE keeps W&B from using them",
-        "Set WANDB_API_KEY, run `wandb login`, or choose offline.",
-    )
+    try:
+        tracker = WandbTracker(config, run_dir, name, tree, state, follows=follows)
+    except TrackingError as error:
+        if RUN_ID not in state:
+            raise
+        with contextlib.suppress(OSError):
+            print(f"warning: the run goes on without: {error}", file=sys.stderr)
+        return AbsentWandbRun(state)
+    return UnhurriedTracker(tracker, tracker.kill_process)

@@ -5,7 +5,8 @@ Every rank gathers the whole bucket on its own GPU, where its receiver maps it.
 Invariant: there is one handle per slot, exported once and opened once, by one process.
 torch counts the users of an export, so a second opening or closing would end it. The
 sender's stream is synchronized before a bucket may be read, and the receiver's stream
-before the slot may be filled again. Has not run on a GPU yet.
+before the slot may be filled again. It has run with one rank and one receiver, and not
+yet on several GPUs.
 """
 
 from __future__ import annotations

@@ -49,6 +49,8 @@ class WireSpec:
     """Whether only changes travel, after the first sync."""
     separate_adapter: bool = False
     """Whether the actor's adapter travels apart from the model, not merged into it."""
+    keeps_version: bool = False
+    """Whether the actor's ranks keep on the host what they have sent."""
     device_type: str = "cpu"
     """Device that carries the buckets: "cpu" or "cuda"."""
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from controllers.compose.composition import compose
 from controllers.compose.listing import groups
+from tests.algorithms.choices import with_updates
 from tests.config.rules.cases import INPUTS, Case
 from verl_ray.config.tasks.rl import RLConfig
 
+OWN_FILE = Path(__file__).parents[2] / "algorithms" / "own_shaping_file.py"
 CASES = [
     Case(
         "group_baseline_has_a_group",
@@ -137,6 +141,98 @@ CASES = [
         "score or mask",
     ),
     Case(
+        "kl_in_the_reward_has_no_gradient",
+        "algorithm.kl.estimator=k3_straight_through",
+        "algorithm.kl.estimator",
+        "place=reward has no gradient",
+        "Use k3",
+    ),
+    Case(
+        "kl_in_the_reward_has_no_gradient",
+        "algorithm.kl.importance_weighted=true",
+        "algorithm.kl.importance_weighted",
+        "place=reward has no gradient",
+        "algorithm.kl.place=loss",
+    ),
+    Case(
+        "ratios_are_not_one",
+        "algorithm=gspo actor.mini_batch_size=null",
+        "algorithm.policy_loss",
+        "the ratio of gspo is 1 at every token",
+        "algorithm.correction.form=two_policy",
+    ),
+    Case(
+        "trajectories_are_judged",
+        "algorithm=dapo algorithm.sequence=trajectory",
+        "algorithm.sequence",
+        "judge each token by itself",
+        "Use row",
+    ),
+    Case(
+        "estimators_have_probabilities",
+        "algorithm=optimal_token_baseline schedule=asynchronous rollout.kv=keep",
+        "algorithm.advantage",
+        "reads probabilities of the policy before the step",
+        "rollout.kv=recompute",
+    ),
+    Case(
+        "length_rewards_have_a_group",
+        "algorithm.brevity=0.1 rollout.group_size=1",
+        "algorithm.brevity",
+        "compares the lengths of responses to one prompt",
+        "rollout.group_size=8",
+    ),
+    Case(
+        "length_rewards_have_a_group",
+        "algorithm.efficiency=0.1 rollout.group_size=1",
+        "algorithm.efficiency",
+        "compares the lengths of responses to one prompt",
+        "rollout.group_size=8",
+    ),
+    Case(
+        "own_shaping_reads_its_settings",
+        f"algorithm.shaping={OWN_FILE}:shorter algorithm.overlong_share=0.2",
+        "algorithm.brevity",
+        "shorter needs it",
+        "0.1",
+    ),
+    Case(
+        "own_shaping_reads_its_settings",
+        f"algorithm.shaping={OWN_FILE}:shorter algorithm.brevity=0.1 algorithm.efficiency=1.0",
+        "algorithm.efficiency",
+        "does not use it",
+        "null",
+    ),
+    Case(
+        "selections_have_log_probs",
+        "algorithm=clip_cov schedule=carry_over rollout.kv=keep",
+        "algorithm.policy_loss",
+        "nothing but the sampler's log-probs is known",
+        "rollout.kv=recompute",
+    ),
+    Case(
+        "selections_have_log_probs",
+        "algorithm.entropy_share=0.2 schedule=carry_over rollout.kv=keep",
+        "algorithm.entropy_share",
+        "nothing but the sampler's log-probs is known",
+        "rollout.kv=recompute",
+    ),
+    Case(
+        "entropy_control_is_complete",
+        "algorithm.entropy_target=0.2 algorithm.entropy_max=1.0",
+        "algorithm.entropy_step",
+        "needs it",
+        "0.005 is usual",
+    ),
+    Case(
+        "sequences_are_weighted_as_such",
+        "algorithm=gspo algorithm.correction.form=two_policy"
+        " algorithm.aggregation=token_mean",
+        "algorithm.aggregation",
+        "token_mean would weight rows by their length",
+        "seq_mean_token_mean",
+    ),
+    Case(
         "algorithm_is_chosen_as_a_group",
         "algorithm.name=grpo",
         "algorithm.name",
@@ -149,9 +245,8 @@ CASES = [
 @pytest.mark.parametrize("algorithm", groups()["algorithm"])
 @pytest.mark.parametrize("root", ["quickstart", "ppo", "grpo"])
 def test_every_algorithm_goes_with_every_root(root: str, algorithm: str) -> None:
-    config = compose(
-        root, [f"algorithm={algorithm}", *([] if root == "quickstart" else INPUTS)]
-    )
+    inputs = [] if root == "quickstart" else INPUTS
+    config = compose(root, [*with_updates(algorithm), *inputs])
     assert isinstance(config, RLConfig)
     assert config.algorithm.name == algorithm
-    assert config.has_critic == (algorithm == "ppo")
+    assert config.has_critic == (algorithm in ("ppo", "vapo"))

@@ -13,6 +13,34 @@ TIS = f"{KEY}.form=three_policy {KEY}.kind=tis {KEY}.level=token {KEY}.upper=2.0
 
 CASES = [
     Case(
+        "rejections_have_bounds",
+        f"{KEY}.rejections={{token_k1:[0.5,2.0]}}",
+        f"{KEY}.rejections",
+        "form is none",
+        "form=three_policy",
+    ),
+    Case(
+        "rejections_have_bounds",
+        f"{TIS} {KEY}.rejections={{token_k1:[null,null]}}",
+        f"{KEY}.rejections.token_k1",
+        "leaves nothing out",
+        "bound",
+    ),
+    Case(
+        "rejections_have_bounds",
+        f"{TIS} {KEY}.rejections={{seq_max_k2:[0.1,0.5]}}",
+        f"{KEY}.rejections.seq_max_k2",
+        "never negative",
+        "[null, 0.1]",
+    ),
+    Case(
+        "rejections_have_bounds",
+        f"{TIS} {KEY}.rejections={{seq_mean_k1:[null,0.9]}}",
+        f"{KEY}.rejections.seq_mean_k1",
+        "1 where the policies agree",
+        "[0.5, 2.0]",
+    ),
+    Case(
         "correction_is_complete",
         f"{KEY}.kind=tis",
         f"{KEY}.kind",
@@ -56,9 +84,10 @@ CASES = [
     ),
     Case(
         "correction_is_complete",
-        f"{TIS} {KEY}.lower=0.5",
+        f"{KEY}.form=three_policy {KEY}.kind=mis {KEY}.level=token {KEY}.upper=2.0"
+        f" {KEY}.lower=0.5",
         f"{KEY}.lower",
-        "kind=tis does not use it",
+        "kind=mis does not use it",
         "null",
     ),
     Case(
@@ -81,6 +110,34 @@ CASES = [
         f"{KEY}.kind",
         "the ratio of ppo_clip is the weight already",
         "form=three_policy",
+    ),
+    Case(
+        "normalised_weights_are_known",
+        f"{TIS} {KEY}.kind=reject {KEY}.lower=0.5 {KEY}.normalise=true",
+        f"{KEY}.normalise",
+        "there are no weights",
+        "tis, mis or icepop",
+    ),
+    Case(
+        "normalised_weights_are_known",
+        f"{TIS} {KEY}.form=two_policy {KEY}.kind=mis {KEY}.normalise=true",
+        f"{KEY}.normalise",
+        "the ratio of ppo_clip is the weight",
+        "form=three_policy",
+    ),
+    Case(
+        "normalised_weights_are_known",
+        f"algorithm=rloo {TIS} {KEY}.form=two_policy {KEY}.normalise=true actor.epochs=2",
+        f"{KEY}.normalise",
+        "would need another forward pass",
+        "one update per step",
+    ),
+    Case(
+        "normalised_weights_are_known",
+        f"{TIS} {KEY}.normalise=true schedule=asynchronous rollout.kv=keep",
+        f"{KEY}.normalise",
+        "no policy has those of the tokens",
+        "rollout.kv=recompute",
     ),
     Case(
         "mismatch_is_complete",
@@ -123,6 +180,7 @@ def keys(overrides: str) -> set[str]:
     "overrides",
     [
         TIS,
+        f"{TIS} {KEY}.normalise=true",
         f"{TIS} {KEY}.kind=icepop {KEY}.lower=0.5 {KEY}.level=sequence",
         f"{TIS} {KEY}.form=two_policy {KEY}.kind=mis",
         f"{KEY}.form=two_policy",
@@ -133,6 +191,21 @@ def keys(overrides: str) -> set[str]:
 def test_what_goes_together(overrides: str) -> None:
     config = compose("quickstart", overrides.split())
     assert isinstance(config, RLConfig) and config.algorithm.correction.form != "none"
+
+
+def test_a_mean_over_the_mini_batch_needs_log_probs_from_before_the_step() -> None:
+    for normalise in (False, True):
+        setting = f"{KEY}.normalise={str(normalise).lower()}"
+        overrides = [
+            "algorithm=dr_grpo",
+            *TIS.split(),
+            setting,
+            "actor.mini_batch_size=null",
+        ]
+        config = compose("quickstart", overrides)
+        assert isinstance(config, RLConfig)
+        assert config.needs_old_log_probs(corrects=True) == normalise
+        assert not config.needs_old_log_probs(corrects=False)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,65 @@ CASES = [
         "Use data.columns={response: solution}.",
         "sft",
     ),
+    Case(
+        "template_arguments_are_free",
+        f"{OWN} data.apply_chat_template=false +data.chat_template_kwargs.think=false",
+        "data.chat_template_kwargs.think",
+        "would be ignored: data.apply_chat_template = false",
+        "set data.apply_chat_template=auto",
+        "grpo",
+    ),
+    Case(
+        "template_arguments_are_free",
+        f"{OWN} 'data.chat_template_kwargs={{tokenize: true, date_string: 1 May}}'",
+        "data.chat_template_kwargs.tokenize",
+        "the run itself gives this to the chat template",
+        "Leave it out.",
+        "sft",
+    ),
+    Case(
+        "curriculum_is_possible",
+        "data.curriculum.solved_from=0.9 data.curriculum.easy_from=0.2",
+        "data.curriculum.easy_from",
+        "a prompt with this score is hard: data.curriculum.hard_to=0.25",
+        "Set it above data.curriculum.hard_to.",
+    ),
+    Case(
+        "curriculum_is_possible",
+        "data.curriculum.solved_from=0.25",
+        "data.curriculum.solved_from",
+        "a prompt with this score is hard",
+        "or to null",
+    ),
+    Case(
+        "curriculum_is_possible",
+        "data.curriculum.hard_share=0.2 run.total_steps=null run.total_epochs=2",
+        "run.total_epochs",
+        "an epoch does not use each prompt",
+        "run.total_steps",
+    ),
+    Case(
+        "curriculum_is_possible",
+        "algorithm=grpo data.curriculum.easy_share=0.2 algorithm.dynamic_sampling=10"
+        " schedule=asynchronous placement=separate",
+        "algorithm.dynamic_sampling",
+        "depends on the order of completion",
+        "Choose schedule=synchronous",
+    ),
+    Case(
+        "curriculum_is_possible",
+        "data.curriculum.solved_from=0.5 data.curriculum.easy_share=0.5",
+        "data.curriculum.easy_share",
+        "none is ever easy",
+        "solved_from above easy_from",
+    ),
+    Case(
+        "curriculum_is_possible",
+        "data.curriculum.hard_to=0.3",
+        "data.curriculum.hard_to",
+        "every prompt is drawn in each epoch",
+        "data.curriculum.hard_share",
+    ),
 ]
 
 

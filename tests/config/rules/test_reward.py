@@ -35,8 +35,15 @@ CASES = [
         "normalised_scores_matter",
         "algorithm=grpo reward.normalise=batch",
         "reward.normalise",
-        "divides by its deviation, which undoes this",
+        "divides by a deviation, which undoes this",
         "Set it to none, or give reward.clip",
+    ),
+    Case(
+        "normalised_scores_matter",
+        "algorithm=maxrl reward.normalise=running",
+        "reward.normalise",
+        "normalised scores lie around 0",
+        "Set it to none",
     ),
     Case(
         "mixed_rewards_have_weights",

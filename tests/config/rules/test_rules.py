@@ -16,6 +16,8 @@ from tests.config.rules import (
     test_roles,
     test_rollout,
     test_run,
+    test_schedule,
+    test_spread,
 )
 from tests.config.rules.cases import Case
 from verl_ray.config.rules import RULES
@@ -36,6 +38,8 @@ CASES = [
         test_roles,
         test_rollout,
         test_run,
+        test_schedule,
+        test_spread,
     )
     for case in module.CASES
 ]

@@ -123,6 +123,20 @@ CASES = [
         "evaluation.functions=null leaves grading to the reward",
         "Leave it out",
     ),
+    Case(
+        "greedy_evaluation_truncates_nothing",
+        "evaluation.top_p=0.9",
+        "evaluation.top_p",
+        "the likeliest token is taken",
+        "a temperature above 0",
+    ),
+    Case(
+        "greedy_evaluation_truncates_nothing",
+        "evaluation.top_k=20",
+        "evaluation.top_k",
+        "the likeliest token is taken",
+        "Use -1",
+    ),
 ]
 
 

@@ -1,10 +1,10 @@
-"""`verl-ray check`: fast, without frameworks, every problem of configuration and
+"""`verl-ray check`: without frameworks, every problem of configuration and
 machine at once.
 """
 
 from __future__ import annotations
 
-import resource
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,18 +20,13 @@ from verl_ray.preflight.data_files import DataFindings, examine_data
 
 
 @pytest.mark.processes
-def test_it_is_fast_and_imports_no_framework() -> None:
+def test_it_imports_no_framework() -> None:
     code = (
         "import sys; from controllers.command_line import main; code = main(['check'])\n"
         "print(code, [name for name in ('torch', 'ray', 'vllm', 'transformers') if name in sys.modules])"
     )
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     output = subprocess.check_output([sys.executable, "-c", code], text=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert output.splitlines()[-1] == "0 []"
-    # Time on a processor, which other work on the machine does not lengthen as it does
-    # the time on the clock.
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
 
 
 def test_it_prints_the_algebra_the_roles_and_the_machine(
@@ -64,16 +59,12 @@ def test_it_says_what_auto_stands_for_here(
     arguments = ["check", f"run.dir={tmp_path}", "rollout.sync.bucket_mib=8"]
     assert main(arguments) == 0
     out = capsys.readouterr().out
-    cells = [cell.strip() for cell in _row(out, "rollout.sync.transport", 3)]
-    assert cells == [
-        "rollout.sync.transport",
+    became = {line[0]: line[1:] for line in map(_cells, out.splitlines())}
+    assert became["rollout.sync.transport"] == [
         "shared_memory",
         "the cluster is one node",
     ]
-    assert (
-        _row(out, "run.resume", 3)[1].strip() == "none"
-        and "rollout.sync.bucket_mib" not in out
-    )
+    assert became["run.resume"][0] == "none" and "rollout.sync.bucket_mib" not in out
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert main(arguments) == 0
     out = capsys.readouterr().out
@@ -216,6 +207,11 @@ def test_the_role_table_names_the_components_of_a_mixture(
         f"1 problem in the configuration:\n\n  {section}.model.path = {model}s\n"
     )
     assert f"Did you mean {model}?" in err
+
+
+def _cells(line: str) -> list[str]:
+    """The cells of a line of a table without frames."""
+    return re.split(r" {2,}", line.strip())
 
 
 def _row(table: str, role: str, columns: int) -> list[str]:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from controllers.commands.evaluate import _write
-from controllers.run.resumption import Resumption
+from controllers.commands.candidates import only_candidate
+from controllers.commands.evaluate import _folder_name, _write
 from controllers.system.plan import resolve_on
 from controllers.watch.evaluation import Evaluation
+from tests.controllers.run.checkpoints import write_checkpoints
 from tests.controllers.runs import SHAPE, Inputs
 from verl_ray.preflight.data_files import examine_data
 from verl_ray.tracking.base import HeldOutResponse
@@ -27,12 +28,13 @@ def test_an_evaluation_that_is_broken_off_leaves_nothing(
     inputs: Inputs, tmp_path: Path
 ) -> None:
     config = inputs.config("ppo", tmp_path)
-    resumption = Resumption(config)
+    write_checkpoints(config, 3)
+    candidate = only_candidate(config)
 
     def write(fails: bool) -> Path:
         metrics = {"val-core/sums/acc/mean@1": 1.0}
         evaluation = Evaluation(metrics, responses=responses(fails))
-        return _write(config, resumption, 3, evaluation).folder
+        return _write(config, candidate, evaluation, "step_000003").folder
 
     with pytest.raises(KeyboardInterrupt):
         write(fails=True)
@@ -47,6 +49,12 @@ def test_an_evaluation_that_is_broken_off_leaves_nothing(
     assert list((tmp_path / "evaluated").iterdir()) == [folder]
     assert write(fails=False) == folder
     assert len(list((tmp_path / "evaluated").iterdir())) == 2
+
+
+def test_checkpoints_of_the_same_step_have_folders_of_their_own() -> None:
+    used: set[str] = set()
+    names = [_folder_name(step, used) for step in (0, 10, 10, 10)]
+    assert names == ["step_000000", "step_000010", "step_000010_2", "step_000010_3"]
 
 
 def test_an_evaluation_has_no_training_steps_to_warn_about(

@@ -4,7 +4,10 @@ before anybody uses them.
 
 from __future__ import annotations
 
+import copy
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +17,22 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.controllers.runs import Inputs, command_here
+from verl_ray.checkpoint.store import CheckpointStore
 from verl_ray.cluster.session import Session
 from verl_ray.tracking.jsonl import read_metrics
+
+
+def as_on_gpus(checkpoint: Path, run_dir: Path) -> Path:
+    """The same checkpoint, of a run whose actor auto made compute in bfloat16."""
+    original = CheckpointStore.open(checkpoint)
+    changed: Any = copy.deepcopy(dict(original.config))
+    changed["actor"]["backend"]["dtype"] = "bfloat16"
+    recorded = {"actor.backend.dtype": "bfloat16"}
+    changed["run"]["resolved"] = {"cpu": {}, "gpu": recorded}
+    store = CheckpointStore(run_dir / "checkpoints", keep=1)
+    with store.writing(original.step, original.state, changed, ["actor"]) as folder:
+        shutil.copytree(checkpoint / "actor", folder / "actor")
+    return run_dir
 
 
 @pytest.mark.cluster
@@ -33,8 +50,12 @@ def test_an_export_is_the_trained_model_and_is_compared_with_it(
     settings = yaml.safe_load((run_dir / "config.yaml").read_text())["run"]
     assert (settings["total_steps"], settings["total_epochs"]) == (2, None)
     checkpoint = run_dir / "checkpoints" / "step_00000002"
-    exported = command_here(cluster, "export", str(run_dir), str(target))
+    # As if the run had been on GPUs: here it computes in the type of a CPU.
+    elsewhere = as_on_gpus(checkpoint, tmp_path / "elsewhere")
+    exported = command_here(cluster, "export", str(elsewhere), str(target))
     assert f"actor of step_00000002: {target} (within " in exported.stdout
+    apart = float(exported.stdout.partition("(within ")[2].split()[0])
+    assert apart < 1e-5
     before = load_file(inputs.model / "model.safetensors")
     after, at_the_end = (
         load_file(folder / "model.safetensors")

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from controllers.command_line import main
+from controllers.commands.plan_tables import origin_lines, time_table
+from tests.planning.bases import bases
+from verl_ray.planning.search import Plan, search
+from verl_ray.preflight.described_machine import parse_machine
 
 MODELS = Path(__file__).parents[2] / "model_configs"
 
@@ -62,14 +68,54 @@ def test_the_tables_fit_a_terminal(
     assert tables and max(map(len, tables)) <= 80
 
 
-def test_where_nothing_fits_it_says_what_is_short(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    ("model", "machine", "named"),
+    [
+        ("Qwen2.5-0.5B", "gpus=8,gpu=H100-80G,memory=1G", 2),
+        ("Qwen3-8B", "gpus=1,gpu=H200-141G", 2),
+        # No engine of it is on one such GPU, whatever its host has.
+        ("Qwen3-235B-A22B", "gpus=1,gpu=L40S-48G,memory=64G", 1),
+    ],
+)
+def test_where_nothing_fits_each_machine_that_is_named_would_do(
+    model: str, machine: str, named: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("plan", str(MODELS / "Llama-3.1-70B"), "--machine", "gpus=1,gpu=L40S-48G")
-    assert run(*words) == 2
+    plan = ("plan", str(MODELS / model), "--machine")
+    assert run(*plan, machine) == 2
     out = capsys.readouterr().out
     assert "nothing fits" in out and "GiB of" in out
-    assert "the smallest listed machine that would do: --machine nodes=" in out
+    found = re.findall("would do: --machine (.*)", out)
+    assert len(found) == named
+    for would_do in found:
+        assert run(*plan, would_do) == 0
+
+
+def test_a_machine_that_is_named_says_what_the_user_said_of_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = "nodes=2,gpus=1,gpu=H200-141G,memory=1G,cores=4,shm=0.5G,link=100G"
+    assert run("plan", str(MODELS / "Qwen3-8B"), "--machine", words) == 2
+    first, second = re.findall("would do: --machine (.*)", capsys.readouterr().out)
+    assert re.fullmatch(
+        r"nodes=2,gpus=1,gpu=H200-141G,cores=4,memory=\d+G,shm=0.5G,link=100G", first
+    )
+    # The other is another machine.
+    assert second.startswith("nodes=1,gpus=1,gpu=RTX-4090-24G,memory=")
+    assert "cores" not in second and "shm" not in second
+
+
+def test_gpus_that_a_plan_leaves_unused_are_idle() -> None:
+    eight = parse_machine("gpus=8,gpu=H100-80G")
+    plan = search(bases("Qwen2.5-0.5B"), eight)
+    assert isinstance(plan, Plan) and plan.time.used_gpus == 8
+    assert "unused" not in origin_lines(plan, eight)
+    # Of twice as many GPUs, each computes half as long in the mean.
+    both = replace(eight, nodes=2)
+    assert "unused: 8 of 16 GPUs; no config" in origin_lines(plan, both)
+    busy = 100 * (1 - plan.time.idle_share_of(8))
+    names, _, shares = (column.cells for column in time_table(plan.time, both).columns)
+    assert list(names)[-1] == "all GPUs idle (16 GPUs)"
+    assert list(shares)[-1] == f"{100 - busy / 2:.0f} %"
 
 
 def test_mistakes_are_problems(

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import itertools
 import shlex
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 
 import pytest
+import yaml
 
 from controllers.compose.composition import compose, examine
-from controllers.compose.sweeps import quoted
+from controllers.compose.sweeps import parsed_override
 from verl_ray.backends import BACKENDS
+from verl_ray.config.load import to_tree
+from verl_ray.config.renamed import ADDED, RENAMED
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.config.tasks.sft import SFTConfig
 from verl_ray.errors import ConfigError, Problem
 from verl_ray.preflight.findings import preflight
+from verl_ray.shell import override_of
 
 INPUTS = ["model.path=/m", "data.train_path=t.jsonl", "data.validation_path=v.jsonl"]
 
@@ -153,7 +159,7 @@ def test_all_bad_overrides_are_reported_at_once() -> None:
         "Did you mean rollout.group_size"
     )
     assert refused["algoritm"].fix.startswith("Did you mean algorithm")
-    assert refused["algorithm"].fix.startswith("Did you mean grpo")
+    assert refused["algorithm"].fix.startswith("Did you mean gdpo, gmpo or grpo")
     assert refused["a"].rule == "this value cannot be read"
     assert "'run.total_steps=[...]'" in refused["run.total_steps"].fix
     assert refused["actor.num_ranks"].fix == "Use a whole number."
@@ -199,7 +205,29 @@ def test_a_text_is_quoted_twice() -> None:
     assert (found.key, found.value) == ("run.dir", "/a b/(c)")
     assert "shell and once more: \"run.dir='/a b/(c)'\"." in found.fix
     (found,) = problems("quickstart", "run.dir=$(a)").values()
-    assert found.fix.endswith(f" {shlex.quote(quoted('run.dir', '$(a)'))}.")
+    assert found.fix.endswith(f" {shlex.quote(override_of('run.dir', '$(a)'))}.")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("run.dir", "/größe", "/größe"),
+        ("data.train_path", "[/größe/a, b]", ["/größe/a", "b"]),
+        (
+            "data.train_path",
+            "[{path: /größe, weight: 2}]",
+            [{"path": "/größe", "weight": 2}],
+        ),
+    ],
+)
+def test_the_advice_for_an_unreadable_value_can_be_read(
+    key: str, value: str, expected: object
+) -> None:
+    (found,) = problems("quickstart", f"{key}={value}").values()
+    advice = found.fix.partition("shell")[2].partition(": ")[2].removesuffix(".")
+    (word,) = shlex.split(advice)
+    override = parsed_override(word)
+    assert (override.key_or_group, override.value()) == (key, expected)
 
 
 def test_a_root_config_that_stands_by_itself(
@@ -560,6 +588,41 @@ def test_an_evaluation_needs_no_training_data() -> None:
     resumed = examine("grpo", [*typed, "run.resume=/step_00000001"], evaluates=True)
     for composition in (examine("grpo", typed), resumed):
         assert [one.key for one in composition.problems] == ["data.train_path"]
+
+
+def test_the_config_yaml_of_an_older_run_is_composed(tmp_path: Path) -> None:
+    # Special tokens in data were kept then.
+    same = ("rollout.concurrency=48", "run.stall_s=77", "data.special_tokens=allow")
+    config = quickstart(*same)
+    older = yaml.safe_load(yaml.safe_dump(to_tree(config)))
+    for key in (*ADDED, *RENAMED.values()):
+        *sections, name = key.split(".")
+        reduce(getitem, sections, older).pop(name, None)
+    del older["run"]["recovery"]
+    older["rollout"]["in_flight"] = 48
+    older["run"]["call_deadline_s"] = 77.0
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(older))
+
+    def composed(*overrides: str) -> RLConfig:
+        config = compose("config", overrides, str(tmp_path))
+        assert isinstance(config, RLConfig)
+        return config
+
+    assert composed() == config
+    evaluation = examine("config", (), str(tmp_path), evaluates=True)
+    assert (evaluation.config, evaluation.problems) == (config, [])
+    # run.total_steps also sets run.total_epochs, which that run did not have.
+    assert composed("run.total_steps=300").run.total_steps == 300
+    best = composed("run.best_metric=val-core/loss", "run.best_is=lowest").run
+    assert (best.best_metric, best.best_is) == ("val-core/loss", "lowest")
+    assert composed("rollout.concurrency=3").rollout.concurrency == 3
+
+    # A root config that is made of others is no run's, and a run has no other keys.
+    own = "defaults: [quickstart, _self_]\nrollout: {in_flight: 48}\n"
+    (tmp_path / "own.yaml").write_text(own)
+    assert "rollout.in_flight" in problems("own", config_dir=str(tmp_path))
+    (tmp_path / "other.yaml").write_text(yaml.safe_dump({**older, "rolout": 1}))
+    assert list(problems("other", config_dir=str(tmp_path))) == ["rolout"]
 
 
 def test_a_table_is_set_as_a_whole() -> None:

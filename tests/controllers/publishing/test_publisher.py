@@ -13,7 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from controllers.devices.device_sharing import DeviceSharing, SharingPlan
-from controllers.publishing.publisher import Publisher, Receivers
+from controllers.publishing.publisher import Publisher
+from controllers.publishing.receivers import Receivers
 from controllers.rollouts.replicas import Replicas
 from controllers.trainers.rl import Trainer
 from tests.controllers.conftest import MakeTrainer
@@ -151,7 +152,7 @@ def test_engines_wake_when_trainers_have_made_room(
         models,
     )
     publisher = Publisher(system.actor, run.config, device_sharing, has_gpus=False)
-    replicas = Replicas(samplers.rollout, publisher, device_sharing, run.config.rollout)
+    replicas = Replicas(samplers.rollout, publisher, device_sharing, run.config)
     events.watch(monkeypatch)
     replicas.publish(1)
     sent = [(name, while_sent) for name in ("wake weights", "send", "commit", "probe")]
@@ -274,7 +275,7 @@ def test_a_byte_that_changed_on_the_wire_is_found_and_nothing_generates(
         ActorWorker.open_wire, "shared_memory", wire_spec
     ).result()
     actor.broadcast(ActorWorker.connect_wire, address).result()
-    (told,) = actor.broadcast(ActorWorker.send, 0, True).result()
+    (told,) = actor.broadcast(ActorWorker.send, 0, True, False).result()
     victim = bucket.entries[3]
     name = re.escape(victim.parameter.name)
     assert isinstance(address, SharedMemoryAddress)

@@ -9,18 +9,24 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
+import yaml
 
 import verl_ray
+from controllers.compose.composition import compose
 from controllers.python_api.arguments import command_of
+from controllers.python_api.results import result_of
 from tests.controllers.runs import ROOT, Inputs
 from verl_ray.api_types import RunRequest
 from verl_ray.cluster.session import Session
+from verl_ray.config.load import to_tree
 from verl_ray.errors import ConfigError
 from verl_ray.rewards.functions import exact_match
 from verl_ray.rewards.specs import load
+from verl_ray.tracking.history import begin_stint
 
 LOCK = threading.Lock()
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
@@ -112,14 +118,25 @@ def test_functions_are_named_or_written(
     rewards = {
         "a": "gsm8k", "b": exact_match, "c/d": lambda response, answer: 1.0,
         "e": importlib.import_module("package_of_rewards").scaled,
+        "f": {"function": "rouge", "stem": True},
     }  # fmt: skip
     overrides = overrides_of_call(reward=rewards, run_dir=tmp_path / "run")
     assert overrides[-1] == (
         "reward.functions={a: 'gsm8k', b: 'verl_ray.rewards.functions:exact_match',"
-        f" c/d: '{folder / 'reward_2.pkl'}', e: 'package_of_rewards:scaled'}}"
+        f" c/d: '{folder / 'reward_2.pkl'}', e: 'package_of_rewards:scaled',"
+        " f: {function: 'rouge', stem: true}}"
     )
     assert load("package_of_rewards:scaled").function("") == 2
     assert [path.name for path in folder.iterdir()] == ["reward_2.pkl"]
+
+
+def test_a_run_of_an_earlier_version_has_a_result(tmp_path: Path) -> None:
+    config: dict[str, Any] = to_tree(compose("quickstart"))
+    del config["run"]["resolved"]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    begin_stint(tmp_path, 3, begun_s=0.0)
+    result = result_of(str(tmp_path))
+    assert result is not None and (result.state, result.steps) == ("running", 3)
 
 
 SCRIPT = """
@@ -141,13 +158,16 @@ def call(name, steps, **more):
         overrides=settings | {"data.validation_path": None, "run.total_steps": steps} | more)
 
 def state():
-    return [dict(os.environ), os.getcwd(), sys.stdout, threading.active_count(),
+    return [dict(os.environ), os.getcwd(), sys.stdout, sorted(thread.name for thread in threading.enumerate()),
         [signal.getsignal(number) for number in (1, 2, 15)],
         [child.name() for child in psutil.Process().children(recursive=True)]]
 
 def interrupt(path):
     while not os.path.exists(path) or open(path).read().count("\\n") < 2:
         time.sleep(0.05)
+    # In a step, and not between two of them, where Ctrl-C is the script's own.
+    while signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        time.sleep(0.001)
     os.kill(os.getpid(), signal.SIGINT)
 
 before = state()

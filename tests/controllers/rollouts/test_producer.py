@@ -17,11 +17,14 @@ from tests.controllers.conftest import MakeTrainer
 from tests.controllers.runs import GRADER, SHAPE, Inputs, produced
 from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.store import read
+from verl_ray.cluster.waiting import TICK_S
 from verl_ray.data.batch import Ragged
-from verl_ray.data.buffer import RolloutBuffer
-from verl_ray.data.stages import Finish, Rollouts
+from verl_ray.data.buffer import Experience, RolloutBuffer
+from verl_ray.data.stages import Finish, Prompts, Rollouts
 from verl_ray.data.tokenizers import load_tokenizer
+from verl_ray.errors import RewardError
 from verl_ray.profiling.timers import Timers
+from verl_ray.rewards.health import ScoreHealth
 from workers.actor import ActorWorker
 from workers.rollout import Generation
 
@@ -42,6 +45,62 @@ def run(trainer: MakeTrainer) -> Trainer:
     found = trainer("ppo", "rollout.stream_rows=3")
     found.publish(7)
     return found
+
+
+def test_a_batch_has_one_limit_of_failed_scores_over_restarts(
+    trainer: MakeTrainer,
+) -> None:
+    """A quarter of a group may fail where few of the whole batch do."""
+    run = trainer("ppo", "reward.max_failed_fraction=0.2")
+    run.publish(7)
+    producer, generation = run.producer, run.producer.training_generation()
+    prompts = run.prompts.all(8).replace(data_source=Ragged.of_texts(["sometimes"] * 8))
+
+    def begun(rows: Prompts, *finished: Experience) -> Experience:
+        """All groups, of which these rows are generated and the others are there."""
+        buffer = RolloutBuffer(4, staleness=0)
+        for experience in finished:
+            buffer.restore(experience)
+        producer.begin(rows, generation, buffer, 8, buffer.whole())
+        return producer.take(prompts.group_id, buffer, 7, Timers())
+
+    whole = begun(prompts)
+    groups = whole.rollouts.row("group_id")
+    health = whole.scores["reward"].row("health")
+    (failed, *_) = groups[health != ScoreHealth.OK].tolist()
+    others = whole.select(np.flatnonzero(groups != failed))
+    rest = prompts.select(np.flatnonzero(prompts.group_id == failed))
+    again = begun(rest, others)
+    assert again.scores["reward"].row("health").tolist() == health.tolist()
+
+    # The graders have completed a batch, which a resumed run knows.
+    assert producer.state() == {"proven": ["reward"]}
+    other = trainer("ppo", "reward.max_failed_fraction=0.2")
+    other.producer.load_state(producer.state())
+    assert other.producer.state() == producer.state()
+
+    # By itself the group is above the limit.
+    alone = RolloutBuffer(4, staleness=0)
+    producer.begin(rest, generation, alone, 8)
+    with pytest.raises(RewardError, match=r"\d of the first \d scores failed"):
+        producer.take(rest.group_id, alone, 7, Timers())
+
+
+def test_training_rows_whose_scores_fail_do_not_fail_an_evaluation(
+    run: Trainer,
+) -> None:
+    producer, prompts, timers = run.producer, run.prompts.all(8), Timers()
+    to_learn, held_out = RolloutBuffer(4, staleness=0), RolloutBuffer(1, staleness=0)
+    broken = prompts.replace(data_source=Ragged.of_texts(["broken"] * 8))
+    producer.begin(broken, producer.training_generation(), to_learn, 8)
+    producer.begin(prompts, producer.evaluation_generation(), held_out, 7)
+    evaluated = producer.take(prompts.group_id, held_out, 7, timers)
+    assert len(evaluated.rollouts) == 8
+    producer.finish()
+    # No checkpoint has any of them, so that they are scored anew.
+    assert not len(to_learn.whole_groups) and to_learn.whole() is None
+    with pytest.raises(RewardError, match=r"of the first .* scores failed"):
+        producer.take(prompts.group_id, to_learn, 7, timers)
 
 
 def test_rows_are_whole_and_in_the_order_of_their_ids(run: Trainer) -> None:
@@ -127,6 +186,35 @@ def test_evaluation_has_settings_and_random_streams_of_its_own(
     trained, _ = scored(sampled, sampled.producer.training_generation())
     assert evaluated.num_rows == trained.num_rows == 32
     assert evaluated.tokens.tolist() != trained.tokens.tolist()
+    # Of one token, or of hardly any probability, nothing but the likeliest remains.
+    for truncated in ("evaluation.top_k=1", "evaluation.top_p=1e-6"):
+        narrow = trainer(
+            "ppo", "run.evaluate_every=1", "evaluation.temperature=1", truncated
+        )
+        narrow.publish(7)
+        likeliest, _ = scored(narrow, narrow.producer.evaluation_generation())
+        assert likeliest.tokens.tolist() == greedy.tokens.tolist()
+
+
+def test_the_last_response_of_a_group_is_greedy_for_remax(
+    run: Trainer, trainer: MakeTrainer
+) -> None:
+    greedy, _ = scored(run, run.producer.evaluation_generation())
+    remax = trainer(
+        "grpo", "algorithm=remax", "rollout.group_size=3", "actor.mini_batch_size=null"
+    )
+    remax.publish(7)
+    drawn, _ = scored(remax, remax.producer.training_generation())
+    rows = [response_of(drawn, row) for row in range(24)]
+    likeliest = [response_of(greedy, row) for row in range(8)]
+    assert rows[2::3] == likeliest
+    assert rows[0::3] != likeliest != rows[1::3]
+
+
+def response_of(rollouts: Rollouts, row: int) -> list[int]:
+    part = slice(*rollouts.offsets[row : row + 2])
+    tokens: list[int] = rollouts.tokens[part][rollouts.response_mask[part]].tolist()
+    return tokens
 
 
 def test_generation_goes_on_while_models_are_waited_for(run: Trainer) -> None:
@@ -140,7 +228,9 @@ def test_generation_goes_on_while_models_are_waited_for(run: Trainer) -> None:
     )
     assert read(taken.rollouts, 60).tokens.tolist() == expected.tokens.tolist()
     assert taken.scores["reward"].row("score").tolist() == scores
-    assert run.producer.references() == []
+    # Only the end of the reply may be missing.
+    while run.producer.references():
+        run.producer.advance(TICK_S)
 
 
 def test_a_batched_function_scores_whole_groups(
@@ -164,7 +254,7 @@ def test_a_batched_function_scores_whole_groups(
         generation = producer.training_generation()
         buffer = RolloutBuffer(4, staleness=0)
         producer.begin(levelled, generation, buffer, 8)
-        taken = producer.take(levelled, buffer, 7, Timers())
+        taken = producer.take(levelled.group_id, buffer, 7, Timers())
         ranks = taken.scores["reward"].row("score").reshape(8, 4)
         assert np.sort(ranks).tolist() == [[0.0, 1.0, 2.0, 3.0]] * 8
         entries = read_entries(taken.scores, 60)

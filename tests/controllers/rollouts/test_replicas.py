@@ -22,7 +22,8 @@ import numpy as np
 import pytest
 
 from controllers.devices.device_sharing import DeviceSharing, SharingPlan
-from controllers.publishing.publisher import Publisher, Receivers
+from controllers.publishing.publisher import Publisher
+from controllers.publishing.receivers import Receivers
 from controllers.rollouts.replicas import Replicas
 from controllers.rollouts.supervisor import Replica, ReplicaSupervisor
 from controllers.trainers.rl import Trainer
@@ -36,7 +37,7 @@ from verl_ray.cluster.waiting import TICK_S
 from verl_ray.data.batch import offsets_of
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Finish, Requests, Responses, Rollouts
-from verl_ray.errors import WeightSyncError, WorkerDied, WorkerError
+from verl_ray.errors import RolloutError, WeightSyncError, WorkerDied, WorkerError
 from verl_ray.rollout.requests import Sampling
 from workers.rollout import RolloutWorker
 
@@ -55,9 +56,9 @@ def run(
     """
     folder = tmp_path_factory.mktemp("servers")
     config = inputs.config(
-        "grpo", folder, "rollout.num_replicas=2", "rollout.stream_rows=1", "rollout.in_flight=8",
+        "grpo", folder, "rollout.num_replicas=2", "rollout.stream_rows=1", "rollout.concurrency=8",
         "rollout.max_response_tokens=24", f"rollout.group_size={GROUP}", "rollout.health.interval_s=0.2",
-        "rollout.health.deadline_s=20", "rollout.health.max_restarts=1", "rollout.endpoint.enabled=true",
+        "rollout.health.deadline_s=20", "run.recovery.max_restarts=1", "rollout.endpoint.enabled=true",
         "rollout.endpoint.port=0", "data.max_prompt_tokens=500",
     )  # fmt: skip
     groups, by_name = start_some(config, folder, sampling=True)
@@ -258,9 +259,7 @@ def test_a_replica_that_stops_before_the_ends_of_a_wire_have_met_keeps_nobody_wa
     )  # as on a GPU that they share
     device_sharing = DeviceSharing(plan, actor, [actor])
     publisher = Publisher(actor, config, device_sharing, has_gpus=False)
-    replicas = Replicas(
-        run.replicas.available, publisher, device_sharing, config.rollout
-    )
+    replicas = Replicas(run.replicas.available, publisher, device_sharing, config)
     process = pid(run, 1)
     os.kill(process, signal.SIGSTOP)
     replicas.publish(5)
@@ -290,33 +289,41 @@ def test_a_replica_that_stops_before_the_ends_of_a_wire_have_met_keeps_nobody_wa
 
 def test_requests_go_on_over_a_weight_update(run: Trainer) -> None:
     replica = run.replicas.available[0]
-    run.publish(6)
     asked = Requests(
         offsets=offsets_of([4]), request_id=np.array([9]), seed=np.array([1]), session=np.array([0]),
         tokens=np.array([3, 4, 5, 6], np.int32),
     )  # fmt: skip
-    sampling = Sampling(
-        1.0, 1.0, -1, 400, ()
-    )  # so many that the engine is not done before it is paused
+    sampling = Sampling(1.0, 1.0, -1, 400, ())
     alone = _whole([read(part, 60) for part in _respond(replica, asked, sampling)])
+
+    # An engine may be done before the pause reaches it: then the row is drawn again.
+    for version in range(6, 16):
+        run.publish(version)
+        whole = _over_an_update(run, replica, asked, sampling, version + 1)
+        assert whole.tokens.tolist() == alone.tokens.tolist()  # of the same weights
+        assert whole.finish.tolist()[-1] == Finish.LENGTH
+        versions = whole.version_spans.values[:, 1].tolist()
+        if versions[-1] != version:
+            break
+    assert versions[0] == version
+    assert versions[-1] == version + 1
+    assert versions == sorted(versions)
+
+
+def _over_an_update(
+    run: Trainer, replica: Replica, asked: Requests, sampling: Sampling, version: int
+) -> Responses:
+    """Return rows under which `version` is published once they have begun."""
     parts: list[Responses] = []
     for part in _respond(replica, asked, sampling):
-        parts.append(read(part, 60))
-        if len(parts) == 5:
+        if len(parts) == 1:
             for one in run.replicas.available:
                 one.broadcast(RolloutWorker.pause, "keep").result()
-            run.publish(7)
+            run.publish(version)
             for one in run.replicas.available:
                 one.broadcast(RolloutWorker.resume).result()
-    whole = _whole(parts)
-    assert (
-        whole.tokens.tolist() == alone.tokens.tolist()
-    )  # the weights are the same, so nothing else may change
-    versions = whole.version_spans.values[:, 1]
-    assert (
-        versions[0] == 6 and versions[-1] == 7 and sorted(versions) == versions.tolist()
-    )
-    assert whole.finish.tolist()[-1] == Finish.LENGTH
+        parts.append(read(part, 60))
+    return _whole(parts)
 
 
 def test_a_verification_that_fails_stops_the_run_and_names_what_could_be_wrong(
@@ -329,7 +336,7 @@ def test_a_verification_that_fails_stops_the_run_and_names_what_could_be_wrong(
         WeightSyncError,
         match=r"every weight arrived as it was sent.*vLLM repacks .*lm_head",
     ) as caught:
-        publisher.catch_up(8, Receivers((replica,), lambda: None))
+        publisher.catch_up(20, Receivers((replica,), lambda: None))
     assert caught.value.origin is not None and caught.value.origin.role == "rollout"
     with pytest.raises(WorkerError, match="failed earlier and was not restarted"):
         generated(run)
@@ -337,8 +344,9 @@ def test_a_verification_that_fails_stops_the_run_and_names_what_could_be_wrong(
 
 def test_too_many_lost_replicas_stop_the_run(run: Trainer) -> None:
     replica = run.replicas.available[1]
-    health = run.config.rollout.health.model_copy(update={"max_restarts": 0})
-    config = run.config.rollout.model_copy(update={"health": health})
+    recovery = run.config.run.recovery.model_copy(update={"max_restarts": 0})
+    of_run = run.config.run.model_copy(update={"recovery": recovery})
+    config = run.config.model_copy(update={"run": of_run})
     process = pid(run, 1)
     device_sharing, publisher = run.replicas._device_sharing, run.replicas._publisher
     run.replicas = Replicas([replica], publisher, device_sharing, config)
@@ -348,9 +356,11 @@ def test_too_many_lost_replicas_stop_the_run(run: Trainer) -> None:
     with pytest.raises(WorkerDied, match=died) as caught:
         generated(run, lambda: os.kill(process, signal.SIGKILL))
     assert (
-        "more than rollout.health.max_restarts = 0 replicas"
-        in caught.value.__notes__[0]
+        "more than run.recovery.max_restarts = 0 replicas" in caught.value.__notes__[0]
     )
+    # Nobody waits for one that does not start again.
+    with pytest.raises(RolloutError, match="no replica is left to generate"):
+        run.replicas.advance(TICK_S)
 
 
 def _respond(
@@ -380,7 +390,7 @@ def test_a_replica_that_hangs_as_it_restarts_is_ended(
     with start_groups(sets, [role], stall_s=3600, log_dir=tmp_path) as groups:
         lost, waiting = groups.replicas(role)
         device_sharing = SimpleNamespace(engine_fits=True)
-        supervisor = ReplicaSupervisor([lost, waiting], config, device_sharing)  # type: ignore[arg-type]  # it asks for nothing else
+        supervisor = ReplicaSupervisor([lost, waiting], config, 3, device_sharing)  # type: ignore[arg-type]  # it asks for nothing else
         supervisor.handle_failure(
             WorkerDied("it was killed", role="rollout", rank=0, node="here")
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import pytest
 from controllers.command_line import main
 from controllers.commands.resume_hint import failure_hint
 from controllers.compose.composition import compose
+from controllers.compose.sweeps import parsed_override
 from controllers.run.best import BestEvaluation
 from controllers.run.conclusion import Conclusion
 from controllers.run.finished import finished_step
@@ -154,7 +156,13 @@ def test_a_gain_that_is_missing_says_which_way_it_went(
     config = compose("quickstart", [f"run.dir={tmp_path}", "prepare.min_gain=0.2"])
     assert isinstance(config, RLConfig)
     told = ReinforcementTask(config).shortfall({SUMS: 0.41}, {SUMS: after})
-    assert told is not None and text in told and "prepare.min_gain = 0.2" in told
+    assert told is not None and f"held-out accuracy {text}" in told
+    assert "prepare.min_gain = 0.2" in told
+
+    # The mean of f1 is no accuracy.
+    mean = SUMS.replace("/acc/", "/reward/")
+    told = ReinforcementTask(config).shortfall({mean: 0.41}, {mean: after})
+    assert told is not None and f"held-out mean reward {text}" in told
 
 
 # ------------------------------------------------------------------- it is run again
@@ -260,8 +268,15 @@ def test_the_next_commands_are_those_that_can_work(
     assert export.endswith(f" export {checkpoint} 'my run/exported'")
     assert evaluate.endswith(
         " evaluate --config-dir 'my run' --config-name config"
-        " 'run.resume=my run/checkpoints/step_00000001'"
+        " \"run.resume='my run/checkpoints/step_00000001'\""
     )
+
+    run = config.run.model_copy(update={"dir": str(tmp_path / "größe=1")})
+    odd = config.model_copy(update={"run": run})
+    write_checkpoints(odd, 1)
+    _, typed = next_commands(odd).values()
+    *_, resume = shlex.split(typed)
+    assert parsed_override(resume).value() == "größe=1/checkpoints/step_00000001"
 
     # A run that has written its model needs no export.
     (tmp_path / "my run" / "model").mkdir()

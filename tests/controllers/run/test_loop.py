@@ -72,7 +72,17 @@ TRANSITIONS = [
     (standing(4, saved=4, finished=True, saving=True), Move.FINISH_SAVE),
     (standing(4, saved=4, finished=True), Move.END),
     (standing(0, finished=True), Move.END),
+    # A checkpoint could not be written: the next step tries again, the last one at once.
+    (standing(3, failed=3), Move.STEP),
+    (standing(4, failed=3, unrecorded={}), Move.EVALUATE),
+    (standing(4, failed=3), Move.SAVE),
+    (standing(4, failed=4), Move.STEP),
+    (standing(6, failed=6), Move.SAVE),
     # A move failed.
+    (Position(failure=BROKEN, curable=True), Move.GO_BACK),
+    (standing(1, failure=BROKEN, curable=True), Move.GO_BACK),
+    (standing(3, saved=3, saving=True, failure=BROKEN, curable=True), Move.RESCUE_SAVE),
+    (standing(3, failure=BROKEN, curable=True, stopped=True), Move.STOP),
     (Position(failure=BROKEN), Move.FAIL),
     (standing(1, failure=BROKEN), Move.FAIL),
     (standing(1, unrecorded={}, failure=BROKEN), Move.FAIL),

@@ -4,12 +4,13 @@ never touched ends.
 
 from __future__ import annotations
 
-import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,10 +20,13 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from controllers.run.loop import Loop
+from controllers.run.persistence import UnguardedSteps
 from controllers.run.recovery import Recovery
 from controllers.run.resumption import Resumption
-from tests.cluster.crew import Echo, SlowWriter, processes
+from tests.cluster.crew import Echo, SlowWriter, Writer, processes
 from tests.controllers.run.checkpoints import cursor, write_checkpoints
+from tests.controllers.run.test_stopping import Cursor
 from tests.controllers.runs import Inputs, lasting
 from verl_ray.checkpoint.store import CheckpointStore
 from verl_ray.cluster.calls import Call
@@ -30,13 +34,14 @@ from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.processes import Role
 from verl_ray.cluster.session import Session
+from verl_ray.cluster.waiting import Background
 from verl_ray.errors import CheckpointError, WorkerDied
 from verl_ray.tracking import Trackers
 from verl_ray.tracking.jsonl import read_metrics
 
 ROOT = Path(__file__).parents[3]
 PATIENCE_S = 240
-STEPS = 7
+STEPS = 6
 
 
 # What a checkpoint must hold: sharded states, a controller that learns, moments of
@@ -45,7 +50,7 @@ RICH = [
     "run.checkpoint_every=1", "actor.mini_batch_size=16", "actor.num_ranks=2", "backend=fsdp",
     "backend@critic.backend=engine", "critic.num_ranks=1", "tracking.wandb.mode=offline",
     "algorithm.kl.controller=adaptive", "algorithm.kl.target=0.01", "algorithm.kl.horizon=100",
-    "reward.normalise=running",
+    "reward.normalise=running", "run.recovery.enabled=false",
 ]  # fmt: skip
 
 
@@ -153,14 +158,9 @@ def test_a_run_that_was_stopped_and_killed_ends_with_the_bits_of_one_that_was_no
     *_, before, to_go_on = output.splitlines()
     assert before == "stopped by SIGINT. To go on:"
 
-    run = given(*shlex.split(to_go_on), "run.checkpoint_every=1")
-    wait_for_step(run, broken, STEPS - 1)
-    os.kill(run.pid, signal.SIGKILL)
-    output, _ = run.communicate(timeout=200)
-    assert f"continuing after step {saved}" in output
-
-    code, output = finish(start(inputs, broken, f"run.total_steps={STEPS}"))
+    code, output = finish(given(*shlex.split(to_go_on), "run.checkpoint_every=1"))
     assert code == 0, output
+    assert f"continuing after step {saved}" in output
 
     assert [line["training/global_step"] for line in lines(broken)] == list(
         range(1, STEPS + 1)
@@ -178,10 +178,10 @@ def test_a_run_that_was_stopped_and_killed_ends_with_the_bits_of_one_that_was_no
         for path in (broken / "wandb").glob("offline-run-*")
     ]
     assert (
-        len(sessions) == 4 and len(set(sessions)) == 1
-    )  # four sessions of one W&B run
+        len(sessions) == 3 and len(set(sessions)) == 1
+    )  # three sessions of one W&B run
     kept = sorted(path.name for path in (broken / "checkpoints").glob("step_*"))
-    assert kept == ["step_00000006", "step_00000007"]  # run.keep_checkpoints = 2
+    assert kept == ["step_00000005", "step_00000006"]  # run.keep_checkpoints = 2
 
 
 # ---------------------------------------------------------- a checkpoint written behind
@@ -193,6 +193,7 @@ class Learner:
 
     group: WorkerGroup[Any]
     drawn: int
+    background: Background | None = None
 
     @property
     def groups(self) -> dict[str, WorkerGroup[Any]]:
@@ -202,6 +203,25 @@ class Learner:
         return {"cursor": cursor(self.drawn)}
 
     def load_state(self, state: dict[str, Any]) -> None: ...
+
+    belongings = None
+
+    def inherit(self, *_: object) -> None: ...
+
+    def files(self, _: int) -> None: ...
+
+
+class Rollouts:
+    """Background work that makes a file, such as the gate of a slow writer."""
+
+    def __init__(self, gate: Path) -> None:
+        self._gate = gate
+
+    def references(self) -> list[Any]:
+        return []
+
+    def advance(self) -> None:
+        self._gate.touch()
 
 
 @pytest.mark.cluster
@@ -250,32 +270,43 @@ def test_what_is_written_behind_counts_if_it_is_whole(
         found = newest().checkpoint
         assert found is not None and found.step == recovery.saved_step == 1
 
-        # The role itself dies in the next step, after it has written its part.
-        (gates / "step_00000002").touch()
+        # The writer waits for what goes on meanwhile.
+        learner.background = Rollouts(gates / "begun")
         learner.drawn = 16
         recovery.commit(2, learner)
+        recovery.save(learner, trackers)
+        assert (gates / "begun").exists()
+        recovery.finish_save(Rollouts(gates / "step_00000002"))
+        found = newest().checkpoint
+        assert found is not None and found.step == recovery.saved_step == 2
+        learner.background = None
+
+        # The role itself dies in the next step, after it has written its part.
+        (gates / "step_00000003").touch()
+        learner.drawn = 24
+        recovery.commit(3, learner)
         recovery.save(learner, trackers)
         assert calls[-1].replied(60)  # the one that waits for the part
         with pytest.raises(WorkerDied):
             first.rank_zero(Echo.die, 0).result()
         recovery.rescue_save()
         found = newest().checkpoint
-        assert found is not None and found.step == recovery.saved_step == 2
+        assert found is not None and found.step == recovery.saved_step == 3
 
         # It dies before.
         capfd.readouterr()
-        learner = Learner(second, drawn=24)
-        recovery.commit(3, learner)
+        learner = Learner(second, drawn=32)
+        recovery.commit(4, learner)
         recovery.save(learner, trackers)
         with pytest.raises(WorkerDied):
             second.rank_zero(Echo.die, 0).result()
         recovery.rescue_save()
         assert (
-            "warning: the checkpoint of step 3 is not whole and was removed: "
+            "warning: the checkpoint of step 4 is not whole and was removed: "
             in capfd.readouterr().err
         )
         found = newest().checkpoint
-        assert found is not None and found.step == recovery.saved_step == 2
+        assert found is not None and found.step == recovery.saved_step == 3
 
 
 class Ahead:
@@ -287,6 +318,14 @@ class Ahead:
         return {"cursor": cursor(32)}
 
     def load_state(self, state: dict[str, Any]) -> None: ...
+
+    background = None
+
+    belongings = None
+
+    def inherit(self, *_: object) -> None: ...
+
+    def files(self, _: int) -> None: ...
 
 
 def test_a_state_ahead_of_its_step_is_not_saved(inputs: Inputs, tmp_path: Path) -> None:
@@ -302,3 +341,98 @@ def test_a_state_ahead_of_its_step_is_not_saved(inputs: Inputs, tmp_path: Path) 
         2,
         [],
     )
+
+
+class Obstacle(Cursor):
+    """A trainer in whose steps a file takes the place of the checkpoints' folder."""
+
+    def __init__(
+        self, group: WorkerGroup[Any], place: Path, first: int, last: int
+    ) -> None:
+        super().__init__()
+        self.groups = {"actor": group}
+        self.place, self.first, self.last = place, first, last
+
+    def step(self, number: int) -> dict[str, float]:
+        if number == self.first:
+            self.place.rename(self.place.with_name("aside"))
+            self.place.touch()
+        if number == self.last:
+            self.place.unlink()
+            self.place.with_name("aside").rename(self.place)
+        return super().step(number)
+
+
+@pytest.fixture(scope="module")
+def writer(
+    cluster: Session, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[WorkerGroup[Any]]:
+    folder = tmp_path_factory.mktemp("writer")
+    role = Role("actor", "actor", Writer)
+    sets = [processes("actor", 1, cpus=0.1)]
+    with start_groups(sets, [role], stall_s=120, log_dir=folder) as groups:
+        yield groups[role]
+
+
+def obstructed(
+    inputs: Inputs,
+    writer: WorkerGroup[Any],
+    folder: Path,
+    first: int,
+    last: int,
+    *changes: str,
+) -> None:
+    """Make a run of eight steps that saves every second one."""
+    config = inputs.config(
+        "ppo", folder, "run.total_steps=8", "run.checkpoint_every=2", *changes
+    )
+    recovery = Recovery(Resumption(config))
+    trainer = Obstacle(writer, folder / "checkpoints", first, last)
+    Loop(config.run, trainer, Trackers([]), recovery, UnguardedSteps()).run()
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    ("behind", "last", "failed", "saved"),
+    [
+        ("false", 6, [4, 5], [2, 6, 8]),
+        # What is written behind fails a step later.
+        ("true", 5, [2, 3, 4], [5, 6, 8]),
+    ],
+)
+def test_a_checkpoint_that_the_disk_prevents_is_tried_again(
+    inputs: Inputs,
+    writer: WorkerGroup[Any],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    behind: str,
+    last: int,
+    failed: list[int],
+    saved: list[int],
+) -> None:
+    changes = ("run.keep_checkpoints=9", f"run.checkpoint_behind={behind}")
+    obstructed(inputs, writer, tmp_path, 3, last, *changes)
+    said = capfd.readouterr().err
+    without = re.findall(r"goes on without the checkpoint of step (\d+), and", said)
+    assert list(map(int, without)) == failed
+    assert "(2 of at most run.max_failed_checkpoints = 3 in a row)" in said
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*"))
+    assert kept == [f"step_{step:08}" for step in saved]
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(("first", "failed_after"), [(3, 7), (7, 8)])
+def test_too_many_checkpoints_that_the_disk_prevents_stop_the_run(
+    inputs: Inputs,
+    writer: WorkerGroup[Any],
+    tmp_path: Path,
+    first: int,
+    failed_after: int,
+) -> None:
+    """The last step has no other after it, so it is tried at once."""
+    with pytest.raises(CheckpointError) as caught:
+        obstructed(inputs, writer, tmp_path, first, 9)
+    assert caught.value.__notes__ == [
+        "more than run.max_failed_checkpoints = 3 were not written in a row"
+    ]
+    assert f"step_{failed_after:08}" in str(caught.value)

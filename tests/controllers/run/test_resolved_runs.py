@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from controllers.commands.check import checked_config
 from controllers.run.resumption import Resumption
 from controllers.system.plan import ClusterShape, resolve_on
 from tests.controllers.runs import SHAPE, Inputs, command_here
@@ -19,8 +20,10 @@ from verl_ray.cluster.session import Session
 from verl_ray.config.load import to_tree
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import ConfigError
+from verl_ray.preflight.device_defaults import with_changes
 
 TWO_NODES = ClusterShape(cores=(8, 8), gpus_per_node=(0, 0))
+GPUS = ClusterShape(cores=(64,), gpus_per_node=(8,))
 
 
 def values(tree: Any) -> Iterator[object]:
@@ -154,3 +157,70 @@ def test_a_template_that_has_appeared_is_refused(
         ConfigError, match=r"data\.apply_chat_template = true\n.*rule: was False"
     ):
         found.settle(templated)
+
+
+def test_what_a_run_on_gpus_resolved_is_resolved_anew_to_evaluate_here(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    given = asked(inputs, run_dir, "rollout.sync.bucket_mib=7", "actor.num_ranks=8")
+    on_gpus = resolve_on(given, GPUS)
+    assert on_gpus.actor.backend.dtype == "bfloat16"
+    assert (on_gpus.placement.offload, on_gpus.rollout.num_replicas) == ("all", 8)
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(to_tree(on_gpus)))
+
+    def checked(*overrides: str, evaluates: bool = True) -> RLConfig:
+        few = ("actor.num_ranks=1", "critic.num_ranks=1", "reference.num_ranks=1")
+        found = checked_config(
+            "config",
+            [*few, "run.resume=auto", *overrides],
+            str(run_dir),
+            evaluates=evaluates,
+            trains=not evaluates,
+            reads_data=False,
+        )
+        assert isinstance(found.config, RLConfig)
+        return found.config
+
+    here = resolve_on(checked(), SHAPE)
+    assert here.actor.backend.dtype == here.rollout.dtype == "float32"
+    assert (here.placement.offload, here.rollout.num_replicas) == ("none", 1)
+    # What the user has set stays, in the run or now, be it what the run had.
+    assert here.rollout.sync.bucket_mib == 7
+    typed = checked("rollout.dtype=bfloat16", "rollout.sync.probe_every=10")
+    assert typed.rollout.dtype == "bfloat16" and typed.rollout.sync.probe_every == 10
+    assert typed.actor.backend.dtype == "auto"
+
+    # Training goes on with what it had, or says why it cannot.
+    with pytest.raises(ConfigError, match="has none; auto became this on GPUs"):
+        checked(evaluates=False)
+    kept = checked("placement.offload=none", "rollout.num_replicas=1", evaluates=False)
+    assert kept.actor.backend.dtype == "bfloat16"
+    assert "placement.offload" not in kept.run.resolved.gpu
+
+
+def test_a_run_that_goes_on_on_another_kind_of_device_says_so(
+    inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = asked(inputs, tmp_path)
+    saved(resolve_on(given, GPUS))
+    # config.yaml has run.resume=auto.
+    written = with_changes(resolve_on(given, GPUS), {"run.resume": "auto"})
+
+    def said(config: RLConfig, *, on_gpus: bool) -> str:
+        found = Resumption(config)
+        found.settle(resolve_on(config, GPUS if on_gpus else SHAPE))
+        capsys.readouterr()
+        found.report_other_device(on_gpus=on_gpus)
+        return capsys.readouterr().err
+
+    assert said(given, on_gpus=True) == said(written, on_gpus=True) == ""
+    first, then, now = said(given, on_gpus=False).splitlines()
+    assert first == "warning: auto was resolved on GPUs, and this run is on a CPU"
+    assert "backend.dtype=bfloat16" in then and "backend.dtype=float32" in now
+    assert "apply_chat_template" not in now  # it is the same
+
+    first, kept = said(written, on_gpus=False).splitlines()
+    assert first == "warning: auto was resolved on GPUs, and this run is on a CPU"
+    assert "placement.offload=all" in kept and "backend.dtype=bfloat16" in kept

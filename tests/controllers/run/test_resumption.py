@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from controllers.run.checkpoint_check import CheckpointCheck
 from controllers.run.resumption import Resumption
-from tests.controllers.run.checkpoints import write_checkpoints
+from tests.controllers.run.checkpoints import cursor, write_checkpoints
 from tests.controllers.runs import Inputs
-from verl_ray.errors import ConfigError
+from verl_ray.checkpoint.store import DAMAGED
+from verl_ray.errors import CheckpointError, ConfigError
 from verl_ray.preflight.total_steps import with_total_steps
 
 
@@ -25,6 +27,34 @@ def test_a_torn_newest_checkpoint_is_named_and_the_one_before_is_taken(
         "recorded_steps": "1-1",
     }
     assert "actor/shard has 99 bytes instead of 100" in capsys.readouterr().err
+
+
+def test_contents_are_compared_while_the_run_starts_and_the_next_one_knows(
+    inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = inputs.config("ppo", tmp_path)
+    store = write_checkpoints(config, 1, 2)
+    shard = store.root / "step_00000002" / "actor" / "shard"
+    CheckpointCheck(Resumption(config, verify=False)).finish()
+
+    shard.write_bytes(bytes(99) + b"!")
+    found = Resumption(config, verify=False)
+    assert found.step == 2
+    with pytest.raises(ConfigError) as caught:
+        CheckpointCheck(found).finish()
+    (problem,) = caught.value.problems
+    assert (problem.key, problem.value) == ("run.dir", str(tmp_path))
+    assert "step_00000002 is torn: the contents of actor/shard" in problem.rule
+    assert problem.fix.startswith("Restore it, or start the run again")
+
+    # The next driver reads it before it starts anything.
+    assert Resumption(config, verify=False).step == 1
+    assert "the contents of actor/shard have changed" in capsys.readouterr().err
+    shard.write_bytes(bytes(100))
+    assert Resumption(config, verify=False).step == 2
+    (store.root / DAMAGED).write_text("{")
+    shard.write_bytes(bytes(99) + b"!")
+    assert Resumption(config, verify=False).step == 1
 
 
 def test_a_run_whose_checkpoints_are_all_torn_does_not_start_anew(
@@ -205,3 +235,26 @@ def test_the_folder_of_a_run_stands_for_its_newest_checkpoint(
     (tmp_path / "third" / "checkpoints").mkdir(parents=True)
     with pytest.raises(ConfigError, match="holds no checkpoint"):
         Resumption(inputs.config("ppo", tmp_path / "x", f"run.resume={tmp_path}/third"))
+
+
+def test_a_place_behind_rejected_prompts_is_that_of_the_ledger(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    """Three steps of 8 prompts; three others were drawn and rejected."""
+    resumption = Resumption(inputs.config("ppo", tmp_path))
+    state = {
+        "cursor": cursor(27),
+        "trained": 3,
+        "ledger": {"frontier": 27, "holes": []},
+    }
+    resumption.check_cursor(3, state)
+    # Without a count of trained batches there are no rejected prompts.
+    for change in (
+        {"trained": 2},
+        {"ledger": {"frontier": 26, "holes": []}},
+        {"cursor": cursor(28)},
+    ):
+        with pytest.raises(
+            CheckpointError, match="Rows would be used twice or left out"
+        ):
+            resumption.check_cursor(3, state | change)

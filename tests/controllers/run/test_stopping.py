@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +43,7 @@ from verl_ray.cluster.signals import (
     pass_point_of_no_return,
     stop_on_signals,
 )
+from verl_ray.cluster.waiting import Background
 from verl_ray.errors import Interrupted
 from verl_ray.profiling.timers import Timers
 from verl_ray.tracking import Sample, Tracker, Trackers
@@ -51,6 +53,8 @@ from verl_ray.tracking.jsonl import JsonlTracker, read_metrics
 @pytest.fixture
 def stoppable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This process obeys signals, and forgets them again."""
+    state = (signals._state.finishing, signals._state.deferring, signals._state.work)
+    assert state == (0, 0, None), "an earlier test left this process in such a block"
     handlers = {
         number: signal.getsignal(number)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -83,6 +87,7 @@ class Cursor:
     evaluated: list[int] = field(default_factory=list)
     timers: Timers = field(default_factory=Timers)
     finished: bool = False
+    background: Background | None = None
 
     def begin(self, done: int) -> None:
         assert self.drawn == 8 * done
@@ -95,6 +100,8 @@ class Cursor:
         if number == self.fails_in:
             raise RuntimeError("the new weights did not arrive")
         return {"actor/loss": 0.1 * number, "actor/grad_norm": math.nan}
+
+    def draw_ahead(self) -> None: ...
 
     def evaluate(self) -> Evaluation:
         self.evaluated.append(self.drawn)
@@ -113,6 +120,14 @@ class Cursor:
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.drawn = state["cursor"]["drawn"]
+
+    belongings = None
+
+    def inherit(self, *_: object) -> None: ...
+
+    def files(self, _: int) -> None: ...
+
+    def load_files(self, checkpoint: Path) -> None: ...
 
 
 def test_what_a_signal_brings_is_told_at_every_moment(
@@ -156,7 +171,7 @@ def test_what_a_signal_brings_is_told_at_every_moment(
     recovery.commit(2, trainer)
     recovery.saved_step = 2
     assert run.outlook() == Outlook("stopping; step 2 is saved already", "")
-    recovery.writing_step, recovery.saved_step = 2, None
+    recovery._writing.step, recovery.saved_step = 2, None
     assert run.outlook() == Outlook(
         "stopping; the checkpoint of step 2 is written first", "steps 1 to 2"
     )
@@ -272,6 +287,48 @@ def test_a_failure_saves_nothing_newer(
     assert capfd.readouterr().err == "" and not (tmp_path / "checkpoints").exists()
 
 
+@dataclass
+class Going(NoPersistence):
+    """Notes what goes on while a checkpoint is waited for."""
+
+    committed: list[int] = field(default_factory=list)
+    waited: list[object] = field(default_factory=list)
+
+    def references(self) -> list[Any]:
+        return []
+
+    def advance(self) -> None: ...
+
+    def commit(
+        self, number: int, _: Trainable, unrecorded: Mapping[str, float] | None = None
+    ) -> None:
+        self.committed.append(number)
+
+    def finish_save(self, background: Background | None = None) -> None:
+        self.waited.append(background)
+
+
+def test_what_goes_on_between_steps_goes_on_in_evaluations_and_saves(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    run = inputs.config(
+        "ppo", tmp_path, "run.evaluate_every=2", "run.total_steps=4"
+    ).run
+    going, drawn = Going(), []
+
+    class Drawing(Cursor):
+        def draw_ahead(self) -> None:
+            drawn.append((list(going.committed), list(self.evaluated)))
+
+    trainer = Drawing(background=going)
+    Loop(run, trainer, Trackers([]), going, UnguardedSteps()).run()
+    assert going.waited == [going] * 4
+    # Each time once a step is committed, before it is evaluated.
+    assert drawn == [
+        ([1], [0]), ([1, 2], [0]), ([1, 2, 3], [0, 16]), ([1, 2, 3, 4], [0, 16])
+    ]  # fmt: skip
+
+
 class SavedAtStop(NoPersistence):
     is_saved = False
 
@@ -376,6 +433,8 @@ def test_a_stop_tells_where_its_step_is_saved(
 
 # -------------------------------------------------------------------------- real phases
 
+BEFORE = "before the step"
+
 
 class Watched(Timers):
     """Timers that say which phase begins."""
@@ -413,15 +472,16 @@ def test_every_wait_before_the_update_is_given_up(trainer: MakeTrainer) -> None:
         run.system.actor,
     )
     # Who is held from the beginning of which phase, and in which phase the signal
-    # comes.
+    # comes. Responses are generated, and may be scored, before the wait for them
+    # begins, so their processes are held before the step.
     waits = (
-        ("gen", rollout, "gen"),
-        ("gen", reward, "reward"),
+        (BEFORE, rollout, "gen"),
+        (BEFORE, reward, "reward"),
         ("reward", actor, "old_log_prob"),
         ("adv", actor, "adv"),
     )
     for held_from, group, phase in waits:
-        before, held = run.prompts.state(), processes(group)
+        before, held = run.supply._admission.state(), processes(group)
         coming: list[threading.Timer] = []
 
         def at(
@@ -440,6 +500,7 @@ def test_every_wait_before_the_update_is_given_up(trainer: MakeTrainer) -> None:
                 soon.start()
 
         timed_by(run, Watched(at))
+        at(BEFORE)
         try:
             with (
                 deferring_signals(),
@@ -449,13 +510,15 @@ def test_every_wait_before_the_update_is_given_up(trainer: MakeTrainer) -> None:
                 run.step(1)
         finally:
             for process in held:
-                process.resume()
+                # Who was lost shows in what the step did, and not here.
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.resume()
             # A phase may begin twice, and no signal of this round may come in the next.
             for timer in coming:
                 timer.cancel()
                 timer.join()
         assert work.committed_at is None
-        run.prompts.load_state(before)
+        run.supply._admission.load_state(before)
         forget()
     timed_by(run, Timers())
     assert run.step(1)["training/epoch"] == 0  # nothing is broken by what was given up

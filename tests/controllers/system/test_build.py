@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from controllers.compose.composition import compose
+from controllers.system.build import models_without_state
 from controllers.system.plan import (
     ClusterShape,
     ProcessPlan,
@@ -17,6 +20,7 @@ from controllers.system.plan import (
 )
 from verl_ray.config.schema import Config
 from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.engine.base import EngineSpec
 from workers.judge import JudgeWorker
 from workers.reward import RewardWorker
 from workers.reward_model import RewardModelGrader
@@ -127,6 +131,26 @@ def test_separate_roles_have_bundles_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
+    ("placement", "on_gpus", "may_start"),
+    [
+        ("separate", True, True),
+        ("separate", False, True),
+        ("colocated", False, True),
+        # An engine may be awake on its GPU.
+        ("colocated", True, False),
+    ],
+)
+def test_a_reference_may_start_at_any_time_where_no_engine_shares_its_device(
+    placement: str, on_gpus: bool, may_start: bool
+) -> None:
+    shape = GPUS if on_gpus else TWO
+    found = resolve_on(config(f"placement={placement}"), shape)
+    groups: dict[str, Any] = {name: object() for name in found.model_roles}
+    expected = [groups["reference"]] if may_start else []
+    assert models_without_state(found, groups, on_gpus) == expected
+
+
+@pytest.mark.parametrize(
     ("algorithm", "roles"),
     [
         ("ppo", {"actor", "critic", "reference"}),
@@ -145,6 +169,16 @@ def test_roles_that_the_algorithm_does_without_are_not_created(
 def test_an_evaluation_starts_neither_critic_nor_reference() -> None:
     found = resolved_plan(config("placement=separate"), TWO, learns=False)
     assert set(sets(found)) == found.roles.keys() == {"actor", "rollout", "reward"}
+
+
+def test_an_evaluation_has_no_optimizer() -> None:
+    learning, evaluated = (
+        resolved_plan(config("actor.lora.rank=8"), TWO, learns=learns).roles["actor"]
+        for learns in (True, False)
+    )
+    (spec,), (frozen,) = learning.args, evaluated.args
+    assert isinstance(spec, EngineSpec) and spec.optimizer is not None
+    assert frozen == replace(spec, optimizer=None)
 
 
 def test_a_supervised_run_is_an_actor_alone() -> None:

@@ -14,6 +14,7 @@ import yaml
 
 from controllers.trainers.rl import Trainer
 from controllers.watch.measures import response_scores
+from tests.algorithms.choices import TAKES_SEVERAL_UPDATES, with_updates
 from tests.controllers.conftest import MakeTrainer
 from tests.controllers.runs import (
     Inputs,
@@ -24,7 +25,7 @@ from tests.controllers.runs import (
     start_some,
     training,
 )
-from verl_ray.algorithms.catalogue import POLICY_LOSSES
+from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
 from verl_ray.cluster.store import read
 from verl_ray.errors import MismatchError, RewardError
 from verl_ray.rewards.health import ScoreHealth
@@ -70,6 +71,49 @@ def first_step(
     return first
 
 
+OWN = """
+import torch
+
+def centered(rewards, group, valid, *, trajectory):
+    members = [rewards[(group == g) & valid] for g in group]
+    return [reward - each.mean() for reward, each in zip(rewards, members)]
+
+def clipped(tokens, *, clip_low, clip_high):
+    ratio = tokens.log_ratio.exp()
+    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
+    return torch.maximum(-tokens.advantages * ratio, -tokens.advantages * bounded)
+"""
+
+
+def test_functions_of_a_user_learn_what_those_of_the_package_do(
+    inputs: Inputs, samplers: Samplers, tmp_path: Path
+) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    metrics = []
+    for name, advantage, loss in (
+        ("ours", "dr_grpo", "ppo_clip"),
+        ("own", f"{file}:centered", f"{file}:clipped"),
+    ):
+        (tmp_path / name).mkdir()
+        config = inputs.config(
+            "grpo", tmp_path / name, f"algorithm.advantage={advantage}",
+            f"algorithm.policy_loss={loss}", "algorithm.dual_clip=null", "actor.mini_batch_size=16",
+        )  # fmt: skip
+        with training(config, samplers) as trainer:
+            trainer.publish(0)
+            metrics.append(trainer.step(1))
+    ours, own = metrics
+    for key in (
+        "actor/pg_loss",
+        "actor/grad_norm",
+        "critic/advantages/max",
+        "actor/ppo_kl",
+    ):
+        assert own[key] == pytest.approx(ours[key], rel=1e-5, abs=1e-8), key
+    assert own["actor/grad_norm"] > 0
+
+
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("layout", list(LAYOUTS)[1:4])
 def test_the_first_step_is_the_same_on_every_backend_and_number_of_ranks(
@@ -104,9 +148,11 @@ ALGORITHMS = {
 }
 
 
-def has_ratio(name: str) -> bool:
-    """Whether several updates may follow one rollout."""
-    return POLICY_LOSSES[ALGORITHMS[name]["policy_loss"]].has_ratio
+def allows(name: str, setting: str) -> bool:
+    """Whether an algorithm takes so many updates on the same rollouts."""
+    if setting == "four updates":
+        return POLICY_LOSSES[ALGORITHMS[name]["policy_loss"]].has_ratio
+    return name not in TAKES_SEVERAL_UPDATES
 
 
 @pytest.mark.parametrize(
@@ -115,13 +161,14 @@ def has_ratio(name: str) -> bool:
         (name, setting)
         for name in ALGORITHMS
         for setting in SETTINGS
-        if setting != "four updates" or has_ratio(name)
+        if allows(name, setting)
     ],
 )
 def test_every_algorithm_takes_steps(
     trainer: MakeTrainer, name: str, setting: str
 ) -> None:
-    run = trainer("ppo", f"algorithm={name}", *SETTINGS[setting])
+    choice = [*with_updates(name), "actor.mini_batch_size=null"]
+    run = trainer("ppo", *choice, *SETTINGS[setting])
     run.publish(0)
     for number in (1, 2):
         metrics = run.step(number)
@@ -134,7 +181,8 @@ def test_every_algorithm_takes_steps(
         assert (
             metrics["weight_sync/verified"] == 24
         )  # parameters: 2 x 11, embeddings, norm
-        assert ("critic/vf_loss" in metrics) == (ALGORITHMS[name]["advantage"] == "gae")
+        has_critic = "gae" in ALGORITHMS[name]["advantage"]
+        assert ("critic/vf_loss" in metrics) == has_critic
         assert ("actor/kl_loss" in metrics) == (
             ALGORITHMS[name]["kl"]["place"] == "loss"
         )
@@ -258,7 +306,7 @@ def test_failed_scores_are_counted_and_kept_out_of_their_groups(
     assert 0 < (~ok).sum() < len(ok) / 2
     assert scores.health[~ok].tolist() == [ScoreHealth.EXCEPTION] * int((~ok).sum())
     assert np.isnan(score[~ok]).all()
-    outputs = run.learner.compute_log_probs_and_values(experience.rollouts)
+    outputs = run.learner.compute_log_probs_and_values(1, experience.rollouts)
     credit = run.learner.assign_credit(experience.rollouts, scores, outputs)
     assert credit.row("in_loss").tolist() == ok.tolist()
     told = read(credit, 60)
@@ -275,6 +323,7 @@ def test_failed_scores_are_counted_and_kept_out_of_their_groups(
         1, experience.rollouts, credit, outputs, policy_version=0
     )
     assert math.isfinite(metrics["actor/grad_norm"])
+    run.supply.note_trained(1, experience.rollouts.row("group_id"))
     run.publish(1)
     recorded = run.step(2)
     assert recorded["reward_health/ok"] + recorded["reward_health/exception"] == 128
@@ -332,47 +381,58 @@ def correction(form: str, kind: str, **bounds: float | str) -> list[str]:
     return [f"algorithm.correction.{name}={value}" for name, value in values.items()]
 
 
-def test_stale_rollouts_cross_the_limit_and_turn_the_correction_on_or_end_the_run(
+LIMIT = ("algorithm.mismatch.metric=training/rollout_probs_diff_max", "algorithm.mismatch.limit=1e-4")  # fmt: skip
+
+
+def test_a_mismatch_beyond_the_limit_turns_the_correction_on(
     trainer: MakeTrainer, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    settings = [
-        *correction("three_policy", "tis", level="sequence", upper=1.5),
-        "algorithm.mismatch.metric=training/rollout_probs_diff_max", "algorithm.mismatch.limit=1e-4",
-    ]  # fmt: skip
+    settings = [*correction("three_policy", "tis", level="sequence", upper=1.5), *LIMIT]
     run = trainer("grpo", *settings, "algorithm.mismatch.then=correct")
     run.publish(0)
     experience = run.produce()
     rollouts = experience.rollouts
     scores = response_scores(experience.scores)["reward"]
 
-    def learn(one: Trainer, number: int) -> dict[str, float]:
-        outputs = one.learner.compute_log_probs_and_values(rollouts)
-        credit = one.learner.assign_credit(rollouts, scores, outputs)
-        return one.learner.learn(number, rollouts, credit, outputs, one.policy_version)
+    def learn(number: int) -> dict[str, float]:
+        # The trainer takes its weights for those of version 0, whatever it has learned.
+        run.learner.optimizer_steps.publish(0)
+        outputs = run.learner.compute_log_probs_and_values(number, rollouts)
+        credit = run.learner.assign_credit(rollouts, scores, outputs)
+        return run.learner.learn(number, rollouts, credit, outputs, run.policy_version)
 
-    assert apart(learn(run, 1)) < 1e-5 and capfd.readouterr().err == ""
-    run.publish(1)  # the trainer is ahead of its rollouts now
-    stale = learn(run, 2)
+    assert apart(learn(1)) < 1e-5 and capfd.readouterr().err == ""
+    stale = learn(2)
     assert (
         stale["training/rollout_probs_diff_max"] > 1e-4
         and "rollout_corr/rollout_is_mean" not in stale
     )
-    assert (
-        "stale version (tokens of policy version 0, a trainer at 1"
-        in capfd.readouterr().err
-    )
-    corrected = learn(run, 3)
+    assert "weights or kernels (version 0" in capfd.readouterr().err
+    corrected = learn(3)
     assert (
         corrected["rollout_corr/rollout_is_std"] > 0
         and corrected["rollout_corr/rollout_is_max"] > 1
     )
     assert corrected["rollout_corr/rollout_rs_masked_fraction"] == 0
-    strict = trainer("grpo", *settings, "algorithm.mismatch.then=stop")
-    strict.policy_version = 1
+
+
+def test_older_rollouts_beyond_the_limit_end_the_run(trainer: MakeTrainer) -> None:
+    run = trainer(
+        "grpo",
+        "schedule=one_step_off",
+        "placement=separate",
+        *LIMIT,
+        "algorithm.mismatch.then=stop",
+    )
+    run.publish(0)
+    fresh = run.step(1)
+    assert fresh["training/rollout_probs_diff_max"] < 1e-4
     with pytest.raises(
-        MismatchError, match=r"rollout_probs_diff_max is .*stale version"
+        MismatchError,
+        match=r"rollout_probs_diff_max is .*stale version \(tokens of policy version 0,"
+        " a trainer at 1",
     ):
-        learn(strict, 4)
+        run.step(2)
 
 
 def test_two_policies_need_no_old_log_probs_and_compare_before_anything_is_learned(
@@ -396,5 +456,5 @@ def test_two_policies_need_no_old_log_probs_and_compare_before_anything_is_learn
 
 def held(run: Trainer) -> list[dict[str, Fingerprint]]:
     """The fingerprints of the actor's weights."""
-    sent = run.system.actor.broadcast(ActorWorker.send, 0, True).result()
+    sent = run.system.actor.broadcast(ActorWorker.send, 0, True, False).result()
     return [part.fingerprints.by_name for part in sent]

@@ -19,6 +19,7 @@ from tests.rows import rewards_of, rollouts_of, values_of
 from verl_ray.algorithms.correction import CORRECTION_PREFIX
 from verl_ray.algorithms.credit import assign_credit
 from verl_ray.algorithms.mismatch import MISMATCH_PREFIX
+from verl_ray.algorithms.subsets import NO_ANSWER
 from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.data.batch import Batch, Ragged
 from verl_ray.data.sharded import Receipt, Sharded
@@ -29,6 +30,8 @@ from verl_ray.profiling.memory import GIB, DeviceMemory
 from verl_ray.rewards.health import ScoreHealth
 from verl_ray.rewards.results import Entries
 from verl_ray.rewards.shaping import ResponseScores
+from verl_ray.tracking.comparison import intervals
+from verl_ray.tracking.evaluations import HeldOutScores
 from workers.model_worker import UpdateReport
 
 
@@ -145,6 +148,7 @@ def test_preferences_by_hand() -> None:
 
 def test_rewards_are_per_response_and_advantages_per_token() -> None:
     kl = {
+        "importance_weighted": False,
         "place": "none",
         "estimator": None,
         "coefficient": None,
@@ -156,7 +160,7 @@ def test_rewards_are_per_response_and_advantages_per_token() -> None:
         "name": "test", "advantage": "gae", "gamma": 1.0, "lam": 1.0, "whiten_advantages": True,
         "policy_loss": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "aggregation": "token_mean",
         "aggregation_horizon": None, "entropy_coefficient": 0.0, "kl": kl, "value_loss": None,
-        "critic_warmup_steps": 0, "correction": NO_CORRECTION, "mismatch": NO_LIMIT, "truncated": "score",
+        "critic_warmup_steps": 0, "correction": NO_CORRECTION, "mismatch": NO_LIMIT, "truncated": "score", "sequence": "row",
     })  # fmt: skip
     rows = rollouts_of([2, 1, 1])
     rewards = rewards_of([1.0, 3.0, 100.0], in_loss=[True, True, False])
@@ -208,7 +212,8 @@ def test_the_kl_penalty_is_per_token() -> None:
     nothing = np.zeros(4, np.float32)
     credit = Credit(
         offsets=np.zeros(5, np.int64), advantages=np.zeros(0, np.float32), in_loss=np.array([True, True, True, False]),
-        reward=nothing, kl=np.array([1.0, 0.25, 0.0, math.nan], np.float32), advantage_statistics=np.zeros((4, 4)),
+        reward=nothing, kl=np.array([1.0, 0.25, 0.0, math.nan], np.float32),
+        kl_bounded=np.array([1, 0, 0, 3]), is_positive=nothing > 0, advantage_statistics=np.zeros((4, 4)),
     )  # fmt: skip
     charge = measures.ReferenceDivergence.of(
         held(credit), np.array([2, 1, 0, 3], np.int32)
@@ -216,6 +221,8 @@ def test_the_kl_penalty_is_per_token() -> None:
     assert charge.metrics(0.5) == {
         "actor/reward_kl_penalty": (0.5 + 0.25) / 2, "actor/reward_kl_per_response": (1.0 + 0.25) / 2,
         "actor/reward_kl_penalty_coeff": 0.5,
+        # One of the three tokens that are learned from.
+        "actor/kl_clipfrac": 1 / 3,
     }  # fmt: skip
     assert charge.responses == 2
     assert (
@@ -319,6 +326,42 @@ def test_accuracy_per_data_source() -> None:
         "val-aux/a/acc/mean@4": 0.5,
         "val-aux/a/length/mean@4": 2.0,
     }
+
+
+def test_answers_have_the_number_of_the_first_response_with_them() -> None:
+    entries: list[Entries] = [
+        {"pred": "7"},
+        {},
+        {"pred": "8", "acc": 1.0},
+        {"pred": "7"},
+    ]
+    answers = held_out_measures.numbered_answers(
+        [*entries, {"pred": "7"}, {}, {}, {}], 4
+    )
+    assert answers is not None
+    assert answers.tolist() == [[0, NO_ANSWER, 2, 0], [0, *[NO_ANSWER] * 3]]
+    assert held_out_measures.numbered_answers([{}, {"why": "no"}], 2) is None
+
+
+def test_lengths_and_cut_responses_are_of_a_data_source() -> None:
+    scores = HeldOutScores(
+        [0, 1, 2], ["a", "b", "c"], ["val-core/x/acc/mean@2"] * 3, np.zeros((3, 2))
+    )
+    lengths, cut = np.array([3, 5, 9, 9, 2, 4]), np.array([0, 0, 1, 1, 0, 1], bool)
+    parts = held_out_measures.length_scores(scores, ["x", "y", "x"], lengths, cut)
+    assert held_out_measures.length_metrics(parts) == {
+        "val-aux/x/response_length/mean": 3.5,
+        "val-aux/x/response_length/max": 5.0,
+        "val-aux/x/response_length/min": 2.0,
+        "val-aux/x/response_length/clip_ratio": 0.25,
+        "val-aux/y/response_length/mean": 9.0,
+        "val-aux/y/response_length/max": 9.0,
+        "val-aux/y/response_length/min": 9.0,
+        "val-aux/y/response_length/clip_ratio": 1.0,
+    }
+    # Over two problems, as the file of the evaluation has them.
+    interval = intervals(HeldOutScores.joined(parts))["val-aux/x/response_length/mean"]
+    assert (interval.low, interval.mean, interval.high) == (3.0, 3.5, 4.0)
 
 
 def test_entries_become_metrics_of_the_responses_that_have_them() -> None:

@@ -32,10 +32,14 @@ def config(*changes: str) -> RLConfig:
 
 def observe(watch: MismatchWatch, value: float, *versions: int | None) -> None:
     """Step 7 of a trainer that holds version 6, on ranks whose oldest rows are of these
-    versions.
+    versions; None for a rank without rollouts.
     """
     ranks = [
-        UpdateReport(LossReport(), StepReport(1.0, 1e-3), oldest_version=version)
+        UpdateReport(
+            LossReport(),
+            StepReport(1.0, 1e-3),
+            tokens_of_versions={} if version is None else {version: 1, 6: 5},
+        )
         for version in versions
     ]
     watch.observe(7, {"rollout_corr/k3_kl": value}, [ranks], 6)

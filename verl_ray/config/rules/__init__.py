@@ -17,7 +17,10 @@ from verl_ray.config.rules.backends import (
     frozen_models_do_not_learn,
     ranks_fit_the_backend,
 )
-from verl_ray.config.rules.data import columns_are_of_fields
+from verl_ray.config.rules.data import (
+    columns_are_of_fields,
+    template_arguments_are_free,
+)
 from verl_ray.config.rules.reward import (
     graders_finish_within_the_stall_limit,
     judge_settings_work,
@@ -71,6 +74,7 @@ RULES: tuple[Rule, ...] = (
     run_has_one_length,
     resume_is_a_choice_or_a_path,
     columns_are_of_fields,
+    template_arguments_are_free,
     evaluation_has_data,
     evaluation_is_used,
     best_is_measured,

@@ -15,9 +15,9 @@ from verl_ray.algorithms.catalogue import (
     CHOICES,
     CORRECTIONS,
     KL_ESTIMATORS,
-    POLICY_LOSSES,
     declared_settings,
 )
+from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
 from verl_ray.algorithms.row_weights import AGGREGATIONS, HORIZON
 from verl_ray.config.rules.rule import (
     OverriddenKeys,
@@ -138,6 +138,26 @@ def kl_in_the_loss_has_a_gradient(
         yield Problem("algorithm.kl.estimator", kl.estimator, rule, fix)
 
 
+def kl_in_the_reward_has_no_gradient(
+    config: RLConfig, _: OverriddenKeys
+) -> Iterator[Problem]:
+    """Yield a problem for each choice that only changes the gradient of a KL loss."""
+    kl = config.algorithm.kl
+    if kl.place == "loss":
+        return
+
+    because = f"algorithm.kl.place={kl.place} has no gradient, which alone this changes"
+    if kl.importance_weighted:
+        fix = "Set it to false, or use algorithm.kl.place=loss."
+        yield Problem("algorithm.kl.importance_weighted", True, because, fix)
+
+    if kl.estimator is not None:
+        same_values = KL_ESTIMATORS[kl.estimator].reward_form
+        if same_values is not None:
+            fix = f"Use {same_values}, which has the same values."
+            yield Problem("algorithm.kl.estimator", kl.estimator, because, fix)
+
+
 def losses_without_a_ratio_update_once(
     config: RLConfig, _: OverriddenKeys
 ) -> Iterator[Problem]:
@@ -164,6 +184,76 @@ def losses_without_a_ratio_update_once(
     if actor.mini_batch_size is not None and actor.mini_batch_size < rows:
         fix = f"Set it to null or {rows}, or {alternative}."
         yield Problem("actor.mini_batch_size", actor.mini_batch_size, rule, fix)
+
+
+def ratios_are_not_one(config: RLConfig, _: OverriddenKeys) -> Iterator[Problem]:
+    """Yield a problem if a loss of ratios compares the policy with itself."""
+    loss = POLICY_LOSSES[config.algorithm.policy_loss]
+    updates = config.actor.updates_per_step(config.rows_per_step)
+    # A correction that waits for a mismatch is not there from the first step on.
+    waits = config.algorithm.mismatch.then == "correct"
+    compares_with_sampler = (
+        config.algorithm.correction.form == "two_policy" and not waits
+    )
+    if not loss.needs_another_policy or updates > 1 or compares_with_sampler:
+        return
+
+    quarter = max(config.rows_per_step // 4, 1)
+    rule = (
+        f"with one update per step the ratio of {loss.name} is 1 at every token, so it"
+        " is the plain policy gradient"
+    )
+    fix = (
+        f"Make several updates, as its paper does: actor.mini_batch_size={quarter}."
+        " Or compare with the sampler's policy: algorithm.correction.form=two_policy."
+    )
+    yield Problem("algorithm.policy_loss", loss.name, rule, fix)
+
+
+def selections_have_log_probs(config: RLConfig, _: OverriddenKeys) -> Iterator[Problem]:
+    """Yield a problem if tokens are chosen by log-probs that no policy has."""
+    algorithm = config.algorithm
+    if not algorithm.chooses_tokens or config.rollout.kv != "keep":
+        return
+
+    key, value = "policy_loss", algorithm.policy_loss
+    if algorithm.entropy_share is not None:
+        key, value = "entropy_share", str(algorithm.entropy_share)
+    rule = (
+        "tokens are chosen by what the policy before the step says of them, and with"
+        " rollout.kv=keep nothing but the sampler's log-probs is known"
+    )
+    fix = "Use rollout.kv=recompute, or leave this out."
+    yield Problem(f"algorithm.{key}", value, rule, fix)
+
+
+def estimators_have_probabilities(
+    config: RLConfig, _: OverriddenKeys
+) -> Iterator[Problem]:
+    """Yield a problem if an estimator reads probabilities that no policy has."""
+    advantage = ADVANTAGES[config.algorithm.advantage]
+    if not advantage.reads_probabilities or config.rollout.kv != "keep":
+        return
+
+    rule = (
+        "it reads probabilities of the policy before the step, and with rollout.kv=keep"
+        " nothing but the sampler's log-probs is known"
+    )
+    fix = "Use rollout.kv=recompute, or another algorithm such as algorithm=rloo."
+    yield Problem("algorithm.advantage", advantage.name, rule, fix)
+
+
+def entropy_control_is_complete(
+    config: RLConfig, _: OverriddenKeys
+) -> Iterator[Problem]:
+    """Yield a problem for each missing or unused setting of the adaptive bonus."""
+    algorithm = config.algorithm
+    has_target = algorithm.entropy_target is not None
+    because = "algorithm.entropy_target=" + ("..." if has_target else "null")
+    key = "algorithm.entropy_step"
+    yield from set_exactly_when(has_target, key, algorithm.entropy_step, because, 0.005)
+    key = "algorithm.entropy_max"
+    yield from set_exactly_when(has_target, key, algorithm.entropy_max, because, 1.0)
 
 
 def _correction_weighs_updates(config: RLConfig) -> bool:

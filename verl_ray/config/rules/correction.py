@@ -7,9 +7,11 @@ weighed twice. Deliberately not here: the formulas (`verl_ray.algorithms`).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 from typing import TYPE_CHECKING
 
-from verl_ray.algorithms.catalogue import CORRECTIONS, POLICY_LOSSES
+from verl_ray.algorithms.catalogue import CORRECTIONS, REJECTIONS
+from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
 from verl_ray.config.rules.rule import OverriddenKeys, set_exactly_when
 from verl_ray.config.suggest import either
 from verl_ray.errors import Problem
@@ -35,9 +37,38 @@ def correction_is_complete(config: RLConfig, _: OverriddenKeys) -> Iterator[Prob
     key = f"{_CORRECTION}.level"
     yield from set_exactly_when(has_kind, key, correction.level, because, "token")
     key = f"{_CORRECTION}.lower"
-    yield from set_exactly_when(has_lower, key, correction.lower, because, 0.5)
+    may_have_lower = kind is not None and CORRECTIONS[kind].may_have_lower
+    if not may_have_lower:
+        yield from set_exactly_when(has_lower, key, correction.lower, because, 0.5)
     key = f"{_CORRECTION}.upper"
     yield from set_exactly_when(has_kind, key, correction.upper, because, 2.0)
+
+
+def rejections_have_bounds(config: RLConfig, _: OverriddenKeys) -> Iterator[Problem]:
+    """Yield a problem for each rejection without effect, or with wrong bounds."""
+    correction = config.algorithm.correction
+    key = f"{_CORRECTION}.rejections"
+    if correction.rejections is None:
+        return
+
+    if correction.form == "none":
+        rule = f"they compare with the sampler, and {_CORRECTION}.form is none"
+        fix = f"Set it to null, or {_CORRECTION}.form=three_policy."
+        yield Problem(key, correction.rejections, rule, fix)
+
+    for name, (lower, upper) in correction.rejections.items():
+        bounds = [lower, upper]
+        if lower is None and upper is None:
+            rule = "a rejection without a bound leaves nothing out"
+            yield Problem(f"{key}.{name}", bounds, rule, "Give it a bound.")
+        elif not REJECTIONS[name].two_sided and (lower is not None or upper is None):
+            rule = "it is never negative and 0 where the policies agree"
+            fix = "Use null and an upper bound: [null, 0.1]."
+            yield Problem(f"{key}.{name}", bounds, rule, fix)
+        elif REJECTIONS[name].two_sided and not (lower or 0) < 1 < (upper or inf):
+            rule = "it is a ratio, and 1 where the policies agree"
+            fix = "Use bounds on both sides of 1: [0.5, 2.0]."
+            yield Problem(f"{key}.{name}", bounds, rule, fix)
 
 
 def _kind_matches_the_form(config: RLConfig) -> Iterator[Problem]:
@@ -48,7 +79,9 @@ def _kind_matches_the_form(config: RLConfig) -> Iterator[Problem]:
     because = f"{_CORRECTION}.form={form}"
 
     if form == "none":
-        yield from set_exactly_when(False, key, kind, because, None)
+        # Where tokens are older, the form itself is refused.
+        if not config.rollout.staleness:
+            yield from set_exactly_when(False, key, kind, because, None)
         return
 
     if form == "two_policy":
@@ -87,17 +120,71 @@ def weights_are_not_applied_twice(
     yield Problem(f"{_CORRECTION}.kind", correction.kind, rule, fix)
 
 
+def normalised_weights_are_known(
+    config: RLConfig, _: OverriddenKeys
+) -> Iterator[Problem]:
+    """Yield a problem if there are no weights to normalise, or no mean of them."""
+    correction = config.algorithm.correction
+    if not correction.normalise:
+        return
+
+    key = f"{_CORRECTION}.normalise"
+    three_policy = f"{_CORRECTION}.form=three_policy"
+    kind = correction.kind
+    loss = POLICY_LOSSES[config.algorithm.policy_loss]
+    if kind is None or not CORRECTIONS[kind].weights_by_ratio:
+        rule = f"there are no weights: {_CORRECTION}.kind is {kind or 'null'}"
+        weighing = [name for name, it in CORRECTIONS.items() if it.weights_by_ratio]
+        fix = f"Set it to false, or {_CORRECTION}.kind={either(weighing)}."
+        yield Problem(key, True, rule, fix)
+    elif correction.form == "two_policy" and loss.has_ratio:
+        rule = (
+            f"in the two-policy form the ratio of {loss.name} is the weight, and the"
+            " correction has none"
+        )
+        yield Problem(key, True, rule, f"Set it to false, or {three_policy}.")
+    elif (
+        correction.form == "two_policy"
+        and config.actor.updates_per_step(config.rows_per_step) > 1
+    ):
+        rule = (
+            "the weights of later updates are those of a policy that has learned by"
+            " then, whose mean over the mini-batch would need another forward pass"
+        )
+        fix = f"Set it to false, make one update per step, or use {three_policy}."
+        yield Problem(key, True, rule, fix)
+    elif config.rollout.kv == "keep":
+        rule = (
+            "the mean is one of log-probs from before the step, and with"
+            " rollout.kv=keep no policy has those of the tokens"
+        )
+        fix = "Set it to false, or rollout.kv=recompute."
+        yield Problem(key, True, rule, fix)
+
+
 def mismatch_is_complete(config: RLConfig, _: OverriddenKeys) -> Iterator[Problem]:
     """Yield a problem for each setting of the limit that is missing or not used."""
     mismatch = config.algorithm.mismatch
     has_limit = mismatch.limit is not None
     because = f"{_MISMATCH}.limit={mismatch.limit if has_limit else 'null'}"
 
-    key = f"{_MISMATCH}.metric"
+    key_of_metric = f"{_MISMATCH}.metric"
     usual = "rollout_corr/k3_kl"
-    yield from set_exactly_when(has_limit, key, mismatch.metric, because, usual)
+    yield from set_exactly_when(
+        has_limit, key_of_metric, mismatch.metric, because, usual
+    )
     key = f"{_MISMATCH}.then"
     yield from set_exactly_when(has_limit, key, mismatch.then, because, "stop")
+
+    metric = mismatch.metric or ""
+    if metric.startswith("staleness/") and config.rollout.updates == "between":
+        rule = (
+            "it is of tokens that the present policy sampled, and there are none:"
+            " rollout.updates is between"
+        )
+        if config.rollout.staleness == 0:
+            rule = "it is measured where some tokens are older: rollout.staleness is 0"
+        yield Problem(key_of_metric, metric, rule, f"Use {usual}.")
 
     if mismatch.then == "correct" and config.algorithm.correction.form == "none":
         rule = "there is no correction to turn on: algorithm.correction.form is none"

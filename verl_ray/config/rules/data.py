@@ -1,4 +1,4 @@
-"""Rules of the data: the columns that are named.
+"""Rules of the data: the columns that are named, and what a chat template gets.
 
 Invariant: a field that no record of the task has is refused. Deliberately not here:
 whether the files exist (`verl_ray/preflight/findings.py`) and have these columns
@@ -9,7 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from verl_ray.config.data import FIELDS_OF_KIND, DataSetEntry, RecordKind
+from verl_ray.config.data import (
+    FIELDS_OF_KIND,
+    RESERVED_ARGUMENTS,
+    DataSetEntry,
+    RecordKind,
+)
 from verl_ray.config.rules.rule import OverriddenKeys
 from verl_ray.config.schema import Config
 from verl_ray.config.suggest import did_you_mean
@@ -36,6 +41,19 @@ def columns_are_of_fields(config: Config, _: OverriddenKeys) -> Iterator[Problem
 
     for key, columns in named.items():
         yield from column_problems(key, columns, row_format.kind)
+
+
+def template_arguments_are_free(config: Config, _: OverriddenKeys) -> Iterator[Problem]:
+    """Yield a problem for each argument of the chat template without a use."""
+    for name, value in config.data.chat_template_kwargs.items():
+        key = f"data.chat_template_kwargs.{name}"
+        if name in RESERVED_ARGUMENTS:
+            rule = "the run itself gives this to the chat template"
+            yield Problem(key, value, rule, "Leave it out.")
+        elif config.data.apply_chat_template is False:
+            rule = "this setting would be ignored: data.apply_chat_template = false"
+            fix = "Leave it out, or set data.apply_chat_template=auto."
+            yield Problem(key, value, rule, fix)
 
 
 def column_problems(

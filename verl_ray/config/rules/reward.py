@@ -85,14 +85,25 @@ def normalised_scores_matter(config: RLConfig, _: OverriddenKeys) -> Iterator[Pr
     """
     advantage = ADVANTAGES[config.algorithm.advantage]
     reward = config.graders.get("reward")
-    if reward is None or not advantage.divides_by_spread:
+    if reward is None:
+        return
+
+    if reward.normalise != "none" and advantage.needs_positive_scores:
+        rule = (
+            f"algorithm.advantage={advantage.name} learns only from groups whose mean"
+            " score is above 0, and normalised scores lie around 0"
+        )
+        fix = "Set it to none, or use another algorithm.advantage."
+        yield Problem("reward.normalise", reward.normalise, rule, fix)
+
+    if not advantage.divides_by_spread:
         return
 
     # Clipping depends on the scale, so that normalising changes something then.
     if reward.normalise != "none" and reward.clip is None:
         rule = (
             f"algorithm.advantage={advantage.name} compares within a group and divides"
-            " by its deviation, which undoes this"
+            " by a deviation, which undoes this"
         )
         fix = "Set it to none, or give reward.clip as well."
         yield Problem("reward.normalise", reward.normalise, rule, fix)

@@ -1,4 +1,4 @@
-"""Rules of rollouts: sampling, stale rollouts, and endpoints.
+"""Rules of rollouts: sampling and endpoints.
 
 Invariant: the sampler's distribution is the one that the trainer computes log-probs
 of. Deliberately not here: the arguments that are passed on to vLLM (`vllm_args.py`),
@@ -61,19 +61,6 @@ def _is_not_truncated(key: str, value: float, whole: float) -> Iterator[Problem]
             f"Use {whole}; rollout.temperature sharpens sampling without truncating it."
         )
         yield Problem(key, value, rule, fix)
-
-
-def rollouts_are_of_the_policy_that_learns(
-    config: RolloutTaskConfig, _: OverriddenKeys
-) -> Iterator[Problem]:
-    """Yield a problem if rollouts may lag behind the policy, which they never do."""
-    staleness = config.rollout.staleness
-    if staleness:
-        rule = (
-            "rollouts are generated while nothing learns, so no token is older than the"
-            " policy that learns from it"
-        )
-        yield Problem("rollout.staleness", staleness, rule, "Set it to 0.")
 
 
 def temperature_is_not_too_low(

@@ -12,10 +12,13 @@ from verl_ray.config.rules.roles import (
 from verl_ray.config.rules.rollout import (
     endpoint_settings_are_used,
     endpoints_have_an_address,
-    rollouts_are_of_the_policy_that_learns,
     sampling_is_what_the_trainer_sees,
 )
 from verl_ray.config.rules.rule import TaskRule
+from verl_ray.config.rules.schedule import (
+    open_rows_survive_a_turn,
+    schedule_is_consistent,
+)
 from verl_ray.config.rules.vllm_args import vllm_args_are_free
 from verl_ray.config.rules.weight_sync import (
     adapters_can_be_sent_alone,
@@ -24,7 +27,8 @@ from verl_ray.config.rules.weight_sync import (
 
 ROLLOUT_TASK_RULES: tuple[TaskRule, ...] = (
     mini_batches_divide_the_rows,
-    rollouts_are_of_the_policy_that_learns,
+    schedule_is_consistent,
+    open_rows_survive_a_turn,
     offloading_frees_shared_devices,
     sampling_is_what_the_trainer_sees,
     vllm_args_are_free,

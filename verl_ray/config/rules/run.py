@@ -124,6 +124,23 @@ def greedy_evaluation_needs_one_response(
         yield Problem("evaluation.group_size", evaluation.group_size, rule, fix)
 
 
+def greedy_evaluation_truncates_nothing(
+    config: RLConfig, _: OverriddenKeys
+) -> Iterator[Problem]:
+    """Yield a problem for each truncation of a distribution that is not sampled."""
+    evaluation = config.evaluation
+    if evaluation.temperature:
+        return
+    rule = "with evaluation.temperature=0 the likeliest token is taken"
+    for key, value, all_tokens in (
+        ("evaluation.top_p", evaluation.top_p, (1.0,)),
+        ("evaluation.top_k", evaluation.top_k, (-1, 0)),
+    ):
+        if value not in all_tokens:
+            fix = f"Use {all_tokens[0]}, or a temperature above 0."
+            yield Problem(key, value, rule, fix)
+
+
 def stopping_is_measured(config: SFTConfig, _: OverriddenKeys) -> Iterator[Problem]:
     """Yield a problem if a run stops at an accuracy that it does not measure."""
     accuracy = config.sft.stop_at_accuracy

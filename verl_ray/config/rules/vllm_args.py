@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from verl_ray.config.rules.rule import OverriddenKeys
 from verl_ray.config.suggest import closest, either
-from verl_ray.config.vllm_arguments import VLLM_ARGUMENTS
+from verl_ray.config.vllm_arguments import vllm_arguments
 from verl_ray.errors import Problem
 
 if TYPE_CHECKING:  # it imports this module
@@ -164,16 +164,21 @@ def _argument_problems(
             rule = f"{keys[name]} sets this argument"
             fix = f"Leave it out and set {keys[name]}."
             yield Problem(argument_key, value, rule, fix)
-        elif name in fixed:
+            continue
+        if name in fixed:
             rule = f"this argument may not change: {fixed[name]}"
             yield Problem(argument_key, value, rule, "Leave it out.")
-        elif name not in VLLM_ARGUMENTS:
-            rule = "vLLM has no such engine argument"
+            continue
+
+        # Other versions have other names.
+        names = vllm_arguments()
+        if names is not None and name not in names:
+            rule = "the installed vLLM has no such engine argument"
 
             # An argument that would be refused is no suggestion.
             free = [
                 argument
-                for argument in VLLM_ARGUMENTS
+                for argument in names
                 if argument not in keys and argument not in fixed
             ]
             near = closest(name, free)

@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.config.algorithm import AlgorithmConfig
-from verl_ray.config.paths import FunctionPath
+from verl_ray.config.paths import RewardFunction
 from verl_ray.config.preparation import PrepareConfig
 from verl_ray.config.reward import HELD_OUT_GRADER, FunctionReward, Reward, SingleReward
 from verl_ray.config.roles import ModelRole, OptimizerConfig, ReferenceRole, TrainedRole
@@ -31,10 +32,14 @@ class EvaluationConfig(Section):
     """Responses per problem; the metric is acc/mean@N or reward/mean@N."""
     temperature: Temperature
     """Temperature of the sampling; 0 = greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)]
+    """Sample from the likeliest tokens of this probability together; 1 = from all."""
+    top_k: Annotated[int, Field(ge=-1)]
+    """Sample from this many likeliest tokens; -1 or 0 = from all."""
     samples: NonNegative
     """Rollouts of each evaluation written to samples/ and the tracker's table."""
     functions: (
-        Annotated[dict[str, FunctionPath], Field(examples=["{default: exact_match}"])]
+        Annotated[dict[str, RewardFunction], Field(examples=["{default: exact_match}"])]
         | None
     )
     """Grade held-out responses by these functions instead of the reward; null = by the
@@ -105,13 +110,20 @@ class RLConfig(RolloutTaskConfig):
 
         With one update per batch they equal the present policy's log-probs, which the
         update computes anyway. In the two-policy form of the rollout correction the
-        sampler's log-probs take their place. A KL penalty in the reward always needs
-        them.
+        sampler's log-probs take their place. A KL penalty in the reward needs them in
+        any case, unless tokens are sampled over an old cache: no version of the policy
+        has the log-probs of those.
 
         Args:
             corrects: Whether algorithm.correction applies now.
         """
-        if self.algorithm.kl.place == "reward":
+        if self.rollout.kv == "keep":
+            return False
+        if self.algorithm.kl.place == "reward" or self.algorithm.chooses_tokens:
+            return True
+        if corrects and self.algorithm.correction.normalise:
+            return True
+        if ADVANTAGES[self.algorithm.advantage].reads_probabilities:
             return True
 
         rows = self.rows_per_step
@@ -143,6 +155,11 @@ class RLConfig(RolloutTaskConfig):
             # The critic learns alone in the first steps.
             return self.run.steps - self.algorithm.critic_warmup_steps
         return self.run.steps
+
+    @property
+    def oldest_age(self) -> int:
+        """Policy versions that a token may be old when it is learned from."""
+        return max(self.rollout.staleness, self.algorithm.replay_age or 0)
 
     @property
     def main_metric(self) -> str:

@@ -47,6 +47,7 @@ from verl_ray.engine.megatron.optimizer import (
 from verl_ray.engine.megatron.schedule import Schedule
 from verl_ray.engine.megatron.state import (
     load_step_counters,
+    model_state,
     optimizer_state,
     torch_param_groups,
 )
@@ -323,6 +324,7 @@ class MegatronEngine(PackedEngine):
 
         config = self.spec.optimizer
         if config is None:
+            state["model"] = model_state(self._mapped, self._shapes, self._manifest)
             return state
 
         of_optimizer = optimizer_state(self._shards(), self._shapes, self._manifest)

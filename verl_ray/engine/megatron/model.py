@@ -175,11 +175,13 @@ class Stage(GPTModel):
             temperature=outputs.temperature,
             with_entropy=outputs.entropy,
             with_greedy=outputs.greedy,
+            with_squared_probs=outputs.squared_probs,
         )
         return TokenOutputs(
             log_probs=head_outputs.log_probs,
             entropy=head_outputs.entropy,
             greedy=head_outputs.greedy,
+            squared_probs=head_outputs.squared_probs,
         )
 
 

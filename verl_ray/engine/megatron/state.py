@@ -20,12 +20,49 @@ from verl_ray.config.roles import OptimizerConfig
 from verl_ray.engine.adamw import build_adamw
 from verl_ray.engine.megatron.boxes import shape_of_box
 from verl_ray.engine.megatron.optimizer import MOMENTS, OptimizerShard
+from verl_ray.engine.megatron.weights import ParameterMap
 from verl_ray.models.names import Box
 from verl_ray.models.role_model import RoleModel
 from verl_ray.weight_sync.manifest import Manifest
 
 BoxValues = list[tuple[Box, Tensor]]
 """Boxes of a parameter, each with the values that this rank holds there."""
+
+
+def model_state(
+    mapped: ParameterMap, shapes: Mapping[str, tuple[int, ...]], manifest: Manifest
+) -> dict[str, Slices]:
+    """Return the entry `model` of an engine that does not learn.
+
+    The tensors are the weights that compute, so loading into them restores them, in
+    their own type.
+
+    Args:
+        mapped: The parameters of this rank.
+        shapes: The shapes of all parameters of the model, by name.
+        manifest: The tensors of the model, for the names of tied parameters.
+    """
+    weights: dict[str, BoxValues] = defaultdict(list)
+    for parameter, meaning in mapped.items():
+        for region in meaning.regions:
+            values = parameter.detach()[region.rows].view(shape_of_box(region.box))
+            weights[region.name].append((region.box, values))
+
+    slices = {
+        name: Slices(shapes[name], boxes[0][1].dtype, boxes)
+        for name, boxes in weights.items()
+    }
+    return _with_tied(slices, manifest)
+
+
+def _with_tied(slices: Mapping[str, Slices], manifest: Manifest) -> dict[str, Slices]:
+    """Return parameters by their names in a state; a tied one has several."""
+    model = {f"hf.{name}": values for name, values in slices.items()}
+    for parameter in manifest.parameters:
+        source = parameter.tied_to
+        if source is not None and source in slices:
+            model[f"hf.{parameter.name}"] = slices[source]
+    return model
 
 
 def optimizer_state(
@@ -62,12 +99,7 @@ def optimizer_state(
     def slices_of(name: str, values: BoxValues) -> Slices:
         return Slices(shapes[name], torch.float32, values, saved=saved[name])
 
-    model = {f"hf.{name}": slices_of(name, values) for name, values in weights.items()}
-    for parameter in manifest.parameters:
-        source = parameter.tied_to
-        if source in weights:
-            model[f"hf.{parameter.name}"] = slices_of(source, weights[source])
-
+    own = {name: slices_of(name, values) for name, values in weights.items()}
     optimizer: dict[str, dict[str, Any]] = {}
     for name in weights:
         parameter_state: dict[str, Any] = {"step": steps[name].clone()}
@@ -75,7 +107,7 @@ def optimizer_state(
             parameter_state[kind] = slices_of(name, moments[kind][name])
         optimizer[f"hf.{name}"] = parameter_state
 
-    return {"model": model, "optimizer": {"state": optimizer}}
+    return {"model": _with_tied(own, manifest), "optimizer": {"state": optimizer}}
 
 
 def load_step_counters(

@@ -243,15 +243,10 @@ class MegatronFsdpEngine(ModuleEngine):
     # ---------------------------------------------------------------------------- state
 
     def state(self) -> dict[str, Any]:
-        stream = self.random_stream
-        state: dict[str, Any] = {"steps": self.steps, stream.key: stream.state}
-        if self.optimizer is None:
-            return state
-
         learning = {
             name: value
             for name, value in self._parameters.items()
-            if value.requires_grad
+            if self.adapter is None or f"hf.{name}" in self.adapter
         }
         model = {
             f"hf.{name}": self._sharded_like(name, _local_part(value))
@@ -262,13 +257,15 @@ class MegatronFsdpEngine(ModuleEngine):
             if source in model:
                 model[f"hf.{parameter.name}"] = model[source]
 
-        return state | {
-            "model": model,
-            "optimizer": {
+        stream = self.random_stream
+        state: dict[str, Any] = {"steps": self.steps, stream.key: stream.state}
+        state["model"] = model
+        if self.optimizer is not None:
+            state["optimizer"] = {
                 "state": self._optimizer_state(self.optimizer, learning),
                 "param_groups": _named_groups(self.optimizer, learning),
-            },
-        }
+            }
+        return state
 
     def _optimizer_state(
         self, optimizer: torch.optim.AdamW, learning: Mapping[str, DTensor]
@@ -288,8 +285,7 @@ class MegatronFsdpEngine(ModuleEngine):
         # The tensors of `state` are this engine's own, so their values are in place.
         self.steps = int(state["steps"])
         self.random_stream.restore(state, self.steps)
-        if self.optimizer is not None:
-            self._install()
+        self._install()
 
     # -------------------------------------------------------------------------- offload
 

@@ -1,0 +1,147 @@
+"""Prediction of `check`: how long trainers and rollout engines are idle.
+
+Invariant: the line that is printed says whether its figures were given, measured in a
+run, or estimated. Deliberately not here: the arithmetic
+(`verl_ray/preflight/time_model`).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+
+from verl_ray.config.schema import Config
+from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.errors import ConfigError, Problem, TrackingError
+from verl_ray.preflight.machine import Machine
+from verl_ray.preflight.model_sizes import model_size
+from verl_ray.preflight.time_model.links import Links
+from verl_ray.preflight.time_model.pools import PoolTimes, pool_use
+from verl_ray.preflight.time_model.step_time import step_time
+from verl_ray.tracking.jsonl import METRICS, read_metrics
+
+OPTION = "--rates"
+EXAMPLE = "generate=30,train=25"
+
+_PARTS = ("generate", "train", "publish")
+_NEEDED = ("generate", "train")
+_MEASURED = (
+    "timing_s/step",
+    "timing_s/update_weights",
+    "timing_s/rollouts",
+    "perf/trainers_idle",
+)
+_FIRST_STEPS = 1
+"""Steps that are left out, since processes warm up in them."""
+
+
+def parse_rates(text: str) -> PoolTimes:
+    """Return the seconds of a step that a text gives, or that a run has measured.
+
+    Args:
+        text: Such as "generate=30,train=25,publish=2", in seconds, or the folder of a
+            run.
+
+    Raises:
+        ConfigError: The text is neither, or the run has not measured them.
+    """
+    if "=" not in text:
+        return _measured(Path(text))
+
+    seconds: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        try:
+            seconds[name] = float(value)
+        except ValueError:
+            seconds[name] = -1.0
+        if name not in _PARTS or not seconds[name] >= 0:
+            raise _refused(part, f"expected seconds of {', '.join(_PARTS)}")
+    missing = [name for name in _NEEDED if not seconds.get(name)]
+    if missing:
+        raise _refused(text, f"the seconds of {' and '.join(missing)} are missing")
+    return _times(seconds, "given")
+
+
+def _measured(folder: Path) -> PoolTimes:
+    """Return the median over the steps of a run."""
+    try:
+        lines = read_metrics(folder / METRICS)
+    except TrackingError as error:
+        raise _refused(str(folder), f"it is no run: {error}") from None
+    steps = [line for line in lines if all(name in line for name in _MEASURED)]
+    steps = steps[_FIRST_STEPS:] or steps
+    if not steps:
+        rule = f"no step of this run has {', '.join(_MEASURED)}"
+        raise _refused(str(folder), rule)
+
+    seconds = {
+        # Engines also generate between the steps, while the policy is evaluated.
+        "generate": [line["timing_s/rollouts"] for line in steps],
+        "train": [
+            (1 - line["perf/trainers_idle"]) * line["timing_s/step"]
+            - line["timing_s/update_weights"]
+            for line in steps
+        ],
+        "publish": [line["timing_s/update_weights"] for line in steps],
+    }
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    return _times(medians, f"measured in {folder}")
+
+
+def _times(seconds: Mapping[str, float], origin: str) -> PoolTimes:
+    return PoolTimes(
+        seconds["generate"], seconds["train"], seconds.get("publish", 0.0), origin
+    )
+
+
+def _refused(value: str, rule: str) -> ConfigError:
+    fix = f"Write {OPTION} {EXAMPLE}, or {OPTION} outputs/RUN."
+    return ConfigError([Problem(OPTION, value, rule, fix)])
+
+
+def pool_lines(
+    config: Config, machine: Machine | None, rates: PoolTimes | None
+) -> list[str]:
+    """Return how long a step takes and how long each pool is idle, in words.
+
+    Nothing is returned where nothing is known: without rates, only the time of a
+    described machine with GPUs is estimated.
+
+    Args:
+        config: Resolved configuration.
+        machine: The machine, if it is known.
+        rates: What the user has given.
+    """
+    if not isinstance(config, RLConfig):
+        return []
+    times = rates
+    if times is None and machine is not None and machine.gpu is not None:
+        times = _estimated(config, machine)
+    if times is None:
+        return []
+
+    schedule = config.rollout.schedule
+    use = pool_use(schedule, times)
+    # Open rows go on after the update, or the trainers wait for the last one.
+    bound = {"carry_over": "at most ", "one_step_off": "at least "}.get(schedule, "")
+    return [
+        f"schedule={schedule}: a step takes {bound}{use.step_s:.3g} s; trainers are"
+        f" idle for {100 * use.trainers_idle:.0f} % of it, rollout engines for"
+        f" {100 * use.engines_idle:.0f} % ({times.origin}: {times.generate_s:.3g} s of"
+        f" generation, {times.train_s:.3g} s of training, {times.publish_s:.3g} s of"
+        " publishing)"
+    ]
+
+
+def _estimated(config: RLConfig, machine: Machine) -> PoolTimes | None:
+    """Return the time model's estimate; None for a model that it does not count."""
+    for name, role in config.model_roles.items():
+        if model_size(name, role, config).shape is None:
+            return None
+    time = step_time(config, Links.of(machine))
+    train_s = time.seconds["measure"] + time.seconds["learn"]
+    return PoolTimes(
+        time.seconds["generate"], train_s, time.seconds["publish"], "estimated"
+    )

@@ -1,0 +1,154 @@
+"""The command `status`: what every process of a run does, and what it waits for.
+
+Invariant: the run is asked nothing. The driver's last words are in a file, so the
+command works while the driver is stuck, stopped or gone, and says which of these it is,
+and how old the words are. Deliberately not here: what the driver writes
+(`verl_ray/cluster/status_keeping.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import time
+from typing import NoReturn
+
+import psutil
+
+from controllers.commands.run_argument import OUTPUTS, RUN_HELP, run_folder
+from verl_ray.errors import ConfigError, Problem
+from verl_ray.ownership import Owner
+from verl_ray.profiling.process_table import numbers, table_text
+from verl_ray.profiling.status_file import STATUS, Located, RunStatus, read_status
+
+_SAME_START_S = 1.0
+_LATE = 3
+"""How many times its interval a status may be old before the driver counts as stuck."""
+_SLACK_S = 5.0
+
+
+def main(argv: list[str]) -> int:
+    """Print the status of a run; return 1 if its driver is gone without a word.
+
+    Raises:
+        ConfigError: there is no such run, or it has no status.
+    """
+    arguments = _parser().parse_args(argv)
+    folder = run_folder(arguments.run)
+    try:
+        status = read_status(folder)
+    except (ValueError, OSError) as error:
+        _refuse(arguments.run, f"{STATUS} cannot be read: {error}")
+    if status is None:
+        rule = f"this folder has no {STATUS}: it is no run, or of an earlier version"
+        _refuse(arguments.run, rule)
+
+    age_s = max(0.0, time.time() - status.written)
+    state, is_gone = _state_of_driver(status, age_s)
+    print(state)
+    if status.ended:
+        return 0
+
+    title = f"{status.phase or 'starting'}, {age_s:.0f} s ago"
+    print(table_text(title, status.rows))
+    for line in [] if is_gone else _changes(status):
+        print(line)
+    return 1 if is_gone else 0
+
+
+def _state_of_driver(status: RunStatus, age_s: float) -> tuple[str, bool]:
+    """Return the state of the driver in words, and whether it is gone."""
+    driver = f"driver {status.pid} on {status.host}"
+    if status.ended:
+        return f"the run has {status.ended}, {age_s:.0f} s ago", False
+
+    owner = Owner.parse(status.driver)
+    if owner is not None and owner.has_ended:
+        return f"{driver} does not run any more, and has not said why", True
+
+    silent = f"has written nothing for {age_s:.0f} s"
+    is_late = age_s > _LATE * status.interval_s + _SLACK_S
+    if status.host == socket.gethostname() and owner is not None:
+        if _is_same_machine(owner) and _is_stopped(status.pid):
+            return f"{driver} is stopped (SIGSTOP), and {silent}", False
+        if is_late:
+            return f"{driver} runs, but {silent}", False
+        return f"{driver} runs", False
+    if is_late:
+        return f"{driver} {silent}; ask on its node whether it still runs", False
+    return f"{driver} ran {age_s:.0f} s ago", False
+
+
+def _is_same_machine(owner: Owner) -> bool:
+    """Whether this process sees the processes that the owner is one of."""
+    here = Owner.of(os.getpid())
+    return (here.boot, here.namespace) == (owner.boot, owner.namespace)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.Error:
+        return False
+
+
+def _changes(status: RunStatus) -> list[str]:
+    """Return what has become of processes of this node since the driver wrote."""
+    owner = Owner.parse(status.driver)
+    if owner is None or not _is_same_machine(owner):
+        return []
+    ended: dict[str, list[int]] = {}
+    stopped: dict[str, list[int]] = {}
+    for located in status.processes:
+        process = _process_of(located)
+        if process is None:
+            ended.setdefault(located.role, []).append(located.rank)
+        elif _is_stopped(process.pid):
+            stopped.setdefault(located.role, []).append(located.rank)
+    return [
+        f"now: {role} rank {numbers(ranks)} {what}"
+        for what, by_role in (("has ended", ended), ("is stopped (SIGSTOP)", stopped))
+        for role, ranks in by_role.items()
+    ]
+
+
+def _process_of(located: Located) -> psutil.Process | None:
+    """Return a process of this node; None if it has ended."""
+    try:
+        process = psutil.Process(located.pid)
+        is_later = abs(process.create_time() - located.started) > _SAME_START_S
+        is_zombie = process.status() == psutil.STATUS_ZOMBIE
+        return None if is_later or is_zombie else process
+    except psutil.Error:
+        return None
+
+
+def _refuse(run: str, rule: str) -> NoReturn:
+    fix = "Give the folder of a run that has started, or its name."
+    raise ConfigError([Problem("RUN", run, rule, fix)])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="verl-ray status",
+        description=(
+            "Print what each process of a run does: its role, rank and node, the method"
+            " that was called, how far it is, for how many seconds, what it waits for,"
+            " and at which line it is. It works while the driver is stuck or stopped."
+            " Nothing is started or changed."
+        ),
+        epilog=(
+            "examples:\n"
+            f"  verl-ray status {OUTPUTS}/first\n"
+            "  verl-ray status first\n\n"
+            "exit codes:\n"
+            "  0  the run goes on, or has ended and said so\n"
+            "  1  its driver does not run any more, and has not said why\n"
+            "  2  there is no such run, or it has no status\n"
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN", help=RUN_HELP)
+    return parser

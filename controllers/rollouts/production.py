@@ -1,0 +1,90 @@
+"""Groups that are generated and scored for one buffer, and how far they are.
+
+Deliberately not here: how they get there (`producer.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from controllers.rollouts.generation_job import GenerationJob
+from controllers.rollouts.graders import EVALUATION, PendingScores
+from controllers.rollouts.groups import GroupCollector
+from controllers.rollouts.score_failures import ScoreFailures
+from verl_ray.data.batch import Int64
+from verl_ray.data.buffer import Experience, RolloutBuffer
+from verl_ray.errors import RewardError
+
+
+@dataclass
+class Production:
+    """Groups that are generated and scored for a buffer."""
+
+    ordinals: Int64
+    """The groups, int64 [groups]."""
+    job: GenerationJob
+    buffer: RolloutBuffer
+    failures: ScoreFailures
+    num_responses: int
+    step: int
+    """The training step that is made; in an evaluation the last step of the policy."""
+    groups: GroupCollector | None
+    """Responses whose graders need whole groups; None where they need none."""
+    scoring: list[PendingScores] = field(default_factory=list)
+    """Pieces whose scores are pending, the oldest first."""
+    num_scored: int = 0
+    """Number of responses that are in the buffer."""
+    failure: RewardError | None = None
+    """Too many scores have failed; raised for whoever takes the groups."""
+
+    given_up: set[int] = field(default_factory=set)
+    """Ordinals of groups whose prompts were given up."""
+
+    def put(self, scored: Experience) -> None:
+        """Put responses into the buffer, but for those of groups that were given up."""
+        if self.given_up:
+            is_kept = ~np.isin(scored.rollouts.row("group_id"), list(self.given_up))
+            scored = scored.select(np.flatnonzero(is_kept))
+        if len(scored.rollouts):
+            self.buffer.put(scored)
+
+    def give_up(self, ordinal: int, aborted: Experience) -> None:
+        """Put a whole group of aborted responses in the place of a group."""
+        self.given_up.add(ordinal)
+        group = np.array([ordinal])
+        self.buffer.discard(group)
+        # Nothing is in the buffer of a production that has failed.
+        if self.failure is None:
+            self.buffer.reserve(group)
+            self.buffer.put(aborted)
+
+    def in_words(self, deadlines: str) -> str:
+        """Return how far it is; `deadlines` are those of what scores, in words."""
+        scored = f"{self.num_scored}/{self.num_responses}"
+        if self.job.generation.purpose == EVALUATION:
+            text = f"evaluating {scored}"
+        elif self.is_generated:
+            text = f"scoring {scored}"
+        else:
+            generated = self.num_responses - self.job.num_pending
+            total = self.num_responses
+            text = f"generating {generated}/{total} responses, scoring {scored}"
+
+        if self.scoring:
+            oldest_s = time.monotonic() - self.scoring[0].since
+            text += f", slowest {oldest_s:.0f} s{deadlines}"
+        return text
+
+    @property
+    def is_generated(self) -> bool:
+        """Whether every response is generated, and passed on to the graders."""
+        job = self.job
+        return not (job.num_pending or job.finished or job.given_up)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every response is generated, scored and in the buffer."""
+        return self.is_generated and not self.scoring

@@ -1,0 +1,396 @@
+"""Groups that training steps learn from: drawn, generated, scored, and kept in order.
+
+Invariant: step n gets the groups of batch n - 1, whichever were finished first, and
+each group once, over all restarts of the run. A checkpoint holds what is finished and
+not trained yet. Deliberately not here: generation and scores (`producer.py`), which
+prompts may be drawn (`admission.py`), and what is learned from groups
+(`controllers/trainers`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from controllers.rollouts.admission import Admission
+from controllers.rollouts.dynamic_sampling import NO_SPREAD, DynamicAdmission
+from controllers.rollouts.given_up import ENDS_REPLICAS
+from controllers.rollouts.producer import Producer
+from controllers.rollouts.replay import Exchange, Replay
+from controllers.rollouts.score_failures import ScoreFailures
+from controllers.rollouts.stored_groups import (
+    FOLDER,
+    read_groups,
+    usable_groups,
+    warn_of_unusable,
+    write_groups,
+)
+from controllers.watch.measures import Metrics, response_scores
+from controllers.watch.staleness import queue_metrics
+from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.data.batch import Int64
+from verl_ray.data.buffer import Experience, RolloutBuffer
+from verl_ray.data.curriculum import Curriculum
+from verl_ray.data.cursor import CursorState, drawn_rows
+from verl_ray.data.ledger import Ledger
+from verl_ray.data.ledger_parts import LEDGER, Event
+from verl_ray.data.prompts import PromptSource
+from verl_ray.data.stages import Bool, Prompts
+from verl_ray.profiling.timers import Timers
+from verl_ray.rewards.shaping import Shaping
+from workers.rollout import Generation
+
+REPLACED = "all scores of the group are equal; another one is replayed in its place"
+"""Why the ledger rejects a group that replay has replaced."""
+
+NOTHING_TO_LEARN = "no response is in the loss: aborted, without a score, or masked"
+"""Why the ledger rejects a group that a step was to learn from."""
+
+
+@dataclass(frozen=True, eq=False)
+class Belongings:
+    """Memory of a supply that belongs to a state of it, in the same driver."""
+
+    bookmark: int
+    """That of the ledger."""
+    groups: Experience | None
+    """Finished groups that are not trained yet."""
+    curriculum: Curriculum | None
+    """A copy of it."""
+    replay: Experience | None
+    """Groups of earlier steps that may be replayed."""
+
+
+class Supply:
+    """The groups of a run, from their prompts to the step that learns from them.
+
+    Attributes:
+        producer: What generates and scores them.
+        buffer: Those that are not trained yet.
+        ledger: The history of each ordinal.
+    """
+
+    def __init__(
+        self, config: RLConfig, prompts: PromptSource, producer: Producer
+    ) -> None:
+        """Begin at the place of the source, without groups."""
+        self._config = config
+        self.producer = producer
+        rollout = config.rollout
+        self.buffer = RolloutBuffer(rollout.group_size, rollout.staleness)
+        self.ledger = Ledger(Path(config.run.dir) / LEDGER)
+        self._curriculum: Curriculum | None = None
+        if config.data.curriculum.is_on:
+            self._curriculum = Curriculum(
+                config.data.curriculum,
+                prompts.mixture.num_rows,
+                seed=config.run.seed,
+                staleness=rollout.staleness,
+            )
+        prompts.curriculum = self._curriculum
+        self._admission = Admission(prompts, config)
+        if config.algorithm.dynamic_sampling is not None:
+            self._admission = DynamicAdmission(prompts, config, self._is_settled)
+        self._replay: Replay | None = None
+        if config.algorithm.replay is not None:
+            self._replay = Replay(config)
+        self._exchange: Exchange | None = None
+        """What the present step learns from, with groups of earlier ones."""
+        self._shaping = Shaping(config)
+        self._failures: ScoreFailures | None = None
+        """Failed scores of the last batch that was begun."""
+        self._metrics: Metrics = {}
+        self._taken: Experience | None = None
+        """Groups that the present step learns from."""
+
+    def begin(self, done: int) -> None:
+        """Begin behind `done` finished steps."""
+        self._admission.begin(done)
+
+    def draw_ahead(self) -> None:
+        """Draw prompts of later steps, of which a synchronous run has none.
+
+        The step before is committed.
+        """
+        self._taken = None
+        if self._config.rollout.staleness:
+            self.draw()
+
+    def draw(self) -> None:
+        """Draw the prompts that may be drawn now, and begin to generate their groups.
+
+        The replicas hold the policy that the last trained batch led to.
+        """
+        self._decide()
+        generation = self.producer.training_generation()
+        for step, batch in self._admission.draw():
+            # A resumed run has the groups that were finished before.
+            is_finished = np.isin(batch.group_id, self.buffer.whole_groups)
+            finished: Experience | None = None
+            if is_finished.any():
+                finished = self.buffer.whole(batch.group_id)
+            prompts = batch.select(np.flatnonzero(~is_finished))
+            if prompts.num_rows:
+                self.ledger.draw(prompts.group_id, self._admission.num_trained)
+                self._begin(prompts, generation, step, finished)
+
+    def _begin(
+        self,
+        prompts: Prompts,
+        generation: Generation,
+        step: int,
+        finished: Experience | None,
+    ) -> None:
+        """Begin to generate groups."""
+        missing = self._config.data.prompts_per_step - prompts.num_rows
+        # A few groups that are drawn again say nothing about a grader.
+        shared = self._failures if missing > 0 and finished is None else None
+        failures = self.producer.begin(
+            prompts, generation, self.buffer, step, finished, shared
+        )
+        if shared is None and finished is None and missing > 0:
+            failures.expect(missing * generation.group_size)
+        self._failures = failures
+
+    def _decide(self) -> None:
+        """Accept or reject the groups that have become whole."""
+        whole = np.intersect1d(self.buffer.whole_groups, self._admission.undecided)
+        if not len(whole):
+            return
+        groups = self.buffer.whole(whole)
+        assert groups is not None, "whole groups are in the buffer"
+        scores = self._shaping.weigh(response_scores(groups.scores))
+        ordinals = groups.rollouts.row("group_id")
+        finish = groups.rollouts.row("finish")
+        rejected = self._admission.decide(ordinals, scores, finish)
+        if len(rejected):
+            self._note_finished()
+            self._note_scores(
+                groups.select(np.flatnonzero(np.isin(ordinals, rejected)))
+            )
+            self._reject(rejected, NO_SPREAD)
+            self.buffer.discard(rejected)
+
+    def _is_full(self) -> bool:
+        """Draw what is missing; return whether the next batch is full."""
+        self.draw()
+        return self._admission.is_full
+
+    def take(self, policy_version: int, timers: Timers) -> Experience:
+        """Return the scored groups of this step.
+
+        Args:
+            policy_version: The version that learns from the groups.
+            timers: See `Producer.take`.
+        """
+        self.draw()
+        if not self._admission.is_full:
+            self.producer.advance_until(self._is_full, self.buffer, timers)
+        self._taken = self.producer.take(
+            self._admission.oldest, self.buffer, policy_version, timers
+        )
+        self._note_finished()
+        return self._taken
+
+    def with_replayed(self, groups: Experience, policy_version: int) -> Experience:
+        """Return the groups of this step, some of them exchanged for earlier ones.
+
+        Args:
+            groups: What `take` returned.
+            policy_version: The version that learns from the groups.
+        """
+        if self._replay is None:
+            return groups
+        self._exchange = self._replay.exchange(groups, policy_version)
+        return self._exchange.groups
+
+    def note_trained(self, step: int, learned: Int64) -> None:
+        """Note that `step` has learned from its groups.
+
+        Args:
+            step: Number of the step.
+            learned: Ordinal of each response in the loss, int64 [responses]. Groups
+                without one are rejected.
+        """
+        ordinals = self._admission.oldest
+        if self._curriculum is not None:
+            assert self._taken is not None, "the step has learned from groups"
+            self._note_scores(self._taken)
+            self._curriculum.end_batch(self._admission.num_trained)
+        if self._exchange is not None:
+            replaced = self._exchange.replaced
+            self._reject(replaced, REPLACED)
+            ordinals = np.setdiff1d(ordinals, replaced)
+            self.ledger.replay(self._exchange.replayed, step)
+            self._metrics["replay/groups"] = float(len(replaced))
+        is_learned = np.isin(ordinals, learned)
+        self.ledger.train(ordinals[is_learned], step)
+        self._reject(ordinals[~is_learned], NOTHING_TO_LEARN)
+        self._metrics |= self._admission.note_trained()
+
+    def _note_scores(self, groups: Experience) -> None:
+        """Note for the curriculum how whole groups were scored."""
+        if self._curriculum is not None:
+            scores = self._shaping.weigh(response_scores(groups.scores))
+            self._curriculum.note_scores(
+                groups.rollouts.row("group_id"), scores.score, scores.ok
+            )
+
+    def _reject(self, ordinals: Int64, reason: str) -> None:
+        """Note that groups are not trained, int64 [groups]."""
+        is_given_up = np.isin(ordinals, list(self.producer.given_up))
+        self.ledger.reject(ordinals[is_given_up], ENDS_REPLICAS)
+        self.ledger.reject(ordinals[~is_given_up], reason)
+
+    def _is_settled(self, ordinals: Int64) -> Bool:
+        """Return which groups were trained or rejected, bool [groups]."""
+        is_settled: Bool = self.ledger.last_events(ordinals) >= Event.TRAINED
+        return is_settled
+
+    def take_metrics(self) -> Metrics:
+        """Return how groups waited, and what was drawn, since the last call."""
+        metrics = self._metrics
+        self._metrics = {}
+        if self._curriculum is not None:
+            metrics |= self._curriculum.metrics()
+        return metrics | queue_metrics(self.buffer, self._config.rollout.staleness)
+
+    @property
+    def place(self) -> CursorState:
+        """The place in the data behind what is trained."""
+        return self._admission.state()
+
+    def _note_finished(self) -> None:
+        """Note in the ledger which groups were finished since the last call."""
+        finished = self.buffer.take_finished()
+        self.ledger.finish(finished.ordinals, finished.oldest, finished.newest)
+
+    # ------------------------------------------------------------------------- recovery
+
+    def state(self) -> dict[str, Any]:
+        """Return the driver's part of a checkpoint, as JSON."""
+        self._note_finished()
+        given_up = np.array(sorted(self.producer.given_up), np.int64)
+        is_open = self.ledger.last_events(given_up) < Event.TRAINED
+        return {
+            "cursor": self._admission.state(),
+            "trained": self._admission.num_trained,
+            "ledger": self.ledger.state(),
+            "given_up": given_up[is_open].tolist(),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken."""
+        cursor = state["cursor"]
+        self._admission.load_state(cursor)
+        # Earlier versions trained each prompt that they had drawn.
+        prompts = self._config.data.prompts_per_step
+        self._admission.begin(state.get("trained", drawn_rows(cursor) // prompts))
+        # Earlier versions had no ledger; what they drew, they trained.
+        before = {
+            "frontier": drawn_rows(cursor),
+            "holes": [],
+            "finished": [],
+            "restarts": 0,
+        }
+        self.ledger.load_state(state.get("ledger", before))
+        self.producer.given_up.update(state.get("given_up", ()))
+
+    @property
+    def belongings(self) -> Belongings:
+        """Memory that belongs to the last state, for `inherit`."""
+        curriculum = self._curriculum
+        copied = None if curriculum is None else curriculum.copy()
+        replay = None if self._replay is None else self._replay.groups
+        return Belongings(self.ledger.bookmark, self.buffer.whole(), copied, replay)
+
+    def inherit(self, former: Supply, belongings: Belongings) -> None:
+        """Take over the history that a former supply has of its ordinals, and groups.
+
+        This one has loaded a state of the other, after a step. Groups are finished,
+        not trained, and of versions up to that step, so that the next steps learn from
+        the same tokens as if these had been drawn again.
+
+        Args:
+            former: The other supply.
+            belongings: Those of the state.
+        """
+        self.ledger.inherit(former.ledger, belongings.bookmark)
+        self.producer.given_up.update(former.producer.given_up)
+        if self._curriculum is not None and belongings.curriculum is not None:
+            self._curriculum.restore(belongings.curriculum)
+        if self._replay is not None:
+            self._replay.groups = belongings.replay
+        version = self._admission.num_trained
+        for groups in (belongings.groups, former._taken, former.buffer.whole()):
+            if groups is not None:
+                self._take_back(groups, version)
+
+        finished = self.buffer.take_finished()
+        if not len(finished.ordinals):
+            return
+        # The state knows those that were finished before the step was.
+        is_new = self.ledger.last_events(finished.ordinals) < Event.FINISHED
+        self.ledger.draw(finished.ordinals[is_new], version)
+        self.ledger.finish(
+            finished.ordinals[is_new], finished.oldest[is_new], finished.newest[is_new]
+        )
+
+    def _take_back(self, groups: Experience, version: int) -> None:
+        """Take back whole groups that are not here, with versions up to this one.
+
+        Those whose batch may be too late for their tokens are drawn again.
+        """
+        ordinals = groups.rollouts.row("group_id")
+        oldest = groups.rollouts.row("oldest_version")
+        # Where groups are rejected no longer, later ones move to the next batch.
+        first_version = self._admission.batches_of(ordinals) - self.buffer.staleness
+        is_other = (oldest >= 0) & (oldest < first_version)
+        is_other |= groups.rollouts.row("newest_version") > version
+        others = np.union1d(ordinals[is_other], self.buffer.whole_groups)
+        usable = groups.select(np.flatnonzero(~np.isin(ordinals, others)))
+        if len(usable.rollouts):
+            self.buffer.restore(usable)
+
+    def files(self, step: int) -> Callable[[Path], None]:
+        """Return what writes the ledger, untrained finished groups, and scores of rows.
+
+        Args:
+            step: The step that the last `state` is of.
+        """
+        groups = self.buffer.whole()
+        write_replay = self._replay.files() if self._replay is not None else None
+        curriculum = self._curriculum.copy() if self._curriculum is not None else None
+
+        def write(checkpoint: Path) -> None:
+            if groups is not None:
+                write_groups(checkpoint / FOLDER, groups, self._config)
+            if write_replay is not None:
+                write_replay(checkpoint)
+            if curriculum is not None:
+                curriculum.write(checkpoint)
+            self.ledger.write(step)
+
+        return write
+
+    def load_files(self, checkpoint: Path) -> None:
+        """Take back what `files` wrote to the folder of a checkpoint."""
+        if self._curriculum is not None:
+            self._curriculum.read(checkpoint)
+        if self._replay is not None:
+            self._replay.read(checkpoint)
+
+        stored = read_groups(checkpoint / FOLDER)
+        if stored is not None:
+            ordinals = stored.groups.rollouts.row("group_id")
+            oldest = self._admission.batches_of(ordinals) - self.buffer.staleness
+            usable = usable_groups(stored, self._config, oldest)
+            warn_of_unusable(stored, usable, self._config, "are generated anew")
+            if len(usable.rollouts):
+                self.buffer.restore(usable)
+        # The ledger knows them already.
+        self.buffer.take_finished()

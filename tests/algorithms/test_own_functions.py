@@ -1,0 +1,211 @@
+"""Estimators and losses in files of users: read before a run, and called like ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from controllers.compose.composition import compose
+from tests.rows import columns_of, rollouts_of
+from verl_ray.algorithms.advantages import ADVANTAGES
+from verl_ray.algorithms.credit import response_rewards
+from verl_ray.algorithms.losses import TokenLoss
+from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
+from verl_ray.algorithms.policy_losses import PolicyTokens
+from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.errors import ConfigError, DataError
+
+OWN = '''
+import numpy as np
+import torch
+
+def above_worst(rewards, group, valid, *, gamma, trajectory, length):
+    """Difference from the worst response of the group, per token of the response."""
+    worst = {g: rewards[(group == g) & valid].min() for g in set(group[valid])}
+    return [gamma * (r - worst[g]) / n if v else 0
+            for r, g, v, n in zip(rewards, group, valid, length)]
+
+def bounded(tokens, *, clip_high, dual_clip=None):
+    ratio = tokens.log_ratio.exp().clamp(max=1 + clip_high)
+    assert dual_clip is None
+    return -tokens.advantages * ratio
+
+def short(rewards, group, valid):
+    return rewards[1:]
+
+def infinite(rewards, group, valid):
+    return np.full(4, np.inf)
+
+def broken(rewards, group, valid):
+    return rewards.no_such_thing
+
+def detached(tokens):
+    return tokens.advantages
+
+def counts(tokens):
+    return 1.0
+
+def mapping(rewards, group, valid):
+    return {}
+
+def leaves(rewards, group, valid):
+    raise SystemExit(3)
+
+def sloped(tokens, *, clip_high=0.3):
+    return -tokens.log_probs * clip_high
+
+def typo(tokens, *, clip_hihg):
+    return tokens.log_probs
+'''
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    return path
+
+
+def config(*changes: str) -> RLConfig:
+    composed = compose(
+        "grpo",
+        ["model.path=m", "data.train_path=t", "data.validation_path=v", *changes],
+    )
+    assert isinstance(composed, RLConfig)
+    return composed
+
+
+BASELINE = "algorithm.gamma=0.5"
+LOSS = (
+    "algorithm.clip_low=null",
+    "algorithm.clip_high=0.2",
+    "algorithm.dual_clip=null",
+)
+
+
+def credit(path: Path, function: str, *changes: str) -> np.ndarray:
+    algorithm = config(f"algorithm.advantage={path}:{function}", *changes).algorithm
+    return response_rewards(
+        algorithm,
+        np.array([1, 3, 5, np.nan], np.float32),
+        np.array([True, True, True, False]),
+        columns_of(rollouts_of([2, 4, 1, 1], groups=[0, 0, 1, 1])),
+        None,
+    ).advantage
+
+
+def test_an_estimator_gets_what_it_names(file: Path) -> None:
+    # Half of (3 - 1) over four tokens; a failed score has no advantage.
+    assert credit(file, "above_worst", BASELINE).tolist() == [0, 0.25, 0, 0]
+    assert ADVANTAGES[f"{file}:above_worst"].needs_group
+
+
+def test_a_loss_has_its_gradient_and_the_usual_metrics(file: Path) -> None:
+    algorithm = config(f"algorithm.policy_loss={file}:bounded", *LOSS).algorithm
+    log_probs = torch.tensor([0.1, 0.5]).requires_grad_()
+    tokens = PolicyTokens(
+        log_probs, torch.zeros(2), torch.tensor([2.0, 1.0]), torch.tensor([0, 0])
+    )
+    loss = POLICY_LOSSES[algorithm.policy_loss]
+    found = loss.function(tokens, **loss.settings(algorithm))
+    assert isinstance(found, TokenLoss)
+    assert torch.allclose(found.loss, torch.tensor([-2 * np.exp(0.1), -1.2]).float())
+    assert found.metrics["actor/ppo_kl"].tolist() == pytest.approx([-0.1, -0.5])
+    found.loss.sum().backward()
+    # Above 1.2 the ratio is bounded, and the token has no gradient.
+    assert log_probs.grad is not None
+    assert log_probs.grad.tolist() == pytest.approx([-2 * np.exp(0.1), 0])
+
+
+def test_a_setting_that_is_null_leaves_the_default(file: Path) -> None:
+    changes = (
+        "algorithm.clip_low=null",
+        "algorithm.clip_high=null",
+        "algorithm.dual_clip=null",
+    )
+    algorithm = config(f"algorithm.policy_loss={file}:sloped", *changes).algorithm
+    log_probs = torch.ones(1).requires_grad_()
+    tokens = PolicyTokens(
+        log_probs, torch.zeros(1), torch.ones(1), torch.zeros(1).long()
+    )
+    loss = POLICY_LOSSES[algorithm.policy_loss]
+    found = loss.function(tokens, **loss.settings(algorithm))
+    assert found.loss.tolist() == pytest.approx([-0.3])
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("short", r"own.py:short returned an array of shape \(3,\); expected one number per row, \(4,\)"),
+        ("infinite", "own.py:infinite returned numbers that are not finite"),
+        ("mapping", "own.py:mapping returned dict, no array"),
+        ("leaves", "own.py:leaves failed: SystemExit: 3"),
+        ("broken", r"own.py:broken failed: AttributeError: .*no_such_thing.*own.py"),
+    ],
+)  # fmt: skip
+def test_an_estimator_that_fails_is_named(
+    file: Path, function: str, words: str
+) -> None:
+    with pytest.raises(DataError, match=words):
+        credit(file, function)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("detached", "own.py:detached returned a loss without a gradient"),
+        ("counts", "own.py:counts returned float; expected a tensor or a TokenLoss"),
+    ],
+)
+def test_a_loss_that_is_none_is_named(file: Path, function: str, words: str) -> None:
+    log_probs = torch.zeros(2).requires_grad_()
+    tokens = PolicyTokens(
+        log_probs, torch.zeros(2), torch.ones(2), torch.zeros(2).long()
+    )
+    with pytest.raises(DataError, match=words):
+        POLICY_LOSSES[f"{file}:{function}"].function(tokens)
+
+
+@pytest.mark.parametrize(
+    ("change", "rule", "fix"),
+    [
+        ("advantage={own}:bounded", "bounded takes (tokens)", "def bounded(rewards, group, valid, *, ...)"),
+        ("advantage={own}:above", "defines no function 'above'", "Did you mean above_worst?"),
+        ("advantage={own}x:short", "does not end in .py", "path/to/file.py:function"),
+        ("advantage={folder}/other.py:short", "cannot be read", "Correct the path"),
+        ("policy_loss={own}:typo", "takes clip_hihg, which is no setting", "Did you mean clip_high"),
+        ("policy_loss=ppo_clap", "there is no such choice", "ppo_clip"),
+    ],
+)  # fmt: skip
+def test_a_function_is_read_before_anything_starts(
+    file: Path, change: str, rule: str, fix: str
+) -> None:
+    change = change.format(own=file, folder=file.parent)
+    with pytest.raises(ConfigError) as caught:
+        config(f"algorithm.{change}")
+    (problem,) = caught.value.problems
+    assert problem.key == f"algorithm.{change.partition('=')[0]}"
+    assert rule in problem.rule and fix in problem.fix
+
+
+def test_settings_of_a_function_are_checked_like_those_of_a_name(file: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(f"algorithm.policy_loss={file}:bounded", "algorithm.clip_high=null")
+    problems = {problem.key: problem.rule for problem in caught.value.problems}
+    assert problems.keys() == {
+        "algorithm.clip_low", "algorithm.clip_high",
+    }  # fmt: skip
+    assert "does not use it" in problems["algorithm.clip_low"]
+
+
+def test_a_path_is_that_of_the_folder_of_the_driver(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(file.parent)
+    assert (
+        config("algorithm.advantage=own.py:short").algorithm.advantage
+        == f"{file}:short"
+    )

@@ -1,0 +1,198 @@
+"""Graders that die, stop or run out of memory start again, and nothing else does.
+
+Each row gets its score, the same one, whatever happens to what scores it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from controllers.rollouts.producer import Producer
+from controllers.run.faults import FAULTS, FaultPolicy
+from controllers.trainers.rl import Trainer
+from tests.cluster.crew import processes
+from tests.controllers.conftest import MakeTrainer
+from tests.controllers.rollouts.frail import SCORED, FrailGrader
+from verl_ray.cluster.group import WorkerGroup
+from verl_ray.cluster.launch import start_groups
+from verl_ray.cluster.processes import Role
+from verl_ray.cluster.restarts import InPlaceRestarts
+from verl_ray.config.run import RecoveryConfig
+from verl_ray.data.buffer import Experience, RolloutBuffer
+from verl_ray.errors import VerlRayError, WorkerDied, WorkerError
+from verl_ray.profiling.timers import Timers
+from workers.actor import ActorWorker
+from workers.rollout import Generation
+
+pytestmark = [pytest.mark.cluster, pytest.mark.vllm]
+
+ROWS = 32
+STALL_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def run(trainer: MakeTrainer) -> Trainer:
+    found = trainer("ppo", "rollout.stream_rows=3")
+    found.publish(7)
+    return found
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[WorkerGroup[FrailGrader]]:
+    """Two ranks, which live and die together."""
+    role = Role("reward", "reward", FrailGrader, (tmp_path,))
+    sets = [processes("reward", 2, cpus=0.1)]
+    with start_groups(sets, [role], stall_s=60, log_dir=tmp_path / "logs") as groups:
+        yield groups[role]
+
+
+class Scoring:
+    """Batches that the frail grader scores."""
+
+    def __init__(
+        self, run: Trainer, group: WorkerGroup[FrailGrader], folder: Path
+    ) -> None:
+        self.group, self.folder = group, folder
+        recovery = RecoveryConfig(
+            enabled=True, max_restarts=2, snapshot_every=0, snapshot_copies=1
+        )
+        self.policy = FaultPolicy(recovery, folder)
+        self.restarts = InPlaceRestarts(self._may_restart)
+        self.restarts.own([group])
+        self._run = run
+        self.producer = Producer(
+            run.config, run.replicas, {"reward": group}, self.restarts
+        )
+
+    def _may_restart(self, failure: VerlRayError, step: int) -> bool:
+        # A start shows no progress for longer than this test waits for a grader.
+        self.group._processes.stall_s = 60
+        return self.policy.may_restart(failure, step)
+
+    def fails(self, row: int, how: str) -> None:
+        (self.folder / str(row)).write_text(how)
+
+    def experience(self, generation: Generation, step: int = 8) -> Experience:
+        prompts = self._run.prompts.all(8)
+        buffer = RolloutBuffer(generation.group_size, staleness=0)
+        self.producer.begin(prompts, generation, buffer, step)
+        return self.producer.take(prompts.group_id, buffer, 7, Timers())
+
+    @property
+    def begun(self) -> Counter[int]:
+        """How often each row was given to a grader."""
+        lines = (self.folder / SCORED).read_text().split()
+        return Counter(int(line) for line in lines)
+
+    @property
+    def recorded(self) -> list[dict[str, object]]:
+        record = self.folder / FAULTS
+        lines = record.read_text().splitlines() if record.exists() else []
+        return [json.loads(line) for line in lines]
+
+
+@pytest.fixture
+def scoring(
+    run: Trainer, group: WorkerGroup[FrailGrader], tmp_path: Path
+) -> Iterator[Scoring]:
+    found = Scoring(run, group, tmp_path)
+    yield found
+    found.restarts.close()
+
+
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [("kill", "died"), ("freeze", "stalled"), ("MemoryError", "exhausted")],
+)
+def test_what_a_lost_grader_owed_is_scored_again(
+    scoring: Scoring, capsys: pytest.CaptureFixture[str], how: str, kind: str
+) -> None:
+    scoring.fails(13, how)
+    scoring.group._processes.stall_s = STALL_S if how == "freeze" else 60
+    generation = scoring.producer.training_generation()
+    experience = scoring.experience(generation)
+
+    rows = experience.rollouts.row("row_id")
+    assert rows.tolist() == list(range(ROWS))
+    assert experience.scores["reward"].row("score").tolist() == (rows / 2).tolist()
+    assert scoring.group.incarnation == 2
+    assert scoring.restarts.is_available(scoring.group)
+    # Nothing is asked for a third time.
+    assert set(scoring.begun) == set(range(ROWS))
+    assert max(scoring.begun.values()) == scoring.begun[13] == 2
+
+    (fault,) = scoring.recorded
+    assert (fault["role"], fault["kind"], fault["step"], fault["cure"]) == (
+        "reward", kind, 8, "restart",
+    )  # fmt: skip
+    warned = capsys.readouterr().err
+    assert re.search(
+        r"warning: reward rank \d on .*It starts again, and is asked again for what it"
+        r" owed \(failure 1 of at most 2 without a new step\)",
+        warned,
+    )
+    assert "goes back" not in warned
+
+
+def test_an_evaluation_and_a_later_step_lose_their_grader_too(
+    scoring: Scoring,
+) -> None:
+    scoring.fails(5, "kill")
+    scored = scoring.experience(scoring.producer.evaluation_generation(), step=7)
+    assert scored.rollouts.row("row_id").tolist() == list(range(8))
+    assert scored.scores["reward"].row("score").tolist() == [r / 2 for r in range(8)]
+    (fault,) = scoring.recorded
+    assert (fault["step"], fault["cure"]) == (7, "restart")
+
+    # A later step has a new count, and another failure.
+    scoring.policy.note_finished(8)
+    scoring.fails(6, "kill")
+    scoring.experience(scoring.producer.training_generation(), step=9)
+    assert [fault["step"] for fault in scoring.recorded] == [7, 9]
+    assert scoring.group.incarnation == 3
+
+
+def test_a_grader_that_is_lost_before_it_is_needed_starts_again(
+    scoring: Scoring, run: Trainer
+) -> None:
+    prompts = run.prompts.all(8)
+    buffer = RolloutBuffer(4, staleness=0)
+    generation = scoring.producer.training_generation()
+    scoring.producer.begin(prompts, generation, buffer, 8)
+    process_info = scoring.group.members()[1].process_info
+    assert process_info is not None
+    os.kill(process_info.pid, signal.SIGKILL)
+    # Nothing is given to it, and whoever waits for others goes on.
+    while not scoring.recorded:
+        run.system.actor.broadcast(ActorWorker.probe, 8, 1.0).result()
+        scoring.producer._check_graders()
+    assert "while no call of it was waited for" in str(scoring.recorded[0]["cause"])
+    experience = scoring.producer.take(prompts.group_id, buffer, 7, Timers())
+    assert len(experience.rollouts) == ROWS and scoring.group.incarnation == 2
+
+
+def test_rows_that_always_kill_their_grader_stop_the_run(scoring: Scoring) -> None:
+    scoring.fails(13, "kill always")
+    with pytest.raises(WorkerDied, match="the process died during score") as caught:
+        scoring.experience(scoring.producer.training_generation())
+    assert [fault["cure"] for fault in scoring.recorded] == ["restart"]
+    # The loop asks the same table what follows, which records it.
+    assert scoring.policy.cure_of(caught.value, 8) == "stop"
+    assert [fault["cure"] for fault in scoring.recorded] == ["restart", "stop"]
+    assert "second time at step 8" in caught.value.__notes__[0]
+
+
+def test_a_mistake_of_a_grader_is_not_tried_again(scoring: Scoring) -> None:
+    scoring.fails(13, "mistake")
+    with pytest.raises(WorkerError, match="score raised ValueError: mistake"):
+        scoring.experience(scoring.producer.training_generation())
+    assert scoring.group.incarnation == 1
+    assert scoring.recorded == []

@@ -1,0 +1,256 @@
+"""The supervisor and drivers that end in every way; each is a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+
+SUPERVISOR = """
+import sys
+from controllers import supervisor
+supervisor._PAUSE_S = 0.1
+supervisor._LOOK_S = 0.1
+sys.exit(supervisor.supervise([sys.executable, "-c", sys.argv[1], *sys.argv[2:]]))
+"""
+
+DRIVER = """
+import os, signal, sys, time
+from pathlib import Path
+from controllers.supervisor import report_to_supervisor, reports
+report_to_supervisor()
+number = reports().restarts
+print("driver", number, flush=True)
+def die(number=signal.SIGKILL):
+    os.kill(os.getpid(), number)
+    time.sleep(60)
+"""
+
+
+def supervised(body: str, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR, DRIVER + textwrap.dedent(body), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(body: str) -> tuple[int, list[str], str]:
+    """Return the code, the drivers that there were, and what the supervisor said."""
+    with supervised(body) as process:
+        out, err = process.communicate(timeout=100)
+    return process.returncode, out.splitlines(), err
+
+
+def test_a_killed_driver_is_followed_by_another() -> None:
+    body = """
+        reports().limit(3, [])
+        if number == 0:
+            reports().finished(7)
+            die()
+        if number == 1:
+            os._exit(5)  # as Ray ends it
+        reports().end()
+        sys.exit(0)
+    """
+    code, drivers, said = ended(body)
+    assert (code, drivers) == (0, ["driver 0", "driver 1", "driver 2"])
+    first, second = said.splitlines()
+    assert (
+        "after step 7 (signal SIGKILL); it starts again in 0.1 s (number 1 of" in first
+    )
+    assert (
+        "(exit code 5, without a word); it starts again in 0.2 s (number 2 of" in second
+    )
+
+
+def test_later_drivers_make_the_same_run() -> None:
+    """The name of a run may hold the time, and what is named may be behind by then."""
+    body = """
+        print(sys.argv[1:], reports().follows_saved, flush=True)
+        reports().limit(3, ["run.name=first", "run.dir=/x"])
+        if number == 1:
+            reports().saved()
+        if number < 2:
+            die()
+        reports().end()
+    """
+    same = "['run.name=first', 'run.dir=/x']"
+    assert ended(body)[1] == [
+        "driver 0",
+        "[] False",
+        "driver 1",
+        f"{same} False",
+        "driver 2",
+        f"{same} True",
+    ]
+
+
+def test_who_tells_the_driver_to_stop_gets_no_other_one() -> None:
+    for end in ("os._exit(130)", "die(signal.SIGTERM)"):
+        code, drivers, said = ended(f"reports().limit(3, [])\n{end}")
+        assert code in (130, 128 + signal.SIGTERM) and drivers == ["driver 0"]
+        assert said == ""
+
+
+def test_a_driver_that_says_why_it_ends_is_the_last() -> None:
+    body = "reports().limit(3, [])\nreports().end()\nsys.exit(2)"
+    assert ended(body) == (2, ["driver 0"], "")
+    # It may say that another one can do better.
+    body = """
+        reports().limit(3, [])
+        if number == 0:
+            reports().retry("the raylet has ended")
+        reports().end()
+        sys.exit(1 if number == 0 else 0)
+    """
+    code, drivers, said = ended(body)
+    assert (code, len(drivers)) == (0, 2) and "(the raylet has ended)" in said
+
+
+def test_a_driver_that_never_began_a_run_is_the_last() -> None:
+    assert ended("die()") == (128 + signal.SIGKILL, ["driver 0"], "")
+
+
+def test_a_stopped_driver_goes_on() -> None:
+    body = """
+        reports().limit(3, [])
+        os.kill(os.getpid(), signal.SIGSTOP)
+        reports().end()
+    """
+    code, drivers, said = ended(body)
+    assert (code, drivers) == (0, ["driver 0"])
+    assert said == "warning: the driver was stopped (SIGSTOP), and goes on\n"
+
+
+def test_the_same_failure_of_a_start_is_tried_once() -> None:
+    body = """
+        reports().limit(9, [])
+        reports().retry(["rank 7 died", "no cluster", "rank 8 died"][number], once=True)
+        reports().end()
+        sys.exit(1)
+    """
+    code, drivers, said = ended(body)
+    assert (code, len(drivers)) == (1, 3)
+    last = "the driver ended after step 0 (rank 8 died): the second time without a new"
+    assert last in said.splitlines()[-1]
+
+
+def test_drivers_that_bring_no_new_step_have_a_limit() -> None:
+    body = """
+        reports().limit(2, [])
+        reports().finished([1, 2, 2, 2, 2][number])
+        die()
+    """
+    code, drivers, said = ended(body)
+    # The second one brings a new step.
+    assert (code, len(drivers)) == (137, 4)
+    assert "2 before it brought no new step (run.recovery.max_restarts = 2)" in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_goes_on_to_the_driver_and_ends_the_run(number: int) -> None:
+    body = """
+        def stop(*_):
+            print("stopped", flush=True)
+            os._exit(130)
+        signal.signal(signal.SIGINT, stop)
+        signal.signal(signal.SIGTERM, stop)
+        reports().limit(3, [])
+        print("ready", flush=True)
+        time.sleep(60)
+    """
+    with supervised(body) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == [
+            "driver 0\n",
+            "ready\n",
+        ]
+        process.send_signal(number)
+        out, _ = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "stopped\n")
+
+
+def test_a_signal_between_two_drivers_ends_the_run() -> None:
+    code = SUPERVISOR.replace("_PAUSE_S = 0.1", "_PAUSE_S = 50")
+    body = DRIVER + "reports().limit(3, [])\ndie()"
+    began = time.monotonic()
+    with subprocess.Popen(
+        [sys.executable, "-c", code, body], stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        assert "it starts again in 50 s" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+    assert time.monotonic() - began < 30
+
+
+def test_a_driver_is_told_to_stop_when_its_supervisor_is_killed(tmp_path: Path) -> None:
+    body = """
+        def stop(*_):
+            Path(sys.argv[1]).write_text("stopped")
+            os._exit(130)
+        signal.signal(signal.SIGTERM, stop)
+        print(os.getpid(), flush=True)
+        time.sleep(60)
+    """
+    mark = tmp_path / "mark"
+    with supervised(body, str(mark)) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        driver = psutil.Process(int(process.stdout.readline()))
+        os.kill(process.pid, signal.SIGKILL)
+        until = time.monotonic() + 30
+        while not mark.exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        assert mark.read_text() == "stopped"
+        driver.wait(30)
+
+
+def test_only_the_driver_knows_of_its_supervisor() -> None:
+    body = """
+        import subprocess
+        reports().limit(0, [])
+        code = "from controllers.supervisor import is_supervised; import os; os.write(1, str(is_supervised()).encode())"
+        print(subprocess.check_output([sys.executable, "-c", code]).decode(), flush=True)
+        # A child that lives longer does not keep the supervisor waiting.
+        subprocess.Popen(["sleep", "20"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        reports().end()
+    """
+    began = time.monotonic()
+    code, out, _ = ended(body)
+    assert (code, out) == (0, ["driver 0", "False"])
+    assert time.monotonic() - began < 15
+
+
+def test_the_program_supervises_training_alone() -> None:
+    """The supervisor imports nothing of the project beside itself."""
+    code = """
+import sys
+import controllers.supervisor
+controllers.supervisor.supervise = lambda command: print(command[1:], sorted(
+    name for name in sys.modules if name.partition(".")[0] in ("controllers", "verl_ray", "torch", "ray")
+))
+import controllers.__main__
+sys.orig_argv = ["python", "verl-ray", "train"]
+sys.argv = ["verl-ray", "train"]
+controllers.__main__.main()
+sys.argv = ["verl-ray", "--version"]
+print(controllers.__main__.main())
+"""
+    said = subprocess.check_output([sys.executable, "-c", code], text=True)
+    training, *version, code_of_version = said.splitlines()
+    assert training == (
+        "['verl-ray', 'train'] ['controllers', 'controllers.__main__', 'controllers.supervisor']"
+    )
+    assert version and code_of_version == "0"

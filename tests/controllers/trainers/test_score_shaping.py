@@ -1,0 +1,107 @@
+"""What is added to scores, and what baselines make of it, by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from controllers.compose.composition import compose
+from controllers.trainers.score_shaping import with_shaping
+from controllers.watch.measures import Metrics
+from tests.rows import columns_of, rollouts_of
+from verl_ray.algorithms.credit import response_rewards
+from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.data.sharded import Receipt, Sharded
+from verl_ray.data.stages import Finish, Rollouts, RowRewards
+from verl_ray.rewards.shaping import ResponseScores
+
+
+def config(algorithm: str, *changes: str) -> RLConfig:
+    composed = compose(
+        "grpo",
+        [
+            "model.path=m", "data.train_path=t", "data.validation_path=v", "rollout.max_response_tokens=10",
+            f"algorithm={algorithm}", *changes,
+        ],
+    )  # fmt: skip
+    assert isinstance(composed, RLConfig)
+    return composed
+
+
+def shaped(
+    config: RLConfig, score: Sequence[float], rows: Rollouts
+) -> tuple[ResponseScores, Metrics]:
+    values = np.array(score, np.float32)
+    scores = ResponseScores(values, np.zeros(len(score), np.int8), parts=((1.0, values),))  # fmt: skip
+    return with_shaping(config, scores, Sharded.stored(None, Receipt.of(rows)))
+
+
+def rewarded(config: RLConfig, scores: ResponseScores, rows: Rollouts) -> RowRewards:
+    return response_rewards(
+        config.algorithm, scores.score, scores.ok, columns_of(rows), None, scores.parts
+    )
+
+
+@pytest.mark.parametrize("weight", [0.001, 0.1, 1.0])
+def test_gdpo_weights_each_reward_of_a_length_after_it_is_normalised(
+    weight: float,
+) -> None:
+    """Brevity is 0.5, -0.5, 0 and 0, so its deviation is the root of 1 / 6.
+
+    That of the scores is the root of 1 / 3. So the first two have (0.5 / root(1 / 3))
+    +- weight * (0.5 / root(1 / 6)): their difference is weight * root(2) of their sum.
+    """
+    rows = rollouts_of([1, 3, 2, 2], groups=[0, 0, 0, 0])
+    settings = config("gdpo", f"algorithm.brevity={weight}")
+    scores, metrics = shaped(settings, [1, 1, 0, 0], rows)
+    assert scores.score == pytest.approx([1 + weight / 2, 1 - weight / 2, 0, 0])
+    assert metrics == {"reward/brevity/mean": 0}
+
+    short, long, *wrong = rewarded(settings, scores, rows).advantage
+    assert (short - long) / (short + long) == pytest.approx(weight * 2**0.5, rel=1e-3)
+    assert wrong == pytest.approx([-(short + long) / 2] * 2)
+
+
+def test_gdpo_normalises_each_addition_by_itself() -> None:
+    rows = rollouts_of([6, 10, 6, 8], groups=[0, 0, 1, 1])
+    both = config("gdpo", "algorithm.brevity=0.5", "algorithm.overlong_share=0.5")
+    scores, metrics = shaped(both, [1, 1, 1, 1], rows)
+    assert [weight for weight, _ in scores.parts] == [1, 1, 0.5]
+    # The last five tokens are penalised: 0.2, 1, 0.2 and 0.6 of 1.
+    assert scores.parts[1][1] == pytest.approx([-0.2, -1, -0.2, -0.6])
+    assert scores.parts[2][1] == pytest.approx([0.5, -0.5, 0.5, -0.5])
+    assert scores.score == pytest.approx([1.05, -0.25, 1.05, 0.15])
+    assert metrics == {
+        "reward/overlong_penalty/mean": pytest.approx(-0.5), "reward/brevity/mean": 0
+    }  # fmt: skip
+    # Four numbers x, -x, x and -x deviate by x * root(4 / 3).
+    size = 0.75**0.5
+    found = rewarded(both, scores, rows).advantage
+    assert found == pytest.approx([size, -size, size, -size], rel=1e-4)
+
+
+@pytest.mark.parametrize("left_out", [Finish.ABORTED, Finish.LENGTH])
+def test_what_is_no_member_of_its_group_has_no_length_among_it(
+    left_out: Finish,
+) -> None:
+    """The first is the shortest, and scored all the same."""
+    finish = [left_out, Finish.STOP, Finish.STOP]
+    rows = rollouts_of([1, 4, 8], groups=[0, 0, 0], finish=finish)
+    lengths = ("algorithm.brevity=1.0", "algorithm.efficiency=1.0", "algorithm.truncated=drop")  # fmt: skip
+    scores, metrics = shaped(config("grpo", *lengths), [1, 1, 1], rows)
+    # 0.5 of brevity, and 1 - 4 / 6 of efficiency.
+    assert scores.score == pytest.approx([1, 1 + 0.5 + 1 / 3, 1 - 0.5])
+    assert metrics["reward/efficiency/mean"] == pytest.approx(1 / 6)
+
+
+def test_the_greedy_response_of_remax_is_a_member_where_lengths_are_compared() -> None:
+    """With a group of two there would be nothing to compare otherwise."""
+    rows = rollouts_of([2, 6, 6, 2], groups=[0, 0, 1, 1])
+    settings = config("remax", "rollout.group_size=2", "algorithm.brevity=0.5")
+    scores, _ = shaped(settings, [1, 1, 1, 1], rows)
+    assert scores.score == pytest.approx([1.25, 0.75, 0.75, 1.25])
+    # A sample is worth more than the greedy one by its length alone.
+    found = rewarded(settings, scores, rows).advantage
+    assert found == pytest.approx([0.5, 0, -0.5, 0])

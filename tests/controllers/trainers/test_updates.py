@@ -1,0 +1,79 @@
+"""Which rows go into which optimizer step, and onto which rank: whole sequences."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from controllers.compose.composition import compose
+from controllers.trainers.units import assignment_of_units
+from controllers.trainers.updates import LearnerBatch, ModelOutputs, cut_mini_batches
+from tests.algorithms.test_normalised_weights import credit_of
+from tests.rows import rollouts_of
+from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.data.batch import Batch, Int64
+from verl_ray.data.packing import balance
+from verl_ray.data.sharded import Receipt, Sharded
+from workers.model_worker import MiniBatch
+
+TRAJECTORIES = [4, 2, 4, 3, 2, 4, 1, 3]
+LENGTHS = [3, 1, 2, 5, 4, 1, 2, 6]
+
+
+def held(batch: Batch) -> Sharded[Any]:
+    return Sharded.stored(None, Receipt.of(batch))
+
+
+def steps(*changes: str, left_out: int | None = None) -> list[tuple[Int64, MiniBatch]]:
+    config = compose("quickstart", ["algorithm=gspo", *changes])
+    assert isinstance(config, RLConfig)
+    rows = rollouts_of(LENGTHS).replace(trajectory_id=np.array(TRAJECTORIES))
+    credit = credit_of(rows, [each != left_out for each in TRAJECTORIES])
+    outputs = ModelOutputs(None, None, None)
+    batch = LearnerBatch(3, held(rows), held(credit), outputs)
+    return [*cut_mini_batches(config, config.actor, config.algorithm, batch)]
+
+
+def test_a_trajectory_goes_into_one_optimizer_step() -> None:
+    size = "actor.mini_batch_size=2"
+    alone = steps(size)
+    whole = steps(size, "algorithm.sequence=trajectory")
+    order = np.concatenate([rows for rows, _ in alone])
+    assert [len(rows) for rows, _ in alone] == [2, 2, 2, 2]
+    assert [mini_batch.total_rows for _, mini_batch in alone] == [2, 2, 2, 2]
+
+    # Each trajectory is in the step that its first row in the random order has.
+    firsts: dict[int, int] = {}
+    for place, row in enumerate(order):
+        firsts.setdefault(TRAJECTORIES[row], place // 2)
+    numbers = sorted(set(firsts.values()))
+    assert len(whole) == len(numbers)
+    for number, (rows, mini_batch) in zip(numbers, whole, strict=True):
+        expected = [row for row in order if firsts[TRAJECTORIES[row]] == number]
+        assert rows.tolist() == expected
+        assert mini_batch.total_rows == len({TRAJECTORIES[row] for row in rows})
+        assert mini_batch.total_tokens == sum(LENGTHS[row] for row in rows)
+        assert mini_batch.seed[-1] == 2 * number
+
+
+def test_what_is_not_learned_from_is_no_sequence() -> None:
+    ((rows, mini_batch),) = steps(
+        "actor.mini_batch_size=8", "algorithm.sequence=trajectory", left_out=4
+    )
+    assert len(rows) == 8 and mini_batch.total_rows == 3
+    assert mini_batch.total_tokens == sum(LENGTHS) - 3 - 2 - 1
+
+
+@pytest.mark.parametrize("unit", [TRAJECTORIES, list(range(8)), [0] * 8])
+def test_units_are_on_one_rank_each(unit: list[int]) -> None:
+    halves = partial(balance, parts=2)
+    found = assignment_of_units(halves, np.array(LENGTHS), np.array(unit))
+    assert len(found) == 2
+    assert sorted(np.concatenate(found).tolist()) == list(range(8))
+    sets = [{unit[row] for row in rows} for rows in found]
+    assert not sets[0] & sets[1]
+    for rows in found:
+        assert rows.tolist() == sorted(rows.tolist())

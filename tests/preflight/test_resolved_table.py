@@ -1,0 +1,43 @@
+"""The table of what each `auto` became: every key once, as its user would type it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from verl_ray.preflight.resolve import Resolution
+from verl_ray.preflight.resolved_table import print_resolutions
+
+
+def test_roles_that_share_a_value_share_a_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    of_the_gpu = "the fastest that fits the 79 GiB of a GPU"
+    print_resolutions(
+        [
+            Resolution("actor.backend.dtype", "bfloat16", "the run computes on GPUs"),
+            Resolution("critic.backend.dtype", "bfloat16", "the run computes on GPUs"),
+            Resolution("actor.backend.activation_checkpointing", True, of_the_gpu),
+            Resolution("critic.backend.activation_checkpointing", False, of_the_gpu),
+            Resolution("run.threads_per_rank", {"trainers": 8, "engines": 4}, "cores"),
+        ]
+    )
+    title, *lines = capsys.readouterr().out.splitlines()
+    assert title.strip() == "auto: what these settings become here"
+    cells = [re.split(r" {2,}", line.strip()) for line in lines if line.strip()]
+    assert cells[2:] == [
+        ["backend.dtype of", "bfloat16", "the run computes on GPUs"],
+        ["actor, critic"],
+        ["actor.backend.activation_checkpointing", "true", of_the_gpu],
+        ["critic.backend.activation_checkpointing", "false", of_the_gpu],
+        ["run.threads_per_rank", "{trainers: 8, engines:", "cores"],
+        ["4}"],
+    ]
+
+
+def test_nothing_is_printed_where_nothing_was_left_open(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_resolutions([])
+    assert capsys.readouterr().out == ""

@@ -1,0 +1,250 @@
+"""Group baselines: how much better a response was than others to the same prompt.
+
+Functions take one number per row, in NumPy, and loop over no rows.
+
+Invariant: a pure function of its rows. The order of rows changes nothing but the order
+of the result, and nothing is ever divided by a spread that is only rounding.
+Deliberately not here: declarations (`advantages.py`), and what a group is
+(`groups.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from verl_ray.algorithms.groups import GroupMembers
+from verl_ray.data.batch import Int64
+from verl_ray.data.stages import Bool, Float32
+
+RewardPart = tuple[float, Float32]
+"""A weight, and the rewards that it weights: float32 [rows]."""
+
+
+def grpo(
+    rewards: Float32,
+    group: Int64,
+    valid: Bool,
+    *,
+    trajectory: Int64 | None = None,
+    epsilon: float = 1e-6,
+) -> Float32:
+    """(reward - group mean) / (group standard deviation + epsilon).
+
+    Members of a group are trajectories. The reward of one is the sum over its rows, and
+    each of its rows gets its advantage: rewards [0, 1, 0, 0] of trajectories
+    [0, 0, 1, 2] are three members with rewards 1, 0 and 0. A trajectory with a row that
+    is not valid stays out of the statistics, and all of its rows get 0
+    (`groups.complete_trajectories`). The result is exactly 0 in a group of one member,
+    or of rewards that are equal but for rounding. A valid reward that is NaN makes the
+    whole group NaN.
+
+    DeepSeekMath (arXiv:2402.03300), section 4.1.2. The paper leaves the kind of
+    standard deviation open; here it is the sample one (n - 1), as usual in this field.
+    epsilon is an addition: it fades out differences below float32 noise.
+
+    Args:
+        rewards: float32 [rows].
+        group: int64 [rows], the same for all rows of a trajectory.
+        valid: bool [rows]; False: the row has no reward, which may be NaN.
+        trajectory: int64 [rows], or None if every row is a trajectory of its own.
+        epsilon: The addition to the standard deviation.
+
+    Returns:
+        float32 [rows].
+    """
+    groups = GroupMembers(rewards, group, valid, trajectory)
+    return groups.to_rows(groups.deviation / (groups.std + epsilon))
+
+
+def subtract_group_mean(
+    rewards: Float32, group: Int64, valid: Bool, *, trajectory: Int64 | None = None
+) -> Float32:
+    """Reward - group mean; 0 in a group of one member.
+
+    Arguments, members and result are those of `grpo`.
+
+    Dr. GRPO (arXiv:2503.20783, section 3.2): GRPO without the division by the standard
+    deviation. It is also the first half of REINFORCE++-baseline (arXiv:2501.03262),
+    whose second half is algorithm.whiten_advantages.
+    """
+    groups = GroupMembers(rewards, group, valid, trajectory)
+    return groups.to_rows(groups.deviation)
+
+
+def rloo(
+    rewards: Float32, group: Int64, valid: Bool, *, trajectory: Int64 | None = None
+) -> Float32:
+    """Reward - mean reward of the group's other members.
+
+    Arguments, members and result are those of `grpo`.
+
+    RLOO (arXiv:2402.14740), eq. 8. It equals n / (n - 1) * (reward - group mean).
+    Deviation: in a group of one member there are no others, and the advantage is 0
+    rather than the reward.
+    """
+    groups = GroupMembers(rewards, group, valid, trajectory)
+    # n / (n - 1) turns the distance from the mean of all members into the distance from
+    # the mean of the others.
+    others = np.maximum(groups.size - 1, 1)
+    return groups.to_rows(groups.deviation * groups.size / others)
+
+
+def maxrl(
+    rewards: Float32, group: Int64, valid: Bool, *, trajectory: Int64 | None = None
+) -> Float32:
+    """(reward - group mean) / group mean; 0 where the mean is not positive.
+
+    Arguments, members and result are those of `grpo`. With rewards of 0 and 1 the sum
+    over a group weights a prompt by the inverse of its accuracy, so that rare
+    successes count.
+
+    MaxRL (arXiv:2602.02710): a maximum-likelihood objective for rewards of 0 and 1.
+    """
+    groups = GroupMembers(rewards, group, valid, trajectory)
+    # Not `> 0`, which would hide a reward that is NaN.
+    positive = ~(groups.mean <= 0)
+    mean = np.where(positive, groups.mean, 1)
+    return groups.to_rows(np.where(positive, groups.deviation / mean, 0))
+
+
+def opo(
+    rewards: Float32,
+    group: Int64,
+    valid: Bool,
+    *,
+    trajectory: Int64 | None = None,
+    length: Int64,
+) -> Float32:
+    """Reward - mean of the group's rewards, each weighted by its length.
+
+    Arguments, members and result are those of `grpo`. The length of a trajectory is the
+    sum over its rows.
+
+    OPO (arXiv:2505.23585, eq. 9): the baseline of least variance, if the squared norm
+    of a response's gradient grows with its length. It is meant for one update per
+    batch.
+
+    Args:
+        length: int64 [rows], response tokens of each row.
+    """
+    groups = GroupMembers(rewards, group, valid, trajectory)
+    tokens = groups.of_trajectories(length.astype(np.float64))
+    # From the plain mean, so that equal rewards have an advantage of exactly 0.
+    shift = groups.sum(tokens * groups.deviation)
+    shift /= np.maximum(groups.sum(tokens), 1)
+    return groups.to_rows(np.where(groups.is_member, groups.deviation - shift, 0))
+
+
+def pass_at_k(
+    rewards: Float32, group: Int64, valid: Bool, *, trajectory: Int64 | None = None
+) -> Float32:
+    """Best reward of the group - best reward of its other members.
+
+    Arguments, members and result are those of `grpo`. Only the best member of a group
+    has an advantage, its distance from the second best; a tie has none.
+
+    Tang et al. (arXiv:2503.19595, section 3.2): what a member adds to the maximum of
+    its group, with the leave-one-out baseline.
+    """
+    groups = GroupMembers(rewards, group, valid, trajectory)
+    added = np.maximum(groups.reward - groups.best_of_others(), 0)
+    return groups.to_rows(np.where(groups.has_spread & groups.is_member, added, 0))
+
+
+def gpg(
+    rewards: Float32, group: Int64, valid: Bool, *, trajectory: Int64 | None = None
+) -> Float32:
+    """(reward - group mean) * members / members of groups whose rewards differ.
+
+    Arguments, members and result are those of `grpo`. Members are counted over the
+    whole step, so that groups without spread do not make its gradient smaller.
+
+    GPG (arXiv:2504.02546, eqs. 6 and 7). An implementation counts rewards that are not
+    0 instead; here it is the paper's count.
+    """
+    groups = GroupMembers(rewards, group, valid, trajectory)
+    members = float(groups.is_member.sum())
+    informative = float((groups.is_member & groups.has_spread).sum())
+    return groups.to_rows(groups.deviation * (members / max(informative, 1.0)))
+
+
+def lite_ppo(
+    rewards: Float32,
+    group: Int64,
+    valid: Bool,
+    *,
+    trajectory: Int64 | None = None,
+    epsilon: float = 1e-6,
+) -> Float32:
+    """(reward - group mean) / (standard deviation of the step's rewards + epsilon).
+
+    Arguments, members and result are those of `grpo`.
+
+    LitePPO (arXiv:2508.08221, section 4.1): the mean of a group, but the standard
+    deviation over all members of the step, which a group of nearly equal rewards does
+    not make small. It is the sample one (n - 1).
+    """
+    groups = GroupMembers(rewards, group, valid, trajectory)
+    std = groups.std_of_step(groups.reward)
+    return groups.to_rows(groups.deviation / (std + epsilon))
+
+
+def gdpo(
+    rewards: Float32,
+    group: Int64,
+    valid: Bool,
+    *,
+    trajectory: Int64 | None = None,
+    parts: Sequence[RewardPart],
+    epsilon: float = 1e-6,
+) -> Float32:
+    """Sum of the parts, each normalised in its group, over the sum's deviation.
+
+    With a_k = (part k - group mean) / (group standard deviation + epsilon), it is the
+    weighted sum of all a_k, divided by its standard deviation over all members of the
+    step (+ epsilon). Its mean over the step is 0. Arguments, members and result are
+    those of `grpo`, whose result it has, but for that scale, where there is one part.
+
+    GDPO (arXiv:2601.05242): groups whose sums of rewards agree may differ in the parts,
+    and a part of small spread counts as its weight says. Both deviations are sample
+    ones (n - 1), as in `grpo`.
+
+    Args:
+        parts: What `rewards` is the weighted sum of.
+    """
+    groups = GroupMembers(rewards, group, valid, trajectory)
+    total = np.zeros(len(groups.reward))
+    for weight, values in parts:
+        of_part = GroupMembers(values, group, valid, trajectory)
+        total += weight * of_part.deviation / (of_part.std + epsilon)
+
+    return groups.to_rows(total / (groups.std_of_step(total) + epsilon))
+
+
+def remax(
+    rewards: Float32,
+    group: Int64,
+    valid: Bool,
+    *,
+    trajectory: Int64 | None = None,
+    is_greedy: Bool,
+) -> Float32:
+    """Reward - reward of the greedy response to the same prompt.
+
+    Arguments, members and result are those of `grpo`. The greedy response has no
+    advantage, and neither have others where it has no reward.
+
+    ReMax (arXiv:2310.10505, section 3.3), where the greedy response is generated
+    besides one sample; here it is the last of the group, so all others share it.
+
+    Args:
+        is_greedy: bool [rows], one row or trajectory of each group.
+    """
+    groups = GroupMembers(rewards, group, valid, trajectory)
+    greedy = groups.of_trajectories(is_greedy.astype(np.float64)) > 0
+    baseline = groups.sum(np.where(greedy, groups.reward, 0))
+    has_baseline = groups.sum(greedy.astype(np.float64)) > 0
+    learns = groups.is_member & has_baseline & ~greedy
+    return groups.to_rows(np.where(learns, groups.reward - baseline, 0))

@@ -1,0 +1,209 @@
+"""Responses to one prompt as a group, whose members are trajectories.
+
+Invariant: nothing depends on the order of rows, and a spread that is only rounding
+counts as none. Deliberately not here: what baselines make of it
+(`group_baselines.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import cast, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verl_ray.data.batch import Int64
+from verl_ray.data.stages import Bool, Float32
+from verl_ray.ops.masked import RESOLUTION
+
+Float64 = NDArray[np.float64]
+
+
+class GroupMembers:
+    """Trajectories as members of their groups.
+
+    A trajectory is one member, however many rows it has: counting rows would bias the
+    baseline towards trajectories of many turns. Its reward is the sum of what its rows
+    earned, because the reward of an episode is paid once, on one of its rows or in
+    parts. A trajectory that lacks the reward of any of its rows has none, and is no
+    member.
+
+    Attributes:
+        size: float64 [trajectories], number of members of each trajectory's group.
+        is_member: bool [trajectories], whether a trajectory has a reward.
+        reward: float64 [trajectories], sum over the rows that have one.
+        mean: float64 [trajectories], mean reward of each trajectory's group.
+        deviation: float64 [trajectories], reward of each member minus the mean of its
+            group; 0 for a trajectory that is no member.
+        number_of_rows: int64 [rows], the number of each row's trajectory, in the order
+            of their ids.
+        group: int64 [trajectories], the number of each trajectory's group.
+    """
+
+    def __init__(
+        self, rewards: Float32, group: Int64, valid: Bool, trajectory: Int64 | None
+    ) -> None:
+        self.number_of_rows, first_row = _number_trajectories(len(rewards), trajectory)
+        self._count = len(first_row)
+        assert np.array_equal(group[first_row][self.number_of_rows], group), (
+            "the rows of a trajectory answer one prompt"
+        )
+
+        row_rewards = np.where(valid, rewards, 0).astype(np.float64)
+        self.reward = self.of_trajectories(row_rewards)
+        self.is_member: Bool = complete_trajectories(valid, trajectory)[first_row]
+
+        # GroupMembers of trajectories, numbered from 0.
+        _, group_number = np.unique(group[first_row], return_inverse=True)
+        self.group: Int64 = group_number.reshape(-1)
+        self.size = self.sum(np.ones(self._count))
+        self.mean = self.sum(self.reward) / np.maximum(self.size, 1)
+        deviation = np.where(self.is_member, self.reward - self.mean, 0)
+
+        # Sums of float32 parts that should be equal differ in their last digits.
+        is_rounding = self.sum(deviation**2) <= RESOLUTION * self.sum(self.reward**2)
+        self.deviation: Float64 = np.where(is_rounding, 0, deviation)
+
+    def sum(self, values: Float64) -> Float64:
+        """Return the sum over the members of each trajectory's group.
+
+        Args:
+            values: float64 [trajectories].
+
+        Returns:
+            float64 [trajectories].
+        """
+        of_members = np.where(self.is_member, values, 0)
+        return _sums(of_members, self.group, len(values))[self.group]
+
+    @property
+    def std(self) -> Float64:
+        """Sample standard deviation of each trajectory's group (n - 1).
+
+        It is float64 [trajectories], and 0 in a group of one member.
+        """
+        sum_of_squares = self.sum(self.deviation**2)
+        std: Float64 = np.sqrt(sum_of_squares / np.maximum(self.size - 1, 1))
+        return std
+
+    def std_of_step(self, values: Float64) -> float:
+        """Return the sample standard deviation over all members; 0 for fewer than two.
+
+        Args:
+            values: float64 [trajectories].
+        """
+        members = values[self.is_member]
+        return float(members.std(ddof=1)) if len(members) > 1 else 0.0
+
+    @property
+    def has_spread(self) -> Bool:
+        """Whether members of a trajectory's group differ, bool [trajectories]."""
+        # Not `> 0`, which would hide a reward that is NaN.
+        spread: Bool = self.sum(self.deviation**2) != 0
+        return spread
+
+    def best_of_others(self) -> Float64:
+        """Return the best reward of the group's other members.
+
+        Returns:
+            float64 [trajectories]; that of the member itself where there are no others,
+            0 for a trajectory that is no member.
+        """
+        # By group, best first: the second of a group is the best one beside the first.
+        ranked = np.where(self.is_member, self.reward, -np.inf)
+        order = np.lexsort((-ranked, self.group))
+        begins = np.flatnonzero(np.diff(self.group[order], prepend=-1))
+        best = order[begins]
+        second = order[np.minimum(begins + 1, len(order) - 1)]
+
+        others = self.reward[best][self.group]
+        has_others = self.size[best] > 1
+        others[best] = np.where(has_others, self.reward[second], self.reward[best])
+        return np.where(self.is_member, others, 0)
+
+    def of_trajectories(self, row_values: Float64) -> Float64:
+        """Return the sum over the rows of each trajectory, float64 [trajectories].
+
+        Args:
+            row_values: float64 [rows].
+        """
+        return _sums(row_values, self.number_of_rows, self._count)
+
+    def to_rows(self, values: Float64) -> Float32:
+        """Return the value of each row's trajectory, float32 [rows]."""
+        return values[self.number_of_rows].astype(np.float32)
+
+
+@overload
+def is_last_of_group(row_id: int, group_size: int) -> bool: ...
+@overload
+def is_last_of_group(row_id: Int64, group_size: int) -> Bool: ...
+def is_last_of_group(row_id: int | Int64, group_size: int) -> bool | Bool:
+    """Return whether a row is the last of its group, which ReMax decodes greedily.
+
+    Args:
+        row_id: A row id, or int64 [rows].
+        group_size: Rows of a group.
+    """
+    return row_id % group_size == group_size - 1
+
+
+def _number_trajectories(
+    num_rows: int, trajectory: Int64 | None
+) -> tuple[Int64, Int64]:
+    """Number the trajectories consecutively.
+
+    Returns:
+        The number of each row's trajectory, int64 [rows] in [0, trajectories), and the
+        first row of each trajectory, int64 [trajectories].
+    """
+    if trajectory is None:
+        return np.arange(num_rows), np.arange(num_rows)
+
+    _, first_row, number = np.unique(trajectory, return_index=True, return_inverse=True)
+    return number.reshape(-1), first_row
+
+
+def _sums(values: Float64, place: Int64, count: int) -> Float64:
+    """Return the sum of the values at each place, float64 [count]."""
+    sums = np.bincount(place, weights=values, minlength=count)
+    # The stub of bincount says integers, which holds without weights.
+    return cast(Float64, sums)
+
+
+def complete_trajectories(valid: Bool, trajectory: Int64 | None) -> Bool:
+    """Return for each row whether its trajectory has a reward, bool [rows].
+
+    It has one if every row of the trajectory is valid.
+    """
+    number, first_row = _number_trajectories(len(valid), trajectory)
+    invalid_rows = _sums((~valid).astype(np.float64), number, len(first_row))
+    is_complete: Bool = invalid_rows == 0
+    return is_complete[number]
+
+
+def fraction_without_spread(
+    rewards: Float32, group: Int64, valid: Bool, trajectory: Int64 | None = None
+) -> float:
+    """Return the share of groups in which all members have the same reward.
+
+    A group with a single member counts as one of them, and a group without members is
+    left out.
+
+    Args:
+        rewards: float32 [rows].
+        group: Number of each row's group, int64 [rows].
+        valid: Whether a row has a reward, bool [rows].
+        trajectory: Number of each row's trajectory, int64 [rows]; None for one per row.
+
+    Returns:
+        The share; NaN if no group has a member.
+    """
+    groups = GroupMembers(rewards, group, valid, trajectory)
+    # A group counts once, however many members it has.
+    members = groups.is_member / np.maximum(groups.size, 1)
+    num_groups = float(members.sum())
+    if not num_groups:
+        return math.nan
+    return float(members[~groups.has_spread].sum()) / num_groups

@@ -1,0 +1,143 @@
+"""Rewards of lengths: what a response gains or loses by how long it is.
+
+Invariant: pure functions of one number per row, in NumPy. A response that is no
+member of its group gets nothing. Deliberately not here: scores (`verl_ray/rewards`),
+and what becomes of a response that was cut (algorithm.truncated).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from verl_ray.algorithms.declaration import Declaration, by_name
+from verl_ray.algorithms.group_baselines import RewardPart
+from verl_ray.config.algorithm import AlgorithmConfig
+from verl_ray.data.batch import Int64
+from verl_ray.data.stages import Bool, Float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthReward(Declaration):
+    """A reward of the length of a response among those of its group.
+
+    Its name is the key of `algorithm` that holds its weight.
+
+    Attributes:
+        function: Maps (score, valid, length, group), [rows] each, to the reward
+            before its weight, float32 [rows]; 0 where valid is False.
+    """
+
+    function: Callable[[Float32, Bool, Int64, Int64], Float32]
+
+
+def length_rewards(
+    algorithm: AlgorithmConfig,
+    score: Float32,
+    valid: Bool,
+    length: Int64,
+    group: Int64,
+    max_tokens: int,
+) -> dict[str, RewardPart]:
+    """Return the weight of each reward that the configuration asks for, and the reward.
+
+    They are `overlong_penalty`, whose weight is 1, and those of `LENGTH_REWARDS`. None
+    is weighted yet: GDPO normalises rewards before it weights them.
+
+    Args:
+        algorithm: The section `algorithm` of the configuration.
+        score: float32 [rows].
+        valid: bool [rows]; False: the response has no score, or is no member of its
+            group. Its length is not compared, and it gets 0.
+        length: int64 [rows], response tokens.
+        group: int64 [rows], the group of each response.
+        max_tokens: The limit on the length of a response.
+    """
+    parts: dict[str, RewardPart] = {}
+    share = algorithm.overlong_share
+    if share is not None:
+        penalty = overlong_penalty(length, max_tokens, share)
+        parts["overlong_penalty"] = (1.0, np.where(valid, penalty, np.float32(0)))
+    for name, reward in LENGTH_REWARDS.items():
+        weight = getattr(algorithm, name)
+        if weight is not None:
+            parts[name] = (weight, reward.function(score, valid, length, group))
+    return parts
+
+
+def overlong_penalty(length: Int64, max_tokens: int, share: float) -> Float32:
+    """Return 0 up to the last share of the limit, from there linearly down to -1.
+
+    Source: DAPO (arXiv:2503.14476, eq. 13), whose limit is 20,480 tokens, the last
+    4,096 of which are penalised: a share of 0.2.
+    """
+    buffer = share * max_tokens
+    beyond = length - (max_tokens - buffer)
+    return -(beyond / buffer).clip(0, 1).astype(np.float32)
+
+
+def brevity(score: Float32, valid: Bool, length: Int64, group: Int64) -> Float32:
+    """Return 0.5 - (length - shortest) / (longest - shortest), within each group.
+
+    Where the score is not positive, it is at most 0: a wrong response gains nothing by
+    being short. It is 0 where all lengths of a group are equal.
+
+    Source: Kimi k1.5 (arXiv:2501.12599, section 2.3.3), whose right and wrong responses
+    are those of positive and other scores here.
+    """
+    number, count = _numbered(group)
+    shortest = np.full(count, np.inf)
+    longest = np.full(count, -np.inf)
+    np.minimum.at(shortest, number[valid], length[valid])
+    np.maximum.at(longest, number[valid], length[valid])
+
+    spread = (longest - shortest)[number]
+    has_spread = valid & (spread > 0)
+    place = np.where(has_spread, length - shortest[number], 0)
+    reward = 0.5 - place / np.where(has_spread, spread, 1)
+    reward = np.where(score > 0, reward, np.minimum(reward, 0))
+    return np.where(has_spread, reward, 0).astype(np.float32)
+
+
+def efficiency(score: Float32, valid: Bool, length: Int64, group: Int64) -> Float32:
+    """Return score * max(1 - length / mean length of right ones, 0) of right ones.
+
+    Right ones have the best score of their group, if that is positive. So the reward of
+    a right response grows by what it is shorter than the mean, at most by itself, and
+    none becomes smaller.
+
+    Source: "efficiency" of prime-rl's length penalty by tokens
+    (src/prime_rl/orchestrator/algo/advantage.py), whose weight is 1.
+    """
+    number, count = _numbered(group)
+    best = np.full(count, -np.inf)
+    np.maximum.at(best, number[valid], score[valid])
+    right = valid & (score > 0) & (score >= best[number])
+
+    tokens = np.bincount(number[right], weights=length[right], minlength=count)
+    members = np.bincount(number[right], minlength=count)
+    mean = (tokens / np.maximum(members, 1))[number]
+    # Responses of no tokens are all as short as each other.
+    has_mean = right & (mean > 0)
+    saved = np.where(has_mean, 1 - length / np.where(has_mean, mean, 1), 0)
+    gained = np.where(right, score, 0) * saved.clip(min=0)
+    return np.asarray(gained, np.float32)
+
+
+def _numbered(group: Int64) -> tuple[Int64, int]:
+    """Return the number of each row's group from 0, int64 [rows], and their count."""
+    _, number = np.unique(group, return_inverse=True)
+    return number.reshape(-1), int(number.max(initial=-1)) + 1
+
+
+LENGTH_REWARDS = by_name(
+    LengthReward(
+        name="brevity", paper="Kimi k1.5 (arXiv:2501.12599)", function=brevity
+    ),
+    LengthReward(
+        name="efficiency", paper="prime-rl, length penalty", function=efficiency
+    ),
+)
+"""Rewards of lengths within a group, by the keys of their weights."""

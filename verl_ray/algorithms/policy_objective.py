@@ -1,0 +1,250 @@
+"""The objective of the policy: its loss, corrected, with divergence and entropy.
+
+Invariant: that of `objectives.py`. Deliberately not here: the losses themselves, and
+what is decided for a whole mini-batch (`token_selection.py`, `entropy_control.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from verl_ray.algorithms.catalogue import KL_ESTIMATORS
+from verl_ray.algorithms.correction import (
+    BATCH_MEAN,
+    CORRECTION_PREFIX,
+    CorrectionWeights,
+    correction_weights,
+)
+from verl_ray.algorithms.losses import TokenLoss
+from verl_ray.algorithms.mismatch import compare_log_probs, fresh_means
+from verl_ray.algorithms.objectives import LossInputs, required
+from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
+from verl_ray.algorithms.policy_losses import PolicyTokens, importance_ratio
+from verl_ray.config.algorithm import AlgorithmConfig
+from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
+from verl_ray.ops.rows import row_lengths, row_sums
+
+
+def _masked(values: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the values with 0 where the mask is False; None: the mask is all True."""
+    if mask is None:
+        return values
+    return values.where(mask, 0.0)
+
+
+@dataclass(frozen=True)
+class PolicyObjective:
+    """Policy loss, divergence from the reference, and entropy bonus.
+
+    Per token: policy loss + kl_coefficient * KL(policy || reference) -
+    entropy_coefficient * entropy.
+
+    Rows without `old_log_probs` are trained on-policy: the ratio is 1 and only its
+    gradient matters (one update per batch makes the old log-probs equal to the fresh
+    ones).
+
+    With algorithm.correction, where w bounds the ratio to the sampler's policy mu:
+    three_policy: w(pi_old / mu) * ppo_clip(pi / pi_old), the decoupled clipped
+    objective of arXiv:2110.00641. two_policy: ppo_clip(pi / mu), for which w only
+    decides which tokens are left out; or w(pi / mu) * reinforce. Entropy and divergence
+    are not weighted, but a token that is left out has neither.
+
+    Attributes:
+        algorithm: The section `algorithm` of the configuration.
+        temperature: The temperature of sampling.
+        kl_coefficient: The present cost of a nat of divergence.
+        corrects: False: algorithm.correction waits for algorithm.mismatch.
+        entropy_coefficient: The present weight of the entropy; None takes that of the
+            configuration.
+        mean_weight: What the weights of the correction are divided by: with
+            algorithm.correction.normalise, their mean over the mini-batch.
+    """
+
+    algorithm: AlgorithmConfig
+    temperature: float
+    kl_coefficient: float
+    corrects: bool = True
+    entropy_coefficient: float | None = None
+    mean_weight: float = 1.0
+
+    rows_per_unit: ClassVar[int] = 1
+
+    @property
+    def outputs(self) -> RequestedOutputs:
+        return RequestedOutputs(
+            log_probs=True, entropy=True, temperature=self.temperature
+        )
+
+    @property
+    def normalises(self) -> bool:
+        """Whether weights are divided by their mean, which the mini-batch decides."""
+        return self.corrects and self.algorithm.correction.normalise
+
+    def __call__(self, outputs: TokenOutputs, inputs: LossInputs) -> TokenLoss:
+        log_probs = required(outputs.log_probs, "log_probs")
+        entropy = required(outputs.entropy, "entropy")
+
+        policy_loss, mask = self._policy_loss(log_probs, inputs)
+        loss = policy_loss.loss
+        terms = {"actor/pg_loss": loss.detach(), "actor/entropy": entropy.detach()}
+
+        bonus = self.entropy_coefficient
+        if bonus is None:
+            bonus = self.algorithm.entropy_coefficient
+        if bonus:
+            loss = loss - bonus * _masked(entropy, mask)
+
+        if inputs.nll_weight is not None:
+            # VAPO (arXiv:2504.05118, eq. 8).
+            likelihood = -inputs.nll_weight * _masked(log_probs, mask)
+            loss = loss + likelihood
+            terms["actor/positive_nll"] = likelihood.detach()
+
+        metrics = policy_loss.metrics
+        if self.algorithm.kl.place == "loss":
+            divergence, is_bounded = self._divergence(log_probs, inputs, mask)
+            loss = loss + self.kl_coefficient * divergence
+            terms["actor/kl_loss"] = divergence.detach()
+            if is_bounded is not None:
+                metrics = metrics | {"actor/kl_clipfrac": is_bounded}
+
+        return TokenLoss(loss, metrics, policy_loss.maxima, terms)
+
+    def _policy_loss(
+        self, log_probs: Tensor, inputs: LossInputs
+    ) -> tuple[TokenLoss, Tensor | None]:
+        """Return the loss of each token against its old policy, corrected.
+
+        Its metrics always include the mismatch of sampler and trainer, if the rows have
+        the sampler's log-probs.
+
+        Returns:
+            The loss, and a mask of the tokens that bear terms of the loss; None if all
+            of them do.
+        """
+        old = inputs.old_log_probs
+        if old is None:
+            old = log_probs.detach()
+
+        means: dict[str, Tensor] = {}
+        maxima: dict[str, Tensor] = {}
+        if inputs.rollout_log_probs is not None:
+            means, maxima = compare_log_probs(old, inputs.rollout_log_probs, inputs.row)
+            if inputs.is_fresh is not None:
+                means |= fresh_means(means, inputs.is_fresh)
+
+        form = self.algorithm.correction.form if self.corrects else "none"
+        weights = self._correction(form, log_probs, old, inputs)
+        # In the two-policy form the sampler's policy takes the place of the old one.
+        old = self._old_policy(old, inputs)
+
+        choice = POLICY_LOSSES[self.algorithm.policy_loss]
+        advantages = required(inputs.advantages, "advantages")
+        uncorrected: TokenLoss = choice.function(
+            PolicyTokens(log_probs, old, advantages, inputs.row, inputs.selected),
+            **choice.settings(self.algorithm),
+        )
+        loss = uncorrected.loss
+        metrics = uncorrected.metrics | means
+        is_passed_over = self._passed_over(log_probs.detach(), inputs)
+        if is_passed_over is not None:
+            loss = loss.masked_fill(is_passed_over, 0.0)
+            metrics["actor/passed_over"] = is_passed_over.float()
+        if weights is None:
+            return TokenLoss(loss, metrics, maxima), None
+
+        # A two-policy loss with a ratio weights the tokens by itself.
+        if form == "three_policy" or not choice.has_ratio:
+            loss = loss * (weights.weight / self.mean_weight)
+        if self.normalises:
+            of_batch = torch.full_like(weights.weight, self.mean_weight)
+            metrics[f"{CORRECTION_PREFIX}{BATCH_MEAN}"] = of_batch
+        corrected = TokenLoss(
+            _masked(loss, weights.mask),
+            metrics | weights.means,
+            maxima | weights.maxima,
+        )
+        return corrected, weights.mask
+
+    def _passed_over(self, log_probs: Tensor, inputs: LossInputs) -> Tensor | None:
+        """Return where a token does not bear the policy loss, bool [T]; None: nowhere.
+
+        Args:
+            log_probs: Detached log-probs of the policy that learns.
+            inputs: Columns of the rows.
+        """
+        limit = self.algorithm.negative_drift
+        if limit is None:
+            return None if inputs.uncertain is None else inputs.uncertain == 0
+
+        # DeepSeek-V3.2 (arXiv:2512.02556), off-policy sequence masking.
+        sampler = required(inputs.rollout_log_probs, "rollout_log_probs")
+        drift = row_sums(sampler - log_probs, inputs.row) / row_lengths(inputs.row)
+        advantages = required(inputs.advantages, "advantages")
+        has_drifted = (advantages < 0) & (drift > limit)
+        if inputs.uncertain is None:
+            return has_drifted
+        return has_drifted | (inputs.uncertain == 0)
+
+    def _correction(
+        self, form: str, log_probs: Tensor, old: Tensor, inputs: LossInputs
+    ) -> CorrectionWeights | None:
+        """Return the weights of the correction; None if there is none.
+
+        Args:
+            form: The form of the correction.
+            log_probs: Log-probs of the policy that learns.
+            old: Log-probs of the old policy.
+            inputs: Columns of the rows.
+        """
+        if form == "none":
+            return None
+
+        sampler = required(inputs.rollout_log_probs, "rollout_log_probs")
+        # The policy to correct towards.
+        target = log_probs if form == "two_policy" else old
+        correction = self.algorithm.correction
+        return correction_weights(correction, target - sampler, inputs.row)
+
+    def _divergence(
+        self, log_probs: Tensor, inputs: LossInputs, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the divergence from the reference, 0 where the mask is False.
+
+        Returns:
+            The divergence, and where the estimator's bound stands for a larger one;
+            None if it has no bound.
+        """
+        kl = self.algorithm.kl
+        assert kl.estimator is not None, (
+            "the configuration requires one where there is a place"
+        )
+        estimator = KL_ESTIMATORS[kl.estimator]
+        reference = required(inputs.ref_log_probs, "ref_log_probs")
+        # Tokens that are left out are cleared before: at log-probs of -inf, k2 has a
+        # gradient of 0 times infinity.
+        log_probs = _masked(log_probs, mask)
+        divergence: Tensor = estimator.function(log_probs, _masked(reference, mask))
+
+        is_bounded = None
+        if estimator.bound is not None:
+            is_bounded = (divergence.detach() >= estimator.bound).float()
+        if kl.importance_weighted:
+            old = _masked(self._old_policy(log_probs.detach(), inputs), mask)
+            divergence = importance_ratio(log_probs, old) * divergence
+        return divergence, is_bounded
+
+    def _old_policy(self, fresh: Tensor, inputs: LossInputs) -> Tensor:
+        """Return the log-probs of the policy that the loss compares with.
+
+        Args:
+            fresh: Detached log-probs of the policy that learns.
+            inputs: Columns of the rows.
+        """
+        if self.corrects and self.algorithm.correction.form == "two_policy":
+            return required(inputs.rollout_log_probs, "rollout_log_probs")
+        return fresh if inputs.old_log_probs is None else inputs.old_log_probs

@@ -1,0 +1,239 @@
+"""Tokens that a loss treats apart, chosen from the whole mini-batch before it learns.
+
+Scores are made of what is stored: advantages, and log-probs from before the step. So
+the choice depends on neither micro-batches nor ranks, and random numbers follow from a
+seed and the token's place in its row.
+
+Invariant: a choice depends on the tokens that are learned from, and on no other.
+Deliberately not here: what becomes of the chosen tokens (`policy_losses.py`), and sums
+over ranks (`ops/order_statistics.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
+from verl_ray.config.algorithm import AlgorithmConfig
+from verl_ray.data.batch import Int64
+from verl_ray.data.stages import Bool, Credit, Float32, LogProbs, Rollouts
+from verl_ray.errors import DataError
+from verl_ray.ops.order_statistics import (
+    Float64,
+    Total,
+    UInt64,
+    end_of_prefix,
+    keys_of,
+    kth_largest,
+)
+
+UInt32 = NDArray[np.uint32]
+
+
+@dataclass(frozen=True)
+class SelectableTokens:
+    """The tokens of this rank that a mini-batch learns from, [n] each.
+
+    Attributes:
+        advantages: float32.
+        log_probs: float32, of the policy before the step.
+        rollout_log_probs: float32, of the sampler.
+        entropy: float32, of the policy before the step; None if it is not needed.
+        random: uint32, one number per token.
+        total: Sums an array over all ranks.
+    """
+
+    advantages: Float32
+    log_probs: Float32
+    rollout_log_probs: Float32
+    entropy: Float32 | None
+    random: UInt32
+    total: Total
+
+    @property
+    def count(self) -> int:
+        """The number of tokens of all ranks."""
+        return int(self.total(np.array([len(self.advantages)]))[0])
+
+
+@dataclass(frozen=True)
+class Selections:
+    """Columns of a TrainingBatch, float32 [tokens], 1 or 0 each.
+
+    Attributes:
+        selected: The tokens that the policy loss treats apart; None if it chooses none.
+        uncertain: Those of the largest entropy; None if all bear the policy loss.
+    """
+
+    selected: Float32 | None = None
+    uncertain: Float32 | None = None
+
+
+def select_tokens(
+    algorithm: AlgorithmConfig,
+    rows: Rollouts,
+    credit: Credit,
+    advantages: Float32,
+    old: LogProbs | None,
+    seed: Sequence[int],
+    total: Total,
+) -> Selections:
+    """Return where the policy loss treats tokens apart.
+
+    Every rank has to call this.
+
+    Args:
+        algorithm: The section `algorithm` of the configuration.
+        rows: This rank's rows of the mini-batch.
+        credit: Their credit.
+        advantages: float32 [tokens], as the loss sees them.
+        old: Log-probs of the policy before the step.
+        seed: Numbers that name the mini-batch.
+        total: Sums an array over all ranks.
+
+    Raises:
+        DataError: The old log-probs are missing.
+    """
+    if not algorithm.chooses_tokens:
+        return Selections()
+    if old is None:
+        raise DataError(
+            f"{algorithm.policy_loss} or algorithm.entropy_share chooses tokens by what"
+            " the policy before the step says of them, which was not computed"
+        )
+
+    places = np.flatnonzero(rows.response_mask & credit.in_loss[rows.row_of_token])
+    row = rows.row_of_token[places]
+    position = places - rows.offsets[row]
+    tokens = SelectableTokens(
+        advantages[places],
+        old.log_probs[places],
+        rows.rollout_log_probs[places],
+        None if old.entropy is None else old.entropy[places],
+        random_of_tokens(seed, rows.row_id[row], position),
+        total,
+    )
+
+    def column(chosen: Bool) -> Float32:
+        values = np.zeros(rows.num_tokens, np.float32)
+        values[places] = chosen
+        return values
+
+    selected = uncertain = None
+    choice = POLICY_LOSSES[algorithm.policy_loss]
+    if choice.selection is not None:
+        settings = choice.selection_settings(algorithm)
+        selected = column(choice.selection(tokens, **settings))
+    if algorithm.entropy_share is not None:
+        uncertain = column(largest_entropy(tokens, share=algorithm.entropy_share))
+    return Selections(selected, uncertain)
+
+
+def largest_entropy(tokens: SelectableTokens, *, share: float) -> Bool:
+    """Choose the tokens with the largest entropy: a share of all, at least one.
+
+    Source: Wang et al. (arXiv:2506.01939, eq. 4), with a share of 0.2.
+    """
+    assert tokens.entropy is not None, "the log-probs come with entropies"
+    keys = keys_of(tokens.entropy, tokens.random)
+    return _largest(keys, np.ones(len(keys), np.bool_), share, tokens)
+
+
+def smallest_second_moment(tokens: SelectableTokens, *, second_moment: float) -> Bool:
+    """Choose the tokens with the smallest squared log ratios, up to a mean.
+
+    The ratio is that of the policy before the step to the sampler. Those that are not
+    chosen have the largest squares: the fewest that bring the mean of the others down
+    to `second_moment`.
+
+    Source: M2PO (arXiv:2510.01161, algorithm 1), with 0.04.
+    """
+    log_ratio = tokens.log_probs - tokens.rollout_log_probs
+    squares = np.square(log_ratio)
+    keys = keys_of(squares, tokens.random)
+    end = end_of_prefix(keys, squares.astype(np.float64), second_moment, tokens.total)
+    if end is None:
+        return np.ones(len(keys), np.bool_)
+    chosen: Bool = keys < np.uint64(end)
+    return chosen
+
+
+def some_of_covariance(
+    tokens: SelectableTokens, *, cov_share: float, cov_min: float, cov_max: float
+) -> Bool:
+    """Choose tokens at random whose covariance lies between two bounds.
+
+    The covariance of a token is (A - mean A) * (log pi - mean log pi), with means over
+    the mini-batch; as many are chosen as `cov_share` of all tokens, at least one.
+
+    Source: Clip-Cov (arXiv:2505.22617, eqs. 10 and 11), with a share of 2e-4 between 1
+    and 5. Deviation: log-probs are those before the step for each of its updates.
+    """
+    covariance = _covariance(tokens)
+    candidates = (covariance > cov_min) & (covariance < cov_max)
+    # Distinct numbers: the second half of a key is unlikely to repeat as well.
+    keys = tokens.random.astype(np.uint64) << np.uint64(32)
+    keys = keys | _mixed(keys).astype(np.uint32)
+    return _largest(keys, candidates, cov_share, tokens)
+
+
+def largest_covariance(tokens: SelectableTokens, *, cov_share: float) -> Bool:
+    """Choose the tokens with the largest covariance: a share of all, at least one.
+
+    The covariance is that of `some_of_covariance`.
+
+    Source: KL-Cov (arXiv:2505.22617, eqs. 12 and 13), with a share of 2e-4.
+    """
+    keys = keys_of(_covariance(tokens).astype(np.float32), tokens.random)
+    return _largest(keys, np.ones(len(keys), np.bool_), cov_share, tokens)
+
+
+def _covariance(tokens: SelectableTokens) -> Float64:
+    advantages = tokens.advantages.astype(np.float64)
+    log_probs = tokens.log_probs.astype(np.float64)
+    sums = tokens.total(np.array([len(advantages), advantages.sum(), log_probs.sum()]))
+    count = max(sums[0], 1)
+    covariance: Float64 = (advantages - sums[1] / count) * (log_probs - sums[2] / count)
+    return covariance
+
+
+def _largest(
+    keys: UInt64, candidates: Bool, share: float, tokens: SelectableTokens
+) -> Bool:
+    """Return where the candidates with the largest keys are, a share of all tokens."""
+    k = max(int(share * tokens.count), 1)
+    num_candidates = int(tokens.total(np.array([candidates.sum()]))[0])
+    if num_candidates <= k:
+        return candidates
+
+    smallest = kth_largest(keys[candidates], k, tokens.total)
+    chosen: Bool = candidates & (keys >= np.uint64(smallest))
+    return chosen
+
+
+def random_of_tokens(seed: Sequence[int], row: Int64, position: Int64) -> UInt32:
+    """Return a random number per token that its place alone decides, uint32 [n].
+
+    Args:
+        seed: Numbers that name the mini-batch.
+        row: int64 [n], the id of each token's row.
+        position: int64 [n], its place in the row.
+    """
+    state = np.zeros(len(row), np.uint64)
+    for number in seed:
+        state = _mixed(state + np.uint64(number))
+    state = _mixed(state + row.astype(np.uint64))
+    state = _mixed(state + position.astype(np.uint64))
+    return (state >> np.uint64(32)).astype(np.uint32)
+
+
+def _mixed(state: UInt64) -> UInt64:
+    """Return SplitMix64's output of each state (Steele et al., 2014)."""
+    state = state + np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))

@@ -1,0 +1,241 @@
+"""Files in /dev/shm that hold the snapshots of one rank, or a copy of them.
+
+Invariant: a snapshot that can be read is whole, and counts (`snapshot_names.py`). Its
+index exists only while the bytes that it describes do not change. Nothing here needs
+torch, so a process that only copies starts at once. Deliberately not here: the tensors
+(`snapshots.py`), and the way to another node (`verl_ray/cluster/snapshot_transfer.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verl_ray.checkpoint.snapshot_names import SnapshotNames
+from verl_ray.errors import CheckpointError
+
+_NUM_SLOTS = 2
+
+PIECE_BYTES = 16 * 2**20
+"""Largest part of a snapshot that travels to another node at a time."""
+
+Memory = NDArray[np.uint8]
+"""Bytes, uint8 [bytes]."""
+
+
+class SnapshotFiles:
+    """Room for two snapshots, so that the older one stays until the newer is whole."""
+
+    def __init__(self, place: str, names: SnapshotNames) -> None:
+        """Find what is there.
+
+        Args:
+            place: Beginning of the paths of the files.
+            names: Says which of them count.
+        """
+        paths = [Path(f"{place}-{slot}") for slot in range(_NUM_SLOTS)]
+        self._slots = [SnapshotFile(path, names) for path in paths]
+
+    def follow(self, names: SnapshotNames) -> None:
+        """Let others count: the run went back."""
+        for slot in self._slots:
+            slot.names = names
+
+    def steps(self) -> list[int]:
+        """Return the steps of which there is a whole snapshot."""
+        # Another process may have brought one since the last look.
+        for slot in self._slots:
+            slot.look()
+        return [slot.step for slot in self._slots if slot.step is not None]
+
+    def of(self, step: int) -> SnapshotFile:
+        """Return the snapshot of one of the steps."""
+        return next(slot for slot in self._slots if slot.step == step)
+
+    def oldest(self) -> SnapshotFile:
+        """Return the place of the older snapshot, or of none, for a new one."""
+        return min(self._slots, key=lambda slot: slot.step or 0)
+
+    def remove(self) -> None:
+        """Remove the files, and give the memory back."""
+        for slot in self._slots:
+            slot.remove()
+
+
+class SnapshotFile:
+    """A file for the bytes of a snapshot, and one, its index, that describes them."""
+
+    def __init__(self, path: Path, names: SnapshotNames) -> None:
+        self.names = names
+        self._path = path
+        self._index = path.with_name(path.name + "-index")
+        self._memory: Memory | None = None
+        """Memory that this process writes to; None before the first snapshot."""
+        self._file: int | None = None
+        """Number of the file that this memory is of."""
+        self.step: int | None = None
+        """Step of the snapshot; None where there is no whole one."""
+        self.look()
+
+    def look(self) -> None:
+        """Find out which step there is a snapshot of."""
+        self.step = None
+        with contextlib.suppress(OSError), self._index.open("rb") as file:
+            course, step = pickle.load(file)
+            self.step = step if self.names.counts(course, step) else None
+
+    # -------------------------------------------------------------------------- writing
+
+    def reserve(
+        self, nbytes: int, prepare: Callable[[Memory], None] | None = None
+    ) -> Memory:
+        """Return memory of this size in a file of this process; nothing counts now.
+
+        Args:
+            nbytes: The size.
+            prepare: Called with memory that was not returned before.
+
+        Raises:
+            CheckpointError: There is no room.
+        """
+        self.discard()
+        memory, number = self._memory, _file_number(self._path)
+        if memory is not None and len(memory) == nbytes and self._file == number:
+            return memory
+
+        # A process that was killed may still write to its file.
+        self._path.unlink(missing_ok=True)
+        try:
+            descriptor = os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600)
+            try:
+                # The memory is reserved now: without it, a write into the map would be
+                # killed by SIGBUS later.
+                os.posix_fallocate(descriptor, 0, max(nbytes, 1))
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise self._too_small(nbytes, error) from error
+        self._memory = self.read()[:nbytes]
+        self._file = _file_number(self._path)
+        if prepare is not None:
+            prepare(self._memory)
+        return self._memory
+
+    def complete(self, step: int, description: bytes) -> None:
+        """Let the snapshot count, all of whose bytes are written.
+
+        Args:
+            step: Its step.
+            description: Says where its tensors lie.
+
+        Raises:
+            CheckpointError: There is no room.
+        """
+        self._write_index(pickle.dumps((self.names.course, step)) + description)
+
+    def _write_index(self, index: bytes) -> None:
+        partial = self._index.with_name(self._index.name + "-partial")
+        try:
+            partial.write_bytes(index)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise self._too_small(len(index), error) from error
+        partial.rename(self._index)
+        self.look()
+
+    def _too_small(self, nbytes: int, error: OSError) -> CheckpointError:
+        """Give the memory back; return the error that says what lacks room."""
+        self.remove()
+        return CheckpointError(
+            f"a snapshot of {nbytes / 2**20:.0f} MiB cannot be written to"
+            f" {self._path.parent}: {error.strerror}. Enlarge it (in a"
+            " container: --shm-size), or set run.recovery.snapshot_every=0"
+        )
+
+    def discard(self) -> None:
+        """Let the snapshot count no more."""
+        self.step = None
+        self._index.unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Remove both files, and give the memory back."""
+        self.step = None
+        self._memory = None
+        for path in (self._index, self._path):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    # -------------------------------------------------------------------------- reading
+
+    def description(self) -> bytes:
+        """Return what `complete` was given."""
+        with self._index.open("rb") as file:
+            pickle.load(file)
+            return file.read()
+
+    def read(self) -> Memory:
+        """Return the bytes of the file, and perhaps some more."""
+        with self._path.open("r+b") as file:
+            return np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8)
+
+    # --------------------------------------------------------------- to another node
+
+    def pieces(self) -> Iterator[Memory]:
+        """Yield the index with the size, the bytes, and an empty piece.
+
+        Raises:
+            CheckpointError: Another snapshot has taken its place meanwhile.
+        """
+        identity, index = self._identity(), self._index.read_bytes()
+        memory = self.read()
+        yield np.frombuffer(pickle.dumps((index, len(memory))), np.uint8)
+        for start in range(0, len(memory), PIECE_BYTES):
+            yield memory[start : start + PIECE_BYTES]
+            # The receiver has its own copy of the piece before it asks for the next
+            # one. What it has is of this snapshot only if that still counts now.
+            if self._identity() != identity:
+                raise CheckpointError(
+                    "a newer snapshot has taken its place before it was sent"
+                )
+        yield np.empty(0, np.uint8)
+
+    def receive(self, pieces: Iterator[Memory]) -> None:
+        """Write what `pieces` yields elsewhere; it counts once the empty piece is here.
+
+        Raises:
+            CheckpointError: There is no room, or the pieces end too early.
+        """
+        index, nbytes = pickle.loads(next(pieces).tobytes())
+        memory = self.reserve(nbytes)
+        end = 0
+        for piece in pieces:
+            if not len(piece):
+                assert end == nbytes, "the last piece is empty"
+                self._write_index(index)
+                return
+            memory[end : end + len(piece)] = piece
+            end += len(piece)
+        raise CheckpointError(f"{end} of {nbytes} bytes of a snapshot have come")
+
+    def _identity(self) -> tuple[int, int] | None:
+        """Return what no other index has; None without one."""
+        try:
+            status = self._index.stat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns
+
+
+def _file_number(path: Path) -> int | None:
+    """Return the number of a file in its file system; None if it does not exist."""
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return None

@@ -1,0 +1,111 @@
+"""Arguments of a chat template: what it gets besides the messages.
+
+Invariant: the values of a record go before those of the run, and a text among them
+cannot become a special token any more than a message can. Deliberately not here: the
+rendering (`tokenizers.py`), and which messages a record has (`contents.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from functools import partial
+from typing import Any
+
+from verl_ray.config.data import RESERVED_ARGUMENTS, DataFilesConfig
+from verl_ray.config.section import resolved
+from verl_ray.data.field_values import excerpt, require_encodable
+from verl_ray.data.file_formats import Fields
+from verl_ray.data.special_tokens import SpelledTokens
+from verl_ray.errors import DataError
+
+TemplateArguments = Mapping[str, object]
+"""Name of a variable of the template -> its value."""
+
+OF_RECORD = "chat_template_kwargs"
+"""The column of a record with its arguments, as TRL calls it."""
+
+_OF_VERL = "enable_thinking"
+
+
+def arguments_of(fields: Fields, where: str) -> dict[str, object]:
+    """Return what a record gives to the chat template.
+
+    Args:
+        where: The place of the record, for errors.
+
+    Raises:
+        DataError: They are no object, have a name that is not free, or contradict each
+            other.
+    """
+    value = fields.get(OF_RECORD)
+    if value is not None and not isinstance(value, dict):
+        raise DataError(
+            f"{where}: {OF_RECORD} is {excerpt(value)}, expected an object such as"
+            ' {"enable_thinking": false}'
+        )
+    arguments: dict[str, object] = {**(value or {})}
+    require_encodable(arguments, f"{where}, {OF_RECORD}")
+    for name in arguments:
+        if name in RESERVED_ARGUMENTS:
+            raise DataError(
+                f"{where}: {OF_RECORD} has {name!r}, which the run itself gives to the"
+                " chat template; leave it out"
+            )
+
+    thinks = fields.get(_OF_VERL)
+    if thinks is None:
+        return arguments
+    if arguments.setdefault(_OF_VERL, thinks) != thinks:
+        raise DataError(
+            f"{where}: {_OF_VERL} is {thinks}, and {arguments[_OF_VERL]} in {OF_RECORD}"
+            "; leave one of them out"
+        )
+    return arguments
+
+
+def of_run(config: DataFilesConfig) -> dict[str, object]:
+    """Return what a run gives to the template with every record."""
+    day = resolved(config.template_day)
+    of_day = {} if day is None else {"strftime_now": partial(_written, day)}
+    return {**of_day, **config.chat_template_kwargs}
+
+
+def _written(day: str, pattern: str) -> str:
+    """Return the beginning of a day as a template wants the present time."""
+    return datetime.fromisoformat(day).strftime(pattern)
+
+
+def template_arguments(
+    config: DataFilesConfig, of_records: Iterable[TemplateArguments]
+) -> list[dict[str, object]]:
+    """Return what the template gets with each record, in their order.
+
+    Args:
+        of_records: The arguments of the records themselves.
+    """
+    shared = of_run(config)
+    return [{**shared, **of_record} for of_record in of_records]
+
+
+def guarded_arguments(
+    arguments: TemplateArguments, where: str, spelled: SpelledTokens
+) -> dict[str, object]:
+    """Return arguments whose texts are ready for the template.
+
+    Args:
+        where: The name of the record, for errors.
+
+    Raises:
+        DataError: A text spells a special token, which data.special_tokens refuses.
+    """
+    guarded: dict[str, object] = {}
+    for name, value in arguments.items():
+        place = f"{where}, {name}"
+        guarded[name] = value
+        if isinstance(value, str):
+            guarded[name] = spelled.guard(value, place)
+        elif isinstance(value, list | dict):
+            parts: list[Any] = [value]
+            (guarded[name],) = spelled.guard(parts, place)
+    return guarded

@@ -1,0 +1,1 @@
+"""The time model: estimated seconds of a step, by stated assumptions."""

@@ -1,0 +1,91 @@
+"""Python files of users, imported as modules whose names say where the files are.
+
+Such a module is `verl_ray.user_files.PATH`. PATH is the absolute path of the file, with
+dots and what is not ASCII percent-encoded. Whoever unpickles an object of the module
+imports it by that name, so that processes which a user's code starts find it.
+
+Invariant: a file is run once per process, and it is never the module that others import
+by a name of their own: a user's `math.py` must not become the `math` of everybody.
+Deliberately not here: which function of it is meant (`rewards/specs.py`,
+`algorithms/own_functions.py`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from urllib.parse import quote, unquote_to_bytes
+
+from verl_ray.rewards.tracebacks import last_cause, short_traceback
+
+# Only a package has modules inside; none of them is searched in a folder.
+__path__: list[str] = []
+
+_PREFIX = f"{__name__}."
+
+# Frames of an import, which mean nothing to the user.
+_IMPORT_FRAMES = (__file__, "<frozen", importlib.__file__)
+
+
+def run_file(path: Path) -> ModuleType:
+    """Import the file, if this process has not done so yet.
+
+    Its folder is importable from then on.
+
+    Raises:
+        ImportError: The name of the file does not end in `.py`.
+        BaseException: Whatever running the file raises.
+    """
+    path = path.absolute()
+    if path.suffix != ".py":
+        raise ImportError(f"{path.name} does not end in .py")
+    return importlib.import_module(_module_name(path))
+
+
+def _module_name(path: Path) -> str:
+    # A dot would divide the name into those of a package and of a module inside.
+    return _PREFIX + quote(os.fsencode(path)).replace(".", "%2E")
+
+
+class _UserFileFinder:
+    """The entry of `sys.meta_path` that finds a file by the name of its module."""
+
+    def find_spec(
+        self,
+        name: str,
+        _path: Sequence[str] | None = None,
+        _target: ModuleType | None = None,
+        /,
+    ) -> ModuleSpec | None:
+        """Return how the module is loaded; None if it is no user's file."""
+        encoded = name.removeprefix(_PREFIX)
+        file = Path(os.fsdecode(unquote_to_bytes(encoded)))
+        if encoded == name or not file.is_absolute():
+            return None
+
+        # At the end of the path, where no file of the user hides another module.
+        folder = str(file.parent)
+        if folder not in sys.path:
+            sys.path.append(folder)
+        return importlib.util.spec_from_file_location(name, file)
+
+
+sys.meta_path.append(_UserFileFinder())
+
+
+def words_of(error: BaseException, our_files: tuple[str, ...]) -> str:
+    """Return in one line what a user's code raised, and where.
+
+    Args:
+        error: What it raised.
+        our_files: Beginnings of the names of files whose frames mean nothing to the
+            user.
+    """
+    skipped = (*_IMPORT_FRAMES, *our_files)
+    return last_cause(short_traceback(error, skip_files=skipped))
