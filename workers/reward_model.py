@@ -99,6 +99,7 @@ class RewardModelGrader(RewardModelWorker, Grader):
         policy_path: str,
         apply_chat_template: bool,
         special_tokens: SpecialTokens,
+        chat_template: str | None = None,
     ) -> None:
         """Load both tokenizers next to the model.
 
@@ -107,9 +108,11 @@ class RewardModelGrader(RewardModelWorker, Grader):
                 template (data.apply_chat_template).
             special_tokens: What happened to special tokens that the policy's prompts
                 spelled out (data.special_tokens).
+            chat_template: Text of the chat template that replaces the policy's
+                (data.chat_template).
         """
         super().__init__(context, spec)
-        self._policy_tokenizer = load_tokenizer(policy_path)
+        self._policy_tokenizer = load_tokenizer(policy_path, chat_template)
         self._model_tokenizer = load_tokenizer(spec.model_path)
         both_template = apply_chat_template == bool(self._model_tokenizer.chat_template)
         self._shares_tokens = both_template and same_tokens(

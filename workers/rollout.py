@@ -64,6 +64,8 @@ class RolloutSpec:
     until the first weights come."""
     template_arguments: Mapping[str, object] = field(default_factory=dict)
     """Variables of the chat template, for clients outside of the run."""
+    chat_template: str | None = None
+    """Text of the chat template that replaces the model's."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ class RolloutWorker:
                 seed=spec.seed,
                 sleeps=spec.config.freed_by_sleep is not None,
                 lora=spec.lora,
+                chat_template=spec.chat_template,
             )
 
         self.server = RolloutServer(start)
@@ -358,7 +361,7 @@ def start_endpoint(
     port = config.port and config.port + context.rank
     return Endpoint(
         server,
-        load_tokenizer(spec.model_path),
+        load_tokenizer(spec.model_path, spec.chat_template),
         config,
         port=port,
         model=spec.name,
@@ -377,6 +380,7 @@ def start_engine(
     initial_version: int | None = None,
     sleeps: bool = False,
     lora: LoraConfig | None = None,
+    chat_template: str | None = None,
 ) -> RolloutEngine:
     """Start vLLM in this process, which must not have imported it yet."""
     from verl_ray.rollout.vllm_engine import VllmEngine
@@ -397,4 +401,5 @@ def start_engine(
             initial_version=initial_version,
             sleeps=sleeps,
             lora=lora,
+            chat_template=chat_template,
         )

@@ -36,9 +36,9 @@ from verl_ray.cluster.waiting import TICK_S
 from verl_ray.config.rollout import VLLM_BATCHED_REQUESTS, VLLM_BATCHED_TOKENS
 from verl_ray.config.section import resolved
 from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.data.chat_templates import policy_tokenizer
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.stages import Prompts
-from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.rollout.requests import Sampling
 from workers.rollout import Generation
 
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
     with Session.open(config.ray.address, log_dir=log_dir) as session:
         stop_on_signals()
         data = resolve_on(config, ClusterShape.of(session)).data
-        tokenizer = load_tokenizer(config.actor.model.folder)
+        tokenizer = policy_tokenizer(config)
         source = PromptSource(data.train_sets, tokenizer, data, 0)
         prompts = source.next_batch(options.prompts)
 

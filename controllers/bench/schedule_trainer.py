@@ -30,10 +30,10 @@ from controllers.watch.measures import Metrics
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.buffer import Experience, RolloutBuffer
+from verl_ray.data.chat_templates import policy_tokenizer
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Prompts, Rollouts
-from verl_ray.data.tokenizers import load_tokenizer
 from workers.rollout import Generation
 
 _POLL_S = 0.02
@@ -111,7 +111,7 @@ class ScheduleTrainer(Trainer):
             on_gpus=system.has_gpus,
         )
         own_system = replace(system, rollout=replicas)
-        tokenizer = load_tokenizer(config.actor.model.folder)
+        tokenizer = policy_tokenizer(config)
         prompts = PromptSource(config.data.train_sets, tokenizer, config.data, 0)
         super().__init__(config, own_system, prompts, None)
 

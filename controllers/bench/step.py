@@ -40,9 +40,10 @@ from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.arithmetic import ALPHABET, write_arithmetic
 from verl_ray.data.batch import Int64
 from verl_ray.data.buffer import Experience, RolloutBuffer
+from verl_ray.data.chat_templates import policy_tokenizer
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.stages import Rollouts
-from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
+from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.models.tiny import make_tiny_qwen3
 from verl_ray.preflight.findings import INPUTS_COMPLETE
 from verl_ray.profiling.memory import GIB, TreeMemorySampler
@@ -149,7 +150,7 @@ class Bench:
 
     def __init__(self, config: RLConfig, system: System) -> None:
         assert system.rollout is not None
-        tokenizer = load_tokenizer(config.actor.model.folder)
+        tokenizer = policy_tokenizer(config)
         prompts = PromptSource(config.data.train_sets, tokenizer, config.data, 0)
         self._trainer = Trainer(config, system, prompts, None)
         self._producer = RecordingProducer(config, system.rollout, system.graders)

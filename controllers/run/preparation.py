@@ -304,6 +304,7 @@ def supervised_job(
         overlong=config.data.overlong,
         shuffle=config.data.shuffle,
         apply_chat_template=config.data.apply_chat_template,
+        chat_template=config.data.chat_template,
         chat_template_kwargs=config.data.chat_template_kwargs,
         template_day=config.data.template_day,
         special_tokens=config.data.special_tokens,

@@ -24,7 +24,7 @@ from verl_ray.config.roles import ModelRole
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
 from verl_ray.config.section import resolved
-from verl_ray.data.chat_templates import of_run
+from verl_ray.data.chat_templates import of_run, template_of
 from verl_ray.engine.base import EngineSpec
 from verl_ray.preflight.facts import ClusterFacts, facts_of
 from verl_ray.preflight.machine import GpuReport, host_memory_bytes
@@ -336,7 +336,8 @@ def grader_role(
     if model is not None:
         spec = engine_spec(name, model, config)
         has_template = resolved(config.data.apply_chat_template)
-        arguments = (spec, policy, has_template, config.data.special_tokens)
+        of_texts = has_template, config.data.special_tokens, template_of(config.data)
+        arguments = (spec, policy, *of_texts)
         return Role(name, home, RewardModelGrader, arguments)
 
     if grader.as_judge is not None:
@@ -377,6 +378,10 @@ def engine_spec(
         expert_balance=expert_balance,
         schedule_steps=schedule_steps,
         seed=config.run.seed,
+        # The other models keep what they came with.
+        chat_template=template_of(config.data)
+        if name == config.evaluated_role
+        else None,
     )
 
 
@@ -396,4 +401,5 @@ def rollout_spec(config: RolloutTaskConfig) -> RolloutSpec:
         lora,
         config.rollout.freed_by_sleep,
         of_run(config.data),
+        template_of(config.data),
     )

@@ -23,10 +23,10 @@ from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.config.data import DataSet
 from verl_ray.config.tasks.sft import SFTConfig
+from verl_ray.data.chat_templates import policy_tokenizer
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import TrainingBatch
 from verl_ray.data.supervised import SupervisedSource
-from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.tracking.comparison import LOSS, PERPLEXITY, perplexity_of
 from workers.actor import ActorWorker
 from workers.model_worker import UpdateReport
@@ -126,7 +126,7 @@ class SFTTask(SupervisedTask[SFTConfig, Demonstrations]):
     def read(self, *, trains: bool = True) -> Demonstrations:
         """Read the demonstrations, and the held-out rows if there is an evaluation."""
         config = self.config
-        tokenizer = load_tokenizer(config.actor.model.folder)
+        tokenizer = policy_tokenizer(config)
         # The command `evaluate` evaluates whatever run.evaluate_every is.
         evaluates = config.run.evaluate_every > 0 or not trains
 

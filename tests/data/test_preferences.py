@@ -26,6 +26,7 @@ FILES = {
     "columns": None,
     "stream_above_gib": 1.0,
     "overlong": "refuse",
+    "chat_template": None,
     "chat_template_kwargs": {},
     "template_day": None,
     "shuffle": False,

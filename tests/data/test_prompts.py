@@ -41,6 +41,7 @@ def config(**changes: object) -> DataConfig:
         "overlong": "refuse",
         "shuffle": True,
         "apply_chat_template": False,
+        "chat_template": None,
         "chat_template_kwargs": {},
         "template_day": None,
         "special_tokens": "refuse",

@@ -67,6 +67,7 @@ def config(kind: Any, special_tokens: str, chat: bool = True, **more: Any) -> An
         "columns": None,
         "stream_above_gib": 1.0,
         "overlong": "refuse",
+        "chat_template": None,
         "chat_template_kwargs": {},
         "template_day": None,
     }

@@ -48,6 +48,7 @@ def config(**changes: object) -> DataFilesConfig:
         "overlong": "refuse",
         "shuffle": False,
         "apply_chat_template": False,
+        "chat_template": None,
         "chat_template_kwargs": {},
         "template_day": None,
         "special_tokens": "refuse",

@@ -10,11 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from verl_ray.data.encoding import encode
 from verl_ray.data.tokenizers import (
+    CHAT_TEMPLATES,
     character_tokenizer,
+    end_tokens,
     load_tokenizer,
     render,
     require_chat_template,
@@ -105,6 +108,48 @@ def test_chat_template(tmp_path: Path) -> None:
         match=r"0: the chat template refuses the messages .*no system messages",
     ):
         render(tokenizer, conversations, add_generation_prompt=True, where=str)
+
+
+@pytest.mark.parametrize("front", [False, True])
+def test_our_templates_are_for_models_without_one(tmp_path: Path, front: bool) -> None:
+    tokenizer = train_bpe(tmp_path, TEXTS, 280, None)
+    if front:
+        # Every text begins with this token, as Llama's texts do.
+        begin = "<|endoftext|>"
+        tokenizer.bos_token = begin
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single=f"{begin} $A",
+            special_tokens=[(begin, tokenizer.convert_tokens_to_ids(begin))],
+        )
+        tokenizer.save_pretrained(str(tmp_path))
+
+    begin = tokenizer.bos_token if front else ""
+    turns: list[dict[str, object]] = [
+        {"role": "system", "content": "Add."},
+        {"role": "user", "content": "1+1?"},
+    ]
+    answer: dict[str, object] = {"role": "assistant", "content": "2"}
+    opened = {
+        "chatml": "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n"
+        "<|im_start|>assistant\n",
+        "plain": "System:\nAdd.\n\nUser:\n1+1?\n\nAssistant:\n",
+    }
+    closed = {"chatml": "2<|im_end|>\n", "plain": "2<|im_end|>\n\n"}
+    for name, text in CHAT_TEMPLATES.items():
+        dressed = load_tokenizer(tmp_path, text)
+        (asked,) = render(dressed, [turns], add_generation_prompt=True, where=str)
+        assert asked == f"{begin}{opened[name]}"
+        (told,) = render(
+            dressed, [[*turns, answer]], add_generation_prompt=False, where=str
+        )
+        assert told == f"{asked}{closed[name]}"
+        assert end_tokens(dressed) == (dressed.convert_tokens_to_ids("<|im_end|>"),)
+
+    with pytest.raises(
+        DataError, match=r"no token <\|im_start\|> and no token <\|im_e"
+    ):
+        character_tokenizer(tmp_path / "digits", "01")
+        load_tokenizer(tmp_path / "digits", CHAT_TEMPLATES["chatml"])
 
 
 def test_what_a_policy_spells_is_no_special_token(tmp_path: Path) -> None:

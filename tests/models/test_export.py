@@ -10,8 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoTokenizer
 
-from verl_ray.models.export import write_tensors
+from verl_ray.data.tokenizers import CHATML, train_bpe
+from verl_ray.models.export import write_directory, write_tensors
 from verl_ray.models.names import INDEX
 from verl_ray.models.tensor_sources import CheckpointReader
 from verl_ray.weight_sync.manifest import Parameter
@@ -53,6 +55,30 @@ def test_several_files_with_an_index(tmp_path: Path) -> None:
     assert index["metadata"]["total_size"] == 24 + 10 + 32 + 4
     reader = CheckpointReader(str(tmp_path))
     assert all(torch.equal(reader[name], value) for name, value in TENSORS.items())
+
+
+def test_a_template_of_the_run_is_exported_with_the_tokens_that_it_ends_by(
+    tmp_path: Path,
+) -> None:
+    model, folder = tmp_path / "model", tmp_path / "exported"
+    tokenizer = train_bpe(model, ["1+1="], 280, "{{ messages }}")
+    tokenizer.eos_token = "<|endoftext|>"
+    tokenizer.save_pretrained(str(model))
+    settings = {"eos_token_id": tokenizer.eos_token_id, "top_k": 7}
+    (model / "generation_config.json").write_text(json.dumps(settings))
+
+    def configure(directory: Path) -> None:
+        (directory / "config.json").write_text("{}")
+
+    write_directory(
+        folder, configure, PARAMETERS, iter(TENSORS.values()),
+        stem="model", tokenizer_from=model, chat_template=CHATML,
+    )  # fmt: skip
+    assert AutoTokenizer.from_pretrained(folder).chat_template == CHATML
+    ends = sorted(tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"]))
+    written = json.loads((folder / "generation_config.json").read_text())
+    assert written == {"eos_token_id": ends, "top_k": 7}
+    assert load_file(folder / "model.safetensors").keys() == TENSORS.keys()
 
 
 def test_a_writer_that_dies_leaves_no_file_under_its_name(tmp_path: Path) -> None:

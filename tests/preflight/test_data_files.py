@@ -23,7 +23,7 @@ from verl_ray.preflight import data_files, reward_trial
 from verl_ray.preflight.data_files import DataFile, examine_data
 from verl_ray.preflight.file_errors import problem_of
 from verl_ray.preflight.reward_trial import TrialFindings, try_rewards
-from verl_ray.preflight.tokenizer_trial import policy_tokenizer
+from verl_ray.preflight.tokenizer_trial import tried_tokenizer
 
 GOOD = [{"prompt": f"{i} + {i} = ", "answer": str(2 * i)} for i in range(40)]
 ARGUMENTS = "(response, answer, *, prompt, data_source, extra)"
@@ -270,7 +270,7 @@ def test_records_without_answers_are_tried_with_their_prompts(
 
     # The end token counts, so the empty response has one token.
     (found,) = tried(f"{script}:f").trials
-    (length,) = policy_tokenizer(config_of(tokenizer, path))(
+    (length,) = tried_tokenizer(config_of(tokenizer, path))(
         [GOOD[0]["prompt"]], add_special_tokens=False, return_length=True
     )["length"]
     assert (found.own.value, found.empty.value) == (length + 1, 1.0)

@@ -27,9 +27,17 @@ def tokenizer(folder: Path, template: str | None) -> Path:
 
 
 def problems(
-    folder: Path, policy: Path, *overrides: str, messages: bool = False
+    folder: Path,
+    policy: Path,
+    *overrides: str,
+    messages: bool = False,
+    rewards: bool = True,
 ) -> list[Problem]:
-    """Return what is wrong with a run that trains and evaluates on one record."""
+    """Return what is wrong with a run that trains and evaluates on one record.
+
+    Args:
+        rewards: Whether graders are tried as well.
+    """
     record: dict[str, object] = dict(GOOD)
     if messages:
         record["prompt"] = [
@@ -42,7 +50,7 @@ def problems(
     own.append(f"data.validation_path={path}")
     config = settled(compose("grpo", [*own, *overrides]))
     data = examine_data(config)
-    if data.problems:
+    if data.problems or not rewards:
         return data.problems
     return try_rewards(config, data.files).problems
 
@@ -69,6 +77,33 @@ def test_a_template_that_writes_no_question_is_told_once_of_its_model(
     assert (problem.key, problem.value) == ("model.path", str(folder))
     assert problem.rule.startswith(f"its chat template {rule}")
     assert "\n" not in problem.rule
+
+
+def test_a_base_model_takes_messages_by_a_template_of_the_run(tmp_path: Path) -> None:
+    base = tokenizer(tmp_path / "policy", None)
+    refused = problems(tmp_path, base, messages=True)
+    assert {problem.key for problem in refused} == {
+        "data.train_path",
+        "data.validation_path",
+    }
+    for problem in refused:
+        assert "found chat messages, but no chat template" in problem.rule
+        assert "data.chat_template=chatml, plain or a file" in problem.fix
+
+    own = tmp_path / "own.jinja"
+    own.write_text(CHATML)
+    for template in ("plain", "chatml", str(own)):
+        setting = f"data.chat_template={template}"
+        assert problems(tmp_path, base, setting, messages=True, rewards=False) == []
+
+    own.write_text("{% for")
+    for template, says in (
+        (str(own), "the template fails on a plain question: "),
+        (str(tmp_path / "none"), "cannot be read ("),
+    ):
+        (problem,) = problems(tmp_path, base, f"data.chat_template={template}")
+        assert (problem.key, problem.value) == ("data.chat_template", template)
+        assert problem.rule.startswith(says)
 
 
 def test_an_argument_that_the_template_does_not_read_is_told(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ FIXED: tuple[tuple[str, str], ...] = (
     ("data.overlong", _ROWS),
     ("data.shuffle", _ROWS),
     ("data.apply_chat_template", _ROWS),
+    ("data.chat_template", _ROWS),
     ("data.chat_template_kwargs*", _ROWS),
     ("data.template_day", _ROWS),
     ("data.max_prompt_tokens", _ROWS),

@@ -296,6 +296,10 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     ("data.shuffle", "shuffle_dataset"),
     ("data.chat_template_kwargs", "apply_chat_template_kwargs chat_template_kwargs"),
     (
+        "data.chat_template",
+        "custom_chat_template tokenizer_chat_template chat_template_path",
+    ),
+    (
         "'data.chat_template_kwargs={{enable_thinking: false}}' gives it to the chat"
         " template.",
         "enable_thinking",

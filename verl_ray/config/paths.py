@@ -25,6 +25,9 @@ UNKNOWN_PART = "unknown_part"
 
 _PATH = "_path"  # ending of the name of an argument that is a path
 
+NAMED_TEMPLATES = ("chatml", "plain")
+"""Names of our own chat templates (`verl_ray/data/chat_templates.py`)."""
+
 # Values of run.resume that are no path, in any spelling; rules refuse wrong ones.
 _NO_CHECKPOINT = ("auto", "none", "true", "false")
 
@@ -42,6 +45,10 @@ def _local_or_id(path: str) -> str:
     if is_hub_id(path) and not Path(path).parent.is_dir():
         return path
     return _local(path)
+
+
+def _template(path: str) -> str:
+    return path if path in NAMED_TEMPLATES else _local(path)
 
 
 def _checkpoint(path: str) -> str:
@@ -101,6 +108,9 @@ HubPath = Annotated[str, AfterValidator(_local_or_id)]
 
 CheckpointPath = Annotated[str, AfterValidator(_checkpoint)]
 """The path of a checkpoint, or a word that stands for one."""
+
+TemplatePath = Annotated[str, AfterValidator(_template)]
+"""The path of a chat template, or the name of one of ours."""
 
 RewardFunction = Annotated[
     str,

@@ -36,6 +36,7 @@ ADDED: dict[str, Any] = {
     "algorithm.sequence": "row",
     "data.special_tokens": "allow",
     "data.columns": None,
+    "data.chat_template": None,
     "data.chat_template_kwargs": {},
     "data.template_day": "auto",
     "run.total_epochs": None,

@@ -1,4 +1,4 @@
-"""Arguments of a chat template: what it gets besides the messages.
+"""The chat template of a run, and its arguments: what it gets besides the messages.
 
 Invariant: the values of a record go before those of the run, and a text among them
 cannot become a special token any more than a message can. Deliberately not here: the
@@ -10,14 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from verl_ray.config.data import RESERVED_ARGUMENTS, DataFilesConfig
+from verl_ray.config.schema import Config
 from verl_ray.config.section import resolved
 from verl_ray.data.field_values import excerpt, require_encodable
 from verl_ray.data.file_formats import Fields
 from verl_ray.data.special_tokens import SpelledTokens
+from verl_ray.data.tokenizers import CHAT_TEMPLATES, load_tokenizer
 from verl_ray.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 TemplateArguments = Mapping[str, object]
 """Name of a variable of the template -> its value."""
@@ -26,6 +32,37 @@ OF_RECORD = "chat_template_kwargs"
 """The column of a record with its arguments, as TRL calls it."""
 
 _OF_VERL = "enable_thinking"
+
+
+def template_of(config: DataFilesConfig) -> str | None:
+    """Return the text of the chat template that data.chat_template names, or None.
+
+    Raises:
+        DataError: Its file cannot be read.
+    """
+    named = config.chat_template
+    if named is None:
+        return None
+    if named in CHAT_TEMPLATES:
+        return CHAT_TEMPLATES[named]
+    try:
+        return Path(named).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"{named} cannot be read ({error}); set data.chat_template to chatml,"
+            " plain, or the path of a file with a Jinja template"
+        ) from error
+
+
+def policy_tokenizer(config: Config) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that the data are read with, with the run's chat template.
+
+    Raises:
+        ModelError: It cannot be loaded.
+        DataError: The chat template cannot be read, or does not fit the tokenizer.
+    """
+    folder = config.model_roles[config.evaluated_role].model.folder
+    return load_tokenizer(folder, template_of(config.data))
 
 
 def arguments_of(fields: Fields, where: str) -> dict[str, object]:

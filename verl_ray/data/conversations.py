@@ -173,7 +173,8 @@ def _pair(content: Content, where: str) -> tuple[str, str]:
     raise DataError(
         f"{where}: found chat messages, but no chat template is applied"
         " (data.apply_chat_template = false, or the tokenizer has none); expected"
-        " plain texts as prompt and response"
+        " plain texts as prompt and response, or a chat template:"
+        " data.chat_template=chatml, plain or a file"
     )
 
 

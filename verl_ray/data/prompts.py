@@ -244,5 +244,5 @@ def plain_text(prompt: str | list[Message], where: str) -> str:
     raise DataError(
         f"{where}: found chat messages, but no chat template is applied"
         " (data.apply_chat_template = false, or the tokenizer has none); expected"
-        " plain text, or a chat model with data.apply_chat_template=auto"
+        " plain text, or a chat template: data.chat_template=chatml, plain or a file"
     )

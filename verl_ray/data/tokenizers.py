@@ -35,6 +35,22 @@ CHATML = (
 )
 """A chat template: one block per message, ended by the token that ends a generation."""
 
+PLAIN = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}"
+    "Assistant:\n{{ message['content'] }}{{ eos_token }}\n\n"
+    "{% else %}"
+    "{{ message['role'] | capitalize }}:\n{{ message['content'] }}\n\n"
+    "{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:\n{% endif %}"
+)
+"""A chat template of words alone, for a tokenizer without tokens for turns."""
+
+CHAT_TEMPLATES = {"chatml": CHATML, "plain": PLAIN}
+"""Our own chat templates by their names, which `data.chat_template` takes."""
+
+TEMPLATE_FILE = "chat_template.jinja"
+"""File of a chat template in the directory of a tokenizer."""
+
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """Files that hold a vocabulary. A directory of a tokenizer has at least one of them."""
 
@@ -42,12 +58,18 @@ _SHOWN_REASON = 200  # characters of a library's error that an error shows
 _LISTED = 8  # files of a directory that an error lists
 
 
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    path: str | Path, chat_template: str | None = None
+) -> PreTrainedTokenizerBase:
     """Load the tokenizer in a local directory.
+
+    Args:
+        chat_template: The text of the chat template that replaces its own.
 
     Raises:
         ModelError: there is no such directory, or no tokenizer with an end-of-sequence
             token in it.
+        DataError: the tokenizer lacks tokens that `chat_template` writes.
     """
     directory = Path(path)
     if not directory.is_dir():
@@ -79,7 +101,39 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             f"{path}: the tokenizer has no eos_token, by which responses end; set it in"
             " the tokenizer"
         )
+    if chat_template is not None:
+        tokenizer.chat_template = _fitted(chat_template, tokenizer)
     return tokenizer
+
+
+def _fitted(chat_template: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a chat template as it is for this tokenizer.
+
+    A template of ours begins with the token that the tokenizer puts in front of a plain
+    text; any other one is left as it is.
+
+    Raises:
+        DataError: the tokenizer lacks tokens that a template of ours writes.
+    """
+    if chat_template not in CHAT_TEMPLATES.values():
+        return chat_template
+
+    special = [token.content for token in tokenizer.added_tokens_decoder.values()]
+    missing = [
+        token
+        for token in (TURN_START, TURN_END)
+        if token in chat_template and token not in special
+    ]
+    if missing:
+        raise DataError(
+            f"the tokenizer in {tokenizer.name_or_path} has no token"
+            f" {' and no token '.join(missing)}, which this chat template writes; use"
+            " plain, or the path of a template for this tokenizer"
+        )
+
+    first = tokenizer("1")["input_ids"][0]
+    has_front = tokenizer.bos_token_id is not None and first == tokenizer.bos_token_id
+    return f"{{{{ bos_token }}}}{chat_template}" if has_front else chat_template
 
 
 def _read_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
@@ -218,7 +272,7 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
         raise DataError(
             "data.apply_chat_template = true, but the tokenizer in"
             f" {tokenizer.name_or_path} has no chat template; set"
-            " data.apply_chat_template=false, or choose a chat model"
+            " data.apply_chat_template=false, or give it one with data.chat_template"
         )
 
 

@@ -63,6 +63,9 @@ class EngineSpec:
     expert_balance: float | None = None
     """Weight of the experts' balance loss. None means the value in config.json."""
 
+    chat_template: str | None = None
+    """Text of the chat template that replaces the model's as it is exported."""
+
 
 @dataclass(frozen=True)
 class ForwardResult:

@@ -390,6 +390,7 @@ class PackedEngine(Engine):
                 tensors,
                 stem=stem,
                 tokenizer_from=Path(self.spec.model_path),
+                chat_template=self.spec.chat_template,
             )
         else:
             # Gathering a tensor takes all ranks; this one discards its result.

@@ -20,6 +20,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from verl_ray.data.tokenizers import TEMPLATE_FILE, end_tokens, load_tokenizer
 from verl_ray.models.names import TYPE_NAMES
 from verl_ray.profiling.progress import advance
 from verl_ray.weight_sync.manifest import Parameter
@@ -57,6 +58,7 @@ def write_directory(
     *,
     stem: str,
     tokenizer_from: Path,
+    chat_template: str | None = None,
 ) -> None:
     """Write a model directory: configuration, tokenizer and safetensors.
 
@@ -67,6 +69,7 @@ def write_directory(
         tensors: The tensors, in the order of `parameters`.
         stem: Name of the safetensors file without its ending.
         tokenizer_from: The model directory whose tokenizer files are copied.
+        chat_template: Text of the chat template that replaces the one in these files.
     """
     folder.mkdir(parents=True, exist_ok=True)
     configure(folder)
@@ -74,8 +77,33 @@ def write_directory(
     for pattern in COPIED_FILES:
         for file in tokenizer_from.glob(pattern):
             shutil.copy(file, folder / file.name)
+    if chat_template is not None:
+        _replace_template(folder, chat_template)
 
     write_tensors(folder, parameters, tensors, stem=stem)
+
+
+def _replace_template(folder: Path, chat_template: str) -> None:
+    """Give a model directory another chat template, and the tokens that it ends by."""
+    for file in folder.glob("chat_template*"):
+        file.unlink()
+    tokenizer = load_tokenizer(folder, chat_template)
+    (folder / TEMPLATE_FILE).write_text(str(tokenizer.chat_template))
+
+    # A template in there would contradict the file.
+    settings_file = folder / "tokenizer_config.json"
+    if settings_file.is_file():
+        settings = json.loads(settings_file.read_text())
+        settings.pop("chat_template", None)
+        settings_file.write_text(json.dumps(settings, indent=2, ensure_ascii=False))
+
+    # Other programs that generate with the model end a response by these.
+    generation_file = folder / "generation_config.json"
+    generation = {}
+    if generation_file.is_file():
+        generation = json.loads(generation_file.read_text())
+    generation["eos_token_id"] = list(end_tokens(tokenizer))
+    generation_file.write_text(json.dumps(generation, indent=2))
 
 
 def write_tensors(

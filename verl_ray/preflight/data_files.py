@@ -29,7 +29,7 @@ from verl_ray.data.stored_rows import refuse_unstreamable
 from verl_ray.data.supervised import SupervisedSource
 from verl_ray.errors import ConfigError, DataError, OverlongRows, Problem
 from verl_ray.preflight.file_errors import data_problem, problem_of
-from verl_ray.preflight.tokenizer_trial import policy_tokenizer
+from verl_ray.preflight.tokenizer_trial import tried_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -101,7 +101,7 @@ def examine_data(config: Config, *, evaluates: bool = False) -> DataFindings:
         return findings
 
     try:
-        tokenizer = policy_tokenizer(config)
+        tokenizer = tried_tokenizer(config)
     except ConfigError as error:
         findings.problems += error.problems
         return findings

@@ -14,7 +14,9 @@ from pathlib import Path
 
 from verl_ray.checkpoint.store import CheckpointStore
 from verl_ray.config.schema import Config
-from verl_ray.errors import CheckpointError
+from verl_ray.data.chat_templates import template_of
+from verl_ray.data.tokenizers import TEMPLATE_FILE
+from verl_ray.errors import CheckpointError, DataError
 from verl_ray.preflight.gpus import Gpu
 from verl_ray.preflight.machine import Machine
 from verl_ray.preflight.model_files import json_object, made_model
@@ -37,7 +39,7 @@ class ClusterFacts:
     gpus: int
     """Number of GPUs of all nodes together."""
     has_chat_template: bool
-    """Whether the tokenizer of the prompts has a chat template."""
+    """Whether the prompts have a chat template, of their tokenizer or of the run."""
     sent_parameters: int
     """Parameters of the actor that are sent to rollout engines; 0 if none are."""
     checkpoint: str | None
@@ -89,7 +91,7 @@ def facts_of(
     path = config.model_roles[config.evaluated_role].model.folder
     # The tokenizer that a run makes has single characters, and no template.
     is_made = made_model(path, config) is not None
-    has_template = not is_made and has_chat_template(path)
+    has_own = not is_made and has_chat_template(path)
 
     # A task without rollouts sends no weights.
     sent_parameters = 0
@@ -101,7 +103,7 @@ def facts_of(
         nodes=len(cores),
         cores=min(cores, default=1),
         gpus=sum(gpus),
-        has_chat_template=has_template,
+        has_chat_template=has_own or config.data.chat_template is not None,
         sent_parameters=sent_parameters,
         checkpoint=checkpoint,
         learns=learns,
@@ -110,7 +112,7 @@ def facts_of(
         link_bytes_per_s=link_bytes_per_s,
         memory_bytes=memory_bytes,
         shm_free_bytes=shm_free_bytes,
-        template_day=_day_of(config, checkpoint) if _writes_day(path) else None,
+        template_day=_day_of(config, checkpoint) if _writes_day(config, path) else None,
     )
 
 
@@ -156,7 +158,7 @@ def has_chat_template(directory: str) -> bool:
     """
     folder = Path(directory)
     templates = [
-        folder / "chat_template.jinja",
+        folder / TEMPLATE_FILE,
         *folder.glob("additional_chat_templates/*.jinja"),
     ]
     try:
@@ -167,15 +169,26 @@ def has_chat_template(directory: str) -> bool:
     return bool(json_object(folder / "tokenizer_config.json").get("chat_template"))
 
 
-def _writes_day(directory: str) -> bool:
-    """Return whether a chat template in a directory asks for the present time."""
+def _writes_day(config: Config, directory: str) -> bool:
+    """Return whether the chat template of a run asks for the present time.
+
+    Args:
+        directory: Directory of the tokenizer, whose template is used by default.
+    """
+    # A file that cannot be read is reported where models are checked.
+    try:
+        of_run = template_of(config.data)
+        if of_run is not None:
+            return _PRESENT_TIME in of_run
+    except DataError:
+        return False
+
     folder = Path(directory)
-    for pattern in ("chat_template.jinja", "tokenizer_config.json", "*/*.jinja"):
+    for pattern in (TEMPLATE_FILE, "tokenizer_config.json", "*/*.jinja"):
         for file in folder.glob(pattern):
             try:
                 if _PRESENT_TIME in file.read_text():
                     return True
-            # It is reported where models are checked.
             except (OSError, ValueError):
                 continue
     return False

@@ -241,7 +241,9 @@ def _computing_ranks(config: Config, *, learns: bool) -> tuple[int, int]:
     return sum(ranks_by_process.values()), engine_ranks
 
 
-def _apply_chat_template(_: Config, facts: ClusterFacts) -> ValueAndReason:
+def _apply_chat_template(config: Config, facts: ClusterFacts) -> ValueAndReason:
+    if config.data.chat_template is not None:
+        return True, "data.chat_template is set"
     if facts.has_chat_template:
         return True, "the tokenizer has a chat template"
     return False, "the tokenizer has no chat template"

@@ -24,7 +24,7 @@ from verl_ray.preflight.answer_trial import try_answers
 from verl_ray.preflight.data_files import DataFile
 from verl_ray.preflight.tokenizer_trial import (
     model_grader_problems,
-    policy_tokenizer,
+    tried_tokenizer,
 )
 from verl_ray.preflight.trial_requests import pair_of, requests_of
 from verl_ray.profiling.phases import blocking
@@ -179,7 +179,7 @@ def _try(
     """
     # Built-in functions ask for no tokens.
     has_own = None in map(built_in_of, functions.values())
-    tokenizer = policy_tokenizer(config) if has_own else None
+    tokenizer = tried_tokenizer(config) if has_own else None
     assert grader.time_limit_s is not None, "functions have a deadline"
     trials: list[Trial] = []
     failed: set[str] = set()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from verl_ray.config.reward import JudgeReward, SingleReward
 from verl_ray.config.schema import Config
 from verl_ray.config.section import resolved
-from verl_ray.data.chat_templates import TemplateArguments, of_run
+from verl_ray.data.chat_templates import TemplateArguments, of_run, template_of
 from verl_ray.data.field_values import Message
 from verl_ray.data.tokenizers import load_tokenizer, render, strip_special_tokens
 from verl_ray.errors import ConfigError, DataError, ModelError, Problem
@@ -37,7 +37,7 @@ _PROBES: tuple[list[Message], ...] = (
 """Conversations, of which every chat template takes at least one."""
 
 
-def policy_tokenizer(config: Config) -> PreTrainedTokenizerBase:
+def tried_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     """Load the tokenizer that the data are read with, and try its chat template.
 
     Args:
@@ -50,10 +50,14 @@ def policy_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     role = config.evaluated_role
     applies = resolved(config.data.apply_chat_template)
     path = config.model_roles[role].model.folder
-    tokenizer = _tokenizer(role, path, config, applies_template=applies)
+    try:
+        template = template_of(config.data)
+    except DataError as error:
+        raise ConfigError([_template_problem(config, str(error))]) from error
+    tokenizer = _tokenizer(role, path, config, template, applies_template=applies)
     if applies and not tokenizer.chat_template:
         rule = f"the tokenizer in {path} has no chat template"
-        fix = "Set it to false, or take a chat model."
+        fix = "Set it to false, or give it one: data.chat_template=chatml."
         raise ConfigError([Problem("data.apply_chat_template", True, rule, fix)])
     if applies:
         unread = list(_unread_arguments(config, str(tokenizer.chat_template), path))
@@ -75,7 +79,12 @@ def _unread_arguments(config: Config, template: str, path: str) -> Iterator[Prob
 
 
 def _tokenizer(
-    role: str, path: str, config: Config, *, applies_template: bool
+    role: str,
+    path: str,
+    config: Config,
+    template: str | None = None,
+    *,
+    applies_template: bool,
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a role, and try its chat template if it has one.
 
@@ -83,28 +92,40 @@ def _tokenizer(
         role: The role, which is the key of its section.
         path: Directory of its model.
         config: Configuration of the run.
+        template: Text of the chat template that replaces the tokenizer's own.
         applies_template: Whether the run uses the template.
 
     Raises:
-        ConfigError: The tokenizer cannot be loaded, or its template writes no question.
+        ConfigError: The tokenizer cannot be loaded, the template does not fit it, or
+            its template writes no question.
     """
     key = "model.path" if path == config.model.folder else f"{role}.model.path"
     try:
-        tokenizer = load_tokenizer(path)
+        tokenizer = load_tokenizer(path, template)
     except ModelError as error:
         raise ConfigError([problem_of(key, path, error)]) from error
+    except DataError as error:
+        raise ConfigError([_template_problem(config, str(error))]) from error
 
     fault = None
     if applies_template:
         fault = _template_fault(tokenizer, of_run(config.data))
     if fault is not None:
+        if template is not None:
+            raise ConfigError([_template_problem(config, f"the template {fault}")])
         rule = f"its chat template {fault}"
         fix = (
             "Correct the template in its tokenizer_config.json or chat_template.jinja,"
-            " or take another model."
+            " replace it with data.chat_template, or take another model."
         )
         raise ConfigError([Problem(key, path, rule, fix)])
     return tokenizer
+
+
+def _template_problem(config: Config, message: str) -> Problem:
+    """Return what is wrong with the run's own chat template."""
+    value = str(config.data.chat_template)
+    return problem_of("data.chat_template", value, DataError(message))
 
 
 def _template_fault(

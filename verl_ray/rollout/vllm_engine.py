@@ -68,6 +68,7 @@ class VllmEngine(RolloutEngine):
         initial_version: int | None = None,
         sleeps: bool = True,
         lora: LoraConfig | None = None,
+        chat_template: str | None = None,
     ) -> None:
         """Start vLLM on a local model directory.
 
@@ -82,6 +83,8 @@ class VllmEngine(RolloutEngine):
                 weights are not read, and an update must bring weights first.
             sleeps: Whether the engine will free memory; vLLM must know it on a GPU.
             lora: The adapter that updates will bring in addition to the model.
+            chat_template: Text of the chat template that replaces the model's; the
+                tokens that end a response depend on it.
 
         Raises:
             RolloutError: vLLM cannot run this; the error names the key to change.
@@ -112,18 +115,22 @@ class VllmEngine(RolloutEngine):
             sleeps=sleeps,
             lora=lora,
         )
-        self._start_core(model_path, device, make_config)
+        self._start_core(model_path, device, make_config, chat_template)
 
         # Making vLLM's parameters takes long, and most requests sample in the same way.
         cache = functools.lru_cache(_CACHED_SAMPLINGS)
         self._sampling_params = cache(self._make_sampling_params)
 
     def _start_core(
-        self, model_path: str, device: str, make_config: Callable[[], VllmConfig]
+        self,
+        model_path: str,
+        device: str,
+        make_config: Callable[[], VllmConfig],
+        chat_template: str | None,
     ) -> None:
         try:
             vllm_config = make_config()
-            self._end_tokens = end_tokens(load_tokenizer(model_path))
+            self._end_tokens = end_tokens(load_tokenizer(model_path, chat_template))
             self._vocabulary = int(vllm_config.model_config.get_vocab_size())
             self.core = VllmCore(vllm_config)
         except VerlRayError:

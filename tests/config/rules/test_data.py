@@ -25,7 +25,7 @@ CASES = [
         "sft",
     ),
     Case(
-        "template_arguments_are_free",
+        "template_settings_have_a_use",
         f"{OWN} data.apply_chat_template=false +data.chat_template_kwargs.think=false",
         "data.chat_template_kwargs.think",
         "would be ignored: data.apply_chat_template = false",
@@ -33,7 +33,23 @@ CASES = [
         "grpo",
     ),
     Case(
-        "template_arguments_are_free",
+        "template_settings_have_a_use",
+        f"{OWN} data.apply_chat_template=false data.chat_template=plain",
+        "data.chat_template",
+        "would be ignored: data.apply_chat_template = false",
+        "set data.apply_chat_template=auto",
+        "grpo",
+    ),
+    Case(
+        "template_settings_have_a_use",
+        "data.chat_template=plain",
+        "data.chat_template",
+        "the run makes its own problems and model, which have no turns",
+        "Leave it out, or set prepare=null",
+        "quickstart",
+    ),
+    Case(
+        "template_settings_have_a_use",
         f"{OWN} 'data.chat_template_kwargs={{tokenize: true, date_string: 1 May}}'",
         "data.chat_template_kwargs.tokenize",
         "the run itself gives this to the chat template",

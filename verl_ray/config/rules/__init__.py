@@ -19,7 +19,7 @@ from verl_ray.config.rules.backends import (
 )
 from verl_ray.config.rules.data import (
     columns_are_of_fields,
-    template_arguments_are_free,
+    template_settings_have_a_use,
 )
 from verl_ray.config.rules.reward import (
     graders_finish_within_the_stall_limit,
@@ -74,7 +74,7 @@ RULES: tuple[Rule, ...] = (
     run_has_one_length,
     resume_is_a_choice_or_a_path,
     columns_are_of_fields,
-    template_arguments_are_free,
+    template_settings_have_a_use,
     evaluation_has_data,
     evaluation_is_used,
     best_is_measured,

@@ -43,8 +43,20 @@ def columns_are_of_fields(config: Config, _: OverriddenKeys) -> Iterator[Problem
         yield from column_problems(key, columns, row_format.kind)
 
 
-def template_arguments_are_free(config: Config, _: OverriddenKeys) -> Iterator[Problem]:
-    """Yield a problem for each argument of the chat template without a use."""
+def template_settings_have_a_use(
+    config: Config, _: OverriddenKeys
+) -> Iterator[Problem]:
+    """Yield a problem for each setting of the chat template without a use."""
+    template = config.data.chat_template
+    if template is not None and config.data.apply_chat_template is False:
+        rule = "this setting would be ignored: data.apply_chat_template = false"
+        fix = "Leave it out, or set data.apply_chat_template=auto."
+        yield Problem("data.chat_template", template, rule, fix)
+    elif template is not None and config.preparation is not None:
+        rule = "the run makes its own problems and model, which have no turns"
+        fix = "Leave it out, or set prepare=null with a model and data of yours."
+        yield Problem("data.chat_template", template, rule, fix)
+
     for name, value in config.data.chat_template_kwargs.items():
         key = f"data.chat_template_kwargs.{name}"
         if name in RESERVED_ARGUMENTS:
