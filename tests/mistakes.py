@@ -174,6 +174,17 @@ def _of_keys_and_values(inputs: Inputs) -> list[Mistake]:
             "actor.optimizer.schedule=cosine",
         ),
         ("overlap in one placement", "schedule=one_step_off", "Use placement=separate"),
+        (
+            "a chat template that is not there",
+            "data.chat_template=chatlm",
+            "set data.chat_template to chatml",
+        ),
+        ("a chat template of other tokens", "data.chat_template=chatml", "Use plain"),
+        (
+            "a day that nothing writes",
+            "data.template_day=2026-01-31",
+            "which could write the day",
+        ),
         ("older tokens alone", "rollout.staleness=1", "choose schedule=carry_over"),
         ("a key of before", "rollout.in_flight=8", "is now rollout.concurrency"),
     ]

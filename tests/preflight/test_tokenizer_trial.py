@@ -118,6 +118,20 @@ def test_an_argument_that_the_template_does_not_read_is_told(tmp_path: Path) -> 
     assert (problem.key, problem.value) == ("data.chat_template_kwargs.tune", "loud")
     assert problem.rule.endswith(f"the chat template in {folder} does not read tune")
 
+    # Neither has a use without a template, or with one that does not write the day.
+    base = tokenizer(tmp_path / "base", None)
+    day = "data.template_day=2026-01-31"
+    thinks = "data.chat_template_kwargs={tone: calm}"
+    (problem,) = problems(tmp_path, folder, day)
+    assert (problem.key, problem.value) == ("data.template_day", "2026-01-31")
+    assert problem.rule.endswith(f"{folder} does not write the day")
+    of_none, of_day = problems(tmp_path, base, day, thinks)
+    assert (of_none.key, of_day.key) == (
+        "data.chat_template_kwargs.tone",
+        "data.template_day",
+    )
+    assert "no chat template is applied, which could read tone" in of_none.rule
+
 
 JUDGE = ("reward=judge", "reward.max_response_tokens=8")
 

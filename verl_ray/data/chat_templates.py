@@ -31,6 +31,9 @@ TemplateArguments = Mapping[str, object]
 OF_RECORD = "chat_template_kwargs"
 """The column of a record with its arguments, as TRL calls it."""
 
+PRESENT_TIME = "strftime_now"
+"""The function that a template writes the day with."""
+
 _OF_VERL = "enable_thinking"
 
 
@@ -104,7 +107,7 @@ def arguments_of(fields: Fields, where: str) -> dict[str, object]:
 def of_run(config: DataFilesConfig) -> dict[str, object]:
     """Return what a run gives to the template with every record."""
     day = resolved(config.template_day)
-    of_day = {} if day is None else {"strftime_now": partial(_written, day)}
+    of_day = {} if day is None else {PRESENT_TIME: partial(_written, day)}
     return {**of_day, **config.chat_template_kwargs}
 
 

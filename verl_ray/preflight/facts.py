@@ -14,15 +14,13 @@ from pathlib import Path
 
 from verl_ray.checkpoint.store import CheckpointStore
 from verl_ray.config.schema import Config
-from verl_ray.data.chat_templates import template_of
+from verl_ray.data.chat_templates import PRESENT_TIME, template_of
 from verl_ray.data.tokenizers import TEMPLATE_FILE
 from verl_ray.errors import CheckpointError, DataError
 from verl_ray.preflight.gpus import Gpu
 from verl_ray.preflight.machine import Machine
 from verl_ray.preflight.model_files import json_object, made_model
 from verl_ray.preflight.model_sizes import model_size
-
-_PRESENT_TIME = "strftime_now"
 
 UNKNOWN_MACHINE = Machine(cores=1, gpus=0, memory_bytes=0, shm_free_bytes=0)
 """What is assumed of a cluster of which nothing is known yet."""
@@ -179,7 +177,7 @@ def _writes_day(config: Config, directory: str) -> bool:
     try:
         of_run = template_of(config.data)
         if of_run is not None:
-            return _PRESENT_TIME in of_run
+            return PRESENT_TIME in of_run
     except DataError:
         return False
 
@@ -187,7 +185,7 @@ def _writes_day(config: Config, directory: str) -> bool:
     for pattern in (TEMPLATE_FILE, "tokenizer_config.json", "*/*.jinja"):
         for file in folder.glob(pattern):
             try:
-                if _PRESENT_TIME in file.read_text():
+                if PRESENT_TIME in file.read_text():
                     return True
             except (OSError, ValueError):
                 continue

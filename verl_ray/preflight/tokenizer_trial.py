@@ -16,7 +16,12 @@ from typing import TYPE_CHECKING
 from verl_ray.config.reward import JudgeReward, SingleReward
 from verl_ray.config.schema import Config
 from verl_ray.config.section import resolved
-from verl_ray.data.chat_templates import TemplateArguments, of_run, template_of
+from verl_ray.data.chat_templates import (
+    PRESENT_TIME,
+    TemplateArguments,
+    of_run,
+    template_of,
+)
 from verl_ray.data.field_values import Message
 from verl_ray.data.tokenizers import load_tokenizer, render, strip_special_tokens
 from verl_ray.errors import ConfigError, DataError, ModelError, Problem
@@ -59,23 +64,33 @@ def tried_tokenizer(config: Config) -> PreTrainedTokenizerBase:
         rule = f"the tokenizer in {path} has no chat template"
         fix = "Set it to false, or give it one: data.chat_template=chatml."
         raise ConfigError([Problem("data.apply_chat_template", True, rule, fix)])
-    if applies:
-        unread = list(_unread_arguments(config, str(tokenizer.chat_template), path))
-        if unread:
-            raise ConfigError(unread)
+    unread = list(_unread_arguments(config, tokenizer))
+    if unread:
+        raise ConfigError(unread)
     return tokenizer
 
 
-def _unread_arguments(config: Config, template: str, path: str) -> Iterator[Problem]:
-    """Yield a problem for each argument that a chat template does not mention."""
+def _unread_arguments(
+    config: Config, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[Problem]:
+    """Yield a problem for each argument that the chat template does not mention."""
+    text, named = "", "no chat template is applied, which could"
+    if resolved(config.data.apply_chat_template):
+        text = str(tokenizer.chat_template)
+        place = config.data.chat_template or tokenizer.name_or_path
+        named = f"the chat template in {place} does not"
+
     for name, value in config.data.chat_template_kwargs.items():
-        if name not in template:
-            rule = (
-                f"this setting would be ignored: the chat template in {path} does not"
-                f" read {name}"
-            )
+        if name not in text:
+            rule = f"this setting would be ignored: {named} read {name}"
             fix = "Leave it out, or correct its name."
             yield Problem(f"data.chat_template_kwargs.{name}", value, rule, fix)
+
+    day = resolved(config.data.template_day)
+    if day is not None and PRESENT_TIME not in text:
+        rule = f"this setting would be ignored: {named} write the day"
+        fix = "Leave it out, and it is auto."
+        yield Problem("data.template_day", day, rule, fix)
 
 
 def _tokenizer(
