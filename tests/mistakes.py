@@ -177,7 +177,7 @@ def _of_keys_and_values(inputs: Inputs) -> list[Mistake]:
         (
             "a chat template that is not there",
             "data.chat_template=chatlm",
-            "set data.chat_template to chatml",
+            "Set it to chatml, plain or the path of a file",
         ),
         ("a chat template of other tokens", "data.chat_template=chatml", "Use plain"),
         (

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.config.reward import JudgeReward
+from verl_ray.data.chat_templates import TemplateArguments
 from verl_ray.data.stages import Finish, Rollouts, Scores
 from verl_ray.data.tokenizers import load_tokenizer, strip_special_tokens
 from verl_ray.errors import DataError
@@ -38,8 +39,19 @@ class JudgeWorker(Grader):
     """One replica of a judge. Its role is the key of its section."""
 
     def __init__(
-        self, context: WorkerContext, config: JudgeReward, policy_path: str, seed: int
+        self,
+        context: WorkerContext,
+        config: JudgeReward,
+        policy_path: str,
+        seed: int,
+        template_arguments: TemplateArguments | None = None,
     ) -> None:
+        """Start the judge's engine.
+
+        Args:
+            template_arguments: What the run gives to the judge's chat template.
+        """
+        self._template_arguments = template_arguments or {}
         self._role = context.role
         self._config = config
         self._seed = seed
@@ -116,7 +128,9 @@ class JudgeWorker(Grader):
     def _question_tokens(self, texts: list[str]) -> list[Tokens | Score]:
         """Each question in the judge's tokens, or the reason why it cannot be sent."""
         try:
-            questions = question_tokens(texts, self._judge_tokenizer, self._role)
+            questions = question_tokens(
+                texts, self._judge_tokenizer, self._role, self._template_arguments
+            )
             return [self._fit_or_failure(tokens) for tokens in questions]
         except DataError as error:
             if len(texts) == 1:

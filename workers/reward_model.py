@@ -21,6 +21,7 @@ from verl_ray.cluster.context import WorkerContext
 from verl_ray.config.data import SpecialTokens
 from verl_ray.config.section import resolved
 from verl_ray.data.batch import Ragged, offsets_of
+from verl_ray.data.chat_templates import TemplateArguments
 from verl_ray.data.contents import Content
 from verl_ray.data.conversations import tokenize
 from verl_ray.data.field_values import Message, as_messages
@@ -100,6 +101,7 @@ class RewardModelGrader(RewardModelWorker, Grader):
         apply_chat_template: bool,
         special_tokens: SpecialTokens,
         chat_template: str | None = None,
+        template_arguments: TemplateArguments | None = None,
     ) -> None:
         """Load both tokenizers next to the model.
 
@@ -110,8 +112,10 @@ class RewardModelGrader(RewardModelWorker, Grader):
                 spelled out (data.special_tokens).
             chat_template: Text of the chat template that replaces the policy's
                 (data.chat_template).
+            template_arguments: What the run gives to the model's own chat template.
         """
         super().__init__(context, spec)
+        self._template_arguments = template_arguments
         self._policy_tokenizer = load_tokenizer(policy_path, chat_template)
         self._model_tokenizer = load_tokenizer(spec.model_path)
         both_template = apply_chat_template == bool(self._model_tokenizer.chat_template)
@@ -184,7 +188,11 @@ class RewardModelGrader(RewardModelWorker, Grader):
 
     def _retemplate(self, rows: Rollouts) -> Ragged:
         return retemplate(
-            rows, self._policy_tokenizer, self._model_tokenizer, self._special_tokens
+            rows,
+            self._policy_tokenizer,
+            self._model_tokenizer,
+            self._special_tokens,
+            self._template_arguments,
         )
 
     def _too_long(self, length: int) -> Score:
@@ -200,6 +208,7 @@ def retemplate(
     policy_tokenizer: PreTrainedTokenizerBase,
     model_tokenizer: PreTrainedTokenizerBase,
     special_tokens: SpecialTokens,
+    template_arguments: TemplateArguments | None = None,
 ) -> Ragged:
     """Write prompt and response of each row in another tokenizer's tokens, int32.
 
@@ -210,6 +219,7 @@ def retemplate(
 
     Args:
         special_tokens: What happens to those that a prompt spells out.
+        template_arguments: What the run gives to the other chat template.
 
     Raises:
         DataError: the template refuses a prompt, or `model_tokenizer` has no tokens for
@@ -239,6 +249,8 @@ def retemplate(
         apply_chat_template=chat,
         special_tokens=special_tokens,
         responses="last",
+        may_drop_reasoning=True,
+        arguments=[template_arguments or {}] * len(contents),
     )
     # A response that was cut has not written the end of its turn.
     return _without_last_token(tokens, rows.finish != Finish.STOP)

@@ -24,7 +24,7 @@ from verl_ray.config.roles import ModelRole
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
 from verl_ray.config.section import resolved
-from verl_ray.data.chat_templates import of_run, template_of
+from verl_ray.data.chat_templates import day_of_run, of_run, template_of
 from verl_ray.engine.base import EngineSpec
 from verl_ray.preflight.facts import ClusterFacts, facts_of
 from verl_ray.preflight.machine import GpuReport, host_memory_bytes
@@ -331,17 +331,18 @@ def grader_role(
 ) -> Role[Any]:
     """Return one component of the reward role, in the process set `home`."""
     policy = config.actor.model.folder
+    day = day_of_run(config.data)
 
     model = config.model_roles.get(name)
     if model is not None:
         spec = engine_spec(name, model, config)
         has_template = resolved(config.data.apply_chat_template)
         of_texts = has_template, config.data.special_tokens, template_of(config.data)
-        arguments = (spec, policy, *of_texts)
+        arguments = (spec, policy, *of_texts, day)
         return Role(name, home, RewardModelGrader, arguments)
 
     if grader.as_judge is not None:
-        return Role(name, home, JudgeWorker, (grader, policy, config.run.seed))
+        return Role(name, home, JudgeWorker, (grader, policy, config.run.seed, day))
     return Role(name, home, RewardWorker, (grader, policy))
 
 

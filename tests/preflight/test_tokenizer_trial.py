@@ -10,7 +10,7 @@ import pytest
 from controllers.compose.composition import compose
 from tests.preflight.configs import settled
 from verl_ray.data.tokenizers import CHATML, train_bpe
-from verl_ray.errors import Problem
+from verl_ray.errors import ConfigError, Problem
 from verl_ray.preflight.data_files import examine_data
 from verl_ray.preflight.reward_trial import try_rewards
 
@@ -97,13 +97,14 @@ def test_a_base_model_takes_messages_by_a_template_of_the_run(tmp_path: Path) ->
         assert problems(tmp_path, base, setting, messages=True, rewards=False) == []
 
     own.write_text("{% for")
-    for template, says in (
-        (str(own), "the template fails on a plain question: "),
-        (str(tmp_path / "none"), "cannot be read ("),
-    ):
-        (problem,) = problems(tmp_path, base, f"data.chat_template={template}")
-        assert (problem.key, problem.value) == ("data.chat_template", template)
-        assert problem.rule.startswith(says)
+    (problem,) = problems(tmp_path, base, f"data.chat_template={own}")
+    assert (problem.key, problem.value) == ("data.chat_template", "str '{% for'")
+    assert problem.rule.startswith("the template fails on a plain question: ")
+    with pytest.raises(ConfigError, match="No such file or directory") as refusal:
+        problems(tmp_path, base, "data.chat_template=chatlm")
+    (problem,) = refusal.value.problems
+    assert problem.key == "data.chat_template"
+    assert problem.fix.startswith("Set it to chatml, plain or the path of a file")
 
 
 def test_an_argument_that_the_template_does_not_read_is_told(tmp_path: Path) -> None:
@@ -120,8 +121,12 @@ def test_an_argument_that_the_template_does_not_read_is_told(tmp_path: Path) -> 
 
     # Neither has a use without a template, or with one that does not write the day.
     base = tokenizer(tmp_path / "base", None)
+    dated = tokenizer(tmp_path / "dated", f"{CHATML}{{{{ strftime_now('%d') }}}}")
     day = "data.template_day=2026-01-31"
     thinks = "data.chat_template_kwargs={tone: calm}"
+    assert problems(tmp_path, dated, day, rewards=False) == []
+    plain = "data.apply_chat_template=false"
+    assert problems(tmp_path, dated, plain, rewards=False) == []
     (problem,) = problems(tmp_path, folder, day)
     assert (problem.key, problem.value) == ("data.template_day", "2026-01-31")
     assert problem.rule.endswith(f"{folder} does not write the day")

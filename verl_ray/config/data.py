@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from verl_ray.config.paths import HubPath, TemplatePath
+from verl_ray.config.paths import ChatTemplate, HubPath
 from verl_ray.config.section import (
     Auto,
     NonNegativeFloat,
@@ -141,11 +141,11 @@ class DataFilesConfig(Section):
     """Whether prompts go through the chat template; auto = if the tokenizer has one, or
     chat_template gives one."""
     chat_template: Annotated[
-        TemplatePath | None, Field(examples=["chatml", "plain", "template.jinja"])
+        ChatTemplate | None, Field(examples=["chatml", "plain", "template.jinja"])
     ]
     """Chat template in place of the tokenizer's, with which the model is exported:
-    chatml and plain are ours, anything else is the path of a file. null = the
-    tokenizer's."""
+    chatml and plain are ours, anything else is the path of a file, of which the run
+    keeps the text. null = the tokenizer's."""
     chat_template_kwargs: Annotated[
         dict[str, Any], Field(examples=["{enable_thinking: false}"])
     ]

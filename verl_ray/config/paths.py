@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
@@ -26,7 +27,9 @@ UNKNOWN_PART = "unknown_part"
 _PATH = "_path"  # ending of the name of an argument that is a path
 
 NAMED_TEMPLATES = ("chatml", "plain")
-"""Names of our own chat templates (`verl_ray/data/chat_templates.py`)."""
+"""Names of our own chat templates (`verl_ray/data/tokenizers.py`)."""
+
+_BEGINS_JINJA = re.compile(r"\{[{%]")
 
 # Values of run.resume that are no path, in any spelling; rules refuse wrong ones.
 _NO_CHECKPOINT = ("auto", "none", "true", "false")
@@ -47,8 +50,22 @@ def _local_or_id(path: str) -> str:
     return _local(path)
 
 
-def _template(path: str) -> str:
-    return path if path in NAMED_TEMPLATES else _local(path)
+def _template(value: str) -> str:
+    # A configuration that was written down holds the text.
+    if value in NAMED_TEMPLATES or _BEGINS_JINJA.search(value):
+        return value
+    path = _local(value)
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        fault = None if _BEGINS_JINJA.search(text) else "no Jinja template"
+    except (OSError, UnicodeDecodeError) as error:
+        fault = getattr(error, "strerror", None) or "not UTF-8"
+    if fault is not None:
+        names = ", ".join(NAMED_TEMPLATES)
+        fix = f"Set it to {names} or the path of a file with a Jinja template."
+        context = {"rule": f"{path}: {fault}", "fix": fix}
+        raise PydanticCustomError(UNKNOWN_PART, "{rule}", context)
+    return text
 
 
 def _checkpoint(path: str) -> str:
@@ -109,8 +126,9 @@ HubPath = Annotated[str, AfterValidator(_local_or_id)]
 CheckpointPath = Annotated[str, AfterValidator(_checkpoint)]
 """The path of a checkpoint, or a word that stands for one."""
 
-TemplatePath = Annotated[str, AfterValidator(_template)]
-"""The path of a chat template, or the name of one of ours."""
+ChatTemplate = Annotated[str, AfterValidator(_template)]
+"""The name of a chat template of ours, or the text of another one, which is given as
+the path of its file."""
 
 RewardFunction = Annotated[
     str,

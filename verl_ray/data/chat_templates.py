@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_ray.config.data import RESERVED_ARGUMENTS, DataFilesConfig
 from verl_ray.config.schema import Config
 from verl_ray.config.section import resolved
 from verl_ray.data.field_values import excerpt, require_encodable
-from verl_ray.data.file_formats import Fields
+from verl_ray.data.file_formats import Fields, without_nulls
 from verl_ray.data.special_tokens import SpelledTokens
 from verl_ray.data.tokenizers import CHAT_TEMPLATES, load_tokenizer
 from verl_ray.errors import DataError
@@ -38,23 +37,9 @@ _OF_VERL = "enable_thinking"
 
 
 def template_of(config: DataFilesConfig) -> str | None:
-    """Return the text of the chat template that data.chat_template names, or None.
-
-    Raises:
-        DataError: Its file cannot be read.
-    """
+    """Return the text of the chat template of a run; None if it is the tokenizer's."""
     named = config.chat_template
-    if named is None:
-        return None
-    if named in CHAT_TEMPLATES:
-        return CHAT_TEMPLATES[named]
-    try:
-        return Path(named).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"{named} cannot be read ({error}); set data.chat_template to chatml,"
-            " plain, or the path of a file with a Jinja template"
-        ) from error
+    return None if named is None else CHAT_TEMPLATES.get(named, named)
 
 
 def policy_tokenizer(config: Config) -> PreTrainedTokenizerBase:
@@ -62,7 +47,7 @@ def policy_tokenizer(config: Config) -> PreTrainedTokenizerBase:
 
     Raises:
         ModelError: It cannot be loaded.
-        DataError: The chat template cannot be read, or does not fit the tokenizer.
+        DataError: The chat template does not fit the tokenizer.
     """
     folder = config.model_roles[config.evaluated_role].model.folder
     return load_tokenizer(folder, template_of(config.data))
@@ -78,7 +63,8 @@ def arguments_of(fields: Fields, where: str) -> dict[str, object]:
         DataError: They are no object, have a name that is not free, or contradict each
             other.
     """
-    value = fields.get(OF_RECORD)
+    # Arrow gives each record the arguments of all others, with nulls.
+    value = without_nulls(fields.get(OF_RECORD))
     if value is not None and not isinstance(value, dict):
         raise DataError(
             f"{where}: {OF_RECORD} is {excerpt(value)}, expected an object such as"
@@ -96,6 +82,12 @@ def arguments_of(fields: Fields, where: str) -> dict[str, object]:
     thinks = fields.get(_OF_VERL)
     if thinks is None:
         return arguments
+    # A template compares it with false, and a .csv holds texts.
+    if not isinstance(thinks, bool):
+        raise DataError(
+            f"{where}: {_OF_VERL} is {excerpt(thinks)}, expected true or false; write"
+            " it as .jsonl or Parquet, or in chat_template_kwargs"
+        )
     if arguments.setdefault(_OF_VERL, thinks) != thinks:
         raise DataError(
             f"{where}: {_OF_VERL} is {thinks}, and {arguments[_OF_VERL]} in {OF_RECORD}"
@@ -106,9 +98,13 @@ def arguments_of(fields: Fields, where: str) -> dict[str, object]:
 
 def of_run(config: DataFilesConfig) -> dict[str, object]:
     """Return what a run gives to the template with every record."""
+    return {**day_of_run(config), **config.chat_template_kwargs}
+
+
+def day_of_run(config: DataFilesConfig) -> dict[str, object]:
+    """Return what a run gives to every template, those of its graders included."""
     day = resolved(config.template_day)
-    of_day = {} if day is None else {PRESENT_TIME: partial(_written, day)}
-    return {**of_day, **config.chat_template_kwargs}
+    return {} if day is None else {PRESENT_TIME: partial(_written, day)}
 
 
 def _written(day: str, pattern: str) -> str:

@@ -47,6 +47,7 @@ def tokenize(
     apply_chat_template: bool,
     special_tokens: SpecialTokens,
     responses: Literal["all", "last"],
+    may_drop_reasoning: bool = False,
     arguments: Sequence[TemplateArguments] | None = None,
 ) -> tuple[Ragged, Bool]:
     """Turn contents into rows of prompt and response; a row ends with a response.
@@ -59,6 +60,8 @@ def tokenize(
         special_tokens: What happens to special tokens that a content spells out.
         responses: Which turns of the assistant are responses: all that are learned,
             or only the last message, to which all others are then the prompt.
+        may_drop_reasoning: Whether the chat template may leave out the reasoning of a
+            response; it is refused otherwise.
         arguments: What the chat template gets with each content.
 
     Returns:
@@ -87,7 +90,13 @@ def tokenize(
             require_chat_template(tokenizer)
             of_rows = [arguments[row] for row in answered] if arguments else None
             others = _tokenize_chat(
-                guarded, places, tokenizer, spelled, responses, of_rows
+                guarded,
+                places,
+                tokenizer,
+                spelled,
+                responses,
+                of_rows,
+                may_drop_reasoning=may_drop_reasoning,
             )
         else:
             others = _tokenize_text(guarded, places, tokenizer, spelled)
@@ -163,8 +172,10 @@ def _tokenize_text(
 
 
 def _ended(text: str, ends: Sequence[str]) -> str:
-    """Return a text with a token behind it that ends a response, if it has none."""
-    return text if text.endswith(tuple(ends)) else text + ends[0]
+    """Return a text up to the token that ends a response, which is added if need be."""
+    # Some templates write a line break behind the end of a turn.
+    written = text.rstrip()
+    return written if written.endswith(tuple(ends)) else text + ends[0]
 
 
 def _pair(content: Content, where: str) -> tuple[str, str]:
@@ -188,6 +199,8 @@ def _tokenize_chat(
     spelled: SpelledTokens,
     responses: Literal["all", "last"],
     arguments: Sequence[TemplateArguments] | None,
+    *,
+    may_drop_reasoning: bool,
 ) -> tuple[Ragged, Bool]:
     conversations = [_conversation(content) for content in contents]
     answers = _answers(conversations, responses)
@@ -223,7 +236,7 @@ def _tokenize_chat(
         answer = str(messages[row][index]["content"])
         written = _Written(opening, closings[number], answer, answer_where(number))
         response = written.response(ends, tokenizer)
-        if responses == "all":
+        if not may_drop_reasoning:
             written.require_reasoning(response)
         turns.append(Turn(row, opening[len(text_so_far) :], response))
         text_so_far = opening + response

@@ -263,19 +263,19 @@ def without_added_nulls(fields: Fields) -> Fields:
 def _messages_without_nulls(value: object) -> object:
     """Return a value in which chat messages, wherever they are, have no nulls."""
     if is_messages(value):
-        return _without_nulls(value)
+        return without_nulls(value)
     if isinstance(value, dict):
         return {name: _messages_without_nulls(part) for name, part in value.items()}
     return value
 
 
-def _without_nulls(value: object) -> object:
+def without_nulls(value: object) -> object:
     """Return a value whose objects, at every depth, lack the fields that are null."""
     if isinstance(value, dict):
         items = value.items()
-        return {name: _without_nulls(part) for name, part in items if part is not None}
+        return {name: without_nulls(part) for name, part in items if part is not None}
     if isinstance(value, list):
-        return [_without_nulls(part) for part in value]
+        return [without_nulls(part) for part in value]
     return value
 
 

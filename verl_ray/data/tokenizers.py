@@ -78,7 +78,7 @@ def load_tokenizer(
             " directory"
         )
 
-    if not any((directory / name).exists() for name in VOCABULARY_FILES):
+    if not has_vocabulary(directory):
         present = sorted(entry.name for entry in directory.iterdir())
         listed = ", ".join(present[:_LISTED]) or "nothing"
         raise ModelError(
@@ -106,6 +106,11 @@ def load_tokenizer(
     return tokenizer
 
 
+def has_vocabulary(directory: Path) -> bool:
+    """Return whether a directory has a file that holds a vocabulary."""
+    return any((directory / name).exists() for name in VOCABULARY_FILES)
+
+
 def _fitted(chat_template: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a chat template as it is for this tokenizer.
 
@@ -118,11 +123,11 @@ def _fitted(chat_template: str, tokenizer: PreTrainedTokenizerBase) -> str:
     if chat_template not in CHAT_TEMPLATES.values():
         return chat_template
 
-    special = [token.content for token in tokenizer.added_tokens_decoder.values()]
+    added = [token.content for token in tokenizer.added_tokens_decoder.values()]
     missing = [
         token
         for token in (TURN_START, TURN_END)
-        if token in chat_template and token not in special
+        if token in chat_template and token not in added
     ]
     if missing:
         raise DataError(
@@ -131,8 +136,8 @@ def _fitted(chat_template: str, tokenizer: PreTrainedTokenizerBase) -> str:
             " plain, or the path of a template for this tokenizer"
         )
 
-    first = tokenizer("1")["input_ids"][0]
-    has_front = tokenizer.bos_token_id is not None and first == tokenizer.bos_token_id
+    around = tokenizer("")["input_ids"]
+    has_front = around[:1] == [tokenizer.bos_token_id]
     return f"{{{{ bos_token }}}}{chat_template}" if has_front else chat_template
 
 
@@ -276,6 +281,14 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
+def applied_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the chat template that is applied, of several the default; "" if none."""
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    return str(template or "")
+
+
 _PARTS_OF_TURNS = ("tool_calls", "reasoning_content")
 """Parts of an assistant's turn that only some templates write."""
 
@@ -313,7 +326,7 @@ def render(
     Raises:
         DataError: the template fails on a conversation.
     """
-    template = str(tokenizer.chat_template)
+    template = applied_template(tokenizer)
     unwritten = [name for name in _PARTS_OF_TURNS if name not in template]
     texts = []
     for index, conversation in enumerate(conversations):
@@ -339,13 +352,13 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the tokens that end a response, in ascending order.
 
     They are the tokenizer's eos_token; those of generation_config.json beside it, or of
-    config.json where there is no such file; and the special token that its chat
-    template writes behind an answer. All tasks use these, rollouts included.
+    config.json where there is no such file; and the added token that its chat template
+    writes behind an answer. All tasks use these, rollouts included.
 
     Raises:
         ModelError: a file beside the tokenizer is no JSON.
     """
-    ends = {int(tokenizer.eos_token_id)} | _configured_ends(tokenizer)
+    ends = {int(tokenizer.eos_token_id)} | configured_ends(tokenizer)
     written = _end_in_template(tokenizer)
     if written is not None:
         ends.add(written)
@@ -359,7 +372,7 @@ def end_names(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     return tuple({str(tokenizer.eos_token): None, **dict.fromkeys(names)})
 
 
-def _configured_ends(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+def configured_ends(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Return the end tokens that the files of a model name."""
     # A tokenizer that was not loaded has no directory.
     if not tokenizer.name_or_path:
@@ -380,7 +393,7 @@ def _configured_ends(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 
 
 def _end_in_template(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the special token that the chat template writes behind an answer."""
+    """Return the added token that the chat template writes behind an answer."""
     if not tokenizer.chat_template:
         return None
     question: Message = {"role": "user", "content": "1 + 1 = ?"}
@@ -397,10 +410,11 @@ def _end_in_template(tokenizer: PreTrainedTokenizerBase) -> int | None:
         return None
 
     behind = text.rpartition("two")[2].lstrip()
+    # Some models have the tokens of their turns as plain added ones.
     added = tokenizer.added_tokens_decoder.items()
-    special = {token.content: index for index, token in added if token.special}
-    names = [name for name in special if behind.startswith(name)]
-    return special[max(names, key=len)] if names else None
+    numbers = {token.content: index for index, token in added}
+    names = [name for name in numbers if name and behind.startswith(name)]
+    return numbers[max(names, key=len)] if names else None
 
 
 def _save(

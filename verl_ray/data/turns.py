@@ -97,15 +97,23 @@ def _pieces(
     """Return the pieces of all rows, and those of what is before each response.
 
     The first ones are three for each turn: the context up to its last special token,
-    the rest of it, and the response. The others are that token and that rest.
+    the rest of it, and the response. The others are that token and that rest. A context
+    without a special token stands behind the one that ended the response before it.
     """
     pieces: list[str] = []
     openings: list[str] = []
+    row, ended_by = -1, ""
     for turn in turns:
         start, end = spelled.last_special(turn.context)
         rest = turn.context[end:]
+        anchor = turn.context[start:end]
+        if not anchor and turn.row == row:
+            anchor = ended_by
         pieces += [turn.context[:end], rest, turn.response]
-        openings += [turn.context[start:end], rest]
+        openings += [anchor, rest]
+
+        start, end = spelled.last_special(turn.response)
+        row, ended_by = turn.row, turn.response[start:end]
     return pieces, openings
 
 

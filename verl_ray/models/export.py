@@ -20,7 +20,13 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from verl_ray.data.tokenizers import TEMPLATE_FILE, end_tokens, load_tokenizer
+from verl_ray.data.tokenizers import (
+    TEMPLATE_FILE,
+    configured_ends,
+    end_tokens,
+    has_vocabulary,
+    load_tokenizer,
+)
 from verl_ray.models.names import TYPE_NAMES
 from verl_ray.profiling.progress import advance
 from verl_ray.weight_sync.manifest import Parameter
@@ -77,33 +83,43 @@ def write_directory(
     for pattern in COPIED_FILES:
         for file in tokenizer_from.glob(pattern):
             shutil.copy(file, folder / file.name)
-    if chat_template is not None:
-        _replace_template(folder, chat_template)
+    if has_vocabulary(tokenizer_from):
+        _write_turns(folder, tokenizer_from, chat_template)
 
     write_tensors(folder, parameters, tensors, stem=stem)
 
 
-def _replace_template(folder: Path, chat_template: str) -> None:
-    """Give a model directory another chat template, and the tokens that it ends by."""
-    for file in folder.glob("chat_template*"):
-        file.unlink()
-    tokenizer = load_tokenizer(folder, chat_template)
-    (folder / TEMPLATE_FILE).write_text(str(tokenizer.chat_template))
+def _write_turns(folder: Path, tokenizer_from: Path, chat_template: str | None) -> None:
+    """Give an exported directory the chat template of the run, and its end tokens.
 
-    # A template in there would contradict the file.
-    settings_file = folder / "tokenizer_config.json"
-    if settings_file.is_file():
-        settings = json.loads(settings_file.read_text())
-        settings.pop("chat_template", None)
-        settings_file.write_text(json.dumps(settings, indent=2, ensure_ascii=False))
+    Args:
+        tokenizer_from: The model's directory, whose files have been copied.
+        chat_template: Text of the template; None if the copied one stays.
+    """
+    tokenizer = load_tokenizer(tokenizer_from, chat_template)
+    if chat_template is not None:
+        for file in folder.glob("chat_template*"):
+            file.unlink()
+        template = str(tokenizer.chat_template)
+        (folder / TEMPLATE_FILE).write_text(template, encoding="utf-8")
 
-    # Other programs that generate with the model end a response by these.
-    generation_file = folder / "generation_config.json"
-    generation = {}
-    if generation_file.is_file():
-        generation = json.loads(generation_file.read_text())
-    generation["eos_token_id"] = list(end_tokens(tokenizer))
-    generation_file.write_text(json.dumps(generation, indent=2))
+        # A template in there would contradict the file.
+        settings_file = folder / "tokenizer_config.json"
+        if settings_file.is_file():
+            _change_json(settings_file, chat_template=None)
+
+    # Other programs that generate with the model end a response by these alone.
+    ends = end_tokens(tokenizer)
+    if not set(ends) <= configured_ends(tokenizer):
+        _change_json(folder / "generation_config.json", eos_token_id=list(ends))
+
+
+def _change_json(path: Path, **changes: object) -> None:
+    """Change settings in a JSON file, which may be absent; None takes one out."""
+    settings = json.loads(path.read_text()) if path.is_file() else {}
+    settings |= changes
+    present = {name: value for name, value in settings.items() if value is not None}
+    path.write_text(json.dumps(present, indent=2, ensure_ascii=False))
 
 
 def write_tensors(

@@ -7,6 +7,7 @@ Deliberately not here: what follows from the facts (`resolve.py`).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -16,7 +17,7 @@ from verl_ray.checkpoint.store import CheckpointStore
 from verl_ray.config.schema import Config
 from verl_ray.data.chat_templates import PRESENT_TIME, template_of
 from verl_ray.data.tokenizers import TEMPLATE_FILE
-from verl_ray.errors import CheckpointError, DataError
+from verl_ray.errors import CheckpointError
 from verl_ray.preflight.gpus import Gpu
 from verl_ray.preflight.machine import Machine
 from verl_ray.preflight.model_files import json_object, made_model
@@ -110,7 +111,7 @@ def facts_of(
         link_bytes_per_s=link_bytes_per_s,
         memory_bytes=memory_bytes,
         shm_free_bytes=shm_free_bytes,
-        template_day=_day_of(config, checkpoint) if _writes_day(config, path) else None,
+        template_day=_day_of(config, checkpoint) if writes_day(config) else None,
     )
 
 
@@ -167,29 +168,37 @@ def has_chat_template(directory: str) -> bool:
     return bool(json_object(folder / "tokenizer_config.json").get("chat_template"))
 
 
-def _writes_day(config: Config, directory: str) -> bool:
-    """Return whether the chat template of a run asks for the present time.
+def writes_day(config: Config) -> bool:
+    """Return whether a chat template that a run applies asks for the present time.
 
     Args:
-        directory: Directory of the tokenizer, whose template is used by default.
+        config: Configuration of the run, with `auto` or without.
     """
-    # A file that cannot be read is reported where models are checked.
-    try:
-        of_run = template_of(config.data)
-        if of_run is not None:
-            return PRESENT_TIME in of_run
-    except DataError:
-        return False
+    graders = config.graders.values()
+    roles = [grader.as_judge or grader.as_model_role for grader in graders]
+    applied = [_template_in(role.model.folder) for role in roles if role is not None]
+    if config.data.apply_chat_template:
+        folder = config.model_roles[config.evaluated_role].model.folder
+        applied.append(template_of(config.data) or _template_in(folder))
+    return any(PRESENT_TIME in template for template in applied)
 
+
+def _template_in(directory: str) -> str:
+    """Return the chat template that is applied with a tokenizer; "" if none is found.
+
+    A file that cannot be read is reported where models are checked.
+    """
     folder = Path(directory)
-    for pattern in (TEMPLATE_FILE, "tokenizer_config.json", "*/*.jinja"):
-        for file in folder.glob(pattern):
-            try:
-                if PRESENT_TIME in file.read_text():
-                    return True
-            except (OSError, ValueError):
-                continue
-    return False
+    with contextlib.suppress(OSError, ValueError):
+        text = (folder / TEMPLATE_FILE).read_text(encoding="utf-8")
+        if text:
+            return text
+    template = json_object(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(template, list):
+        named = [each for each in template if isinstance(each, dict)]
+        of_name = {each.get("name"): each.get("template") for each in named}
+        template = of_name.get("default")
+    return template if isinstance(template, str) else ""
 
 
 def _day_of(config: Config, checkpoint: str | None) -> str:

@@ -17,14 +17,21 @@ from verl_ray.config.reward import JudgeReward, SingleReward
 from verl_ray.config.schema import Config
 from verl_ray.config.section import resolved
 from verl_ray.data.chat_templates import (
-    PRESENT_TIME,
     TemplateArguments,
+    day_of_run,
     of_run,
     template_of,
 )
-from verl_ray.data.field_values import Message
-from verl_ray.data.tokenizers import load_tokenizer, render, strip_special_tokens
+from verl_ray.data.field_values import Message, excerpt
+from verl_ray.data.tokenizers import (
+    CHAT_TEMPLATES,
+    applied_template,
+    load_tokenizer,
+    render,
+    strip_special_tokens,
+)
 from verl_ray.errors import ConfigError, DataError, ModelError, Problem
+from verl_ray.preflight.facts import writes_day
 from verl_ray.preflight.file_errors import problem_of
 from verl_ray.rewards.health import Score
 from verl_ray.rewards.judge import Judgement, question_tokens
@@ -55,11 +62,7 @@ def tried_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     role = config.evaluated_role
     applies = resolved(config.data.apply_chat_template)
     path = config.model_roles[role].model.folder
-    try:
-        template = template_of(config.data)
-    except DataError as error:
-        raise ConfigError([_template_problem(config, str(error))]) from error
-    tokenizer = _tokenizer(role, path, config, template, applies_template=applies)
+    tokenizer = _tokenizer(role, path, config, applies_template=applies)
     if applies and not tokenizer.chat_template:
         rule = f"the tokenizer in {path} has no chat template"
         fix = "Set it to false, or give it one: data.chat_template=chatml."
@@ -76,8 +79,10 @@ def _unread_arguments(
     """Yield a problem for each argument that the chat template does not mention."""
     text, named = "", "no chat template is applied, which could"
     if resolved(config.data.apply_chat_template):
-        text = str(tokenizer.chat_template)
-        place = config.data.chat_template or tokenizer.name_or_path
+        text = applied_template(tokenizer)
+        place = tokenizer.name_or_path
+        if config.data.chat_template is not None:
+            place = "data.chat_template"
         named = f"the chat template in {place} does not"
 
     for name, value in config.data.chat_template_kwargs.items():
@@ -87,19 +92,14 @@ def _unread_arguments(
             yield Problem(f"data.chat_template_kwargs.{name}", value, rule, fix)
 
     day = resolved(config.data.template_day)
-    if day is not None and PRESENT_TIME not in text:
+    if day is not None and not writes_day(config):
         rule = f"this setting would be ignored: {named} write the day"
         fix = "Leave it out, and it is auto."
         yield Problem("data.template_day", day, rule, fix)
 
 
 def _tokenizer(
-    role: str,
-    path: str,
-    config: Config,
-    template: str | None = None,
-    *,
-    applies_template: bool,
+    role: str, path: str, config: Config, *, applies_template: bool
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a role, and try its chat template if it has one.
 
@@ -107,7 +107,6 @@ def _tokenizer(
         role: The role, which is the key of its section.
         path: Directory of its model.
         config: Configuration of the run.
-        template: Text of the chat template that replaces the tokenizer's own.
         applies_template: Whether the run uses the template.
 
     Raises:
@@ -115,6 +114,10 @@ def _tokenizer(
             its template writes no question.
     """
     key = "model.path" if path == config.model.folder else f"{role}.model.path"
+    # A grader is asked in its own way.
+    is_policy = role == config.evaluated_role
+    template = template_of(config.data) if is_policy else None
+    arguments = of_run(config.data) if is_policy else day_of_run(config.data)
     try:
         tokenizer = load_tokenizer(path, template)
     except ModelError as error:
@@ -124,14 +127,15 @@ def _tokenizer(
 
     fault = None
     if applies_template:
-        fault = _template_fault(tokenizer, of_run(config.data))
+        fault = _template_fault(tokenizer, arguments)
     if fault is not None:
         if template is not None:
             raise ConfigError([_template_problem(config, f"the template {fault}")])
         rule = f"its chat template {fault}"
+        instead = ", replace it with data.chat_template" if is_policy else ""
         fix = (
-            "Correct the template in its tokenizer_config.json or chat_template.jinja,"
-            " replace it with data.chat_template, or take another model."
+            "Correct the template in its tokenizer_config.json or chat_template.jinja"
+            f"{instead}, or take another model."
         )
         raise ConfigError([Problem(key, path, rule, fix)])
     return tokenizer
@@ -139,7 +143,8 @@ def _tokenizer(
 
 def _template_problem(config: Config, message: str) -> Problem:
     """Return what is wrong with the run's own chat template."""
-    value = str(config.data.chat_template)
+    named = str(config.data.chat_template)
+    value = named if named in CHAT_TEMPLATES else excerpt(named)
     return problem_of("data.chat_template", value, DataError(message))
 
 
@@ -202,7 +207,8 @@ def model_grader_problems(
 
     for request in requests if judge is not None else ():
         assert judge is not None, "only a judge is tried on requests"
-        problem = _question_problem(key, judge, request, tokenizer)
+        day = day_of_run(config.data)
+        problem = _question_problem(key, judge, request, tokenizer, day)
         if problem is not None:
             yield problem
             return
@@ -213,6 +219,7 @@ def _question_problem(
     judge: JudgeReward,
     request: ScoreRequest,
     tokenizer: PreTrainedTokenizerBase,
+    arguments: TemplateArguments,
 ) -> Problem | None:
     """Return why a judge cannot be sent a question, with a response or without."""
     judgement = Judgement(judge)
@@ -226,7 +233,7 @@ def _question_problem(
             rule = f"it fails on {source}: {question.detail}"
             return Problem(f"{key}.template", judge.template, rule, fix)
         try:
-            (tokens,) = question_tokens([question], tokenizer, key)
+            (tokens,) = question_tokens([question], tokenizer, key, arguments)
         except DataError as error:
             fix = "Take another judge, or correct its tokenizer."
             return Problem(f"{key}.model.path", judge.model.folder, str(error), fix)

@@ -19,6 +19,7 @@ from jinja2.sandbox import SandboxedEnvironment
 
 from verl_ray.config.reward import JudgeReward
 from verl_ray.config.rules.reward import TEMPLATE_FIELDS
+from verl_ray.data.chat_templates import TemplateArguments
 from verl_ray.data.encoding import encode
 from verl_ray.data.field_values import Message
 from verl_ray.data.tokenizers import render
@@ -90,7 +91,10 @@ class Judgement:
 
 
 def question_tokens(
-    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, role: str
+    texts: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    role: str,
+    arguments: TemplateArguments,
 ) -> list[Int32]:
     """Return questions in the judge's tokens; all of them fail together.
 
@@ -98,6 +102,7 @@ def question_tokens(
         texts: The questions.
         tokenizer: The judge's tokenizer. Its chat template is used if it has one.
         role: Role of the judge, for errors.
+        arguments: What the run gives to the template.
 
     Raises:
         DataError: The template or the tokenizer does not take a question.
@@ -112,7 +117,11 @@ def question_tokens(
             [{"role": "user", "content": text}] for text in texts
         ]
         texts = render(
-            tokenizer, conversations, add_generation_prompt=True, where=where
+            tokenizer,
+            conversations,
+            add_generation_prompt=True,
+            where=where,
+            arguments=[arguments] * len(conversations),
         )
     # A chat template writes the special tokens itself.
     rows = encode(tokenizer, texts, special=not chat, where=where)
