@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from verl_ray.paths import path_suggestion, program, refuse_foreign_packages
+from verl_ray.paths import (
+    UnknownPart,
+    expanded,
+    path_suggestion,
+    program,
+    refuse_foreign_packages,
+)
 
 ROOT = Path(__file__).parents[1]
 
@@ -48,6 +54,18 @@ def test_a_missing_file_is_answered_with_one_that_is_spelt_like_it(
     assert path_suggestion(tmp_path / "trian.jsonl", "Give a file.") == meant
     expected = f"It is a link to {tmp_path}/gone, which does not exist. Give a file."
     assert path_suggestion(link, "Give a file.") == expected
+
+
+def test_a_path_cannot_look_like_a_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VERL_RAY_FOLDER", str(tmp_path))
+    assert expanded("$VERL_RAY_FOLDER/a") == expanded("${VERL_RAY_FOLDER}/a")
+    odd = tmp_path / "c$d"
+    odd.mkdir()
+    monkeypatch.chdir(odd)
+    with pytest.raises(UnknownPart, match=r"/c\$d/run has a \$, with which variables"):
+        expanded("run")
 
 
 def test_a_program_is_named_as_the_user_can_call_it(

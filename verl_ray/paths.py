@@ -84,10 +84,15 @@ def expanded(path: str) -> str:
 
     plain = Path(_VARIABLE.sub(value_of, path))
     try:
-        return str(plain.expanduser().absolute())
+        whole = str(plain.expanduser().absolute())
     except RuntimeError:
         rule = f"there is no home folder {plain.parts[0]}"
         raise UnknownPart(rule, "Write the path.") from None
+    # Runs write paths down, and whoever reads them takes it for a variable.
+    if "$" in whole:
+        rule = f"the path {whole} has a $, with which variables begin"
+        raise UnknownPart(rule, "Use a folder without one, or a link to it.")
+    return whole
 
 
 def typed_path(argument: str, path: str) -> Path:

@@ -1,16 +1,16 @@
 """Words of commands as a user pastes them into a shell.
 
 Invariant: the shell hands on the words, and Hydra reads the values, that were given; no
-character of a path is an exception. Everything that prints a command or an override
-gets its text here. Deliberately not here: which command is printed, and by which words
-this program is called (`controllers/run/next_command.py`).
+character that a path may have (`paths.py`) is an exception. Everything that prints a
+command or an override gets its text here. Deliberately not here: which command is
+printed, and by which words this program is called (`controllers/run/next_command.py`).
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 # Texts that Hydra's grammar reads as they stand. Its words have ASCII letters alone,
 # and one without a slash may be a number.
@@ -40,6 +40,12 @@ def _quoted_word(word: str) -> str:
 def override_of(key: str, value: object) -> str:
     """Return an override that sets a text, a number, a truth value, or null."""
     return f"{key}={in_grammar(value)}"
+
+
+def table_override(key: str, table: Mapping[str, object]) -> str:
+    """Return an override that sets a table of values, as it is typed in a shell."""
+    entries = [f"{name}: {in_grammar(value)}" for name, value in table.items()]
+    return for_shell([f"{key}={{{', '.join(entries)}}}"])
 
 
 def in_grammar(value: object) -> str:

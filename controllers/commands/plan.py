@@ -42,6 +42,7 @@ from verl_ray.preflight.memory_table import memory_table, print_tables
 from verl_ray.preflight.model_directories import model_problems
 from verl_ray.preflight.model_sizes import model_size, remembered_sizes
 from verl_ray.preflight.resolve import resolve
+from verl_ray.shell import override_of
 
 _SETTINGS = {
     "prompts": "data.prompts_per_step",
@@ -63,7 +64,8 @@ def main(argv: list[str]) -> int:
     arguments = _parser().parse_args(argv)
     machine = _machine(arguments.machine)
     root = "ppo" if arguments.algorithm == "ppo" else "grpo"
-    typed = [f"model.path={arguments.model}", *_typed_settings(arguments)]
+    model = override_of("model.path", arguments.model)
+    typed = [model, *_typed_settings(arguments)]
     if arguments.algorithm not in ("ppo", "grpo"):
         typed.append(f"algorithm={arguments.algorithm}")
 

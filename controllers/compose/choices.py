@@ -49,6 +49,9 @@ def parse_overrides(
     return parsed
 
 
+_KEY = re.compile(r"[+~]{0,2}[\w./:@-]+", re.ASCII)
+
+
 def _unreadable(text: str) -> Problem:
     key, equals, value = text.partition("=")
     if not key:
@@ -62,9 +65,15 @@ def _unreadable(text: str) -> Problem:
         # The grammar has no keys with a slash, but names in a dict.
         rule = "this key cannot be read"
         functions = f"{{{source}: {in_grammar(value)}, default: by_data_source}}"
-        return Problem(
-            key, value, rule, f"Write {for_shell([f'{table}.functions={functions}'])}."
-        )
+        typed = f"{table}.functions={functions}"
+        fix = f"Write {for_shell([typed])}."
+        if not _is_readable(typed):
+            # Names in a dict have ASCII letters, too.
+            fix = f"Write {table}.functions in a YAML file, and --config-name its path."
+        return Problem(key, value, rule, fix)
+    if not _KEY.fullmatch(key):
+        rule = "this key cannot be read"
+        return Problem(key, value, rule, "Keys have ASCII letters; correct it.")
 
     rule = "this value cannot be read"
     if value and value[0] not in "[{":
@@ -80,10 +89,13 @@ def _unreadable(text: str) -> Problem:
     return Problem(key, value, rule, fix)
 
 
+_NO_BARE_TEXT = r"""('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|\s*(?:[\[\]{},]|: )\s*)"""
+
+
 def _with_quoted_texts(value: str) -> str:
     """Return a list or a dict with quotes around each text that cannot be read."""
-    # The odd ones stand between texts.
-    parts = re.split(r"(\s*(?:[\[\]{},]|: )\s*)", value)
+    # The odd ones stand between texts, or have quotes already.
+    parts = re.split(_NO_BARE_TEXT, value)
     for index in range(0, len(parts), 2):
         text = parts[index]
         if text and not _is_readable(f"key={text}"):

@@ -266,7 +266,9 @@ def _inside_null(override: Override, section: str) -> Problem:
     fix = f"Leave it out, or give all of {section}."
     if TABLES.fullmatch(section):
         name = _key(override).removeprefix(f"{section}.")
-        fix = f"Write '{section}={{{name}: {override.value()}}}'."
+        value = override.get_value_element_as_str()
+        typed = for_shell([f"{section}={{{name}: {value}}}"])
+        fix = f"Write {typed}."
     return Problem(override.key_or_group, override.value(), rule, fix)
 
 

@@ -205,6 +205,8 @@ def test_a_chat_template_gets_the_arguments_of_run_and_record(
         tmp_path,
         record,
         {**record, "chat_template_kwargs": {"enable_thinking": False, "tone": "calm"}},
+        # Arrow adds such nulls.
+        {**record, "chat_template_kwargs": {"enable_thinking": None, "tone": "calm"}},
         {**record, "enable_thinking": False, "chat_template_kwargs": None},
         {**record, "enable_thinking": True},
     )
@@ -215,11 +217,13 @@ def test_a_chat_template_gets_the_arguments_of_run_and_record(
         return [text.partition("assistant\n")[2] for text in texts(prompts, chat)]
 
     off = "<think></think>"
-    assert endings() == ["", f"{off}calm", off, ""]
+    assert endings() == ["", f"{off}calm", "calm", off, ""]
     of_run = endings(enable_thinking=False, tone="loud")
-    assert of_run == [f"{off}loud", f"{off}calm", f"{off}loud", "loud"]
+    calm, loud = f"{off}calm", f"{off}loud"
+    assert of_run == [loud, calm, calm, loud, "loud"]
 
     for wrong, says in (
+        ({"enable_thinking": "False"}, "is str 'False', expected true or false"),
         ({"chat_template_kwargs": "no"}, "chat_template_kwargs is str 'no'"),
         ({"chat_template_kwargs": {"tokenize": True}}, "has 'tokenize', which the run"),
         (

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken
 
 from tests.data.test_prompts import config as prompt_config
 from verl_ray.config.data import DataFilesConfig
@@ -297,6 +298,11 @@ def test_the_end_of_a_turn_need_not_be_eos(tmp_path: Path, chat: Any) -> None:
     ends = ["<|endoftext|>", "<|im_end|>"]
     assert end_tokens(chat) == tuple(sorted(chat.convert_tokens_to_ids(ends)))
 
+    # Some models have it as an added token that is not special.
+    chat.add_tokens([AddedToken("<end>", special=False)])
+    chat.chat_template = chat.chat_template.replace("<|im_end|>", "<end>")
+    assert chat.convert_tokens_to_ids("<end>") in end_tokens(chat)
+
     chat.save_pretrained(str(tmp_path / "model"))
     config_path = tmp_path / "model" / "generation_config.json"
     config_path.write_text(json.dumps({"eos_token_id": [7, 8]}))
@@ -344,6 +350,44 @@ def test_no_space_is_learned_before_a_response(tmp_path: Path) -> None:
     assert row.tokens.tolist() == tokenizer(text)["input_ids"]
     learned = tokenizer.convert_ids_to_tokens(row.tokens[row.response_mask])
     assert learned == ["2", "</s>", "4", "</s>"]
+
+
+def test_a_turn_begins_behind_the_end_of_the_answer_before(tmp_path: Path) -> None:
+    """This tokenizer puts a space before the first word of a text, and no other."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    model = Tokenizer(models.BPE(unk_token="<unk>"))
+    model.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    model.decoder = decoders.Metaspace(prepend_scheme="first")
+    trainer = trainers.BpeTrainer(
+        vocab_size=160, special_tokens=["<unk>", "</s>"], show_progress=False,
+        initial_alphabet=[chr(code) for code in range(32, 127)] + ["\n", "\u2581"],
+    )  # fmt: skip
+    model.train_from_iterator(["it is two", "and 4"], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, eos_token="</s>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}\n{{ m.content }}"
+        "{{ '</s>' if m.role == 'assistant' else '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant\n{% endif %}"
+    )
+    row = source(tmp_path, tokenizer, {"messages": [USER, TWO, AGAIN, FOUR]}).all()
+    text = "user\n1+1?\nassistant\n2</s>user\nand 2+2?\nassistant\n4</s>"
+    assert row.tokens.tolist() == tokenizer(text)["input_ids"]
+    tokens = tokenizer.convert_ids_to_tokens(row.tokens)
+    assert tokens[0].startswith("\u2581") and tokens[tokens.index("</s>") + 1] == "u"
+
+
+def test_a_text_that_a_template_has_written_has_one_end(tmp_path: Path) -> None:
+    tokenizer = train_bpe(tmp_path / "chatml", ["1+1?"], 280)
+    opening = "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
+    for record in (
+        {"text": f"{opening}2<|im_end|>\n"},
+        {"prompt": opening, "response": "2<|im_end|>\n"},
+    ):
+        settings = {"special_tokens": "allow", "apply_chat_template": False}
+        row = source(tmp_path, tokenizer, record, **settings).all()
+        assert tokenizer.decode(row.tokens) == f"{opening}2<|im_end|>"
 
 
 def test_same_cursor_contract(tmp_path: Path, characters: Any) -> None:

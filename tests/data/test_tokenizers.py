@@ -99,7 +99,12 @@ def test_chat_template(tmp_path: Path) -> None:
     thought = [[*conversations[0], {**silent, "reasoning_content": "1 and 1"}]]
     with pytest.raises(DataError, match=r"^0: a message has reasoning_content, which"):
         render(tokenizer, thought, add_generation_prompt=False, where=str)
-    tokenizer.chat_template += "{# reasoning_content #}"
+    # Of several templates, the one that is applied has to write it.
+    single = tokenizer.chat_template
+    tokenizer.chat_template = {"default": single, "tool_use": "{# reasoning_content #}"}
+    with pytest.raises(DataError, match=r"^0: a message has reasoning_content, which"):
+        render(tokenizer, thought, add_generation_prompt=False, where=str)
+    tokenizer.chat_template = f"{single}{{# reasoning_content #}}"
     render(tokenizer, thought, add_generation_prompt=False, where=str)
 
     tokenizer.chat_template = "{{ raise_exception('no system messages') }}"

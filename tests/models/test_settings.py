@@ -62,8 +62,8 @@ BY_LAYERS = {
         (64, {"type": "linear", "factor": 2.5}, 160),
         (64, {"type": "dynamic", "factor": 4.0}, 64),
         (64, {"type": "mrope", "mrope_section": [2, 3, 3]}, 64),
-        (256, {"type": "su", "original_max_position_embeddings": 64}, 256),
-        (256, YARN | {"rope_type": "longrope"}, 256),
+        (256, {"type": "su", "original_max_position_embeddings": 64}, 64),
+        (256, YARN | {"rope_type": "longrope"}, 64),
         (256, YARN | {"rope_type": "llama3"}, 256),
         (64, {"rope_type": "proportional", "factor": 8.0}, 64),
         (64, BY_LAYERS, 64),
@@ -80,4 +80,15 @@ def test_positions_before_the_scaling_may_stand_beside_it() -> None:
     settings = SETTINGS | {"max_position_embeddings": 96, "rope_scaling": YARN}
     settings["original_max_position_embeddings"] = 32
     assert positions_of(settings) == 128
+    # It says nothing of kinds of layers that have their own.
+    assert positions_of(settings | {"rope_scaling": {"full_attention": YARN}}) == 256
     assert positions_of(SETTINGS) is None
+
+
+def test_a_judge_has_the_positions_that_vllm_alone_computes() -> None:
+    section = YARN | {"rope_type": "longrope"}
+    settings = SETTINGS | {"max_position_embeddings": 256, "rope_scaling": section}
+    assert positions_of(settings, trained=False) == 256
+    linear = {"type": "linear", "factor": 8.0}
+    settings = {"max_position_embeddings": 256, "rope_scaling": linear}
+    assert positions_of(settings | {"model_type": "gemma3_text"}) == 256

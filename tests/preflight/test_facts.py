@@ -74,6 +74,14 @@ def test_the_day_of_a_template_is_that_of_the_first_start(
     (dated / "chat_template.jinja").write_text("{{ strftime_now('%d %b %Y') }}")
     today = day(None)
     assert today is not None and len(today) == len("2026-01-31")
+
+    # A template that is not applied writes nothing, but that of a grader does.
+    unused = ppo(dated, data, "data.apply_chat_template=false")
+    assert facts_of(unused, cores=[1], gpus=[0], checkpoint=None).template_day is None
+    judged = ppo(
+        model, data, "reward=judge", f"reward.model.path={dated}", "reward.max_response_tokens=8"
+    )  # fmt: skip
+    assert facts_of(judged, cores=[1], gpus=[0], checkpoint=None).template_day == today
     store = CheckpointStore(tmp_path / "checkpoints", keep=2)
     saved = {"data": {"template_day": "2025-02-01"}}
     with store.writing(3, {}, saved, ["actor"]) as folder:

@@ -169,7 +169,8 @@ def test_sampling_settings_of_the_model_directory_are_left_alone(
     [
         {"rope_type": "yarn", "factor": 12.0, "original_max_position_embeddings": 8},
         {"type": "yarn", "factor": 12.0},
-        {"type": "linear", "factor": 12.0},
+        # A whole number, which transformers keeps as one.
+        {"type": "linear", "factor": 12},
     ],
 )
 def test_rows_behind_the_positions_before_scaling(

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from verl_ray.config.data import FIELDS_OF_KIND, RecordKind
 from verl_ray.data.file_formats import Fields
 from verl_ray.errors import DataError
+from verl_ray.shell import table_override
 
 OWN_SCHEMA = "verl_ray's schema"
 """Description of sets in the fields of `records.py`."""
@@ -289,9 +290,7 @@ def _no_schema(
     kind: RecordKind, columns: Mapping[str, str], first: Fields, where: str
 ) -> str:
     """Return a message about a record of no schema, with the setting to type."""
-    pairs = ", ".join(
-        f"{field}: {path}" for field, path in _guess(kind, columns, first).items()
-    )
+    table = table_override("data.columns", _guess(kind, columns, first))
     known = {
         "prompt": "prompt and answer",
         "supervised": "prompt and response, or messages",
@@ -299,7 +298,7 @@ def _no_schema(
     }
     return (
         f"{where}: the columns {_listed(first)} fit no schema that is known (as"
-        f" {known[kind]} would); set 'data.columns={{{pairs}}}'"
+        f" {known[kind]} would); set {table}"
     )
 
 

@@ -51,6 +51,7 @@ ROTARY_TYPES = (
 )
 """Types of rotary positions that transformers computes."""
 
+_LONGROPE = ("longrope", "su")
 _YARN = ("yarn", "telechat3-yarn", "deepseek_yarn", "deepseek_llama_scaling")
 
 
@@ -142,7 +143,7 @@ def rotary_types(settings: Settings) -> set[str]:
     return {_rotary_type(section) for section in _rotary_sections(settings)}
 
 
-def positions_of(settings: Settings) -> int | None:
+def positions_of(settings: Settings, *, trained: bool = True) -> int | None:
     """Return the longest row, in tokens, that trainers and vLLM both compute.
 
     None if the settings leave the number of positions to the family. Linear scaling
@@ -150,7 +151,12 @@ def positions_of(settings: Settings) -> int | None:
     scaling, whether or not `max_position_embeddings` was raised. With llama3, longrope
     (su) or proportional it is raised already, and mrope scales nothing. With dynamic
     (ntk), transformers chooses frequencies by the longest row of a batch, and the table
-    of vLLM (0.32) ends at it, so that nobody computes longer rows in the same way.
+    of vLLM (0.32) ends at it, so that nobody computes longer rows in the same way. With
+    longrope, vLLM chooses them by the longest row that may come and transformers by the
+    longest of a batch, which agree up to the positions from before the scaling.
+
+    Args:
+        trained: Whether trainers compute the model as well. False stands for a judge.
     """
     positions = settings.get("max_position_embeddings")
     if not isinstance(positions, int):
@@ -159,30 +165,37 @@ def positions_of(settings: Settings) -> int | None:
     # A row passes through the layers of every kind.
     return min(
         (
-            _scaled_positions(positions, section, settings)
+            _scaled_positions(positions, section, settings, trained=trained)
             for section in _rotary_sections(settings)
         ),
         default=positions,
     )
 
 
-def _scaled_positions(positions: int, section: Settings, settings: Settings) -> int:
+def _scaled_positions(
+    positions: int, section: Settings, settings: Settings, *, trained: bool
+) -> int:
     """Return the positions of the layers that `section` describes."""
     rotary_type = _rotary_type(section)
-    factor = section.get("factor")
+    # Some families write it beside the section of all layers, and it goes before.
+    name = "original_max_position_embeddings"
+    is_flat = section in (settings.get("rope_scaling"), settings.get("rope_parameters"))
+    original = (is_flat and settings.get(name)) or section.get(name)
+    if not isinstance(original, int):
+        original = positions
+
+    if rotary_type in _LONGROPE:
+        return min(positions, original) if trained else positions
     # Without a factor, YaRN computes it so that the product is `positions`.
+    factor = section.get("factor")
     if not isinstance(factor, int | float):
         return positions
 
     if rotary_type == "linear":
-        return int(positions * factor)
-    if rotary_type not in _YARN:
-        return positions
-
-    # Some families write it beside the section, which goes before.
-    name = "original_max_position_embeddings"
-    original = settings.get(name) or section.get(name)
-    return int((original if isinstance(original, int) else positions) * factor)
+        # Gemma 3 scales the layers that see all tokens, and has the product already.
+        is_scaled = str(settings.get("model_type")).startswith("gemma3")
+        return positions if is_scaled else int(positions * factor)
+    return int(original * factor) if rotary_type in _YARN else positions
 
 
 def _rotary_sections(settings: Settings) -> Sequence[Settings]:

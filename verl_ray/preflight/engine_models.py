@@ -153,7 +153,7 @@ def judge_problems(config: Config) -> Iterator[Problem]:
     """Yield judges whose question and reply do not fit their model."""
     for name, judge in config.judges.items():
         longest = judge.max_prompt_tokens + judge.max_response_tokens
-        positions = positions_of(config_json(judge.model.folder))
+        positions = positions_of(config_json(judge.model.folder), trained=False)
         if positions is None or longest <= positions:
             continue
 

@@ -27,6 +27,7 @@ from verl_ray.profiling import allocator
 from verl_ray.rollout.vllm_core import TRANSFER
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
     from vllm.config import VllmConfig
 
 
@@ -152,6 +153,7 @@ def engine_config(
         # vLLM's defaults are small, except for its server and its offline engine.
         "max_num_seqs": VLLM_BATCHED_REQUESTS,
         "max_num_batched_tokens": max(max_model_len, VLLM_BATCHED_TOKENS),
+        "hf_overrides": _with_real_factors,
     }
     if device == "cpu":
         _register_model(model_path)
@@ -264,6 +266,19 @@ def _allow_scaled_positions(model_path: str, max_model_len: int) -> None:
     positions = positions_of(_model_settings(model_path))
     if positions is not None and max_model_len <= positions:
         os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+
+
+def _with_real_factors(config: PretrainedConfig) -> PretrainedConfig:
+    """Return a model's configuration in which no factor of positions is an int.
+
+    vLLM (0.32) takes a whole factor of linear scaling for a list of factors.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    sections = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    for section in sections:
+        if isinstance(section.get("factor"), int):
+            section["factor"] = float(section["factor"])
+    return config
 
 
 def _register_model(model_path: str) -> None:

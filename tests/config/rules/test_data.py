@@ -21,7 +21,7 @@ CASES = [
         f"{OWN} 'data.columns={{answer: solution}}'",
         "data.columns.answer",
         "records of this task have no field 'answer'",
-        "Use data.columns={response: solution}.",
+        "Use 'data.columns={response: solution}'.",
         "sft",
     ),
     Case(

@@ -29,7 +29,7 @@ CASES = [
         "evaluation.functions={}",
         "evaluation.functions",
         "no data source has a reward function",
-        "Set evaluation.functions={default: exact_match}",
+        "Set 'evaluation.functions={default: exact_match}'",
     ),
     Case(
         "normalised_scores_matter",

@@ -176,6 +176,19 @@ def test_all_bad_overrides_are_reported_at_once() -> None:
     )  # it copies actor.num_ranks, which is reported
 
 
+def test_advice_on_what_cannot_be_read_keeps_the_value() -> None:
+    refused = problems("grpo", "data.train_path=['/a, b', größe]")
+    typed = shlex.split(refused["data.train_path"].fix.rpartition("the shell: ")[2])
+    assert typed == ["data.train_path=['/a, b', 'größe']."]
+    for override, says in (
+        ("reward.functions.größe/x=math", "Write reward.functions in a YAML file"),
+        ("reward.größe=1", "Keys have ASCII letters"),
+    ):
+        problem = problems("grpo", override)[override.partition("=")[0]]
+        assert problem.rule == "this key cannot be read"
+        assert problem.fix.startswith(says)
+
+
 @pytest.mark.parametrize(
     "override", ["reward.functions.default=gsm8k", "reward={deadline_s: 3}"]
 )

@@ -19,6 +19,7 @@ from verl_ray.config.rules.rule import OverriddenKeys
 from verl_ray.config.schema import Config
 from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import Problem
+from verl_ray.shell import table_override
 
 
 def columns_are_of_fields(config: Config, _: OverriddenKeys) -> Iterator[Problem]:
@@ -85,7 +86,7 @@ def column_problems(
         counterparts = {"answer": "response", "response": "answer"}
         meant = counterparts.get(field)
         if meant in fields:
-            fix = f"Use {key}={{{meant}: {path}}}."
+            fix = f"Use {table_override(key, {meant: path})}."
         else:
             fix = did_you_mean(field, fields, "field")
         yield Problem(f"{key}.{field}", path, rule, fix)

@@ -20,6 +20,7 @@ from verl_ray.config.schema import Config
 from verl_ray.config.suggest import closest, either
 from verl_ray.config.vllm_limits import VLLM_LEAST_TEMPERATURE
 from verl_ray.errors import Problem
+from verl_ray.shell import table_override
 
 if TYPE_CHECKING:  # it imports this module
     from verl_ray.config.tasks.rl import RLConfig
@@ -37,7 +38,8 @@ def rewards_have_a_function(config: Config, _: OverriddenKeys) -> Iterator[Probl
         # None stands for a grader of another kind.
         if grader.named_functions == {}:
             rule = "no data source has a reward function"
-            fix = f"Set {section}.functions={{default: exact_match}}."
+            table = table_override(f"{section}.functions", {"default": "exact_match"})
+            fix = f"Set {table}."
             yield Problem(f"{section}.functions", {}, rule, fix)
 
 
