@@ -177,9 +177,9 @@ def test_all_bad_overrides_are_reported_at_once() -> None:
 
 
 def test_advice_on_what_cannot_be_read_keeps_the_value() -> None:
-    refused = problems("grpo", "data.train_path=['/a, b', größe]")
-    typed = shlex.split(refused["data.train_path"].fix.rpartition("the shell: ")[2])
-    assert typed == ["data.train_path=['/a, b', 'größe']."]
+    refused = problems("grpo", "tracking.wandb.tags=['/a, b', größe]")
+    typed = shlex.split(refused["tracking.wandb.tags"].fix.rpartition("the shell: ")[2])
+    assert typed == ["tracking.wandb.tags=['/a, b', 'größe']."]
     for override, says in (
         ("reward.functions.größe/x=math", "Write reward.functions in a YAML file"),
         ("reward.größe=1", "Keys have ASCII letters"),
