@@ -166,6 +166,7 @@ def test_a_frozen_reference_is_planned_and_checked(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 def test_a_task_of_ones_own_is_checked_and_trained(
     cluster: Session, inputs: Inputs, tmp_path: Path

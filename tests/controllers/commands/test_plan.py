@@ -30,7 +30,12 @@ def run(*words: str) -> int:
         ("Qwen3-8B", "gpus=8,gpu=H100-80G,memory=2T", ("--max-tokens", "8192")),
         ("Qwen2.5-1.5B", "gpus=8,gpu=A100-80G", ("--algorithm", "ppo")),
         ("Llama-3.1-70B", "nodes=8,gpus=8,gpu=H100-80G", ("--prompts", "128")),
-        ("Qwen3-235B-A22B", "nodes=64,gpus=8,gpu=H100-80G", ("--prompts", "512")),
+        pytest.param(
+            "Qwen3-235B-A22B",
+            "nodes=64,gpus=8,gpu=H100-80G",
+            ("--prompts", "512"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_each_plan_passes_the_check(

@@ -39,7 +39,15 @@ def test_there_is_one_for_each_model() -> None:
     assert listed == {name for name in root_configs() if "/" in name}
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file",
+    # The largest one takes as long as all others.
+    [
+        pytest.param(file, marks=[pytest.mark.slow] if "235b" in file.stem else [])
+        for file in FILES
+    ],
+    ids=lambda file: file.stem,
+)
 def test_check_accepts_it_on_its_machine(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

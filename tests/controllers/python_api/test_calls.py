@@ -221,6 +221,7 @@ ray.shutdown()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 def test_a_script(cluster: Session, inputs: Inputs, tmp_path: Path) -> None:
     ended = subprocess.run(

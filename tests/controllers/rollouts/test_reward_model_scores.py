@@ -99,8 +99,8 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> ScoredRows:
     # once; megatron in two stages
     params=[
         ("engine", 1, "colocated"),
-        ("engine", 2, "separate"),
-        ("fsdp", 1, "separate"),
+        pytest.param(("engine", 2, "separate"), marks=pytest.mark.slow),
+        pytest.param(("fsdp", 1, "separate"), marks=pytest.mark.slow),
         ("fsdp", 2, "colocated"),
         ("megatron", 2, "separate"),
     ],

@@ -138,6 +138,7 @@ def by_transformers(model_path: Path, pairs: ArithmeticFiles) -> tuple[float, fl
     return right / len(records), loss / len(records)
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 @pytest.mark.vllm
 def test_a_run_learns_from_a_mixture_and_reports_its_parts(

@@ -114,7 +114,11 @@ def test_functions_of_a_user_learn_what_those_of_the_package_do(
     assert own["actor/grad_norm"] > 0
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    "setting",
+    # Four updates are one update with more behind it.
+    [pytest.param("one update", marks=pytest.mark.slow), "four updates"],
+)
 @pytest.mark.parametrize("layout", list(LAYOUTS)[1:4])
 def test_the_first_step_is_the_same_on_every_backend_and_number_of_ranks(
     first_step: FirstStep, setting: str, layout: str
@@ -122,6 +126,7 @@ def test_the_first_step_is_the_same_on_every_backend_and_number_of_ranks(
     check_first_step(first_step, setting, layout)
 
 
+@pytest.mark.slow
 def test_the_first_step_is_the_same_where_every_role_is_alone(
     first_step: FirstStep,
 ) -> None:
