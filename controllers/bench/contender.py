@@ -24,6 +24,7 @@ from controllers.bench.processes import PATIENCE_S
 from verl_ray.data.batch import Int64, offsets_of
 from verl_ray.data.stages import TrainingBatch
 from verl_ray.profiling.memory import TreeMemorySampler, device_memory
+from verl_ray.shell import override_of
 
 if TYPE_CHECKING:
     import torch
@@ -180,7 +181,7 @@ def _engine_passes(
         "data.train_path=none",
         "data.validation_path=null",
         "run.evaluate_every=0",
-        f"model.path={task.model}",
+        override_of("model.path", str(task.model)),
         f"actor.num_ranks={task.world}",
         f"sft.max_tokens={LONGEST}",
         f"backend={task.kind}",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from controllers.bench.step import configuration, make_inputs
+from verl_ray.shell import override_of
 
 _STEPS = 3
 
@@ -32,8 +33,8 @@ def main(task: dict[str, Any]) -> int:
     inputs = Path(config.run.dir) / "inputs"
     run_dir = folder / "run"
     overrides = (
-        f"model.path={inputs}/model",
-        f"data.train_path={inputs}/train.jsonl",
+        override_of("model.path", f"{inputs}/model"),
+        override_of("data.train_path", f"{inputs}/train.jsonl"),
         "data.validation_path=null",
         "data.max_prompt_tokens=16",
         "data.prompts_per_step=16",
@@ -42,7 +43,7 @@ def main(task: dict[str, Any]) -> int:
         f"rollout.kv_cache_gib={config.rollout.kv_cache_gib}",
         f"backend.dtype={dtype}",
         f"rollout.dtype={dtype}",
-        f"run.dir={run_dir}",
+        override_of("run.dir", str(run_dir)),
         f"run.total_steps={_STEPS}",
         "run.evaluate_every=0",
         "run.checkpoint_every=0",

@@ -302,11 +302,12 @@ def _configuration(case: PeakCase, folder: str) -> RLConfig:
     from controllers.bench.shipped import as_on_a_cpu
     from controllers.compose.composition import compose
     from verl_ray.config.tasks.rl import RLConfig
+    from verl_ray.shell import override_of
 
     overrides = [
         f"backend={case.backend}",
         f"actor.num_ranks={case.world}",
-        f"model.path={folder}",
+        override_of("model.path", str(folder)),
         f"data.max_prompt_tokens={_ROW_TOKENS // 2}",
         f"rollout.max_response_tokens={_ROW_TOKENS // 2}",
         # The gradient of the entropy takes memory of its own.

@@ -49,6 +49,7 @@ from verl_ray.preflight.findings import INPUTS_COMPLETE
 from verl_ray.profiling.memory import GIB, TreeMemorySampler
 from verl_ray.profiling.timers import Timers
 from verl_ray.rollout.vllm_core import installed_version
+from verl_ray.shell import override_of
 from workers.rollout import Generation
 
 BLOCK = 5
@@ -234,7 +235,8 @@ def configuration(
 
     It is the quickstart's task and model family with GRPO. `overrides` come last.
     """
-    run = (f"run.dir={folder / model}", f"run.name=bench-{model}", f"backend={backend}")
+    run_dir = override_of("run.dir", str(folder / model))
+    run = (run_dir, f"run.name=bench-{model}", f"backend={backend}")
     composed = compose("quickstart", (*RUN, *MODELS[model], *run, *overrides))
     return parse(to_tree(composed), RLConfig)
 
