@@ -127,7 +127,7 @@ LONG = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files of long tests first, so that neither of two processes is left alone with
+    """Files of long tests first, so that none of the three processes is left alone with
     one at the end.
     """
     order = {name: position for position, name in enumerate(LONG)}

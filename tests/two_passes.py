@@ -4,7 +4,8 @@ A test that fails in the first pass and passes in the second does not fail the c
 table at the end names it, since it is a fault all the same, of the product or of itself.
 
 Invariant: the check passes only if every test that was collected has passed or was
-skipped in the first pass, or has passed in the second.
+skipped in the first pass, or has passed in the second, and all processes that ran them
+have ended by themselves.
 
     python -m tests.two_passes -m "not slow"    the arguments are options of pytest
 """
@@ -18,10 +19,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -34,8 +38,17 @@ MOST = 5
 SHOWN = 20
 """How many tests the table has."""
 
+PASS_S = 3600.0
+"""Seconds in which a pass ends. A lane that hangs after its last test has no other limit."""
+
 LEFT_S = 60.0
 """Seconds in which processes of a pass end after it. Ray's need 5 on a quiet machine."""
+
+STOPS = (signal.SIGTERM, signal.SIGHUP)
+"""Signals that end the check, with all that it started."""
+
+NOTHING_SELECTED = 5
+"""Exit code of pytest."""
 
 RECORD = "VERL_RAY_RECORD_OF_PASS"
 """Environment variable with the file of a pass that pytest runs."""
@@ -52,22 +65,38 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class _Recorder:
-    """Writes a line for each test that is collected, and for each report."""
+    """Writes a line for each test that is collected, for each report, and for what
+    happens to a lane.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._lanes: set[str] = set()
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._collected([item.nodeid for item in session.items])
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(
-        self, node: object, ids: Sequence[str]
+        self, node: Any, ids: Sequence[str]
     ) -> None:
+        self._lanes.add(node.gateway.id)
         self._collected(ids)
 
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        if error:
+            self._append([{"lane": node.gateway.id, "event": "died"}])
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_handlecrashitem(self, report: Any) -> None:
+        self._append([{"lane": report.node.gateway.id, "event": "died in a test"}])
+
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed:
+        # xdist has such a report with the name of a lane that collected other tests.
+        if report.nodeid in self._lanes:
+            self._append([{"lane": report.nodeid, "event": "differs"}])
+        elif report.failed:
             self._write(report)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -120,9 +149,14 @@ class Result:
 class Pass:
     """One run of pytest."""
 
-    code: int
-    results: dict[str, Result]
-    left: list[str]
+    code: int | None
+    """Its exit code, or None where it did not end within PASS_S and was killed."""
+    results: dict[str, Result] = field(default_factory=dict)
+    dead: list[str] = field(default_factory=list)
+    """Lanes that died, but not in a test."""
+    differ: list[str] = field(default_factory=list)
+    """Lanes that collected other tests than the first one. No lane runs a test then."""
+    left: list[str] = field(default_factory=list)
     """Processes that did not end after it."""
 
 
@@ -135,47 +169,76 @@ def run(arguments: Sequence[str]) -> Pass:
         process = subprocess.Popen(command, env={**os.environ, RECORD: str(record)})
         code = _wait(process)
         left = _end_what_is_left()
-        return Pass(code, _read(record), left)
+        return _read(record, code, left)
 
 
-def _wait(process: subprocess.Popen[bytes]) -> int:
-    """Return the exit code of a process.
+def _wait(process: subprocess.Popen[bytes]) -> int | None:
+    """Return the exit code of a process, or None if it was killed after PASS_S.
 
     Orphans become children of this process and are reaped as they end. A test that
     waits for such a process would see a zombie otherwise.
     """
-    while True:
+    late = []
+
+    def kill(*_: object) -> None:
+        late.append(True)
+        _signal_all(signal.SIGKILL)
+
+    signal.signal(signal.SIGALRM, kill)
+    signal.setitimer(signal.ITIMER_REAL, PASS_S)
+    pid, status = os.waitpid(-1, 0)
+    while pid != process.pid:
         pid, status = os.waitpid(-1, 0)
-        if pid == process.pid:
-            process.returncode = os.waitstatus_to_exitcode(status)
-            return process.returncode
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return None if late else process.returncode
+
+
+def _signal_all(number: int) -> None:
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 def _end_what_is_left() -> list[str]:
-    """Wait for all processes of the pass, kill those that stay, and return their names."""
-    processes = psutil.Process().children(recursive=True)
-    staying = psutil.wait_procs(processes, timeout=LEFT_S)[1]
+    """Wait for all processes of the pass, kill those that stay, and return their names.
+
+    Each of them may start others before it ends, so it looks until it finds none.
+    """
     names = []
-    for process in staying:
-        try:
-            names.append(f"{process.pid}: {' '.join(process.cmdline())[:300]}")
-            process.kill()
-        except psutil.NoSuchProcess:
+    limit = time.monotonic() + LEFT_S
+    while left := psutil.Process().children(recursive=True):
+        now = time.monotonic()
+        if now < limit:
+            psutil.wait_procs(left, timeout=limit - now)
             continue
-    psutil.wait_procs(staying, timeout=LEFT_S)
+        if now > limit + LEFT_S:
+            break
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                names.append(f"{process.pid}: {' '.join(process.cmdline())[:300]}")
+                process.kill()
+        psutil.wait_procs(left, timeout=LEFT_S)
     return names
 
 
-def _read(record: Path) -> dict[str, Result]:
+def _read(record: Path, code: int | None, left: list[str]) -> Pass:
+    """Return the pass that a record is of."""
+    lanes: dict[str, list[str]] = {"died": [], "died in a test": [], "differs": []}
     results: dict[str, Result] = {}
-    for line in record.read_text().splitlines():
+    # What follows the last line break is empty, or torn where pytest was killed.
+    for line in record.read_text().split("\n")[:-1]:
         entry = json.loads(line)
+        if "lane" in entry:
+            lanes[entry["event"]].append(entry["lane"])
+            continue
         result = results.setdefault(entry["test"], Result())
         if "outcome" in entry:
             result.outcomes.add(entry["outcome"])
             result.seconds += entry["seconds"]
             result.last_line = result.last_line or entry["last_line"]
-    return results
+    dead = [lane for lane in lanes["died"] if lane not in lanes["died in a test"]]
+    return Pass(code, results, dead, lanes["differs"], left)
 
 
 # ------------------------------------------------------------------------------ the check
@@ -187,22 +250,15 @@ def check(options: Sequence[str]) -> int:
     Args:
         options: Options of pytest. Names of tests would run in the second pass, too.
     """
-    first = run([*LANES, "--durations", "20", *options])
-    refusals = []
-    if first.code not in (0, 1) or not first.results:
-        refusals.append(f"pytest ended with {first.code} in the first pass")
-
+    first = _first_pass(options)
     again = {name: each for name, each in first.results.items() if not each.is_good}
-    second = Pass(0, {}, [])
-    if first.code == 1 and not again:
-        refusals.append("pytest ended with 1 in the first pass, and no test failed")
-    elif len(again) > MOST:
-        refusals.append(f"{len(again)} tests need a second pass; at most {MOST} may")
-    elif again and not refusals:
+    refusals = _refusals(first, again)
+    second = Pass(0)
+    if again and not refusals:
         print(f"\nonce more, alone: {' '.join(again)}\n", flush=True)
         second = run([*options, *again])
         if second.code != 0:
-            refusals.append(f"pytest ended with {second.code} in the second pass")
+            refusals.append(f"pytest {_end(second)} in the second pass")
         refusals += [
             f"{name} did not pass in the second pass: {outcome}"
             for name in again
@@ -214,17 +270,66 @@ def check(options: Sequence[str]) -> int:
     return 1 if refusals else 0
 
 
-def _second_outcome(name: str, second: Pass) -> str:
-    """Return the outcome of a test, or the one of a file: passed if it was collected, some
-    of its tests passed and none failed.
+def _first_pass(options: Sequence[str]) -> Pass:
+    """Run the tests in lanes.
+
+    Lanes run nothing if they collected different tests. Where that is because some of
+    them could not collect a file, they start once more without it, and it counts as
+    failed.
     """
-    if "::" in name:
-        return second.results.get(name, Result()).outcome
+    command = [*LANES, "--durations", "20", *options]
+    first = run(command)
+    broken = {
+        name.partition("::")[0]: each
+        for name, each in first.results.items()
+        if each.outcome == "failed"
+    }
+    if not first.differ or not broken:
+        return first
+    print(f"\nonce more, without: {' '.join(broken)}\n", flush=True)
+    rest = run([*command, *(f"--ignore={name}" for name in broken)])
+    return Pass(
+        1 if rest.code in (0, NOTHING_SELECTED) else rest.code,
+        {**rest.results, **broken},
+        first.dead + rest.dead,
+        rest.differ,
+        first.left + rest.left,
+    )
+
+
+def _refusals(first: Pass, again: dict[str, Result]) -> list[str]:
+    """Return why the check fails whatever a second pass would show."""
+    refusals = [f"lane {lane} died outside of a test" for lane in first.dead]
+    if first.differ:
+        lanes = ", ".join(first.differ)
+        refusals.append(f"lanes collected other tests than the first: {lanes}")
+    elif first.code not in (0, 1) or not first.results:
+        refusals.append(f"pytest {_end(first)} in the first pass")
+    elif first.code == 1 and not again:
+        refusals.append("pytest ended with 1 in the first pass, and no test failed")
+    elif len(again) > MOST:
+        refusals.append(f"{len(again)} tests need a second pass; at most {MOST} may")
+    return refusals
+
+
+def _end(one: Pass) -> str:
+    if one.code is None:
+        return f"did not end within {PASS_S:g} s"
+    return f"ended with {one.code}"
+
+
+def _second_outcome(name: str, second: Pass) -> str:
+    """Return the outcome of a test, or the one of a folder, file or class: passed if it
+    was collected, some of its tests passed and none failed.
+    """
     tests = [
-        each for test, each in second.results.items() if test.startswith(f"{name}::")
+        each
+        for test, each in second.results.items()
+        if test.startswith((f"{name}/", f"{name}::"))
     ]
-    failed = name in second.results or not all(each.is_good for each in tests)
-    if failed:
+    if not tests:
+        return second.results.get(name, Result()).outcome
+    if name in second.results or not all(each.is_good for each in tests):
         return "failed"
     return "passed" if any(each.outcome == "passed" for each in tests) else "missing"
 
@@ -232,8 +337,9 @@ def _second_outcome(name: str, second: Pass) -> str:
 def _report(
     first: Pass, second: Pass, again: dict[str, Result], refusals: Sequence[str]
 ) -> None:
+    print()  # a pass that was killed has ended within a line
     if again:
-        print("\ntests that needed a second pass:")
+        print("tests that needed a second pass:")
     for name, result in list(again.items())[:SHOWN]:
         outcome = _second_outcome(name, second) if second.results else "not run again"
         why = result.last_line or result.outcome
@@ -243,14 +349,23 @@ def _report(
     for each in refusals:
         print(f"error: {each}")
 
-    # A file that could not be collected counts by its tests.
+    # What could not be collected counts by its tests.
     last = {**first.results, **second.results}
     for name in again:
-        if "::" not in name and _second_outcome(name, second) == "passed":
+        if name not in second.results and _second_outcome(name, second) == "passed":
             del last[name]
     counts = Counter(each.outcome for each in last.values())
     order = ("failed", "passed", "skipped", "xfailed", "xpassed", "missing")
     print(", ".join(f"{counts[each]} {each}" for each in order if counts[each]))
+
+
+def _stop(number: int, _: object) -> None:
+    """Pass a signal on to all that the check started, see that it ends, and exit."""
+    for each in STOPS:
+        signal.signal(each, signal.SIG_IGN)
+    _signal_all(number)
+    _end_what_is_left()
+    sys.exit(128 + number)
 
 
 def main() -> int:
@@ -260,6 +375,9 @@ def main() -> int:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
     # The terminal signals pytest, too, which ends by itself.
     signal.signal(signal.SIGINT, lambda *_: None)
+    for number in STOPS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _stop)
     return check(sys.argv[1:])
 
 
