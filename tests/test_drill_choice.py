@@ -25,6 +25,7 @@ from tests.drills import row, summary
 from tests.faults import HAPPENED, Fault
 from tests.kills import Run
 from tests.layouts import LAYOUTS, recorded
+from tests.waiting import PATIENCE_S, until
 from verl_ray.tracking.jsonl import METRICS
 
 # Asks for memory at each word.
@@ -83,7 +84,9 @@ def test_a_process_is_slow_and_has_no_memory(tmp_path: Path) -> None:
 
         Fault("updating", 1, "slow", "actor-0").happen(logs)
         statuses = set()
+        end = time.monotonic() + PATIENCE_S
         while not statuses >= {psutil.STATUS_STOPPED, psutil.STATUS_SLEEPING}:
+            assert time.monotonic() < end, statuses
             statuses.add(psutil.Process(asking.pid).status())
     finally:
         asking.kill()
@@ -93,8 +96,7 @@ def test_a_process_is_slow_and_has_no_memory(tmp_path: Path) -> None:
 
 
 def _wait_for(log: Path, last: str) -> None:
-    while not log.read_text().endswith(f"{last}\n"):
-        time.sleep(0.01)
+    until(lambda: log.read_text().endswith(f"{last}\n"))
 
 
 def test_words_and_steps_are_seen_once_they_are_whole(tmp_path: Path) -> None:

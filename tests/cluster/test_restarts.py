@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.crew import Echo, rows_of
+from tests.cluster.crew import Echo, hasten, rows_of
+from tests.waiting import PATIENCE_S, until
 from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.restarts import InPlaceRestarts, RepeatedCall
@@ -19,6 +20,7 @@ from verl_ray.cluster.store import put, read
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import LogProbs, Rows
 from verl_ray.errors import DeadlineExceeded, VerlRayError, WorkerDied, WorkerError
+from verl_ray.profiling.progress import touch
 
 pytestmark = pytest.mark.cluster
 
@@ -46,18 +48,22 @@ class Frail(Echo):
 
 
 class Busy(Echo):
-    """Works for seconds, and knows how often it was asked to."""
+    """Works until a file is there, and knows how often it was asked to."""
 
-    def plod(self, steps: int) -> int:
-        self.remember(steps)
-        return super().plod(steps)
+    def plod_until(self, gate: Path, step: int) -> bool:
+        self.remember(step)
+        end = time.monotonic() + PATIENCE_S
+        while not gate.exists() and time.monotonic() < end:
+            time.sleep(0.1)
+            touch()
+        return gate.exists()
 
 
 class Work:
     """A frail group and a busy one, and what was decided about their failures."""
 
     def __init__(self, crew: Crew, folder: Path) -> None:
-        self.order = folder / "order"
+        self.order, self.gate = folder / "order", folder / "gate"
         self.frail = crew(Frail, 1, self.order)
         self.busy = crew(Busy, 1)
         self.decided: list[tuple[type[VerlRayError], int]] = []
@@ -76,8 +82,22 @@ class Work:
             self.frail, lambda: self.frail.scatter(Frail.halve, rows), STEP
         )
 
-    def watch(self, *calls: Call[Any] | RepeatedCall[Any]) -> Callable[[], None]:
-        return lambda: self.restarts.check(calls, STEP)
+    def plodded(self, step: int) -> Call[bool]:
+        """Call the busy group, which works until the gate is open."""
+        self.gate.unlink(missing_ok=True)
+        return self.busy.rank_zero(Busy.plod_until, self.gate, step)
+
+    def watch(
+        self, opens_after: int, *calls: Call[Any] | RepeatedCall[Any]
+    ) -> Callable[[], None]:
+        """Return a watch, which opens the gate after so many failures."""
+
+        def check() -> None:
+            self.restarts.check(calls, STEP)
+            if len(self.decided) >= opens_after:
+                self.gate.touch()
+
+        return check
 
 
 @pytest.fixture
@@ -95,28 +115,31 @@ def test_a_stopped_group_is_asked_again_while_the_call_of_another_goes_on(
     work: Work,
 ) -> None:
     work.order.write_text("SIGSTOP")
-    work.frail._processes.stall_s = STALL_S
-    plodding, halving = work.busy.rank_zero(Busy.plod, 40), work.halved()
-    watch = work.watch(plodding, halving)
+    plodding, halving = work.plodded(1), work.halved()
+    until(lambda: not work.order.exists())
+    stopped = halving.present()
+    assert stopped is not None
+    hasten(stopped, STALL_S)
+    watch = work.watch(1, plodding, halving)
     # The restart begins while the other call is waited for, which is made once.
-    assert plodding.result(watch) == 40
+    assert plodding.result(watch)
     assert work.decided == [(DeadlineExceeded, STEP)] and work.frail.incarnation == 2
     assert is_right(halving.result(watch))
-    assert work.busy.rank_zero(Busy.remembered).result() == [40]
+    assert work.busy.rank_zero(Busy.remembered).result() == [1]
     assert work.restarts.num_started == 1
 
 
 def test_a_group_that_dies_with_or_without_a_call_starts_again(work: Work) -> None:
     work.order.write_text("SIGKILL")
-    plodding, halving = work.busy.rank_zero(Busy.plod, 5), work.halved()
-    assert is_right(halving.result(work.watch(plodding)))
-    assert plodding.result() == 5
+    plodding, halving = work.plodded(1), work.halved()
+    assert is_right(halving.result(work.watch(1, plodding)))
+    assert plodding.result()
     assert work.decided == [(WorkerDied, STEP)]
 
     process_info = work.frail.members()[0].process_info
     assert process_info is not None
     os.kill(process_info.pid, signal.SIGKILL)
-    assert work.busy.rank_zero(Busy.plod, 15).result(work.watch()) == 15
+    assert work.plodded(2).result(work.watch(2))
     assert work.decided == [(WorkerDied, STEP)] * 2 and work.frail.incarnation == 3
 
     # It gets no call while it starts, and whoever waits for it learns of other failures.
@@ -145,7 +168,7 @@ def test_the_call_of_former_processes_does_not_fail_the_new_ones(work: Work) -> 
     """It ends after the watch has begun to start them."""
 
     def watch() -> None:
-        if work.frail.incarnation == 1:
+        if work.frail.incarnation == 1 and not work.order.exists():
             node = work.frail.members()[0].node
             died = WorkerDied("lost", role="frail", rank=0, node=node)
             work.restarts.begin(died, STEP)

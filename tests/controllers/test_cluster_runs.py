@@ -8,7 +8,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ import psutil
 import pytest
 
 from tests.controllers.runs import Inputs
+from tests.ports import free_port
 from verl_ray.tracking.jsonl import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -217,12 +217,6 @@ def test_roles_on_two_nodes_with_weights_broadcast_to_replicas_of_which_one_dies
 
 
 # ---------------------------------------------------------------------------- a Ray job
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

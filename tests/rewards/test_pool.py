@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import until
 from verl_ray.errors import ConfigError, DataError, RewardError
 from verl_ray.rewards.health import ScoreHealth
 from verl_ray.rewards.pool import ScoringPool
@@ -73,12 +74,13 @@ FUNCTIONS = """
             while len(glob.glob(extra["log"] + "meet*")) < 4:
                 time.sleep(0.01)
             open(extra["log"] + "all met", "w").close()
-            if response == "meet and hold the interpreter":
-                re.match("(a+)+b", "a" * 60)
             if response == "meet with grandchild":
                 subprocess.Popen(["sleep", "61"])
             if response == "meet with escaped grandchild":
                 subprocess.Popen(["sleep", "62"], start_new_session=True)
+            open(extra["log"] + "hangs " + response, "w").close()
+            if response == "meet and hold the interpreter":
+                re.match("(a+)+b", "a" * 60)
             time.sleep(60)
         elif response == "none":
             return None
@@ -159,11 +161,34 @@ def twice(cause: str) -> str:
     return f"the scoring process died twice: it {cause}, and when the item was scored again, it {cause}"
 
 
-def until(condition: Callable[[], bool], seconds: float = PATIENCE_S) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
+def hasten(
+    monkeypatch: pytest.MonkeyPatch,
+    hangs: Callable[[ScoringPool, ScoringProcess], bool],
+) -> None:
+    """Let the deadline of a process pass soon once it is known to hang.
+
+    With so short a deadline from the beginning, items that are quick would miss it on a
+    busy machine.
+    """
+    remaining_s = ScoringPool._remaining_s
+
+    def hastened_s(pool: ScoringPool, process: ScoringProcess) -> float:
+        if hangs(pool, process):
+            return process.remaining_s(0.5, 0.5)
+        # The pool looks again soon.
+        return min(0.1, remaining_s(pool, process))
+
+    monkeypatch.setattr(ScoringPool, "_remaining_s", hastened_s)
+
+
+def is_stopped(pool: ScoringPool, process: ScoringProcess) -> bool:
+    return process.is_stopped
+
+
+def item_in_hand(pool: ScoringPool, process: ScoringProcess) -> str:
+    if not process.pending:
+        return ""
+    return pool._requests[process.pending[0].items[0]].response
 
 
 @contextlib.contextmanager
@@ -295,24 +320,32 @@ def test_a_failure_costs_its_own_score_only(
 
 
 def test_what_hangs_is_killed_at_its_deadline(
-    functions: str, living: Callable[[], list[str]], tmp_path: Path
+    functions: str,
+    living: Callable[[], list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Four items that hang, each in another way, once all of them run: so their
     deadlines pass side by side.
     """
+
+    def hangs(pool: ScoringPool, process: ScoringProcess) -> bool:
+        return (tmp_path / f"loghangs {item_in_hand(pool, process)}").exists()
+
+    hasten(monkeypatch, hangs)
     hanging = [
         "meet",
         "meet and hold the interpreter",
         "meet with grandchild",
         "meet with escaped grandchild",
     ]
-    with ScoringPool({"default": f"{functions}:act"}, 4, 3.0) as pool:
+    with ScoringPool({"default": f"{functions}:act"}, 4, PATIENCE_S) as pool:
         scores = pool.score(requests(tmp_path / "log", *hanging, "a", "b"))
         assert [score.health for score in scores] == [ScoreHealth.TIMEOUT] * 4 + [
             ScoreHealth.OK
         ] * 2
         assert {score.detail for score in scores[:4]} == {
-            "no score within 3 s; the process was killed"
+            "no score within 60 s; the process was killed"
         }
         assert not any(score.rescored for score in scores)
         assert (tmp_path / "logall met").exists()
@@ -344,10 +377,14 @@ def test_an_item_of_a_killed_process_is_scored_again(
 
 
 def test_an_item_of_a_stopped_process_is_scored_again(
-    functions: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    functions: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It was not slow: another process would have scored it in time."""
-    with ScoringPool({"default": f"{functions}:act"}, 1, 1.0) as pool:
+    hasten(monkeypatch, is_stopped)
+    with ScoringPool({"default": f"{functions}:act"}, 1, PATIENCE_S) as pool:
         scores = pool.score(requests(tmp_path / "log", "a", "stopped once", "b"))
     assert [score.value for score in scores] == [1.0] * 3
     assert [score.rescored for score in scores] == [False, True, False]
@@ -357,22 +394,42 @@ def test_an_item_of_a_stopped_process_is_scored_again(
     assert capfd.readouterr().err == told
 
 
-def test_a_rescored_item_has_its_deadline_again(functions: str, tmp_path: Path) -> None:
-    with ScoringPool({"default": f"{functions}:act"}, 1, 2.0) as pool:
+def test_a_rescored_item_has_its_deadline_again(
+    functions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hangs(pool: ScoringPool, process: ScoringProcess) -> bool:
+        is_again = any(unit in pool._first_deaths for unit in process.pending)
+        return process.has_begun and is_again
+
+    hasten(monkeypatch, hangs)
+    with ScoringPool({"default": f"{functions}:act"}, 1, PATIENCE_S) as pool:
         [score] = pool.score(requests(tmp_path / "log", "killed once, then hang"))
     assert (score.health, score.rescored) == (ScoreHealth.TIMEOUT, True)
-    assert score.detail == "no score within 2 s; the process was killed"
+    assert score.detail == "no score within 60 s; the process was killed"
 
 
-def test_the_deadline_is_that_of_one_item(functions: str, tmp_path: Path) -> None:
-    with ScoringPool({"default": f"{functions}:act"}, 1, 2.0) as pool:
+def test_the_deadline_is_that_of_one_item(
+    functions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It begins again where what an item took begins, which is counted here: a short
+    deadline might pass on a busy machine.
+    """
+    took: list[float] = []
+    monkeypatch.setattr(
+        ScoringPool, "_update_unit_time", lambda pool, took_s: took.append(took_s)
+    )
+    with ScoringPool({"default": f"{functions}:act"}, 1, PATIENCE_S) as pool:
         pool._unit_s = (
             1e-6  # items are known to be quick: all of these travel in one message
         )
-        scores = pool.score(
-            requests(tmp_path / "log", *["slow"] * 8)
-        )  # more than the deadline in all
-        assert [score.health for score in scores] == [ScoreHealth.OK] * 8
+        began = time.monotonic()
+        scores = pool.score(requests(tmp_path / "log", *["slow"] * 8))
+        in_all = time.monotonic() - began
+        (process,) = pool._processes
+        assert process.waiting_since >= began + sum(took)
+    assert [score.health for score in scores] == [ScoreHealth.OK] * 8
+    # Counted from the message, all of them together take four times as long.
+    assert len(took) == 8 and min(took) > 0.2 and sum(took) <= in_all
 
 
 def test_a_traceback_shows_the_functions_own_frames(
@@ -566,8 +623,9 @@ def test_quick_items_travel_together(
 
 @pytest.mark.parametrize("number", ["SIGKILL", "SIGSTOP"])
 def test_a_process_that_others_end_as_it_imports_starts_again_once(
-    tmp_path: Path, number: str
+    tmp_path: Path, number: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    hasten(monkeypatch, is_stopped)
     module = tmp_path / "ended.py"
     module.write_text(
         textwrap.dedent(f"""
@@ -581,7 +639,7 @@ def test_a_process_that_others_end_as_it_imports_starts_again_once(
         """)
     )
     functions = {"default": f"{module}:score"}
-    with ScoringPool(functions, 1, PATIENCE_S, start_deadline_s=5.0) as pool:
+    with ScoringPool(functions, 1, PATIENCE_S, start_deadline_s=PATIENCE_S) as pool:
         (score,) = pool.score(requests(tmp_path / "log", "a"))
     assert score.value == 1.0
 
@@ -590,7 +648,7 @@ def test_a_process_that_others_end_as_it_imports_starts_again_once(
     did = "was killed by signal 9" if number == "SIGKILL" else "was stopped"
     with (
         pytest.raises(ConfigError, match=did),
-        ScoringPool(functions, 1, PATIENCE_S, start_deadline_s=2.0) as pool,
+        ScoringPool(functions, 1, PATIENCE_S, start_deadline_s=PATIENCE_S) as pool,
     ):
         pool.score(requests(tmp_path / "log", "a"))
 

@@ -13,9 +13,11 @@ import pytest
 
 from tests.tracking.wandb_files import history, records, sessions, steps_of
 from tests.tracking.wandb_server import serving
+from tests.waiting import until
 from verl_ray.config.run import WandbConfig
 from verl_ray.errors import ConfigError, TrackingError
 from verl_ray.paths import program
+from verl_ray.tracking import unhurried as unhurried_module
 from verl_ray.tracking.base import Sample, Trackers
 from verl_ray.tracking.jsonl import JsonlTracker
 from verl_ray.tracking.unhurried import UnhurriedTracker
@@ -163,9 +165,9 @@ def test_what_was_flushed_outlives_a_kill(tmp_path: Path) -> None:
         "stderr": subprocess.PIPE,
     }
     with subprocess.Popen(command, text=True, **pipes) as process:
-        until = time.monotonic() + PATIENCE_S
+        end = time.monotonic() + PATIENCE_S
         while not (sessions(tmp_path) and held(sessions(tmp_path)[0])):
-            assert process.poll() is None and time.monotonic() < until
+            assert process.poll() is None and time.monotonic() < end
             time.sleep(0.1)
         process.kill()
         assert process.communicate() == ("", "")  # nothing was printed
@@ -186,7 +188,8 @@ def test_wandbs_own_process_may_be_ended(
     ]
     trackers = Trackers([tracker])
     trackers.log(1, {"x": 1.5})
-    time.sleep(1.5)  # it is flushed, and the next session gets another name
+    until(lambda: held(sessions(tmp_path)[0]), PATIENCE_S)
+    time.sleep(1.1)  # W&B names the folder of a session by the second.
     started.terminate()
     started.wait(PATIENCE_S)
     trackers.samples(2, [SAMPLE])
@@ -217,8 +220,7 @@ def test_what_a_killed_process_of_wandbs_has_lost_is_sent_again(tmp_path: Path) 
     ]
     trackers = Trackers([JsonlTracker(tmp_path), tracker])
     trackers.log(1, {"x": 1.5})
-    while not held(sessions(tmp_path)[0]):
-        time.sleep(0.1)
+    until(lambda: held(sessions(tmp_path)[0]), PATIENCE_S)
     # These are not flushed yet.
     trackers.log(2, {"x": 2.5})
     trackers.log(3, {"x": 3.5})
@@ -276,12 +278,15 @@ def test_a_driver_that_follows_another_one_sends_what_wandb_lacks_and_no_more(
 
 
 @pytest.mark.processes
-def test_a_process_of_wandbs_that_is_stopped_holds_up_nothing(tmp_path: Path) -> None:
+def test_a_process_of_wandbs_that_is_stopped_holds_up_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Another process of W&B's has to start within this limit.
+    monkeypatch.setattr(unhurried_module, "_ABORT_S", PATIENCE_S)
     tracker = WandbTracker(OFFLINE, tmp_path, "stopped", {}, {})
     unhurried = UnhurriedTracker(tracker, tracker.kill_process, patience_s=2.0)
     unhurried.log(1, {"x": 1.5, "training/global_step": 1})
-    while not (sessions(tmp_path) and held(sessions(tmp_path)[0])):
-        time.sleep(0.1)
+    until(lambda: sessions(tmp_path) and held(sessions(tmp_path)[0]), PATIENCE_S)
     for child in psutil.Process().children():
         if child.name() == "wandb-core":
             child.suspend()

@@ -17,6 +17,7 @@ import pytest
 
 from controllers.command_line import main
 from tests.kills import ROOT
+from tests.waiting import PATIENCE_S, until
 from verl_ray.ownership import Owner
 from verl_ray.profiling.process_table import ProcessRow
 from verl_ray.profiling.status_file import (
@@ -71,8 +72,7 @@ def said(capsys: pytest.CaptureFixture[str], run: Path, code: int = 0) -> str:
 
 def stop(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
-    while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
-        time.sleep(0.01)
+    until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
 
 
 @pytest.fixture
@@ -82,9 +82,9 @@ def driver(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         [sys.executable, "-c", DRIVER, str(tmp_path)],
         cwd=ROOT, stdin=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
-        until = time.monotonic() + 60
+        end = time.monotonic() + PATIENCE_S
         while not (tmp_path / STATUS).exists():
-            assert process.poll() is None and time.monotonic() < until
+            assert process.poll() is None and time.monotonic() < end
             time.sleep(0.02)
         yield process
         process.kill()
@@ -98,8 +98,8 @@ def test_a_driver_that_is_stuck_stopped_and_killed(
     assert f"driver {driver.pid} on {socket.gethostname()} runs\n" in text
     assert "\nstep 3/5: updating, " in text
     first = read_status(tmp_path)
-    while read_status(tmp_path) == first:  # a thread writes it, every three seconds
-        time.sleep(0.05)
+    # A thread writes it, every three seconds.
+    until(lambda: read_status(tmp_path) != first)
 
     stop(driver.pid)
     assert "is stopped (SIGSTOP), and has written nothing for" in said(capsys, tmp_path)

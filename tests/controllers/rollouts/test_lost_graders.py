@@ -10,17 +10,19 @@ import os
 import re
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from controllers.rollouts.producer import Producer
 from controllers.run.faults import FAULTS, FaultPolicy
 from controllers.trainers.rl import Trainer
-from tests.cluster.crew import processes
+from tests.cluster.crew import hasten, processes
 from tests.controllers.conftest import MakeTrainer
 from tests.controllers.rollouts.frail import SCORED, FrailGrader
+from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.processes import Role
@@ -73,12 +75,24 @@ class Scoring:
         )
 
     def _may_restart(self, failure: VerlRayError, step: int) -> bool:
-        # A start shows no progress for longer than this test waits for a grader.
-        self.group._processes.stall_s = 60
         return self.policy.may_restart(failure, step)
 
     def fails(self, row: int, how: str) -> None:
         (self.folder / str(row)).write_text(how)
+
+    def hasten_calls_once_begun(
+        self, row: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Let the first processes be late soon once they have come to a row."""
+        check = self.restarts.check
+
+        def hastened(calls: Sequence[Call[Any]], step: int) -> None:
+            if self.group.incarnation == 1 and not (self.folder / str(row)).exists():
+                for call in calls:
+                    hasten(call, STALL_S)
+            check(calls, step)
+
+        monkeypatch.setattr(self.restarts, "check", hastened)
 
     def experience(self, generation: Generation, step: int = 8) -> Experience:
         prompts = self._run.prompts.all(8)
@@ -113,10 +127,15 @@ def scoring(
     [("kill", "died"), ("freeze", "stalled"), ("MemoryError", "exhausted")],
 )
 def test_what_a_lost_grader_owed_is_scored_again(
-    scoring: Scoring, capsys: pytest.CaptureFixture[str], how: str, kind: str
+    scoring: Scoring,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
+    kind: str,
 ) -> None:
     scoring.fails(13, how)
-    scoring.group._processes.stall_s = STALL_S if how == "freeze" else 60
+    if how == "freeze":
+        scoring.hasten_calls_once_begun(13, monkeypatch)
     generation = scoring.producer.training_generation()
     experience = scoring.experience(generation)
 

@@ -51,7 +51,7 @@ def main():
             on(a, take, names, FIRST, step, step)
             on(b, take, names, SECOND, step, 10 * step)
 
-        copies = SecondCopies(True, 2.0)
+        copies = SecondCopies(True, 20.0)
         copies.begin(names, 3, homes)
         finish(copies)
         assert copies.find(names) == {FIRST: {3: b}, SECOND: {3: a}}
@@ -59,8 +59,11 @@ def main():
         assert on(a, values, names, SECOND) == {3: ([30], b"about")}
 
         # A step that no rank has costs the limit, a warning, and no copy of before.
+        limits_s = copies._limits_s
+        copies._limits_s = (2.0, limits_s[1])
         copies.begin(names, 9, homes)
         finish(copies)
+        copies._limits_s = limits_s
         # Neither does a source that is stopped. Where its process has not started within
         # the short limit, the copy begins once more.
         hasty = SecondCopies(True, 2.0, start_s=2.0)
