@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("verl_ray", "controllers", "workers")
 
-MOST_LINES_OF_A_FILE = 400
+MOST_LINES_OF_A_FILE = 700
 MOST_LINES_OF_A_FUNCTION = 60
 
 # A participle says what happened to a thing and not what the thing is.

@@ -37,7 +37,7 @@ def test_the_code_is_not_dense(product: list[style.Module]) -> None:
         ("def f(told): pass", "the name `told`"),
         ("for one in []: pass", "the name `one`"),
         ('"""Of a thing."""', "the docstring begins with 'Of'"),
-        ("\n" * 400 + "x = 1", "401 lines"),
+        ("\n" * 700 + "x = 1", "701 lines"),
         ("def f():\n" + "    x = 1\n" * 60, "f has 61 lines"),
         ("class A: pass\nclass A: pass", "the class A exists already, in example.py"),
     ],

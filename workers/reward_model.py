@@ -248,8 +248,7 @@ def retemplate(
         model_tokenizer,
         apply_chat_template=chat,
         special_tokens=special_tokens,
-        responses="last",
-        may_drop_reasoning=True,
+        responses="graded",
         arguments=[template_arguments or {}] * len(contents),
     )
     # A response that was cut has not written the end of its turn.

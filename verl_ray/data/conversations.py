@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+Responses = Literal["all", "last", "graded"]
+
 _REASONED = "</think>"
 _SHOWN = 40  # characters of a text that an error shows
 
@@ -46,8 +48,7 @@ def tokenize(
     *,
     apply_chat_template: bool,
     special_tokens: SpecialTokens,
-    responses: Literal["all", "last"],
-    may_drop_reasoning: bool = False,
+    responses: Responses,
     arguments: Sequence[TemplateArguments] | None = None,
 ) -> tuple[Ragged, Bool]:
     """Turn contents into rows of prompt and response; a row ends with a response.
@@ -59,9 +60,8 @@ def tokenize(
         where: The name of each content, for errors.
         special_tokens: What happens to special tokens that a content spells out.
         responses: Which turns of the assistant are responses: all that are learned,
-            or only the last message, to which all others are then the prompt.
-        may_drop_reasoning: Whether the chat template may leave out the reasoning of a
-            response; it is refused otherwise.
+            or only the last message, to which all others are then the prompt. Of a
+            graded one, the chat template may leave out the reasoning.
         arguments: What the chat template gets with each content.
 
     Returns:
@@ -90,13 +90,7 @@ def tokenize(
             require_chat_template(tokenizer)
             of_rows = [arguments[row] for row in answered] if arguments else None
             others = _tokenize_chat(
-                guarded,
-                places,
-                tokenizer,
-                spelled,
-                responses,
-                of_rows,
-                may_drop_reasoning=may_drop_reasoning,
+                guarded, places, tokenizer, spelled, responses, of_rows
             )
         else:
             others = _tokenize_text(guarded, places, tokenizer, spelled)
@@ -197,10 +191,8 @@ def _tokenize_chat(
     where: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
     spelled: SpelledTokens,
-    responses: Literal["all", "last"],
+    responses: Responses,
     arguments: Sequence[TemplateArguments] | None,
-    *,
-    may_drop_reasoning: bool,
 ) -> tuple[Ragged, Bool]:
     conversations = [_conversation(content) for content in contents]
     answers = _answers(conversations, responses)
@@ -236,7 +228,7 @@ def _tokenize_chat(
         answer = str(messages[row][index]["content"])
         written = _Written(opening, closings[number], answer, answer_where(number))
         response = written.response(ends, tokenizer)
-        if not may_drop_reasoning:
+        if responses != "graded":
             written.require_reasoning(response)
         turns.append(Turn(row, opening[len(text_so_far) :], response))
         text_so_far = opening + response
@@ -245,7 +237,7 @@ def _tokenize_chat(
 
 
 def _answers(
-    conversations: Sequence[list[Message]], responses: Literal["all", "last"]
+    conversations: Sequence[list[Message]], responses: Responses
 ) -> list[tuple[int, int]]:
     """Numbers (row, message) of all responses, row by row."""
     answers = []

@@ -83,8 +83,7 @@ class VllmEngine(RolloutEngine):
                 weights are not read, and an update must bring weights first.
             sleeps: Whether the engine will free memory; vLLM must know it on a GPU.
             lora: The adapter that updates will bring in addition to the model.
-            chat_template: Text of the chat template that replaces the model's; the
-                tokens that end a response depend on it.
+            chat_template: Replaces the model's, which tells how responses end.
 
         Raises:
             RolloutError: vLLM cannot run this; the error names the key to change.
@@ -105,16 +104,9 @@ class VllmEngine(RolloutEngine):
         self._num_loads = 0
 
         make_config = functools.partial(
-            engine_config,
-            model_path,
-            config,
-            max_model_len,
-            seed,
-            device,
-            without_weights=initial_version is None,
-            sleeps=sleeps,
-            lora=lora,
-        )
+            engine_config, model_path, config, max_model_len, seed, device,
+            without_weights=initial_version is None, sleeps=sleeps, lora=lora,
+        )  # fmt: skip
         self._start_core(model_path, device, make_config, chat_template)
 
         # Making vLLM's parameters takes long, and most requests sample in the same way.
