@@ -47,10 +47,10 @@ def row(*cells: str) -> str:
 
 
 TABLES = {
-    ("README.md", "| `backend=` | what it is |"): [
+    ("docs/backends.md", "| `backend=` | what it is |"): [
         row(f"`{name}`", about) for name, about in groups()["backend"].items()
     ],
-    ("README.md", "| `algorithm=` | what it is |"): [
+    ("docs/algorithms.md", "| `algorithm=` | what it is |"): [
         row(f"`{name}`", about) for name, about in groups()["algorithm"].items()
     ],
     (

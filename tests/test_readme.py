@@ -1,5 +1,5 @@
-"""Every command of the README, run as it stands there, from a copy of the checkout;
-long ones get shortening overrides.
+"""Every command of the README and of docs/, run as it stands there, from a copy of the
+checkout; long ones get shortening overrides.
 
 What is not run here: scripts/test, which would run itself, and the benchmarks, which
 tests/controllers/test_bench.py runs.
@@ -25,7 +25,12 @@ from tests.ports import free_port
 from verl_ray.cluster.session import Session
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
+README = "README.md"
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text("utf-8")
+    for path in (ROOT / README, *sorted((ROOT / "docs").glob("*.md")))
+}
+"""Path of a document -> its text."""
 
 # After the first run, which is told to W&B as it stands
 QUIET = "tracking.wandb.mode=disabled"
@@ -47,6 +52,7 @@ SHORTER = {
     "verl-ray train --config-name quickstart": f"{FEW} {PREPARED} {QUIET}",
     "verl-ray train --config-name ppo run.name=preferred": f"{FEW} {SHORT} {QUIET}",
     "verl-ray train --config-name ppo": f"{FEW} {QUIET} evaluation.num_prompts=5",
+    "verl-ray train --config-name grpo": f"{FEW} {QUIET} evaluation.num_prompts=5",
     "verl-ray train --config-name reward_model": f"{QUIET} run.total_steps=2 run.evaluate_every=2",
     "verl-ray evaluate --config-name reward_model": "evaluation.num_pairs=4 run.threads_per_rank=1",
     "verl-ray train --config-name gsm8k": f"{FEW} {SHORT} {QUIET}",
@@ -69,9 +75,13 @@ AS_IT_STANDS = (
     "scripts/prepare_data",
 )
 NOT_RUN = ("scripts/test", "scripts/bench_gpu", "verl-ray bench")
-CLUSTER = "On a cluster"
+FIRST = (README, "Two commands")
+CLUSTER = (README, "A cluster")
 SAID = {
-    "Change things": {  # by `verl-ray evaluate` alone, of a model directory
+    (
+        "docs/evaluation.md",
+        "Measure a model",
+    ): {  # by `verl-ray evaluate` alone, of a model directory
         r"^│ val-core/arithmetic/acc/mean@1 +│ +\d\S* │$": 1,
         r"^│ val-aux/num_prompts +│ +5 │$": 1,
         r"^measured: \S+/inputs/model is measured, which took \d+s$": 1,
@@ -80,16 +90,31 @@ SAID = {
 """Section -> lines that its commands print, and how often."""
 
 
-def sections() -> dict[str, list[str]]:
-    """Heading -> its `sh` blocks."""
-    found: dict[str, list[str]] = {}
-    for heading, body in re.findall(
-        r"^## (.+?)\n(.*?)(?=^## |\Z)", README, re.MULTILINE | re.DOTALL
-    ):
-        blocks = re.findall(r"^```sh\n(.*?)^```", body, re.MULTILINE | re.DOTALL)
-        if blocks:
-            found[heading] = blocks
+def sections() -> dict[tuple[str, str], list[str]]:
+    """Document and heading -> the `sh` blocks below it."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for page, text in PAGES.items():
+        for heading, body in re.findall(
+            r"^## (.+?)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL
+        ):
+            blocks = re.findall(r"^```sh\n(.*?)^```", body, re.MULTILINE | re.DOTALL)
+            if blocks:
+                found[page, heading] = blocks
     return found
+
+
+def runs() -> list[tuple[str, str]]:
+    """The sections with something to run in their own test."""
+    return [
+        place
+        for place, blocks in sections().items()
+        if place not in (FIRST, CLUSTER) and any(map(commands_run, blocks))
+    ]
+
+
+def commands_run(block: str) -> list[str]:
+    """The commands of a block that are run here."""
+    return [each for each in commands(block) if not each.startswith(NOT_RUN)]
 
 
 def commands(block: str) -> list[str]:
@@ -108,19 +133,9 @@ def commands(block: str) -> list[str]:
 def runnable(block: str) -> str:
     """The block as a script: shortened, without what is not run."""
     lines = ["set -euo pipefail"]
-    for command in commands(block):
-        if not command.startswith(NOT_RUN):
-            lines.append(
-                command
-                + next(
-                    (
-                        f" {more}"
-                        for start, more in SHORTER.items()
-                        if command.startswith(start)
-                    ),
-                    "",
-                )
-            )
+    for command in commands_run(block):
+        more = (more for start, more in SHORTER.items() if command.startswith(start))
+        lines.append(f"{command} {next(more, '')}".strip())
     return "\n".join(lines)
 
 
@@ -145,13 +160,30 @@ def test_every_command_is_known_so_that_none_is_left_out() -> None:
     ] == []
 
 
-def test_paths_that_the_readme_names_exist() -> None:
-    for path in re.findall(
-        r"`((?:configs|controllers|workers|verl_ray|scripts|tests)/[\w/.]*)`", README
-    ):
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_names_exists(page: str) -> None:
+    roots = "configs|controllers|workers|verl_ray|scripts|tests"
+    for path in re.findall(rf"`((?:{roots})/[\w/.]*)`", PAGES[page]):
         assert (ROOT / path).exists(), path
-    for path in re.findall(r"\]\(([A-Z]+(?:\.md)?)\)", README):
-        assert (ROOT / path).is_file(), path
+    for target in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]):
+        path, _, heading = target.partition("#")
+        if "://" in target:
+            continue
+        linked = (ROOT / page).parent / path if path else ROOT / page
+        assert linked.exists(), target
+        assert not heading or heading in anchors(linked.read_text("utf-8")), target
+
+
+def anchors(text: str) -> set[str]:
+    """The names by which links find the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    plain = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings]
+    return {heading.replace(" ", "-") for heading in plain}
+
+
+def test_every_page_is_found_from_the_list() -> None:
+    listed = set(re.findall(r"\]\((\w+\.md)\)", PAGES["docs/README.md"]))
+    assert listed == {Path(page).name for page in PAGES} - {README}
 
 
 # ------------------------------------------------------------------------- running them
@@ -250,7 +282,7 @@ def submitted(script: str, checkout: Path, variables: dict[str, str]) -> str:
 @pytest.fixture(scope="module")
 def first_run(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkout after the first section, which the others build on."""
-    for block in sections()["Two commands"]:
+    for block in sections()[FIRST]:
         run(runnable(block), checkout, environment(tmp_path_factory.mktemp("home")))
     return checkout
 
@@ -262,7 +294,9 @@ def first_run(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_quickstart_leaves_what_the_readme_says(first_run: Path) -> None:
     listed = re.findall(
         r"^\| `([\w.]+)/?` ",
-        README.partition("## What a run writes")[2].partition("\n## ")[0],
+        PAGES["docs/start.md"]
+        .partition("## What a run writes")[2]
+        .partition("\n## ")[0],
         re.M,
     )
     assert len(listed) == 17
@@ -275,18 +309,15 @@ def test_the_quickstart_leaves_what_the_readme_says(first_run: Path) -> None:
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
-    "heading",
-    [name for name in sections() if name not in ("Two commands", CLUSTER, "Figures")],
-)
+@pytest.mark.parametrize("place", runs(), ids=" ".join)
 def test_commands_of(
-    heading: str, first_run: Path, cluster: Session, tmp_path: Path
+    place: tuple[str, str], first_run: Path, cluster: Session, tmp_path: Path
 ) -> None:
     script = "export PATH=.venv/bin:$PATH\n" + "\n".join(
-        runnable(block) for block in sections()[heading]
+        runnable(block) for block in sections()[place]
     )
     said = run(script, first_run, environment(tmp_path) | on_cluster(cluster))
-    for words, times in SAID.get(heading, {}).items():
+    for words, times in SAID.get(place, {}).items():
         assert len(re.findall(words, said, re.MULTILINE)) == times, words
 
 

@@ -37,7 +37,7 @@ from verl_ray.rollout.vllm_engine import VllmEngine
 
 pytestmark = pytest.mark.vllm
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "evaluation.md"
 MODEL, MAX_MODEL_LEN = "policy", 96
 IDS = {"return_token_ids": True}
 http = httpx.Client(timeout=60)
@@ -798,8 +798,8 @@ def test_what_is_no_call(
     tokenizer.chat_template = template
 
 
-def test_the_command_of_the_readme(url: str) -> None:
-    command = re.search(r"^curl (?:.*\\\n)*.*", README.read_text(), re.MULTILINE)
+def test_the_command_of_the_page(url: str) -> None:
+    command = re.search(r"^curl (?:.*\\\n)*.*", PAGE.read_text(), re.MULTILINE)
     assert command is not None
     program, address, *options = shlex.split(command.group().replace("\\\n", " "))
     given = dict(zip(options[::2], options[1::2], strict=True))
