@@ -9,7 +9,7 @@ has a failure which another driver may not have, is followed by another one, unt
 many bring no new step. Otherwise the exit code is the supervisor's own, and so is that
 of a driver that was told to stop. Signals go on to the driver.
 
-Deliberately not here: failures that the driver cures itself (`run/healing.py`). This
+Deliberately not here: failures that the driver cures itself (`run/open_run.py`). This
 module imports nothing but Python's library, so that it starts at once.
 """
 

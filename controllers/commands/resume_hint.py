@@ -1,7 +1,7 @@
 """The command that continues a stopped run, as its user would type it.
 
 Invariant: the command works in the folder where the run was started. Deliberately not
-here: when a run stops (`controllers/run/stopping.py`).
+here: when a run stops (`controllers/run/open_run.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The process of the caller: what a call may do to it, and how it hears of a stop.
 
 Invariant: after the block no signal handler is ours, and a stop is a KeyboardInterrupt.
-Deliberately not here: what a signal does to a run (`controllers/run/stopping.py`).
+Deliberately not here: what a signal does to a run (`controllers/run/open_run.py`).
 """
 
 from __future__ import annotations

@@ -12,24 +12,23 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from controllers.rollouts.generations import (
-    generation_to_evaluate,
-    generation_to_learn_from,
-)
+from controllers.rollouts.generation_job import GenerationJob
 from controllers.rollouts.given_up import aborted_group
 from controllers.rollouts.graders import EVALUATION, TRAINING, Graders, PendingScores
 from controllers.rollouts.groups import GroupCollector
-from controllers.rollouts.production import Production
 from controllers.rollouts.replicas import Replicas
 from controllers.rollouts.score_failures import ScoreFailures
+from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.restarts import InPlaceRestarts
 from verl_ray.cluster.waiting import TICK_S, wait
-from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.config.rollout import RolloutConfig
+from verl_ray.config.tasks.rl import EvaluationConfig, RLConfig
 from verl_ray.data.batch import Int64
 from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.data.sharded import Sharded
@@ -37,7 +36,9 @@ from verl_ray.data.stages import Prompts, Rollouts
 from verl_ray.errors import RewardError, VerlRayError
 from verl_ray.profiling.phases import phase
 from verl_ray.profiling.timers import Timers
+from verl_ray.rollout.requests import Sampling
 from workers.grader import Grader
+from workers.greedy_row import GenerationWithGreedyRow
 from workers.rollout import Generation
 
 
@@ -374,3 +375,115 @@ class Producer:
     def evaluation_generation(self) -> Generation:
         """Return what is generated for each held-out problem."""
         return generation_to_evaluate(self._config)
+
+
+# -------------------------------------------------------------------- what is generated
+
+# Generations: of responses to learn from, and to evaluate.
+
+
+def generation_to_learn_from(config: RLConfig) -> Generation:
+    """Return what is generated for each prompt to learn from."""
+    advantage = ADVANTAGES[config.algorithm.advantage]
+    kind = GenerationWithGreedyRow if advantage.reads_greedy else Generation
+    return _generation(config, config.rollout, TRAINING, kind)
+
+
+def generation_to_evaluate(config: RLConfig) -> Generation:
+    """Return what is generated for each held-out problem."""
+    return _generation(config, config.evaluation, EVALUATION, Generation)
+
+
+def _generation(
+    config: RLConfig,
+    section: RolloutConfig | EvaluationConfig,
+    purpose: str,
+    kind: type[Generation],
+) -> Generation:
+    """Return the generation of groups as a section of the configuration has them."""
+    rollout = config.rollout
+    sampling = Sampling(
+        section.temperature,
+        section.top_p,
+        section.top_k,
+        rollout.max_response_tokens,
+    )
+    return kind(
+        purpose, section.group_size, sampling, config.run.seed, rollout.stream_rows
+    )
+
+
+# --------------------------------------------------------------------- what is produced
+
+# Groups that are generated and scored for one buffer, and how far they are.
+
+
+@dataclass
+class Production:
+    """Groups that are generated and scored for a buffer."""
+
+    ordinals: Int64
+    """The groups, int64 [groups]."""
+    job: GenerationJob
+    buffer: RolloutBuffer
+    failures: ScoreFailures
+    num_responses: int
+    step: int
+    """The training step that is made; in an evaluation the last step of the policy."""
+    groups: GroupCollector | None
+    """Responses whose graders need whole groups; None where they need none."""
+    scoring: list[PendingScores] = field(default_factory=list)
+    """Pieces whose scores are pending, the oldest first."""
+    num_scored: int = 0
+    """Number of responses that are in the buffer."""
+    failure: RewardError | None = None
+    """Too many scores have failed; raised for whoever takes the groups."""
+
+    given_up: set[int] = field(default_factory=set)
+    """Ordinals of groups whose prompts were given up."""
+
+    def put(self, scored: Experience) -> None:
+        """Put responses into the buffer, but for those of groups that were given up."""
+        if self.given_up:
+            is_kept = ~np.isin(scored.rollouts.row("group_id"), list(self.given_up))
+            scored = scored.select(np.flatnonzero(is_kept))
+        if len(scored.rollouts):
+            self.buffer.put(scored)
+
+    def give_up(self, ordinal: int, aborted: Experience) -> None:
+        """Put a whole group of aborted responses in the place of a group."""
+        self.given_up.add(ordinal)
+        group = np.array([ordinal])
+        self.buffer.discard(group)
+        # Nothing is in the buffer of a production that has failed.
+        if self.failure is None:
+            self.buffer.reserve(group)
+            self.buffer.put(aborted)
+
+    def in_words(self, deadlines: str) -> str:
+        """Return how far it is; `deadlines` are those of what scores, in words."""
+        scored = f"{self.num_scored}/{self.num_responses}"
+        if self.job.generation.purpose == EVALUATION:
+            text = f"evaluating {scored}"
+        elif self.is_generated:
+            text = f"scoring {scored}"
+        else:
+            generated = self.num_responses - self.job.num_pending
+            total = self.num_responses
+            text = f"generating {generated}/{total} responses, scoring {scored}"
+
+        if self.scoring:
+            oldest_s = time.monotonic() - self.scoring[0].since
+            text += f", slowest {oldest_s:.0f} s{deadlines}"
+        return text
+
+    @property
+    def is_generated(self) -> bool:
+        """Whether every response is generated, and passed on to the graders."""
+        job = self.job
+        return not (job.num_pending or job.finished or job.given_up)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every response is generated, scored and in the buffer."""
+        return self.is_generated and not self.scoring

@@ -9,7 +9,7 @@ hand makes the same moves as one that is not.
 
 Deliberately not here: which move is next (`position.py`), what a step does
 (`controllers/trainers`), what a checkpoint holds (`recovery.py`), what a stop means
-(`stopping.py`), and what is done about a failure (`faults.py`).
+(`open_run.py`), and what is done about a failure (`faults.py`).
 """
 
 from __future__ import annotations

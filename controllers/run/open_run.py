@@ -20,22 +20,27 @@ import yaml
 from controllers.run.checkpoint_check import CheckpointCheck
 from controllers.run.claim import claim
 from controllers.run.conclusion import Conclusion
-from controllers.run.faults import FaultPolicy
+from controllers.run.faults import Cure, FaultPolicy
 from controllers.run.finished import finished_step, show_finished
-from controllers.run.healing import RunHealing
 from controllers.run.loop import Loop
 from controllers.run.preparation import prepare
 from controllers.run.recovery import Recovery
 from controllers.run.resumption import Resumption
 from controllers.run.session import open_session, recording
 from controllers.run.snapshots import Snapshots
-from controllers.run.stopping import Stopping
 from controllers.supervisor import reports
-from controllers.system.build import start
+from controllers.system.build import System, start
 from controllers.system.plan import ClusterShape, facts_on
-from controllers.trainers.base import read_data, task_of
+from controllers.system.restart import restart_lost
+from controllers.trainers.base import Task, Trainable, read_data, task_of
 from verl_ray.cluster.session import Session
-from verl_ray.cluster.signals import deferring_signals
+from verl_ray.cluster.signal_state import AtomicWork, Outlook
+from verl_ray.cluster.signals import (
+    all_or_nothing,
+    announcing,
+    deferring_signals,
+    heed_signals,
+)
 from verl_ray.cluster.status_keeping import keeping_status
 from verl_ray.config.load import to_tree
 from verl_ray.config.rules import rule_violations
@@ -260,3 +265,194 @@ def _write_config(config: Config, resume: str) -> None:
     text = yaml.safe_dump(tree, sort_keys=False)
     path = Path(config.run.dir) / "config.yaml"
     path.write_text(text)
+
+
+# --------------------------------------------------------------------- what a run heals
+
+# A run that goes on after processes of it are lost.
+#
+# Invariant: what follows is what follows from a resume: lost processes are new, the
+# trainer is new, and its state is that of a snapshot or checkpoint, or of the
+# beginning where there is none. So the steps that are made again have the same bits.
+
+
+class RunHealing:
+    """Brings one run back after failures of its processes."""
+
+    def __init__(
+        self,
+        config: Config,
+        task: Task[Any, Any],
+        data: Any,
+        system: System,
+        recovery: Recovery,
+        policy: FaultPolicy,
+    ) -> None:
+        """Take what a trainer is made of.
+
+        Args:
+            config: Resolved configuration of the run.
+            task: Its task.
+            data: What the task has read.
+            system: The processes.
+            recovery: The checkpoints.
+            policy: Decides about failures, as the system asks it about its graders and
+                reference.
+        """
+        self._config = config
+        self._task = task
+        self._data = data
+        self._system = system
+        self._recovery = recovery
+        self._policy = policy
+
+    def note_finished(self, step: int) -> None:
+        """Note that a step is finished, for the first time or again."""
+        self._policy.note_finished(step)
+        reports().finished(step)
+
+    def may_cure(self, failure: BaseException, step: int) -> bool:
+        """Return whether this driver goes on after a failure in this step; say so."""
+        cure = self._policy.cure_of(failure, step)
+        if cure is Cure.START_AGAIN:
+            reports().retry(str(failure).partition("\n")[0])
+        return cure is Cure.GO_BACK
+
+    def heal(self, trainer: Trainable) -> Trainable:
+        """Start lost processes again; return a new trainer without any state."""
+        restart_lost(self._config, self._system)
+        healed = self._task.make_trainer(self._data, self._system)
+        if not self._recovery.finds_state(healed):
+            # Those that learned have to forget it.
+            restart_lost(self._config, self._system, list(trainer.groups))
+            healed = self._task.make_trainer(self._data, self._system)
+        return healed
+
+
+# ----------------------------------------------------------------------------- stopping
+
+# The effect of a stop on a run: which step it finishes or gives up, and what is
+# saved.
+#
+# Invariant: a step whose update has begun is finished, and one whose update has not
+# begun is given up. After a stop the newest checkpoint is that of the newest finished
+# step, unless the run writes none at all (`run.checkpoint_every=0`).
+
+
+class Stopping:
+    """Follows the steps of a run and announces at any moment what a signal would do."""
+
+    def __init__(self, config: Config, recovery: Recovery) -> None:
+        self._saves = config.run.checkpoint_every > 0
+        self._recovery = recovery
+        self._work = AtomicWork()
+
+        # Number of the current step; None between steps.
+        self._step: int | None = None
+
+        # Seconds from the start of the update to the end of the last finished step.
+        self._closing_s: float | None = None
+
+    @contextlib.contextmanager
+    def announcing(self) -> Iterator[None]:
+        """Answer the signals that arrive in this block with their effect on the run."""
+        with announcing(self.outlook):
+            yield
+
+    @contextlib.contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Run a step in this block, up to its commit.
+
+        The evaluation of the step comes after the block. A stop leaves it to the
+        resumed run.
+        """
+        heed_signals()
+
+        with all_or_nothing() as work:
+            self._work = work
+            self._step = number
+            try:
+                yield
+            except BaseException:
+                # The update has begun and was not committed, so the roles may hold
+                # half of it.
+                update_begun = work.committed_at is not None
+                if update_begun and self._recovery.finished_step != number:
+                    self._recovery.spoiled_step = number
+                raise
+            finally:
+                self._step = None
+
+        if work.committed_at is not None:
+            self._closing_s = time.monotonic() - work.committed_at
+
+    def outlook(self) -> Outlook:
+        """Return the effect of a signal now, and the steps that a second one loses.
+
+        This may be called from any thread.
+        """
+        # Another thread may change these at any moment, so each is read once.
+        step = self._step
+        since = self._work.committed_at
+        finished_step = self._recovery.finished_step
+
+        if step is not None and since is not None:
+            then = ", then saved" if self._saves else ""
+            remaining = self._describe_remaining(since)
+            return Outlook(
+                f"step {step} is finished first ({remaining}){then}",
+                self._unsaved_steps(step),
+            )
+
+        if step is not None:
+            given_up = f"step {step} is given up, its update has not begun"
+        elif self._recovery.unrecorded is not None and self._saves:
+            given_up = (
+                f"the evaluation of step {finished_step}, if it is not done by then, is"
+                " made when the run goes on"
+            )
+        else:
+            given_up = "stopping"
+
+        saved = self._describe_saving(finished_step)
+        return Outlook(f"{given_up}; {saved}", self._unsaved_steps(finished_step))
+
+    def _describe_saving(self, finished_step: int | None) -> str:
+        """Return how the last finished step is saved if a signal arrives now."""
+        if finished_step is None:
+            return "no step is finished yet, so there is nothing to save"
+        if finished_step == self._recovery.writing_step:
+            return f"the checkpoint of step {finished_step} is written first"
+        if finished_step == self._recovery.saved_step:
+            return f"step {finished_step} is saved already"
+        if self._saves:
+            return f"step {finished_step} is saved first"
+        return "nothing is saved (run.checkpoint_every=0)"
+
+    def _unsaved_steps(self, last: int | None) -> str:
+        """Return the steps up to `last` that no checkpoint holds, as text.
+
+        `last` is a finished step, or one that a stop would finish. The text is empty if
+        there are none.
+        """
+        first = (self._recovery.saved_step or 0) + 1
+        if last is None or last < first:
+            return ""
+        if first == last:
+            return f"step {last}"
+        return f"steps {first} to {last}"
+
+    def _describe_remaining(self, since: float) -> str:
+        """Return how long the rest of the step will take, judging by the last step.
+
+        Where there was no such step, or it took less time, return how long the update
+        has taken so far. `since` is the start of the update on the monotonic clock.
+        """
+        elapsed_s = time.monotonic() - since
+        expected_s = self._closing_s
+
+        if expected_s is None or elapsed_s > expected_s:
+            return f"it has taken {elapsed_s:.0f} s since its update began"
+
+        remaining_s = max(1.0, expected_s - elapsed_s)
+        return f"about {remaining_s:.0f} s left"

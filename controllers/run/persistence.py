@@ -3,7 +3,7 @@
 Invariant: the loop knows no more about checkpoints and stops than these protocols say.
 
 Deliberately not here: the implementations that write checkpoints (`recovery.py`) and
-that answer signals (`stopping.py`).
+that answer signals (`open_run.py`).
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class StepGuard(Protocol):
 
 
 class Healing(Protocol):
-    """The way back of a run after the failure of a process (`healing.py`)."""
+    """The way back of a run after the failure of a process (`open_run.py`)."""
 
     def note_finished(self, step: int, /) -> None:
         """Note that a step is finished, for the first time or again."""

@@ -14,13 +14,17 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from controllers.system.build import System
-from controllers.trainers.response_columns import response_columns
 from controllers.trainers.units import assignment_of_units
 from controllers.trainers.updates import ModelOutputs
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.algorithms.agent_baselines import AgentBaselines
 from verl_ray.algorithms.credit import response_rewards
-from verl_ray.algorithms.estimators import AgentBaseline, GroupTokenBaseline
+from verl_ray.algorithms.estimators import (
+    AgentBaseline,
+    GroupTokenBaseline,
+    ResponseColumns,
+)
+from verl_ray.algorithms.groups import is_last_of_group
 from verl_ray.cluster.restarts import Pending
 from verl_ray.cluster.store import put
 from verl_ray.config.tasks.rl import RLConfig
@@ -137,3 +141,19 @@ class CreditAssignment:
         stage: Sharded[Divergence] = self._wait_for("adv", call)
         divergence: Float32 = stage.row("kl")
         return divergence
+
+
+# ----------------------------------------------------------------- columns of responses
+
+# Columns of the responses of a step, which are all that the driver knows of them.
+
+
+def response_columns(rollouts: Sharded[Rollouts], group_size: int) -> ResponseColumns:
+    """Return the columns of some rollouts."""
+    return ResponseColumns(
+        finish=rollouts.row("finish"),
+        group_id=rollouts.row("group_id"),
+        trajectory_id=rollouts.row("trajectory_id"),
+        length=rollouts.row("response_length"),
+        is_last=is_last_of_group(rollouts.row("row_id"), group_size),
+    )

@@ -14,6 +14,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from controllers.rollouts.between_steps import RolloutsBetweenSteps
 from controllers.rollouts.evaluator import Evaluator
 from controllers.rollouts.producer import Producer
@@ -27,7 +29,6 @@ from controllers.trainers.base import (
     warn_skipped,
 )
 from controllers.trainers.learner import Learner
-from controllers.trainers.score_shaping import with_shaping
 from controllers.trainers.updates import whitening_moments
 from controllers.watch import measures
 from controllers.watch.entries import scored_metrics
@@ -36,6 +37,9 @@ from controllers.watch.learning import NUM_EXAMPLES
 from controllers.watch.measures import Metrics
 from controllers.watch.memory import MemoryRecord
 from controllers.watch.staleness import version_metrics
+from verl_ray.algorithms.credit import says_something
+from verl_ray.algorithms.length_shaping import length_rewards
+from verl_ray.algorithms.own_shaping import OWN_SHAPINGS, ScoredResponses
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.signals import pass_point_of_no_return
 from verl_ray.config.tasks.rl import RLConfig
@@ -43,11 +47,11 @@ from verl_ray.data.buffer import Experience
 from verl_ray.data.chat_templates import policy_tokenizer
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import Credit, Finish, Prompts, Rollouts
+from verl_ray.data.stages import Bool, Credit, Finish, Float32, Prompts, Rollouts
 from verl_ray.profiling.memory import host_used_gib
 from verl_ray.profiling.phases import phase
 from verl_ray.profiling.timers import Timers
-from verl_ray.rewards.shaping import Shaping
+from verl_ray.rewards.shaping import ResponseScores, Shaping
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -398,3 +402,74 @@ class ReinforcementTask(Task[RLConfig, Problems]):
             f" least prepare.min_gain = {preparation.min_gain}: the run did not learn"
             " enough"
         )
+
+
+# -------------------------------------------------------------------- shaping of scores
+
+# Additions to the scores of a step: rewards of lengths, or a user's own shaping.
+#
+# Invariant: both see the same responses as members of a group, those whose rewards
+# its baseline compares.
+
+
+def with_shaping(
+    config: RLConfig, scores: ResponseScores, rollouts: Sharded[Rollouts]
+) -> tuple[ResponseScores, Metrics]:
+    """Return the rewards that shaping makes of scores, and means of what it adds.
+
+    Each addition becomes one of their parts, with its weight. A response that is no
+    member of its group gets none. The greedy response of ReMax gets what it is worth
+    among its group, since it is what the others are compared with.
+
+    Args:
+        config: Configuration of the run.
+        scores: Normalised and weighted scores.
+        rollouts: Their responses, whole groups of them.
+    """
+    valid = scores.ok & says_something(config.algorithm, rollouts.row("finish"))
+    if config.algorithm.shaping is None:
+        parts = length_rewards(
+            config.algorithm,
+            scores.score,
+            valid,
+            rollouts.row("response_length").astype(np.int64),
+            rollouts.row("group_id"),
+            config.rollout.max_response_tokens,
+        )
+    else:
+        parts = {"shaping": (1.0, _own_addition(config, scores, valid, rollouts))}
+    if not parts:
+        return scores, {}
+
+    added = {
+        name: np.float32(weight) * values for name, (weight, values) in parts.items()
+    }
+    metrics: Metrics = {
+        f"reward/{name}/mean": float(values[valid].mean()) if valid.any() else np.nan
+        for name, values in added.items()
+    }
+    total = np.sum(list(added.values()), axis=0, dtype=np.float32)
+    shaped = replace(
+        scores, score=scores.score + total, parts=(*scores.parts, *parts.values())
+    )
+    return shaped, metrics
+
+
+def _own_addition(
+    config: RLConfig, scores: ResponseScores, valid: Bool, rollouts: Sharded[Rollouts]
+) -> Float32:
+    """Return what a user's own function adds to the scores, float32 [rows]."""
+    algorithm = config.algorithm
+    assert algorithm.shaping is not None
+    responses = ScoredResponses(
+        score=scores.score,
+        group=rollouts.row("group_id"),
+        valid=valid,
+        trajectory=rollouts.row("trajectory_id"),
+        length=rollouts.row("response_length").astype(np.int64),
+        truncated=rollouts.row("finish") == Finish.LENGTH,
+        parts=scores.parts,
+        max_tokens=config.rollout.max_response_tokens,
+    )
+    shaped = OWN_SHAPINGS[algorithm.shaping].shape(algorithm, responses)
+    return np.where(valid, shaped - scores.score, 0).astype(np.float32)

@@ -13,9 +13,9 @@ from verl_ray.algorithms.credit import (
     assign_credit,
     response_divergences,
     response_rewards,
+    row_statistics,
 )
 from verl_ray.algorithms.group_baselines import RewardPart
-from verl_ray.algorithms.row_statistics import row_statistics
 from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.data.stages import Finish, Rollouts, RowRewards
 from verl_ray.errors import DataError

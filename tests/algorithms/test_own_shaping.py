@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from controllers.compose.composition import compose
-from controllers.trainers.score_shaping import with_shaping
+from controllers.trainers.rl import with_shaping
 from tests.rows import rollouts_of
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.sharded import Receipt, Sharded

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from controllers.run.save_failures import SaveFailures
+from controllers.run.recovery import SaveFailures
 from verl_ray.checkpoint import sharded
 from verl_ray.checkpoint.file_records import file_record
 from verl_ray.errors import CheckpointError

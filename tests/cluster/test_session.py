@@ -18,8 +18,12 @@ import ray
 
 from tests.leftovers import left_in_shared_memory
 from verl_ray.cluster.ray_patches import ray_messages
-from verl_ray.cluster.session import Session, store_bytes
-from verl_ray.cluster.session_folders import name_owners, remove_ended_sessions
+from verl_ray.cluster.session import (
+    Session,
+    name_owners,
+    remove_ended_sessions,
+    store_bytes,
+)
 from verl_ray.errors import ClusterError
 
 ROOT = Path(__file__).parents[2]

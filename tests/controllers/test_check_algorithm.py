@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from controllers.commands.check_algorithm import algorithm_lines
+from controllers.commands.check import algorithm_lines
 from controllers.compose.composition import compose
 from controllers.compose.listing import groups
 from tests.algorithms.choices import with_updates

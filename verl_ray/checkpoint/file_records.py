@@ -1,6 +1,6 @@
 """Size and hash of a file, as the manifest of a checkpoint lists them.
 
-Deliberately not here: files that are hashed while they are written (`hashed_files.py`).
+Deliberately not here: files that are hashed while they are written (`sharded.py`).
 """
 
 from __future__ import annotations

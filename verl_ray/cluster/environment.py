@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from verl_ray.cluster.messages import RankSpec
 from verl_ray.profiling.allocator import trainer_environment
 
-# Torch's flight recorder remembers this many collectives, which `collectives.py` reads.
+# Torch's flight recorder remembers this many collectives, which `host.py` reads.
 # More than a rank has under way are of no use there.
 _REMEMBERED_COLLECTIVES = "256"
 _SIZES = {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"}

@@ -11,10 +11,12 @@ import atexit
 import contextlib
 import math
 import os
+import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,18 +26,13 @@ import ray
 from ray._common.utils import get_default_ray_temp_dir
 
 from verl_ray.cluster import authentication
-from verl_ray.cluster.cluster_loss import CLUSTER_LOSS
+from verl_ray.cluster.cluster_loss import CLUSTER_LOSS, ClusterLoss
 from verl_ray.cluster.guard import STOPPED_S, end_guard, raylets_at, start_guard
-from verl_ray.cluster.head_watch import HeadWatch, patience_s
 from verl_ray.cluster.node_resources import NodeResources, node_resources
 from verl_ray.cluster.ray_calls import RAY_CALLS
 from verl_ray.cluster.ray_patches import leaving_signals_to_driver, ray_messages
-from verl_ray.cluster.session_folders import (
-    name_owners,
-    remove_ended_sessions,
-    remove_folder,
-)
 from verl_ray.errors import ClusterError, Interrupted, WorkerDied
+from verl_ray.ownership import Owner
 from verl_ray.shared_files import FOLDER, available_bytes
 
 # Ray refuses an object store of less than 75 MiB.
@@ -392,3 +389,156 @@ def store_bytes(requested_bytes: int | None) -> int:
             " --shm-size=4g)"
         )
     return needed_bytes
+
+
+# ------------------------------------------------------- whether the head still answers
+
+# The control store (gcs) of a cluster of somebody else's: whether it replies.
+#
+# Ray waits a minute for a control store that does not reply, and then ends this
+# process without a word. It waits for ever where one is stopped.
+#
+# Invariant: the loss is noted before Ray's limit, and not while the control store
+# replies.
+
+_RAYS_LIMIT = "RAY_gcs_rpc_server_reconnect_timeout_s"
+"""Environment variable with Ray's own limit in seconds; it ends a process then."""
+
+_RAYS_LIMIT_S = 60.0
+
+_ASK_S = 2.0
+_REPLY_S = 5.0
+
+
+def patience_s() -> float:
+    """Return for how many seconds a control store may be gone, as while it restarts.
+
+    It is half of Ray's own limit, so that this process can still say why it ends.
+    """
+    return float(os.environ.get(_RAYS_LIMIT, _RAYS_LIMIT_S)) / 2
+
+
+class HeadWatch:
+    """Asks the control store every few seconds, in a thread of its own."""
+
+    def __init__(self, address: str, limit_s: float, loss: ClusterLoss) -> None:
+        """Begin to ask.
+
+        Args:
+            address: Address of the control store.
+            limit_s: Seconds without a reply after which the cluster is lost.
+            loss: Where this is noted.
+        """
+        self._address = address
+        self._limit_s = limit_s
+        self._loss = loss
+        self._ask = _question(address)
+        self._replied_s = time.monotonic()
+        self._is_closed = threading.Event()
+        for work in (self._ask_on, self._look_on):
+            threading.Thread(target=work, name="head watch", daemon=True).start()
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._is_closed.set()
+
+    def _ask_on(self) -> None:
+        # Asks until the watch is closed. Where the store is gone, Ray may keep a
+        # question for longer than its own limit, so another thread looks at the time.
+        while not self._is_closed.wait(_ASK_S):
+            if self._ask(_REPLY_S):
+                self._replied_s = time.monotonic()
+
+    def _look_on(self) -> None:
+        # Ends when the watch is closed, or with the loss.
+        last_look_s = time.monotonic()
+        while not self._is_closed.wait(_ASK_S):
+            now_s = time.monotonic()
+            # This process may have been stopped itself.
+            if now_s - last_look_s > 2 * _ASK_S:
+                self._replied_s = now_s
+            last_look_s = now_s
+            silent_s = now_s - self._replied_s
+            if silent_s > self._limit_s:
+                self._loss.note(
+                    f"gcs_server at {self._address} has not replied for"
+                    f" {silent_s:.0f} s"
+                )
+                return
+
+
+def _question(address: str) -> Callable[[float], bool]:
+    """Return a function that asks for a reply within seconds, whatever it is."""
+    client = ray._raylet.GcsClient(address=address)
+
+    def replies(within_s: float) -> bool:
+        try:
+            client.internal_kv_exists(b"verl_ray", namespace=None, timeout=within_s)
+            return True
+        # Ray's classes of errors of a connection have nothing in common.
+        except Exception:
+            return False
+
+    return replies
+
+
+# ------------------------------------------------------------ folders of Ray's sessions
+
+# Ray's folders of clusters that sessions have started.
+#
+# Invariant: a folder is removed only when the driver and all of Ray's processes that
+# its list of owners names have ended. Folders without such a list, and those of other
+# users, stay.
+
+# File in Ray's folder of a cluster that a session started. Its first line names the
+# driver, the others Ray's processes.
+_OWNERS = "verl_ray_owners"
+
+# Time for processes that are about to stop and still write to the folder.
+_REMOVAL_S = 5.0
+
+
+def name_owners(folder: Path, pids: Iterable[int]) -> None:
+    """Write to Ray's folder which processes must have ended before its removal."""
+    lines = [f"{Owner.of(pid)}\n" for pid in pids]
+    (folder / _OWNERS).write_text("".join(lines))
+
+
+def remove_ended_sessions(folder: Path) -> None:
+    """Remove the folders of clusters whose driver was killed, with all of Ray.
+
+    Args:
+        folder: Ray's folder of all clusters. Only folders of clusters that sessions of
+            this user have started are removed from it.
+    """
+    for owners_file in folder.glob(f"session_*/{_OWNERS}"):
+        # "session_latest" is a link to one of the others.
+        if owners_file.parent.is_symlink():
+            continue
+        try:
+            is_ours = owners_file.stat().st_uid == os.getuid()
+            lines = owners_file.read_text().splitlines()
+        except OSError:
+            # Another run has removed the folder meanwhile.
+            continue
+
+        owners = [Owner.parse(line) for line in lines]
+        have_ended = all(owner is not None and owner.has_ended for owner in owners)
+        if is_ours and owners and have_ended:
+            remove_folder(owners_file.parent)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove Ray's folder of one cluster, with all logs of Ray's own processes."""
+    # Ray does not replace a "session_latest" that points to nothing.
+    latest = folder.parent / "session_latest"
+    if latest.is_symlink() and latest.readlink() == folder:
+        latest.unlink(missing_ok=True)
+
+    # A process that is about to end may write there once more, so the removal is
+    # repeated until the folder stays away, for a few seconds.
+    deadline = time.monotonic() + _REMOVAL_S
+    while folder.exists() and time.monotonic() < deadline:
+        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            time.sleep(0.1)

@@ -14,7 +14,7 @@ for something that has to be finished. A second signal ends the process at once;
 process of somebody else (`borrowing_signals`) it ends what has to be finished, too.
 Signals within a second of the first one belong to it: `timeout` signals its child, and
 then the child's process group. Deliberately not here: what is saved, and the text of
-the announcement (`controllers/run/stopping.py`).
+the announcement (`controllers/run/open_run.py`).
 """
 
 from __future__ import annotations

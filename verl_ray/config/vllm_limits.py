@@ -1,8 +1,7 @@
 """The sizes and numbers that vLLM takes.
 
 Invariant: each of them was found in vLLM's own code. Deliberately not here: the names
-of its arguments (`vllm_arguments.py`), and which of them a user may set
-(`rules/vllm_args.py`).
+of its arguments, and which of them a user may set (`rules/vllm_args.py`).
 """
 
 ATTENTION_HEAD_SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)

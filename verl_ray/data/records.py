@@ -25,7 +25,7 @@ else ignored, so one file can serve all three kinds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -40,16 +40,17 @@ from verl_ray.data.contents import (
     pair_of_contents,
     problem_and_answer,
 )
-from verl_ray.data.extra_fields import extra_json
 from verl_ray.data.field_names import refuse_misspelt
 from verl_ray.data.field_values import (
     Message,
     excerpt,
     refuse_media,
+    require_encodable,
     text_of,
 )
 from verl_ray.data.file_formats import Fields
 from verl_ray.data.files import is_glob, read_rows
+from verl_ray.data.json_values import json_text
 from verl_ray.data.schemas import Schema, choose_schema
 from verl_ray.errors import DataError
 
@@ -297,3 +298,43 @@ def _margin(schema: Schema, where: str, fields: Fields) -> float | None:
             " finite number of at least 0"
         )
     return float(value)
+
+
+# ----------------------------------------------------------------------- further fields
+
+# The fields of a record that a run does not know, as JSON for its reward.
+#
+# Invariant: nothing that a reward could use is lost, and nothing in it stops a run
+# that does not ask for it.
+
+
+def extra_json(fields: Fields, hidden: Collection[str], where: str) -> str:
+    """Return all columns but the hidden ones, which have fields of their own.
+
+    The fields of the objects `extra` and verl's `extra_info` stand beside them, in the
+    place of columns of the same name.
+
+    Returns:
+        A JSON object, as text.
+
+    Raises:
+        DataError: `extra` is no object, or a text cannot be encoded.
+    """
+    own = fields.get("extra")
+    if own is not None and not isinstance(own, dict):
+        raise DataError(
+            f"{where}: extra is {excerpt(own)}, expected an object (or no such field)"
+        )
+    opened: dict[str, Fields] = {"extra": own or {}}
+    # Other systems may have something else under this name, which is a column then.
+    verls = fields.get("extra_info")
+    if isinstance(verls, dict):
+        opened = {"extra_info": verls, **opened}
+
+    shown = {name: value for name, value in fields.items() if name not in hidden}
+    require_encodable(shown, where)
+
+    extra = {name: value for name, value in shown.items() if name not in opened}
+    for value in opened.values():
+        extra |= value
+    return json_text(extra)

@@ -3,7 +3,7 @@
 Invariant: the optimizer has its complete state from the beginning, so a checkpoint of
 an optimizer that has not stepped yet has the same entries as any other.
 
-Deliberately not here: the learning rate (`schedule.py`), and clipping.
+Deliberately not here: the learning rate (`packed_engine.py`), and clipping.
 """
 
 from __future__ import annotations

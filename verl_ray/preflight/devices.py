@@ -2,7 +2,7 @@
 
 Invariant: settings for which a machine has no devices are problems; devices with
 nothing to do are warnings. Deliberately not here: the memory of devices
-(`device_memory.py`), and every other resource (`resources.py`).
+(`memory_advice.py`), and every other resource (`resources.py`).
 """
 
 from __future__ import annotations

@@ -12,21 +12,25 @@ the answers of all records (`answer_trial.py`).
 
 from __future__ import annotations
 
+import json
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from verl_ray.config.reward import SingleReward
 from verl_ray.config.schema import Config
-from verl_ray.errors import ConfigError, Problem
+from verl_ray.data.encoding import encode
+from verl_ray.data.prompts import prompt_text
+from verl_ray.data.stages import Prompts
+from verl_ray.errors import ConfigError, DataError, Problem
 from verl_ray.preflight.answer_trial import try_answers
 from verl_ray.preflight.data_files import DataFile
 from verl_ray.preflight.tokenizer_trial import (
     model_grader_problems,
     tried_tokenizer,
 )
-from verl_ray.preflight.trial_requests import pair_of, requests_of
 from verl_ray.profiling.phases import blocking
 from verl_ray.rewards.built_in import built_in_of
 from verl_ray.rewards.health import Score, ScoreHealth
@@ -34,6 +38,10 @@ from verl_ray.rewards.pool import ScoringPool
 from verl_ray.rewards.request import ScoreRequest
 from verl_ray.rewards.signatures import LACKS
 from verl_ray.rewards.tracebacks import last_cause
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 START_DEADLINE_S = 60.0
 """Longest time in which the files of reward functions may be imported."""
@@ -277,3 +285,91 @@ def _listed(sources: Sequence[str]) -> str:
     others = len(sources) - 1
     more = f" and {others} more" if others else ""
     return f"{sources[0]!r}{more}"
+
+
+# ------------------------------------------------------------------ requests of a trial
+
+# Responses on which the reward functions of a run are tried, made from its records.
+#
+# A record's own answer stands for a right response. A record without an answer is
+# tried with its own prompt as the response: some text that a function has to score.
+#
+# Invariant: there is one request for each data source, from its first record.
+
+
+def requests_of(
+    files: Sequence[DataFile], functions: Mapping[str, str]
+) -> dict[str, ScoreRequest]:
+    """Return one request for each data source.
+
+    The first source of each function comes before the second one of any.
+    """
+    requests: dict[str, ScoreRequest] = {}
+    for file in files:
+        assert file.prompts is not None, "only files of prompts are scored"
+        for source, request in _first_requests(file.prompts).items():
+            requests.setdefault(source, request)
+
+    counts: Counter[str | None] = Counter()
+    turns = {}
+    for source in requests:
+        function = functions.get(source, functions.get("default"))
+        turns[source] = counts[function]
+        counts[function] += 1
+    return dict(sorted(requests.items(), key=lambda item: turns[item[0]]))
+
+
+def _first_requests(prompts: Prompts) -> dict[str, ScoreRequest]:
+    """Return a request for the first row of each data source."""
+    rows: dict[str, int] = {}
+    for row, source in enumerate(prompts.data_source.texts()):
+        rows.setdefault(source, row)
+
+    # A column is decoded as a whole, so once for all data sources.
+    answers = prompts.answer.texts()
+    messages = prompts.messages.texts()
+    extras = prompts.extra.texts()
+    requests = {}
+    for number, (source, row) in enumerate(rows.items()):
+        prompt = prompt_text(messages[row])
+        answer = answers[row] if prompts.has_answer[row] else None
+        requests[source] = ScoreRequest(
+            response=prompt if answer is None else answer,
+            answer=answer,
+            prompt=prompt,
+            data_source=source,
+            extra=json.loads(extras[row]),
+            step=1,
+            group=number,
+            conversation=json.loads(messages[row]),
+        )
+    return requests
+
+
+def pair_of(
+    request: ScoreRequest, tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[ScoreRequest, ScoreRequest]:
+    """Return a request with the tokens of its response, and with an empty response.
+
+    Args:
+        request: The request.
+        tokenizer: Tokenizer of the policy; None where no function asks for tokens.
+    """
+    empty = replace(request, response="", num_tokens=1)
+    if tokenizer is None:
+        return request, empty
+
+    end: int = tokenizer.eos_token_id
+    try:
+        columns = encode(
+            tokenizer,
+            [request.response],
+            special=False,
+            where=lambda _: "a trial response",
+        )
+        tokens = [*columns[0].tolist(), end]
+    # The policy could not write this answer; the trial is about the function.
+    except DataError:
+        tokens = [end]
+    own = replace(request, tokens=tokens, num_tokens=len(tokens))
+    return own, replace(empty, tokens=[end])

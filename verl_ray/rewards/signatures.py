@@ -24,7 +24,7 @@ gets all of its style (of verl's, the four). A parameter before `/` of another n
 the response if it is the first, the answer if it is the second. A coroutine function of
 any style is awaited.
 
-Deliberately not here: the values themselves (`arguments.py`), and how a function is
+Deliberately not here: the values themselves (`child.py`), and how a function is
 found (`specs.py`).
 """
 

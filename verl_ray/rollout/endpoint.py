@@ -21,7 +21,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,6 @@ from verl_ray.data.chat_templates import TemplateArguments
 from verl_ray.data.stages import Finish
 from verl_ray.errors import CallRefused, CannotGenerate, ConfigError, Problem
 from verl_ray.rollout.choices import Choice, ChoiceFactory, prompts_of
-from verl_ray.rollout.event_stream import EventStream
 from verl_ray.rollout.openai_api import ApiCall, ChatCall, CompletionCall, read_call
 from verl_ray.rollout.openai_replies import (
     FINISH_REASONS,
@@ -45,6 +44,7 @@ from verl_ray.rollout.server import RolloutServer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
 
 _MOST_BODY_BYTES = 1 << 24
 _RETRY_AFTER_S = "1"
@@ -372,3 +372,42 @@ def _client_token(variable: str | None) -> str | None:
         )
         raise ConfigError([Problem("rollout.endpoint.token_env", variable, rule, fix)])
     return token
+
+
+# -------------------------------------------------------------------- streams of events
+
+# Server-sent events over HTTP.
+#
+# Invariant: the reply begins with the first event, so until then a call can still
+# fail with a status of its own.
+
+
+class EventStream:
+    """A reply that is sent event by event."""
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self._response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        )
+        # Several choices send their events at the same time.
+        self._lock = asyncio.Lock()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the status was sent, after which it cannot change any more."""
+        return self._response.prepared
+
+    async def send(self, event: Mapping[str, object] | str) -> None:
+        """Send an event: a JSON object, or a text as it is."""
+        async with self._lock:
+            if not self.has_begun:
+                await self._response.prepare(self._request)
+            text = event if isinstance(event, str) else json.dumps(event)
+            await self._response.write(f"data: {text}\n\n".encode())
+
+    async def end(self) -> web.StreamResponse:
+        """Send the end that OpenAI's clients expect."""
+        await self.send("[DONE]")
+        await self._response.write_eof()
+        return self._response

@@ -1,6 +1,6 @@
 """The load of a rollout engine, which says how many responses it can take.
 
-Deliberately not here: what follows from it (`controllers/rollouts/concurrency.py`).
+Deliberately not here: what follows from it (`controllers/rollouts/replicas.py`).
 """
 
 from __future__ import annotations

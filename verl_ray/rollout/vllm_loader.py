@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,17 +20,28 @@ import psutil
 import torch
 from safetensors.torch import save_file
 from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import (
     finalize_layerwise_reload,
     get_layerwise_info,
+    initialize_layerwise_reload,
 )
 
 from verl_ray.config.roles import LoraConfig
 from verl_ray.errors import WeightSyncError
-from verl_ray.rollout.vllm_core import adapter_request, drop_adapters, is_attention
-from verl_ray.rollout.vllm_transfer import BucketTransferEngine
+from verl_ray.rollout.vllm_core import (
+    TRANSFER,
+    adapter_request,
+    drop_adapters,
+    is_attention,
+)
 from verl_ray.shared_files import FOLDER, prefix, remove_stale
 from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Fingerprints
@@ -38,8 +51,6 @@ from verl_ray.weight_sync.transport import Address, WireEndpoint, WireSpec
 if TYPE_CHECKING:
     from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
     from vllm.v1.worker.gpu_worker import Worker as _Worker
-else:
-    _Worker = object
 
 
 class WeightLoader(_Worker):
@@ -280,3 +291,74 @@ def _checkpoint_numel(module: torch.nn.Module) -> int:
         rows = module.shard_indices.num_org_elements
         return sum(rows * parameter[:1].numel() for parameter in parameters)
     return sum(parameter.numel() for parameter in parameters)
+
+
+# ---------------------------------------------------------------------- vLLM's transfer
+
+# This project's wires behind vLLM's weight-transfer interface.
+#
+# vLLM drives the interface by start, update and finish.
+#
+# Invariant: it works with both forms of the interface. In newer versions the engine
+# opens and closes the layerwise reload itself; in 0.22 the worker does. It runs
+# inside of vLLM's worker processes.
+
+
+@dataclass
+class WireInitInfo(WeightTransferInitInfo):
+    """The wire to open: the sender's address, and this worker's end of it."""
+
+    address: Address
+    endpoint: WireEndpoint
+
+
+@dataclass
+class BucketUpdateInfo(WeightTransferUpdateInfo):
+    """The bucket to receive next."""
+
+    bucket: Bucket
+
+
+class BucketTransferEngine(WeightTransferEngine[WireInitInfo, BucketUpdateInfo]):
+    """A weight-transfer engine of vLLM that receives buckets.
+
+    Attributes:
+        inbox: The receiving end of the wire.
+    """
+
+    init_info_cls = WireInitInfo
+    update_info_cls = BucketUpdateInfo
+
+    def __init__(self, *arguments: object, **options: object) -> None:
+        # The arguments differ between versions of vLLM.
+        super().__init__(*arguments, **options)
+        self.inbox = Inbox()
+
+    def init_transfer_engine(self, init_info: WireInitInfo) -> None:
+        self.inbox.connect(init_info.address, init_info.endpoint)
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(
+        self,
+        update_info: BucketUpdateInfo,
+        load_weights: Callable[[list[tuple[str, torch.Tensor]]], object] | None = None,
+    ) -> None:
+        received = self.inbox.receive(update_info.bucket)
+        # Only vLLM 0.22 passes a function; newer versions leave loading to this engine.
+        load = load_weights or self.model.load_weights
+        load(list(received.items()))
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        self.inbox.close()
+
+    def trainer_send_weights(self, *_: object) -> None:
+        """Refuse to send, which is the actor's work; vLLM never calls this."""
+        raise NotImplementedError
+
+
+WeightTransferEngineFactory.register_engine(TRANSFER, BucketTransferEngine)

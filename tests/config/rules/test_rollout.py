@@ -14,9 +14,9 @@ from verl_ray.config.rules.vllm_args import (
     VLLM_ARGS_FIXED,
     VLLM_ARGS_FIXED_ON_A_CPU,
     VLLM_ARGS_OF_OTHER_KEYS,
+    vllm_arguments,
 )
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.config.vllm_arguments import vllm_arguments
 from verl_ray.errors import ConfigError
 from verl_ray.rollout.vllm_setup import fixed_arguments
 

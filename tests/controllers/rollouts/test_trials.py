@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.rollouts.trials import Trials, Verdict
+from controllers.rollouts.generation import Trials, Verdict
 
 
 def tried(trials: Trials[int, int], guilty: set[int], replica: int) -> list[int]:

@@ -19,10 +19,10 @@ import psutil
 import pytest
 
 from controllers.run.loop import Loop
+from controllers.run.open_run import Stopping
 from controllers.run.persistence import NoPersistence, UnguardedSteps
 from controllers.run.recovery import Recovery
 from controllers.run.resumption import Resumption
-from controllers.run.stopping import Stopping
 from controllers.trainers.base import Trainable
 from controllers.watch.evaluation import Evaluation
 from tests.cluster.crew import SlowWriter

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from controllers.compose.composition import compose
-from controllers.trainers.score_shaping import with_shaping
+from controllers.trainers.rl import with_shaping
 from controllers.watch.measures import Metrics
 from tests.rows import columns_of, rollouts_of
 from verl_ray.algorithms.credit import response_rewards

@@ -2,7 +2,7 @@
 
 Invariant: the sampler's distribution is the one that the trainer computes log-probs
 of. Deliberately not here: the arguments that are passed on to vLLM (`vllm_args.py`),
-and how weights reach its engines (`weight_sync.py`).
+and how weights reach its engines (`rollout_task.py`).
 """
 
 from __future__ import annotations
