@@ -2,7 +2,8 @@
 
 The systems are verl, TRL, OpenRLHF, NeMo-RL and prime-rl. Invariant: an answer names
 keys and choices that exist, and says how to convert where the units differ.
-Deliberately not here: how a key is looked up (`advice.py`), and keys of earlier versions of this project (`renamed.py`).
+Deliberately not here: how a key is looked up (`advice.py`), and keys of earlier
+versions of this project (`renamed.py`).
 """
 
 from __future__ import annotations

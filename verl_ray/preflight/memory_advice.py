@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from verl_ray.backends.base import BytesPerPart, MemoryPart
 from verl_ray.config.load import with_changes
@@ -23,7 +23,6 @@ from verl_ray.preflight.machine import GIB, Machine
 from verl_ray.preflight.memory_plan import MemoryPlan
 from verl_ray.preflight.role_memory import ROLLOUT, Phase, RoleMemory
 from verl_ray.preflight.savings import as_overrides, cheapest_change, single_rows
-from verl_ray.preflight.shortage import Shortage
 from verl_ray.shell import for_shell
 
 
@@ -346,3 +345,40 @@ def _largest(plan: MemoryPlan, phase: Phase) -> str:
     }
     (name, part), size = max(sizes.items(), key=lambda item: item[1])
     return f"; {size / GIB:.1f} for {part} of each rank of {name}"
+
+
+# -------------------------------------------------------------------- what is too small
+
+# A GPU, or the host of a node, that is too small for a run.
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """A GPU, or the host of a node, that is too small: certainly, or by estimate."""
+
+    place: str
+    """What is too small, in words."""
+    available: str
+    """What there is; and what is needed, if that is an estimate."""
+    key: str = "model.path"
+    """Key of the setting that needs most."""
+    value: object = None
+    """Value of this setting."""
+    rule: str | None = None
+    """What is certainly needed; None for an estimate."""
+    own_advice: str | None = None
+    """What to do, where no change of settings is searched for."""
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether a lower bound does not fit."""
+        return self.rule is not None
+
+    def problem(self, advice: str) -> Problem:
+        """Return what is certain as a problem."""
+        assert self.rule is not None, "an estimate is no problem"
+        return Problem(self.key, self.value, self.rule, f"{self.available}: {advice}.")
+
+    def warning(self, advice: str) -> str:
+        """Return what is estimated as a warning."""
+        return f"{self.available}: {advice}"

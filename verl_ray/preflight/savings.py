@@ -2,7 +2,8 @@
 
 Invariant: the run that follows from the change, typed as overrides, obeys every rule
 and fits GPUs and hosts alike. What the user left to `auto` is changed only where
-nothing else is enough. Deliberately not here: what is too small (`memory_advice.py`), and the values of `auto` (`device_defaults.py`).
+nothing else is enough. Deliberately not here: what is too small (`memory_advice.py`),
+and the values of `auto` (`device_defaults.py`).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ prompt in one call: they are one unit, whatever else is scored at the time.
 Invariant: the items of a unit have the same function and are consecutive requests of a
 call; those of a batched function are all consecutive requests of one prompt.
 Deliberately not here: processes and deadlines (`pool.py`), and whether groups arrive
-whole (`controllers/rollouts/groups.py`).
+whole (`controllers/rollouts/producer.py`).
 """
 
 from __future__ import annotations

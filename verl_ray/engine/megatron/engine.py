@@ -4,8 +4,8 @@ drives it according to the contract.
 Invariant: whatever the layout, results are those of the plain engine. Weights and state
 enter and leave under the names of the model as transformers has it, so any layout and
 any other backend can continue from them. Deliberately not here: the model (`model.py`),
-which models are supported (`supported.py`), weights of this rank (`weights.py`),
-process groups (`layout.py`), the form of a checkpoint (`state.py`), and how buffers are offloaded (`buffers.py`).
+weights of this rank (`weights.py`), process groups (`layout.py`), the form of a
+checkpoint (`state.py`), and how buffers are offloaded (`buffers.py`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -31,7 +32,6 @@ from verl_ray.backends.megatron import MegatronBackend
 from verl_ray.checkpoint.sharded import random_key
 from verl_ray.data.stages import Rows, TrainingBatch
 from verl_ray.engine.base import EngineSpec, ForwardResult, LossReport, StepReport
-from verl_ray.engine.collect import collect_whole
 from verl_ray.engine.megatron.buffers import MegatronBuffers
 from verl_ray.engine.megatron.expert_balance import ExpertBalance
 from verl_ray.engine.megatron.layout import parallel_layout_of
@@ -50,7 +50,7 @@ from verl_ray.engine.megatron.state import (
     optimizer_state,
     torch_param_groups,
 )
-from verl_ray.engine.megatron.supported import require_complete, require_supported
+from verl_ray.engine.megatron.weight_map import MappedParameter
 from verl_ray.engine.megatron.weights import (
     BoxReader,
     computing_boxes,
@@ -67,12 +67,16 @@ from verl_ray.engine.model_manifest import build_manifest
 from verl_ray.engine.offload import Offload, offloadable
 from verl_ray.engine.packed_engine import PackedEngine
 from verl_ray.engine.random_stream import RandomStream
-from verl_ray.models.role_model import PackedRows, build_role_model
+from verl_ray.errors import EngineError, ModelError
+from verl_ray.models.families import ACTIVATIONS_IN_MEGATRON, IN_MEGATRON
+from verl_ray.models.role_model import PackedRows, RoleModel, build_role_model
 from verl_ray.models.tensor_sources import CheckpointReader
 from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
 from verl_ray.parallel.sharding_manager import PackedTokens, ShardingManager
 from verl_ray.parallel.ulysses import UlyssesManager
+from verl_ray.weight_sync.buckets import Entry, aligned_bytes
 from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice
+from verl_ray.weight_sync.slots import parameter_view, sum_bytes_over_ranks
 
 
 class MegatronEngine(PackedEngine):
@@ -534,4 +538,123 @@ class Schedule:
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
+        )
+
+
+# ----------------------------------------------------------------- outputs of all ranks
+
+# Assembly of whole tensors on rank 0 from the slices that the ranks own.
+#
+# Invariant: tensors are assembled one at a time, and their bits are exactly the
+# owners' bits. Collective: every rank iterates over the same parameters.
+
+Shards = Callable[[Iterable[str]], Iterator[tuple[Slice, Tensor]]]
+"""A function with the signature of `Engine.shards`."""
+
+
+def collect_whole(
+    parameters: Sequence[Parameter], shards: Shards, device: torch.device
+) -> Iterator[Tensor]:
+    """Yield each parameter, whole on rank 0. Other ranks get undefined values."""
+    for parameter in parameters:
+        flat = torch.zeros(aligned_bytes(parameter), dtype=torch.uint8, device=device)
+        whole = parameter_view(flat, Entry(parameter, 0))
+
+        for part, value in shards([parameter.name]):
+            box = tuple(
+                slice(start, start + size)
+                for start, size in zip(part.start, part.shape, strict=True)
+            )
+            whole[box] = value
+
+        # Slices do not overlap and all other bytes are 0, so adding up the bytes of all
+        # ranks reproduces every owner's bits.
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            sum_bytes_over_ranks(flat)
+
+        yield whole
+
+
+# ------------------------------------------------------------ models that are supported
+
+# Checks that megatron-core, as it is driven here, has a place for a model.
+#
+# Invariant: a model that passes is computed as transformers computes it, and none of
+# its parameters is missing.
+
+_SHOWN_NAMES = 5
+"""The most parameters that an error names."""
+
+
+def require_supported(spec: EngineSpec, model: RoleModel) -> None:
+    """Refuse a model, or an adapter, that megatron-core cannot compute here.
+
+    `verl-ray check` reports the same for models before anything starts.
+
+    Raises:
+        EngineError: The role has an adapter.
+        ModelError: megatron-core has no place for the model, or would compute it
+            differently.
+    """
+    if spec.lora is not None:
+        raise EngineError(
+            f"{spec.role}.lora.rank = {spec.lora.rank}: the megatron backend has no"
+            f" adapters; set it to 0, or take fsdp or engine as {spec.role}.backend"
+        )
+
+    config = model.hf.config
+    family = config.model_type
+    if family not in IN_MEGATRON:
+        raise ModelError(
+            f"model.path: {spec.model_path} is a {family!r} model, which has no place"
+            f" in megatron's; those of {', '.join(IN_MEGATRON)} have"
+        )
+
+    activation = config.hidden_act
+    if activation not in ACTIVATIONS_IN_MEGATRON:
+        raise ModelError(
+            f"model.path: {spec.model_path} has hidden_act={activation!r}; megatron"
+            f" computes {ACTIVATIONS_IN_MEGATRON[0]} here, so take fsdp or engine as"
+            f" {spec.role}.backend"
+        )
+
+    rotary: Any = cast(Any, model.backbone.rotary_emb)
+    factor = rotary.attention_scaling
+    if factor != 1:
+        raise ModelError(
+            f"model.path: {spec.model_path} scales attention by {factor} with its"
+            " rotary positions, which megatron does not here; take fsdp or engine as"
+            f" {spec.role}.backend"
+        )
+
+
+def require_complete(
+    spec: EngineSpec,
+    names: Collection[str],
+    mapped: Iterable[MappedParameter],
+    world_size: int,
+) -> None:
+    """Refuse a model of which a parameter is on no rank. Collective.
+
+    Without this check such a parameter would be lost silently.
+
+    Args:
+        spec: The engine's specification, for messages.
+        names: All parameters of the model.
+        mapped: The parameters that this rank holds.
+        world_size: Number of ranks.
+
+    Raises:
+        ModelError: Some parameters are on no rank; the message names them.
+    """
+    own = {region.name for parameter in mapped for region in parameter.regions}
+    per_rank: list[set[str]] = [own] * world_size
+    if world_size > 1:
+        dist.all_gather_object(per_rank, own)
+
+    missing = sorted(set(names).difference(*per_rank))
+    if missing:
+        raise ModelError(
+            f"model.path: {spec.model_path} has {missing[:_SHOWN_NAMES]}, which have no"
+            f" place in megatron's model; take fsdp or engine as {spec.role}.backend"
         )
