@@ -126,7 +126,7 @@ ALGORITHM_ANSWERS: tuple[tuple[str, str], ...] = (
 """Key or sentence -> the keys of other systems that it answers."""
 
 
-# -------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------- all settings
 
 
 _MICRO_BATCHES = (

@@ -135,7 +135,7 @@ class GrowingText:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
 
-# -------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------ choices
 
 
 MAX_CHOICES = 1024

@@ -155,9 +155,6 @@ def _rewards_beside_scores(config: RLConfig) -> Iterator[str]:
         yield "algorithm.kl.place=reward"
 
 
-# -------------------------------------------------------------------------------------
-
-
 # ---------------------------------------------------------------------------- sequences
 
 # Rules of sequences: what is judged as a whole, and how it is summed.
@@ -203,9 +200,6 @@ def trajectories_are_judged(config: RLConfig, _: OverriddenKeys) -> Iterator[Pro
     )
     fix = "Use row, or a loss, an aggregation or a correction of sequences."
     yield Problem("algorithm.sequence", "trajectory", rule, fix)
-
-
-# -------------------------------------------------------------------------------------
 
 
 # -------------------------------------------------------------------- shaping of scores
@@ -255,9 +249,6 @@ def own_shaping_reads_its_settings(
             yield from set_exactly_when(False, key, value, because, None)
         elif reads[setting] is not None:
             yield from set_exactly_when(True, key, value, because, usual)
-
-
-# -------------------------------------------------------------------------------------
 
 
 # ----------------------------------------------------------------------- the curriculum
@@ -321,7 +312,7 @@ def curriculum_is_possible(
         yield Problem("algorithm.dynamic_sampling", draws, rule, fix)
 
 
-# -------------------------------------------------------------------------------------
+# ---------------------------------------------------------------- the rules of the task
 
 
 RL_RULES: tuple[TaskRule, ...] = (

@@ -135,7 +135,7 @@ def adapters_can_be_sent_alone(
         yield Problem(key, choice, rule, fix)
 
 
-# -------------------------------------------------------------------------------------
+# ---------------------------------------------------------------- the rules of the task
 
 
 ROLLOUT_TASK_RULES: tuple[TaskRule, ...] = (
