@@ -260,7 +260,7 @@ def test_a_judge_has_processes_of_its_own() -> None:
     role = found.roles["reward"]
     assert (role.factory, role.processes) == (JudgeWorker, "reward")
     resolved = resolve_on(config(*JUDGE, "reward.engine.num_replicas=2"), TWO)
-    assert role.args == (resolved.reward, "/m", 7)
+    assert role.args == (resolved.reward, "/m", 7, {})
     assert [one.process_group for one in found.sets] == [True, False, False]
 
 
@@ -326,7 +326,7 @@ def test_a_reward_model_is_placed_as_the_other_models_are() -> None:
     spec, *policy = role.args
     assert (role.factory, policy) == (
         RewardModelGrader,
-        ["/m", False, "refuse"],
+        ["/m", False, "refuse", None, {}],
     )
     assert (spec.role, spec.model_path, spec.head, spec.optimizer) == (
         "reward",

@@ -289,15 +289,12 @@ def test_rollouts_go_on_between_steps(trainer: MakeTrainer) -> None:
     run.draw_ahead()
     run.background.advance()
     assert not run.background.references()
-    # One pool is idle while the other works.
-    step_s = metrics["timing_s/step"]
-    waited_s = metrics["timing_s/gen"] + metrics["timing_s/reward"]
-    assert 0.9 * waited_s < metrics["perf/trainers_idle"] * step_s < step_s
-    learned_s = metrics["timing_s/update_actor"]
-    assert 0.9 * learned_s < metrics["perf/rollouts_idle"] * step_s < step_s
-    assert metrics["perf/overlap"] < 0.1
-    generated_s = (1 - metrics["perf/rollouts_idle"]) * step_s
-    assert metrics["timing_s/rollouts"] == pytest.approx(generated_s, abs=0.05)
+    # Both pools work for a part of the step; test_occupancy.py checks the shares.
+    shares = [metrics[f"perf/{name}"] for name in ("trainers_idle", "rollouts_idle")]
+    assert all(0 < share < 1 for share in shares)
+    both = metrics["perf/both_idle"] - metrics["perf/overlap"]
+    assert sum(shares) == pytest.approx(1 + both)
+    assert metrics["timing_s/rollouts"] > 0
 
 
 def test_a_failure_between_steps_is_the_next_ones(
