@@ -51,6 +51,8 @@ from verl_ray.weight_sync.transport import Address, WireEndpoint, WireSpec
 if TYPE_CHECKING:
     from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
     from vllm.v1.worker.gpu_worker import Worker as _Worker
+else:
+    _Worker = object
 
 
 class WeightLoader(_Worker):
