@@ -391,7 +391,7 @@ from pathlib import Path
 from wandb.sdk.lib.service import service_process
 from verl_ray.config.run import WandbConfig
 from verl_ray.errors import TrackingError
-from verl_ray.tracking import wandb_process, wandb_run
+from verl_ray.tracking import wandb_run
 
 def start_and_stop(settings):
     process = start(settings)
@@ -399,7 +399,7 @@ def start_and_stop(settings):
     return process
 
 config = WandbConfig(mode="offline", project="tests", entity=None, group=None, tags=())
-wandb_process._END_S = 0.5
+wandb_run._END_S = 0.5
 if sys.argv[2] == "starts":
     start = service_process.start
     service_process.start = start_and_stop
