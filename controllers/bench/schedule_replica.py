@@ -2,7 +2,7 @@
 
 Invariant: the length of a response depends on its row id alone, so that all schedules
 generate the same responses. Deliberately not here: what the driver does with them
-(`schedule_driver.py`).
+(`schedule_trainer.py`).
 """
 
 from __future__ import annotations
