@@ -380,20 +380,31 @@ def test_a_bounded_divergence_is_counted() -> None:
     assert "actor/kl_clipfrac" not in found.metrics
 
 
-def test_an_importance_weighted_divergence_has_an_unbiased_gradient() -> None:
+@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize(
+    "estimator", ["k2", "k3", "k1_straight_through", "k3_straight_through", "abs"]
+)
+def test_an_importance_weighted_divergence_has_an_unbiased_gradient(
+    estimator: str, bounded: bool
+) -> None:
     """In expectation over tokens of the old policy, exactly, not sampled."""
-    logits = torch.tensor([0.3, -0.2, 0.1], requires_grad=True)
-    old = torch.log_softmax(torch.tensor([0.5, 0.0, -0.5]), 0)
-    reference = torch.log_softmax(torch.tensor([0.0, 0.5, -0.5]), 0)
+    # Bounded: the reference has 1/2 where the policy has 1/42, so log q/p is log 21.
+    policy = [20.0, 21.0, 1.0] if bounded else [2.0, 1.0, 1.0]
+    logits = torch.tensor(policy).log().requires_grad_()
+    old = torch.tensor([0.25, 0.25, 0.5]).log()
+    reference = torch.tensor([0.25, 0.25, 0.5]).log()
     log_probs = torch.log_softmax(logits, 0)
-    kl = (log_probs.exp() * (log_probs - reference)).sum()
-    (exact,) = torch.autograd.grad(kl, logits, retain_graph=True)
+    probs = log_probs.exp()
+    log_ratio = log_probs - reference
+    (exact,) = torch.autograd.grad(
+        (probs * log_ratio).sum(), logits, retain_graph=True
+    )
 
     weighted = KLConfig(
-        place="loss", estimator="k3", importance_weighted=True, coefficient=1.0,
+        place="loss", estimator=estimator, importance_weighted=True, coefficient=1.0,
         controller="fixed", target=None, horizon=None,
     )  # fmt: skip
-    config = algorithm("loss", "k3").model_copy(update={"kl": weighted})
+    config = algorithm("loss", estimator).model_copy(update={"kl": weighted})
     found = PolicyObjective(config, 1.0, 1.0)(
         TokenOutputs(log_probs=log_probs, entropy=torch.zeros(3)),
         LossInputs(
@@ -401,10 +412,35 @@ def test_an_importance_weighted_divergence_has_an_unbiased_gradient() -> None:
             ref_log_probs=reference,
         ),
     )  # fmt: skip
-    loss = (old.exp() * found.loss).sum()
-    assert loss.item() == pytest.approx(kl.item())
-    (grad,) = torch.autograd.grad(loss, logits)
+    (grad,) = torch.autograd.grad((old.exp() * found.loss).sum(), logits)
     torch.testing.assert_close(grad, exact)
+
+    # The value is the ratio times the estimate: 10 at the last token where bounded.
+    k3 = (-log_ratio).exp() - 1 + log_ratio
+    estimates = {
+        "k2": log_ratio.square() / 2, "k1_straight_through": log_ratio, "abs": log_ratio.abs(),
+    }  # fmt: skip
+    estimate = estimates.get(estimator, k3.clamp(max=10)).detach()
+    assert (k3[2] > 10).item() == bounded
+    ratio = (probs / old.exp()).detach()
+    torch.testing.assert_close(found.terms["actor/kl_loss"], ratio * estimate)
+
+
+def test_at_a_bounded_token_the_policy_is_pulled_to_the_reference() -> None:
+    """One token of the policy itself, where log q/p is 4 and k3 is 49.6."""
+    log_probs = torch.tensor([-6.0], requires_grad=True)
+    kl = {"place": "loss", "estimator": "k3", "importance_weighted": True}
+    config = algorithm("loss", "k3")
+    config = config.model_copy(update={"kl": config.kl.model_copy(update=kl)})
+    found = PolicyObjective(config, 1.0, 0.5)(
+        TokenOutputs(log_probs=log_probs, entropy=torch.zeros(1)),
+        LossInputs(
+            torch.zeros(1).long(), advantages=torch.zeros(1), ref_log_probs=torch.tensor([-2.0])
+        ),
+    )  # fmt: skip
+    assert found.loss.tolist() == [5] and found.terms["actor/kl_loss"].tolist() == [10]
+    # r * (log p - log q) = -4, which raises p.
+    assert torch.autograd.grad(found.loss.sum(), log_probs)[0].tolist() == [-2]
 
 
 def test_tokens_that_are_not_uncertain_bear_no_policy_loss() -> None:

@@ -25,6 +25,7 @@ from verl_ray.algorithms.objectives import LossInputs, required
 from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
 from verl_ray.algorithms.policy_losses import PolicyTokens, importance_ratio
 from verl_ray.config.algorithm import AlgorithmConfig
+from verl_ray.ops.kl import with_gradient_of_k2
 from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
 from verl_ray.ops.rows import row_lengths, row_sums
 
@@ -215,6 +216,14 @@ class PolicyObjective:
     ) -> tuple[Tensor, Tensor | None]:
         """Return the divergence from the reference, 0 where the mask is False.
 
+        With algorithm.kl.importance_weighted it is r times the estimate, r the ratio to
+        the old policy, and its gradient is r times that of k2. For tokens of the old
+        policy this is the expected gradient of KL(policy || reference), whatever the
+        estimator and its bound. It is also that of r * k3, differentiated in both
+        factors (DeepSeek-V3.2, arXiv:2512.02556): the gradient of r * k3 is r * (log p
+        - log q) times that of log p. Deviation: where an estimate is bounded, the value
+        is, and the gradient is not.
+
         Returns:
             The divergence, and where the estimator's bound stands for a larger one;
             None if it has no bound.
@@ -228,14 +237,16 @@ class PolicyObjective:
         # Tokens that are left out are cleared before: at log-probs of -inf, k2 has a
         # gradient of 0 times infinity.
         log_probs = _masked(log_probs, mask)
-        divergence: Tensor = estimator.function(log_probs, _masked(reference, mask))
+        reference = _masked(reference, mask)
+        divergence: Tensor = estimator.function(log_probs, reference)
 
         is_bounded = None
         if estimator.bound is not None:
             is_bounded = (divergence.detach() >= estimator.bound).float()
         if kl.importance_weighted:
             old = _masked(self._old_policy(log_probs.detach(), inputs), mask)
-            divergence = importance_ratio(log_probs, old) * divergence
+            ratio = importance_ratio(log_probs.detach(), old)
+            divergence = ratio * with_gradient_of_k2(divergence, log_probs, reference)
         return divergence, is_bounded
 
     def _old_policy(self, fresh: Tensor, inputs: LossInputs) -> Tensor:

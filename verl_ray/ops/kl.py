@@ -78,7 +78,7 @@ def straight_through_k1(log_probs: Array, ref_log_probs: Array) -> Array:
 
     The value is unbiased, and so is the gradient.
     """
-    return _with_gradient_of_k2(k1(log_probs, ref_log_probs), log_probs, ref_log_probs)
+    return with_gradient_of_k2(k1(log_probs, ref_log_probs), log_probs, ref_log_probs)
 
 
 def straight_through_k3(log_probs: Array, ref_log_probs: Array) -> Array:
@@ -87,10 +87,11 @@ def straight_through_k3(log_probs: Array, ref_log_probs: Array) -> Array:
     k3 has the gradient of KL(q || p) in expectation; k2 has that of KL(p || q).
     """
     value = bounded_k3(log_probs, ref_log_probs)
-    return _with_gradient_of_k2(value, log_probs, ref_log_probs)
+    return with_gradient_of_k2(value, log_probs, ref_log_probs)
 
 
-def _with_gradient_of_k2(value: Array, log_probs: Array, ref_log_probs: Array) -> Array:
+def with_gradient_of_k2(value: Array, log_probs: Array, ref_log_probs: Array) -> Array:
+    """Return an estimate with the gradient of k2 in place of its own."""
     if not isinstance(value, torch.Tensor):
         return value
     gradient = k2(log_probs, ref_log_probs)
