@@ -205,7 +205,7 @@ class Learner:
         if actor_updates:
             reports = self._wait_for_updates("actor", actor_updates, updates)
             metrics |= update_measures.update_metrics("actor", reports)
-            metrics |= self.entropy.update(metrics["actor/entropy"])
+            metrics |= self.entropy.update(metrics)
             metrics |= mismatch_of_updates(reports, outputs)
             metrics |= age_metrics(reports, policy_version, config.oldest_age)
             self.mismatch.observe(number, metrics, reports, policy_version)

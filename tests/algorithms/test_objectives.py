@@ -396,9 +396,7 @@ def test_an_importance_weighted_divergence_has_an_unbiased_gradient(
     log_probs = torch.log_softmax(logits, 0)
     probs = log_probs.exp()
     log_ratio = log_probs - reference
-    (exact,) = torch.autograd.grad(
-        (probs * log_ratio).sum(), logits, retain_graph=True
-    )
+    (exact,) = torch.autograd.grad((probs * log_ratio).sum(), logits, retain_graph=True)
 
     weighted = KLConfig(
         place="loss", estimator=estimator, importance_weighted=True, coefficient=1.0,

@@ -53,7 +53,11 @@ def test_there_is_a_plot_for_all_that_was_measured() -> None:
     evaluated = [{"training/global_step": 0, "val-core/sums/acc/mean@1": 0.4}, *STEPS]
     assert pixels(picture(evaluated)).shape[:2] == (330, 1210)  # beside the reward
 
-    others = {"actor/kl_loss": 0.1, "response_length/mean": 9.0, "actor/entropy": 2.0}
+    others = {
+        "actor/kl_loss": 0.1,
+        "response_length/mean": 9.0,
+        "actor/entropy_per_token": 2.0,
+    }
     full = [evaluated[0], *({**line, **others} for line in STEPS)]
     assert pixels(picture(full)).shape[:2] == (990, 1210)  # three rows of two
 
@@ -121,7 +125,7 @@ def test_a_short_run_has_whole_steps_and_no_mean_of_one_step() -> None:
 
 
 def test_a_last_plot_that_is_alone_is_as_wide_as_its_row() -> None:
-    others = {"actor/reward_kl_penalty": 0.1, "actor/entropy": 2.0}
+    others = {"actor/reward_kl_penalty": 0.1, "actor/entropy_per_token": 2.0}
     three = pixels(picture([{**line, **others} for line in STEPS]))
     below = three[330:, 605:]
     assert below.min() < 0.9  # the right half of the second row is drawn on

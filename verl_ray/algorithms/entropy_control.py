@@ -7,9 +7,13 @@ not here: the entropy itself (`ops/`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import isfinite
 
 from verl_ray.config.algorithm import AlgorithmConfig
+
+ENTROPY_PER_TOKEN = "actor/entropy_per_token"
+"""The token mean of the entropy, in nats. actor/entropy is aggregated like the loss."""
 
 
 class EntropyControl:
@@ -34,8 +38,8 @@ class EntropyControl:
         """The weight of the entropy in the next step's loss, >= 0."""
         return self._weight if self._is_low else 0.0
 
-    def update(self, entropy: float) -> dict[str, float]:
-        """Take the entropy of a step's updates into account, in nats per token.
+    def update(self, metrics_of_updates: Mapping[str, float]) -> dict[str, float]:
+        """Take the entropy per token of a step's updates into account.
 
         Returns:
             The metric actor/entropy_coefficient of that step; none without a target.
@@ -44,6 +48,7 @@ class EntropyControl:
         if algorithm.entropy_target is None:
             return {}
         metrics = {"actor/entropy_coefficient": self.coefficient}
+        entropy = metrics_of_updates[ENTROPY_PER_TOKEN]
         if not isfinite(entropy):
             return metrics
         step, largest = algorithm.entropy_step, algorithm.entropy_max

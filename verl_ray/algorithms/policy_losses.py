@@ -85,7 +85,10 @@ def as_token_loss(returned: object, tokens: PolicyTokens) -> TokenLoss:
 
 
 def importance_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
-    """Return pi / pi_old of each token, from e^-20 to e^20; past these without gradient."""
+    """Return pi / pi_old of each token, at least e^-20 and at most e^20.
+
+    Past these bounds it has no gradient.
+    """
     return _bounded(log_probs - old_log_probs).exp()
 
 

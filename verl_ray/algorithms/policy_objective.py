@@ -19,6 +19,7 @@ from verl_ray.algorithms.correction import (
     CorrectionWeights,
     correction_weights,
 )
+from verl_ray.algorithms.entropy_control import ENTROPY_PER_TOKEN
 from verl_ray.algorithms.losses import TokenLoss
 from verl_ray.algorithms.mismatch import compare_log_probs, fresh_means
 from verl_ray.algorithms.objectives import LossInputs, required
@@ -105,7 +106,7 @@ class PolicyObjective:
             loss = loss + likelihood
             terms["actor/positive_nll"] = likelihood.detach()
 
-        metrics = policy_loss.metrics
+        metrics = policy_loss.metrics | {ENTROPY_PER_TOKEN: entropy.detach()}
         if self.algorithm.kl.place == "loss":
             divergence, is_bounded = self._divergence(log_probs, inputs, mask)
             loss = loss + self.kl_coefficient * divergence

@@ -96,9 +96,9 @@ class KLConfig(Section):
     estimator: KLEstimator | None
     """Estimator of the divergence per token."""
     importance_weighted: bool
-    """Weight the divergence in the loss by the ratio to the old policy, with the gradient
-    of k2, whatever the estimator; it is unbiased for tokens of that policy (r * k3 of
-    DeepSeek-V3.2, arXiv:2512.02556)."""
+    """Weight the divergence in the loss by the ratio to the old policy. The gradient is
+    then that of k2, whatever the estimator, and unbiased for tokens of that policy (r *
+    k3 of DeepSeek-V3.2, arXiv:2512.02556)."""
     coefficient: NonNegativeFloat | None
     """The coefficient, or its first value under the adaptive controller."""
     controller: Literal["fixed", "adaptive"] | None

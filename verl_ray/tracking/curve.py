@@ -71,7 +71,7 @@ PANELS = (
         "response length, tokens",
         {"response_length/mean": "mean", "response_length/max": "longest"},
     ),
-    Panel("entropy, nats per token", {"actor/entropy": "policy"}),
+    Panel("entropy, nats per token", {"actor/entropy_per_token": "policy"}),
 )
 """Plots besides those of held-out results."""
 
