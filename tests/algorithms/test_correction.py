@@ -131,6 +131,26 @@ def test_fractions_of_whole_responses_count_responses() -> None:
     assert found["rollout_corr/rollout_is_mean"] == pytest.approx((3 * 0.25 + 1) / 4)
 
 
+@pytest.mark.parametrize(
+    ("level", "largest", "smallest"),
+    [("sequence", 16, 0.5), ("geometric", 4, 0.5**0.5)],
+)
+@pytest.mark.parametrize("kind", ["tis", "icepop"])
+def test_extremes_of_whole_responses_are_those_before_truncation(
+    kind: str, level: str, largest: float, smallest: float
+) -> None:
+    """The products are 4 * 4 and 0.5 * 1."""
+    correction = config(kind, level, 0.9 if kind == "icepop" else None, 1.2)
+    log_ratio = torch.tensor([4.0, 4.0, 0.5, 1.0]).log()
+    found = metrics(
+        correction_weights(correction, log_ratio, torch.tensor([0, 0, 1, 1]))
+    )
+    for of in ("rollout_is", "ratio"):
+        assert found[f"rollout_corr/{of}_max"] == pytest.approx(largest)
+        assert found[f"rollout_corr/{of}_min"] == pytest.approx(smallest)
+    assert found["rollout_corr/rollout_is_mean"] <= 1.2
+
+
 @pytest.mark.parametrize("level", tuple(LEVELS))
 @pytest.mark.parametrize("kind", tuple(CORRECTIONS))
 def test_a_ratio_of_nan_is_kept_and_seen(kind: str, level: str) -> None:

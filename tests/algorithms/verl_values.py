@@ -338,10 +338,8 @@ def corrections(helper: Any) -> dict[str, Any]:
         )
         whole = np.zeros(MASK.shape)
         whole[MASK.sum(1) > 0] = weights.numpy()
-        # Of sequences, verl reports the extremes before they are truncated.
-        extremes = ("rollout_is_max", "rollout_is_min") if level == "token" else ()
-        kept = ("rollout_is_mean", "rollout_is_std", "rollout_is_eff_sample_size", *extremes,
-                "rollout_is_ratio_fraction_high", "rollout_is_ratio_fraction_low")  # fmt: skip
+        kept = ("rollout_is_mean", "rollout_is_std", "rollout_is_eff_sample_size", "rollout_is_max",
+                "rollout_is_min", "rollout_is_ratio_fraction_high", "rollout_is_ratio_fraction_low")  # fmt: skip
         found[name] = {
             "weights": whole, "metrics": {f"rollout_corr/{key}": metrics[key] for key in kept},
         }  # fmt: skip

@@ -122,11 +122,13 @@ def _weights(
         "deviation_squared": (weight - 1).square(),
         "left_out": ~mask,
     }
+    # What is reported as the largest and smallest weight, see `correction_metrics`.
+    extreme = weight if level == "token" else ratio
     # Minima travel as maxima of inverses. The inverse of the weight is infinite if a
     # token is left out: the smallest weight is then 0.
     maxima = {
-        "weight": weight,
-        "inverse_weight": 1 / weight,
+        "weight": extreme,
+        "inverse_weight": 1 / extreme,
         "ratio": ratio,
         "inverse_ratio": 1 / ratio,
     }
@@ -149,6 +151,8 @@ def correction_metrics(
     On the field's dashboards, rollout_corr/rollout_is_mean, _max, _min, _std and
     _eff_sample_size, a fraction of all tokens ((sum w)^2 / (n * sum w^2)), describe the
     weights in use: after truncation, and 0 where a token is left out. Here they do too.
+    As in verl, _max and _min are the exception where the ratio is one of responses:
+    they are then those of the ratios, as ratio_max and ratio_min.
     rollout_is_ratio_fraction_high and _low count the ratios beyond the bounds (without
     a lower one, below 1 / upper): each token's, or each response's if the ratio is one
     of responses. rollout_rs_masked_fraction is the fraction of tokens left out, and
