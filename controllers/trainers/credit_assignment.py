@@ -86,7 +86,13 @@ class CreditAssignment:
         # of all of them.
         columns = response_columns(rollouts, self._config.rollout.group_size)
         rewards = response_rewards(
-            algorithm, scores.score, scores.ok, columns, charge, scores.parts
+            algorithm,
+            scores.score,
+            scores.ok,
+            columns,
+            charge,
+            scores.parts,
+            scores.judged,
         )
 
         estimator = ADVANTAGES[algorithm.advantage]

@@ -430,7 +430,7 @@ def with_shaping(
     if config.algorithm.shaping is None:
         parts = length_rewards(
             config.algorithm,
-            scores.score,
+            scores.judged,
             valid,
             rollouts.row("response_length").astype(np.int64),
             rollouts.row("group_id"),
@@ -450,7 +450,10 @@ def with_shaping(
     }
     total = np.sum(list(added.values()), axis=0, dtype=np.float32)
     shaped = replace(
-        scores, score=scores.score + total, parts=(*scores.parts, *parts.values())
+        scores,
+        score=scores.score + total,
+        parts=(*scores.parts, *parts.values()),
+        graded=scores.judged,
     )
     return shaped, metrics
 

@@ -128,6 +128,23 @@ def test_components_are_weighted_and_one_that_fails_fails_the_response() -> None
     # What is weighted is normalised and clipped already.
     assert [weight for weight, _ in found.parts] == [2.0, 0.5]
     assert [values[:2].tolist() for _, values in found.parts] == [[1, 0], [3, -3]]
+    assert found.judged[:2].tolist() == found.score[:2].tolist()
+
+
+def test_scores_are_judged_as_they_were_graded() -> None:
+    """2 x 0.5 + 0.5 x 8, 2 x 0 + 0.5 x 4: the bound of 3 is one of deviations."""
+    one = shaping(
+        *MIXED,
+        "reward.components.model.normalise=batch",
+        "reward.components.function.clip=0.5",
+    )
+    found = one.shape(
+        {
+            "reward.components.function": scored(1.0, 0.0, math.nan),
+            "reward.components.model": scored(8.0, 4.0, 4.0),
+        }
+    )
+    np.testing.assert_array_equal(found.judged, [5.0, 2.0, math.nan])
 
 
 @pytest.mark.parametrize("normalise", ["batch", "running"])

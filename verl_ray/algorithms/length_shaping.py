@@ -48,7 +48,7 @@ def length_rewards(
 
     Args:
         algorithm: The section `algorithm` of the configuration.
-        score: float32 [rows].
+        score: float32 [rows], by which responses are right.
         valid: bool [rows]; False: the response has no score, or is no member of its
             group. Its length is not compared, and it gets 0.
         length: int64 [rows], response tokens.

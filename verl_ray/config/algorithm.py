@@ -193,8 +193,8 @@ class _Additions(_ReadByFormulas):
     """Largest mean of log p_sampler - log p over a row's tokens at which its negative
     advantages still count (DeepSeek-V3.2, arXiv:2512.02556); null = any."""
     positive_nll: PositiveFloat | None = None
-    """Weight of the negative log-likelihood of rows with a positive score (VAPO,
-    arXiv:2504.05118, with 0.1); null = none."""
+    """Weight of the negative log-likelihood of rows whose score, as it was graded, is
+    positive (VAPO, arXiv:2504.05118, with 0.1); null = none."""
     entropy_target: PositiveFloat | None = None
     """Entropy per token below which the entropy bonus grows, step by step (Skywork-OR1,
     arXiv:2505.22312); null = the bonus stays as it is."""

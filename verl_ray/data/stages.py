@@ -301,7 +301,7 @@ class RowRewards(Batch):
     in_loss: Bool = row(np.bool_)
     # Whether its reward counts in the baselines of others.
     is_member: Bool = row(np.bool_)
-    # Whether its score is above 0, whatever is charged.
+    # Whether its score is above 0 as it was graded, whatever is added or charged.
     is_positive: Bool = row(np.bool_)
 
 

@@ -37,12 +37,19 @@ class ResponseScores:
     """Number of rows that were scored again, since their first process died."""
     parts: tuple[tuple[float, Float32], ...] = ()
     """Weights, and what they weight, of which the scores are the sum; () for none."""
+    graded: Float32 | None = None
+    """The scores neither normalised nor with additions; None: they are `score`."""
 
     @property
     def ok(self) -> npt.NDArray[np.bool_]:
         """Rows with a score, bool [rows]."""
         has_score: npt.NDArray[np.bool_] = self.health == ScoreHealth.OK
         return has_score
+
+    @property
+    def judged(self) -> Float32:
+        """The scores by which a response is right: those above 0, float32 [rows]."""
+        return self.score if self.graded is None else self.graded
 
 
 class Shaping:
@@ -70,13 +77,19 @@ class Shaping:
             aborted: Responses that were aborted, bool [rows]; None where none was.
                 Their scores do not count towards the moments of normalisation.
         """
-        shaped = {}
+        shaped, graded = {}, {}
         parts = []
         for role, scores in raw.items():
+            weight = self._weights[role]
             normalised = self._normalise_and_clip(role, scores, aborted)
-            parts.append((self._weights[role], normalised))
-            shaped[role] = self._weights[role] * normalised
-        return replace(_sum(shaped, raw), parts=tuple(parts))
+            parts.append((weight, normalised))
+            shaped[role] = weight * normalised
+            # Normalised scores lie around 0, and their bound is one of deviations.
+            is_normalised = self._graders[role].normalise != "none"
+            of_grader = scores.score if is_normalised else normalised
+            graded[role] = np.float32(weight) * of_grader
+        of_graders = _sum(graded, raw).score
+        return replace(_sum(shaped, raw), parts=tuple(parts), graded=of_graders)
 
     def weigh(self, raw: Mapping[str, ResponseScores]) -> ResponseScores:
         """Return the weighted sum of scores without normalising and clipping.

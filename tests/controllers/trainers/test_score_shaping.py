@@ -15,7 +15,7 @@ from verl_ray.algorithms.credit import response_rewards
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.sharded import Receipt, Sharded
 from verl_ray.data.stages import Finish, Rollouts, RowRewards
-from verl_ray.rewards.shaping import ResponseScores
+from verl_ray.rewards.shaping import ResponseScores, Shaping
 
 
 def config(algorithm: str, *changes: str) -> RLConfig:
@@ -40,8 +40,8 @@ def shaped(
 
 def rewarded(config: RLConfig, scores: ResponseScores, rows: Rollouts) -> RowRewards:
     return response_rewards(
-        config.algorithm, scores.score, scores.ok, columns_of(rows), None, scores.parts
-    )
+        config.algorithm, scores.score, scores.ok, columns_of(rows), None, scores.parts, scores.judged
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("weight", [0.001, 0.1, 1.0])
@@ -105,3 +105,31 @@ def test_the_greedy_response_of_remax_is_a_member_where_lengths_are_compared() -
     # A sample is worth more than the greedy one by its length alone.
     found = rewarded(settings, scores, rows).advantage
     assert found == pytest.approx([0.5, 0, -0.5, 0])
+
+
+def test_what_is_right_is_judged_by_the_scores_of_the_graders() -> None:
+    """The normalised scores are -1, -1, 1 and 1.
+
+    Brevity takes 0.5 off a long response, and gives a short one 0.5 if it is right.
+    Efficiency gives 1 - 2 / 4 of the score of a right one. At the limit of 10 tokens
+    DAPO's penalty takes 1 off.
+    """
+    rows = rollouts_of([2, 6, 2, 6], groups=[0, 0, 1, 1])
+    settings = config(
+        "vapo", "reward.normalise=batch", "algorithm.brevity=1.0", "algorithm.efficiency=1.0"
+    )  # fmt: skip
+    for raw, expected, positive in (
+        ([-3, -3, -1, -1], [-1, -1.5, 1, 0.5], [False] * 4),
+        ([1, 1, 3, 3], [-1 + 0.5 + 0.5, -1.5, 1 + 0.5 + 1.5, 0.5], [True] * 4),
+    ):
+        graded = ResponseScores(np.array(raw, np.float32), np.zeros(4, np.int8))
+        scores = Shaping(settings).shape({"reward": graded})
+        scores, _ = with_shaping(settings, scores, Sharded.stored(None, Receipt.of(rows)))  # fmt: skip
+        assert scores.score == pytest.approx(expected)
+        assert rewarded(settings, scores, rows).is_positive.tolist() == positive
+
+    at_limit = rollouts_of([10, 2], groups=[0, 0])
+    settings = config("vapo", "algorithm.overlong_share=0.2")
+    scores, _ = shaped(settings, [1, 0], at_limit)
+    assert scores.score.tolist() == [0, 0]
+    assert rewarded(settings, scores, at_limit).is_positive.tolist() == [True, False]
