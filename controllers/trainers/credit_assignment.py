@@ -85,14 +85,9 @@ class CreditAssignment:
         # The responses of a group are on several ranks; only the driver has the scores
         # of all of them.
         columns = response_columns(rollouts, self._config.rollout.group_size)
+        graded = scores.as_graded
         rewards = response_rewards(
-            algorithm,
-            scores.score,
-            scores.ok,
-            columns,
-            charge,
-            scores.parts,
-            scores.judged,
+            algorithm, scores.score, scores.ok, columns, charge, scores.parts, graded
         )
 
         estimator = ADVANTAGES[algorithm.advantage]

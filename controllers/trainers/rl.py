@@ -430,7 +430,7 @@ def with_shaping(
     if config.algorithm.shaping is None:
         parts = length_rewards(
             config.algorithm,
-            scores.judged,
+            scores.as_graded,
             valid,
             rollouts.row("response_length").astype(np.int64),
             rollouts.row("group_id"),
@@ -453,7 +453,7 @@ def with_shaping(
         scores,
         score=scores.score + total,
         parts=(*scores.parts, *parts.values()),
-        graded=scores.judged,
+        graded=scores.as_graded,
     )
     return shaped, metrics
 

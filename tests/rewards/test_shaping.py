@@ -128,7 +128,7 @@ def test_components_are_weighted_and_one_that_fails_fails_the_response() -> None
     # What is weighted is normalised and clipped already.
     assert [weight for weight, _ in found.parts] == [2.0, 0.5]
     assert [values[:2].tolist() for _, values in found.parts] == [[1, 0], [3, -3]]
-    assert found.judged[:2].tolist() == found.score[:2].tolist()
+    assert found.as_graded[:2].tolist() == found.score[:2].tolist()
 
 
 def test_scores_are_judged_as_they_were_graded() -> None:
@@ -144,7 +144,7 @@ def test_scores_are_judged_as_they_were_graded() -> None:
             "reward.components.model": scored(8.0, 4.0, 4.0),
         }
     )
-    np.testing.assert_array_equal(found.judged, [5.0, 2.0, math.nan])
+    np.testing.assert_array_equal(found.as_graded, [5.0, 2.0, math.nan])
 
 
 @pytest.mark.parametrize("normalise", ["batch", "running"])

@@ -150,9 +150,8 @@ def correction_metrics(
 
     On the field's dashboards, rollout_corr/rollout_is_mean, _max, _min, _std and
     _eff_sample_size, a fraction of all tokens ((sum w)^2 / (n * sum w^2)), describe the
-    weights in use: after truncation, and 0 where a token is left out. Here they do too.
-    As in verl, _max and _min are the exception where the ratio is one of responses:
-    they are then those of the ratios, as ratio_max and ratio_min.
+    weights in use: after truncation, and 0 where a token is left out; but _max and _min
+    are ratio_max and ratio_min where the ratio is one of responses. So they are here.
     rollout_is_ratio_fraction_high and _low count the ratios beyond the bounds (without
     a lower one, below 1 / upper): each token's, or each response's if the ratio is one
     of responses. rollout_rs_masked_fraction is the fraction of tokens left out, and

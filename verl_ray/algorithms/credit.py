@@ -72,7 +72,7 @@ def response_rewards(
     responses: ResponseColumns,
     charge: RewardPart | None,
     parts: Sequence[RewardPart] = (),
-    judged: Float32 | None = None,
+    graded: Float32 | None = None,
 ) -> RowRewards:
     """Return the reward of each response, its advantage, and if it is learned from.
 
@@ -92,7 +92,7 @@ def response_rewards(
             their product.
         parts: What the scores are the weighted sum of. The divergence is one more,
             weighted by -cost.
-        judged: float32 [rows], the scores by which responses are positive; None: score.
+        graded: float32 [rows], the scores by which responses are positive; None: score.
     """
     estimator = ADVANTAGES[algorithm.advantage]
     rewarded = ok & says_something(algorithm, responses.finish)
@@ -120,7 +120,7 @@ def response_rewards(
         advantage=advantage,
         in_loss=in_loss,
         is_member=rewarded,
-        is_positive=rewarded & ((score if judged is None else judged) > 0),
+        is_positive=rewarded & ((score if graded is None else graded) > 0),
     )
 
 

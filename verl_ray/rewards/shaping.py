@@ -47,7 +47,7 @@ class ResponseScores:
         return has_score
 
     @property
-    def judged(self) -> Float32:
+    def as_graded(self) -> Float32:
         """The scores by which a response is right: those above 0, float32 [rows]."""
         return self.score if self.graded is None else self.graded
 

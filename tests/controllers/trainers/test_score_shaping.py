@@ -40,7 +40,7 @@ def shaped(
 
 def rewarded(config: RLConfig, scores: ResponseScores, rows: Rollouts) -> RowRewards:
     return response_rewards(
-        config.algorithm, scores.score, scores.ok, columns_of(rows), None, scores.parts, scores.judged
+        config.algorithm, scores.score, scores.ok, columns_of(rows), None, scores.parts, scores.as_graded
     )  # fmt: skip
 
 
