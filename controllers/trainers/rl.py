@@ -215,8 +215,11 @@ class Trainer:
             self.system.actor.partition(rollouts.lengths),
         )
         # The policy learns from whitened advantages, so these are the ones to show.
-        whitening = whitening_moments(self.config.algorithm, rollouts, credit)
-        metrics |= measures.credit_metrics(credit, response_length, whitening)
+        algorithm = self.config.algorithm
+        whitening = whitening_moments(algorithm, rollouts, credit)
+        metrics |= measures.credit_metrics(
+            credit, response_length, whitening, algorithm.advantage_clip
+        )
         metrics |= version_metrics(rollouts, self.config.oldest_age)
         metrics |= timings
         metrics |= self.replicas.take_counts()

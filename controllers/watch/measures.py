@@ -223,6 +223,7 @@ def credit_metrics(
     credit: Sharded[Credit],
     response_length: npt.NDArray[np.generic],
     whitening: Moments | None,
+    advantage_clip: float | None = None,
 ) -> Metrics:
     """Return rewards per response, and advantages, returns and values per token.
 
@@ -231,6 +232,8 @@ def credit_metrics(
         response_length: Tokens of each response, [rows].
         whitening: Moments by which advantages are whitened before the policy learns
             from them; None if they are not. The metrics are of whitened advantages.
+        advantage_clip: The bound of |advantage| in the loss, or None. It holds for the
+            maximum and the minimum; the mean is that before it.
     """
     # Rows that are left out of the loss may hold no numbers.
     counted = credit.row("in_loss")
@@ -245,6 +248,8 @@ def credit_metrics(
         statistics = _mean_max_min(column[counted], tokens)
         if name == "advantage" and whitening is not None and tokens:
             statistics = whiten(statistics, whitening)
+        if name == "advantage" and advantage_clip is not None and tokens:
+            statistics[1:] = statistics[1:].clip(-advantage_clip, advantage_clip)
         mean, maximum, minimum = statistics.tolist()
         metrics[f"critic/{name}s/mean"] = mean
         metrics[f"critic/{name}s/max"] = maximum

@@ -199,6 +199,13 @@ def test_rewards_are_per_response_and_advantages_per_token() -> None:
     assert [
         whitened[f"critic/advantages/{what}"] for what in ("mean", "max", "min")
     ] == pytest.approx([1 / 3, 2, -1])
+    # Clipped at 0.75 after that, as in the loss.
+    clipped = measures.credit_metrics(
+        held(credit), rows.response_length, Moments(4, 4, 5), 0.75
+    )
+    assert [
+        clipped[f"critic/advantages/{what}"] for what in ("mean", "max", "min")
+    ] == pytest.approx([1 / 3, 0.75, -0.75])
     residual, returns = np.array([1, 0.5, 2]), np.array([1, 1, 3])
     assert found["critic/vf_explained_var"] == pytest.approx(
         1 - residual.var() / returns.var()
