@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -175,8 +176,20 @@ def test_random_numbers_follow_from_seed_row_and_position() -> None:
     other = random_of_tokens((7, 4), row, position)
     assert (other != numbers).mean() > 0.999
     # Uniform: ten thousand numbers in ten bins.
-    counts = np.histogram(numbers, bins=10, range=(0, 2**32))[0]
+    counts = np.histogram(numbers.astype(float), bins=10, range=(0, 2.0**64))[0]
     assert counts.min() > 850 and counts.max() < 1150
+
+
+def test_no_two_of_a_million_tokens_have_the_same_number() -> None:
+    """Of 32 bits, about 116 pairs would."""
+    row, position = np.repeat(np.arange(1000), 1000), np.tile(np.arange(1000), 1000)
+    assert len(np.unique(random_of_tokens((0, 1, 0, 0), row, position))) == 1_000_000
+
+    # Numbers that differ in their second halves alone are told apart.
+    numbers = (np.uint64(7) << np.uint64(32)) + np.arange(4, dtype=np.uint64)
+    tokens = replace(tokens_of([1, -1] * 2, [1.0, -1.0] * 2), random=numbers)
+    found = some_of_covariance(tokens, cov_share=0.25, cov_min=0.5, cov_max=5.0)
+    assert found.tolist() == [False, False, False, True]
 
 
 def test_a_limit_that_only_rounding_meets_leaves_something_out() -> None:

@@ -342,7 +342,7 @@ def test_tokens_of_large_entropy(share: float) -> None:
     at = columns()
     tokens = SelectableTokens(
         *(np.zeros(15, np.float32),) * 3, at.entropy.numpy().astype(np.float32),
-        np.arange(15, dtype=np.uint32), lambda each: each,
+        np.arange(15, dtype=np.uint64), lambda each: each,
     )  # fmt: skip
     uncertain = torch.tensor(largest_entropy(tokens, share=share)).double()
     ours = of_ours("ppo_clip", "token_mean", at, uncertain)

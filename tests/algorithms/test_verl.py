@@ -83,7 +83,7 @@ def selected_of(name: str, settings: dict[str, Any]) -> torch.Tensor | None:
         return None
     tokens = SelectableTokens(
         tokens_of(given.ADVANTAGES), tokens_of(given.LOG_PROBS), tokens_of(given.SAMPLER), None,
-        np.arange(14, dtype=np.uint32), lambda values: values,
+        np.arange(14, dtype=np.uint64), lambda values: values,
     )  # fmt: skip
     read = {key: value for key, value in settings.items() if key in ("cov_share", "cov_min", "cov_max")}  # fmt: skip
     return torch.tensor(choose(tokens, **read)).double()

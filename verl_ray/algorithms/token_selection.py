@@ -31,8 +31,6 @@ from verl_ray.ops.order_statistics import (
     kth_largest,
 )
 
-UInt32 = NDArray[np.uint32]
-
 
 @dataclass(frozen=True)
 class SelectableTokens:
@@ -43,7 +41,7 @@ class SelectableTokens:
         log_probs: float32, of the policy before the step.
         rollout_log_probs: float32, of the sampler.
         entropy: float32, of the policy before the step; None if it is not needed.
-        random: uint32, one number per token.
+        random: uint64, a number of its own for each token.
         total: Sums an array over all ranks.
     """
 
@@ -51,13 +49,18 @@ class SelectableTokens:
     log_probs: Float32
     rollout_log_probs: Float32
     entropy: Float32 | None
-    random: UInt32
+    random: UInt64
     total: Total
 
     @property
     def count(self) -> int:
         """The number of tokens of all ranks."""
         return int(self.total(np.array([len(self.advantages)]))[0])
+
+    @property
+    def ties(self) -> NDArray[np.uint32]:
+        """The first halves of `random`, which decide between equal values."""
+        return (self.random >> np.uint64(32)).astype(np.uint32)
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,7 @@ def largest_entropy(tokens: SelectableTokens, *, share: float) -> Bool:
     Source: Wang et al. (arXiv:2506.01939, eq. 4), with a share of 0.2.
     """
     assert tokens.entropy is not None, "the log-probs come with entropies"
-    keys = keys_of(tokens.entropy, tokens.random)
+    keys = keys_of(tokens.entropy, tokens.ties)
     return _largest(keys, np.ones(len(keys), np.bool_), share, tokens)
 
 
@@ -150,11 +153,13 @@ def smallest_second_moment(tokens: SelectableTokens, *, second_moment: float) ->
     chosen have the largest squares: the fewest that bring the mean of the others down
     to `second_moment`.
 
-    Source: M2PO (arXiv:2510.01161, algorithm 1), with 0.04.
+    Source: M2PO (arXiv:2510.01161, algorithm 1), with 0.04. Deviation: log-probs are
+    those before the step for each of its updates; there they are those of the policy
+    that learns.
     """
     log_ratio = tokens.log_probs - tokens.rollout_log_probs
     squares = np.square(log_ratio)
-    keys = keys_of(squares, tokens.random)
+    keys = keys_of(squares, tokens.ties)
     end = end_of_prefix(keys, squares.astype(np.float64), second_moment, tokens.total)
     if end is None:
         return np.ones(len(keys), np.bool_)
@@ -171,14 +176,13 @@ def some_of_covariance(
     the mini-batch; as many are chosen as `cov_share` of all tokens, at least one.
 
     Source: Clip-Cov (arXiv:2505.22617, eqs. 10 and 11), with a share of 2e-4 between 1
-    and 5. Deviation: log-probs are those before the step for each of its updates.
+    and 5. Deviations: log-probs are those before the step for each of its updates. The
+    authors' code chooses among the tokens that PPO does not clip; here, as in eq. 11,
+    it is among all.
     """
     covariance = _covariance(tokens)
     candidates = (covariance > cov_min) & (covariance < cov_max)
-    # Distinct numbers: the second half of a key is unlikely to repeat as well.
-    keys = tokens.random.astype(np.uint64) << np.uint64(32)
-    keys = keys | _mixed(keys).astype(np.uint32)
-    return _largest(keys, candidates, cov_share, tokens)
+    return _largest(tokens.random, candidates, cov_share, tokens)
 
 
 def largest_covariance(tokens: SelectableTokens, *, cov_share: float) -> Bool:
@@ -186,9 +190,10 @@ def largest_covariance(tokens: SelectableTokens, *, cov_share: float) -> Bool:
 
     The covariance is that of `some_of_covariance`.
 
-    Source: KL-Cov (arXiv:2505.22617, eqs. 12 and 13), with a share of 2e-4.
+    Source: KL-Cov (arXiv:2505.22617, eqs. 12 and 13), with a share of 2e-4. Deviation:
+    log-probs are those before the step for each of its updates.
     """
-    keys = keys_of(_covariance(tokens).astype(np.float32), tokens.random)
+    keys = keys_of(_covariance(tokens).astype(np.float32), tokens.ties)
     return _largest(keys, np.ones(len(keys), np.bool_), cov_share, tokens)
 
 
@@ -215,8 +220,11 @@ def _largest(
     return chosen
 
 
-def random_of_tokens(seed: Sequence[int], row: Int64, position: Int64) -> UInt32:
-    """Return a random number per token that its place alone decides, uint32 [n].
+def random_of_tokens(seed: Sequence[int], row: Int64, position: Int64) -> UInt64:
+    """Return a random number per token that its place alone decides, uint64 [n].
+
+    The tokens of a row have different ones. Two of 10^6 tokens have the same one with a
+    probability of 3e-8.
 
     Args:
         seed: Numbers that name the mini-batch.
@@ -227,8 +235,7 @@ def random_of_tokens(seed: Sequence[int], row: Int64, position: Int64) -> UInt32
     for number in seed:
         state = _mixed(state + np.uint64(number))
     state = _mixed(state + row.astype(np.uint64))
-    state = _mixed(state + position.astype(np.uint64))
-    return (state >> np.uint64(32)).astype(np.uint32)
+    return _mixed(state + position.astype(np.uint64))
 
 
 def _mixed(state: UInt64) -> UInt64:
