@@ -380,6 +380,24 @@ def test_a_bounded_divergence_is_counted() -> None:
     assert "actor/kl_clipfrac" not in found.metrics
 
 
+def test_log_ratios_that_losses_hold_are_counted() -> None:
+    """The old policy is 21 and 19 below; with two policies, the sampler 19 and 21."""
+    _, _, out = outputs()
+    inputs = LossInputs(
+        ROW, advantages=torch.ones(2), old_log_probs=LOG_PROBS - torch.tensor([21.0, 19.0]),
+        rollout_log_probs=LOG_PROBS - torch.tensor([19.0, 21.0]),
+    )  # fmt: skip
+    name = "actor/log_ratio_clipfrac"
+    found = PolicyObjective(algorithm(), 1.0, 0.0)(out, inputs)
+    assert found.metrics[name].tolist() == [1, 0]
+    two = algorithm(correction=NO_CORRECTION.model_copy(update={"form": "two_policy"}))
+    found = PolicyObjective(two, 1.0, 0.0)(out, inputs)
+    assert found.metrics[name].tolist() == [0, 1]
+    # A loss without a ratio holds none.
+    plain = algorithm(policy_loss="reinforce", clip_low=None, clip_high=None)
+    assert name not in PolicyObjective(plain, 1.0, 0.0)(out, inputs).metrics
+
+
 @pytest.mark.parametrize("bounded", [False, True])
 @pytest.mark.parametrize(
     "estimator", ["k2", "k3", "k1_straight_through", "k3_straight_through", "abs"]

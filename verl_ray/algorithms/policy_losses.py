@@ -17,7 +17,8 @@ from verl_ray.algorithms.losses import TokenLoss
 
 MAX_LOG_RATIO = 20.0
 """The bound of log ratios. exp overflows float32 past 88, and inf times an advantage of
-0 is NaN; e^20 is far beyond any clip range."""
+0 is NaN; e^20 is far beyond any clip range. `PolicyObjective` counts what lies past
+it."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,11 @@ from verl_ray.algorithms.losses import TokenLoss
 from verl_ray.algorithms.mismatch import compare_log_probs, fresh_means
 from verl_ray.algorithms.objectives import LossInputs, required
 from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
-from verl_ray.algorithms.policy_losses import PolicyTokens, importance_ratio
+from verl_ray.algorithms.policy_losses import (
+    MAX_LOG_RATIO,
+    PolicyTokens,
+    importance_ratio,
+)
 from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.ops.kl import with_gradient_of_k2
 from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
@@ -152,6 +156,9 @@ class PolicyObjective:
         )
         loss = uncorrected.loss
         metrics = uncorrected.metrics | means
+        if choice.has_ratio:
+            is_held = (log_probs.detach() - old).abs() > MAX_LOG_RATIO
+            metrics["actor/log_ratio_clipfrac"] = is_held.float()
         is_passed_over = self._passed_over(log_probs.detach(), inputs)
         if is_passed_over is not None:
             loss = loss.masked_fill(is_passed_over, 0.0)

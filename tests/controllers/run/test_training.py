@@ -30,7 +30,7 @@ GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 
 # What dashboards of this field know, of what a synchronous run on CPUs has.
 PUBLISHED_NAMES = """
-actor/entropy actor/entropy_per_token actor/pg_loss actor/pg_clipfrac actor/pg_clipfrac_lower actor/ppo_kl actor/grad_norm actor/lr actor/loss
+actor/entropy actor/entropy_per_token actor/log_ratio_clipfrac actor/pg_loss actor/pg_clipfrac actor/pg_clipfrac_lower actor/ppo_kl actor/grad_norm actor/lr actor/loss
 actor/reward_kl_penalty actor/reward_kl_penalty_coeff actor/reward_kl_per_response
 critic/score/mean critic/score/max critic/score/min critic/rewards/mean critic/rewards/max critic/rewards/min
 critic/advantages/mean critic/advantages/max critic/advantages/min critic/returns/mean critic/returns/max
