@@ -99,6 +99,11 @@ def test_the_last_response_of_a_group_is_the_baseline_of_remax() -> None:
     assert found.advantage.tolist() == [0.75, 0.25, 0, 0, 0, 0, 0]
     assert found.in_loss.tolist() == [True, True, False, False, False, True, False]
 
+    # With KL in the reward the divergence of the greedy response counts like others.
+    rows = rollouts_of([1] * 3, groups=[7, 7, 7])
+    found = rewarded(algorithm("remax", IN_REWARD), rows, [1, 0.5, 0.25], [0, 0.5, 1])
+    assert found.advantage.tolist() == [1 + 0.75, 0 + 0.75, 0]
+
 
 def test_a_failed_score_is_no_member_of_its_group() -> None:
     rows = rollouts_of([1, 1, 1, 1], groups=[7, 7, 7, 8])

@@ -237,7 +237,9 @@ def remax(
     advantage, and neither have others where it has no reward.
 
     ReMax (arXiv:2310.10505, section 3.3), where the greedy response is generated
-    besides one sample; here it is the last of the group, so all others share it.
+    besides one sample; here it is the last of the group, so all others share it. With
+    KL in the reward, all rewards are less the cost of their divergence, that of the
+    greedy response too; verl subtracts the greedy score alone.
 
     Args:
         is_greedy: bool [rows], one row or trajectory of each group.
