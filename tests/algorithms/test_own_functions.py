@@ -48,6 +48,9 @@ def detached(tokens):
 def counts(tokens):
     return 1.0
 
+def nowhere(tokens):
+    return tokens.log_probs / 0
+
 def mapping(rewards, group, valid):
     return {}
 
@@ -118,6 +121,16 @@ def test_a_loss_has_its_gradient_and_the_usual_metrics(file: Path) -> None:
     # Above 1.2 the ratio is bounded, and the token has no gradient.
     assert log_probs.grad is not None
     assert log_probs.grad.tolist() == pytest.approx([-2 * np.exp(0.1), 0])
+
+
+def test_a_loss_that_is_not_finite_is_left_for_the_step_to_be_skipped(
+    file: Path,
+) -> None:
+    tokens = PolicyTokens(
+        torch.ones(2).requires_grad_(), torch.zeros(2), torch.ones(2), torch.zeros(2).long()
+    )  # fmt: skip
+    found = POLICY_LOSSES[f"{file}:nowhere"].function(tokens)
+    assert found.loss.tolist() == [np.inf] * 2
 
 
 def test_a_setting_that_is_null_leaves_the_default(file: Path) -> None:
