@@ -189,7 +189,7 @@ _DECLARED = by_name(
         name="dro",
         paper="DRO (arXiv:2405.19107)",
         function=Lazy(f"{_LOSSES}:dro"),
-        reads={DISTANCE_PENALTY: 0.1},
+        reads={DISTANCE_PENALTY: 0.1},  # ours: no value has been published
     ),
     PolicyLoss(
         name="gspo",
