@@ -1,7 +1,7 @@
 """What keeps the code readable: the lists of names and openings that are banned, and the measures.
 
 `tests/test_style.py` fails on each place that `places` finds. As a program this file prints
-the measures and the places::
+the places, the measures, and how many files one opens to follow something through the code::
 
     python tests/style.py [PATH ...]
 
@@ -22,6 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("verl_ray", "controllers", "workers")
+README = ROOT / "README.md"
 
 MOST_LINES_OF_A_FILE = 700
 MOST_LINES_OF_A_FUNCTION = 60
@@ -218,6 +219,12 @@ def measure(parsed: Sequence[Module]) -> Measures:
     )
 
 
+def number_of_statements(parsed: Sequence[Module]) -> int:
+    """Statements of all kinds and depths, docstrings included."""
+    nodes = [node for module in parsed for node in ast.walk(module.tree)]
+    return sum(isinstance(node, ast.stmt) for node in nodes)
+
+
 def _is_packed(node: ast.Assign) -> bool:
     return isinstance(node.value, ast.Tuple) and isinstance(node.targets[0], ast.Tuple)
 
@@ -239,8 +246,55 @@ def _lines_with_comments(module: Module) -> set[int]:
     return {token.start[0] for token in tokens if token.type == tokenize.COMMENT}
 
 
+# --------------------------------------------------------------------------------- walks
+
+WALKS: dict[str, tuple[str, ...]] = {}
+"""What a reader follows -> its stations, in order.
+
+A station is `PATH NAME`: a file, and what to read in it, a function or a class
+(`Class.method`), or a text that the file contains if it is no Python.
+"""
+
+
+def files_of_walk(stations: Sequence[str]) -> list[str]:
+    """The files that a walk opens, each once, in order.
+
+    Raises:
+        LookupError: A station does not exist.
+    """
+    paths = []
+
+    for station in stations:
+        path, _, name = station.partition(" ")
+        text = (ROOT / path).read_text() if (ROOT / path).is_file() else ""
+        is_python = path.endswith(".py")
+        exists = name in (_definitions(ast.parse(text)) if is_python else text)
+        if not exists:
+            raise LookupError(f"{path} does not have {name}")
+        paths.append(path)
+
+    return list(dict.fromkeys(paths))
+
+
+def _definitions(tree: ast.Module) -> set[str]:
+    """Names of the functions and classes of a file, and of the methods in its classes."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    outer = [node for node in tree.body if isinstance(node, kinds)]
+    inner = {
+        f"{node.name}.{part.name}"
+        for node in outer
+        if isinstance(node, ast.ClassDef)
+        for part in node.body
+        if isinstance(part, kinds)
+    }
+    return {node.name for node in outer} | inner
+
+
+# ------------------------------------------------------------------------------- program
+
+
 def main(prefixes: Sequence[str]) -> None:
-    """Prints the places, then the measures."""
+    """Prints the places, then the measures and the walks."""
     parsed = modules(prefixes or SOURCES)
 
     for place in places(parsed):
@@ -251,6 +305,12 @@ def main(prefixes: Sequence[str]) -> None:
     print(f"packed assignments               {measures.packed_percent:.1f} %")
     print(f"conditionals per 1,000 lines     {measures.conditionals_per_1000:.1f}")
     print(f"comments per 100 function lines  {measures.comments_per_100:.1f}")
+
+    print(f"files                            {len(parsed)}")
+    print(f"statements                       {number_of_statements(parsed)}")
+    print(f"words of the README              {len(README.read_text().split())}")
+    for name, stations in WALKS.items():
+        print(f"files from {name}: {len(files_of_walk(stations))}")
 
 
 if __name__ == "__main__":
