@@ -63,11 +63,10 @@ from verl_ray.engine.megatron.weights import (
     slices_by_tensor,
 )
 from verl_ray.engine.micro_batches import Loss, MicroBatch, MicroBatches
-from verl_ray.engine.model_manifest import build_manifest
 from verl_ray.engine.offload import Offload, offloadable
-from verl_ray.engine.packed_engine import PackedEngine
-from verl_ray.engine.random_stream import RandomStream
+from verl_ray.engine.packed_engine import PackedEngine, RandomStream
 from verl_ray.errors import EngineError, ModelError
+from verl_ray.models.export import build_manifest
 from verl_ray.models.families import ACTIVATIONS_IN_MEGATRON, IN_MEGATRON
 from verl_ray.models.role_model import PackedRows, RoleModel, build_role_model
 from verl_ray.models.tensor_sources import CheckpointReader

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from verl_ray.checkpoint.slices import Slices
 from verl_ray.config.roles import OptimizerConfig
-from verl_ray.engine.adamw import build_adamw
 from verl_ray.engine.megatron.boxes import shape_of_box
 from verl_ray.engine.megatron.optimizer import MOMENTS, OptimizerShard
 from verl_ray.engine.megatron.weights import ParameterMap
+from verl_ray.engine.optimizer import build_adamw
 from verl_ray.models.names import Box
 from verl_ray.models.role_model import RoleModel
 from verl_ray.weight_sync.manifest import Manifest

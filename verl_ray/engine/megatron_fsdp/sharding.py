@@ -28,7 +28,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from verl_ray.backends.megatron_fsdp import MegatronFsdpBackend
 from verl_ray.config.roles import OptimizerConfig
-from verl_ray.engine.adamw import build_adamw
 from verl_ray.engine.megatron_fsdp.package import (
     DistributedDataParallelConfig,
     FSDPDistributedIndex,
@@ -36,6 +35,7 @@ from verl_ray.engine.megatron_fsdp.package import (
     MixedPrecisionPolicy,
     fully_shard_optimizer,
 )
+from verl_ray.engine.optimizer import build_adamw
 from verl_ray.models.role_model import RoleModel
 from verl_ray.models.weights import materialize
 
