@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_ray.checkpoint.slices import Slices
+from verl_ray.checkpoint.sharded import Slices
 from verl_ray.config.roles import OptimizerConfig
 from verl_ray.engine.megatron.boxes import shape_of_box
 from verl_ray.engine.megatron.optimizer import MOMENTS, OptimizerShard
