@@ -43,10 +43,10 @@ from verl_ray.models.probe import probe_rows
 from verl_ray.ops.masked import Moments, whiten
 from verl_ray.ops.outputs import RequestedOutputs
 from verl_ray.rollout.update import Probe
-from verl_ray.weight_sync.kept_version import KeptVersion
 from verl_ray.weight_sync.manifest import Manifest
 from verl_ray.weight_sync.transport import (
     Address,
+    KeptVersion,
     Sender,
     SendResult,
     Shards,

@@ -23,9 +23,8 @@ from verl_ray.rollout.engine_state import EngineMemoryPart, EnginePause, EngineS
 from verl_ray.rollout.hooks import EngineHooks
 from verl_ray.rollout.requests import Chunk, GenerationRequest
 from verl_ray.rollout.update import Probe, ProbeHistory, WeightUpdate, aborting_on_error
-from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Fingerprint, Fingerprints
-from verl_ray.weight_sync.manifest import Manifest
+from verl_ray.weight_sync.manifest import Bucket, Manifest
 from verl_ray.weight_sync.transport import Address, WireSpec
 
 

@@ -19,9 +19,8 @@ from verl_ray.rollout.requests import (
     GenerationRequest,
     Tokens,
 )
-from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Fingerprints
-from verl_ray.weight_sync.manifest import Manifest
+from verl_ray.weight_sync.manifest import Bucket, Manifest
 from verl_ray.weight_sync.transport import Address, WireSpec
 
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from verl_ray.errors import VerlRayError, WeightSyncError
 from verl_ray.rollout.requests import Float32, Tokens
-from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Fingerprint, Fingerprints
+from verl_ray.weight_sync.manifest import Bucket
 
 HIDDEN_MOVEMENT = 0.01
 """Largest movement of the trainer's log-probs that an engine may hide by rounding.

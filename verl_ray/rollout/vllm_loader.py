@@ -43,10 +43,9 @@ from verl_ray.rollout.vllm_core import (
     is_attention,
 )
 from verl_ray.shared_files import FOLDER, prefix, remove_stale
-from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Fingerprints
-from verl_ray.weight_sync.inbox import Inbox
-from verl_ray.weight_sync.transport import Address, WireEndpoint, WireSpec
+from verl_ray.weight_sync.manifest import Bucket
+from verl_ray.weight_sync.transport import Address, Inbox, WireEndpoint, WireSpec
 
 if TYPE_CHECKING:
     from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo

@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 import torch
 
 from verl_ray.errors import WeightSyncError
-from verl_ray.weight_sync.buckets import ALIGNMENT_BYTES, Bucket, Entry
 from verl_ray.weight_sync.fingerprint import BITS
+from verl_ray.weight_sync.manifest import ALIGNMENT_BYTES, Bucket, Entry
 
 ALL = -1
 """Count in a header that stands for all elements of a parameter."""

@@ -16,9 +16,8 @@ import torch.distributed as dist
 
 from verl_ray.errors import WeightSyncError
 from verl_ray.profiling.progress import advance
-from verl_ray.weight_sync.buckets import Bucket, Entry
 from verl_ray.weight_sync.fingerprint import FingerprintAccumulator, Fingerprints
-from verl_ray.weight_sync.manifest import Slice
+from verl_ray.weight_sync.manifest import Bucket, Entry, Slice
 from verl_ray.weight_sync.transport import Shards
 
 

@@ -73,8 +73,13 @@ from verl_ray.models.tensor_sources import CheckpointReader
 from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
 from verl_ray.parallel.sharding_manager import PackedTokens, ShardingManager
 from verl_ray.parallel.ulysses import UlyssesManager
-from verl_ray.weight_sync.buckets import Entry, aligned_bytes
-from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice
+from verl_ray.weight_sync.manifest import (
+    Entry,
+    Manifest,
+    Parameter,
+    Slice,
+    aligned_bytes,
+)
 from verl_ray.weight_sync.slots import parameter_view, sum_bytes_over_ranks
 
 
