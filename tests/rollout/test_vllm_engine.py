@@ -16,9 +16,9 @@ from tests.rollout.generation import drained, generate
 from verl_ray.data.stages import Finish
 from verl_ray.errors import RolloutError, WeightSyncError
 from verl_ray.profiling.memory import malloc_trim
-from verl_ray.rollout.engine_load import EngineLoad
 from verl_ray.rollout.requests import (
     Chunk,
+    EngineLoad,
     GenerationProgress,
     GenerationRequest,
     Sampling,

@@ -4,9 +4,6 @@ Parameters, gradients and optimizer state are sharded.
 
 Invariant: what is computed is what the plain engine computes. Sharding only decides
 which rank holds what, and when it is gathered.
-
-Deliberately not here: what torch has (meshes, gathering, reduction), and reading
-weights (`models/weights.py`).
 """
 
 from __future__ import annotations

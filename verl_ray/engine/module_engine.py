@@ -2,8 +2,6 @@
 
 Invariant: what is computed is defined by `packed_engine.py`. A subclass only shards or
 wraps the module, and defines how gradients are summed over ranks.
-
-Deliberately not here: micro-batches and losses.
 """
 
 from __future__ import annotations

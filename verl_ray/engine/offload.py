@@ -5,9 +5,6 @@ started, then awaited together, and only then do the owners of the state take th
 memory. So no host code can read, and no allocator can reuse, what a transfer still
 writes or reads. (`module.to("cpu", non_blocking=True)` breaks this rule: FSDP2 pads an
 uneven shard on the host as soon as `to` returns, from a buffer with undefined values.)
-
-Deliberately not here: which tensors are state (each engine lists its own), and when
-they move (`placement.offload`).
 """
 
 from __future__ import annotations

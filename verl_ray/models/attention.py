@@ -9,8 +9,6 @@ kernel reads the packed rows directly (it has no float32). Elsewhere rows of sim
 length form a bucket, and each bucket is one rectangular call, so that no row is padded
 to far more than its own length. Where other ranks hold the other tokens, tokens are
 exchanged for heads around the kernel.
-
-Deliberately not here: the exchange (`parallel/exchange.py`).
 """
 
 from __future__ import annotations

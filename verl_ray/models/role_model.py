@@ -6,9 +6,6 @@ value head with one number per token.
 Invariant: a forward pass is a single call of this module on packed rows, so that
 wrappers (DDP, FSDP) see one module. Logits are never held for tokens that are not
 selected. Parameters carry the Hugging Face names of the model that they export to.
-
-Deliberately not here: micro-batches, losses, precision and placement, which belong to
-the engines.
 """
 
 from __future__ import annotations

@@ -2,9 +2,6 @@
 
 Invariant: the tensors are those that a checkpoint of this model has, in the order of
 its layers; neither torch nor a file is needed.
-
-Deliberately not here: what a directory holds (`verl_ray.preflight.model_files`), and
-how a checkpoint's tensors become parameters (`names.py`).
 """
 
 from __future__ import annotations

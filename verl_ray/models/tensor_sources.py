@@ -3,8 +3,6 @@
 Invariant: only the requested part of a tensor is read, or one whole tensor at a time
 where rank 0 reads for all. A directory that cannot be read is a ModelError on every
 rank that needs it.
-
-Deliberately not here: the module that is filled (`weights.py`), and any download.
 """
 
 from __future__ import annotations

@@ -6,9 +6,6 @@ adapter), from a seed that is derived from the parameter's name; so they depend 
 on the number of ranks nor on the order of loading. No rank holds more than its own
 shard and one slice more, or one tensor where rank 0 reads for all. A checkpoint that
 does not fit is a ModelError that names the tensors.
-
-Deliberately not here: the source of the tensors (`tensor_sources.py`), building the
-module, and sharding it.
 """
 
 from __future__ import annotations

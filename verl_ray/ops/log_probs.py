@@ -6,9 +6,6 @@ Invariant: the softmax is computed in float32 whatever the dtype of the inputs, 
 most `chunk_tokens` tokens at a time, so no float32 tensor of shape [tokens, vocabulary]
 ever exists. The forward and backward passes equal the naive formula. The head may be a
 slice of a vocabulary that several ranks share; the formula is the same.
-
-Deliberately not here: which tokens to look at (the engine selects the rows of
-`hidden`), and how slices are combined (`vocab_parallel.py`).
 """
 
 from __future__ import annotations

@@ -5,9 +5,6 @@ chunks are. Each rank summarizes its slice as if it were the whole vocabulary, s
 alone decides how it computes. The summaries are then weighted by the slices' shares of
 the probability. Every rank combines the same numbers in the same order and gets the
 same bits.
-
-Deliberately not here: the formula of one slice and the gradients, which need no
-communication (`log_probs.py`).
 """
 
 from __future__ import annotations

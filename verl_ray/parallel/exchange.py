@@ -2,8 +2,6 @@
 
 Invariant: `to_tokens` undoes `to_heads`, and gradients flow back to the rank that the
 values came from.
-
-Deliberately not here: which rank has which tokens (`ulysses.py`).
 """
 
 from __future__ import annotations

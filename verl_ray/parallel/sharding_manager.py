@@ -4,9 +4,6 @@ Invariant: `postprocess` undoes `preprocess`. A loss sees complete rows, however
 tokens were partitioned in between, and gradients flow back through it. A manager leaves
 nothing in the process: what a layer must know travels with its input. The base class
 partitions nothing, for ranks that compute their rows alone.
-
-Deliberately not here: which ranks compute together (`Topology`), and how parameters are
-sharded (the backends).
 """
 
 from __future__ import annotations

@@ -9,9 +9,6 @@ same gathered outputs; peers with different rows compute a part of the loss each
 gradient flows back only to the rank whose slice it came from, so the sum over ranks,
 which the engine computes in any case, counts everything once. Deviation from the paper:
 with fewer key-value heads than ranks, each head is sent to several ranks.
-
-Deliberately not here: attention itself (`models/attention.py`), and the exchange that
-it calls (`exchange.py`).
 """
 
 from __future__ import annotations

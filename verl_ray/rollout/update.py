@@ -2,9 +2,7 @@
 
 Invariant: a version is accepted only if every parameter of its manifest was received
 once, every fingerprint is the sender's, and, where a verification was announced, the
-engine computes with the weights what the sender computes. Deliberately not here: how
-weights are received and loaded, and what an engine may do while an update is open
-(`engine_state.py`, `base.py`).
+engine computes with the weights what the sender computes.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Invariant: vLLM's model is made of the received tensors and of nothing else: every
 module is loaded completely, or the update fails. The class runs inside of vLLM's worker
-processes, mixed into the worker class, and its state lives on the worker. Deliberately
-not here: the order of calls and the coverage of the manifest, which are the engine's.
+processes, mixed into the worker class, and its state lives on the worker.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Invariant: a delta is lossless. Bits are compared, not values, and the decoded b
 the sender's bucket bit for bit, so fingerprints are of whole parameters on both sides.
 Each bucket that is sent has a number. A delta names the number that it starts from, and
 a receiver that holds another number refuses it. Both sides keep a copy of every bucket
-in host memory. Deliberately not here: the wire that carries deltas.
+in host memory.
 
 A packed bucket has a header and a body.
 

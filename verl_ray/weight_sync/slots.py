@@ -2,8 +2,7 @@
 
 Invariant: bucket i is in slot i modulo the number of slots. The place of each slice of
 a bucket is computed the first time, and reused as long as the same slices come in the
-same order. Deliberately not here: whose memory it is, and when a slot may be filled
-again.
+same order.
 """
 
 from __future__ import annotations

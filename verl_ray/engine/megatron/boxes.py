@@ -1,7 +1,4 @@
-"""Arithmetic on boxes of parameters.
-
-Deliberately not here: which boxes a rank holds (`weight_map.py`).
-"""
+"""Arithmetic on boxes of parameters."""
 
 from __future__ import annotations
 

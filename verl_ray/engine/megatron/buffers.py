@@ -1,8 +1,7 @@
 """megatron-core's buffers of weights and gradients, offloaded to the host and back.
 
 Invariant: megatron-core itself moves them, so parameters remain views of their buffer;
-every move of weights is waited for and verified. Deliberately not here: the optimizer's
-state, which its own methods move, and when anything moves (`engine.py`).
+every move of weights is waited for and verified.
 """
 
 from __future__ import annotations

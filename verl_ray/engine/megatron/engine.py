@@ -3,9 +3,7 @@ drives it according to the contract.
 
 Invariant: whatever the layout, results are those of the plain engine. Weights and state
 enter and leave under the names of the model as transformers has it, so any layout and
-any other backend can continue from them. Deliberately not here: the model (`model.py`),
-weights of this rank (`weights.py`), process groups (`layout.py`), the form of a
-checkpoint (`state.py`), and how buffers are offloaded (`buffers.py`).
+any other backend can continue from them.
 """
 
 from __future__ import annotations

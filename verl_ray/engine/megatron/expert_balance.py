@@ -1,7 +1,7 @@
 """The balance of experts over the micro-batches and ranks of one call.
 
 Invariant: what is reported is summed over the ranks of one copy of the model, so all of
-them report the same. Deliberately not here: the balance of one router (`experts.py`).
+them report the same.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 Invariant: the balance is that of `models/experts.py`, of whole rows. Each slice adds
 its part, and the parts of all ranks add up to the whole. Routers are on all stages
 while the loss is on the last, so the gradient of the balance enters at the router.
-Deliberately not here: the formula's sources, the weight of the balance, and its sum
-over ranks (`packed_engine.py`).
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 Invariant: it computes what transformers computes with the same weights. megatron-core's
 own modules are the layers; its module specifications let them contain the norm, the
 attention and the router of this package. Logits are never gathered, and only exist for
-selected tokens. Deliberately not here: which weight is which (`weight_map.py`),
-schedules, the loss.
+selected tokens.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """megatron-core's configuration of a model and its layout.
 
 Invariant: every kernel of TransformerEngine or Apex is off, and no weight is
-initialized, because all are read. Deliberately not here: the model (`model.py`).
+initialized, because all are read.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Invariant: AdamW as in every engine. Weight decay spares norms and biases, each shard
 counts its own steps, and main weights and moments are float32, distributed over the
-ranks that hold copies of the same parameters. Deliberately not here: gradients, which
-are reduced before, and names of parameters.
+ranks that hold copies of the same parameters.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Invariant: weights and moments have the names of the model as transformers has it. Each
 is a set of boxes of a whole parameter, in float32, the type in which it learns. So any
-layout and any other backend can read the state. Deliberately not here: random streams
-and the engine's counter of steps.
+layout and any other backend can read the state.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ Invariant: the regions of a parameter are runs of its rows; together they are al
 except for the rows of words that only pad the vocabulary. Each region is a box of one
 parameter of the model as transformers has it. Over the ranks of one copy of the model,
 the regions that ranks own cover every parameter once. So reading a checkpoint, sending
-weights and saving state are the same operation: copies between boxes. Deliberately not
-here: moving anything.
+weights and saving state are the same operation: copies between boxes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """The weights of this rank: read from a checkpoint, and provided as its slices.
 
 Invariant: reading and providing are copies between boxes of the model's parameters, as
-`weight_map.py` maps them; no rank holds a whole parameter for it. Deliberately not
-here: the state of the optimizer (`state.py`), and moves between device and host
-(`buffers.py`).
+`weight_map.py` maps them; no rank holds a whole parameter for it.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ buffers of megatron-fsdp.
 Invariant: what is computed is what the plain engine computes. The package's hooks
 gather parameters before a module computes, release them afterwards, and sum and scatter
 gradients. Between computations this rank's shards are DTensors that are cut between
-rows, unevenly, and carry their positions. Deliberately not here: building them
-(`sharding.py`), and the package's import (`package.py`).
+rows, unevenly, and carry their positions.
 """
 
 from __future__ import annotations

@@ -2,9 +2,7 @@
 
 Invariant: while a model is built, no rank has more memory than its own buffers and one
 bucket. Gradients are summed over ranks, never averaged. The optimizer has its parameter
-groups, and has taken no step. Deliberately not here: values (the engine fills the
-shards), and when parameters are gathered and gradients reduced (the package's hooks,
-and the engine for the rest).
+groups, and has taken no step.
 
 The package's own `fully_shard` puts all parameters into one group of the optimizer, so
 that norms decay like matrices. It also takes a step with gradients of 0, which decays

@@ -1,8 +1,7 @@
 """The storages of megatron-fsdp's buffers, as pieces of state that can be offloaded.
 
 Invariant: tensors that share a storage share it after a move, at the same positions, so
-the package's buffers and the shards that are views of them stay together. Deliberately
-not here: the move itself (`offload.py`), and when it happens (`engine.py`).
+the package's buffers and the shards that are views of them stay together.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ import torch
 
 from verl_ray.data.stages import Finish
 from verl_ray.rollout.base import RolloutEngine
-from verl_ray.rollout.engine_load import EngineLoad
 from verl_ray.rollout.engine_state import EngineMemoryPart
 from verl_ray.rollout.requests import (
+    EngineLoad,
     Float32,
     GenerationProgress,
     GenerationRequest,
