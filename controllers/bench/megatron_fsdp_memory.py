@@ -208,7 +208,7 @@ def _backend(
 
 
 def _elements(path: str) -> dict[str, int]:
-    from verl_ray.models.tensor_sources import CheckpointReader
+    from verl_ray.models.weights import CheckpointReader
 
     layers: dict[str, int] = {}
     outside_layers = 0

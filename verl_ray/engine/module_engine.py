@@ -45,8 +45,7 @@ from verl_ray.models.export import (
 from verl_ray.models.lora import adapter_name, merged, write_config
 from verl_ray.models.names import Box, checkpoint_tensors, is_adapter
 from verl_ray.models.role_model import RoleModel, build_role_model, fill_role_model
-from verl_ray.models.tensor_sources import CheckpointReader, TensorSource
-from verl_ray.models.weights import own_box
+from verl_ray.models.weights import CheckpointReader, TensorSource, own_box
 from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
 from verl_ray.parallel.sharding_manager import ShardingManager
 from verl_ray.parallel.topology import Topology

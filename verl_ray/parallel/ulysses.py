@@ -25,8 +25,11 @@ from torch import Tensor
 from verl_ray.data.batch import Int64, offsets_of
 from verl_ray.errors import EngineError
 from verl_ray.ops.outputs import TokenOutputs
-from verl_ray.parallel.exchange import HeadExchange
-from verl_ray.parallel.sharding_manager import PackedTokens, ShardingManager
+from verl_ray.parallel.sharding_manager import (
+    HeadExchange,
+    PackedTokens,
+    ShardingManager,
+)
 
 ROW_OUTPUTS = ("scores",)
 """Outputs with one number per row. All others have one per selected token."""
