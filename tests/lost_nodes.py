@@ -13,7 +13,7 @@ from pathlib import Path
 from ray._private.node import Node
 from ray.cluster_utils import Cluster
 
-from verl_ray.checkpoint.snapshot_names import short_word
+from verl_ray.checkpoint.snapshot_files import short_word
 from verl_ray.ownership import Owner
 from verl_ray.shared_files import FOLDER
 

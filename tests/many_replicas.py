@@ -33,14 +33,18 @@ from controllers.bench.schedule_trainer import ScheduleTrainer
 from controllers.bench.step import configuration, make_inputs
 from controllers.system.build import System, build_replicas
 from controllers.system.plan import ROLLOUT, ClusterShape, plan_processes, resolve_on
+from tests.rollout.scripted import ScriptedEngine
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.session import Session
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.rollout.base import RolloutEngine
-from verl_ray.rollout.engine_load import EngineLoad
-from verl_ray.rollout.requests import GenerationProgress, GenerationRequest, Tokens
-from verl_ray.rollout.scripted import ScriptedEngine
+from verl_ray.rollout.requests import (
+    EngineLoad,
+    GenerationProgress,
+    GenerationRequest,
+    Tokens,
+)
 from verl_ray.rollout.server import RolloutServer
 from workers.rollout import RolloutSpec
 

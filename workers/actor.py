@@ -37,17 +37,16 @@ from verl_ray.data.stages import (
     Values,
 )
 from verl_ray.data.versions import VersionAges, versions_of_tokens
-from verl_ray.engine.base import EngineSpec, LossReport
-from verl_ray.engine.loss_accumulator import LossAccumulator
+from verl_ray.engine.base import EngineSpec, LossAccumulator, LossReport
 from verl_ray.errors import WeightSyncError
 from verl_ray.models.probe import probe_rows
 from verl_ray.ops.masked import Moments, whiten
 from verl_ray.ops.outputs import RequestedOutputs
 from verl_ray.rollout.update import Probe
-from verl_ray.weight_sync.kept_version import KeptVersion
 from verl_ray.weight_sync.manifest import Manifest
 from verl_ray.weight_sync.transport import (
     Address,
+    KeptVersion,
     Sender,
     SendResult,
     Shards,

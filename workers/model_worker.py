@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from verl_ray.algorithms.objectives import Objective
 from verl_ray.algorithms.row_weights import row_weights
-from verl_ray.checkpoint.file_records import FileRecord
+from verl_ray.checkpoint.manifest import FileRecord
 from verl_ray.cluster.concurrency_groups import concurrent
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.cluster.rendezvous import share_timeout
@@ -27,8 +27,7 @@ from verl_ray.config.algorithm import AggregationName
 from verl_ray.data.batch import Int64
 from verl_ray.data.stages import Credit, LogProbs, Rollouts, Rows, TrainingBatch
 from verl_ray.data.versions import VersionAges
-from verl_ray.engine.base import EngineSpec, LossReport, StepReport
-from verl_ray.engine.build import build_engine
+from verl_ray.engine.base import EngineSpec, LossReport, StepReport, build_engine
 from verl_ray.models.probe import plain_outputs, probe_rows
 from verl_ray.ops.outputs import RequestedOutputs
 from verl_ray.profiling.flops import peak_flops_per_s, training_flops
@@ -38,7 +37,7 @@ from verl_ray.profiling.memory import DeviceMemory, device_memory
 # itself.
 if TYPE_CHECKING:
     from verl_ray.checkpoint.sharded import BackgroundSave
-    from verl_ray.checkpoint.snapshot_names import SnapshotNames
+    from verl_ray.checkpoint.snapshot_files import SnapshotNames
     from verl_ray.checkpoint.snapshots import RankSnapshots
 
 

@@ -33,9 +33,8 @@ from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling
 from verl_ray.rollout.seeds import row_seeds
 from verl_ray.rollout.server import RolloutServer
 from verl_ray.rollout.update import Probe
-from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Fingerprint
-from verl_ray.weight_sync.manifest import Manifest
+from verl_ray.weight_sync.manifest import Bucket, Manifest
 from verl_ray.weight_sync.transport import Address, WireSpec
 from workers.generated_rows import response_parts, whole_rollouts
 

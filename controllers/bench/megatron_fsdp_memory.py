@@ -208,7 +208,7 @@ def _backend(
 
 
 def _elements(path: str) -> dict[str, int]:
-    from verl_ray.models.tensor_sources import CheckpointReader
+    from verl_ray.models.weights import CheckpointReader
 
     layers: dict[str, int] = {}
     outside_layers = 0
@@ -273,8 +273,7 @@ def measure_rank(task: MemoryTask) -> dict[str, int]:
 def _engine(task: MemoryTask, path: str) -> Engine:
     import torch
 
-    from verl_ray.engine.base import EngineSpec
-    from verl_ray.engine.build import build_engine
+    from verl_ray.engine.base import EngineSpec, build_engine
 
     optimizer = OptimizerConfig(
         lr=1e-4,

@@ -16,9 +16,13 @@ from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.messages import PEER_TIMEOUT_FRACTION, ProcessInfo
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.errors import VerlRayError, WeightSyncError, worker_error_of
-from verl_ray.weight_sync.buckets import Bucket, plan_buckets
 from verl_ray.weight_sync.fingerprint import Fingerprints
-from verl_ray.weight_sync.manifest import Manifest, cast_for_engine
+from verl_ray.weight_sync.manifest import (
+    Bucket,
+    Manifest,
+    cast_for_engine,
+    plan_buckets,
+)
 from verl_ray.weight_sync.transport import Address, SendResult, WireSpec
 from verl_ray.weight_sync.wires import WireLayout, carrier_device
 from workers.actor import ActorWorker

@@ -33,8 +33,8 @@ from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.section import resolved
 from verl_ray.data.stages import Prompts
 from verl_ray.errors import RolloutError, VerlRayError, worker_error_of
-from verl_ray.rollout.engine_load import EngineLoad
 from verl_ray.rollout.engine_thread import PauseMode
+from verl_ray.rollout.requests import EngineLoad
 from workers.rollout import Generation, RolloutWorker
 
 

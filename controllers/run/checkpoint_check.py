@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from controllers.run.resumption import Resumption
 from controllers.supervisor import reports
-from verl_ray.checkpoint.contents import ContentsCheck
-from verl_ray.checkpoint.sealed import TornCheckpoint
+from verl_ray.checkpoint.manifest import ContentsCheck, TornCheckpoint
 from verl_ray.checkpoint.store import torn_in_words
 from verl_ray.cluster.signals import heed_signals
 from verl_ray.cluster.waiting import TICK_S

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from controllers.trainers.base import StateFiles
-from verl_ray.checkpoint.file_records import FileRecord
+from verl_ray.checkpoint.manifest import FileRecord
 from verl_ray.checkpoint.store import CheckpointStore
 from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.group import WorkerGroup

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from controllers.tasks import typed_config
-from verl_ray.checkpoint.manifest import Checkpoint
-from verl_ray.checkpoint.sealed import TornCheckpoint
+from verl_ray.checkpoint.manifest import Checkpoint, TornCheckpoint
 from verl_ray.checkpoint.store import (
     CheckpointStore,
     checkpoint_name,

@@ -21,7 +21,7 @@ from typing import Any
 
 import ray
 
-from verl_ray.checkpoint.snapshot_names import SnapshotNames
+from verl_ray.checkpoint.snapshot_files import SnapshotNames
 from verl_ray.cluster.cluster_loss import CLUSTER_LOSS
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.node_resources import node_resources

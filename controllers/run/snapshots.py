@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from controllers.run.second_copies import SecondCopies, homes_of
-from verl_ray.checkpoint.snapshot_names import SnapshotNames
+from verl_ray.checkpoint.snapshot_files import SnapshotNames
 from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.snapshot_transfer import Rank

@@ -15,8 +15,7 @@ from verl_ray.algorithms.normalised_weights import mean_weight
 from verl_ray.algorithms.objectives import LossInputs
 from verl_ray.algorithms.policy_objective import PolicyObjective
 from verl_ray.data.stages import TrainingBatch
-from verl_ray.engine.micro_batches import MicroBatch
-from verl_ray.engine.row_packing import to_learn
+from verl_ray.engine.micro_batches import MicroBatch, to_learn
 from verl_ray.ops.outputs import TokenOutputs
 
 RATIOS = [1.5, 0.5, 2.0, 0.8]

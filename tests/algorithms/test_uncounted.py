@@ -35,8 +35,7 @@ from verl_ray.config.algorithm import (
     KLConfig,
     ValueLossConfig,
 )
-from verl_ray.engine.base import LossReport
-from verl_ray.engine.loss_accumulator import LossAccumulator
+from verl_ray.engine.base import LossAccumulator, LossReport
 from verl_ray.ops.outputs import TokenOutputs
 
 BAD = (math.nan, math.inf, -math.inf)

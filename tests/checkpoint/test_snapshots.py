@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from verl_ray.checkpoint.slices import Slices
-from verl_ray.checkpoint.snapshot_files import SnapshotFiles
-from verl_ray.checkpoint.snapshot_names import SnapshotNames
+from verl_ray.checkpoint.sharded import Slices
+from verl_ray.checkpoint.snapshot_files import SnapshotFiles, SnapshotNames
 from verl_ray.checkpoint.snapshots import RankSnapshots
 from verl_ray.errors import CheckpointError
 from verl_ray.ownership import Owner

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from tests.waiting import PATIENCE_S
-from verl_ray.checkpoint.file_records import FileRecord, file_record
+from verl_ray.checkpoint.manifest import FileRecord, file_record
 from verl_ray.cluster.calls import Call
 from verl_ray.cluster.concurrency_groups import concurrent, steering, when_abandoned
 from verl_ray.cluster.context import WorkerContext

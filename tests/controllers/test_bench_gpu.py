@@ -24,7 +24,7 @@ from controllers.bench.gpu_parts import (
     parts_of,
 )
 from controllers.bench.sizes import MODELS, make_model, tensors_of, with_layers
-from verl_ray.models.tensor_sources import CheckpointReader
+from verl_ray.models.weights import CheckpointReader
 
 SLEEPS = """
 import subprocess, sys

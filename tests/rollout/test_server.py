@@ -12,18 +12,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.rollout.scripted import ScriptedEngine
 from verl_ray.data.stages import Finish
 from verl_ray.errors import EngineFailed, RolloutError
 from verl_ray.profiling.progress import progress
 from verl_ray.rollout.base import RolloutEngine
-from verl_ray.rollout.engine_load import EngineLoad
 from verl_ray.rollout.requests import (
     Chunk,
+    EngineLoad,
     GenerationProgress,
     GenerationRequest,
     Sampling,
 )
-from verl_ray.rollout.scripted import ScriptedEngine
 from verl_ray.rollout.server import RolloutServer
 
 

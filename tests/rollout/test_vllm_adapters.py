@@ -14,8 +14,7 @@ from verl_ray.backends.engine import EngineBackend
 from verl_ray.config.roles import LoraConfig
 from verl_ray.data.batch import offsets_of
 from verl_ray.data.stages import Rows
-from verl_ray.engine.base import EngineSpec
-from verl_ray.engine.build import build_engine
+from verl_ray.engine.base import EngineSpec, build_engine
 from verl_ray.engine.module_engine import ModuleEngine
 from verl_ray.errors import WeightSyncError
 from verl_ray.ops.outputs import RequestedOutputs
@@ -25,7 +24,7 @@ from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling
 from verl_ray.rollout.update import Probe
 from verl_ray.rollout.vllm_engine import VllmEngine
 from verl_ray.rollout.vllm_loader import WeightLoader
-from verl_ray.weight_sync.buckets import plan_buckets
+from verl_ray.weight_sync.manifest import plan_buckets
 from verl_ray.weight_sync.shared_memory import create, map_slots, remove
 from verl_ray.weight_sync.transport import WireSpec
 

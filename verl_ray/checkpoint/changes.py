@@ -3,8 +3,6 @@
 Invariant: the meaning of the saved state does not change: its data cursor, its random
 streams, its parameters and the roles that they belong to. Every other setting may
 change, and the change is shown.
-
-Deliberately not here: rules within one configuration (`verl_ray/config/rules`).
 """
 
 from __future__ import annotations

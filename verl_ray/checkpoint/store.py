@@ -3,10 +3,6 @@
 Invariant: a checkpoint's directory takes its final name only once its manifest is
 written. A writer that dies at any moment leaves the earlier checkpoints as they were.
 The directory is local or on a file system that all nodes share, and has one writer.
-
-Deliberately not here: manifests (`manifest.py`), the files that ranks write
-(`sharded.py`), and whether a run with a changed configuration may continue from a
-checkpoint (`changes.py`).
 """
 
 from __future__ import annotations
@@ -20,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from verl_ray.checkpoint import manifest
-from verl_ray.checkpoint.file_records import FileRecord
-from verl_ray.checkpoint.manifest import Checkpoint
-from verl_ray.checkpoint.sealed import (
+from verl_ray.checkpoint.manifest import (
+    Checkpoint,
+    FileRecord,
     TornCheckpoint,
     read_object,
     sealed,

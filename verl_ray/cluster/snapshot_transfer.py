@@ -17,8 +17,7 @@ from typing import Any
 
 import ray
 
-from verl_ray.checkpoint.snapshot_files import Memory, SnapshotFiles
-from verl_ray.checkpoint.snapshot_names import SnapshotNames
+from verl_ray.checkpoint.snapshot_files import Memory, SnapshotFiles, SnapshotNames
 from verl_ray.cluster.process_control import task_on
 from verl_ray.errors import CheckpointError
 from verl_ray.shared_files import remove_stale

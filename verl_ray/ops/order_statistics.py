@@ -5,7 +5,6 @@ the ranks: four sums of 65,536 numbers, however many values there are.
 
 Invariant: every rank gets the same answer, which depends on the values alone and not on
 their order or on where they lie. Keys are distinct, so that no tie is left to chance.
-Deliberately not here: what is chosen by them (`algorithms/token_selection.py`).
 """
 
 from __future__ import annotations

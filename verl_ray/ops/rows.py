@@ -3,8 +3,6 @@
 Invariant: the tokens of a row are adjacent, and no row is split between two calls. Sums
 are computed in float64, so that the order of rows or micro-batches cannot change the
 outcome of a comparison. Nothing here makes the host wait for the device.
-
-Deliberately not here: sums over rows.
 """
 
 from __future__ import annotations

@@ -18,8 +18,7 @@ from verl_ray.data.tokenizers import VOCABULARY_FILES
 from verl_ray.errors import Problem
 from verl_ray.models.families import EMBEDDINGS, FAMILIES, LANGUAGE_HEAD, VALUE_HEAD
 from verl_ray.models.names import TYPE_NAMES
-from verl_ray.models.settings import not_computed, wrong_value
-from verl_ray.models.tensor_shapes import described_tensors
+from verl_ray.models.settings import described_tensors, not_computed, wrong_value
 from verl_ray.preflight.model_files import (
     absent_weights,
     config_json,

@@ -27,8 +27,7 @@ from verl_ray.models.families import (
     WITH_EXPERTS,
 )
 from verl_ray.models.names import INDEX
-from verl_ray.models.settings import wrong_value
-from verl_ray.models.tensor_shapes import described_tensors
+from verl_ray.models.settings import described_tensors, wrong_value
 
 
 def made_vocabulary(preparation: PrepareConfig) -> int:

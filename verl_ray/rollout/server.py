@@ -3,8 +3,7 @@
 Invariant: a caller gets the replies to its own requests, each token once. Only the
 engine's thread touches the engine: every call here queues a task for it. Preemptible
 requests belong to callers outside of the run, so the run never waits for them, and
-never aborts them by id. Deliberately not here: the engine's thread
-(`engine_thread.py`), Ray, and which server a request goes to.
+never aborts them by id.
 """
 
 from __future__ import annotations
@@ -20,11 +19,13 @@ from typing import TypeVar
 
 from verl_ray.errors import EngineFailed, RolloutError
 from verl_ray.rollout.base import RolloutEngine
-from verl_ray.rollout.callers import Caller, ChunkStream, Reply
 from verl_ray.rollout.engine_thread import (
+    Caller,
+    ChunkStream,
     EngineThread,
     PauseMode,
     PauseRequest,
+    Reply,
     ServerHealth,
 )
 from verl_ray.rollout.requests import Chunk, GenerationRequest

@@ -4,9 +4,7 @@ Invariant: token ids go in, and token ids come out. A response depends on the re
 alone (prompt, sampling, seed) and on the policy version; on a GPU this is not verified
 yet. No sampling setting comes from the model directory. vLLM's request front-end
 (tokenizer, incremental text, dictionaries of log-probs) is left out: requests go to the
-engine core, and tokens come from it. Deliberately not here: Ray, how vLLM is set up
-(`vllm_setup.py`), its internals (`vllm_core.py`), and what only a CPU needs
-(`vllm_cpu_worker.py`).
+engine core, and tokens come from it.
 """
 
 from __future__ import annotations
@@ -26,9 +24,9 @@ from verl_ray.data.stages import Finish
 from verl_ray.data.tokenizers import end_tokens, load_tokenizer
 from verl_ray.errors import RolloutError, VerlRayError, WeightSyncError
 from verl_ray.rollout.base import RolloutEngine
-from verl_ray.rollout.engine_load import EngineLoad
 from verl_ray.rollout.engine_state import EngineMemoryPart
 from verl_ray.rollout.requests import (
+    EngineLoad,
     Float32,
     GenerationProgress,
     GenerationRequest,
@@ -38,9 +36,8 @@ from verl_ray.rollout.requests import (
 )
 from verl_ray.rollout.vllm_core import VllmCore, require_supported
 from verl_ray.rollout.vllm_setup import engine_config
-from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Fingerprints
-from verl_ray.weight_sync.manifest import Manifest
+from verl_ray.weight_sync.manifest import Bucket, Manifest
 from verl_ray.weight_sync.transport import Address, WireSpec
 
 if TYPE_CHECKING:

@@ -2,8 +2,7 @@
 
 Invariant: vLLM's model is made of the received tensors and of nothing else: every
 module is loaded completely, or the update fails. The class runs inside of vLLM's worker
-processes, mixed into the worker class, and its state lives on the worker. Deliberately
-not here: the order of calls and the coverage of the manifest, which are the engine's.
+processes, mixed into the worker class, and its state lives on the worker.
 """
 
 from __future__ import annotations
@@ -43,10 +42,9 @@ from verl_ray.rollout.vllm_core import (
     is_attention,
 )
 from verl_ray.shared_files import FOLDER, prefix, remove_stale
-from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Fingerprints
-from verl_ray.weight_sync.inbox import Inbox
-from verl_ray.weight_sync.transport import Address, WireEndpoint, WireSpec
+from verl_ray.weight_sync.manifest import Bucket
+from verl_ray.weight_sync.transport import Address, Inbox, WireEndpoint, WireSpec
 
 if TYPE_CHECKING:
     from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo

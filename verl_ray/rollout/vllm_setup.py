@@ -1,8 +1,7 @@
 """Setup of vLLM: the environment of its process, and its arguments.
 
 Invariant: what the rest of this package relies on is fixed here, and
-`rollout.vllm_args` cannot change it. Deliberately not here: the engine itself
-(`vllm_engine.py`).
+`rollout.vllm_args` cannot change it.
 """
 
 from __future__ import annotations

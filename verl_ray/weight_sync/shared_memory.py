@@ -19,7 +19,7 @@ import torch
 from verl_ray.errors import WeightSyncError
 from verl_ray.shared_files import FOLDER, prefix, remove_stale
 from verl_ray.weight_sync import SLOTS
-from verl_ray.weight_sync.buckets import Bucket
+from verl_ray.weight_sync.manifest import Bucket
 from verl_ray.weight_sync.slots import Slots
 from verl_ray.weight_sync.transport import (
     Address,

@@ -24,7 +24,7 @@ from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.store import read
 from verl_ray.data.stages import Rollouts
 from verl_ray.errors import WeightSyncError, WorkerError
-from verl_ray.weight_sync.buckets import plan_buckets
+from verl_ray.weight_sync.manifest import plan_buckets
 from verl_ray.weight_sync.shared_memory import SharedMemoryAddress
 from verl_ray.weight_sync.transport import WireSpec
 from workers.actor import ActorWorker

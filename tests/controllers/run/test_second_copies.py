@@ -15,7 +15,7 @@ import psutil, ray
 from controllers.run.second_copies import SecondCopies
 from tests.lost_nodes import two_nodes
 from verl_ray.checkpoint.snapshot_files import PIECE_BYTES, SnapshotFiles
-from verl_ray.checkpoint.snapshot_names import SnapshotNames
+from verl_ray.checkpoint.snapshot_files import SnapshotNames
 from verl_ray.cluster.process_control import task_on
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.snapshot_transfer import begin_removal
