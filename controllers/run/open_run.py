@@ -34,14 +34,15 @@ from controllers.system.plan import ClusterShape, facts_on
 from controllers.system.restart import restart_lost
 from controllers.trainers.base import Task, Trainable, read_data, task_of
 from verl_ray.cluster.session import Session
-from verl_ray.cluster.signal_state import AtomicWork, Outlook
 from verl_ray.cluster.signals import (
+    AtomicWork,
+    Outlook,
     all_or_nothing,
     announcing,
     deferring_signals,
     heed_signals,
 )
-from verl_ray.cluster.status_keeping import keeping_status
+from verl_ray.cluster.whereabouts import keeping_status
 from verl_ray.config.load import to_tree
 from verl_ray.config.rules import rule_violations
 from verl_ray.config.run import RunConfig

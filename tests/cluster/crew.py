@@ -22,8 +22,7 @@ import numpy as np
 from tests.waiting import PATIENCE_S
 from verl_ray.checkpoint.file_records import FileRecord, file_record
 from verl_ray.cluster.calls import Call
-from verl_ray.cluster.concurrency_groups import concurrent, steering, when_abandoned
-from verl_ray.cluster.context import WorkerContext
+from verl_ray.cluster.context import WorkerContext, concurrent, steering, when_abandoned
 from verl_ray.cluster.placement import ProcessSet
 from verl_ray.data.batch import offsets_of
 from verl_ray.data.stages import LogProbs, Rows

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.cluster.crew import Echo, Paired, rows_of
 from verl_ray.cluster.calls import wait_all
-from verl_ray.cluster.concurrency_groups import CONCURRENCY_GROUPS, SERVING
+from verl_ray.cluster.context import CONCURRENCY_GROUPS, SERVING
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.store import put, read
 from verl_ray.data.packing import balance

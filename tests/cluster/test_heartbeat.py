@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from verl_ray.cluster.heartbeat import Heartbeat, ProgressClock
-from verl_ray.cluster.members import Member
+from verl_ray.cluster.members import Heartbeat, Member, ProgressClock
 from verl_ray.cluster.messages import Status
 from verl_ray.cluster.rank_calls import RankCall
 from verl_ray.cluster.stalls import causes

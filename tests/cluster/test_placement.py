@@ -236,7 +236,7 @@ from ray.util import placement_group, placement_group_table, remove_placement_gr
 from tests.cluster.test_placement import BUNDLES, process_set
 from verl_ray.cluster.packing import fits
 from verl_ray.cluster.placement import place, release
-from verl_ray.cluster.node_resources import node_resources
+from verl_ray.cluster.placement import node_resources
 from verl_ray.cluster.session import Session
 
 # Nodes need not have the GPUs that they offer. Nothing runs on them, so no worker is started ahead.

@@ -25,15 +25,14 @@ from typing import Any
 import psutil
 import ray
 
-from verl_ray.cluster.concurrency_groups import (
+from verl_ray.cluster.context import (
     COLLECTIVE,
     SERVING,
     STEERING,
     StreamState,
+    WorkerContext,
     this_thread,
 )
-from verl_ray.cluster.context import WorkerContext
-from verl_ray.cluster.environment import process_environment
 from verl_ray.cluster.messages import (
     CallRequest,
     Collective,
@@ -45,7 +44,7 @@ from verl_ray.cluster.messages import (
     Value,
     Whereabouts,
 )
-from verl_ray.cluster.output import keep_output, tail
+from verl_ray.cluster.process_setup import keep_output, process_environment, tail
 from verl_ray.cluster.rendezvous import Rendezvous, join, listen, share_timeout
 from verl_ray.cluster.store import read
 from verl_ray.cluster.thread_stacks import own_line, progress_and_waits, thread_stacks

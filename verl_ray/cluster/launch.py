@@ -11,12 +11,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
-from verl_ray.cluster.cluster_loss import CLUSTER_LOSS
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.placement import Place, ProcessSet, place, release
 from verl_ray.cluster.processes import Processes, Role, close, silent_sets, start
 from verl_ray.cluster.rank_calls import replies_within
-from verl_ray.cluster.roster import ROSTER
+from verl_ray.cluster.waiting import CLUSTER_LOSS
+from verl_ray.cluster.whereabouts import ROSTER
 from verl_ray.profiling.memory import CallPeaks
 
 W = TypeVar("W")

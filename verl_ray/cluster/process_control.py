@@ -21,9 +21,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl_ray.cluster.members import Member
 from verl_ray.cluster.messages import ProcessInfo
-from verl_ray.cluster.output import STACKS_SIGNAL, tail
-from verl_ray.cluster.ray_calls import RAY_CALLS
-from verl_ray.cluster.waiting import TICK_S, wait, wait_while_closing
+from verl_ray.cluster.process_setup import STACKS_SIGNAL, tail
+from verl_ray.cluster.waiting import RAY_CALLS, TICK_S, wait, wait_while_closing
 
 REPLY_S = 3.0
 """Seconds that a process or a node gets to reply to a question about a failure."""

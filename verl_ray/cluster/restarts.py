@@ -17,8 +17,8 @@ from typing import Any, Generic, TypeVar
 
 from verl_ray.cluster.calls import Call, check_progress, wait_all
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.cluster.idle_processes import IdleProcesses
 from verl_ray.cluster.processes import Restart
+from verl_ray.cluster.stalls import IdleProcesses
 from verl_ray.cluster.waiting import TICK_S, Background
 from verl_ray.errors import VerlRayError, WorkerError, worker_error_of
 from verl_ray.profiling.phases import PHASES

@@ -12,9 +12,8 @@ from typing import Any, TypeVar, cast
 
 import ray
 
-from verl_ray.cluster.ray_calls import RAY_CALLS
 from verl_ray.cluster.signals import heed_signals
-from verl_ray.cluster.waiting import TICK_S, wait
+from verl_ray.cluster.waiting import RAY_CALLS, TICK_S, wait
 from verl_ray.data.batch import Batch
 from verl_ray.data.sharded import Receipt, Sharded
 from verl_ray.errors import ClusterError

@@ -228,7 +228,7 @@ def least_device_bytes(plan: MemoryPlan, phase: Phase) -> int:
     return max(devices.values())
 
 
-# ---------------------------------------------------------------------------- in words
+# ----------------------------------------------------------------------------- in words
 
 
 def fullest_roles(plan: MemoryPlan, phase: Phase) -> list[str]:

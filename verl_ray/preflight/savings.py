@@ -144,7 +144,7 @@ def in_words(changes: Changes) -> str:
     return " ".join(words)
 
 
-# ------------------------------------------- savings of a GPU, the cheapest ones first
+# -------------------------------------------- savings of a GPU, the cheapest ones first
 
 Step = Iterator[tuple[str, object]]
 """Settings and their new values. A setting that is `auto` is none of them."""
@@ -301,7 +301,7 @@ def _parameters_on_the_host(run: Attempt) -> Step:
             yield f"{name}.backend.host_parameters", True
 
 
-# ------------------------------------------ savings of a host, the cheapest ones first
+# ------------------------------------------- savings of a host, the cheapest ones first
 
 
 def _no_second_copies(run: Attempt) -> Step:
