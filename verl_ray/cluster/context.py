@@ -1,4 +1,4 @@
-"""What a worker's class knows of the process that hosts it (`host.py`).
+"""Knowledge of a worker's class about the process that hosts it (`host.py`).
 
 A worker is built with a context, and marks on its methods put these in concurrency
 groups. Ray gives each concurrency group of an actor its own threads. Calls in different

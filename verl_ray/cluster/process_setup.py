@@ -1,4 +1,4 @@
-"""What a worker process sets up before its work: its environment, and its output.
+"""Preparation of a worker process for its work: its environment, and its output.
 
 Invariant: environment variables are set before torch is imported, which reads them
 once. Once a process keeps its output, all that it and its libraries print is in a log
