@@ -49,10 +49,13 @@ from verl_ray.config.run import RunConfig
 from verl_ray.config.schema import Config
 from verl_ray.errors import ClusterError, ClusterLost, ConfigError, Problem, WorkerDied
 from verl_ray.preflight.memory_plan import memory_plan
-from verl_ray.preflight.memory_table import memory_table, print_tables
-from verl_ray.preflight.resolve import resolutions, resolve
-from verl_ray.preflight.resolved_table import print_resolutions
-from verl_ray.preflight.total_steps import resolution_of_steps, with_total_steps
+from verl_ray.preflight.resolve import (
+    resolution_of_steps,
+    resolutions,
+    resolve,
+    with_total_steps,
+)
+from verl_ray.preflight.tables import memory_table, print_resolutions, print_tables
 from verl_ray.shell import override_of
 
 

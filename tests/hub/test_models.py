@@ -18,7 +18,7 @@ from verl_ray.config.load import to_tree
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import ConfigError, HubError, Problem
 from verl_ray.hub.models import fetch_model, fetch_models, pinned_models
-from verl_ray.preflight.model_contents import content_problems
+from verl_ray.preflight.model_directories import content_problems
 from verl_ray.preflight.model_files import is_awaited, tensor_shapes
 
 

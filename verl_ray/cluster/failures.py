@@ -1,8 +1,7 @@
 """Errors about worker processes: who failed, where, why, and with what last output.
 
 Invariant: the search for the reason never hangs, since every question has a limit of
-seconds, and it never hides the failure itself. Deliberately not here: the decision
-that a process has failed (`rank_calls.py`, `stalls.py`).
+seconds, and it never hides the failure itself.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ Invariant: calls in the collective group run one at a time in the order they wer
 Calls of methods marked `concurrent` or `steering` run at the same time as those and as
 each other. The control group has a thread of its own and replies while the others are
 busy or stuck. A call that raises returns a `Failure`; it never ends the process.
-Deliberately not here: what a worker does, and the driver's side (`group.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The start of a plan: from process sets and roles to worker groups.
 
 Invariant: either all groups run, or no process and no reservation of any remains.
-Deliberately not here: the choice of sets and roles of a run.
 """
 
 from __future__ import annotations

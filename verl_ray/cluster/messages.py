@@ -1,7 +1,6 @@
 """Messages between the driver and a worker process, besides rows.
 
-Invariant: every message is a plain value that survives pickling. Deliberately not
-here: rows (`verl_ray/data`), and the code that sends messages (`group.py`, `host.py`).
+Invariant: every message is a plain value that survives pickling.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Inspection and termination of processes that do not reply, on their own nodes.
 
 Invariant: every request to a node has a limit of seconds, so a lost node delays an
-error only for a moment. Deliberately not here: the decision that a process has failed
-(`stalls.py`, `rank_calls.py`).
+error only for a moment.
 """
 
 from __future__ import annotations

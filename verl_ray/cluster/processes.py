@@ -2,8 +2,7 @@
 
 Invariant: a start is all or nothing. If any process of any set fails or makes no
 progress, all of them are killed. A restart replaces every process of a set, and with
-them every role that shares them. Deliberately not here: calls on workers
-(`group.py`).
+them every role that shares them.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ devices. A lost one is asked again for what it owed.
 
 Invariant: a group that is starting again gets no call, and has no process of before.
 One that is lost while nobody waits for it starts again, too.
-Deliberately not here: whether a failure is tried again (`controllers/run/faults.py`),
-and rollout replicas, which need weights (`controllers/rollouts/supervisor.py`).
+Deliberately not here: rollout replicas, which need weights
+(`controllers/rollouts/supervisor.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rows into and out of Ray's object store.
 
 Invariant: `read` returns a read-only view of the stored bytes wherever the rows are
-neighbours. Deliberately not here: the choice of rows (`verl_ray/data/sharded.py`).
+neighbours.
 """
 
 from __future__ import annotations

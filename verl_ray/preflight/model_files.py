@@ -3,8 +3,6 @@
 Invariant: no tensor is read, and torch is not needed. A missing or damaged file yields
 nothing rather than an error. A model that the run will make has the same facts as it
 will have on disk.
-
-Deliberately not here: what is required of a model (`model_directories.py`).
 """
 
 from __future__ import annotations
