@@ -90,8 +90,6 @@ def test_a_reply_from_before_a_call_does_not_make_it_late() -> None:
 def rank_call(rank: int, *, waits: bool = False, mute: bool = False) -> RankCall:
     heartbeat = Heartbeat(lambda: None)
     heartbeat.status = Status(
-        1,
-        0,
         ("actor", "update", 12.0),
         Progress(3, 16, "micro-batches", 11.0, waits),
         {},

@@ -96,13 +96,6 @@ class Call(Generic[T]):
         """
         return wait_all([self], watch, background)[0]
 
-    def replied(self, timeout_s: float = 0.0) -> bool:
-        """Whether all ranks reply or fail within `timeout_s` seconds."""
-        references = self.references()
-        if not references:
-            return True
-        return len(wait(references, len(references), timeout_s)) == len(references)
-
     def poll(self) -> bool:
         """Whether the result is available; returns at once.
 

@@ -20,7 +20,7 @@ import ray
 
 from verl_ray.cluster import failures
 from verl_ray.cluster.calls import Call, Stream, iterate_streams
-from verl_ray.cluster.context import CONTROL, concurrency_group_of
+from verl_ray.cluster.context import concurrency_group_of
 from verl_ray.cluster.members import Member
 from verl_ray.cluster.messages import PEER_TIMEOUT_FRACTION, CallRequest, Status, Value
 from verl_ray.cluster.processes import Processes, Restart
@@ -117,14 +117,6 @@ class RoleProcesses:
 
     # ---------------------------------------------------------------- the control group
 
-    def status(self) -> list[Status]:
-        """Present activity of each rank, also while it is busy."""
-        return cast(list[Status], self._query("status"))
-
-    def stacks(self) -> list[str]:
-        """Python stacks of each rank, also while it is busy or stuck."""
-        return cast(list[str], self._query("stacks"))
-
     def check_heartbeat(
         self, interval_s: float, deadline_s: float, limit: str
     ) -> Status | None:
@@ -154,26 +146,6 @@ class RoleProcesses:
         except ray.exceptions.RayError as error:
             raise failures.died(member, "status", error) from error
         return member.heartbeat.status
-
-    def _query(self, method: str) -> list[Any]:
-        """Results of a control method on all ranks, by rank."""
-        requests = []
-        for member in self._processes.members:
-            control = getattr(member.actor, method).options(concurrency_group=CONTROL)
-            requests.append(control.remote())
-
-        # A busy or stuck process replies too, unless it is stopped or something holds
-        # its interpreter lock.
-        replied = wait(requests, len(requests), self.stall_s)
-        silent = [
-            member
-            for member, request in zip(self.members(), requests, strict=True)
-            if request not in replied
-        ]
-        if silent:
-            limit = f"run.stall_s = {self.stall_s:g}"
-            raise failures.stalled(silent, method, limit, mute=True)
-        return cast(list[Any], RAY_CALLS.make(ray.get, requests))
 
     # ------------------------------------------------------------ failures and restarts
 

@@ -237,10 +237,7 @@ class WorkerHost:
             for role, worker in self._workers.items()
             if hasattr(worker, "health")
         }
-        process = psutil.Process()
         return Status(
-            pid=process.pid,
-            resident_bytes=process.memory_info().rss,
             running=running,
             progress=progress_and_waits(),
             health=health,

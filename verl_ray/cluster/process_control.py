@@ -45,8 +45,8 @@ def examine(members: Sequence[Member], stacks: bool) -> list[tuple[str, str]]:
         stacks: Whether to return the Python stacks instead of the last output where
             the process can still write them.
     """
-    # Requests to other nodes run at the same time, so all are sent before any is
-    # awaited.
+    # Requests to other nodes run at the same time, so all are sent before the first
+    # reply is waited for.
     pending: list[Any] = []
     for member in members:
         if member.process_info is None:

@@ -8,8 +8,8 @@ between two rounds grows with the number of processes. A call was measured to ta
 
 Invariant: a process that has not answered is not asked again, and nothing here waits
 longer than it was told to. Any thread may ask, since nothing heeds signals. The thread
-needs nothing from the main thread, which may be stuck, and a failure of the thread is
-said and ends nothing but the status.
+needs nothing from the main thread, which may be stuck. A failure of the thread is
+reported and ends nothing but the status.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def _node_problems(job: Job) -> Iterator[Problem]:
         if parallel > machine.gpus:
             key = f"{engine.section}.tensor_parallel"
             yield Problem(key, parallel, rule, f"Use at most {machine.gpus}.")
-        # Engines that need more GPUs than there are at all are told of elsewhere.
+        # Engines that need more GPUs than there are at all are reported elsewhere.
         elif most < replicas and engine.ranks <= machine.total_gpus:
             key = f"{engine.section}.num_replicas"
             rule += f": {machine.nodes} nodes hold {most} engines of {parallel} ranks"

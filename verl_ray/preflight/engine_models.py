@@ -113,7 +113,7 @@ def row_cache_bytes(engine: ServedModel, settings: Mapping[str, object]) -> int 
         settings: Contents of its model's config.json.
 
     Returns:
-        The bytes; None if they cannot be told.
+        The bytes; None if they are not known.
     """
     layers = settings.get("num_hidden_layers")
     heads = settings.get("num_attention_heads")

@@ -359,7 +359,7 @@ def _with_assumptions(
 def with_host_memory(machine: Machine, memory_bytes: int) -> Machine:
     """Return a described machine whose nodes have another amount of memory.
 
-    /dev/shm, where nothing was said of it, follows from that.
+    /dev/shm, where it was not described, follows from that.
     """
     assumed = machine.assumed or ()
     known = [part for part in assumed if not part.startswith(("memory=", "shm="))]

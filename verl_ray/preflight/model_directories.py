@@ -38,7 +38,7 @@ from verl_ray.preflight.model_files import (
     damaged_weights,
     has_experts,
     has_tokenizer,
-    is_awaited,
+    is_pending,
     raw_config_json,
     settings_of,
     shapes_of,
@@ -337,12 +337,12 @@ def _file_problems(
     """Yield a problem if weights or tokenizer are missing, or of another model."""
     directory = Path(path)
     # Weights that the hub still has are looked at once they are here.
-    are_awaited = is_awaited(path) or (not needs_files and absent_weights(path))
-    if not are_awaited and not any(directory.glob("*.safetensors")):
+    are_pending = is_pending(path) or (not needs_files and absent_weights(path))
+    if not are_pending and not any(directory.glob("*.safetensors")):
         rule = "this directory has no *.safetensors"
         yield Problem(key, path, rule, "Save the weights as safetensors.")
 
-    damage = None if are_awaited else damaged_weights(path)
+    damage = None if are_pending else damaged_weights(path)
     if damage is not None:
         rule = f"the weights cannot be loaded: {damage}"
         yield Problem(key, path, rule, "Copy or save the model again.")

@@ -9,8 +9,8 @@ that a function grades in microseconds are tried here, and those of a slow funct
 processes that can be killed, as many as the time allows.
 
 Invariant: user's code runs in a process that is killed at its deadline, never in this
-one. Of each file the first record that cannot be graded is told, and so is how many
-answers were left out. Graders that are models or services are not tried here
+one. Of each file the first record that cannot be graded is reported, and so is the
+number of answers that were left out. Graders that are models or services are not tried here
 (`tokenizer_trial.py`).
 """
 
