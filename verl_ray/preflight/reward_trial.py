@@ -1,4 +1,4 @@
-"""A trial of the reward functions on records of the run, and of the answers of all.
+"""A trial of the reward functions on some records, and of the answers of all.
 
 Each data source's function scores one record twice: with the record's own answer as the
 response, or its prompt if it has no answer, and with an empty response. A batched
@@ -10,8 +10,8 @@ processes that can be killed, as many as the time allows.
 
 Invariant: user's code runs in a process that is killed at its deadline, never in this
 one. Of each file the first record that cannot be graded is reported, and so is the
-number of answers that were left out. Graders that are models or services are not tried here
-(`tokenizer_trial.py`).
+number of answers that were left out. Graders that are models or services are not tried
+here (`tokenizer_trial.py`).
 """
 
 from __future__ import annotations
