@@ -77,6 +77,9 @@ class ClusterLoss:
 CLUSTER_LOSS = ClusterLoss()
 
 
+# -------------------------------------------------------------------------------- calls
+
+
 class _Call(Generic[T]):
     """A call that another thread makes."""
 
@@ -279,6 +282,9 @@ def _leave_calls_behind() -> None:
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         os._exit(1)
+
+
+# -------------------------------------------------------------------------------- waits
 
 
 class Background(Protocol):
