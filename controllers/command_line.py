@@ -42,7 +42,7 @@ from verl_ray.config.schema import Config
 from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import ConfigError, Interrupted, Problem, VerlRayError
 from verl_ray.paths import refuse_foreign_packages
-from verl_ray.preflight.described_machine import parse_machine
+from verl_ray.preflight.machine import parse_machine
 
 _MODULES_WITH_FLAGS = {
     "bench": "controllers.bench",

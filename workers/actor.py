@@ -19,8 +19,7 @@ from verl_ray.algorithms.normalised_weights import mean_weight
 from verl_ray.algorithms.objectives import SupervisedObjective
 from verl_ray.algorithms.policy_objective import PolicyObjective
 from verl_ray.algorithms.token_selection import select_tokens
-from verl_ray.cluster.concurrency_groups import steering
-from verl_ray.cluster.context import WorkerContext
+from verl_ray.cluster.context import WorkerContext, steering
 from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.config.rollout import WireName
 from verl_ray.data.batch import Int64

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from verl_ray.algorithms.objectives import Objective
 from verl_ray.algorithms.row_weights import row_weights
 from verl_ray.checkpoint.manifest import FileRecord
-from verl_ray.cluster.concurrency_groups import concurrent
-from verl_ray.cluster.context import WorkerContext
+from verl_ray.cluster.context import WorkerContext, concurrent
 from verl_ray.cluster.rendezvous import share_timeout
 from verl_ray.config.algorithm import AggregationName
 from verl_ray.data.batch import Int64

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from verl_ray.cluster.concurrency_groups import concurrent, steering, when_abandoned
-from verl_ray.cluster.context import WorkerContext
+from verl_ray.cluster.context import WorkerContext, concurrent, steering, when_abandoned
 from verl_ray.config.roles import LoraConfig
 from verl_ray.config.rollout import RolloutConfig, RolloutEngineConfig
 from verl_ray.data.batch import Int64

@@ -60,7 +60,7 @@ class Floor:
     def __init__(self, config: RLConfig, threads: int) -> None:
         # The child imports this module, too. It may not import torch before it has its
         # environment, so these imports stay inside of the function.
-        from verl_ray.cluster.environment import thread_environment
+        from verl_ray.cluster.process_setup import thread_environment
         from verl_ray.rollout.vllm_setup import environment
 
         rollout = config.rollout

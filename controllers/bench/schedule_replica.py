@@ -15,8 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from verl_ray.cluster.concurrency_groups import concurrent, steering
-from verl_ray.cluster.context import WorkerContext
+from verl_ray.cluster.context import WorkerContext, concurrent, steering
 from verl_ray.data.batch import Int64
 from verl_ray.data.stages import Prompts, Rollouts
 from verl_ray.rollout.requests import Sampling

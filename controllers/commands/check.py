@@ -36,19 +36,21 @@ from verl_ray.errors import ConfigError, Problem
 from verl_ray.hub.data_sets import pinned_data
 from verl_ray.hub.models import fetch_models, pinned_in_words, pinned_models
 from verl_ray.preflight.data_files import DataFile, DataFindings, examine_data
-from verl_ray.preflight.described_machine import machine_in_words
 from verl_ray.preflight.facts import facts_here
 from verl_ray.preflight.findings import Findings, preflight
-from verl_ray.preflight.machine import Machine, machine_of
+from verl_ray.preflight.machine import Machine, machine_in_words, machine_of
 from verl_ray.preflight.memory_plan import memory_plan
-from verl_ray.preflight.memory_table import memory_table, print_tables
 from verl_ray.preflight.model_directories import model_problems
 from verl_ray.preflight.model_files import has_tokenizer
-from verl_ray.preflight.resolve import resolutions, resolve
-from verl_ray.preflight.resolved_table import print_resolutions
+from verl_ray.preflight.resolve import (
+    resolution_of_steps,
+    resolutions,
+    resolve,
+    with_total_steps,
+)
 from verl_ray.preflight.reward_trial import TrialFindings, try_rewards
+from verl_ray.preflight.tables import memory_table, print_resolutions, print_tables
 from verl_ray.preflight.time_model.pools import PoolTimes
-from verl_ray.preflight.total_steps import resolution_of_steps, with_total_steps
 
 GIB = 2**30
 

@@ -33,9 +33,8 @@ from verl_ray.algorithms.intervals import Interval
 from verl_ray.config.load import to_tree, with_changes
 from verl_ray.config.schema import Config
 from verl_ray.disk import replace_file
-from verl_ray.preflight.resolve import resolutions, resolve
-from verl_ray.preflight.resolved_table import print_resolutions
-from verl_ray.preflight.total_steps import with_total_steps
+from verl_ray.preflight.resolve import resolutions, resolve, with_total_steps
+from verl_ray.preflight.tables import print_resolutions
 from verl_ray.tracking.base import HeldOutResponse
 from verl_ray.tracking.comparison import intervals
 from verl_ray.tracking.comparison_table import (

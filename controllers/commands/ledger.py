@@ -30,7 +30,7 @@ from verl_ray.data.ledger_parts import (
     read_parts,
 )
 from verl_ray.errors import ConfigError, Problem
-from verl_ray.preflight.memory_table import print_tables
+from verl_ray.preflight.tables import print_tables
 
 _BLANK = "-"
 

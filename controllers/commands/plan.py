@@ -29,19 +29,19 @@ from verl_ray.errors import ConfigError, Problem
 from verl_ray.hub.models import pinned_in_words, pinned_models
 from verl_ray.planning.candidates import PLANNED_BACKENDS
 from verl_ray.planning.search import Misfit, search
-from verl_ray.preflight.described_machine import (
+from verl_ray.preflight.facts import facts_here
+from verl_ray.preflight.machine import (
     EXAMPLE,
+    GPUS,
     OPTION,
+    Machine,
     machine_in_words,
     parse_machine,
 )
-from verl_ray.preflight.facts import facts_here
-from verl_ray.preflight.gpus import GPUS
-from verl_ray.preflight.machine import Machine
-from verl_ray.preflight.memory_table import memory_table, print_tables
 from verl_ray.preflight.model_directories import model_problems
 from verl_ray.preflight.model_sizes import model_size, remembered_sizes
 from verl_ray.preflight.resolve import resolve
+from verl_ray.preflight.tables import memory_table, print_tables
 from verl_ray.shell import override_of
 
 _SETTINGS = {

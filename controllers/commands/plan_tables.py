@@ -13,9 +13,7 @@ from rich.table import Table
 
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.planning.search import Misfit, Plan
-from verl_ray.preflight.described_machine import OPTION, as_described
-from verl_ray.preflight.gpus import GIB
-from verl_ray.preflight.machine import Machine
+from verl_ray.preflight.machine import GIB, OPTION, Machine, as_described
 from verl_ray.preflight.remaining_memory import USED_SHARE
 from verl_ray.preflight.time_model import assumptions
 from verl_ray.preflight.time_model.step_time import StepTime

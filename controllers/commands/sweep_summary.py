@@ -20,7 +20,7 @@ from controllers.run.next_command import next_in_words
 from verl_ray.config.schema import Config
 from verl_ray.disk import replace_file
 from verl_ray.errors import TrackingError
-from verl_ray.preflight.memory_table import print_tables
+from verl_ray.preflight.tables import print_tables
 from verl_ray.tracking.base import GLOBAL_STEP, HELD_OUT
 from verl_ray.tracking.jsonl import METRICS, read_metrics
 

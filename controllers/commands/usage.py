@@ -13,8 +13,7 @@ import textwrap
 from dataclasses import dataclass
 
 from controllers.compose.listing import WIDTH, formatted_choices, groups, root_configs
-from verl_ray.preflight.described_machine import EXAMPLE
-from verl_ray.preflight.gpus import GPUS
+from verl_ray.preflight.machine import EXAMPLE, GPUS
 from verl_ray.rollout.vllm_core import installed_version
 
 EXIT_CODES = """\

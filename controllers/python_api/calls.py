@@ -19,7 +19,7 @@ from controllers.run.best import held_out_metrics
 from controllers.run.finished import finished_step, show_finished
 from verl_ray.api_types import Measurement, Result, RunRequest
 from verl_ray.config.schema import Config
-from verl_ray.preflight.described_machine import parse_machine
+from verl_ray.preflight.machine import parse_machine
 
 
 def train(request: RunRequest) -> Result:

@@ -21,8 +21,8 @@ from controllers.rollouts.generation_job import (
     ReplicaIncarnation,
 )
 from controllers.rollouts.supervisor import Replica
-from verl_ray.cluster.concurrency_groups import CONCURRENCY_GROUPS, SERVING
-from verl_ray.cluster.streams import ready_streams
+from verl_ray.cluster.calls import ready_streams
+from verl_ray.cluster.context import CONCURRENCY_GROUPS, SERVING
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Rollouts
 from verl_ray.errors import RolloutError, WorkerError

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from controllers.rollouts.supervisor import Replica
+from verl_ray.cluster.calls import Stream
 from verl_ray.cluster.store import put
-from verl_ray.cluster.streams import Stream
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Prompts, Rollouts
 from verl_ray.rollout.balancer import WorkItem

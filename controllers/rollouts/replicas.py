@@ -24,9 +24,9 @@ from controllers.rollouts.generation_job import GenerationJob, ReplicaIncarnatio
 from controllers.rollouts.graders import TRAINING
 from controllers.rollouts.supervisor import Replica, ReplicaSupervisor
 from controllers.watch.occupancy import Occupancy
-from verl_ray.cluster.idle_processes import IDLE_PROCESSES
 from verl_ray.cluster.members import Member
 from verl_ray.cluster.signals import heed_signals
+from verl_ray.cluster.stalls import IDLE_PROCESSES
 from verl_ray.cluster.waiting import TICK_S, Background
 from verl_ray.config.rollout import VLLM_BATCHED_REQUESTS, RolloutConfig
 from verl_ray.config.rollout_task import RolloutTaskConfig

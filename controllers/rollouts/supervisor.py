@@ -19,11 +19,11 @@ from controllers.rollouts.endpoints import Endpoints
 from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.failures import stalled
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.cluster.idle_processes import IDLE_PROCESSES
 from verl_ray.cluster.members import Member
 from verl_ray.cluster.messages import Status
 from verl_ray.cluster.processes import Restart
 from verl_ray.cluster.signals import heed_signals
+from verl_ray.cluster.stalls import IDLE_PROCESSES
 from verl_ray.cluster.waiting import TICK_S
 from verl_ray.config.rollout import HealthConfig
 from verl_ray.errors import (

@@ -20,8 +20,8 @@ from verl_ray.checkpoint.manifest import FileRecord
 from verl_ray.checkpoint.store import CheckpointStore
 from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.cluster.idle_processes import IDLE_PROCESSES
 from verl_ray.cluster.signals import finishing
+from verl_ray.cluster.stalls import IDLE_PROCESSES
 from verl_ray.cluster.terminals import print_error
 from verl_ray.cluster.waiting import Background
 from workers.model_worker import ModelWorker

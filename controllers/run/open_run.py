@@ -34,24 +34,28 @@ from controllers.system.plan import ClusterShape, facts_on
 from controllers.system.restart import restart_lost
 from controllers.trainers.base import Task, Trainable, read_data, task_of
 from verl_ray.cluster.session import Session
-from verl_ray.cluster.signal_state import AtomicWork, Outlook
 from verl_ray.cluster.signals import (
+    AtomicWork,
+    Outlook,
     all_or_nothing,
     announcing,
     deferring_signals,
     heed_signals,
 )
-from verl_ray.cluster.status_keeping import keeping_status
+from verl_ray.cluster.whereabouts import keeping_status
 from verl_ray.config.load import to_tree
 from verl_ray.config.rules import rule_violations
 from verl_ray.config.run import RunConfig
 from verl_ray.config.schema import Config
 from verl_ray.errors import ClusterError, ClusterLost, ConfigError, Problem, WorkerDied
 from verl_ray.preflight.memory_plan import memory_plan
-from verl_ray.preflight.memory_table import memory_table, print_tables
-from verl_ray.preflight.resolve import resolutions, resolve
-from verl_ray.preflight.resolved_table import print_resolutions
-from verl_ray.preflight.total_steps import resolution_of_steps, with_total_steps
+from verl_ray.preflight.resolve import (
+    resolution_of_steps,
+    resolutions,
+    resolve,
+    with_total_steps,
+)
+from verl_ray.preflight.tables import memory_table, print_resolutions, print_tables
 from verl_ray.shell import override_of
 
 

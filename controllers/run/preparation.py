@@ -27,8 +27,7 @@ from controllers.watch.evaluation import Evaluation
 from controllers.watch.measures import Metrics
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.session import Session
-from verl_ray.cluster.signal_state import Outlook
-from verl_ray.cluster.signals import announcing, deferring_signals
+from verl_ray.cluster.signals import Outlook, announcing, deferring_signals
 from verl_ray.config.data import DataFilesConfig
 from verl_ray.config.preparation import PrepareConfig, WarmStartConfig
 from verl_ray.config.roles import ModelConfig, SupervisedRole

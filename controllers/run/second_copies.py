@@ -22,11 +22,8 @@ from typing import Any
 import ray
 
 from verl_ray.checkpoint.snapshot_files import SnapshotNames
-from verl_ray.cluster.cluster_loss import CLUSTER_LOSS
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.cluster.node_resources import node_resources
-from verl_ray.cluster.ray_calls import RAY_CALLS
-from verl_ray.cluster.roster import ROSTER
+from verl_ray.cluster.placement import node_resources
 from verl_ray.cluster.signals import finishing
 from verl_ray.cluster.snapshot_transfer import (
     Rank,
@@ -34,7 +31,14 @@ from verl_ray.cluster.snapshot_transfer import (
     begin_look,
     begin_removal,
 )
-from verl_ray.cluster.waiting import TICK_S, wait, wait_while_closing
+from verl_ray.cluster.waiting import (
+    CLUSTER_LOSS,
+    RAY_CALLS,
+    TICK_S,
+    wait,
+    wait_while_closing,
+)
+from verl_ray.cluster.whereabouts import ROSTER
 from verl_ray.errors import CheckpointError
 from verl_ray.profiling.phases import blocking
 

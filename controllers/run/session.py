@@ -16,8 +16,8 @@ from controllers.run.resumption import Resumption
 from controllers.supervisor import reports
 from controllers.watch.learning_watch import LearningWatch
 from verl_ray.cluster.session import Session
-from verl_ray.cluster.signal_state import Outlook
 from verl_ray.cluster.signals import (
+    Outlook,
     announcing,
     raising_signals,
     stop_on_signals,

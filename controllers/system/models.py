@@ -12,9 +12,8 @@ from typing import Any
 import ray
 
 from verl_ray.cluster.process_control import on_node
-from verl_ray.cluster.ray_calls import RAY_CALLS
 from verl_ray.cluster.session import Session
-from verl_ray.cluster.waiting import wait
+from verl_ray.cluster.waiting import RAY_CALLS, wait
 from verl_ray.config.schema import Config
 from verl_ray.errors import HubError
 from verl_ray.hub.models import fetch_model, hub_folders

@@ -15,11 +15,9 @@ from verl_ray.config.rules import rule_violations
 from verl_ray.config.schema import Config
 from verl_ray.config.section import resolved
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.preflight.described_machine import parse_machine
 from verl_ray.preflight.facts import ClusterFacts, facts_here
 from verl_ray.preflight.findings import preflight
-from verl_ray.preflight.gpus import GPUS
-from verl_ray.preflight.machine import GIB, Machine
+from verl_ray.preflight.machine import GIB, GPUS, Machine, parse_machine
 from verl_ray.preflight.memory_plan import memory_plan
 from verl_ray.preflight.model_sizes import remembered_sizes
 from verl_ray.preflight.remaining_memory import USED_SHARE

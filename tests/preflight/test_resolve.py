@@ -22,10 +22,11 @@ from verl_ray.preflight.facts import ClusterFacts
 from verl_ray.preflight.resolve import (
     AUTO_KEYS,
     may_be_auto,
+    resolution_of_steps,
     resolutions,
     resolve,
+    with_total_steps,
 )
-from verl_ray.preflight.total_steps import resolution_of_steps, with_total_steps
 
 MIB = 2**20
 INPUTS = ("model.path=/m", "data.train_path=/t.jsonl", "data.validation_path=/v.jsonl")

@@ -5,8 +5,6 @@ there. The kernel keeps the files, so no process has to live between two tasks, 
 ranks take no part. A task on the target asks one on the source for piece after piece.
 
 Invariant: what counts on the target is whole, and is what counted on the source.
-Deliberately not here: the files (`verl_ray/checkpoint/snapshot_files.py`), and which
-node has a copy of what (`controllers/run/second_copies.py`).
 """
 
 from __future__ import annotations

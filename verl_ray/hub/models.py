@@ -27,7 +27,7 @@ from verl_ray.hub.snapshots import (
 )
 from verl_ray.models.families import FAMILIES
 from verl_ray.models.names import INDEX
-from verl_ray.preflight.model_files import is_awaited, json_object
+from verl_ray.preflight.model_files import is_pending, json_object
 
 C = TypeVar("C", bound=Config)
 
@@ -121,7 +121,7 @@ def _bring_settings(snapshot: Snapshot, *, needs_weights: bool) -> None:
     Nothing is asked where the cache holds the whole model.
     """
     folder = str(snapshot.folder)
-    if is_awaited(folder):
+    if is_pending(folder):
         fetch(snapshot, SETTINGS)
 
     settings = json_object(snapshot.folder / "config.json")
@@ -136,7 +136,7 @@ def _bring_settings(snapshot: Snapshot, *, needs_weights: bool) -> None:
         fix = "Take a model that transformers itself computes."
         raise HubError(snapshot.repository, rule, fix)
 
-    if is_awaited(folder):
+    if is_pending(folder):
         _refuse_absent_weights(snapshot, needs_weights=needs_weights)
 
 
@@ -172,7 +172,7 @@ def fetch_models(config: Config) -> bool:
     fetched = False
     for folder, key in hub_folders(config).items():
         snapshot = snapshot_at(folder)
-        if snapshot is None or not is_awaited(folder):
+        if snapshot is None or not is_pending(folder):
             continue
         try:
             fetch_model(folder)
@@ -193,11 +193,11 @@ def fetch_model(folder: str) -> None:
         HubError: The files cannot be had.
     """
     snapshot = snapshot_at(folder)
-    if snapshot is None or not is_awaited(folder):
+    if snapshot is None or not is_pending(folder):
         return
     fetch(snapshot, SETTINGS)
     fetch(snapshot, WEIGHTS, shows_progress=True)
-    if is_awaited(folder):
+    if is_pending(folder):
         raise not_cached(snapshot.repository, snapshot.commit, "model")
 
 

@@ -24,12 +24,16 @@ from verl_ray.planning.fit import (
     fitted,
     with_least_cache,
 )
-from verl_ray.preflight.described_machine import parse_machine, with_host_memory
+from verl_ray.preflight.device_defaults import fastest
 from verl_ray.preflight.engine_models import engine_problems
-from verl_ray.preflight.fastest import fastest
 from verl_ray.preflight.footprints import BFLOAT16
-from verl_ray.preflight.gpus import GIB, GPUS
-from verl_ray.preflight.machine import Machine
+from verl_ray.preflight.machine import (
+    GIB,
+    GPUS,
+    Machine,
+    parse_machine,
+    with_host_memory,
+)
 from verl_ray.preflight.memory_plan import MemoryPlan, memory_plan
 from verl_ray.preflight.model_sizes import model_size, remembered_sizes
 from verl_ray.preflight.remaining_memory import USED_SHARE

@@ -3,9 +3,6 @@
 Invariant: a file that is read here is read by the code of the run itself, so what is
 refused here would be refused there, and with the same words. A large file is only read
 at its beginning.
-
-Deliberately not here: whether the files exist (`findings.py`), and what the reward
-makes of their records (`reward_trial.py`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The devices that the processes of a run take, and those that stay idle.
 
 Invariant: settings for which a machine has no devices are problems; devices with
-nothing to do are warnings. Deliberately not here: the memory of devices
-(`memory_advice.py`), and every other resource (`resources.py`).
+nothing to do are warnings.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from verl_ray.config.load import Changes
 from verl_ray.config.rules.vllm_args import VLLM_ARGS_FIXED_ON_A_CPU
 from verl_ray.config.schema import Config
 from verl_ray.errors import Problem
-from verl_ray.preflight.job import Job
 from verl_ray.preflight.machine import Machine
+from verl_ray.preflight.memory_plan import Job
 from verl_ray.shell import for_shell
 
 
@@ -141,7 +140,7 @@ def _node_problems(job: Job) -> Iterator[Problem]:
         if parallel > machine.gpus:
             key = f"{engine.section}.tensor_parallel"
             yield Problem(key, parallel, rule, f"Use at most {machine.gpus}.")
-        # Engines that need more GPUs than there are at all are told of elsewhere.
+        # Engines that need more GPUs than there are at all are reported elsewhere.
         elif most < replicas and engine.ranks <= machine.total_gpus:
             key = f"{engine.section}.num_replicas"
             rule += f": {machine.nodes} nodes hold {most} engines of {parallel} ranks"

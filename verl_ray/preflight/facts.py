@@ -1,8 +1,6 @@
 """Facts about cluster, models' files and run's folder that every `auto` follows from.
 
 Invariant: no framework is imported, and no tensor is read.
-
-Deliberately not here: what follows from the facts (`resolve.py`).
 """
 
 from __future__ import annotations
@@ -18,8 +16,7 @@ from verl_ray.config.schema import Config
 from verl_ray.data.chat_templates import PRESENT_TIME, template_of
 from verl_ray.data.tokenizers import TEMPLATE_FILE
 from verl_ray.errors import CheckpointError
-from verl_ray.preflight.gpus import Gpu
-from verl_ray.preflight.machine import Machine
+from verl_ray.preflight.machine import Gpu, Machine
 from verl_ray.preflight.model_files import json_object, made_model
 from verl_ray.preflight.model_sizes import model_size
 

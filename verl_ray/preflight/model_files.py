@@ -3,8 +3,6 @@
 Invariant: no tensor is read, and torch is not needed. A missing or damaged file yields
 nothing rather than an error. A model that the run will make has the same facts as it
 will have on disk.
-
-Deliberately not here: what is required of a model (`model_directories.py`).
 """
 
 from __future__ import annotations
@@ -124,8 +122,8 @@ def has_tokenizer(path: str) -> bool:
     return any((Path(path) / name).is_file() for name in VOCABULARY_FILES)
 
 
-def is_awaited(path: str) -> bool:
-    """Return whether a directory is one of the hub's cache that lacks weights."""
+def is_pending(path: str) -> bool:
+    """Return whether a directory of the hub's cache lacks weights still."""
     return snapshot_at(path) is not None and absent_weights(path)
 
 
@@ -136,7 +134,7 @@ def absent_weights(path: str) -> bool:
 
 
 def _missing_files(directory: Path) -> list[str]:
-    """Return the files of weights that the index of a directory names in vain."""
+    """Return the missing files of weights that the index of a directory names."""
     weight_map = json_object(directory / INDEX).get("weight_map", {})
     files = weight_map.values() if isinstance(weight_map, dict) else ()
     names = {str(file) for file in files}

@@ -1,8 +1,7 @@
 """The use of what remains of a GPU: caches, then micro-batches of some roles.
 
 Invariant: caches and micro-batches grow into memory that nothing else needs, and no
-further than is of use. Deliberately not here: the settings that trade time for memory
-(`device_defaults.py`, `verl_ray/planning`), and the memory itself (`memory_plan.py`).
+further than is of use.
 """
 
 from __future__ import annotations

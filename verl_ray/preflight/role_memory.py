@@ -3,9 +3,6 @@
 Invariant: a pure function of the configuration, the models' directories and the kind of
 machine.
 
-Deliberately not here: how a backend partitions a model (`verl_ray/backends`), and the
-sums over a device or a host (`memory_plan.py`).
-
 A step has these phases. generate: rollouts are generated and scored. measure: log-probs
 and values are computed. learn: optimizers step. publish: new weights are sent to the
 rollout engines.
@@ -34,10 +31,11 @@ from verl_ray.preflight.footprints import (
     Workload,
     engine_footprint,
     footprint,
+    sent_bytes,
+    snapshot_bytes,
     trained_parameters,
 )
 from verl_ray.preflight.model_sizes import model_size, size_of
-from verl_ray.preflight.state_copies import sent_bytes, snapshot_bytes
 from verl_ray.weight_sync import SLOTS
 
 Phase = Literal["generate", "measure", "learn", "publish"]

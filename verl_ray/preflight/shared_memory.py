@@ -1,7 +1,6 @@
 """Shared memory that a run needs of a node, in /dev/shm, and whether snapshots fit.
 
 Invariant: a pure function of the configuration and of facts about the cluster.
-Deliberately not here: what is too small (`resources.py`).
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from verl_ray.data.batch import Batch, Kind
 from verl_ray.data.stages import Credit, LogProbs, Rollouts, Values
 from verl_ray.preflight.device_defaults import AutoValue
 from verl_ray.preflight.facts import ClusterFacts
+from verl_ray.preflight.footprints import snapshot_bytes, wire_bytes
 from verl_ray.preflight.machine import GIB, MIB
 from verl_ray.preflight.memory_plan import memory_plan
-from verl_ray.preflight.state_copies import snapshot_bytes, wire_bytes
 
 
 def _bytes_per_token(stage: type[Batch], *without: str) -> int:

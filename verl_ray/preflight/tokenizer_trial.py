@@ -2,9 +2,6 @@
 
 Invariant: a fault of a tokenizer or of its chat template is a problem of the directory
 that it is in, whichever texts the run has for it.
-
-Deliberately not here: what the rows of a data file make of the policy's tokenizer
-(`data_files.py`), and graders that are functions (`reward_trial.py`).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ microseconds per count.
 
 Invariant: every count moves the process's clock, and nothing else does. Deliberately
 not here: how long a process may stand still, and what happens then
-(`verl_ray/cluster/heartbeat.py`).
+(`verl_ray/cluster/members.py`).
 """
 
 from __future__ import annotations

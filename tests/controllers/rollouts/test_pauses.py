@@ -19,6 +19,7 @@ from controllers.publishing.publisher import Publisher
 from controllers.rollouts.generation_job import GenerationJob
 from controllers.rollouts.replicas import Replicas
 from controllers.trainers.rl import Trainer
+from tests.cluster.crew import answers
 from tests.controllers.runs import Inputs, Samplers, replicas_of, start_some, training
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.session import Session
@@ -166,7 +167,7 @@ def _begin(run: Trainer) -> GenerationJob:
     sampling = replace(generation.sampling, stop_token_ids=())
     generation = replace(generation, sampling=sampling)
     job = replicas.generate(run.prompts.all(16), generation)
-    while replicas.available[0].status()[0].health["rollout"].steps < 20:
+    while answers(replicas.available[0], "status")[0].health["rollout"].steps < 20:
         replicas.advance(TICK_S)
     assert job.num_pending
     return job

@@ -17,7 +17,7 @@ import yaml
 from controllers.tasks import typed_config
 from controllers.trainers.base import task_of
 from tests.controllers.runs import ROOT, Inputs, command, command_here, lasting
-from verl_ray.checkpoint.sealed import CHECKSUM, sealed
+from verl_ray.checkpoint.manifest import CHECKSUM, sealed
 from verl_ray.cluster.session import Session
 from verl_ray.data.prepare import main as prepare_data
 from verl_ray.errors import DataError

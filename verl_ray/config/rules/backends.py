@@ -2,7 +2,7 @@
 
 Invariant: no backend is named. Which settings go together is what `verl_ray/backends`
 declares. Deliberately not here: what a model rules out
-(`verl_ray/preflight/backends.py`).
+(`verl_ray/preflight/engine_models.py`).
 """
 
 from __future__ import annotations
