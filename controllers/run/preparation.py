@@ -273,10 +273,11 @@ def _warm_start(
 
         if not trainer.finished:
             raise DataError(
-                f"the warm start ended at a held-out accuracy of {trainer.reached:.3f},"
-                f" not within prepare.warm_start.accuracy_low = {warm.accuracy_low} and"
-                f" accuracy_high = {warm.accuracy_high}; raise max_steps, or lower"
-                " evaluate_every if the accuracy jumped over them"
+                "the warm start ended at a held-out accuracy of"
+                f" {trainer.reached:.3f}, not within prepare.warm_start.accuracy_low ="
+                f" {warm.accuracy_low} and accuracy_high = {warm.accuracy_high}",
+                fix="raise max_steps, or lower evaluate_every if the accuracy jumped"
+                " over them",
             )
         print(f"warm start: {trainer.outcome}", flush=True)
         trainer.export(str(folder / "model"))

@@ -258,9 +258,9 @@ class Resumption:
             reason = "which are trained or rejected"
         if drawn != expected:
             raise CheckpointError(
-                f"the checkpoint after step {step} has drawn {drawn} rows of the data;"
-                f" expected {expected}, {reason}. Rows would be used twice or left out,"
-                " so continue from another checkpoint: run.resume=PATH"
+                f"the checkpoint after step {step} has drawn {drawn} rows of the data",
+                fix=f"expected {expected}, {reason}. Rows would be used twice or left"
+                " out, so continue from another checkpoint: run.resume=PATH",
             )
 
     def _fitting_checkpoint(self, config: Config) -> Checkpoint | None:

@@ -63,9 +63,10 @@ def draw_sums(
     if len(validation) < num_validation or len(train) < num_train:
         raise DataError(
             f"prepare.max_operand = {max_operand} gives {num_pairs} sums: found"
-            f" {len(validation)} held-out and {len(train)} for training, expected"
-            f" prepare.num_validation = {num_validation} and prepare.num_train ="
-            f" {num_train}; raise prepare.max_operand or lower the numbers"
+            f" {len(validation)} held-out and {len(train)} for training",
+            expected=f"prepare.num_validation = {num_validation} and prepare.num_train"
+            f" = {num_train}",
+            fix="raise prepare.max_operand or lower the numbers",
         )
     return train, validation
 

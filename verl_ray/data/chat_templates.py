@@ -67,16 +67,19 @@ def arguments_of(fields: Fields, where: str) -> dict[str, object]:
     value = without_nulls(fields.get(OF_RECORD))
     if value is not None and not isinstance(value, dict):
         raise DataError(
-            f"{where}: {OF_RECORD} is {excerpt(value)}, expected an object such as"
-            ' {"enable_thinking": false}'
+            f"{OF_RECORD} is {excerpt(value)}",
+            expected='an object such as {"enable_thinking": false}',
+            place=where,
         )
     arguments: dict[str, object] = {**(value or {})}
     require_encodable(arguments, f"{where}, {OF_RECORD}")
     for name in arguments:
         if name in RESERVED_ARGUMENTS:
             raise DataError(
-                f"{where}: {OF_RECORD} has {name!r}, which the run itself gives to the"
-                " chat template; leave it out"
+                f"{OF_RECORD} has {name!r}, which the run itself gives to the chat"
+                " template",
+                fix="leave it out",
+                place=where,
             )
 
     thinks = fields.get(_OF_VERL)
@@ -85,13 +88,16 @@ def arguments_of(fields: Fields, where: str) -> dict[str, object]:
     # A template compares it with false, and a .csv holds texts.
     if not isinstance(thinks, bool):
         raise DataError(
-            f"{where}: {_OF_VERL} is {excerpt(thinks)}, expected true or false; write"
-            " it as .jsonl or Parquet, or in chat_template_kwargs"
+            f"{_OF_VERL} is {excerpt(thinks)}",
+            expected="true or false",
+            fix="write it as .jsonl or Parquet, or in chat_template_kwargs",
+            place=where,
         )
     if arguments.setdefault(_OF_VERL, thinks) != thinks:
         raise DataError(
-            f"{where}: {_OF_VERL} is {thinks}, and {arguments[_OF_VERL]} in {OF_RECORD}"
-            "; leave one of them out"
+            f"{_OF_VERL} is {thinks}, and {arguments[_OF_VERL]} in {OF_RECORD}",
+            fix="leave one of them out",
+            place=where,
         )
     return arguments
 

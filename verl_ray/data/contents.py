@@ -56,7 +56,7 @@ def required(schema: Schema, field: str, fields: Fields, where: str) -> object:
     """
     value = schema.value(field, fields)
     if value is None:
-        raise DataError(f"{where}: {missing_field(schema.columns[field], fields)}")
+        raise missing_field(schema.columns[field], fields, where)
     return value
 
 
@@ -104,8 +104,9 @@ def demonstration(schema: Schema, fields: Fields, where: str) -> Content | str:
         excluded = any(message["role"] == "assistant" for message in content)
         reason = " that its weight or trainable does not exclude" if excluded else ""
         raise DataError(
-            f"{where}: {name} has no assistant turn to learn from{reason}; expected at"
-            " least one; leave out the record"
+            f"{name} has no assistant turn to learn from{reason}",
+            fix="expected at least one; leave out the record",
+            place=where,
         )
     return content
 
@@ -119,8 +120,9 @@ def pair_of_contents(
     if is_list != isinstance(sides[1], list):
         expected = "a list of chat messages" if is_list else "a text"
         raise DataError(
-            f"{where}: rejected is {excerpt(sides[1])}, expected {expected}, as chosen"
-            " is"
+            f"rejected is {excerpt(sides[1])}",
+            expected=f"{expected}, as chosen is",
+            place=where,
         )
 
     prompt = None
@@ -136,8 +138,9 @@ def pair_of_contents(
     rejected = _unmarked(_answered(schema, prompt, "rejected", fields, where))
     if is_list and chosen[:-1] != rejected[:-1]:
         raise DataError(
-            f"{where}: chosen and rejected differ before their last message;"
-            " expected two responses to one prompt"
+            "chosen and rejected differ before their last message",
+            fix="expected two responses to one prompt",
+            place=where,
         )
     return chosen, rejected
 
@@ -154,8 +157,9 @@ def _prompt(schema: Schema, fields: Fields, where: str) -> Prompt:
         prompt = messages_of(value, name, where)
         if prompt[-1]["role"] == "assistant":
             raise DataError(
-                f"{where}: {name} ends with an assistant message, expected the next"
-                " turn to be the model's"
+                f"{name} ends with an assistant message",
+                expected="the next turn to be the model's",
+                place=where,
             )
     else:
         prompt = text_of(value, name, where)
@@ -173,8 +177,9 @@ def _with_input(schema: Schema, prompt: Prompt, fields: Fields, where: str) -> P
     name = schema.columns["input"]
     if not isinstance(prompt, str):
         raise DataError(
-            f"{where}: {name} cannot stand behind a prompt of messages; expected a"
-            " prompt that is a text"
+            f"{name} cannot stand behind a prompt of messages",
+            fix="expected a prompt that is a text",
+            place=where,
         )
     return f"{prompt}\n\n{text_of(value, name, where)}"
 
@@ -192,8 +197,9 @@ def _with_system(schema: Schema, prompt: Prompt, fields: Fields, where: str) -> 
         return messages
     if messages[0]["role"] == "system":
         raise DataError(
-            f"{where}: {name} and the first message are different system messages;"
-            " leave out the column or that message"
+            f"{name} and the first message are different system messages",
+            fix="leave out the column or that message",
+            place=where,
         )
     return [message, *messages]
 
@@ -228,25 +234,28 @@ def _answered(
     last_role = messages[-1]["role"]
     if last_role != "assistant":
         raise DataError(
-            f"{where}: {name} ends with a message of {last_role!r}, expected one"
-            " of the assistant"
+            f"{name} ends with a message of {last_role!r}",
+            expected="one of the assistant",
+            place=where,
         )
     is_whole = messages[0]["role"] != "assistant"
     if not is_whole and prompt is not None:
         return [*as_messages(prompt), *messages]
     if len(messages) == 1:
         raise DataError(
-            f"{where}: {name} holds the response alone, expected the whole"
-            " conversation; put the messages of the prompt in front, or write them"
-            " into a column 'prompt'"
+            f"{name} holds the response alone",
+            expected="the whole conversation",
+            fix="put the messages of the prompt in front, or write them into a column"
+            " 'prompt'",
+            place=where,
         )
     if isinstance(prompt, list):
-        messages = _behind_prompt(prompt, messages, f"{where}: {name}")
+        messages = _behind_prompt(prompt, messages, name, where)
     return as_messages(_with_system(schema, messages, fields, where))
 
 
 def _behind_prompt(
-    prompt: list[Message], messages: list[Message], name: str
+    prompt: list[Message], messages: list[Message], name: str, where: str
 ) -> list[Message]:
     """Return a whole conversation, with the system message of its prompt in front.
 
@@ -260,7 +269,9 @@ def _behind_prompt(
     if without_marks(begins) != without_marks(prompt):
         raise DataError(
             f"{name} is a conversation that does not begin with the messages of the"
-            " prompt; expected the response alone, or the same messages in front"
+            " prompt",
+            fix="expected the response alone, or the same messages in front",
+            place=where,
         )
     # The marks of the prompt hold for its messages.
     return [*prompt, *messages[len(prompt) :]]
@@ -304,9 +315,10 @@ def _parted_at_difference(
     end = marks[-1] if marks else len(_LAST_WORD.sub("", shared)) or len(shared)
     if not end:
         raise DataError(
-            f"{where}: chosen and rejected have no beginning in common that could be"
-            " the prompt, and there is no column for it; set 'data.columns={prompt:"
-            " COLUMN}'"
+            "chosen and rejected have no beginning in common that could be the prompt,"
+            " and there is no column for it",
+            fix="set 'data.columns={prompt: COLUMN}'",
+            place=where,
         )
 
     prompt = _with_system(schema, shared[:end], fields, where)

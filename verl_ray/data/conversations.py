@@ -109,8 +109,9 @@ def _require_contexts(tokens: Ragged, mask: Bool, where: Sequence[str]) -> None:
     if starts_with_response.any():
         first = where[int(np.argmax(starts_with_response))]
         raise DataError(
-            f"{first}: no token before the response; expected a prompt that is not"
-            " empty"
+            "no token before the response",
+            fix="expected a prompt that is not empty",
+            place=first,
         )
 
 
@@ -176,10 +177,11 @@ def _pair(content: Content, where: str) -> tuple[str, str]:
     if isinstance(content, tuple):
         return content
     raise DataError(
-        f"{where}: found chat messages, but no chat template is applied"
-        " (data.apply_chat_template = false, or the tokenizer has none); expected"
-        " plain texts as prompt and response, or a chat template:"
-        " data.chat_template=chatml, plain or a file"
+        "found chat messages, but no chat template is applied"
+        " (data.apply_chat_template = false, or the tokenizer has none)",
+        fix="expected plain texts as prompt and response, or a chat template:"
+        " data.chat_template=chatml, plain or a file",
+        place=where,
     )
 
 
@@ -223,7 +225,7 @@ def _tokenize_chat(
             text_so_far = ""
         opening = openings[number]
         if not opening.startswith(text_so_far):
-            raise DataError(_rewritten(answer_where(number), opening, text_so_far))
+            raise _rewritten(answer_where(number), opening, text_so_far)
 
         answer = str(messages[row][index]["content"])
         written = _Written(opening, closings[number], answer, answer_where(number))
@@ -274,48 +276,56 @@ class _Written:
         start = len(self.opening)
         if not self.closing.startswith(self.opening):
             raise DataError(
-                f"{self.where}: a rollout starts from"
-                f" {_parted(self.opening, self.closing)}, and the chat template"
-                f" writes the answer behind {_parted(self.closing, self.opening)};"
-                " expected it behind what a rollout starts from; correct what the"
+                f"a rollout starts from {_parted(self.opening, self.closing)}, and the"
+                " chat template writes the answer behind"
+                f" {_parted(self.closing, self.opening)}",
+                fix="expected it behind what a rollout starts from; correct what the"
                 " template does with add_generation_prompt, or set"
-                " data.apply_chat_template=false and write prompts and responses as"
-                " plain texts"
+                " data.apply_chat_template=false and write prompts and responses"
+                " as plain texts",
+                place=self.where,
             )
 
         # The text behind the end of turn, such as a line break, is not generated.
         places = [(self.closing.find(end, start), len(end)) for end in ends]
         reached = [(place, -length) for place, length in places if place >= 0]
         if not reached:
-            raise DataError(self._endless(ends, tokenizer))
+            raise self._endless(ends, tokenizer)
         place, length = min(reached)
         return self.closing[start : place - length]
 
-    def _endless(self, ends: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> str:
+    def _endless(
+        self, ends: Sequence[str], tokenizer: PreTrainedTokenizerBase
+    ) -> DataError:
         expected = " or ".join(repr(end) for end in ends)
         behind = self.closing[len(self.opening) :].rpartition(self.answer.strip())[2]
         added = tokenizer.added_tokens_decoder.values()
         names = [token.content for token in added if token.content in behind]
         if names:
-            return (
-                f"{self.where}: the chat template ends the turn with {names[0]!r}, at"
-                f" which no rollout ends; the eos_token is {tokenizer.eos_token!r},"
-                f" expected {expected}; add the number of {names[0]!r} to eos_token_id"
-                " in the model's generation_config.json"
+            return DataError(
+                f"the chat template ends the turn with {names[0]!r}, at which no"
+                f" rollout ends; the eos_token is {tokenizer.eos_token!r}",
+                expected=expected,
+                fix=f"add the number of {names[0]!r} to eos_token_id in the model's"
+                " generation_config.json",
+                place=self.where,
             )
-        return (
-            f"{self.where}: the chat template writes no end of turn behind the answer,"
-            f" but {behind[:_SHOWN]!r}; expected {expected}, of which the first is the"
-            " eos_token; let the template write it behind each answer"
+        return DataError(
+            "the chat template writes no end of turn behind the answer, but"
+            f" {behind[:_SHOWN]!r}",
+            fix=f"expected {expected}, of which the first is the eos_token; let the"
+            " template write it behind each answer",
+            place=self.where,
         )
 
     def require_reasoning(self, response: str) -> None:
         """Raise DataError if the template drops reasoning that is to be learned."""
         if _REASONED in self.answer and _REASONED not in response:
             raise DataError(
-                f"{self.where}: the chat template leaves out the reasoning of this"
-                f" answer, up to {_REASONED!r}, so that it would not be learned; take a"
-                " template that writes it, or records without it"
+                "the chat template leaves out the reasoning of this answer, up to"
+                f" {_REASONED!r}, so that it would not be learned",
+                fix="take a template that writes it, or records without it",
+                place=self.where,
             )
 
 
@@ -328,12 +338,14 @@ def _parted(text: str, other: str) -> str:
     return repr(text[start : shared + _SHOWN])
 
 
-def _rewritten(where: str, opening: str, earlier: str) -> str:
-    return (
-        f"{where}: the chat template writes earlier turns otherwise once they are past,"
-        " as templates do that leave out earlier reasoning: found"
-        f" {_parted(opening, earlier)}, expected {_parted(earlier, opening)}. One row"
-        " cannot teach both answers: write a record for each of them, with the messages"
-        ' before it, {"prompt": messages, "response": answer}; or mark the earlier'
-        ' answers with "trainable": false'
+def _rewritten(where: str, opening: str, earlier: str) -> DataError:
+    return DataError(
+        "the chat template writes earlier turns otherwise once they are past, as"
+        " templates do that leave out earlier reasoning: found"
+        f" {_parted(opening, earlier)}",
+        expected=_parted(earlier, opening),
+        fix="One row cannot teach both answers: write a record for each of them, with"
+        ' the messages before it, {"prompt": messages, "response": answer}; or mark'
+        ' the earlier answers with "trainable": false',
+        place=where,
     )

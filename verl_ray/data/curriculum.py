@@ -220,8 +220,9 @@ class Curriculum:
             rows, means = arrays["later_rows"], arrays["later_means"]
         if len(scores) != self.num_rows:
             raise CheckpointError(
-                f"{path} has scores of {len(scores)} rows, and the data have"
-                f" {self.num_rows}; restore the files of data.train_path"
+                f"has scores of {len(scores)} rows, and the data have {self.num_rows}",
+                fix="restore the files of data.train_path",
+                subject=path,
             )
         self._scores = self._counted = scores
         self._later = [

@@ -73,9 +73,9 @@ def drawn_rows(state: Mapping[str, int | str]) -> int:
 
     listed = ", ".join(f"{name} = {value!r}" for name, value in place.items())
     raise CheckpointError(
-        f"the data cursor of the checkpoint contradicts itself ({listed}); expected"
-        " drawn + passed = epoch * rows + position. Rows would be used twice or left"
-        " out, so continue from another checkpoint: run.resume=PATH"
+        f"the data cursor of the checkpoint contradicts itself ({listed})",
+        fix="expected drawn + passed = epoch * rows + position. Rows would be used"
+        " twice or left out, so continue from another checkpoint: run.resume=PATH",
     )
 
 
@@ -199,8 +199,9 @@ class Cursor:
         if changed:
             raise DataError(
                 "the data differ from those that the checkpoint was written with"
-                f" ({'; '.join(changed)}); restore the files of data.train_path, the"
-                " tokenizer and data.*, or start anew in another run.dir"
+                f" ({'; '.join(changed)})",
+                fix="restore the files of data.train_path, the tokenizer and data.*,"
+                " or start anew in another run.dir",
             )
         self.drawn = drawn_rows(state)
         passed = state.get("passed", 0)

@@ -66,9 +66,10 @@ def encode_located(
     """
     if not tokenizer.is_fast:
         raise DataError(
-            f"the tokenizer in {tokenizer.name_or_path} does not say which characters a"
-            " token stands for, by which responses are found; expected a tokenizer.json"
-            " in that directory; save the tokenizer as a fast one"
+            f"the tokenizer in {tokenizer.name_or_path} does not say which characters"
+            " a token stands for, by which responses are found",
+            fix="expected a tokenizer.json in that directory; save the tokenizer as a"
+            " fast one",
         )
     chunk = partial(_chunk, special=special, located=True)
     tokens, starts = _encode(tokenizer, texts, where, chunk)
@@ -96,9 +97,9 @@ def _encode(
                     encode_chunk(tokenizer, [text])
                 except Exception as error:
                     raise DataError(
-                        f"{where(start + index)}: the tokenizer in"
-                        f" {tokenizer.name_or_path} cannot encode {text[:_SHOWN]!r}"
-                        f" ({error})"
+                        f"the tokenizer in {tokenizer.name_or_path} cannot encode"
+                        f" {text[:_SHOWN]!r} ({error})",
+                        place=where(start + index),
                     ) from None
             raise
     return [Ragged.concat(column) for column in zip(*parts, strict=True)]

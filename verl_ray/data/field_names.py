@@ -13,24 +13,28 @@ from verl_ray.data.file_formats import Fields
 from verl_ray.errors import DataError
 
 
-def missing_field(name: str, fields: Fields) -> str:
-    """Return a text about a field that is missing or null, with what to do about it.
+def missing_field(name: str, fields: Fields, where: str) -> DataError:
+    """Return the error about a field that is missing or null.
 
     Args:
         name: The field, or the path of one in an object.
         fields: The record.
+        where: The place of the record.
     """
     section, _, inner = name.rpartition(".")
     outer = fields.get(section)
     if name in fields or (isinstance(outer, dict) and inner in outer):
-        return f"{name} is null; expected a value, or no such record"
+        return DataError(
+            f"{name} is null", fix="expected a value, or no such record", place=where
+        )
 
     present = ", ".join(repr(other) for other in fields) or "none"
     similar = difflib.get_close_matches(name, fields, n=1)
     hint = f"add {name!r} to every record"
     if similar:
         hint = f"rename {similar[0]!r} to {name!r}"
-    return f"no field {name!r}; the fields found are {present}; {hint}"
+    rule = f"no field {name!r}; the fields found are {present}"
+    return DataError(rule, fix=hint, place=where)
 
 
 def refuse_misspelt(
@@ -44,8 +48,10 @@ def refuse_misspelt(
     if pair is not None:
         misspelt, intended = pair
         raise DataError(
-            f"{where}: found field {misspelt!r}, expected {intended!r}; rename it, or"
-            " it would be ignored"
+            f"found field {misspelt!r}",
+            expected=f"{intended!r}",
+            fix="rename it, or it would be ignored",
+            place=where,
         )
 
 

@@ -39,7 +39,7 @@ _TRAINABLE_NAMES = (TRAINABLE, "weight", "train", "training", "loss")
 
 _MEDIA = ("images", "image", "videos", "video")
 
-_TEXT_ONLY = "; images, videos and sounds are not supported yet; take records of texts"
+_TEXT_ONLY = "images, videos and sounds are not supported yet"
 
 
 # -------------------------------------------------------------------------------- texts
@@ -54,7 +54,7 @@ def require_text(fields: Fields, name: str, where: str) -> str:
     """
     value = fields.get(name)
     if value is None:
-        raise DataError(f"{where}: {missing_field(name, fields)}")
+        raise missing_field(name, fields, where)
     return text_of(value, name, where)
 
 
@@ -66,7 +66,7 @@ def text_of(value: object, name: str, where: str) -> str:
     """
     if not isinstance(value, str):
         raise DataError(
-            f"{where}: {name} is {excerpt(value)}, expected text (a JSON string)"
+            f"{name} is {excerpt(value)}", expected="text (a JSON string)", place=where
         )
     require_encodable(value, f"{where}, {name}")
     return value
@@ -87,7 +87,9 @@ def short_text_of(value: object, name: str, where: str) -> str:
         if value.is_integer() and abs(value) <= _MOST_EXACT_INTEGER:
             return str(int(value))
         if not math.isfinite(value):
-            raise DataError(f"{where}: {name} is {value}, expected a text or a number")
+            raise DataError(
+                f"{name} is {value}", expected="a text or a number", place=where
+            )
         return str(value)
     # Parquet and databases have them.
     if isinstance(value, Decimal) and value.is_finite():
@@ -143,9 +145,10 @@ def require_encodable(value: object, place: str) -> None:
         except UnicodeEncodeError as error:
             half = text[error.start]
             raise DataError(
-                f"{where}: character {error.start + 1} is {half!r}, half of a"
-                " surrogate pair, which no encoding has; write the whole character"
-                " or leave it out"
+                f"character {error.start + 1} is {half!r}, half of a surrogate pair,"
+                " which no encoding has",
+                fix="write the whole character or leave it out",
+                place=where,
             ) from None
 
 
@@ -170,15 +173,18 @@ def messages_of(value: object, name: str, where: str) -> list[Message]:
     """
     if not isinstance(value, list) or not value:
         raise DataError(
-            f"{where}: {name} is {excerpt(value)}, expected a list of chat messages"
+            f"{name} is {excerpt(value)}",
+            expected="a list of chat messages",
+            place=where,
         )
 
     messages = []
     for number, message in enumerate(value, start=1):
         if not isinstance(message, dict):
             raise DataError(
-                f"{where}: {name} holds {excerpt(message)}, expected messages with"
-                " role and content"
+                f"{name} holds {excerpt(message)}",
+                expected="messages with role and content",
+                place=where,
             )
         messages.append(_message(message, f"{where}, {name}, message {number}"))
     return messages
@@ -215,8 +221,9 @@ def _message(message: Message, place: str) -> Message:
         role = require_text(present, "from", place)
         if role not in _SHAREGPT_ROLES:
             raise DataError(
-                f"{place}: from is {role!r}, expected one of"
-                f" {', '.join(_SHAREGPT_ROLES)}"
+                f"from is {role!r}",
+                expected=f"one of {', '.join(_SHAREGPT_ROLES)}",
+                place=place,
             )
         present = {
             "role": _SHAREGPT_ROLES[role],
@@ -244,8 +251,10 @@ def _is_trainable(marks: dict[str, object], place: str) -> bool:
         # A bool is equal to 0 or 1.
         if value not in (0, 1):
             raise DataError(
-                f"{place}: {name} is {excerpt(value)}, expected 0 or 1, or false or"
-                " true: an answer is learned or it is not; correct the record"
+                f"{name} is {excerpt(value)}",
+                expected="0 or 1, or false or true: an answer is learned or it is not",
+                fix="correct the record",
+                place=place,
             )
     return all(marks.values())
 
@@ -259,11 +268,15 @@ def _joined(parts: object, place: str) -> str:
             texts.append(part["text"])
         elif isinstance(part, dict) and part.get("type") not in (None, "text"):
             raise DataError(
-                f"{place}: content has a part of type {part['type']!r}{_TEXT_ONLY}"
+                f"content has a part of type {part['type']!r}; {_TEXT_ONLY}",
+                fix="take records of texts",
+                place=place,
             )
         else:
             raise DataError(
-                f"{place}: content holds {excerpt(part)}, expected parts with a text"
+                f"content holds {excerpt(part)}",
+                expected="parts with a text",
+                place=place,
             )
     return "".join(texts)
 
@@ -272,11 +285,17 @@ def refuse_media(fields: Fields, where: str) -> None:
     """Raise DataError if a record comes with images, videos or definitions of tools."""
     for name in _MEDIA:
         if fields.get(name):
-            raise DataError(f"{where}: found something in {name!r}{_TEXT_ONLY}")
+            raise DataError(
+                f"found something in {name!r}; {_TEXT_ONLY}",
+                fix="take records of texts",
+                place=where,
+            )
     if fields.get("tools"):
         raise DataError(
-            f"{where}: found something in 'tools', which a prompt would not show: tools"
-            " are not supported yet; take records without, or remove the column"
+            "found something in 'tools', which a prompt would not show: tools are not"
+            " supported yet",
+            fix="take records without, or remove the column",
+            place=where,
         )
 
 

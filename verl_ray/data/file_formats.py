@@ -61,7 +61,9 @@ def object_of_line(line: bytes, where: str) -> Fields:
     except (ValueError, RecursionError) as error:
         mistake = _mistake(error, line, "line")
         raise DataError(
-            f"{where}: not JSON ({mistake}); expected one JSON object per line"
+            f"not JSON ({mistake})",
+            fix="expected one JSON object per line",
+            place=where,
         ) from None
     return _object(fields, where, "a JSON object (a .json file may be a list)")
 
@@ -85,8 +87,9 @@ def read_json(path: Path) -> Iterator[tuple[str, Fields]]:
             return
         mistake = _mistake(error, content, "file")
         raise DataError(
-            f"{path}: not JSON ({mistake}); expected a list of objects, or one JSON"
-            " object per line"
+            f"not JSON ({mistake})",
+            fix="expected a list of objects, or one JSON object per line",
+            place=path,
         ) from None
 
     records = value
@@ -96,7 +99,9 @@ def read_json(path: Path) -> Iterator[tuple[str, Fields]]:
         records = data if isinstance(data, list) else [value]
     if not isinstance(records, list):
         raise DataError(
-            f"{path}: found {type(value).__name__}, expected a list of JSON objects"
+            f"found {type(value).__name__}",
+            expected="a list of JSON objects",
+            place=path,
         )
     for number, fields in enumerate(records, start=1):
         where = f"{path}, record {number}"
@@ -105,7 +110,7 @@ def read_json(path: Path) -> Iterator[tuple[str, Fields]]:
 
 def _object(value: object, where: str, expected: str) -> Fields:
     if not isinstance(value, dict):
-        raise DataError(f"{where}: found {type(value).__name__}, expected {expected}")
+        raise DataError(f"found {type(value).__name__}", expected=expected, place=where)
     return value
 
 
@@ -159,27 +164,33 @@ def read_csv(path: Path) -> Iterator[tuple[str, Fields]]:
                     yield where, _named(names, values, where)
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{path}: byte {error.start + 1} is not UTF-8; write the file as UTF-8"
+            f"byte {error.start + 1} is not UTF-8",
+            fix="write the file as UTF-8",
+            place=path,
         ) from None
     except csv.Error as error:
         raise DataError(
-            f"{path}, line {first_line}: not CSV ({error}); write the file again with"
-            " quotes around values that hold commas, quotes or line breaks"
+            f"not CSV ({error})",
+            fix="write the file again with quotes around values that hold commas,"
+            " quotes or line breaks",
+            place=f"{path}, line {first_line}",
         ) from None
 
 
 def _column_names(names: Sequence[str], path: Path) -> Sequence[str]:
     """Return the names in the first line; an empty one in front is of an index."""
     expected = "expected the names of the columns in the first line"
+    place = f"{path}, line 1"
     if not any(name.strip() for name in names):
-        raise DataError(f"{path}, line 1: no values; {expected}")
+        raise DataError("no values", fix=expected, place=place)
 
     for number, name in enumerate(names, start=1):
         is_index = number == 1 and not name
         if not is_index and (not name.strip() or _is_number(name)):
-            raise DataError(f"{path}, line 1: value {number} is {name!r}; {expected}")
+            rule = f"value {number} is {name!r}"
+            raise DataError(rule, fix=expected, place=place)
         if name in names[number:]:
-            raise DataError(f"{path}, line 1: {name!r} stands twice; {expected}")
+            raise DataError(f"{name!r} stands twice", fix=expected, place=place)
     return names
 
 
@@ -195,8 +206,10 @@ def _named(names: Sequence[str], values: Sequence[str], where: str) -> Fields:
     """Return the values of a line under the names of their columns."""
     if len(values) != len(names):
         raise DataError(
-            f"{where}: found {len(values)} values, expected {len(names)}, as many as"
-            " the first line has names; put quotes around values that hold commas"
+            f"found {len(values)} values",
+            expected=f"{len(names)}, as many as the first line has names",
+            fix="put quotes around values that hold commas",
+            place=where,
         )
     pairs = zip(names, values, strict=True)
     return {name: value or None for name, value in pairs if name}
@@ -232,7 +245,9 @@ def read_parquet(path: Path) -> Iterator[tuple[str, Fields]]:
         # Such an error may have several lines.
         cause = " ".join(str(error).split())
         raise DataError(
-            f"{path}: cannot be read as Parquet ({cause}); write the file again"
+            f"cannot be read as Parquet ({cause})",
+            fix="write the file again",
+            place=path,
         ) from None
 
 
@@ -244,8 +259,9 @@ def _refuse_undecodable(batch: pa.RecordBatch, path: Path, rows_before: int) -> 
                 batch.column(name)[row].as_py()
             except UnicodeDecodeError as error:
                 raise DataError(
-                    f"{path}, row {rows_before + row + 1}, {name}: not UTF-8 ({error});"
-                    " write the file with texts that are"
+                    f"not UTF-8 ({error})",
+                    fix="write the file with texts that are",
+                    place=f"{path}, row {rows_before + row + 1}, {name}",
                 ) from None
 
 

@@ -78,14 +78,17 @@ def parts_of(data_set: DataSet) -> list[Path]:
         return _files_of(path, split)
     if split is not None:
         raise DataError(
-            f"{path} is no folder of several splits; leave out split={split}"
+            "is no folder of several splits",
+            fix=f"leave out split={split}",
+            subject=path,
         )
     if not path.exists() and is_glob(path):
         return _matches(path)
     if not path.exists():
         raise DataError(
-            f"{path} does not exist; set data.train_path and data.validation_path to"
-            f" {FORMATS}"
+            "does not exist",
+            fix=f"set data.train_path and data.validation_path to {FORMATS}",
+            subject=path,
         )
     return [path]
 
@@ -127,7 +130,7 @@ def files_at(path: Path) -> list[Path]:
 def _read_file(path: Path) -> Iterator[tuple[str, Fields]]:
     if path.suffix not in READERS:
         raise DataError(
-            f"{path}: found a file with suffix {path.suffix!r}, expected {FORMATS}"
+            f"found a file with suffix {path.suffix!r}", expected=FORMATS, place=path
         )
     return READERS[path.suffix](path)
 
@@ -138,10 +141,12 @@ def _matches(pattern: Path) -> list[Path]:
     if not files:
         folder = pattern.parent
         raise DataError(
-            f"{pattern} matches no file; expected a glob such as"
-            f" {folder / '*.parquet'}, or the path of {FORMATS}"
+            "matches no file",
+            fix=f"expected a glob such as {folder / '*.parquet'}, or the path of"
+            f" {FORMATS}",
+            subject=pattern,
         )
-    return _of_one_suffix(files, f"{pattern} matches")
+    return _of_one_suffix(files, pattern, "matches")
 
 
 def _files_of(folder: Path, split: str | None) -> list[Path]:
@@ -151,7 +156,8 @@ def _files_of(folder: Path, split: str | None) -> list[Path]:
         deeper = (file for file in sorted(folder.rglob("*")) if file.suffix in READERS)
         names = ", ".join(str(file) for file in islice(deeper, _MOST_FILES))
         way_on = f"take one of its files: {names}" if names else f"expected {FORMATS}"
-        raise DataError(f"{folder} holds no data files, nor is it {_SAVED}; {way_on}")
+        rule = f"holds no data files, nor is it {_SAVED}"
+        raise DataError(rule, fix=way_on, subject=folder)
 
     # Who learns from the folder of a data set does not mean its held-out part.
     splits = {file: _split_of(file) for file in files}
@@ -159,8 +165,8 @@ def _files_of(folder: Path, split: str | None) -> list[Path]:
     if split is not None:
         files = [file for file in files if splits[file] == split]
     if not files or (split is None and len(names_of_splits) > 1):
-        raise DataError(_choose_a_split(folder, splits, split))
-    return _of_one_suffix(files, f"{folder} holds")
+        raise _choose_a_split(folder, splits, split)
+    return _of_one_suffix(files, folder, "holds")
 
 
 def _split_of(file: Path) -> str | None:
@@ -171,27 +177,36 @@ def _split_of(file: Path) -> str | None:
 
 def _choose_a_split(
     folder: Path, splits: dict[Path, str | None], split: str | None
-) -> str:
+) -> DataError:
     named = [file for file, name in splits.items() if name is not None] or splits
     files = ", ".join(str(file) for file in islice(named, _MOST_FILES))
     if split is not None:
-        return f"{folder} holds no file of the split {split!r}; its files are {files}"
-    return (
-        f"{folder} holds several splits; point data.train_path at the files of one of"
-        f" them: {files}"
+        rule = f"holds no file of the split {split!r}; its files are {files}"
+        return DataError(rule, subject=folder)
+    return DataError(
+        "holds several splits",
+        fix=f"point data.train_path at the files of one of them: {files}",
+        subject=folder,
     )
 
 
-def _of_one_suffix(files: list[Path], holds: str) -> list[Path]:
-    """Return files that all have the same format."""
+def _of_one_suffix(files: list[Path], path: Path, verb: str) -> list[Path]:
+    """Return files that all have the same format.
+
+    Args:
+        files: The files that a path leads to.
+        path: The path, a folder or a glob.
+        verb: What it does to the files, for the error.
+    """
     suffixes = sorted({file.suffix for file in files})
     if len(suffixes) > 1:
         first = files[0]
         listed = ", ".join(str(file) for file in files[:_MOST_FILES])
         raise DataError(
-            f"{holds} files of several formats ({', '.join(suffixes)}); take one of its"
-            f" files, or all of one format with a glob such as"
-            f" '{first.parent / f'*{first.suffix}'}': {listed}"
+            f"{verb} files of several formats ({', '.join(suffixes)})",
+            fix="take one of its files, or all of one format with a glob such as"
+            f" '{first.parent / f'*{first.suffix}'}': {listed}",
+            subject=path,
         )
     return files
 
@@ -205,11 +220,15 @@ def _part_of_saved(path: Path, split: str | None) -> Path:
         return path / str(split)
 
     if not splits:
-        raise DataError(f"{path} holds a single split; leave out split={split}")
+        raise DataError(
+            "holds a single split", fix=f"leave out split={split}", subject=path
+        )
     listed = ", ".join(str(path / name) for name in splits)
     problem = "several splits" if split is None else f"no split {split!r}"
     raise DataError(
-        f"{path} holds {problem}; point data.train_path at one of them: {listed}"
+        f"holds {problem}",
+        fix=f"point data.train_path at one of them: {listed}",
+        subject=path,
     )
 
 
@@ -240,8 +259,9 @@ def _read_saved(folder: Path) -> Iterator[tuple[str, Fields]]:
 
 def _damaged(folder: Path, error: Exception) -> DataError:
     return DataError(
-        f"{folder}: not {_SAVED} ({type(error).__name__}: {error}); write it again with"
-        " save_to_disk"
+        f"not {_SAVED} ({type(error).__name__}: {error})",
+        fix="write it again with save_to_disk",
+        place=folder,
     )
 
 
@@ -312,7 +332,8 @@ def as_jsonl(records: Iterable[Mapping[str, object]]) -> bytes:
             lines.append(json.dumps(record, ensure_ascii=False) + "\n")
         except (TypeError, ValueError) as error:
             raise DataError(
-                f"row {number} cannot be written as JSON ({error}); expected texts,"
-                " numbers, true, false, null, and lists and objects of these"
+                f"row {number} cannot be written as JSON ({error})",
+                fix="expected texts, numbers, true, false, null, and lists and objects"
+                " of these",
             ) from None
     return "".join(lines).encode()

@@ -89,7 +89,9 @@ def final_number(solution: str, where: str) -> str:
     number = _number_behind(solution.rpartition("####"))
     if number is None:
         raise DataError(
-            f"{where}: answer ends in {solution[-40:]!r}, expected a line '#### NUMBER'"
+            f"answer ends in {solution[-40:]!r}",
+            expected="a line '#### NUMBER'",
+            place=where,
         )
     return number
 
@@ -136,7 +138,9 @@ def _require_file(path: Path, expected: str) -> None:
     folder = path.parent
     present = ", ".join(sorted(file.name for file in folder.glob("*"))) or "nothing"
     raise DataError(
-        f"{path} does not exist; {folder} holds {present}, expected {expected} of GSM8K"
+        f"does not exist; {folder} holds {present}",
+        expected=f"{expected} of GSM8K",
+        subject=path,
     )
 
 
@@ -192,9 +196,10 @@ def convert_pairs(
 
     if not train or not validation:
         raise DataError(
-            f"{path}: found {len(train)} pairs for training and {len(validation)} held"
-            " out, expected some of both; two problems give two pairs where one model"
-            " solved the one and another model the other"
+            f"found {len(train)} pairs for training and {len(validation)} held out",
+            expected="some of both; two problems give two pairs where one model solved"
+            " the one and another model the other",
+            place=path,
         )
     return _write_both(train, validation, directory)
 
@@ -224,7 +229,7 @@ def _read_solved_problem(
         is_correct = value.get("is_correct")
         if not isinstance(is_correct, bool):
             raise DataError(
-                f"{place}: is_correct is {is_correct!r}, expected true or false"
+                f"is_correct is {is_correct!r}", expected="true or false", place=place
             )
 
         # Without a final number it would be easy to see which solution is wrong.

@@ -174,9 +174,10 @@ def _require_margins(records: Sequence[PreferenceRecord]) -> None:
     for record in records:
         if record.margin is None:
             raise DataError(
-                f"{record.where}: no field 'margin', which preference.margin = record"
-                " takes from every record; add it, or set preference.margin to a"
-                " number for all pairs"
+                "no field 'margin', which preference.margin = record takes from every"
+                " record",
+                fix="add it, or set preference.margin to a number for all pairs",
+                place=record.where,
             )
 
 
@@ -218,9 +219,9 @@ def _refuse_unusable(
         skip = ""
     raise DataError(
         f"{num_unusable} of {len(records)} pairs are unusable: {num_equal} with equal"
-        f" responses, {num_empty} with an empty one; the first is {first.where}."
-        " Expected two different responses with some text; correct the records"
-        f"{skip}"
+        f" responses, {num_empty} with an empty one; the first is {first.where}",
+        fix="Expected two different responses with some text; correct the"
+        f" records{skip}",
     )
 
 

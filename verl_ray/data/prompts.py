@@ -155,7 +155,7 @@ def fitting_rows(
     if not lengths.all():
         shortest = int(np.argmin(lengths))
         raise DataError(
-            f"{where[shortest]}: no tokens; expected a text that is not empty"
+            "no tokens", fix="expected a text that is not empty", place=where[shortest]
         )
 
     # Skipping must leave a row, or there would be nothing to draw.
@@ -242,7 +242,9 @@ def plain_text(prompt: str | list[Message], where: str) -> str:
     if isinstance(prompt, str):
         return prompt
     raise DataError(
-        f"{where}: found chat messages, but no chat template is applied"
-        " (data.apply_chat_template = false, or the tokenizer has none); expected"
-        " plain text, or a chat template: data.chat_template=chatml, plain or a file"
+        "found chat messages, but no chat template is applied"
+        " (data.apply_chat_template = false, or the tokenizer has none)",
+        fix="expected plain text, or a chat template: data.chat_template=chatml, plain"
+        " or a file",
+        place=where,
     )

@@ -241,8 +241,9 @@ def _prompt_record(
     refuse_media(fields, where)
     if "answer" not in schema.columns and fields.get("answer") is not None:
         raise DataError(
-            f"{where}: found an answer, which the first record of the set does not"
-            " have; add one to every record or to none"
+            "found an answer, which the first record of the set does not have",
+            fix="add one to every record or to none",
+            place=where,
         )
     prompt, answer = problem_and_answer(schema, fields, where)
 
@@ -269,8 +270,9 @@ def _supervised_record(schema: Schema, where: str, fields: Fields) -> Supervised
     # TRL marks bad completions so, which are not to be learned.
     if fields.get("label") is False:
         raise DataError(
-            f"{where}: label is false, as of a bad completion in unpaired preferences;"
-            " take the records whose label is true"
+            "label is false, as of a bad completion in unpaired preferences",
+            fix="take the records whose label is true",
+            place=where,
         )
     content = demonstration(schema, fields, where)
     return SupervisedRecord(where, content, arguments_of(fields, where))
@@ -294,8 +296,9 @@ def _margin(schema: Schema, where: str, fields: Fields) -> float | None:
     is_bool = isinstance(value, bool)
     if is_bool or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise DataError(
-            f"{where}: {schema.columns['margin']} is {excerpt(value)}, expected a"
-            " finite number of at least 0"
+            f"{schema.columns['margin']} is {excerpt(value)}",
+            expected="a finite number of at least 0",
+            place=where,
         )
     return float(value)
 
@@ -323,7 +326,9 @@ def extra_json(fields: Fields, hidden: Collection[str], where: str) -> str:
     own = fields.get("extra")
     if own is not None and not isinstance(own, dict):
         raise DataError(
-            f"{where}: extra is {excerpt(own)}, expected an object (or no such field)"
+            f"extra is {excerpt(own)}",
+            expected="an object (or no such field)",
+            place=where,
         )
     opened: dict[str, Fields] = {"extra": own or {}}
     # Other systems may have something else under this name, which is a column then.

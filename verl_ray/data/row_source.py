@@ -208,7 +208,8 @@ class RowSource(ABC, Generic[RecordT, RowsT]):
             raise DataError(
                 f"data.curriculum.solved_from: all {self.mixture.num_rows} rows of"
                 " data.train_path are solved or without use, so there is nothing to"
-                " draw. Add harder problems, raise it, or set it to null"
+                " draw",
+                fix="Add harder problems, raise it, or set it to null",
             )
         return self._cursor.draw_accepted(count, self.curriculum.accepts)
 
@@ -234,8 +235,9 @@ class RowSource(ABC, Generic[RecordT, RowsT]):
                 records.append(reading.record(where, fields))
             if reading is None:
                 raise DataError(
-                    f"{data_set.path} holds no records; expected at least one"
-                    f" {self.unit}"
+                    "holds no records",
+                    fix=f"expected at least one {self.unit}",
+                    subject=data_set.path,
                 )
             ends.append(len(records))
 
@@ -252,8 +254,9 @@ class RowSource(ABC, Generic[RecordT, RowsT]):
             stored = open_rows(data_set)
             if not len(stored):
                 raise DataError(
-                    f"{data_set.path} holds no records; expected at least one"
-                    f" {self.unit}"
+                    "holds no records",
+                    fix=f"expected at least one {self.unit}",
+                    subject=data_set.path,
                 )
             ((where, fields),) = stored.read(np.zeros(1, np.int64))
             readings.append(self._reading(data_set, fields, where))

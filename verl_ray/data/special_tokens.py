@@ -82,7 +82,7 @@ class SpelledTokens:
             if self._setting == "refuse":
                 spelled = self._any_name.search(text)
                 if spelled:
-                    raise DataError(_refusal(place, spelled[0]))
+                    raise _refusal(place, spelled[0])
             elif self._any_name_or_mark.search(text):
                 guarded: Texts = self._with_stand_ins(value, place)
                 return guarded
@@ -205,9 +205,10 @@ class SpelledTokens:
             row = int(np.searchsorted(rows.offsets, first, side="right")) - 1
             name = self._names[self._ids.index(int(rows.values[first]))]
             raise DataError(
-                f"{where(row)}: the tokenizer has no other token for the text {name!r}"
-                " than the special one, so that data.special_tokens=escape cannot keep"
-                " it out; correct the record, or set allow if the token is meant"
+                f"the tokenizer has no other token for the text {name!r} than the"
+                " special one, so that data.special_tokens=escape cannot keep it out",
+                fix="correct the record, or set allow if the token is meant",
+                place=where(row),
             )
 
         if special:
@@ -233,9 +234,10 @@ class SpelledTokens:
     def _stand_in(self, name: str, where: str) -> str:
         if name == _OPEN:
             raise DataError(
-                f"{where}: found the character {_OPEN!r}, which marks special tokens"
-                " here (data.special_tokens = escape) and which Unicode keeps out of"
-                " texts; remove it"
+                f"found the character {_OPEN!r}, which marks special tokens here"
+                " (data.special_tokens = escape) and which Unicode keeps out of texts",
+                fix="remove it",
+                place=where,
             )
         return f"{_OPEN}{self._numbers[name]}{_CLOSE}"
 
@@ -291,13 +293,14 @@ def _texts_of(value: str | list[Message], where: str) -> Iterator[tuple[str, str
         yield from texts_in(message, f"{where}, message {number}")
 
 
-def _refusal(place: str, name: str) -> str:
-    return (
-        f"{place}: the text spells the special token {name!r}, with which it could end"
-        " its turn or begin another (data.special_tokens = refuse). Set"
-        " data.special_tokens=escape to encode it as ordinary text, or allow if the"
-        " texts mean the token, as those do that a chat template has written already;"
-        " or correct the record and keep refuse"
+def _refusal(place: str, name: str) -> DataError:
+    return DataError(
+        f"the text spells the special token {name!r}, with which it could end its turn"
+        " or begin another (data.special_tokens = refuse)",
+        fix="Set data.special_tokens=escape to encode it as ordinary text, or allow if"
+        " the texts mean the token, as those do that a chat template has written"
+        " already; or correct the record and keep refuse",
+        place=place,
     )
 
 

@@ -71,8 +71,10 @@ def refuse_unstreamable(data_set: DataSet) -> None:
     for part in parts_of(data_set):
         if not part.is_dir() and part.suffix not in (".jsonl", ".parquet"):
             raise DataError(
-                f"{part}: a {part.suffix} file cannot be streamed; write it as .jsonl"
-                " or .parquet, or raise data.stream_above_gib above its size"
+                f"a {part.suffix} file cannot be streamed",
+                fix="write it as .jsonl or .parquet, or raise data.stream_above_gib"
+                " above its size",
+                place=part,
             )
 
 
@@ -193,7 +195,9 @@ def _converted(path: Path) -> StoredRows:
     except (pa.ArrowException, OSError, datasets.exceptions.DatasetsError) as error:
         cause = " ".join(str(error).split())
         raise DataError(
-            f"{path}: cannot be read as Parquet ({cause}); write the file again"
+            f"cannot be read as Parquet ({cause})",
+            fix="write the file again",
+            place=path,
         ) from None
     digest = _digest(repr(metadata.to_dict()).encode(), str(table.num_rows).encode())
     return _Table(table, str(path), digest)

@@ -71,8 +71,8 @@ class RequestBatch:
             body = json.dumps({"items": items}).encode("ascii")
         except (TypeError, ValueError) as error:
             raise DataError(
-                f"the extra of an item holds what JSON cannot ({error}), expected plain"
-                " values"
+                f"the extra of an item holds what JSON cannot ({error})",
+                expected="plain values",
             ) from None
         return RequestBatch(body, len(items))
 
