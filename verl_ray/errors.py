@@ -148,7 +148,7 @@ class InputError(VerlRayError):
 
     @property
     def remedy(self) -> str:
-        """What was expected, and what to do; "" if the error says neither."""
+        """Expectation and fix in one text; "" if the error has neither."""
         return _joined(self.expected and f"expected {self.expected}", self.fix)
 
     def is_about(self, path: str) -> bool:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.data.reading import read_preferences, read_supervised
 from verl_ray.data.arithmetic import (
     ALPHABET,
     draw_sums,
@@ -19,9 +20,7 @@ from verl_ray.data.arithmetic import (
 )
 from verl_ray.data.records import (
     PreferenceRecord,
-    read_preferences,
     read_prompts,
-    read_supervised,
 )
 from verl_ray.errors import DataError
 

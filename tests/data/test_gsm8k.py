@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.data.reading import read_preferences, read_supervised
 from verl_ray.data.gsm8k import (
     INSTRUCTION,
     SOLUTIONS_FILE,
@@ -20,7 +21,7 @@ from verl_ray.data.gsm8k import (
     final_number,
 )
 from verl_ray.data.prepare import main
-from verl_ray.data.records import read_preferences, read_prompts, read_supervised
+from verl_ray.data.records import read_prompts
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import DataError
 

@@ -5,8 +5,9 @@ GSM8K reads both.
 import re
 from pathlib import Path
 
+from tests.data.reading import read_supervised
 from verl_ray.data.encoding import encode
-from verl_ray.data.records import read_prompts, read_supervised
+from verl_ray.data.records import read_prompts
 from verl_ray.data.tokenizers import train_bpe
 from verl_ray.data.word_problems import (
     VOCABULARY,

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from verl_ray.data.batch import Int64
-from verl_ray.data.file_formats import Fields
+from verl_ray.data.fields import Fields
 from verl_ray.data.files import DataFiles, write_records
 from verl_ray.data.stages import Bool
 from verl_ray.errors import DataError

@@ -2,7 +2,7 @@
 
 Invariant: the values of a record go before those of the run, and a text among them
 cannot become a special token any more than a message can. Deliberately not here: the
-rendering (`tokenizers.py`), and which messages a record has (`contents.py`).
+rendering (`tokenizers.py`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from verl_ray.config.data import RESERVED_ARGUMENTS, DataFilesConfig
 from verl_ray.config.schema import Config
 from verl_ray.config.section import resolved
-from verl_ray.data.field_values import excerpt, require_encodable
-from verl_ray.data.file_formats import Fields, without_nulls
+from verl_ray.data.fields import Fields, excerpt, require_encodable, without_nulls
 from verl_ray.data.special_tokens import SpelledTokens
 from verl_ray.data.tokenizers import CHAT_TEMPLATES, load_tokenizer
 from verl_ray.errors import DataError

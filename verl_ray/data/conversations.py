@@ -18,13 +18,13 @@ import numpy as np
 from verl_ray.config.data import SpecialTokens
 from verl_ray.data.batch import Int64, Ragged
 from verl_ray.data.chat_templates import TemplateArguments, guarded_arguments
-from verl_ray.data.contents import Content
-from verl_ray.data.field_values import (
+from verl_ray.data.fields import (
     Message,
     as_messages,
     is_learned,
     without_marks,
 )
+from verl_ray.data.records import Content
 from verl_ray.data.special_tokens import SpelledTokens
 from verl_ray.data.stages import Bool
 from verl_ray.data.tokenizers import end_names, render, require_chat_template

@@ -21,9 +21,8 @@ from typing import Literal
 
 import numpy as np
 
-from verl_ray.data.field_values import Message, require_text
-from verl_ray.data.file_formats import Fields, read_jsonl
-from verl_ray.data.files import DataFiles, write_records
+from verl_ray.data.fields import Fields, Message, require_text
+from verl_ray.data.files import DataFiles, read_jsonl, write_records
 from verl_ray.errors import DataError
 
 DATA_SOURCE = "gsm8k"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data import gsm8k
-from verl_ray.data.field_values import Message
+from verl_ray.data.fields import Message
 from verl_ray.data.records import read_prompts
 from verl_ray.data.tokenizers import CHATML, train_bpe
 from verl_ray.errors import VerlRayError

@@ -21,8 +21,7 @@ from verl_ray.data.chat_templates import (
     guarded_arguments,
     template_arguments,
 )
-from verl_ray.data.field_values import Message, as_messages
-from verl_ray.data.file_formats import Fields
+from verl_ray.data.fields import Fields, Message, as_messages
 from verl_ray.data.records import PromptRecord, Reading, prompt_reading
 from verl_ray.data.row_source import DataSets, Encoded, RowSource
 from verl_ray.data.special_tokens import SpelledTokens

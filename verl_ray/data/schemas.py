@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from verl_ray.config.data import FIELDS_OF_KIND, RecordKind
-from verl_ray.data.file_formats import Fields
+from verl_ray.data.fields import Fields
 from verl_ray.errors import DataError
 from verl_ray.shell import table_override
 

@@ -29,7 +29,7 @@ import numpy.typing as npt
 from verl_ray.config.data import SpecialTokens
 from verl_ray.data.batch import Int64, Ragged, offsets_of
 from verl_ray.data.encoding import encode, encode_located
-from verl_ray.data.field_values import Message, texts_in
+from verl_ray.data.fields import Message, texts_in
 from verl_ray.errors import DataError
 
 if TYPE_CHECKING:

@@ -22,8 +22,13 @@ import numpy as np
 
 from verl_ray.config.data import DataSet
 from verl_ray.data.batch import Int64
-from verl_ray.data.file_formats import Fields, object_of_line, without_added_nulls
-from verl_ray.data.files import parts_of, saved_table
+from verl_ray.data.fields import Fields
+from verl_ray.data.files import (
+    object_of_line,
+    parts_of,
+    saved_table,
+    without_added_nulls,
+)
 from verl_ray.errors import DataError
 
 if TYPE_CHECKING:

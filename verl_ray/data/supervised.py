@@ -16,7 +16,7 @@ from verl_ray.config.data import DataFilesConfig, DataSet
 from verl_ray.config.section import resolved
 from verl_ray.data.chat_templates import template_arguments
 from verl_ray.data.conversations import tokenize
-from verl_ray.data.file_formats import Fields
+from verl_ray.data.fields import Fields
 from verl_ray.data.prompts import fitting_rows
 from verl_ray.data.records import Reading, SupervisedRecord, supervised_reading
 from verl_ray.data.row_source import DataSets, Encoded, RowSource

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl_ray.data.field_values import Message
+from verl_ray.data.fields import Message
 from verl_ray.errors import DataError, ModelError
 from verl_ray.profiling.phases import PHASES
 

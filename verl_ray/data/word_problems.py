@@ -17,7 +17,7 @@ import numpy as np
 
 from verl_ray.data.arithmetic import ArithmeticFiles, draw_sums
 from verl_ray.data.batch import Int64
-from verl_ray.data.file_formats import Fields
+from verl_ray.data.fields import Fields
 from verl_ray.data.files import write_records
 from verl_ray.data.stages import Bool
 

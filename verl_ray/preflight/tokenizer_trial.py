@@ -22,7 +22,7 @@ from verl_ray.data.chat_templates import (
     of_run,
     template_of,
 )
-from verl_ray.data.field_values import Message, excerpt
+from verl_ray.data.fields import Message, excerpt
 from verl_ray.data.tokenizers import (
     CHAT_TEMPLATES,
     applied_template,

@@ -21,7 +21,7 @@ from verl_ray.config.reward import JudgeReward
 from verl_ray.config.rules.reward import TEMPLATE_FIELDS
 from verl_ray.data.chat_templates import TemplateArguments
 from verl_ray.data.encoding import encode
-from verl_ray.data.field_values import Message
+from verl_ray.data.fields import Message
 from verl_ray.data.tokenizers import render
 from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rewards.request import ScoreRequest

@@ -1,19 +1,24 @@
-"""Values of the fields of a record: texts, answers, chat messages.
+"""Fields of a record: their names, and their values, which are texts or chat messages.
 
 Invariant: a value is checked where it is read, so an error names the place and the
-field. Deliberately not here: which field is read for what (`schemas.py`).
+field, and a hint names only fields that the record has. Which field is read for what
+is in `schemas.py`.
 """
 
 from __future__ import annotations
 
+import datetime
+import difflib
+import functools
+import json
 import math
 from collections.abc import Iterator
 from decimal import Decimal
 
-from verl_ray.data.field_names import missing_field
-from verl_ray.data.file_formats import Fields, is_messages
-from verl_ray.data.json_values import json_text
 from verl_ray.errors import DataError
+
+Fields = dict[str, object]
+"""Fields of one record, as the file has them."""
 
 Message = dict[str, object]
 
@@ -162,6 +167,14 @@ def as_messages(prompt: str | list[Message]) -> list[Message]:
     return prompt
 
 
+def is_messages(value: object) -> bool:
+    """Return whether a value is a list that begins with a chat message."""
+    if not isinstance(value, list) or not value:
+        return False
+    first = value[0]
+    return isinstance(first, dict) and ("role" in first or "from" in first)
+
+
 def messages_of(value: object, name: str, where: str) -> list[Message]:
     """Return chat messages with `role` and `content`, whatever the file calls them.
 
@@ -188,6 +201,16 @@ def messages_of(value: object, name: str, where: str) -> list[Message]:
             )
         messages.append(_message(message, f"{where}, {name}, message {number}"))
     return messages
+
+
+def without_nulls(value: object) -> object:
+    """Return a value whose objects, at every depth, lack the fields that are null."""
+    if isinstance(value, dict):
+        items = value.items()
+        return {name: without_nulls(part) for name, part in items if part is not None}
+    if isinstance(value, list):
+        return [without_nulls(part) for part in value]
+    return value
 
 
 def without_marks(messages: list[Message]) -> list[Message]:
@@ -302,3 +325,108 @@ def refuse_media(fields: Fields, where: str) -> None:
 def excerpt(value: object) -> str:
     """Return the type of a value and its beginning, for errors."""
     return f"{type(value).__name__} {str(value)[:_EXCERPT_LENGTH]!r}"
+
+
+# -------------------------------------------------------------------------------- names
+
+
+def missing_field(name: str, fields: Fields, where: str) -> DataError:
+    """Return the error about a field that is missing or null.
+
+    Args:
+        name: The field, or the path of one in an object.
+        fields: The record.
+        where: The place of the record.
+    """
+    section, _, inner = name.rpartition(".")
+    outer = fields.get(section)
+    if name in fields or (isinstance(outer, dict) and inner in outer):
+        return DataError(
+            f"{name} is null", fix="expected a value, or no such record", place=where
+        )
+
+    present = ", ".join(repr(other) for other in fields) or "none"
+    similar = difflib.get_close_matches(name, fields, n=1)
+    hint = f"add {name!r} to every record"
+    if similar:
+        hint = f"rename {similar[0]!r} to {name!r}"
+    rule = f"no field {name!r}; the fields found are {present}"
+    return DataError(rule, fix=hint, place=where)
+
+
+def refuse_misspelt(
+    where: str, present: tuple[str, ...], optional: tuple[str, ...]
+) -> None:
+    """Raise DataError if a field looks like a misspelt optional one.
+
+    Nobody would notice otherwise: the record is complete without it.
+    """
+    pair = _similar_field(present, optional)
+    if pair is not None:
+        misspelt, intended = pair
+        raise DataError(
+            f"found field {misspelt!r}",
+            expected=f"{intended!r}",
+            fix="rename it, or it would be ignored",
+            place=where,
+        )
+
+
+# Cached, because a file has few distinct sets of fields, and many rows.
+@functools.lru_cache(maxsize=256)
+def _similar_field(
+    present: tuple[str, ...], optional: tuple[str, ...]
+) -> tuple[str, str] | None:
+    """Return (field of the record, optional field that it resembles), if any."""
+    for name in optional:
+        if name in present:
+            continue
+        similar = difflib.get_close_matches(name, present, n=1, cutoff=0.85)
+        if similar:
+            return similar[0], name
+    return None
+
+
+# --------------------------------------------------------------------------------- JSON
+
+
+def json_text(value: object) -> str:
+    """Return a value as a line of JSON.
+
+    What JSON has is written as it is, and nothing else stops the writing. Dates and
+    times are texts in ISO 8601, bytes are their UTF-8 text or null, numbers that are
+    not finite are null, and all else is the text that Python prints. Images and sounds,
+    which `datasets` stores as objects with bytes, are left out.
+    """
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError):
+        return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
+
+
+def _plain(value: object) -> object:
+    """Return a value as JSON can hold it."""
+    if isinstance(value, dict):
+        items = value.items()
+        return {str(key): _plain(part) for key, part in items if not _is_media(part)}
+    if isinstance(value, list | tuple | set):
+        return [_plain(part) for part in value if not _is_media(part)]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            return None
+    return str(value)
+
+
+def _is_media(value: object) -> bool:
+    """Return whether a value is an image or a sound, stored or decoded."""
+    if isinstance(value, dict):
+        return isinstance(value.get("bytes"), bytes)
+    return type(value).__module__.partition(".")[0] in ("PIL", "torchcodec")
