@@ -40,15 +40,17 @@ from verl_ray.config.tasks.sft import (
     SupervisedConfig,
     SupervisedEvaluationConfig,
 )
-from verl_ray.data.arithmetic import ALPHABET, ArithmeticFiles, write_arithmetic
+from verl_ray.data.arithmetic import (
+    ALPHABET,
+    WORD_VOCABULARY,
+    ArithmeticFiles,
+    sample_texts,
+    write_arithmetic,
+    write_word_problems,
+)
 from verl_ray.data.stages import TrainingBatch
 from verl_ray.data.supervised import SupervisedSource
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer, train_bpe
-from verl_ray.data.word_problems import (
-    VOCABULARY,
-    sample_texts,
-    write_word_problems,
-)
 from verl_ray.errors import ConfigError, DataError, Problem
 from verl_ray.models.tiny import make_tiny_qwen3
 from verl_ray.preflight.findings import (
@@ -125,7 +127,7 @@ def write_problems(
 
     if preparation.problems == "word_problems":
         # Plain texts have no turns to delimit.
-        train_bpe(tokenizer, sample_texts(), VOCABULARY, None, single_digits=True)
+        train_bpe(tokenizer, sample_texts(), WORD_VOCABULARY, None, single_digits=True)
         return write_word_problems(
             folder,
             **sizes,

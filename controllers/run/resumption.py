@@ -25,7 +25,7 @@ from verl_ray.config.renamed import migrated
 from verl_ray.config.schema import Config
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.cursor import drawn_rows
-from verl_ray.data.ledger_parts import LEDGER, drop_later_parts
+from verl_ray.data.ledger import LEDGER, drop_later_parts
 from verl_ray.errors import CheckpointError, ConfigError, Problem
 from verl_ray.preflight.file_errors import problem_of
 from verl_ray.preflight.resolved_record import resolved_elsewhere

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from verl_ray.config.data import RESERVED_ARGUMENTS, DataFilesConfig
 from verl_ray.config.schema import Config
 from verl_ray.config.section import resolved
+from verl_ray.data.encoding import SpelledTokens
 from verl_ray.data.fields import Fields, excerpt, require_encodable, without_nulls
-from verl_ray.data.special_tokens import SpelledTokens
 from verl_ray.data.tokenizers import CHAT_TEMPLATES, load_tokenizer
 from verl_ray.errors import DataError
 

@@ -21,10 +21,10 @@ from verl_ray.data.chat_templates import (
     guarded_arguments,
     template_arguments,
 )
+from verl_ray.data.encoding import SpelledTokens
 from verl_ray.data.fields import Fields, Message, as_messages
 from verl_ray.data.records import PromptRecord, Reading, prompt_reading
 from verl_ray.data.row_source import DataSets, Encoded, RowSource
-from verl_ray.data.special_tokens import SpelledTokens
 from verl_ray.data.stages import Prompts
 from verl_ray.data.tokenizers import render, require_chat_template
 from verl_ray.errors import DataError, OverlongRows

@@ -27,10 +27,9 @@ import numpy as np
 from verl_ray.config.data import DataFilesConfig, DataSet
 from verl_ray.data.batch import Batch, Int64
 from verl_ray.data.curriculum import Curriculum
-from verl_ray.data.cursor import Cursor, CursorState, fingerprint
+from verl_ray.data.cursor import Cursor, CursorState, Mixture, fingerprint
 from verl_ray.data.fields import Fields
 from verl_ray.data.files import read_rows, size_bytes
-from verl_ray.data.mixture import Mixture
 from verl_ray.data.records import Reading
 from verl_ray.data.stored_rows import StoredRows, open_rows
 from verl_ray.errors import DataError

@@ -19,8 +19,8 @@ from verl_ray.config.data import DataSet, RowFormat, in_words
 from verl_ray.config.schema import Config
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.batch import Int64
+from verl_ray.data.cursor import shares_in_words
 from verl_ray.data.files import size_bytes
-from verl_ray.data.mixture import shares_in_words
 from verl_ray.data.preferences import PreferenceSource
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.row_source import RowSource, are_large
