@@ -15,7 +15,7 @@ from verl_ray.data.records import (
     PromptRecord,
     read_prompts,
 )
-from verl_ray.data.stored_rows import open_rows
+from verl_ray.data.row_source import open_rows
 from verl_ray.errors import DataError
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]

@@ -32,8 +32,7 @@ from verl_ray.cluster.node_resources import NodeResources, node_resources
 from verl_ray.cluster.ray_calls import RAY_CALLS
 from verl_ray.cluster.ray_patches import leaving_signals_to_driver, ray_messages
 from verl_ray.errors import ClusterError, Interrupted, WorkerDied
-from verl_ray.ownership import Owner
-from verl_ray.shared_files import FOLDER, available_bytes
+from verl_ray.ownership import SHARED_FOLDER, Owner, available_bytes
 
 # Ray refuses an object store of less than 75 MiB.
 _LEAST_STORE_BYTES = 80 << 20
@@ -384,7 +383,7 @@ def store_bytes(requested_bytes: int | None) -> int:
     needed_bytes = max(size, _LEAST_STORE_BYTES)
     if needed_bytes > free_bytes:
         raise ClusterError(
-            f"{FOLDER} has {free_bytes >> 20} MiB free, the object store needs"
+            f"{SHARED_FOLDER} has {free_bytes >> 20} MiB free, the object store needs"
             f" {needed_bytes >> 20} MiB. In a container, raise it (docker run"
             " --shm-size=4g)"
         )

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl_ray.config.schema import Config
+from verl_ray.ownership import available_bytes
 from verl_ray.preflight.gpus import GIB as GIB
 from verl_ray.preflight.gpus import Gpu, listed_gpu
-from verl_ray.shared_files import available_bytes
 
 MIB = 2**20
 

@@ -37,7 +37,7 @@ from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rewards.pool import ScoringPool
 from verl_ray.rewards.request import ScoreRequest
 from verl_ray.rewards.signatures import LACKS
-from verl_ray.rewards.tracebacks import last_cause
+from verl_ray.user_files import last_cause
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

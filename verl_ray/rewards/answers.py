@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping
 from decimal import Decimal
 
 from verl_ray.rewards.built_in import BUILT_IN, by_data_source, usual_function
-from verl_ray.rewards.final_answers import spelled_answer
 from verl_ray.rewards.functions import (
     chosen_letter,
     exact_match,
@@ -28,7 +27,7 @@ from verl_ray.rewards.functions import (
     marked_number,
     multiple_choice,
 )
-from verl_ray.rewards.math_answers import Math
+from verl_ray.rewards.math_answers import Math, spelled_answer
 
 PRED = "pred"
 """Entry of a score that holds the answer, as verl's functions name it."""

@@ -16,15 +16,18 @@ from typing import Any
 
 from verl_ray.config.function_specs import parts_of
 from verl_ray.errors import Problem
-from verl_ray.rewards.forms import Format, JsonSchema
 from verl_ray.rewards.functions import (
+    Bleu,
+    Format,
+    JsonSchema,
+    Rouge,
     exact_match,
+    f1,
     gsm8k,
     gsm8k_strict,
     multiple_choice,
 )
 from verl_ray.rewards.math_answers import Math
-from verl_ray.rewards.overlap import Bleu, Rouge, f1
 
 BY_DATA_SOURCE = "by_data_source"
 """Name of the function that chooses another one by the data source of a record."""

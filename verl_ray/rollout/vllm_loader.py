@@ -36,13 +36,13 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 
 from verl_ray.config.roles import LoraConfig
 from verl_ray.errors import WeightSyncError
+from verl_ray.ownership import SHARED_FOLDER, prefix, remove_stale
 from verl_ray.rollout.vllm_core import (
     TRANSFER,
     adapter_request,
     drop_adapters,
     is_attention,
 )
-from verl_ray.shared_files import FOLDER, prefix, remove_stale
 from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Fingerprints
 from verl_ray.weight_sync.inbox import Inbox
@@ -245,7 +245,7 @@ class WeightLoader(_Worker):
         """Give vLLM the adapter in a directory, which is the only way it takes one."""
         remove_stale()
         # The directory is in shared memory where the machine has it.
-        parent = FOLDER if FOLDER.is_dir() else None
+        parent = SHARED_FOLDER if SHARED_FOLDER.is_dir() else None
         with tempfile.TemporaryDirectory(prefix=prefix("adapter"), dir=parent) as path:
             save_file(self._weights_adapter, Path(path, "adapter_model.safetensors"))
             adapter_config = {
