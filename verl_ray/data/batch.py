@@ -4,8 +4,8 @@ Invariant: a batch never changes and never pads. Its columns are NumPy arrays of
 kinds: one value per row, one value per token (flat, all token columns over one shared
 `offsets`), and `Ragged` columns with their own offsets (texts, version spans). Pickled
 with protocol 5 every column travels out of band. A reader of Ray's object store
-therefore gets a read-only view of what is stored, and no copy. Deliberately not here:
-where rows live (`sharded.py`) and what they mean (`stages.py`).
+therefore gets a read-only view of what is stored, and no copy. Where rows live is in
+`sharded.py`, what they mean in `stages.py`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The chat template of a run, and its arguments: what it gets besides the messages.
 
 Invariant: the values of a record go before those of the run, and a text among them
-cannot become a special token any more than a message can. Deliberately not here: the
-rendering (`tokenizers.py`).
+cannot become a special token any more than a message can.
 """
 
 from __future__ import annotations

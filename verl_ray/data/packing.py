@@ -1,8 +1,7 @@
 """Packing of rows into micro-batches, and their partition over ranks.
 
 Invariant: every row is in exactly one micro-batch, no micro-batch holds more tokens
-than the cap, and the result depends on nothing but the lengths. Deliberately not here:
-moving rows.
+than the cap, and the result depends on nothing but the lengths.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Invariant: rows 2i and 2i + 1 of a batch are the chosen and the rejected side of one
 pair; they start with the same prompt, differ, and each ends with the token that ends a
-generation. Deliberately not here: record fields (`records.py`), the tokens of a row
-(`conversations.py`), where a score is read and the loss (`verl_ray/algorithms`).
+generation.
 """
 
 from __future__ import annotations

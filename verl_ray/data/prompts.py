@@ -1,8 +1,7 @@
 """Prompts of a run: tokenized once, and drawn batch by batch.
 
 Invariant: prompt number g of the run (its `group_id`) is the same whatever the batch
-sizes and resumes before it. Deliberately not here: record fields (`records.py`) and the
-order (`row_source.py`, `cursor.py`).
+sizes and resumes before it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Invariant: a schema is chosen from the first record alone and holds for the whole set,
 so that one line can say how the set was read. `data.columns` goes before every name
-that is known here. Deliberately not here: what the columns hold (`field_values.py`).
+that is known here.
 
 A column is named by its path: a point leads into an object, as in
 `reward_model.ground_truth`.

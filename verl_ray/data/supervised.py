@@ -1,8 +1,7 @@
 """Demonstrations of a supervised run: tokenized once, with a mask over the responses.
 
 Invariant: the loss of a batch is the mean over all its response tokens, whichever rows
-they are in. Deliberately not here: record fields (`records.py`), the tokens of a row
-(`conversations.py`) and the order (`row_source.py`, `cursor.py`).
+they are in.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Tokenizers: loading, making small ones, and what their chat templates write.
 
 Invariant: no function here calls a hub; a tokenizer is a local directory, or a
-ModelError. Deliberately not here: the tokens of texts (`encoding.py`), and which texts
-become prompts or responses (`prompts.py`, `conversations.py`).
+ModelError.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Invariant: a run reads the files of the commits that its configuration records. Small
 files come before weights, so weights that are whole have all other files beside them.
-Only safetensors are brought, and never code. Deliberately not here: what the files
-contain (`verl_ray/preflight`).
+Only safetensors are brought, and never code.
 """
 
 from __future__ import annotations

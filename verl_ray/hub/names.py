@@ -1,7 +1,7 @@
 """Ids of the hub, and the folders of the cache that commits of it are in.
 
 Invariant: these are functions of texts and of the environment; nothing is asked and
-nothing is read. Deliberately not here: bringing files (`snapshots.py`).
+nothing is read.
 """
 
 from __future__ import annotations

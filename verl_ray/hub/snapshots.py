@@ -2,8 +2,7 @@
 
 Invariant: the name of a revision is asked for once, and everything after that is about
 its commit. A hub that does not answer is given up within seconds; the cache answers in
-its place, or an error that names the command which fills it. Deliberately not here:
-which files a model or a data set needs (`models.py`, `data_sets.py`).
+its place, or an error that names the command which fills it.
 """
 
 from __future__ import annotations

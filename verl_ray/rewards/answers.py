@@ -7,8 +7,7 @@ returns its own.
 
 Invariant: the functions here are those that the built-in ones compare by, so responses
 with the same answer to a problem have the same score but for the form that
-`gsm8k_strict` wants. A function without a reader has no answers. Deliberately not here:
-the vote (`verl_ray/algorithms/subsets.py`).
+`gsm8k_strict` wants. A function without a reader has no answers.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Invariant: one declaration says everything about a function: the object that is called,
 whether its mean is an accuracy, and the package that it needs beyond those that are
-always installed. Deliberately not here: the functions themselves, a user's functions
-(`specs.py`), and where functions run (`pool.py`).
+always installed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Question to a judge and reading of its verdict: text to text, without a model.
 
 Invariant: a verdict is a number within the judge's scale; any other reply is a typed
-failure, never a number that was made up. Deliberately not here: the model that replies
-(`workers/judge.py`).
+failure, never a number that was made up.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """One response to score, as every kind of scorer receives it.
 
 Invariant: a request holds plain values alone, so that it can be pickled and sent as
-JSON. Deliberately not here: the score (`health.py`), and which of the values a function
-gets (`signatures.py`).
+JSON.
 """
 
 from __future__ import annotations
