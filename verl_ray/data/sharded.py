@@ -165,7 +165,7 @@ class Sharded(Generic[B]):
                 return stored[0]
             return stored[0].select(self.position)
 
-        # Take the rows of each part together, then bring them into this order.
+        # Take the rows of each part together, then put them into this order.
         order = np.argsort(self.part, kind="stable")
         bounds = np.searchsorted(self.part[order], np.arange(len(stored) + 1))
         pieces = []

@@ -43,7 +43,7 @@ def pinned(data_set: DataSet, splits: tuple[str, ...] = TRAINING_SPLITS) -> Data
         splits: Splits that are taken where the entry names none, in this order.
 
     Raises:
-        HubError: It cannot be had, it has no such subset or split, or the entry has to
+        HubError: It is unavailable, it has no such subset or split, or the entry has to
             choose between several.
     """
     snapshot = find_snapshot(data_set.path, data_set.revision, "dataset")
@@ -67,8 +67,8 @@ def pinned_data(
 ) -> tuple[dict[str, Any], list[Problem]]:
     """Return the section `data` with an entry in place of each id of the hub.
 
-    An entry has commit, subset and split. Data sets that cannot be had become problems
-    and stay as they are; so does everything that is no id.
+    An entry has commit, subset and split. Data sets that are unavailable become
+    problems and stay as they are; so does everything that is no id.
 
     Args:
         data: The section as plain values. A path is a text, an entry, or a list of
