@@ -31,7 +31,7 @@ from typing import cast
 
 from verl_ray.errors import ConfigError
 from verl_ray.rewards import wire
-from verl_ray.rewards.answers import PRED, answer_in
+from verl_ray.rewards.built_in import PRED, answer_in
 from verl_ray.rewards.health import Score, ScoreHealth, score_of
 from verl_ray.rewards.request import RequestRow, ScoreRequest
 from verl_ray.rewards.signatures import MissingValue, Style

@@ -163,6 +163,30 @@ def marked_number(text: str) -> Decimal | None:
         return None
 
 
+def number_text(response: str) -> str | None:
+    """Return the final number of a response in one spelling: 1,234.50 is 1234.5."""
+    number = final_number(response)
+    if number is None:
+        return None
+    return _spelled(number)
+
+
+def marked_or_final_number_text(response: str) -> str | None:
+    """Return the number that a response marks, see `marked_number`, in one spelling.
+
+    In a response without one it is the final number.
+    """
+    number = marked_number(response)
+    return number_text(response) if number is None else _spelled(number)
+
+
+def _spelled(number: Decimal) -> str:
+    text = f"{number:f}"
+    if "." in text:
+        text = text.rstrip("0").rstrip(".")
+    return "0" if text == "-0" else text
+
+
 def _plain(text: str) -> str:
     return text.replace("\N{MINUS SIGN}", "-")
 

@@ -47,7 +47,7 @@ class ScoreRequest:
     """The prompt as the data set has it; empty where no function needs it."""
     is_held_out: bool = False
     """Whether the response is of an evaluation, whose scores also hold the answer that
-    a built-in function reads (`answers.py`)."""
+    a built-in function reads (`built_in.py`)."""
 
     def row(self, *, tokens: bool, conversation: bool) -> RequestRow:
         """Return what `ScoreRequest(*row)` is made of again.
