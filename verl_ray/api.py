@@ -10,8 +10,8 @@
 
 Invariant: a call composes, checks, runs and records exactly as the command of the same
 name. It needs nothing but the main process, and leaves it as it was: no process of
-Ray's, no signal handler, no changed environment. Deliberately not here: the work
-(`controllers/python_api`), which is imported when a function is called.
+Ray's, no signal handler, no changed environment. The work is in
+`controllers/python_api`, which is imported when a function is called.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The arguments and results of the functions of `api.py`.
 
 Invariant: nothing here imports more than the standard library, so `import verl_ray`
-takes no time. Deliberately not here: the functions.
+takes no time.
 """
 
 from __future__ import annotations

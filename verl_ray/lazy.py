@@ -2,8 +2,7 @@
 
 Declarations stay light that way, whatever their functions and classes need.
 
-Invariant: naming a thing imports nothing. Deliberately not here: the things that are
-declared so (`verl_ray/algorithms/catalogue.py`, `verl_ray/backends`).
+Invariant: naming a thing imports nothing.
 """
 
 from __future__ import annotations

@@ -28,10 +28,10 @@ from verl_ray.data.stages import (
     Divergence,
     Float32,
     LogProbs,
-    Recitals,
     Rollouts,
     RowRewards,
     Rows,
+    TeacherForced,
     TrainingBatch,
     Values,
 )
@@ -191,7 +191,7 @@ class ActorWorker(ModelWorker):
         """
         return self.learn(rows, SupervisedObjective())
 
-    def recite(self, rows: TrainingBatch) -> Recitals:
+    def recite(self, rows: TrainingBatch) -> TeacherForced:
         """Return how probable the responses of each row are, and whether greedily so.
 
         Greedy decoding writes a response where each of its tokens is the model's most
@@ -211,7 +211,7 @@ class ActorWorker(ModelWorker):
         log_prob = np.bincount(
             row_of_token, weights=outputs.log_probs[mask], minlength=num_rows
         )
-        return Recitals(
+        return TeacherForced(
             offsets=np.zeros(num_rows + 1, np.int64),
             exact=num_wrong == 0,
             log_prob=log_prob.astype(np.float64),

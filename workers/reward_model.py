@@ -22,10 +22,10 @@ from verl_ray.config.data import SpecialTokens
 from verl_ray.config.section import resolved
 from verl_ray.data.batch import Ragged, offsets_of
 from verl_ray.data.chat_templates import TemplateArguments
-from verl_ray.data.contents import Content
 from verl_ray.data.conversations import tokenize
-from verl_ray.data.field_values import Message, as_messages
+from verl_ray.data.fields import Message, as_messages
 from verl_ray.data.prompts import prompt_text
+from verl_ray.data.records import Content
 from verl_ray.data.stages import (
     Bool,
     Finish,

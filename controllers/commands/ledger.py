@@ -20,12 +20,12 @@ from rich.table import Table
 
 from controllers.commands.run_argument import OUTPUTS, RUN_HELP, RUN_HINT, run_folder
 from verl_ray.data.batch import Array, Int64
-from verl_ray.data.ledger import first_few
-from verl_ray.data.ledger_parts import (
+from verl_ray.data.ledger import (
     LEDGER,
     NONE,
     Event,
     History,
+    first_few,
     has_parts,
     read_parts,
 )

@@ -246,9 +246,10 @@ class DynamicAdmission(Admission):
             f"algorithm.dynamic_sampling: {len(self._rejected)} groups have no two"
             f" different scores ({self._rejected_mean:g} in the mean), and"
             f" {self._num_accepted} were accepted, {self._accepted_share:.1%}, since a"
-            f" batch of {self._size} was last full. Choose problems that are neither"
-            " too hard nor too easy for this policy, raise rollout.group_size or"
-            " algorithm.dynamic_sampling, or set it to null"
+            f" batch of {self._size} was last full",
+            fix="Choose problems that are neither too hard nor too easy for this"
+            " policy, raise rollout.group_size or algorithm.dynamic_sampling, or"
+            " set it to null",
         )
 
     def state(self) -> CursorState:

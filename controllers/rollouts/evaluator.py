@@ -26,7 +26,7 @@ from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Finish, Float32, Prompts, Rollouts
 from verl_ray.profiling.timers import Timers
 from verl_ray.rewards.built_in import is_accuracy
-from verl_ray.rewards.results import Entries
+from verl_ray.rewards.health import Entries
 from verl_ray.rewards.shaping import ResponseScores, Shaping
 from verl_ray.tracking.base import HELD_OUT, HeldOutResponse, Sample
 from verl_ray.tracking.evaluations import HeldOutScores, digest

@@ -25,7 +25,7 @@ from verl_ray.data.stages import Scores
 from verl_ray.errors import RewardError
 from verl_ray.rewards.failure_limit import FailureLimit
 from verl_ray.rewards.health import ScoreHealth
-from verl_ray.rewards.tracebacks import last_cause
+from verl_ray.user_files import last_cause
 
 
 @dataclass

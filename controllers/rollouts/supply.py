@@ -36,8 +36,7 @@ from verl_ray.data.batch import Int64
 from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.data.curriculum import Curriculum
 from verl_ray.data.cursor import CursorState, drawn_rows
-from verl_ray.data.ledger import Ledger
-from verl_ray.data.ledger_parts import LEDGER, Event
+from verl_ray.data.ledger import LEDGER, Event, Ledger
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.stages import Bool, Prompts
 from verl_ray.profiling.timers import Timers

@@ -44,9 +44,9 @@ class CheckpointCheck:
             return
 
         error = TornCheckpoint(
-            f"{torn_in_words(contents.checkpoint, faults)}. Restore it, or start the"
-            " run again: with run.resume=auto it goes on from the checkpoint before, if"
-            " there is one"
+            torn_in_words(contents.checkpoint, faults),
+            fix="Restore it, or start the run again: with run.resume=auto it goes on"
+            " from the checkpoint before, if there is one",
         )
         if self._resumption.is_in_run_dir:
             self._resumption.store.note_damaged(contents.checkpoint)

@@ -39,15 +39,17 @@ from verl_ray.config.tasks.sft import (
     SupervisedConfig,
     SupervisedEvaluationConfig,
 )
-from verl_ray.data.arithmetic import ALPHABET, ArithmeticFiles, write_arithmetic
+from verl_ray.data.arithmetic import (
+    ALPHABET,
+    WORD_VOCABULARY,
+    ArithmeticFiles,
+    sample_texts,
+    write_arithmetic,
+    write_word_problems,
+)
 from verl_ray.data.stages import TrainingBatch
 from verl_ray.data.supervised import SupervisedSource
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer, train_bpe
-from verl_ray.data.word_problems import (
-    VOCABULARY,
-    sample_texts,
-    write_word_problems,
-)
 from verl_ray.errors import ConfigError, DataError, Problem
 from verl_ray.models.tiny import make_tiny_qwen3
 from verl_ray.preflight.findings import (
@@ -124,7 +126,7 @@ def write_problems(
 
     if preparation.problems == "word_problems":
         # Plain texts have no turns to delimit.
-        train_bpe(tokenizer, sample_texts(), VOCABULARY, None, single_digits=True)
+        train_bpe(tokenizer, sample_texts(), WORD_VOCABULARY, None, single_digits=True)
         return write_word_problems(
             folder,
             **sizes,
@@ -272,10 +274,11 @@ def _warm_start(
 
         if not trainer.finished:
             raise DataError(
-                f"the warm start ended at a held-out accuracy of {trainer.reached:.3f},"
-                f" not within prepare.warm_start.accuracy_low = {warm.accuracy_low} and"
-                f" accuracy_high = {warm.accuracy_high}; raise max_steps, or lower"
-                " evaluate_every if the accuracy jumped over them"
+                "the warm start ended at a held-out accuracy of"
+                f" {trainer.reached:.3f}, not within prepare.warm_start.accuracy_low ="
+                f" {warm.accuracy_low} and accuracy_high = {warm.accuracy_high}",
+                fix="raise max_steps, or lower evaluate_every if the accuracy jumped"
+                " over them",
             )
         print(f"warm start: {trainer.outcome}", flush=True)
         trainer.export(str(folder / "model"))

@@ -200,11 +200,11 @@ def read_data(config: Config, *, trains: bool = True) -> Any:
         with phase("reading the data"):
             return task_of(resolve(config, facts)).read(trains=trains)
     except DataError as error:
-        # Both are read; an error begins with the path of its file.
+        # Both are read.
         key = "data.train_path"
         data_sets = config.data.train_sets
         held_out = config.data.validation_sets
-        if str(error).startswith(tuple(data_set.path for data_set in held_out)):
+        if any(error.is_about(data_set.path) for data_set in held_out):
             key = "data.validation_path"
             data_sets = held_out
         problem = data_problem(key, data_sets, error)

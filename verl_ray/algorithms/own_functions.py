@@ -28,9 +28,9 @@ class OwnFunctionMistake(DataError):
     """A function that cannot take the place of a built-in one."""
 
     def __init__(self, rule: str, fix: str) -> None:
-        super().__init__(f"{rule}. {fix}")
-        self.rule = rule
-        self.fix = fix
+        super().__init__(rule, fix=fix)
+        # An exception is rebuilt from these in another process.
+        self.args = rule, fix
 
 
 def is_own(name: str) -> bool:

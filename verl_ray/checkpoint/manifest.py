@@ -226,9 +226,10 @@ def read_manifest(folder: Path) -> Checkpoint:
     if schema != SCHEMA:
         writer = _writer_version(manifest)
         raise CheckpointError(
-            f"{folder} has checkpoint schema {schema!r} (written by verl_ray {writer}),"
-            f" this version reads {SCHEMA}; use the version that wrote it, or start"
-            " anew in another run.dir"
+            f"has checkpoint schema {schema!r} (written by verl_ray {writer}), this"
+            f" version reads {SCHEMA}",
+            fix="use the version that wrote it, or start anew in another run.dir",
+            subject=folder,
         )
 
     files = {

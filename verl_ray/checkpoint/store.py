@@ -182,8 +182,9 @@ class CheckpointStore:
 
         if torn:
             raise CheckpointError(
-                f"{self.root} has no usable checkpoint: {'; '.join(torn)}. Restore one"
-                " of them, or start anew in another run.dir"
+                f"has no usable checkpoint: {'; '.join(torn)}",
+                fix="Restore one of them, or start anew in another run.dir",
+                subject=self.root,
             )
         return LatestCheckpoint(None, unfinished)
 
@@ -224,8 +225,9 @@ class CheckpointStore:
         folder = Path(path)
         if not folder.is_dir():
             raise TornCheckpoint(
-                f"{folder}: there is no such checkpoint; run.resume takes the path of a"
-                " step_... directory"
+                "there is no such checkpoint; run.resume takes the path of a step_..."
+                " directory",
+                place=folder,
             )
 
         checkpoint = manifest.read_manifest(folder)
@@ -326,7 +328,7 @@ def _readable_errors(path: Path) -> Iterator[None]:
         raise
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be written ({error}); the checkpoints before it are whole."
-            " Free some space or lower run.keep_checkpoints, then continue with"
-            " run.resume=auto"
+            f"{path} cannot be written ({error}); the checkpoints before it are whole",
+            fix="Free some space or lower run.keep_checkpoints, then continue with"
+            " run.resume=auto",
         ) from error

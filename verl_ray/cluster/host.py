@@ -50,6 +50,7 @@ from verl_ray.cluster.thread_stacks import own_line, progress_and_waits, thread_
 from verl_ray.data.batch import Batch
 from verl_ray.data.sharded import Receipt, Sharded
 from verl_ray.errors import ClusterError, StaleIncarnation, VerlRayError
+from verl_ray.ownership import remove_stale
 from verl_ray.parallel.topology import Topology
 from verl_ray.profiling.memory import CallPeaks, PeakWatch
 from verl_ray.profiling.progress import (
@@ -58,7 +59,6 @@ from verl_ray.profiling.progress import (
     touch,
     waiting_for_others,
 )
-from verl_ray.shared_files import remove_stale
 
 # Streams whose end their callers may not know yet.
 _REMEMBERED_STREAMS = 1024

@@ -18,7 +18,7 @@ import ray
 from verl_ray.checkpoint.snapshot_files import Memory, SnapshotFiles, SnapshotNames
 from verl_ray.cluster.process_control import task_on
 from verl_ray.errors import CheckpointError
-from verl_ray.shared_files import remove_stale
+from verl_ray.ownership import remove_stale
 
 Rank = tuple[str, int]
 """A role and the number of one of its ranks."""

@@ -2,8 +2,7 @@
 
 Invariant: a run reads the files of the commits that its configuration records. Small
 files come before weights, so weights that are whole have all other files beside them.
-Only safetensors are brought, and never code. Deliberately not here: what the files
-contain (`verl_ray/preflight`).
+Only safetensors are downloaded, and never code.
 """
 
 from __future__ import annotations
@@ -59,8 +58,8 @@ def pinned_models(
 ) -> tuple[C, list[Problem]]:
     """Return a configuration in which every model of the hub has its commit.
 
-    The files of these models besides weights are in the cache then. Models that cannot
-    be had become problems and stay as they are.
+    The files of these models besides weights are in the cache then. Models that
+    are unavailable become problems and stay as they are.
 
     Args:
         config: Configuration of a run.
@@ -88,7 +87,7 @@ def pinned_models(
         if meant not in commits and meant not in problems:
             try:
                 snapshot = find_snapshot(path, revision, "model")
-                _bring_settings(snapshot, needs_weights=needs_weights)
+                _download_settings(snapshot, needs_weights=needs_weights)
                 commits[meant] = snapshot.commit
             except HubError as error:
                 problems[meant] = problem_of(error, key, path, revision)
@@ -115,8 +114,8 @@ def problem_of(error: HubError, key: str, path: str, revision: str | None) -> Pr
     return Problem(f"{key}.path", path, error.rule, error.fix)
 
 
-def _bring_settings(snapshot: Snapshot, *, needs_weights: bool) -> None:
-    """Bring the small files of a model, and refuse one that cannot be used.
+def _download_settings(snapshot: Snapshot, *, needs_weights: bool) -> None:
+    """Download the small files of a model, and refuse one that cannot be used.
 
     Nothing is asked where the cache holds the whole model.
     """
@@ -161,13 +160,13 @@ def _refuse_absent_weights(snapshot: Snapshot, *, needs_weights: bool) -> None:
 
 
 def fetch_models(config: Config) -> bool:
-    """Bring the whole of every model of the hub that a run reads.
+    """Download the whole of every model of the hub that a run reads.
 
     Returns:
-        Whether there was anything to bring.
+        Whether there was anything to download.
 
     Raises:
-        ConfigError: The files cannot be had.
+        ConfigError: The files are unavailable.
     """
     fetched = False
     for folder, key in hub_folders(config).items():
@@ -185,12 +184,12 @@ def fetch_models(config: Config) -> bool:
 
 
 def fetch_model(folder: str) -> None:
-    """Bring the model that a folder of a cache is to hold, if it is not there.
+    """Download the model that a folder of a cache is to hold, if it is not there.
 
     Any other folder is left alone.
 
     Raises:
-        HubError: The files cannot be had.
+        HubError: The files are unavailable.
     """
     snapshot = snapshot_at(folder)
     if snapshot is None or not is_pending(folder):

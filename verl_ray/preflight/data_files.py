@@ -16,13 +16,12 @@ from verl_ray.config.data import DataSet, RowFormat, in_words
 from verl_ray.config.schema import Config
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.batch import Int64
+from verl_ray.data.cursor import shares_in_words
 from verl_ray.data.files import size_bytes
-from verl_ray.data.mixture import shares_in_words
 from verl_ray.data.preferences import PreferenceSource
 from verl_ray.data.prompts import PromptSource
-from verl_ray.data.row_source import RowSource, are_large
+from verl_ray.data.row_source import RowSource, are_large, refuse_unstreamable
 from verl_ray.data.stages import Prompts
-from verl_ray.data.stored_rows import refuse_unstreamable
 from verl_ray.data.supervised import SupervisedSource
 from verl_ray.errors import ConfigError, DataError, OverlongRows, Problem
 from verl_ray.preflight.file_errors import data_problem, problem_of

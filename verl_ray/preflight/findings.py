@@ -28,8 +28,7 @@ from verl_ray.config.schema import Config
 from verl_ray.config.section import resolved
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.config.versions import problem_of
-from verl_ray.data.file_formats import READERS
-from verl_ray.data.files import FORMATS, files_at, is_glob
+from verl_ray.data.files import FORMATS, READERS, files_at, is_glob
 from verl_ray.errors import Problem
 from verl_ray.hub.names import is_hub_id
 from verl_ray.paths import in_ray_package, nearest_existing, path_suggestion

@@ -14,8 +14,7 @@ from typing import Any
 
 from verl_ray.config.preparation import PrepareConfig, TinyModelConfig
 from verl_ray.config.schema import Config
-from verl_ray.data import word_problems
-from verl_ray.data.arithmetic import ALPHABET
+from verl_ray.data.arithmetic import ALPHABET, WORD_VOCABULARY
 from verl_ray.data.tokenizers import VOCABULARY_FILES
 from verl_ray.hub.names import snapshot_at
 from verl_ray.models.families import (
@@ -31,7 +30,7 @@ from verl_ray.models.settings import described_tensors, wrong_value
 def made_vocabulary(preparation: PrepareConfig) -> int:
     """Return the number of tokens of a model that a run makes."""
     if preparation.problems == "word_problems":
-        return word_problems.VOCABULARY
+        return WORD_VOCABULARY
     # Padding and the end of a text come on top.
     return len(ALPHABET) + 2
 

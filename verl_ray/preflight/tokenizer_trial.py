@@ -19,7 +19,7 @@ from verl_ray.data.chat_templates import (
     of_run,
     template_of,
 )
-from verl_ray.data.field_values import Message, excerpt
+from verl_ray.data.fields import Message, excerpt
 from verl_ray.data.tokenizers import (
     CHAT_TEMPLATES,
     applied_template,
@@ -120,14 +120,15 @@ def _tokenizer(
     except ModelError as error:
         raise ConfigError([problem_of(key, path, error)]) from error
     except DataError as error:
-        raise ConfigError([_template_problem(config, str(error))]) from error
+        raise ConfigError([_template_problem(config, error)]) from error
 
     fault = None
     if applies_template:
         fault = _template_fault(tokenizer, arguments)
     if fault is not None:
         if template is not None:
-            raise ConfigError([_template_problem(config, f"the template {fault}")])
+            refusal = DataError(f"the template {fault}")
+            raise ConfigError([_template_problem(config, refusal)])
         rule = f"its chat template {fault}"
         instead = ", replace it with data.chat_template" if is_policy else ""
         fix = (
@@ -138,11 +139,11 @@ def _tokenizer(
     return tokenizer
 
 
-def _template_problem(config: Config, message: str) -> Problem:
+def _template_problem(config: Config, error: DataError) -> Problem:
     """Return what is wrong with the run's own chat template."""
     named = str(config.data.chat_template)
     value = named if named in CHAT_TEMPLATES else excerpt(named)
-    return problem_of("data.chat_template", value, DataError(message))
+    return problem_of("data.chat_template", value, error)
 
 
 def _template_fault(

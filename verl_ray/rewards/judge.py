@@ -1,8 +1,7 @@
 """Question to a judge and reading of its verdict: text to text, without a model.
 
 Invariant: a verdict is a number within the judge's scale; any other reply is a typed
-failure, never a number that was made up. Deliberately not here: the model that replies
-(`workers/judge.py`).
+failure, never a number that was made up.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from verl_ray.config.reward import JudgeReward
 from verl_ray.config.rules.reward import TEMPLATE_FIELDS
 from verl_ray.data.chat_templates import TemplateArguments
 from verl_ray.data.encoding import encode
-from verl_ray.data.field_values import Message
+from verl_ray.data.fields import Message
 from verl_ray.data.tokenizers import render
 from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rewards.request import ScoreRequest

@@ -3,8 +3,7 @@
 Scores are normalised, clipped, weighted and added up. Invariant: shaping needs one
 number per response and grader; a response that a grader could not score has no reward.
 The state is the moments of the scores so far, so a resumed run shapes as if it had
-never stopped. Deliberately not here: the KL penalty and the reward of a truncated
-response (`verl_ray/algorithms`).
+never stopped.
 """
 
 from __future__ import annotations

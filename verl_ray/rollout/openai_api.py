@@ -37,6 +37,8 @@ from verl_ray.errors import (
     RolloutError,
 )
 from verl_ray.rollout.requests import PromptLogProbs
+from verl_ray.data.fields import Message
+from verl_ray.errors import CallRefused
 
 SEEDS = 2**63
 """Number of seeds: a seed is in [0, 2^63)."""

@@ -35,6 +35,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 
 from verl_ray.config.roles import LoraConfig
 from verl_ray.errors import WeightSyncError
+from verl_ray.ownership import SHARED_FOLDER, prefix, remove_stale
 from verl_ray.rollout.vllm_core import (
     TRANSFER,
     adapter_request,
@@ -42,6 +43,7 @@ from verl_ray.rollout.vllm_core import (
     is_attention,
 )
 from verl_ray.shared_files import FOLDER, prefix, remove_stale
+from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Fingerprints
 from verl_ray.weight_sync.manifest import Bucket
 from verl_ray.weight_sync.transport import Address, Inbox, WireEndpoint, WireSpec
@@ -243,7 +245,7 @@ class WeightLoader(_Worker):
         """Give vLLM the adapter in a directory, which is the only way it takes one."""
         remove_stale()
         # The directory is in shared memory where the machine has it.
-        parent = FOLDER if FOLDER.is_dir() else None
+        parent = SHARED_FOLDER if SHARED_FOLDER.is_dir() else None
         with tempfile.TemporaryDirectory(prefix=prefix("adapter"), dir=parent) as path:
             save_file(self._weights_adapter, Path(path, "adapter_model.safetensors"))
             adapter_config = {

@@ -19,7 +19,7 @@ from verl_ray.cluster.store import read
 from verl_ray.cluster.waiting import TICK_S, wait
 from verl_ray.data.batch import Int64
 from verl_ray.data.buffer import Experience
-from verl_ray.data.ledger_parts import Event
+from verl_ray.data.ledger import Event
 from verl_ray.data.stages import Rollouts
 from verl_ray.data.versions import versions_of_tokens
 from verl_ray.errors import DataError

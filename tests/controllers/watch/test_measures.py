@@ -27,8 +27,7 @@ from verl_ray.data.stages import Credit, Finish, Scores
 from verl_ray.engine.base import LossReport, StepReport
 from verl_ray.ops.masked import Moments
 from verl_ray.profiling.memory import GIB, DeviceMemory
-from verl_ray.rewards.health import ScoreHealth
-from verl_ray.rewards.results import Entries
+from verl_ray.rewards.health import Entries, ScoreHealth
 from verl_ray.rewards.shaping import ResponseScores
 from verl_ray.tracking.comparison import intervals
 from verl_ray.tracking.evaluations import HeldOutScores

@@ -1,19 +1,24 @@
-"""Values of the fields of a record: texts, answers, chat messages.
+"""Fields of a record: their names, and their values, which are texts or chat messages.
 
 Invariant: a value is checked where it is read, so an error names the place and the
-field. Deliberately not here: which field is read for what (`schemas.py`).
+field, and a hint names only fields that the record has. Which field is read for what
+is in `schemas.py`.
 """
 
 from __future__ import annotations
 
+import datetime
+import difflib
+import functools
+import json
 import math
 from collections.abc import Iterator
 from decimal import Decimal
 
-from verl_ray.data.field_names import missing_field
-from verl_ray.data.file_formats import Fields, is_messages
-from verl_ray.data.json_values import json_text
 from verl_ray.errors import DataError
+
+Fields = dict[str, object]
+"""Fields of one record, as the file has them."""
 
 Message = dict[str, object]
 
@@ -39,7 +44,7 @@ _TRAINABLE_NAMES = (TRAINABLE, "weight", "train", "training", "loss")
 
 _MEDIA = ("images", "image", "videos", "video")
 
-_TEXT_ONLY = "; images, videos and sounds are not supported yet; take records of texts"
+_TEXT_ONLY = "images, videos and sounds are not supported yet"
 
 
 # -------------------------------------------------------------------------------- texts
@@ -54,7 +59,7 @@ def require_text(fields: Fields, name: str, where: str) -> str:
     """
     value = fields.get(name)
     if value is None:
-        raise DataError(f"{where}: {missing_field(name, fields)}")
+        raise missing_field(name, fields, where)
     return text_of(value, name, where)
 
 
@@ -66,7 +71,7 @@ def text_of(value: object, name: str, where: str) -> str:
     """
     if not isinstance(value, str):
         raise DataError(
-            f"{where}: {name} is {excerpt(value)}, expected text (a JSON string)"
+            f"{name} is {excerpt(value)}", expected="text (a JSON string)", place=where
         )
     require_encodable(value, f"{where}, {name}")
     return value
@@ -87,7 +92,9 @@ def short_text_of(value: object, name: str, where: str) -> str:
         if value.is_integer() and abs(value) <= _MOST_EXACT_INTEGER:
             return str(int(value))
         if not math.isfinite(value):
-            raise DataError(f"{where}: {name} is {value}, expected a text or a number")
+            raise DataError(
+                f"{name} is {value}", expected="a text or a number", place=where
+            )
         return str(value)
     # Parquet and databases have them.
     if isinstance(value, Decimal) and value.is_finite():
@@ -143,9 +150,10 @@ def require_encodable(value: object, place: str) -> None:
         except UnicodeEncodeError as error:
             half = text[error.start]
             raise DataError(
-                f"{where}: character {error.start + 1} is {half!r}, half of a"
-                " surrogate pair, which no encoding has; write the whole character"
-                " or leave it out"
+                f"character {error.start + 1} is {half!r}, half of a surrogate pair,"
+                " which no encoding has",
+                fix="write the whole character or leave it out",
+                place=where,
             ) from None
 
 
@@ -159,6 +167,14 @@ def as_messages(prompt: str | list[Message]) -> list[Message]:
     return prompt
 
 
+def is_messages(value: object) -> bool:
+    """Return whether a value is a list that begins with a chat message."""
+    if not isinstance(value, list) or not value:
+        return False
+    first = value[0]
+    return isinstance(first, dict) and ("role" in first or "from" in first)
+
+
 def messages_of(value: object, name: str, where: str) -> list[Message]:
     """Return chat messages with `role` and `content`, whatever the file calls them.
 
@@ -170,18 +186,31 @@ def messages_of(value: object, name: str, where: str) -> list[Message]:
     """
     if not isinstance(value, list) or not value:
         raise DataError(
-            f"{where}: {name} is {excerpt(value)}, expected a list of chat messages"
+            f"{name} is {excerpt(value)}",
+            expected="a list of chat messages",
+            place=where,
         )
 
     messages = []
     for number, message in enumerate(value, start=1):
         if not isinstance(message, dict):
             raise DataError(
-                f"{where}: {name} holds {excerpt(message)}, expected messages with"
-                " role and content"
+                f"{name} holds {excerpt(message)}",
+                expected="messages with role and content",
+                place=where,
             )
         messages.append(_message(message, f"{where}, {name}, message {number}"))
     return messages
+
+
+def without_nulls(value: object) -> object:
+    """Return a value whose objects, at every depth, lack the fields that are null."""
+    if isinstance(value, dict):
+        items = value.items()
+        return {name: without_nulls(part) for name, part in items if part is not None}
+    if isinstance(value, list):
+        return [without_nulls(part) for part in value]
+    return value
 
 
 def without_marks(messages: list[Message]) -> list[Message]:
@@ -215,8 +244,9 @@ def _message(message: Message, place: str) -> Message:
         role = require_text(present, "from", place)
         if role not in _SHAREGPT_ROLES:
             raise DataError(
-                f"{place}: from is {role!r}, expected one of"
-                f" {', '.join(_SHAREGPT_ROLES)}"
+                f"from is {role!r}",
+                expected=f"one of {', '.join(_SHAREGPT_ROLES)}",
+                place=place,
             )
         present = {
             "role": _SHAREGPT_ROLES[role],
@@ -244,8 +274,10 @@ def _is_trainable(marks: dict[str, object], place: str) -> bool:
         # A bool is equal to 0 or 1.
         if value not in (0, 1):
             raise DataError(
-                f"{place}: {name} is {excerpt(value)}, expected 0 or 1, or false or"
-                " true: an answer is learned or it is not; correct the record"
+                f"{name} is {excerpt(value)}",
+                expected="0 or 1, or false or true: an answer is learned or it is not",
+                fix="correct the record",
+                place=place,
             )
     return all(marks.values())
 
@@ -259,11 +291,15 @@ def _joined(parts: object, place: str) -> str:
             texts.append(part["text"])
         elif isinstance(part, dict) and part.get("type") not in (None, "text"):
             raise DataError(
-                f"{place}: content has a part of type {part['type']!r}{_TEXT_ONLY}"
+                f"content has a part of type {part['type']!r}; {_TEXT_ONLY}",
+                fix="take records of texts",
+                place=place,
             )
         else:
             raise DataError(
-                f"{place}: content holds {excerpt(part)}, expected parts with a text"
+                f"content holds {excerpt(part)}",
+                expected="parts with a text",
+                place=place,
             )
     return "".join(texts)
 
@@ -272,14 +308,125 @@ def refuse_media(fields: Fields, where: str) -> None:
     """Raise DataError if a record comes with images, videos or definitions of tools."""
     for name in _MEDIA:
         if fields.get(name):
-            raise DataError(f"{where}: found something in {name!r}{_TEXT_ONLY}")
+            raise DataError(
+                f"found something in {name!r}; {_TEXT_ONLY}",
+                fix="take records of texts",
+                place=where,
+            )
     if fields.get("tools"):
         raise DataError(
-            f"{where}: found something in 'tools', which a prompt would not show: tools"
-            " are not supported yet; take records without, or remove the column"
+            "found something in 'tools', which a prompt would not show: tools are not"
+            " supported yet",
+            fix="take records without, or remove the column",
+            place=where,
         )
 
 
 def excerpt(value: object) -> str:
     """Return the type of a value and its beginning, for errors."""
     return f"{type(value).__name__} {str(value)[:_EXCERPT_LENGTH]!r}"
+
+
+# -------------------------------------------------------------------------------- names
+
+
+def missing_field(name: str, fields: Fields, where: str) -> DataError:
+    """Return the error about a field that is missing or null.
+
+    Args:
+        name: The field, or the path of one in an object.
+        fields: The record.
+        where: The place of the record.
+    """
+    section, _, inner = name.rpartition(".")
+    outer = fields.get(section)
+    if name in fields or (isinstance(outer, dict) and inner in outer):
+        return DataError(
+            f"{name} is null", fix="expected a value, or no such record", place=where
+        )
+
+    present = ", ".join(repr(other) for other in fields) or "none"
+    similar = difflib.get_close_matches(name, fields, n=1)
+    hint = f"add {name!r} to every record"
+    if similar:
+        hint = f"rename {similar[0]!r} to {name!r}"
+    rule = f"no field {name!r}; the fields found are {present}"
+    return DataError(rule, fix=hint, place=where)
+
+
+def refuse_misspelt(
+    where: str, present: tuple[str, ...], optional: tuple[str, ...]
+) -> None:
+    """Raise DataError if a field looks like a misspelt optional one.
+
+    Nobody would notice otherwise: the record is complete without it.
+    """
+    pair = _similar_field(present, optional)
+    if pair is not None:
+        misspelt, intended = pair
+        raise DataError(
+            f"found field {misspelt!r}",
+            expected=f"{intended!r}",
+            fix="rename it, or it would be ignored",
+            place=where,
+        )
+
+
+# Cached, because a file has few distinct sets of fields, and many rows.
+@functools.lru_cache(maxsize=256)
+def _similar_field(
+    present: tuple[str, ...], optional: tuple[str, ...]
+) -> tuple[str, str] | None:
+    """Return (field of the record, optional field that it resembles), if any."""
+    for name in optional:
+        if name in present:
+            continue
+        similar = difflib.get_close_matches(name, present, n=1, cutoff=0.85)
+        if similar:
+            return similar[0], name
+    return None
+
+
+# --------------------------------------------------------------------------------- JSON
+
+
+def json_text(value: object) -> str:
+    """Return a value as a line of JSON.
+
+    What JSON has is written as it is, and nothing else stops the writing. Dates and
+    times are texts in ISO 8601, bytes are their UTF-8 text or null, numbers that are
+    not finite are null, and all else is the text that Python prints. Images and sounds,
+    which `datasets` stores as objects with bytes, are left out.
+    """
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError):
+        return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
+
+
+def _plain(value: object) -> object:
+    """Return a value as JSON can hold it."""
+    if isinstance(value, dict):
+        items = value.items()
+        return {str(key): _plain(part) for key, part in items if not _is_media(part)}
+    if isinstance(value, list | tuple | set):
+        return [_plain(part) for part in value if not _is_media(part)]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            return None
+    return str(value)
+
+
+def _is_media(value: object) -> bool:
+    """Return whether a value is an image or a sound, stored or decoded."""
+    if isinstance(value, dict):
+        return isinstance(value.get("bytes"), bytes)
+    return type(value).__module__.partition(".")[0] in ("PIL", "torchcodec")
