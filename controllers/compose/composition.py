@@ -36,8 +36,7 @@ from controllers.compose.trees import (
     is_within,
     resolve,
 )
-from verl_ray.config.rules import rule_violations
-from verl_ray.config.schema import Config
+from verl_ray.config.schema import Config, rule_violations
 from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import ConfigError, Problem
 from verl_ray.preflight.resolved_record import with_auto_again

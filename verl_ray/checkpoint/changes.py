@@ -4,7 +4,7 @@ Invariant: the meaning of the saved state does not change: its data cursor, its 
 streams, its parameters and the roles that they belong to. Every other setting may
 change, and the change is shown.
 
-Deliberately not here: rules within one configuration (`verl_ray/config/rules`).
+Deliberately not here: rules within one configuration (`verl_ray/config`).
 """
 
 from __future__ import annotations

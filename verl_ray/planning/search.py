@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from verl_ray.config.rollout_task import Offloaded
-from verl_ray.config.rules import rule_violations
+from verl_ray.config.schema import rule_violations
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import ConfigError, Problem
 from verl_ray.planning.candidates import OFFLOADS, Space, candidates, offloaded

@@ -14,8 +14,7 @@ from functools import cached_property
 from typing import Literal
 
 from verl_ray.config.load import Changes, with_changes
-from verl_ray.config.rules import rule_violations
-from verl_ray.config.schema import Config
+from verl_ray.config.schema import Config, rule_violations
 from verl_ray.preflight.backends import backend_problems
 from verl_ray.preflight.devices import device_problems
 from verl_ray.preflight.engine_models import engine_problems

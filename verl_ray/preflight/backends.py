@@ -4,7 +4,7 @@ Invariant: every refusal concerns a run that would fail after its processes have
 started, or would compute something else. No package of a backend is imported.
 
 Deliberately not here: requirements that do not depend on a model
-(`verl_ray/config/rules/backends.py`).
+(`verl_ray/config/roles.py`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Invariant: each warning says what the combination costs and which keys change it; the
 run works all the same. Deliberately not here: what a machine lacks (`resources.py`),
-and settings that can have no effect, which are refused (`verl_ray/config/rules`).
+and settings that can have no effect, which are refused (`verl_ray/config`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from verl_ray.config.algebra import batch_algebra
 from verl_ray.config.data import in_words
+from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.preflight.machine import Machine
@@ -43,12 +44,11 @@ def cost_warnings(
 
 def _different_types(config: Config) -> Iterator[str]:
     """Yield a warning if sampler and trainer compute in different types."""
-    task = config.rollout_task
-    if task is None:
+    if not isinstance(config, RolloutTaskConfig):
         return
 
-    sampler = task.rollout.dtype
-    trainer = task.actor.backend.dtype
+    sampler = config.rollout.dtype
+    trainer = config.actor.backend.dtype
     if sampler == trainer or config.corrects_mismatch:
         return
     # What auto becomes on a cluster is not known yet.
@@ -147,11 +147,7 @@ def _endless_warmups(config: Config) -> Iterator[str]:
         return
 
     updates = {role.role: role.updates_per_step for role in batch_algebra(config).roles}
-    for name, role in config.model_roles.items():
-        learner = role.as_learner
-        if learner is None:
-            continue
-
+    for name, learner in config.learners.items():
         steps = config.learning_steps(name) * updates[name]
         warmup_steps = learner.optimizer.warmup_steps
         if warmup_steps > steps:
@@ -164,9 +160,8 @@ def _endless_warmups(config: Config) -> Iterator[str]:
 
 def _still_learners(config: Config) -> Iterator[str]:
     """Yield a warning for each role that learns with a learning rate of 0."""
-    for name in config.learners:
-        learner = config.model_roles[name].as_learner
-        if learner is not None and learner.optimizer.lr == 0:
+    for name, learner in config.learners.items():
+        if learner.optimizer.lr == 0:
             yield f"{name}.optimizer.lr=0: the {name} never changes; raise it"
 
 

@@ -8,7 +8,7 @@ resources have modules of their own (`model_directories.py`, `resources.py`). Fo
 machine that was described, what only concerns this one is left out: packages, folders,
 ports and tokens.
 
-Deliberately not here: rules over the configuration alone (`verl_ray.config.rules`).
+Deliberately not here: rules over the configuration alone (`verl_ray.config`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from verl_ray.config.reward import HttpReward
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
 from verl_ray.config.section import resolved
@@ -102,9 +103,9 @@ def preflight(
     if wandb_problem is not None and starts_here:
         findings.problems.append(wandb_problem)
 
-    if planned.rollout_task is not None:
-        findings.problems += _endpoint_problems(planned.rollout_task, machine)
-        findings.warnings += _endpoint_warnings(planned.rollout_task)
+    if isinstance(planned, RolloutTaskConfig):
+        findings.problems += _endpoint_problems(planned, machine)
+        findings.warnings += _endpoint_warnings(planned)
 
     learns = not evaluates
     if machine is not None:
@@ -181,15 +182,14 @@ def _grader_problems(
         if needs_data:
             yield from spec_problems(functions, f"{key}.functions")
 
-        service = grader.as_service
-        if service is not None:
-            problem = url_problem(service.url, f"{key}.url")
+        if isinstance(grader, HttpReward):
+            problem = url_problem(grader.url, f"{key}.url")
             if problem is not None:
                 yield problem
             # Other machines have an environment of their own.
             if machine is not None and not machine.is_described:
                 fix = "Set it to the token that the service expects."
-                yield from _token_problems(f"{key}.token_env", service.token_env, fix)
+                yield from _token_problems(f"{key}.token_env", grader.token_env, fix)
 
 
 def _token_problems(key: str, variable: str | None, fix: str) -> Iterator[Problem]:
