@@ -4,7 +4,7 @@ Invariant: a value that is refused here would be refused while a model is loaded
 neither torch nor transformers is needed to say so.
 
 Deliberately not here: what engines and backends compute (`engine_models.py` in
-`verl_ray.preflight`, `verl_ray.backends.megatron_models`).
+`verl_ray.preflight`, `verl_ray.backends.megatron`).
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ from verl_ray.backends.base import BackendSettings, ModelFacts
 from verl_ray.backends.engine import EngineBackend
 from verl_ray.backends.fsdp import FsdpBackend
 from verl_ray.backends.layouts import ModelSizes, can_exchange, obstacles
-from verl_ray.backends.megatron import MegatronBackend
-from verl_ray.backends.megatron_models import sizes_of
+from verl_ray.backends.megatron import MegatronBackend, sizes_of
 from verl_ray.config.rollout_task import Offloaded
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.planning.fit import with_largest_cache
