@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from controllers.compose.choices import choose, parse_overrides
+from controllers.compose.grammar import parse_overrides
 from controllers.compose.overrides import (
     accept,
+    choose,
     forget_resolved,
     set_value,
     touched_keys,

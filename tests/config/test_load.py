@@ -11,8 +11,7 @@ import yaml
 
 from controllers.compose.composition import compose, examine
 from controllers.tasks import typed_config
-from verl_ray.config.keys import known_keys
-from verl_ray.config.load import parse, to_tree, with_changes
+from verl_ray.config.load import known_keys, parse, to_tree, with_changes
 from verl_ray.config.renamed import ADDED, RENAMED, migrated
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import ConfigError, Problem
