@@ -2,9 +2,7 @@
 
 Invariant: all problems are found in one pass. Hydra stops at the first bad override, so
 overrides are parsed and compared with the composed tree before Hydra sees them, and a
-bad one is set aside while the rest is still checked. Deliberately not here: what the
-values mean (`verl_ray.config`) and whether the machine has what they need
-(`findings.py`).
+bad one is set aside while the rest is still checked.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Invariant: all overrides that cannot be read are reported at once, before Hydra sees
 them. The runs of a sweep (`key=1,2,3`) are all combinations, and the last override
 varies fastest. An override that was made of a Python value is read back as that value.
-Deliberately not here: which keys and choices there are (`overrides.py`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Invariant: pure arithmetic over a layout's settings, a number of ranks and the sizes of
 a model. If the model is unknown, only the conditions that hold for every model are
 checked. For every layout that is refused, `nearest_layout` has a feasible one.
-Deliberately not here: which rank holds what (`engine/megatron/layout.py`).
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ experts over ranks.
 Invariant: every layout that is refused names the nearest feasible one (`layouts.py`). A
 model that is refused here would fail after the processes have started, or would be
 computed differently; it is judged by its config.json alone. Nothing of megatron-core is
-imported. Deliberately not here: the computation, and where the parameters are
-(`verl_ray/engine/megatron`).
+imported.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The rows of a run: their files, and what happens to rows that cannot be used.
 
-Invariant: a field that no record of the task has is refused. Deliberately not here:
-whether the files exist (`verl_ray/preflight/findings.py`) and have these columns
-(`verl_ray/data/schemas.py`).
+Invariant: a field that no record of the task has is refused.
 """
 
 from __future__ import annotations

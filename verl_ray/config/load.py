@@ -3,9 +3,7 @@
 Invariant: past `parse` there is no dictionary of settings and no unknown key, and
 `parse(to_tree(c), type(c)) == c`. Every problem of a field names the key as the user
 writes it, the value, the rule that it breaks, and what would be right. Keys follow from
-the fields, over every choice of a union. Deliberately not here: where the tree comes
-from (the command line), which type a task has (`controllers/tasks.py`), and rules over
-several fields, which stand with the sections.
+the fields, over every choice of a union.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The inputs that a run makes itself: problems, a tokenizer, and a tiny model.
 
 Invariant: the requested inputs can be made, and leave the run something to gain.
-Deliberately not here: making them (`controllers/run/preparation.py`).
 """
 
 from __future__ import annotations

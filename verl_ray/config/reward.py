@@ -1,8 +1,7 @@
 """Sources of scores: functions, a model, a judge, a service, or a mixture of them.
 
 Invariant: each source is a class of its own with a `kind`, which chooses it. Every
-response can get a score before the run gives up waiting for it. Deliberately not here:
-learning a reward model (`tasks/reward_model.py`).
+response can get a score before the run gives up waiting for it.
 """
 
 from __future__ import annotations
