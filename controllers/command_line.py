@@ -29,7 +29,7 @@ from controllers.commands.multirun import multirun
 from controllers.commands.options import unknown_options
 from controllers.commands.resume_hint import failure_hint, resume_hint
 from controllers.commands.usage import CHECKPOINTS, HELP, USAGE, parser_of, versions
-from controllers.compose.roots import named_root
+from controllers.compose.listing import named_root
 from controllers.run.finished import finished_step, show_finished
 from verl_ray.cluster.signals import (
     heed_signals,

@@ -27,6 +27,9 @@ README = ROOT / "README.md"
 MOST_LINES_OF_A_FILE = 700
 MOST_LINES_OF_A_FUNCTION = 60
 
+# Modules here import each other in one direction, for annotations and in functions too.
+WITHOUT_CIRCLES = ("verl_ray/config/", "verl_ray/backends/")
+
 # A participle says what happened to a thing and not what the thing is.
 BANNED_NAMES = {
     "asked": "name the request, such as `requested_ranks`",
@@ -77,6 +80,11 @@ class Module:
     tree: ast.Module
 
     @property
+    def name(self) -> str:
+        """The name by which others import it."""
+        return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+    @property
     def functions(self) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
         """Every function and method, the nested ones too."""
         kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -104,7 +112,8 @@ def modules(prefixes: Sequence[str] = SOURCES) -> list[Module]:
 def places(parsed: Sequence[Module]) -> list[Place]:
     """Everything that a reader would stumble over, in the order of the files."""
     broken = [place for module in parsed for place in _places_of(module)]
-    return broken + list(_class_names_used_twice(parsed))
+    rooms = [module for module in parsed if module.path.startswith(WITHOUT_CIRCLES)]
+    return [*broken, *_class_names_used_twice(parsed), *import_circles(rooms)]
 
 
 def _places_of(module: Module) -> Iterator[Place]:
@@ -170,6 +179,40 @@ def _class_names_used_twice(parsed: Sequence[Module]) -> Iterator[Place]:
         for path, line in locations[1:]:
             rule = f"the class {name} exists already, in {locations[0][0]}"
             yield Place(path, line, rule, "one name, one thing")
+
+
+def import_circles(parsed: Sequence[Module]) -> Iterator[Place]:
+    """Every module of `parsed` that imports itself by way of others of them.
+
+    Imports for annotations alone and those inside of functions count as well.
+    """
+    remedy = "move what both need into one of them, or into a third"
+    imports = {module.name: _imported_names(module) for module in parsed}
+
+    for module in parsed:
+        # Each round adds the imports of the modules that were reached before.
+        reached: set[str] = set()
+        ahead = imports[module.name] & imports.keys()
+        while ahead:
+            reached |= ahead
+            further = set().union(*(imports[name] for name in ahead))
+            ahead = (further & imports.keys()) - reached
+        if module.name in reached:
+            yield Place(module.path, 1, "a circle of imports", remedy)
+
+
+def _imported_names(module: Module) -> set[str]:
+    """Every name that a module imports, with the modules that they may be or be in."""
+    names: set[str] = set()
+
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names.add(node.module)
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+
+    return names - {module.name}
 
 
 # ------------------------------------------------------------------------------ measures

@@ -280,9 +280,9 @@ def _run_rank(case: PeakCase, rank: int, folder: str) -> None:
 
     config = _configuration(case, folder)
     role = config.actor if case.head == "policy" else config.critic
-    assert role is not None and role.as_learner is not None
-    optimizer = role.as_learner.optimizer
-    spec = EngineSpec("actor", folder, case.head, role.backend, optimizer, 10, seed=0)
+    spec = EngineSpec(
+        "actor", folder, case.head, role.backend, role.optimizer, 10, seed=0
+    )
     spec = replace(spec, lora=role.adapter)
     engine = build_engine(
         spec, device=torch.device("cpu"), rank=rank, world_size=case.world

@@ -29,8 +29,7 @@ from verl_ray.algorithms.catalogue import CHOICES
 from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
 from verl_ray.config.algorithm import ADDITIONS, AlgorithmConfig
 from verl_ray.config.load import parse, to_tree
-from verl_ray.config.rules import rule_violations
-from verl_ray.config.schema import Config
+from verl_ray.config.schema import Config, rule_violations
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import ConfigError, Problem
 from verl_ray.hub.data_sets import pinned_data

@@ -3,7 +3,7 @@
 Invariant: every configuration is checked before the first run starts; a signal reaches
 the run that works, and no other one starts after it. Each run is a process, so that
 nothing of one is in the next. Deliberately not here: which runs there are
-(`controllers/compose/sweeps.py`).
+(`controllers/compose/grammar.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from types import FrameType
 from controllers.commands.check import SeenData, checked_config
 from controllers.commands.resume_hint import typed_words
 from controllers.commands.sweep_summary import RunEnd, print_summary
-from controllers.compose.sweeps import SweptRun, swept_runs
+from controllers.compose.grammar import SweptRun, swept_runs
 from controllers.run.next_command import in_shell
 from verl_ray.config.schema import Config
 from verl_ray.errors import ConfigError, Interrupted, Problem

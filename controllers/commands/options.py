@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from verl_ray.config.advice import advice_on
-from verl_ray.config.keys import value_keys
+from verl_ray.config.load import value_keys
 from verl_ray.config.suggest import closest, is_misspelt
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import Problem

@@ -17,8 +17,8 @@ from pathlib import Path
 import cloudpickle
 
 from controllers.compose.composition import examine
-from controllers.compose.from_python import keys_of, overrides_of
-from controllers.compose.roots import named_root
+from controllers.compose.grammar import keys_of, overrides_of
+from controllers.compose.listing import named_root
 from controllers.run.claim import claim
 from verl_ray.api_types import Data, Reward, RewardFunction, RunRequest
 from verl_ray.config.data import DataSet

@@ -26,8 +26,9 @@ from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.restarts import InPlaceRestarts
 from verl_ray.cluster.waiting import TICK_S, wait
+from verl_ray.config.reward import EvaluationConfig
 from verl_ray.config.rollout import RolloutConfig
-from verl_ray.config.tasks.rl import EvaluationConfig, RLConfig
+from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.batch import Int64
 from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.data.sharded import Sharded

@@ -44,9 +44,8 @@ from verl_ray.cluster.signals import (
 )
 from verl_ray.cluster.whereabouts import keeping_status
 from verl_ray.config.load import to_tree
-from verl_ray.config.rules import rule_violations
 from verl_ray.config.run import RunConfig
-from verl_ray.config.schema import Config
+from verl_ray.config.schema import Config, rule_violations
 from verl_ray.errors import ClusterError, ClusterLost, ConfigError, Problem, WorkerDied
 from verl_ray.preflight.memory_plan import memory_plan
 from verl_ray.preflight.resolve import (

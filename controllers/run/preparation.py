@@ -64,7 +64,7 @@ from verl_ray.tracking.base import Sample, Tracker
 from workers.actor import ActorWorker
 
 
-def prepare(run: Config, session: Session) -> None:
+def prepare(config: Config, session: Session) -> None:
     """Make run.dir/inputs, if the run makes its inputs and they are not complete.
 
     Raises:
@@ -73,9 +73,8 @@ def prepare(run: Config, session: Session) -> None:
         ConfigError: The folder exists and no run made it, or it was made with other
             settings.
     """
-    config = run.rollout_task
-    preparation = run.preparation
-    if config is None or preparation is None:
+    preparation = config.preparation
+    if not isinstance(config, RolloutTaskConfig) or preparation is None:
         return
 
     folder = inputs_folder(config)

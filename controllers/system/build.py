@@ -132,12 +132,12 @@ def start(
     graders, models = _graders_and_models(config, plan, groups, learns=learns)
     has_gpus = shape.gpus > 0
     rollout = None
-    if config.rollout_task is not None:
+    if isinstance(config, RolloutTaskConfig):
         replicas = groups.replicas(plan.roles[ROLLOUT])
         actor = models[config.evaluated_role]
         try:
             rollout = build_replicas(
-                config.rollout_task,
+                config,
                 replicas,
                 actor,
                 list(models.values()),
@@ -161,10 +161,9 @@ def models_without_state(
     The reference is such a model, but for one on the devices of engines: it would start
     beside an engine that is awake, or while its state has to be on the host.
     """
-    task = config.rollout_task
-    if task is None or "reference" not in models:
+    if not isinstance(config, RolloutTaskConfig) or "reference" not in models:
         return []
-    if SharingPlan.of(task, on_gpus=has_gpus).shares_devices:
+    if SharingPlan.of(config, on_gpus=has_gpus).shares_devices:
         return []
     return [models["reference"]]
 

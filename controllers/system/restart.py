@@ -39,10 +39,9 @@ def restart_lost(config: Config, system: System, also: Collection[str] = ()) -> 
     """
     # Those that are starting again are killed, and start with the other lost ones.
     system.restarts.close()
-    task = config.rollout_task
     offloads = False
-    if task is not None:
-        plan = SharingPlan.of(task, on_gpus=system.has_gpus)
+    if isinstance(config, RolloutTaskConfig):
+        plan = SharingPlan.of(config, on_gpus=system.has_gpus)
         offloads = plan.trainers_offload != "nothing"
         _calm_replicas(system, plan)
 
@@ -55,8 +54,8 @@ def restart_lost(config: Config, system: System, also: Collection[str] = ()) -> 
     if offloads:
         _place(survivors, "device")
 
-    if task is not None:
-        _connect_replicas(task, system)
+    if isinstance(config, RolloutTaskConfig):
+        _connect_replicas(config, system)
 
 
 def _calm_replicas(system: System, plan: SharingPlan) -> None:

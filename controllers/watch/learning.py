@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from verl_ray.algorithms.advantages import ADVANTAGES
+from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.rewards.health import ScoreHealth
@@ -148,12 +149,12 @@ def _data_diagnosis(steps: Sequence[Line], config: Config) -> Diagnosis | None:
 
 def _mostly_cut(steps: Sequence[Line], config: Config) -> Diagnosis | None:
     """Return that responses are too long, which other causes may follow from."""
-    if config.rollout_task is None:
+    if not isinstance(config, RolloutTaskConfig):
         return None
 
     cut = [line for line in steps if line.get(_CUT, 0) >= MOSTLY_CUT]
     lines = _in_a_row(cut, config)
-    longest = config.rollout_task.rollout.max_response_tokens
+    longest = config.rollout.max_response_tokens
     text = (
         f"{MOSTLY_CUT:.0%} of the responses or more were cut at the length limit, and"
         " did not end with an answer."

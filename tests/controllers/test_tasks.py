@@ -20,8 +20,7 @@ from tests.controllers.trainers.imitation import ImitationConfig
 from verl_ray.cluster.session import Session
 from verl_ray.config.load import parse, to_tree
 from verl_ray.config.roles import ModelRole, ReferenceRole, SupervisedRole
-from verl_ray.config.rules import rule_violations
-from verl_ray.config.schema import Config
+from verl_ray.config.schema import Config, rule_violations
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import ConfigError
 from verl_ray.preflight.findings import preflight

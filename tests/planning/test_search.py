@@ -12,7 +12,7 @@ from controllers.commands.plan_tables import misfit_lines
 from tests.planning.bases import bases, machine
 from verl_ray.backends.base import BackendSettings
 from verl_ray.config.load import parse, to_tree
-from verl_ray.config.rules import rule_violations
+from verl_ray.config.schema import rule_violations
 from verl_ray.config.section import resolved
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.planning.search import Misfit, Plan, search, smallest_machine

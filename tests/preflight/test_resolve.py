@@ -12,8 +12,7 @@ from pydantic import BaseModel
 
 from controllers.compose.composition import compose
 from verl_ray.config.load import to_tree
-from verl_ray.config.rules import rule_violations
-from verl_ray.config.schema import Config
+from verl_ray.config.schema import Config, rule_violations
 from verl_ray.config.section import resolved
 from verl_ray.config.tasks.reward_model import RewardModelConfig
 from verl_ray.config.tasks.rl import RLConfig

@@ -16,7 +16,7 @@ from controllers.compose.trees import interpolations
 from tests.preflight.configs import job_on
 from tests.preflight.published import published
 from verl_ray.config.load import to_tree, with_changes
-from verl_ray.config.rules import rule_violations
+from verl_ray.config.schema import rule_violations
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.preflight.devices import device_problems
 from verl_ray.preflight.facts import facts_here

@@ -1,7 +1,4 @@
-"""The `engine` backend: plain PyTorch, with DDP if a role has several ranks.
-
-Deliberately not here: the computation (`verl_ray/engine/plain.py`).
-"""
+"""The `engine` backend: plain PyTorch, with DDP if a role has several ranks."""
 
 from __future__ import annotations
 

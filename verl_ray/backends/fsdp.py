@@ -1,7 +1,6 @@
 """The `fsdp` backend: FSDP2, and Ulysses sequence parallelism.
 
-Invariant: a setting that would be ignored is refused. Deliberately not here: the
-computation (`verl_ray/engine/fsdp.py`).
+Invariant: a setting that would be ignored is refused.
 """
 
 from __future__ import annotations

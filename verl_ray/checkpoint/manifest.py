@@ -331,7 +331,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
     if not isinstance(value, dict):
         kind = type(value).__name__
-        raise TornCheckpoint(f"{name} holds a {kind}, expected a JSON object")
+        raise TornCheckpoint(f"holds a {kind}", expected="a JSON object", subject=name)
     return value
 
 

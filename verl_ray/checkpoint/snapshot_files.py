@@ -22,8 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_ray.errors import CheckpointError
-from verl_ray.ownership import Owner
-from verl_ray.shared_files import FOLDER, prefix
+from verl_ray.ownership import SHARED_FOLDER, Owner, prefix
 
 _NUM_SLOTS = 2
 
@@ -307,12 +306,14 @@ class SnapshotNames:
         owner = self.driver if self.driver.is_visible else raylet
         of_run = short_word(f"{Owner.here().namespace} {self.run}")
         own = f"{of_run}-{short_word(str(self.driver))}-"
-        for path in FOLDER.glob(f"verl_ray-snapshot-*-{of_run}-*"):
+        for path in SHARED_FOLDER.glob(f"verl_ray-snapshot-*-{of_run}-*"):
             if own not in path.name:
                 path.unlink(missing_ok=True)
         # Several nodes of Ray may share a machine, and do not share what is lost.
         node = short_word(str(raylet))
-        return str(FOLDER / f"{prefix('snapshot', owner)}{own}{node}-{role}-{rank}")
+        return str(
+            SHARED_FOLDER / f"{prefix('snapshot', owner)}{own}{node}-{role}-{rank}"
+        )
 
 
 def short_word(text: str) -> str:

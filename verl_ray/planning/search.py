@@ -2,8 +2,7 @@
 
 Invariant: the result is the fastest of all candidates by the time model, up to the
 advantage that megatron-core must have; no candidate is passed over that could be
-faster. Deliberately not here: which candidates there are
-(`candidates.py`), and where they fit (`fit.py`).
+faster.
 """
 
 from __future__ import annotations
@@ -13,15 +12,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from verl_ray.config.rollout_task import Offloaded
-from verl_ray.config.rules import rule_violations
+from verl_ray.config.schema import rule_violations
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import ConfigError, Problem
-from verl_ray.planning.candidates import OFFLOADS, Space, candidates, offloaded
-from verl_ray.planning.fit import (
+from verl_ray.planning.candidates import (
+    OFFLOADS,
     Demand,
+    Space,
     at_best,
+    candidates,
     demands_of,
     fitted,
+    offloaded,
     with_least_cache,
 )
 from verl_ray.preflight.device_defaults import fastest

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_ray.config.data import DataSet, RowFormat, in_words
+from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.batch import Int64
@@ -216,8 +217,8 @@ def _source(
     data = config.data
 
     if row_format.kind == "prompt":
-        assert config.rollout_task is not None, "prompts are read to generate rollouts"
-        return PromptSource(data_sets, tokenizer, config.rollout_task.data, seed, most)
+        assert isinstance(config, RolloutTaskConfig), "prompts are for rollouts"
+        return PromptSource(data_sets, tokenizer, config.data, seed, most)
 
     if row_format.kind == "supervised":
         return SupervisedSource(

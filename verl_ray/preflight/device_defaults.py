@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from verl_ray.config.algebra import row_tokens_per_rank
 from verl_ray.config.load import to_tree, with_changes
+from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
 from verl_ray.preflight.facts import ClusterFacts
 from verl_ray.preflight.machine import ASSUMED_LINK_GBIT_PER_S, GIB, GPUS
@@ -158,8 +159,7 @@ def _value(tree: Any, key: str) -> object:
 
 def _level_keys(config: Config) -> Iterator[str]:
     """Yield the keys of the settings of a level that are `auto`."""
-    task = config.rollout_task
-    if task is not None and task.placement.offload == "auto":
+    if isinstance(config, RolloutTaskConfig) and config.placement.offload == "auto":
         yield "placement.offload"
 
     for name, role in config.model_roles.items():

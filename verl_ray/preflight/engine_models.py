@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from verl_ray.backends.base import ModelFacts
-from verl_ray.config.rollout import RolloutEngineConfig, ServedModel
-from verl_ray.config.schema import Config
-from verl_ray.config.suggest import either, nearest_divisors
-from verl_ray.config.vllm_limits import (
+from verl_ray.config.rollout import (
     ATTENTION_HEAD_SIZES,
     EXPERTS_HIDDEN_MULTIPLE,
     SILU_FAMILIES,
+    RolloutEngineConfig,
+    ServedModel,
 )
 from verl_ray.engine.packages import INSTALL, missing_packages
+from verl_ray.config.schema import Config
+from verl_ray.config.suggest import either, nearest_divisors
 from verl_ray.errors import Problem
 from verl_ray.models.settings import ACTIVATIONS, positions_of
 from verl_ray.preflight.machine import GIB, Machine

@@ -12,6 +12,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from verl_ray.checkpoint.store import CheckpointStore
+from verl_ray.config.reward import JudgeReward, ModelReward
+from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
 from verl_ray.data.chat_templates import PRESENT_TIME, template_of
 from verl_ray.data.tokenizers import TEMPLATE_FILE
@@ -91,8 +93,8 @@ def facts_of(
 
     # A task without rollouts sends no weights.
     sent_parameters = 0
-    if config.rollout_task is not None:
-        actor = config.rollout_task.actor
+    if isinstance(config, RolloutTaskConfig):
+        actor = config.actor
         sent_parameters = model_size("actor", actor, config).parameters
 
     return ClusterFacts(
@@ -171,9 +173,11 @@ def writes_day(config: Config) -> bool:
     Args:
         config: Configuration of the run, with `auto` or without.
     """
-    graders = config.graders.values()
-    roles = [grader.as_judge or grader.as_model_role for grader in graders]
-    applied = [_template_in(role.model.folder) for role in roles if role is not None]
+    applied = [
+        _template_in(grader.model.folder)
+        for grader in config.graders.values()
+        if isinstance(grader, JudgeReward | ModelReward)
+    ]
     if config.data.apply_chat_template:
         folder = config.model_roles[config.evaluated_role].model.folder
         applied.append(template_of(config.data) or _template_in(folder))

@@ -8,9 +8,10 @@ resources have modules of their own (`model_directories.py`, `resources.py`). Fo
 machine that was described, what only concerns this one is left out: packages, folders,
 ports and tokens.
 
-Rules over the configuration alone are elsewhere (`verl_ray.config.rules`).
+Rules over the configuration alone are elsewhere (`verl_ray.config`).
 """
 
+from verl_ray.config.rollout_task import RolloutTaskConfig
 from __future__ import annotations
 
 import importlib.metadata
@@ -23,6 +24,7 @@ from pathlib import Path
 
 from verl_ray.config.algebra import batch_algebra
 from verl_ray.config.data import in_words as paths_in_words
+from verl_ray.config.reward import HttpReward
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
 from verl_ray.config.section import resolved
@@ -103,9 +105,9 @@ def preflight(
     if wandb_problem is not None and starts_here:
         findings.problems.append(wandb_problem)
 
-    if planned.rollout_task is not None:
-        findings.problems += _endpoint_problems(planned.rollout_task, machine)
-        findings.warnings += _endpoint_warnings(planned.rollout_task)
+    if isinstance(planned, RolloutTaskConfig):
+        findings.problems += _endpoint_problems(planned, machine)
+        findings.warnings += _endpoint_warnings(planned)
 
     learns = not evaluates
     if machine is not None:
@@ -182,15 +184,14 @@ def _grader_problems(
         if needs_data:
             yield from spec_problems(functions, f"{key}.functions")
 
-        service = grader.as_service
-        if service is not None:
-            problem = url_problem(service.url, f"{key}.url")
+        if isinstance(grader, HttpReward):
+            problem = url_problem(grader.url, f"{key}.url")
             if problem is not None:
                 yield problem
             # Other machines have an environment of their own.
             if machine is not None and not machine.is_described:
                 fix = "Set it to the token that the service expects."
-                yield from _token_problems(f"{key}.token_env", service.token_env, fix)
+                yield from _token_problems(f"{key}.token_env", grader.token_env, fix)
 
 
 def _token_problems(key: str, variable: str | None, fix: str) -> Iterator[Problem]:
@@ -398,12 +399,11 @@ def cost_warnings(
 
 def _different_types(config: Config) -> Iterator[str]:
     """Yield a warning if sampler and trainer compute in different types."""
-    task = config.rollout_task
-    if task is None:
+    if not isinstance(config, RolloutTaskConfig):
         return
 
-    sampler = task.rollout.dtype
-    trainer = task.actor.backend.dtype
+    sampler = config.rollout.dtype
+    trainer = config.actor.backend.dtype
     if sampler == trainer or config.corrects_mismatch:
         return
     # What auto becomes on a cluster is not known yet.
@@ -502,11 +502,7 @@ def _endless_warmups(config: Config) -> Iterator[str]:
         return
 
     updates = {role.role: role.updates_per_step for role in batch_algebra(config).roles}
-    for name, role in config.model_roles.items():
-        learner = role.as_learner
-        if learner is None:
-            continue
-
+    for name, learner in config.learners.items():
         steps = config.learning_steps(name) * updates[name]
         warmup_steps = learner.optimizer.warmup_steps
         if warmup_steps > steps:
@@ -519,9 +515,8 @@ def _endless_warmups(config: Config) -> Iterator[str]:
 
 def _still_learners(config: Config) -> Iterator[str]:
     """Yield a warning for each role that learns with a learning rate of 0."""
-    for name in config.learners:
-        learner = config.model_roles[name].as_learner
-        if learner is not None and learner.optimizer.lr == 0:
+    for name, learner in config.learners.items():
+        if learner.optimizer.lr == 0:
             yield f"{name}.optimizer.lr=0: the {name} never changes; raise it"
 
 

@@ -20,7 +20,7 @@ from verl_ray.backends.base import (
     MemoryPart,
     ModuleBackend,
 )
-from verl_ray.config.roles import ModelRole
+from verl_ray.config.roles import ModelRole, SupervisedRole
 from verl_ray.config.rollout import VLLM_BATCHED_TOKENS, RolloutEngineConfig
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
@@ -137,7 +137,7 @@ def footprint(
 
 def trained_parameters(role: ModelRole, model: ModelSize) -> int:
     """Return the number of parameters that learn: all, those of an adapter, or none."""
-    if role.as_learner is None:
+    if not isinstance(role, SupervisedRole):
         return 0
     if role.adapter is None:
         return model.parameters

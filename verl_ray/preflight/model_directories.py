@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from verl_ray.config.algebra import batch_algebra
 from verl_ray.config.reward import JudgeReward
-from verl_ray.config.roles import ModelRole
-from verl_ray.config.rules.rule import value_of
+from verl_ray.config.roles import ModelRole, SupervisedRole
 from verl_ray.config.schema import Config
 from verl_ray.config.suggest import either
 from verl_ray.data.tokenizers import VOCABULARY_FILES
+from verl_ray.config.section import value_of
 from verl_ray.errors import Problem
 from verl_ray.hub.names import is_hub_id
 from verl_ray.models.families import (
@@ -187,10 +187,10 @@ def _expert_problems(config: Config) -> Iterator[Problem]:
     for name, role in config.model_roles.items():
         path = role.model.folder
         settings = settings_of(path, config)
-        if not settings or role.as_learner is None:
+        if not settings or not isinstance(role, SupervisedRole):
             continue
 
-        balance = role.as_learner.expert_balance
+        balance = role.expert_balance
         if balance is not None and settings.get("model_type") not in WITH_EXPERTS:
             rule = f"this setting would be ignored: {path} has no experts"
             yield Problem(f"{name}.expert_balance", balance, rule, "Set it to null.")

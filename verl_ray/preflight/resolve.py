@@ -157,14 +157,13 @@ def _of_devices(config: Config, facts: ClusterFacts) -> Iterator[AutoValue]:
 
 def _num_replicas(config: Config, facts: ClusterFacts) -> tuple[int, str]:
     """Return as many replicas of the policy as there are devices for them."""
-    task = config.rollout_task
-    assert task is not None
+    assert isinstance(config, RolloutTaskConfig)
     if not facts.gpus:
         return 1, "the run computes on a CPU"
 
-    parallel = task.rollout.tensor_parallel
-    if task.shares_processes:
-        ranks = task.actor.num_ranks
+    parallel = config.rollout.tensor_parallel
+    if config.shares_processes:
+        ranks = config.actor.num_ranks
         because = f"they share the GPUs of actor.num_ranks={ranks}"
         return max(1, ranks // parallel), because
 
@@ -201,8 +200,7 @@ def _threads_per_rank(config: Config, facts: ClusterFacts) -> ValueAndReason:
     more than one thread.
     """
     training_ranks, engine_ranks = _computing_ranks(config, learns=facts.learns)
-    task = config.rollout_task
-    overlaps = facts.learns and task is not None and task.overlaps
+    overlaps = facts.learns and config.overlaps
 
     # At the same time, each side leaves the other its cores.
     others = (engine_ranks, training_ranks) if overlaps else (0, 0)

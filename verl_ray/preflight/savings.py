@@ -17,6 +17,8 @@ from typing import Literal
 from verl_ray.config.algebra import row_tokens_per_rank
 from verl_ray.config.load import Changes, with_changes
 from verl_ray.config.rules import rule_violations
+from verl_ray.config.load import Changes
+from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
 from verl_ray.config.section import resolved
 from verl_ray.preflight.devices import device_problems, ranks_on_idle_gpus
@@ -366,8 +368,8 @@ def _offloading(offload: Literal["none", "optimizer", "all"]) -> Saving:
     """Return the saving by what leaves shared GPUs while rollouts are generated."""
 
     def offloading(run: Attempt) -> Step:
-        task = run.settings.rollout_task
-        if task is None or not task.shares_processes:
+        task = run.settings
+        if not isinstance(task, RolloutTaskConfig) or not task.shares_processes:
             return
         if task.placement.offload not in ("auto", offload):
             yield "placement.offload", offload
@@ -415,9 +417,11 @@ def _slices_of_rows(slices: int) -> Saving:
 
 def _ranks_of_engines(run: Attempt) -> Step:
     """Yield ranks that take GPUs of engines whose number is `auto`, as few as fit."""
-    task = run.settings.rollout_task
+    task = run.settings
     names = [name for name in run.models if run.is_short(name)]
-    if task is None or task.rollout.num_replicas != "auto" or not names:
+    if not isinstance(task, RolloutTaskConfig) or not names:
+        return
+    if task.rollout.num_replicas != "auto":
         return
     spare = run.config.engines[ROLLOUT].ranks - task.rollout.tensor_parallel
     step: Changes = {}
@@ -466,8 +470,8 @@ def _parameters_on_gpus(run: Attempt) -> Step:
 
 
 def _whole_syncs(run: Attempt) -> Step:
-    task = run.settings.rollout_task
-    if task is not None and task.rollout.sync.delta:
+    task = run.settings
+    if isinstance(task, RolloutTaskConfig) and task.rollout.sync.delta:
         yield "rollout.sync.delta", False
 
 

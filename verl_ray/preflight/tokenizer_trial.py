@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from verl_ray.config.reward import JudgeReward, SingleReward
+from verl_ray.config.reward import JudgeReward, ModelReward, SingleReward
 from verl_ray.config.schema import Config
 from verl_ray.config.section import resolved
 from verl_ray.data.chat_templates import (
@@ -190,23 +190,23 @@ def model_grader_problems(
         requests: Responses of the run.
         config: Configuration of the run, without `auto`.
     """
-    judge = grader.as_judge
-    role = judge or grader.as_model_role
-    if role is None:
+    if not isinstance(grader, JudgeReward | ModelReward):
         return
 
     # A grader uses a chat template wherever it has one.
-    path = role.model.folder
+    path = grader.model.folder
     try:
         tokenizer = _tokenizer(key, path, config, applies_template=True)
     except ConfigError as error:
         yield from error.problems
         return
 
-    for request in requests if judge is not None else ():
-        assert judge is not None, "only a judge is tried on requests"
+    # Only a judge is tried on requests.
+    if isinstance(grader, ModelReward):
+        return
+    for request in requests:
         day = day_of_run(config.data)
-        problem = _question_problem(key, judge, request, tokenizer, day)
+        problem = _question_problem(key, grader, request, tokenizer, day)
         if problem is not None:
             yield problem
             return

@@ -16,8 +16,7 @@ import numpy.typing as npt
 from jinja2 import StrictUndefined
 from jinja2.sandbox import SandboxedEnvironment
 
-from verl_ray.config.reward import JudgeReward
-from verl_ray.config.rules.reward import TEMPLATE_FIELDS
+from verl_ray.config.reward import TEMPLATE_FIELDS, JudgeReward
 from verl_ray.data.chat_templates import TemplateArguments
 from verl_ray.data.encoding import encode
 from verl_ray.data.fields import Message
@@ -36,7 +35,7 @@ _SHOWN = 200  # characters of a reply without a verdict, from its end
 class Judgement:
     """Question and verdict of a judge, by a template and a pattern.
 
-    `verl_ray.config.rules` has verified both.
+    `verl_ray.config.reward` has verified both.
     """
 
     def __init__(self, config: JudgeReward) -> None:

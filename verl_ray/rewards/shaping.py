@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from verl_ray.config.reward import SingleReward
+from verl_ray.config.reward import MixedReward, SingleReward
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.stages import Float32
 from verl_ray.ops.masked import Moments, whiten
@@ -50,8 +50,8 @@ class Shaping:
     def __init__(self, config: RLConfig) -> None:
         self._graders = config.graders
         weights: Mapping[str, float] = {}
-        if config.reward.as_mixture is not None:
-            weights = config.reward.as_mixture.weights
+        if isinstance(config.reward, MixedReward):
+            weights = config.reward.weights
         self._weights = {
             role: weights.get(component(role), 1.0) for role in self._graders
         }

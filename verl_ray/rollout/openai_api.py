@@ -26,7 +26,7 @@ from pydantic import (
 )
 
 from verl_ray.config.data import RESERVED_ARGUMENTS
-from verl_ray.config.vllm_limits import VLLM_LEAST_TEMPERATURE
+from verl_ray.config.rollout import VLLM_LEAST_TEMPERATURE
 from verl_ray.data.field_values import Message
 from verl_ray.data.stages import Finish
 from verl_ray.errors import (

@@ -181,7 +181,7 @@ def fixed_arguments(
 ) -> dict[str, Any]:
     """Return the engine arguments that `rollout.vllm_args` may not set.
 
-    `verl_ray.config.rules` refuses them before an engine starts.
+    `verl_ray.config.rollout` refuses them before an engine starts.
 
     Args:
         model_path: The model directory.

@@ -27,6 +27,7 @@ from verl_ray.backends.fsdp import FsdpBackend
 from verl_ray.backends.megatron import MegatronBackend
 from verl_ray.backends.megatron_fsdp import MegatronFsdpBackend
 from verl_ray.config.roles import ModelRole
+from verl_ray.config.roles import ModelRole, SupervisedRole
 from verl_ray.config.rollout import RolloutEngineConfig
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
@@ -119,12 +120,11 @@ def step_time(config: Config, links: Links) -> StepTime:
             rows = _row_lengths(config, size, config.rows_per_step)
             measure[name] = pass_s(role, size, rows, links, learns=False)
 
-        learner = role.as_learner
-        if learner is not None:
-            per_update = learner.rows_per_update(config.rows_per_step)
+        if isinstance(role, SupervisedRole):
+            per_update = role.rows_per_update(config.rows_per_step)
             rows = _row_lengths(config, size, per_update)
             update_s = pass_s(role, size, rows, links, learns=True)
-            learn[name] = learner.updates_per_step(config.rows_per_step) * update_s
+            learn[name] = role.updates_per_step(config.rows_per_step) * update_s
 
     # Roles on the same GPUs take turns, others work at the same time.
     shares_gpus = config.shares_processes
@@ -135,13 +135,12 @@ def step_time(config: Config, links: Links) -> StepTime:
     }
     engine_gpus = 0
     engine_gpu_s = 0.0
-    task = config.rollout_task
-    if task is not None:
-        move_s = _offloaded_bytes(task) / links.host if shares_gpus else 0.0
-        seconds["generate"], engine_gpu_s = _generate_s(task, links)
+    if isinstance(config, RolloutTaskConfig):
+        move_s = _offloaded_bytes(config) / links.host if shares_gpus else 0.0
+        seconds["generate"], engine_gpu_s = _generate_s(config, links)
         seconds["measure"] += move_s
-        seconds["publish"] = _publish_s(task, links) + move_s
-        engine_gpus = task.engines[ROLLOUT].ranks
+        seconds["publish"] = _publish_s(config, links) + move_s
+        engine_gpus = config.engines[ROLLOUT].ranks
 
     ranks = {name: role.num_ranks for name, role in config.model_roles.items()}
     busy = sum(ranks[name] * time for name, time in [*measure.items(), *learn.items()])
@@ -157,13 +156,13 @@ def step_time(config: Config, links: Links) -> StepTime:
 
 def _measures(name: str, role: ModelRole, config: Config) -> bool:
     """Return whether a role computes log-probs or values before others learn."""
-    if role.as_learner is None:
+    if not isinstance(role, SupervisedRole):
         return not role.scores_rollouts
-    task = config.rollout_task
-    if task is None:
+    if not isinstance(config, RolloutTaskConfig):
         return False
-    corrects = config.corrects_mismatch
-    return name != config.evaluated_role or task.needs_old_log_probs(corrects=corrects)
+    if name != config.evaluated_role:
+        return True
+    return config.needs_old_log_probs(corrects=config.corrects_mismatch)
 
 
 # ------------------------------------------------------------------------------ lengths

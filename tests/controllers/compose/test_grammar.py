@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controllers.compose.composition import compose
-from controllers.compose.from_python import keys_of, overrides_of
+from controllers.compose.grammar import keys_of, overrides_of
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import ConfigError
 

@@ -13,7 +13,7 @@ from controllers.compose.composition import compose
 from tests.preflight.configs import BIG, NO_GAIN, ppo, problems_by_key
 from tests.preflight.models import write_model
 from verl_ray.backends.layouts import ModelSizes
-from verl_ray.backends.megatron_models import sizes_of
+from verl_ray.backends.megatron import sizes_of
 from verl_ray.preflight.findings import preflight
 
 DENSE = {
