@@ -14,9 +14,6 @@ from ray._private.node import Node
 from ray.cluster_utils import Cluster
 
 from verl_ray.checkpoint.snapshot_files import short_word
-from verl_ray.ownership import Owner
-from verl_ray.shared_files import FOLDER
-from verl_ray.checkpoint.snapshot_names import short_word
 from verl_ray.ownership import SHARED_FOLDER, Owner
 
 SMALL = {"object_store_memory": 200 << 20, "include_dashboard": False}

@@ -23,9 +23,6 @@ from tests.layouts import LAYOUTS, differing, recorded
 from tests.lost_nodes import has_second_copies, lose_node, two_nodes
 from tests.tracking.wandb_files import steps_of as wandb_steps
 from verl_ray.checkpoint.snapshot_files import short_word
-from verl_ray.ownership import Owner
-from verl_ray.shared_files import FOLDER
-from verl_ray.checkpoint.snapshot_names import short_word
 from verl_ray.ownership import SHARED_FOLDER, Owner
 from verl_ray.tracking.base import GLOBAL_STEP
 from verl_ray.tracking.jsonl import METRICS, read_metrics

@@ -22,9 +22,6 @@ from verl_ray.cluster.placement import ProcessSet, share_cpus
 from verl_ray.cluster.processes import Role
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.waiting import RAY_CALLS, wait
-from verl_ray.config.reward import SingleReward
-from verl_ray.config.roles import ModelRole
-from verl_ray.cluster.waiting import wait
 from verl_ray.config.reward import JudgeReward, SingleReward
 from verl_ray.config.roles import ModelRole, SupervisedRole
 from verl_ray.config.rollout_task import RolloutTaskConfig

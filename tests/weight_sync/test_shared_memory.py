@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from verl_ray.errors import WeightSyncError
-from verl_ray.shared_files import FOLDER
 from verl_ray.ownership import SHARED_FOLDER
-from verl_ray.weight_sync.buckets import plan_buckets
 from verl_ray.weight_sync.fingerprint import Fingerprint, fingerprint
 from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice, plan_buckets
 from verl_ray.weight_sync.shared_memory import (

@@ -11,7 +11,6 @@ ports and tokens.
 Rules over the configuration alone are elsewhere (`verl_ray.config`).
 """
 
-from verl_ray.config.rollout_task import RolloutTaskConfig
 from __future__ import annotations
 
 import importlib.metadata

@@ -25,12 +25,9 @@ from pathlib import Path
 from verl_ray.config.schema import Config
 from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import ConfigError, Problem
+from verl_ray.ownership import available_bytes
 from verl_ray.profiling.flops import BFLOAT16_PEAK_FLOPS_PER_S as PEAK
 from verl_ray.profiling.flops import bfloat16_peak_of
-from verl_ray.shared_files import available_bytes
-from verl_ray.ownership import available_bytes
-from verl_ray.preflight.gpus import GIB as GIB
-from verl_ray.preflight.gpus import Gpu, listed_gpu
 
 MIB = 2**20
 GIB = 2**30

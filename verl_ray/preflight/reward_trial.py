@@ -44,8 +44,6 @@ from verl_ray.rewards.request import ScoreRequest
 from verl_ray.rewards.signatures import LACKS, Signature
 from verl_ray.rewards.specs import load
 from verl_ray.user_files import last_cause
-from verl_ray.rewards.signatures import LACKS
-from verl_ray.user_files import last_cause
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

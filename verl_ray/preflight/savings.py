@@ -16,10 +16,8 @@ from typing import Literal
 
 from verl_ray.config.algebra import row_tokens_per_rank
 from verl_ray.config.load import Changes, with_changes
-from verl_ray.config.rules import rule_violations
-from verl_ray.config.load import Changes
 from verl_ray.config.rollout_task import RolloutTaskConfig
-from verl_ray.config.schema import Config
+from verl_ray.config.schema import Config, rule_violations
 from verl_ray.config.section import resolved
 from verl_ray.preflight.devices import device_problems, ranks_on_idle_gpus
 from verl_ray.preflight.engine_models import backend_problems, engine_problems

@@ -27,7 +27,7 @@ from pydantic import (
 
 from verl_ray.config.data import RESERVED_ARGUMENTS
 from verl_ray.config.rollout import VLLM_LEAST_TEMPERATURE
-from verl_ray.data.field_values import Message
+from verl_ray.data.fields import Message
 from verl_ray.data.stages import Finish
 from verl_ray.errors import (
     CallRefused,
@@ -37,8 +37,6 @@ from verl_ray.errors import (
     RolloutError,
 )
 from verl_ray.rollout.requests import PromptLogProbs
-from verl_ray.data.fields import Message
-from verl_ray.errors import CallRefused
 
 SEEDS = 2**63
 """Number of seeds: a seed is in [0, 2^63)."""

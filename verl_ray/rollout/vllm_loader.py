@@ -42,8 +42,6 @@ from verl_ray.rollout.vllm_core import (
     drop_adapters,
     is_attention,
 )
-from verl_ray.shared_files import FOLDER, prefix, remove_stale
-from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Fingerprints
 from verl_ray.weight_sync.manifest import Bucket
 from verl_ray.weight_sync.transport import Address, Inbox, WireEndpoint, WireSpec

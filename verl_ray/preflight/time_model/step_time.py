@@ -26,7 +26,6 @@ from verl_ray.backends.base import FLOAT32
 from verl_ray.backends.fsdp import FsdpBackend
 from verl_ray.backends.megatron import MegatronBackend
 from verl_ray.backends.megatron_fsdp import MegatronFsdpBackend
-from verl_ray.config.roles import ModelRole
 from verl_ray.config.roles import ModelRole, SupervisedRole
 from verl_ray.config.rollout import RolloutEngineConfig
 from verl_ray.config.rollout_task import RolloutTaskConfig
