@@ -60,7 +60,8 @@ class Replicas:
         """
         self._publisher = publisher
         self._max_restarts = config.run.recovery.max_restarts
-        self._device_sharing = device_sharing
+        self.device_sharing = device_sharing
+        """The devices, which the trainer switches to training."""
         self._supervisor = ReplicaSupervisor(
             replicas,
             config.rollout.health,
@@ -83,7 +84,6 @@ class Replicas:
         """Replicas that got the present version, also those that are lost by now."""
         self._brought_up: Replica | None = None
         """The replica that gets the present version now, while all else goes on."""
-        self._switch_s = 0.0
 
     @property
     def available(self) -> tuple[Replica, ...]:
@@ -123,7 +123,7 @@ class Replicas:
 
     # -------------------------------------------------------------------------- weights
 
-    def publish(self, version: int) -> dict[str, float]:
+    def sync_weights(self, version: int) -> dict[str, float]:
         """Send the actor's weights to every available replica, and verify them.
 
         If a replica is lost meanwhile, the weight sync begins anew without it. Open
@@ -143,14 +143,14 @@ class Replicas:
         # Each round is one weight sync. It ends with its success, or with an error that
         # is no loss of a replica.
         while True:
-            if not self.available and not self._device_sharing.engine_fits:
+            if not self.available and not self.device_sharing.engine_fits:
                 # None could start before the trainers have freed its memory.
                 self._publisher.prepare_restart(version)
             replicas = supervisor.wait_for_replicas()
             watch = functools.partial(supervisor.check_health, replicas)
             receivers = Receivers(replicas, watch)
             try:
-                metrics = self._publisher.publish(version, receivers)
+                metrics = self._publisher.sync(version, receivers)
                 break
             except VerlRayError as error:
                 lost = supervisor.handle_failure(error)
@@ -165,7 +165,7 @@ class Replicas:
         self._resume_open_rows()
         pause_s += time.perf_counter() - began
         metrics["timing_s/weight_sync/pause"] = pause_s
-        return metrics | {"timing_s/weight_sync/hand_back": self._switch_s}
+        return metrics
 
     def _pause_open_rows(self) -> None:
         """Let the replicas stop where they are, if rows are open and may stay so."""
@@ -212,16 +212,11 @@ class Replicas:
         # The lost replica needs memory to start again.
         self._publisher.prepare_restart(version)
 
-    def switch_to_training(self) -> None:
-        """Switch shared devices from rollouts to training.
-
-        Engines free what the trainers need, and the training state comes back.
-        """
-        began = time.perf_counter()
+    def free_devices(self) -> None:
+        """Let engines free what the trainers need of the devices that they share."""
         if self._takes_turns:
             self._pause_open_rows()
-        engines_free = self._device_sharing.plan.engines_free
-
+        engines_free = self.device_sharing.plan.engines_free
         # Each round puts all replicas to sleep. It is repeated while replicas restart:
         # they take memory too, and there is none for them once the trainers are back.
         while engines_free is not None:
@@ -229,9 +224,6 @@ class Replicas:
             self._supervisor.call_each(replicas, RolloutWorker.sleep, engines_free)
             if not self._supervisor.restarting:
                 break
-
-        self._device_sharing.switch_to("training")
-        self._switch_s = time.perf_counter() - began
 
     # ----------------------------------------------------------------------- generation
 

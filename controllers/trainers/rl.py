@@ -112,7 +112,8 @@ class Trainer:
     def step(self, number: int) -> Metrics:
         """Run training step `number`, counted from 1. Return its metrics.
 
-        produce -> compute log-probs and values -> assign credit -> learn -> publish
+        produce -> compute log-probs and values -> assign credit -> update the models
+        -> publish
         """
         learner = self.learner
         # What came between the steps is no part of this one.
@@ -125,22 +126,23 @@ class Trainer:
             rollouts = experience.rollouts
             raw_scores = measures.response_scores(experience.scores)
 
-            # Engines that share GPUs with the trainers free them here.
-            with phase("switching to training"):
-                self.replicas.switch_to_training()
+            # Trainers return to the GPUs that they share with engines.
+            with phase("switching to training"), self.timers("weight_sync/hand_back"):
+                self.replicas.free_devices()
+                self.replicas.device_sharing.switch_to("training")
             with phase("computing log-probs"):
                 outputs = learner.compute_log_probs_and_values(number, rollouts)
 
             aborted = rollouts.row("finish") == Finish.ABORTED
             scores = self.shaping.shape(raw_scores, aborted)
             scores, of_shaping = with_shaping(self.config, scores, rollouts)
-            with phase("assigning credit"):
+            with phase("assigning credit"), self.timers("adv"):
                 credit = learner.assign_credit(rollouts, scores, outputs)
 
             # The update begins: from here on a stop waits for the end of the step.
             pass_point_of_no_return()
             with phase("updating"):
-                metrics = learner.learn(
+                metrics = learner.update_models(
                     number,
                     rollouts,
                     credit,
@@ -192,7 +194,7 @@ class Trainer:
             self.timers("update_weights"),
             self.timers.waiting(),
         ):
-            metrics = self.replicas.publish(version)
+            metrics = self.replicas.sync_weights(version)
         self.policy_version = version
         self.learner.optimizer_steps.publish(version)
         return metrics

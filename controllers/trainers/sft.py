@@ -19,6 +19,7 @@ from controllers.trainers.supervised import SupervisedTask, SupervisedTrainer
 from controllers.watch.evaluation import Evaluation
 from controllers.watch.measures import Metrics
 from controllers.watch.memory import MemoryRecord
+from verl_ray.algorithms.objectives import SupervisedObjective
 from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.config.data import DataSet
@@ -69,7 +70,7 @@ class SFTTrainer(SupervisedTrainer[ActorWorker]):
 
     def update(self, rows: Sharded[TrainingBatch]) -> Call[list[UpdateReport]]:
         """Start one optimizer step on these rows."""
-        return self.group.scatter(ActorWorker.train_supervised, rows)
+        return self.group.scatter(ActorWorker.learn, rows, SupervisedObjective())
 
     def step(self, number: int) -> Metrics:
         """Run training step `number`. Return its metrics, perplexity included."""

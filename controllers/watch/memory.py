@@ -31,6 +31,7 @@ from verl_ray.profiling.memory import CallPeaks
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker
 from workers.judge import JudgeWorker
+from workers.model_worker import ModelWorker
 from workers.reward_model import RewardModelGrader, RewardModelWorker
 from workers.rollout import RolloutWorker
 
@@ -46,7 +47,7 @@ CALLS: dict[Phase, tuple[Callable[..., object], ...]] = {
     "learn": (
         ActorWorker.update,
         CriticWorker.update,
-        ActorWorker.train_supervised,
+        ModelWorker.learn,
         RewardModelWorker.train_preferences,
     ),
     "publish": (

@@ -2,7 +2,7 @@
 
 Invariant: rewards enter in the order of ordinals, so a run that is resumed has the same
 baselines, to the bit. Deliberately not here: which column names an agent
-(`controllers/trainers/credit_assignment.py`).
+(`controllers/trainers/learner.py`).
 """
 
 from __future__ import annotations

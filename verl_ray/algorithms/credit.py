@@ -152,7 +152,7 @@ def says_something(algorithm: AlgorithmConfig, finish: npt.NDArray[np.int8]) -> 
     return counts
 
 
-def assign_credit(
+def token_credit(
     algorithm: AlgorithmConfig,
     kl_coefficient: float,
     rollouts: Rollouts,
