@@ -14,9 +14,11 @@ import torch
 from verl_ray.algorithms.credit import response_divergences, token_credit
 from verl_ray.algorithms.losses import TokenLoss
 from verl_ray.algorithms.mismatch import compare_log_probs
-from verl_ray.algorithms.normalised_weights import mean_weight
-from verl_ray.algorithms.policy_objective import PolicyObjective
-from verl_ray.algorithms.token_selection import select_tokens
+from verl_ray.algorithms.policy_objective import (
+    PolicyObjective,
+    mean_weight,
+    select_tokens,
+)
 from verl_ray.cluster.concurrency_groups import steering
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.config.algorithm import AlgorithmConfig

@@ -32,7 +32,6 @@ from verl_ray.backends.megatron_models import sizes_of, unsupported_settings
 from verl_ray.config.section import Auto, Dtype, Positive, resolved
 from verl_ray.config.suggest import either
 from verl_ray.errors import Problem
-from verl_ray.lazy import Lazy
 
 
 class MegatronBackend(BackendSettings):
@@ -67,15 +66,10 @@ class MegatronBackend(BackendSettings):
     CPU.
     """
 
-    engine: ClassVar[Lazy] = Lazy("verl_ray.engine.megatron.engine:MegatronEngine")
     packages: ClassVar[tuple[str, ...]] = ("megatron.core",)
     has_adapters: ClassVar[bool] = False
     activation_settings: ClassVar[tuple[str, ...]] = ("recompute",)
     token_slices_key: ClassVar[str | None] = "context_parallel"
-
-    @classmethod
-    def prepare_cpu(cls) -> None:
-        Lazy("verl_ray.engine.megatron.shim:install")()
 
     @property
     def peers(self) -> int:

@@ -14,13 +14,8 @@ from pydantic import AfterValidator, Field, create_model
 from pydantic_core import PydanticCustomError
 
 from verl_ray.algorithms.advantages import ADVANTAGES
-from verl_ray.algorithms.catalogue import (
-    CORRECTIONS,
-    KL_ESTIMATORS,
-    LEVELS,
-    REJECTIONS,
-    declared_settings,
-)
+from verl_ray.algorithms.catalogue import KL_ESTIMATORS, declared_settings
+from verl_ray.algorithms.correction import CORRECTIONS, LEVELS, REJECTIONS
 from verl_ray.algorithms.own_functions import OwnFunctionMistake, is_own
 from verl_ray.algorithms.own_shaping import OWN_SHAPINGS
 from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES

@@ -11,12 +11,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from verl_ray.algorithms.advantages import ADVANTAGES
-from verl_ray.algorithms.catalogue import (
-    CHOICES,
-    CORRECTIONS,
-    KL_ESTIMATORS,
-    declared_settings,
-)
+from verl_ray.algorithms.catalogue import CHOICES, KL_ESTIMATORS, declared_settings
+from verl_ray.algorithms.correction import CORRECTIONS
 from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
 from verl_ray.algorithms.row_weights import AGGREGATIONS, HORIZON
 from verl_ray.config.rules.rule import (

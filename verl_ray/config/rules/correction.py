@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from math import inf
 from typing import TYPE_CHECKING
 
-from verl_ray.algorithms.catalogue import CORRECTIONS, REJECTIONS
+from verl_ray.algorithms.correction import CORRECTIONS, REJECTIONS
 from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
 from verl_ray.config.rules.rule import OverriddenKeys, set_exactly_when
 from verl_ray.config.suggest import either
