@@ -1,7 +1,6 @@
 """The process of the caller: what a call may do to it, and how it hears of a stop.
 
 Invariant: after the block no signal handler is ours, and a stop is a KeyboardInterrupt.
-Deliberately not here: what a signal does to a run (`controllers/run/open_run.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from controllers.python_api.results import result_of
-from verl_ray.api_types import Stopped
+from controllers.python_api.types import Stopped
 from verl_ray.cluster.session import refuse_connected
 from verl_ray.cluster.signals import borrowing_signals, heed_signals, was_disturbed
 from verl_ray.errors import ConfigError, Interrupted, VerlRayError

@@ -1,7 +1,6 @@
 """The result of a run, read from its folder.
 
 Invariant: it is made of what is on disk, so an old run has the same one as a new.
-Deliberately not here: the report for a person (`controllers/run/conclusion.py`).
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ from pathlib import Path
 
 import yaml
 
+from controllers.python_api.types import Result
 from controllers.run.best import best_of, evaluations_of
 from controllers.tasks import typed_config
-from verl_ray.api_types import Result
 from verl_ray.checkpoint.store import CheckpointStore
 from verl_ray.config.renamed import migrated
 from verl_ray.errors import CheckpointError
