@@ -34,8 +34,6 @@ from verl_ray.ops.outputs import RequestedOutputs
 from verl_ray.profiling.flops import peak_flops_per_s, training_flops
 from verl_ray.profiling.memory import DeviceMemory, device_memory
 
-# Imported where it is used: the driver imports this module too, and saves nothing
-# itself.
 if TYPE_CHECKING:
     from verl_ray.checkpoint.sharded import BackgroundSave
     from verl_ray.checkpoint.snapshot_names import SnapshotNames
@@ -326,3 +324,7 @@ def loss_weights(
         total_rows=mini_batch.total_rows,
         horizon=mini_batch.horizon,
     )
+
+
+class ReferenceWorker(ModelWorker):
+    """One rank of the reference: the policy as it was before training, which stays so."""

@@ -11,11 +11,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from verl_ray.algorithms.groups import is_last_of_group
 from verl_ray.cluster.concurrency_groups import concurrent, steering, when_abandoned
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.config.roles import LoraConfig
@@ -85,6 +86,17 @@ class Generation:
 
     def sampling_of(self, row_id: int) -> Sampling:
         """Return how a row is sampled: like all others, unless a subclass differs."""
+        return self.sampling
+
+
+@dataclass(frozen=True)
+class GenerationWithGreedyRow(Generation):
+    """Samples responses, but for the last one of each group, which is greedy (ReMax)."""
+
+    def sampling_of(self, row_id: int) -> Sampling:
+        """Return how a row is sampled."""
+        if is_last_of_group(row_id, self.group_size):
+            return replace(self.sampling, temperature=0.0)
         return self.sampling
 
 

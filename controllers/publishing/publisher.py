@@ -24,8 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from controllers.devices.device_sharing import DeviceSharing
-from controllers.publishing.receivers import Receivers
-from controllers.publishing.wire import WeightWire
+from controllers.publishing.wire import Receivers, WeightWire
 from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.signals import finishing

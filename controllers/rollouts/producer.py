@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from controllers.rollouts.generation_job import GenerationJob
+from controllers.rollouts.generation import GenerationJob
 from controllers.rollouts.given_up import aborted_group
 from controllers.rollouts.graders import EVALUATION, TRAINING, Graders, PendingScores
 from controllers.rollouts.replicas import Replicas
@@ -37,8 +37,7 @@ from verl_ray.profiling.phases import phase
 from verl_ray.profiling.timers import Timers
 from verl_ray.rollout.requests import Sampling
 from workers.grader import Grader
-from workers.greedy_row import GenerationWithGreedyRow
-from workers.rollout import Generation
+from workers.rollout import Generation, GenerationWithGreedyRow
 
 # ------------------------------------------------------------------------------- groups
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from controllers.run.resumption import Resumption
 from controllers.supervisor import reports
-from controllers.watch.learning_watch import LearningWatch
+from controllers.watch.learning import LearningWatch
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.signal_state import Outlook
 from verl_ray.cluster.signals import (

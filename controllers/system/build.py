@@ -39,7 +39,7 @@ from verl_ray.profiling.phases import phase
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker
 from workers.grader import Grader
-from workers.reference import ReferenceWorker
+from workers.model_worker import ReferenceWorker
 from workers.rollout import RolloutWorker
 
 

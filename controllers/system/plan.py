@@ -38,7 +38,7 @@ from verl_ray.shared_files import available_bytes
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker
 from workers.judge import JudgeWorker
-from workers.reference import ReferenceWorker
+from workers.model_worker import ReferenceWorker
 from workers.reward import RewardWorker
 from workers.reward_model import RewardModelGrader, RewardModelWorker
 from workers.rollout import RolloutSpec, RolloutWorker

@@ -26,21 +26,19 @@ from controllers.trainers.updates import (
     start_critic_updates,
 )
 from controllers.watch import measures, update_measures
-from controllers.watch.gradients import GradientWatch
 from controllers.watch.measures import Metrics
 from controllers.watch.mismatch import MismatchWatch
-from controllers.watch.staleness import age_metrics
+from controllers.watch.update_measures import GradientWatch, age_metrics
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.algorithms.agent_baselines import AgentBaselines
+from verl_ray.algorithms.coefficients import EntropyControl, make_kl_controller
 from verl_ray.algorithms.credit import response_rewards
-from verl_ray.algorithms.entropy_control import EntropyControl
 from verl_ray.algorithms.estimators import (
     AgentBaseline,
     GroupTokenBaseline,
     ResponseColumns,
 )
 from verl_ray.algorithms.groups import is_last_of_group
-from verl_ray.algorithms.kl_control import make_kl_controller
 from verl_ray.algorithms.policy_objective import PolicyObjective
 from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.group import WorkerGroup
@@ -56,8 +54,7 @@ from verl_ray.rewards.shaping import ResponseScores
 from verl_ray.rollout.requests import Sampling
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker
-from workers.model_worker import UpdateReport
-from workers.reference import ReferenceWorker
+from workers.model_worker import ReferenceWorker, UpdateReport
 
 T = TypeVar("T")
 

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from controllers.rollouts.between_steps import RolloutsBetweenSteps
 from controllers.rollouts.evaluator import Evaluator
 from controllers.rollouts.producer import Producer
-from controllers.rollouts.supply import Belongings, Supply
+from controllers.rollouts.supply import Belongings, RolloutsBetweenSteps, Supply
 from controllers.system.build import System
 from controllers.trainers.base import (
     Resumable,
@@ -36,7 +35,7 @@ from controllers.watch.evaluation import Evaluation
 from controllers.watch.learning import NUM_EXAMPLES
 from controllers.watch.measures import Metrics
 from controllers.watch.memory import MemoryRecord
-from controllers.watch.staleness import version_metrics
+from controllers.watch.update_measures import version_metrics
 from verl_ray.algorithms.credit import says_something
 from verl_ray.algorithms.length_shaping import length_rewards
 from verl_ray.algorithms.own_shaping import OWN_SHAPINGS, ScoredResponses

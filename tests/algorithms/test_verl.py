@@ -24,13 +24,13 @@ from tests.rows import log_probs_of, on_responses, rollouts_of
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.algorithms.aggregation import aggregate
 from verl_ray.algorithms.catalogue import KL_ESTIMATORS
+from verl_ray.algorithms.coefficients import AdaptiveKL
 from verl_ray.algorithms.correction import (
     correction_metrics,
     correction_weights,
     rejections,
 )
 from verl_ray.algorithms.estimators import ResponseColumns
-from verl_ray.algorithms.kl_control import AdaptiveKL
 from verl_ray.algorithms.losses import value_loss
 from verl_ray.algorithms.mismatch import compare_log_probs, mismatch_metrics
 from verl_ray.algorithms.objectives import LossInputs

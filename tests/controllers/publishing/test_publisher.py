@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from controllers.devices.device_sharing import DeviceSharing, SharingPlan
 from controllers.publishing.publisher import Publisher
-from controllers.publishing.receivers import Receivers
+from controllers.publishing.wire import Receivers
 from controllers.rollouts.replicas import Replicas
 from controllers.trainers.rl import Trainer
 from tests.controllers.conftest import MakeTrainer

@@ -16,7 +16,7 @@ import pytest
 from controllers.devices.device_sharing import DeviceSharing, SharingPlan
 from controllers.publishing import wire
 from controllers.publishing.publisher import Publisher
-from controllers.rollouts.generation_job import GenerationJob
+from controllers.rollouts.generation import GenerationJob
 from controllers.rollouts.replicas import Replicas
 from controllers.trainers.rl import Trainer
 from tests.controllers.runs import Inputs, Samplers, replicas_of, start_some, training

@@ -23,7 +23,7 @@ import pytest
 
 from controllers.devices.device_sharing import DeviceSharing, SharingPlan
 from controllers.publishing.publisher import Publisher
-from controllers.publishing.receivers import Receivers
+from controllers.publishing.wire import Receivers
 from controllers.rollouts.replicas import Replicas
 from controllers.rollouts.supervisor import Replica, ReplicaSupervisor
 from controllers.trainers.rl import Trainer
