@@ -1,7 +1,6 @@
 """Rows from the chunks of a rollout engine: whole rollouts, or parts of responses.
 
-Invariant: pure functions of prompts and chunks. Deliberately not here: when chunks are
-put together (`rollout.py`).
+Invariant: pure functions of prompts and chunks.
 """
 
 from __future__ import annotations

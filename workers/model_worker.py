@@ -1,7 +1,6 @@
 """Base of every role with a model, written once over the engine contract.
 
-Invariant: no method knows which backend holds the model. Deliberately not here: methods
-of one role alone.
+Invariant: no method knows which backend holds the model.
 """
 
 from __future__ import annotations
@@ -327,4 +326,4 @@ def loss_weights(
 
 
 class ReferenceWorker(ModelWorker):
-    """One rank of the reference: the policy as it was before training, which stays so."""
+    """One rank of the reference: the policy as it was before training."""

@@ -2,8 +2,7 @@
 
 Invariant: responses are yielded as soon as enough of them are finished, whole and in no
 particular order; the tokens of a response depend on its seed, not on other requests of
-the engine. Deliberately not here: which replica generates what, and what happens when a
-replica is lost (`controllers/rollouts`).
+the engine.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class GenerationWithGreedyRow(Generation):
-    """Samples responses, but for the last one of each group, which is greedy (ReMax)."""
+    """Samples responses; the last one of each group is greedy, as ReMax needs it."""
 
     def sampling_of(self, row_id: int) -> Sampling:
         """Return how a row is sampled."""

@@ -10,10 +10,6 @@ Bucket i + 1 is sent while bucket i is loaded; a slot is filled again only after
 replicas have received it. Where rollout engines share the trainers' GPUs, the
 engines' weights wake after all offloadable training state except the actor's weights
 has left the GPU. Their KV cache wakes after the actor's weights have left, too.
-
-Deliberately not here: which replicas exist (`controllers/rollouts`), who the peers of
-the wire are (`wire.py`), how weights are cut (engine), put into buckets and carried
-(weight_sync), and loaded (rollout engine).
 """
 
 from __future__ import annotations

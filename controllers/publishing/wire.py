@@ -2,8 +2,7 @@
 
 Invariant: the wire is opened anew, and all weights are sent, whenever its peers are
 not those of the last sync (another incarnation, other replicas) or that sync did not
-finish. Deliberately not here: the steps of a sync (`publisher.py`), and how any wire
-works (`verl_ray/weight_sync`).
+finish.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ Invariant: at most rollout.staleness + 1 batches beyond the last trained one are
 A row of batch n is therefore never older than that of version n - rollout.staleness,
 and no group is dropped for its age, which would starve prompts that take long. What the
 state of a run holds is the place of the oldest batch that is not trained, so that a
-resumed run draws the same prompts again. Deliberately not here: generation
-(`producer.py`), and finished groups (`verl_ray/data/buffer.py`).
+resumed run draws the same prompts again.
 """
 
 from __future__ import annotations

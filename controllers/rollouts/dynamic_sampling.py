@@ -11,8 +11,7 @@ Invariant: which groups a batch holds depends on no order of completion. A batch
 once B groups are accepted and every earlier ordinal is decided. At most (staleness + 1)
 * B groups are open, accepted or undecided, so a batch is learned from at most
 rollout.staleness versions after its groups were drawn, and a synchronous run draws
-exactly the groups that are missing. Deliberately not here: what is done with rejected
-groups (`supply.py`).
+exactly the groups that are missing.
 """
 
 from __future__ import annotations

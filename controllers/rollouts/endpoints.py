@@ -4,8 +4,7 @@ Each replica is announced by a line on stdout when it starts, and by
 run.dir/endpoints.json.
 
 Invariant: the file names every replica that has started, at its present address. It is
-removed when the run ends, unless the run is killed. Deliberately not here: how requests
-are served (`verl_ray/rollout/endpoint.py`).
+removed when the run ends, unless the run is killed.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Invariant: such a group has aborted responses without tokens and without scores. So a
 batch keeps its size, nothing is learned from the group, and a held-out problem counts
-as one without a score. Deliberately not here: which prompts these are
-(`generation.py`).
+as one without a score.
 """
 
 from __future__ import annotations

@@ -3,10 +3,6 @@
 Invariant: every grader is called with the same method, and scores a piece of rollouts
 as soon as it is generated, or as soon as its groups are whole where it needs groups.
 What a lost grader owes is asked for again, once it has started again.
-Deliberately not here: how responses are scored (`workers`), which groups are whole
-(`producer.py`), how a grader starts again (`verl_ray/cluster/restarts.py`), how many
-scores may fail (`score_failures.py`), and what is made of the scores
-(`verl_ray/rewards/shaping.py`).
 """
 
 from __future__ import annotations

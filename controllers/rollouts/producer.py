@@ -2,9 +2,7 @@
 
 Invariant: a buffer only gets scored rows. Which rows it gets when depends on timing;
 what is taken from it does not. Training and evaluation share this code, with different
-sampling parameters and separate random streams. Deliberately not here: which replica
-generates what (`generation.py`), and which prompts a step requests
-(`controllers/trainers`).
+sampling parameters and separate random streams.
 """
 
 from __future__ import annotations

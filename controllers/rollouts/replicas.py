@@ -3,8 +3,7 @@
 Invariant: a replica without the present policy version gets no request. A version is
 published to all available replicas, or to none. Everything happens in the driver's
 thread, a little at a time: `advance` returns at once, and is called wherever the driver
-waits. Deliberately not here: how a version travels (`controllers/publishing`), who
-generates what (`generation.py`), and scores (`producer.py`).
+waits.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ are no measurement of the policy, and the run stops as soon as that can be known
 
 Invariant: the first failure of each kind is reported in the grader's own words, once
 per grader, as soon as its piece is scored.
-Deliberately not here: the arithmetic of the limit (`verl_ray/rewards/failure_limit.py`)
-and metrics (`controllers/watch/measures.py`).
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Invariant: a replica that died, is stuck or cannot continue is fenced (its process is
 killed), and a new process takes its place as soon as there is memory for it. Only
-`wait_for_replicas` waits for a restart. Deliberately not here: the requests of a lost
-replica (`generation.py`), and its weights (`controllers/publishing`).
+`wait_for_replicas` waits for a restart.
 """
 
 from __future__ import annotations

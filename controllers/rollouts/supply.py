@@ -2,9 +2,7 @@
 
 Invariant: step n gets the groups of batch n - 1, whichever were finished first, and
 each group once, over all restarts of the run. A checkpoint holds what is finished and
-not trained yet. Deliberately not here: generation and scores (`producer.py`), which
-prompts may be drawn (`admission.py`), and what is learned from groups
-(`controllers/trainers`).
+not trained yet.
 """
 
 from __future__ import annotations

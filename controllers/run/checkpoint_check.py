@@ -1,8 +1,7 @@
 """The contents of the checkpoint that a run continues from, compared as it starts.
 
 Invariant: what has changed is noticed before anything loads it, and the next driver
-passes that checkpoint over before it starts anything. Deliberately not here: the sizes
-of files, which are compared at once (`resumption.py`).
+passes that checkpoint over before it starts anything.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Invariant: one run at a time writes to a folder, and what it writes to is known before
 anything starts. Whatever is started ends with the block, and the report is made.
-Deliberately not here: the order of the steps (`loop.py`), and what each task does
-(`controllers/trainers`).
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Invariant: both are released however the run ends, and the trackers then know whether it
 failed.
-
-Deliberately not here: the format of the record (`verl_ray/tracking`).
 """
 
 from __future__ import annotations

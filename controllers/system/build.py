@@ -1,9 +1,6 @@
 """The running system of a job: its worker groups, started and connected.
 
 Invariant: all processes of a plan start, or none of them stays.
-
-Deliberately not here: which processes a job needs (`plan.py`), and what the groups
-compute (`controllers/trainers`).
 """
 
 from __future__ import annotations

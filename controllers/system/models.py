@@ -2,7 +2,7 @@
 
 Invariant: when `bring_models` returns, every node has the files of every such model, in
 the folder that the driver has them in. One process per node brings them. Deliberately
-not here: nodes that join later, and what is brought (`verl_ray/hub/models.py`).
+not here: nodes that join later, and what is downloaded (`verl_ray/hub/models.py`).
 """
 
 from __future__ import annotations

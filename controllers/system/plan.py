@@ -2,9 +2,6 @@
 
 Invariant: the plan is a pure function of the configuration and the shape of the
 cluster; nothing is started.
-
-Deliberately not here: starting the plan (`build.py`), and placing its processes on
-nodes (`verl_ray/cluster/placement.py`).
 """
 
 from __future__ import annotations

@@ -3,9 +3,6 @@
 Invariant: afterwards every process is as after the start of a run, apart from the state
 of models that survived: no replica generates, receives weights or is paused, engines
 that share devices with trainers are asleep, and all training state is on its devices.
-
-Deliberately not here: when processes are started again (`controllers/run/faults.py`),
-and the state of models, which a checkpoint brings (`controllers/run/recovery.py`).
 """
 
 from __future__ import annotations

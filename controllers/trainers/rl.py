@@ -3,8 +3,7 @@
 Invariant: `step` commits nothing. The loop commits it after it has returned, so an
 interrupted step is replayed from the last commit with the same result. A producer fills
 a buffer with scored groups, a learner learns from what is taken out of the buffer, and
-the replicas receive what was learned. Deliberately not here: the loop around a step
-(`controllers/run/loop.py`), and arithmetic on tokens.
+the replicas receive what was learned.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Invariant: greedy accuracy is measured without generating. Greedy decoding of a prompt
 gives the answer exactly when every answer token is the most probable token after the
-answer tokens before it. Deliberately not here: the steps themselves (`supervised.py`).
+answer tokens before it.
 """
 
 from __future__ import annotations

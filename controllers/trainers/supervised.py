@@ -1,8 +1,7 @@
 """Learning from a data set, step by step: shared by SFT and preference training.
 
 Invariant: a step is one optimizer step on the next batch of the source, so the source's
-cursor, the model and the optimizer are all that a resumed run needs. Deliberately not
-here: what is learned (`sft.py`, `reward_model.py`).
+cursor, the model and the optimizer are all that a resumed run needs.
 """
 
 from __future__ import annotations

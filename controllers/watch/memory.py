@@ -5,9 +5,6 @@ These are the metrics `memory/...` of each step.
 Invariant: processes measure their memory while they work. They are asked for it once
 per step, by calls that run while the driver waits for others.
 
-Deliberately not here: the prediction (`memory_plan.py`), and how a process measures its
-memory (`verl_ray/profiling/memory.py`).
-
 `memory/<role>/<phase>_gib` is the peak memory of the process of a rank while that role
 did its part of a phase, on the rank with the highest peak. On a CPU it is the resident
 set, on a device what torch allocated there. Roles that share a process are included in

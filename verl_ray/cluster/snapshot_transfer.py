@@ -6,7 +6,7 @@ ranks take no part. A task on the target asks one on the source for piece after 
 
 Invariant: what counts on the target is whole, and is what counted on the source.
 Deliberately not here: the files (`verl_ray/checkpoint/snapshot_files.py`), and which
-node has a copy of what (`controllers/run/second_copies.py`).
+node has a copy of what (`controllers/run/snapshots.py`).
 """
 
 from __future__ import annotations

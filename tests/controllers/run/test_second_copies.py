@@ -12,7 +12,7 @@ from tests.kills import ROOT
 PROGRAM = """
 import signal, sys, time
 import psutil, ray
-from controllers.run.second_copies import SecondCopies
+from controllers.run.snapshots import SecondCopies
 from tests.lost_nodes import two_nodes
 from verl_ray.checkpoint.snapshot_files import PIECE_BYTES, SnapshotFiles
 from verl_ray.checkpoint.snapshot_names import SnapshotNames
