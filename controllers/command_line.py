@@ -314,7 +314,7 @@ def _checked(
 
 
 def _implementation(command: str) -> TakesConfig:
-    """Import a command that takes a configuration, which brings torch and ray."""
+    """Import a command that takes a configuration, which imports torch and ray."""
     module = importlib.import_module(f"controllers.commands.{command}")
     return cast(TakesConfig, getattr(module, command))
 

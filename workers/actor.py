@@ -29,10 +29,10 @@ from verl_ray.data.stages import (
     Divergence,
     Float32,
     LogProbs,
-    Recitals,
     Rollouts,
     RowRewards,
     Rows,
+    TeacherForcedEvaluation,
     TrainingBatch,
     Values,
 )
@@ -186,7 +186,7 @@ class ActorWorker(ModelWorker):
 
     # -------------------------------------------------------------- supervised training
 
-    def recite(self, rows: TrainingBatch) -> Recitals:
+    def evaluate_teacher_forced(self, rows: TrainingBatch) -> TeacherForcedEvaluation:
         """Return how probable the responses of each row are, and whether greedily so.
 
         Greedy decoding writes a response where each of its tokens is the model's most
@@ -206,7 +206,7 @@ class ActorWorker(ModelWorker):
         log_prob = np.bincount(
             row_of_token, weights=outputs.log_probs[mask], minlength=num_rows
         )
-        return Recitals(
+        return TeacherForcedEvaluation(
             offsets=np.zeros(num_rows + 1, np.int64),
             exact=num_wrong == 0,
             log_prob=log_prob.astype(np.float64),

@@ -180,7 +180,7 @@ def _pinned(
         config: the configuration.
         machine: the machine that is checked. One that was described has folders of its
             own.
-        reads_data: whether the data are read, which have to be brought for it.
+        reads_data: whether the data are read, which have to be downloaded for it.
     """
     starts_here = machine is None or not machine.is_described
     recorded = recorded_tree(config) if starts_here else {}
@@ -198,12 +198,12 @@ def _pinned(
 
 
 def _fetch_models(config: Config) -> None:
-    """Bring the weights of models of the hub, and check them.
+    """Download the weights of models of the hub, and check them.
 
     They come last, since a mistake that is known without them costs seconds.
 
     Raises:
-        ConfigError: They cannot be had, or are not what a run needs.
+        ConfigError: They are unavailable, or not what a run needs.
     """
     if fetch_models(config):
         machine = machine_of(config)

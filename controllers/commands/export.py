@@ -99,7 +99,7 @@ def _export(
         The resolved configuration, and the largest difference on fixed tokens.
     """
     # Ray and torch take seconds to import, which no mistake in the arguments may cost.
-    from controllers.system.models import bring_models
+    from controllers.system.models import download_models
     from controllers.system.plan import ClusterShape, plan_processes, resolve_on
     from controllers.trainers.base import task_of
     from verl_ray.cluster.calls import wait_all
@@ -118,7 +118,7 @@ def _export(
         shape = ClusterShape.of(session)
         config = resolve_on(with_auto_again(config), shape)
         plan = plan_processes(config, shape, task_of(config).workers)
-        bring_models(config, session)
+        download_models(config, session)
 
         # Only the processes of this role are started.
         planned_role = plan.roles[role]

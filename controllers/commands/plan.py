@@ -123,7 +123,7 @@ def _checked(bases: Mapping[str, RLConfig], machine: Machine) -> dict[str, RLCon
     """Return the configurations with their models at hand.
 
     Raises:
-        ConfigError: a model cannot be had, or cannot be planned for.
+        ConfigError: a model is unavailable, or cannot be planned for.
     """
     checked = {}
     problems: list[Problem] = []

@@ -184,7 +184,7 @@ class WeightWire:
     # -------------------------------------------------------------------------- opening
 
     def _open(self, receivers: Receivers) -> None:
-        """Open a wire, and bring the actor's ranks and all receivers together."""
+        """Open a wire, and connect the actor's ranks with all receivers."""
         replicas = receivers.replicas
         wire_spec = self._wire_spec(replicas)
         wire = self._config.sync.wire

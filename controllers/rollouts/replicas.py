@@ -85,7 +85,7 @@ class Replicas:
         self._version = -1
         self._up_to_date: set[ReplicaIncarnation] = set()
         """Replicas that got the present version, also those that are lost by now."""
-        self._brought_up: Replica | None = None
+        self._catching_up: Replica | None = None
         """The replica that gets the present version now, while all else goes on."""
 
     @property
@@ -276,12 +276,12 @@ class Replicas:
         # What paused replicas have finished is taken, but they get nothing new.
         if not self._paused:
             # An unhealthy replica would never return its pending responses.
-            # Who brings one up checks it, and has to learn of its loss.
-            self._supervisor.fence_unhealthy(but=self._brought_up)
+            # One that gets weights is checked there, where its loss has to be known.
+            self._supervisor.fence_unhealthy(but=self._catching_up)
             self._follow_loads()
-            # `_bring_up` waits, and its wait advances the replicas again.
-            if self._brought_up is None:
-                self._bring_up_outdated(background or self)
+            # `_catch_up` waits, and its wait advances the replicas again.
+            if self._catching_up is None:
+                self._catch_up_outdated(background or self)
 
         incarnations = [_incarnation(replica) for replica in self.available]
         ready = [
@@ -339,15 +339,15 @@ class Replicas:
             if limit is not None:
                 self._scheduler.set_limit(incarnation, limit)
 
-    def _bring_up_outdated(self, background: Background) -> None:
+    def _catch_up_outdated(self, background: Background) -> None:
         """Send the present weights to every replica that does not hold them."""
         for replica in self.available:
-            # It may have been lost while another one was brought up.
+            # It may have been lost while another one caught up.
             is_available = replica in self.available
             if is_available and _incarnation(replica) not in self._up_to_date:
-                self._bring_up(replica, background)
+                self._catch_up(replica, background)
 
-    def _bring_up(self, replica: Replica, background: Background) -> None:
+    def _catch_up(self, replica: Replica, background: Background) -> None:
         """Send the present weights to a replica that has started again.
 
         An actor that learns sends them after the updates that it was asked for. The
@@ -356,14 +356,14 @@ class Replicas:
         watch = functools.partial(self._supervisor.check_health, (replica,))
         receivers = Receivers((replica,), watch, background)
 
-        self._brought_up = replica
+        self._catching_up = replica
         try:
             self._publisher.catch_up(self._version, receivers)
             self._up_to_date.add(_incarnation(replica))
         except VerlRayError as error:
             self._supervisor.handle_failure(error)
         finally:
-            self._brought_up = None
+            self._catching_up = None
 
 
 def _incarnation(replica: Replica) -> ReplicaIncarnation:

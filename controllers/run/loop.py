@@ -198,7 +198,7 @@ class Loop:
         """Connect the parts of a run.
 
         Args:
-            healing: What brings a run back after a failure; without it any ends it.
+            healing: What restores a run after a failure; without it any ends it.
         """
         self._run = run
         self._trainer = trainer

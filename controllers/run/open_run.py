@@ -275,7 +275,7 @@ def _write_config(config: Config, resume: str) -> None:
 
 
 class RunHealing:
-    """Brings one run back after failures of its processes."""
+    """Restores one run after failures of its processes."""
 
     def __init__(
         self,

@@ -218,7 +218,7 @@ class Snapshots:
                 for rank in lacking
                 if step in copies.get(rank, {})
             }
-            if len(sources) == len(lacking) and self._second_copies.bring(
+            if len(sources) == len(lacking) and self._second_copies.send_back(
                 self._names, step, sources, homes_of(groups)
             ):
                 return self._states[step]
@@ -456,7 +456,7 @@ class SecondCopies:
                     steps_of.setdefault(rank, {}).update(dict.fromkeys(steps, node))
         return steps_of
 
-    def bring(
+    def send_back(
         self,
         names: SnapshotNames,
         step: int,

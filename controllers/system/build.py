@@ -16,7 +16,7 @@ from controllers.devices.device_sharing import DeviceSharing, SharingPlan
 from controllers.publishing.publisher import Publisher
 from controllers.rollouts.endpoints import Endpoints
 from controllers.rollouts.replicas import Replicas
-from controllers.system.models import bring_models
+from controllers.system.models import download_models
 from controllers.system.plan import (
     ROLLOUT,
     WORKERS,
@@ -117,7 +117,7 @@ def start(
     for warning in plan.warnings:
         print(f"warning: {warning}", file=sys.stderr, flush=True)
 
-    bring_models(config, session)
+    download_models(config, session)
     with phase(f"loading {_in_words(plan.roles)}"):
         groups = start_groups(
             plan.sets,

@@ -24,7 +24,7 @@ from workers.rollout import RolloutWorker
 
 
 def restart_lost(config: Config, system: System, also: Collection[str] = ()) -> None:
-    """Start lost processes again, and bring the others into the state of a start.
+    """Start lost processes again, and put the others into the state of a start.
 
     Args:
         config: Resolved configuration of the job.

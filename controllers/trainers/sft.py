@@ -83,13 +83,15 @@ class SFTTrainer(SupervisedTrainer[ActorWorker]):
         Accuracy is the share of rows whose greedy answer is exactly right. The loss is
         the mean over all response tokens, as in training.
         """
-        recitals = self.group.scatter(ActorWorker.recite, self.held_out).result()
-        exact = recitals.row("exact").astype(np.float64)
+        evaluation = self.group.scatter(
+            ActorWorker.evaluate_teacher_forced, self.held_out
+        ).result()
+        exact = evaluation.row("exact").astype(np.float64)
         accuracy = float(exact.mean())
 
         # Rows without response tokens have neither loss nor tokens.
-        num_tokens = recitals.row("response_length").astype(np.float64)
-        losses = -recitals.row("log_prob")
+        num_tokens = evaluation.row("response_length").astype(np.float64)
+        losses = -evaluation.row("log_prob")
         loss = float(losses.sum()) / max(1.0, float(num_tokens.sum()))
         metrics = {
             ACCURACY: accuracy,

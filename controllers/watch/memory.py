@@ -38,7 +38,7 @@ CALLS: dict[Phase, tuple[Callable[..., object], ...]] = {
         ActorWorker.compute_log_probs,
         ActorWorker.compute_base_log_probs,
         CriticWorker.compute_values,
-        ActorWorker.recite,
+        ActorWorker.evaluate_teacher_forced,
         RewardModelWorker.compute_scores,
     ),
     "learn": (

@@ -238,7 +238,7 @@ class Scores(Batch):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Recitals(Batch):
+class TeacherForcedEvaluation(Batch):
     """How well a policy would write the responses of some demonstrations.
 
     No token columns: every row has length 0.
