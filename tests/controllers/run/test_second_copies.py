@@ -83,9 +83,9 @@ def main():
 
         # The first rank starts again without its memory, and the second where its copy is.
         ray.get(begin_removal(names, [FIRST], a))
-        assert copies.bring(names, 3, {FIRST: b, SECOND: a}, {FIRST: a, SECOND: a})
+        assert copies.send_back(names, 3, {FIRST: b, SECOND: a}, {FIRST: a, SECOND: a})
         assert on(a, values, names, FIRST) == {3: ([3], b"about")}
-        assert not copies.bring(names, 5, {FIRST: b}, homes)
+        assert not copies.send_back(names, 5, {FIRST: b}, homes)
 
         # What followed the step that the run went back to counts nowhere.
         copies.begin(names, 3, homes)
