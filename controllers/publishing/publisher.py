@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from controllers.devices.device_sharing import DeviceSharing
+from controllers.devices import DeviceSharing
 from controllers.publishing.wire import Receivers, WeightWire
 from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup

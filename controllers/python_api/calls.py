@@ -148,8 +148,7 @@ def train(request: RunRequest) -> Result:
         Stopped: The run was interrupted.
     """
     from controllers.commands.train import train as train_command
-    from controllers.python_api.foreign_process import in_foreign_process
-    from controllers.python_api.results import result_of
+    from controllers.python_api.foreign_process import in_foreign_process, result_of
     from controllers.run.finished import finished_step, show_finished
 
     with in_foreign_process() as process:
@@ -423,7 +422,7 @@ class Run:
     @property
     def result(self) -> Result:
         """The run as its record shows it so far."""
-        from controllers.python_api.results import result_of
+        from controllers.python_api.foreign_process import result_of
 
         exit_code = 0 if self._run is None else self._run.exit_code
         result = result_of(str(self.folder), exit_code)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from controllers.rollouts.dynamic_sampling import with_spread
+from controllers.rollouts.admission import with_spread
 from controllers.rollouts.stored_groups import (
     read_groups,
     usable_groups,

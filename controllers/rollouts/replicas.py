@@ -15,17 +15,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from controllers.devices.device_sharing import DeviceSharing
+from controllers.devices import DeviceSharing
 from controllers.publishing.publisher import Publisher
 from controllers.publishing.wire import Receivers
-from controllers.rollouts.endpoints import Endpoints
 from controllers.rollouts.generation import (
     GenerationJob,
     GenerationScheduler,
     ReplicaIncarnation,
 )
 from controllers.rollouts.graders import TRAINING
-from controllers.rollouts.supervisor import Replica, ReplicaSupervisor
+from controllers.rollouts.supervisor import Endpoints, Replica, ReplicaSupervisor
 from controllers.watch.measures import Metrics
 from verl_ray.cluster.idle_processes import IDLE_PROCESSES
 from verl_ray.cluster.members import Member

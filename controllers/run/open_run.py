@@ -15,14 +15,13 @@ from typing import Any
 
 import yaml
 
-from controllers.run.checkpoint_check import CheckpointCheck
 from controllers.run.claim import claim
 from controllers.run.conclusion import Conclusion
 from controllers.run.faults import Cure, FaultPolicy
 from controllers.run.finished import finished_step, show_finished
 from controllers.run.loop import Loop
 from controllers.run.preparation import prepare
-from controllers.run.recovery import Recovery
+from controllers.run.recovery import CheckpointCheck, Recovery
 from controllers.run.resumption import Resumption
 from controllers.run.session import open_session, recording
 from controllers.run.snapshots import Snapshots

@@ -16,22 +16,24 @@ from pathlib import Path
 from typing import Any
 
 from controllers.run.best import BestEvaluation
-from controllers.run.checkpoint_check import CheckpointCheck
 from controllers.run.restoring import load_checkpoint
 from controllers.run.resumption import Resumption
 from controllers.run.snapshots import FinishedStep, Snapshots
 from controllers.supervisor import reports
 from controllers.trainers.base import Resumable, StateFiles
+from verl_ray.checkpoint.contents import ContentsCheck
 from verl_ray.checkpoint.file_records import FileRecord
-from verl_ray.checkpoint.store import CheckpointStore
+from verl_ray.checkpoint.sealed import TornCheckpoint
+from verl_ray.checkpoint.store import CheckpointStore, torn_in_words
 from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.idle_processes import IDLE_PROCESSES
-from verl_ray.cluster.signals import finishing
+from verl_ray.cluster.signals import finishing, heed_signals
 from verl_ray.cluster.terminals import print_error
-from verl_ray.cluster.waiting import Background
+from verl_ray.cluster.waiting import TICK_S, Background
 from verl_ray.config.load import to_tree
 from verl_ray.errors import CheckpointError, TrackingError
+from verl_ray.profiling.phases import PHASES, phase
 from verl_ray.tracking.base import Tracker
 from verl_ray.tracking.jsonl import METRICS
 from workers.model_worker import ModelWorker
@@ -597,3 +599,48 @@ class CheckpointWriting:
             for files in call.result():
                 for name, record in files.items():
                     self._files[f"{role}/{name}"] = record
+
+
+# ----------------------------------------------- the check of a checkpoint's contents
+
+# Invariant: what has changed is noticed before anything loads it, and the next driver
+# passes that checkpoint over before it starts anything.
+
+
+class CheckpointCheck:
+    """Compares the files of a checkpoint with their checksums, in the background."""
+
+    def __init__(self, resumption: Resumption) -> None:
+        """Begin, if there is a checkpoint."""
+        self._resumption = resumption
+        self._contents: ContentsCheck | None = None
+        if resumption.checkpoint is not None:
+            self._contents = ContentsCheck(resumption.checkpoint)
+
+    def finish(self) -> None:
+        """Wait for the end.
+
+        Raises:
+            ConfigError: The contents of the checkpoint have changed.
+        """
+        contents = self._contents
+        if contents is None:
+            return
+        with phase("comparing the checkpoint with its checksums"):
+            while not contents.has_ended_within(TICK_S):
+                heed_signals()
+                PHASES.tick()
+        faults = contents.differences()
+        if not faults:
+            return
+
+        error = TornCheckpoint(
+            f"{torn_in_words(contents.checkpoint, faults)}. Restore it, or start the"
+            " run again: with run.resume=auto it goes on from the checkpoint before, if"
+            " there is one"
+        )
+        if self._resumption.is_in_run_dir:
+            self._resumption.store.note_damaged(contents.checkpoint)
+            if self._resumption.may_choose:
+                reports().retry(str(error))
+        raise self._resumption.as_problem(error) from error

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from controllers.devices.device_sharing import SharingPlan
+from controllers.devices import SharingPlan
 from verl_ray.cluster.packing import Resources
 from verl_ray.cluster.placement import ProcessSet, share_cpus
 from verl_ray.cluster.processes import Role

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from controllers.devices.device_sharing import SharingPlan
+from controllers.devices import SharingPlan
 from controllers.rollouts.supervisor import Replica
 from controllers.system.build import System, build_replicas
 from controllers.system.plan import ROLLOUT

@@ -12,7 +12,7 @@ about the grader. The fractions of failed scores per prompt are independent numb
 
 Invariant: pure arithmetic. A step whose failures are all within the limit passes the
 exact rule in any order of its scores.
-Deliberately not here: reading scores (`controllers/rollouts/score_failures.py`), and
+Deliberately not here: reading scores (`controllers/rollouts/graders.py`), and
 processes that score (`pool.py`).
 """
 

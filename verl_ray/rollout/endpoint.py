@@ -6,7 +6,7 @@ updates preempt them (`finish_reason` "abort", with the tokens that there are); 
 that come meanwhile get the status 503 and a time to retry. A client that disconnects
 takes its requests with it. Deliberately not here: the fields of calls and replies
 (`openai_api.py`, `openai_replies.py`), vLLM, and how the run reports the address
-(`controllers/rollouts/endpoints.py`).
+(`controllers/rollouts/supervisor.py`).
 
 GET /health, GET /v1/models, POST /v1/completions, POST /v1/chat/completions.
 """

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from controllers.devices.device_sharing import DeviceSharing, SharingPlan
+from controllers.devices import DeviceSharing, SharingPlan
 from controllers.publishing.publisher import Publisher
 from controllers.publishing.wire import Receivers
 from controllers.rollouts.replicas import Replicas

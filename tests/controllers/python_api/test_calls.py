@@ -19,7 +19,7 @@ import yaml
 import verl_ray
 from controllers.compose.composition import compose
 from controllers.python_api.arguments import command_of
-from controllers.python_api.results import result_of
+from controllers.python_api.foreign_process import result_of
 from controllers.python_api.types import RunRequest
 from tests.controllers.runs import ROOT, Inputs
 from verl_ray.cluster.session import Session

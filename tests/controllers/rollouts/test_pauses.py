@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from controllers.devices.device_sharing import DeviceSharing, SharingPlan
+from controllers.devices import DeviceSharing, SharingPlan
 from controllers.publishing import wire
 from controllers.publishing.publisher import Publisher
 from controllers.rollouts.generation import GenerationJob

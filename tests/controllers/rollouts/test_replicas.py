@@ -21,7 +21,7 @@ import httpx
 import numpy as np
 import pytest
 
-from controllers.devices.device_sharing import DeviceSharing, SharingPlan
+from controllers.devices import DeviceSharing, SharingPlan
 from controllers.publishing.publisher import Publisher
 from controllers.publishing.wire import Receivers
 from controllers.rollouts.replicas import Replicas
