@@ -1,7 +1,6 @@
 """Base of every role with a model, written once over the engine contract.
 
-Invariant: no method knows which backend holds the model. Deliberately not here: methods
-of one role alone.
+Invariant: no method knows which backend holds the model.
 """
 
 from __future__ import annotations
@@ -26,14 +25,13 @@ from verl_ray.config.algorithm import AggregationName
 from verl_ray.data.batch import Int64
 from verl_ray.data.stages import Credit, LogProbs, Rollouts, Rows, TrainingBatch
 from verl_ray.data.versions import VersionAges
-from verl_ray.engine.base import EngineSpec, LossReport, StepReport, build_engine
+from verl_ray.engine.base import EngineSpec, LossReport, StepReport
+from verl_ray.engine.build import build_engine
 from verl_ray.models.probe import plain_outputs, probe_rows
 from verl_ray.ops.outputs import RequestedOutputs
 from verl_ray.profiling.flops import peak_flops_per_s, training_flops
 from verl_ray.profiling.memory import DeviceMemory, device_memory
 
-# Imported where it is used: the driver imports this module too, and saves nothing
-# itself.
 if TYPE_CHECKING:
     from verl_ray.checkpoint.sharded import BackgroundSave
     from verl_ray.checkpoint.snapshot_files import SnapshotNames
@@ -324,3 +322,7 @@ def loss_weights(
         total_rows=mini_batch.total_rows,
         horizon=mini_batch.horizon,
     )
+
+
+class ReferenceWorker(ModelWorker):
+    """One rank of the reference: the policy as it was before training."""

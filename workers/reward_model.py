@@ -4,8 +4,7 @@ Invariant: the model sees a response in the tokens of its own tokenizer and chat
 template, as in its training; and the score is read where transformers reads it. The
 rollout's tokens are used as they are where policy and reward model share both. A row
 that does not fit the model has a typed failure for a score, and keeps no rank from the
-forward pass. Deliberately not here: the shaping of scores
-(`verl_ray/rewards/shaping.py`).
+forward pass.
 """
 
 from __future__ import annotations

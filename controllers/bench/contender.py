@@ -172,7 +172,8 @@ def _engine_passes(
     from controllers.compose.composition import compose
     from verl_ray.algorithms.objectives import SupervisedObjective
     from verl_ray.data.packing import balance
-    from verl_ray.engine.base import EngineSpec, build_engine
+    from verl_ray.engine.base import EngineSpec
+    from verl_ray.engine.build import build_engine
     from verl_ray.ops.outputs import RequestedOutputs
 
     overrides = [

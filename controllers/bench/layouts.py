@@ -450,7 +450,8 @@ def _measure_case(task: RankTask, case: Case) -> RankReport:
 def _engine(task: RankTask, case: Case) -> Engine:
     import torch
 
-    from verl_ray.engine.base import EngineSpec, build_engine
+    from verl_ray.engine.base import EngineSpec
+    from verl_ray.engine.build import build_engine
 
     role, _ = _configuration(task.kind)
     settings = role.backend.model_dump() | case.settings

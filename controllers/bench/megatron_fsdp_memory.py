@@ -273,7 +273,8 @@ def measure_rank(task: MemoryTask) -> dict[str, int]:
 def _engine(task: MemoryTask, path: str) -> Engine:
     import torch
 
-    from verl_ray.engine.base import EngineSpec, build_engine
+    from verl_ray.engine.base import EngineSpec
+    from verl_ray.engine.build import build_engine
 
     optimizer = OptimizerConfig(
         lr=1e-4,

@@ -267,7 +267,8 @@ def _run_rank(case: PeakCase, rank: int, folder: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from verl_ray.engine.base import EngineSpec, build_engine
+    from verl_ray.engine.base import EngineSpec
+    from verl_ray.engine.build import build_engine
 
     torch.set_num_threads(1)
     dist.init_process_group(

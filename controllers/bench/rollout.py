@@ -110,7 +110,7 @@ def measure(
         servers = build_replicas(
             config, groups.replicas(roles["rollout"]), actor, [actor], on_gpus=on_gpus
         )
-        servers.publish(0)
+        servers.sync_weights(0)
 
         online_speeds = []
         offline_speeds = []

@@ -205,7 +205,7 @@ class _SyncContest:
 
     def run(self, repeats: int) -> dict[str, object]:
         """Return the figures of `repeats` rounds."""
-        self._replicas.publish(0)
+        self._replicas.sync_weights(0)
         hold = self._replica.rank_zero(
             MeasuredWorker.hold, self._config.actor.model.folder
         )
@@ -239,7 +239,7 @@ class _SyncContest:
         return figures | {"repeats": repeats}
 
     def _run_round(self, number: int, nbytes: int) -> None:
-        metrics = self._replicas.publish(number)
+        metrics = self._replicas.sync_weights(number)
         self._note("stream", metrics["timing_s/weight_sync/stream"])
         self._note("prove", metrics["timing_s/weight_sync/prove"])
         self._note("wake", metrics["timing_s/weight_sync/wake"])
@@ -250,7 +250,8 @@ class _SyncContest:
         self._note("fingerprints", metrics["timing_s/weight_sync/fingerprints"])
 
         if self._on_gpu:
-            self._replicas.switch_to_training()
+            self._replicas.free_devices()
+            self._replicas.device_sharing.switch_to("training")
             self._note("offload", self._place("host"))
             self._note("onload", self._place("device"))
 

@@ -1,8 +1,6 @@
 """The data in the output of `check`: schemas, lengths, two rows, and trial scores.
 
 Invariant: rows are shown as the model will see them, special tokens included.
-Deliberately not here: reading the files and trying the functions
-(`verl_ray/preflight/data_files.py`, `reward_trial.py`).
 """
 
 from __future__ import annotations

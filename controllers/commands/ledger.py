@@ -2,8 +2,7 @@
 
 Invariant: every figure comes from the events in the run's ledger. The exit code is 0
 only if each ordinal was trained or rejected once, over all restarts, and none is
-missing below the last trained one. Nothing is started or changed. Deliberately not
-here: keeping a ledger (`verl_ray/data/ledger.py`).
+missing below the last trained one. Nothing is started or changed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The help texts of `verl-ray`, and the parser of the commands that take overrides.
 
 Invariant: the listed root configs and choices are the files under `configs`.
-Deliberately not here: flags of `export`, `plan`, `ledger`, `status` and the
-benchmarks, which parse their own.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ be of another version of the policy, so a resumed run would not be the same, and
 generation would be paid for twice.
 
 Invariant: what is read is what was written, in the same order. Few rows at a time are
-in the driver's memory. Deliberately not here: which groups are finished
-(`verl_ray/data/buffer.py`), and when a checkpoint is written (`controllers/run`).
+in the driver's memory.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Invariant: the report is made from the record on disk, so a resumed run reports the same
 as a run that was never stopped, but for the time that its start took.
-
-Deliberately not here: the layout of the report (`verl_ray/tracking/report.py`).
 """
 
 from __future__ import annotations

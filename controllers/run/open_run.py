@@ -2,8 +2,6 @@
 
 Invariant: one run at a time writes to a folder, and what it writes to is known before
 anything starts. Whatever is started ends with the block, and the report is made.
-Deliberately not here: the order of the steps (`loop.py`), and what each task does
-(`controllers/trainers`).
 """
 
 from __future__ import annotations
@@ -17,14 +15,13 @@ from typing import Any
 
 import yaml
 
-from controllers.run.checkpoint_check import CheckpointCheck
 from controllers.run.claim import claim
 from controllers.run.conclusion import Conclusion
 from controllers.run.faults import Cure, FaultPolicy
 from controllers.run.finished import finished_step, show_finished
 from controllers.run.loop import Loop
 from controllers.run.preparation import prepare
-from controllers.run.recovery import Recovery
+from controllers.run.recovery import CheckpointCheck, Recovery
 from controllers.run.resumption import Resumption
 from controllers.run.session import open_session, recording
 from controllers.run.snapshots import Snapshots
@@ -280,7 +277,7 @@ def _write_config(config: Config, resume: str) -> None:
 
 
 class RunHealing:
-    """Brings one run back after failures of its processes."""
+    """Restores one run after failures of its processes."""
 
     def __init__(
         self,

@@ -7,8 +7,6 @@ Invariant: complete inputs are never made again, so a resumed run finds the inpu
 it began with. A marker that is written last shows that they are complete. Another one
 that is written first shows that a run made the folder, and no other folder is ever
 deleted.
-
-Deliberately not here: reinforcement learning.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from controllers.rollouts.dynamic_sampling import require_dynamic_sampling
+from controllers.rollouts.admission import require_dynamic_sampling
 from controllers.supervisor import reports
 from verl_ray.checkpoint.changes import Change, changed_keys
 from verl_ray.checkpoint.manifest import Checkpoint

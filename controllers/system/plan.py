@@ -2,9 +2,6 @@
 
 Invariant: the plan is a pure function of the configuration and the shape of the
 cluster; nothing is started.
-
-Deliberately not here: starting the plan (`build.py`), and placing its processes on
-nodes (`verl_ray/cluster/placement.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ from typing import Any, TypeVar
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from controllers.devices.device_sharing import SharingPlan
+from controllers.devices import SharingPlan
 from verl_ray.cluster.packing import Resources
 from verl_ray.cluster.placement import ProcessSet, share_cpus
 from verl_ray.cluster.processes import Role
@@ -37,7 +34,7 @@ from verl_ray.profiling.phases import phase
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker
 from workers.judge import JudgeWorker
-from workers.reference import ReferenceWorker
+from workers.model_worker import ReferenceWorker
 from workers.reward import RewardWorker
 from workers.reward_model import RewardModelGrader, RewardModelWorker
 from workers.rollout import RolloutSpec, RolloutWorker

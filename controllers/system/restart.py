@@ -3,9 +3,6 @@
 Invariant: afterwards every process is as after the start of a run, apart from the state
 of models that survived: no replica generates, receives weights or is paused, engines
 that share devices with trainers are asleep, and all training state is on its devices.
-
-Deliberately not here: when processes are started again (`controllers/run/faults.py`),
-and the state of models, which a checkpoint brings (`controllers/run/recovery.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from controllers.devices.device_sharing import SharingPlan
+from controllers.devices import SharingPlan
 from controllers.rollouts.supervisor import Replica
 from controllers.system.build import System, build_replicas
 from controllers.system.plan import ROLLOUT
@@ -27,7 +24,7 @@ from workers.rollout import RolloutWorker
 
 
 def restart_lost(config: Config, system: System, also: Collection[str] = ()) -> None:
-    """Start lost processes again, and bring the others into the state of a start.
+    """Start lost processes again, and put the others into the state of a start.
 
     Args:
         config: Resolved configuration of the job.

@@ -2,8 +2,7 @@
 
 Invariant: what sets one task apart from another is in its own file (`rl.py`, `sft.py`,
 `reward_model.py`), next to its trainer. All other code that depends on the task of a
-run uses its configuration or its `Task`. Deliberately not here: how a name leads to the
-file (`controllers/tasks.py`), and the loop (`controllers/run/loop.py`).
+run uses its configuration or its `Task`.
 """
 
 from __future__ import annotations

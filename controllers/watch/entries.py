@@ -2,9 +2,6 @@
 
 Invariant: a number of an entry is averaged over the responses that have it; a text is
 never averaged. The entries of several graders have the grader's name before their own.
-
-Deliberately not here: what may be an entry (`verl_ray/rewards/health.py`), and which
-held-out metric is the main one (`held_out_measures.py`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """Metrics of evaluations on held-out rows.
 
 Invariant: pure functions of the scores of held-out responses.
-
-Deliberately not here: generating and scoring these responses
-(`controllers/rollouts/evaluator.py`).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from tests.algorithms.test_objectives import algorithm
-from verl_ray.algorithms.entropy_control import EntropyControl
+from verl_ray.algorithms.coefficients import EntropyControl
 
 ADAPTIVE = algorithm(
     entropy_coefficient=0.01, entropy_target=0.5, entropy_step=0.005, entropy_max=0.02

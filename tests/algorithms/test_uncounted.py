@@ -11,12 +11,8 @@ from hypothesis import strategies as st
 
 from tests.corrections import NO_CORRECTION, NO_LIMIT
 from verl_ray.algorithms.aggregation import aggregate
-from verl_ray.algorithms.catalogue import (
-    CORRECTIONS,
-    KL_ESTIMATORS,
-    LEVELS,
-    declared_settings,
-)
+from verl_ray.algorithms.catalogue import KL_ESTIMATORS, declared_settings
+from verl_ray.algorithms.correction import CORRECTIONS, LEVELS
 from verl_ray.algorithms.losses import TokenLoss
 from verl_ray.algorithms.objectives import (
     LossInputs,

@@ -27,7 +27,7 @@ from verl_ray.preflight.findings import preflight
 from verl_ray.preflight.memory_plan import memory_plan
 from verl_ray.tracking.jsonl import read_metrics
 from workers.actor import ActorWorker
-from workers.reference import ReferenceWorker
+from workers.model_worker import ReferenceWorker
 
 FOLDER = Path(__file__).parent / "trainers"
 OWN = "tests.controllers.trainers.imitation"

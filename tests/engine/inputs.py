@@ -41,13 +41,8 @@ from verl_ray.data.batch import offsets_of
 from verl_ray.data.packing import balance, lengths_of_units, rows_of_units
 from verl_ray.data.stages import TrainingBatch
 from verl_ray.data.tokenizers import character_tokenizer
-from verl_ray.engine.base import (
-    Engine,
-    EngineSpec,
-    LossReport,
-    StepReport,
-    build_engine,
-)
+from verl_ray.engine.base import Engine, EngineSpec, LossReport, StepReport
+from verl_ray.engine.build import build_engine
 from verl_ray.errors import DataError, EngineError, ModelError
 from verl_ray.models.role_model import HeadKind
 from verl_ray.models.tiny import make_tiny

@@ -37,7 +37,7 @@ from tests.engine.naive import (
 )
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.tokenizers import character_tokenizer
-from verl_ray.engine.base import build_engine
+from verl_ray.engine.build import build_engine
 from verl_ray.models.tiny import make_tiny
 from verl_ray.ops.outputs import RequestedOutputs
 

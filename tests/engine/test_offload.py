@@ -18,7 +18,7 @@ from tests.engine import inputs
 from tests.engine.fake_ranks import playing
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.tokenizers import character_tokenizer
-from verl_ray.engine.base import build_engine
+from verl_ray.engine.build import build_engine
 from verl_ray.engine.offload import HostArena, Offload, Transfers, offloadable
 from verl_ray.errors import EngineError
 from verl_ray.models.tiny import make_tiny

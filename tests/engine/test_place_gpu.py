@@ -16,7 +16,8 @@ import torch.distributed as dist
 from tests.engine import contract, inputs
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.tokenizers import character_tokenizer
-from verl_ray.engine.base import EngineSpec, build_engine
+from verl_ray.engine.base import EngineSpec
+from verl_ray.engine.build import build_engine
 from verl_ray.models.tiny import make_tiny
 
 pytestmark = [

@@ -10,7 +10,8 @@ from tests.engine.inputs import ENGINE, OPTIMIZER, POLICY, rows_of
 from verl_ray.backends.engine import EngineBackend
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.tokenizers import character_tokenizer
-from verl_ray.engine.base import EngineSpec, build_engine
+from verl_ray.engine.base import EngineSpec
+from verl_ray.engine.build import build_engine
 from verl_ray.models.tiny import make_tiny
 from verl_ray.ops.outputs import RequestedOutputs
 from verl_ray.profiling.progress import begin, progress

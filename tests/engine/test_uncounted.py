@@ -14,7 +14,8 @@ from verl_ray.backends.engine import EngineBackend
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.stages import TrainingBatch
 from verl_ray.data.tokenizers import character_tokenizer
-from verl_ray.engine.base import EngineSpec, LossReport, StepReport, build_engine
+from verl_ray.engine.base import EngineSpec, LossReport, StepReport
+from verl_ray.engine.build import build_engine
 from verl_ray.models.role_model import HeadKind
 from verl_ray.models.tiny import make_tiny
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from controllers.commands.plan_tables import misfit_lines
+from controllers.commands.plan import misfit_lines
 from tests.planning.bases import bases, machine
 from verl_ray.backends.base import BackendSettings
 from verl_ray.config.load import parse, to_tree

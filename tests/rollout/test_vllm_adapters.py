@@ -14,7 +14,8 @@ from verl_ray.backends.engine import EngineBackend
 from verl_ray.config.roles import LoraConfig
 from verl_ray.data.batch import offsets_of
 from verl_ray.data.stages import Rows
-from verl_ray.engine.base import EngineSpec, build_engine
+from verl_ray.engine.base import EngineSpec
+from verl_ray.engine.build import build_engine
 from verl_ray.engine.module_engine import ModuleEngine
 from verl_ray.errors import WeightSyncError
 from verl_ray.ops.outputs import RequestedOutputs

@@ -2,8 +2,7 @@
 
 Invariant: nothing of the user's runs before a step does; the file is only parsed. A
 function reads settings like the built-in ones: its keyword arguments are keys of
-`algorithm`. Deliberately not here: what its kind of function takes and returns
-(`advantages.py`, `policy_loss_choices.py`, `own_shaping.py`).
+`algorithm`.
 """
 
 from __future__ import annotations

@@ -33,7 +33,6 @@ from verl_ray.backends.layouts import (
 from verl_ray.config.section import Auto, Dtype, resolved
 from verl_ray.config.suggest import either
 from verl_ray.errors import Problem
-from verl_ray.lazy import Lazy
 from verl_ray.models.families import (
     ACTIVATIONS_IN_MEGATRON,
     FAMILIES,
@@ -70,14 +69,9 @@ class MegatronBackend(Layout):
     CPU.
     """
 
-    engine: ClassVar[Lazy] = Lazy("verl_ray.engine.megatron.engine:MegatronEngine")
     packages: ClassVar[tuple[str, ...]] = ("megatron.core",)
     has_adapters: ClassVar[bool] = False
     activation_settings: ClassVar[tuple[str, ...]] = ("recompute",)
-
-    @classmethod
-    def prepare_cpu(cls) -> None:
-        Lazy("verl_ray.engine.megatron.shim:install")()
 
     @property
     def sent_width(self) -> int:

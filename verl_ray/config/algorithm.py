@@ -17,14 +17,8 @@ from pydantic import AfterValidator, Field, create_model
 from pydantic_core import PydanticCustomError
 
 from verl_ray.algorithms.advantages import ADVANTAGES
-from verl_ray.algorithms.catalogue import (
-    CHOICES,
-    CORRECTIONS,
-    KL_ESTIMATORS,
-    LEVELS,
-    REJECTIONS,
-    declared_settings,
-)
+from verl_ray.algorithms.catalogue import CHOICES, KL_ESTIMATORS, declared_settings
+from verl_ray.algorithms.correction import CORRECTIONS, LEVELS, REJECTIONS
 from verl_ray.algorithms.own_functions import OwnFunctionMistake, is_own
 from verl_ray.algorithms.own_shaping import LENGTH_SETTINGS, OWN_SHAPINGS
 from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES

@@ -238,8 +238,8 @@ class Scores(Batch):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class TeacherForced(Batch):
-    """Teacher-forced evaluation of a policy on the responses of some demonstrations.
+class TeacherForcedEvaluation(Batch):
+    """How well a policy would write the responses of some demonstrations.
 
     No token columns: every row has length 0.
     """

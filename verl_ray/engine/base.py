@@ -27,8 +27,6 @@ from verl_ray.backends import Backend
 from verl_ray.config.roles import LoraConfig, OptimizerConfig
 from verl_ray.data.packing import Float64
 from verl_ray.data.stages import Bool, Float32, Rows, TrainingBatch
-from verl_ray.engine.packages import INSTALL, missing_packages
-from verl_ray.errors import EngineError
 from verl_ray.ops.outputs import RequestedOutputs
 from verl_ray.parallel.topology import Topology
 from verl_ray.profiling.flops import ModelShape
@@ -265,37 +263,6 @@ class Engine(ABC):
 
     def close(self) -> None:  # noqa: B027 - few engines hold such resources
         """Release what a garbage collector would not. Idempotent."""
-
-
-def build_engine(
-    spec: EngineSpec, *, device: torch.device, rank: int, world_size: int
-) -> Engine:
-    """Build the engine of one role on one rank.
-
-    The process group must exist already, except for the plain engine on a single rank.
-    A backend's module is imported only where the backend is used, because some
-    (megatron's) change global state of their process.
-
-    Raises:
-        EngineError: A package that the backend needs is not installed.
-    """
-    backend = spec.backend
-
-    missing = missing_packages(backend.packages)
-    if missing:
-        packages = " and ".join(missing)
-        raise EngineError(
-            f"{spec.role}.backend = {backend.kind} needs {packages},"
-            f" not installed here: {INSTALL}"
-        )
-
-    if device.type == "cpu":
-        backend.prepare_cpu()
-
-    engine: Engine = backend.engine(
-        spec, device=device, rank=rank, world_size=world_size
-    )
-    return engine
 
 
 # --------------------------------------------------------------------- losses of a pass

@@ -21,9 +21,9 @@ import httpx
 import numpy as np
 import pytest
 
-from controllers.devices.device_sharing import DeviceSharing, SharingPlan
+from controllers.devices import DeviceSharing, SharingPlan
 from controllers.publishing.publisher import Publisher
-from controllers.publishing.receivers import Receivers
+from controllers.publishing.wire import Receivers
 from controllers.rollouts.replicas import Replicas
 from controllers.rollouts.supervisor import Replica, ReplicaSupervisor
 from controllers.trainers.rl import Trainer
@@ -265,12 +265,13 @@ def test_a_replica_that_stops_before_the_ends_of_a_wire_have_met_keeps_nobody_wa
     replicas = Replicas(run.replicas.available, publisher, device_sharing, config)
     process = pid(run, 1)
     os.kill(process, signal.SIGSTOP)
-    replicas.publish(5)
+    replicas.sync_weights(5)
     assert len(
         replicas._supervisor.wait_for_replicas(all_of_them=True)
     ) == 2 and not _alive(process)
     assert device_sharing.engine_fits
-    replicas.switch_to_training()  # all of them sleep
+    replicas.free_devices()
+    replicas.device_sharing.switch_to("training")  # all of them sleep
     assert (
         not device_sharing.engine_fits
     )  # one that is lost now starts when the trainer has gone
@@ -278,7 +279,7 @@ def test_a_replica_that_stops_before_the_ends_of_a_wire_have_met_keeps_nobody_wa
         answers(one, "status")[0].health["rollout"].policy_version
         for one in run.replicas.available
     ] == [None, None]
-    assert "weight_sync/probe_difference" not in replicas.publish(6)
+    assert "weight_sync/probe_difference" not in replicas.sync_weights(6)
     receivers = Receivers(run.replicas.available[:1], lambda: None)
     publisher.catch_up(
         6, receivers
@@ -351,7 +352,7 @@ def test_too_many_lost_replicas_stop_the_run(run: Trainer) -> None:
     of_run = run.config.run.model_copy(update={"recovery": recovery})
     config = run.config.model_copy(update={"run": of_run})
     process = pid(run, 1)
-    device_sharing, publisher = run.replicas._device_sharing, run.replicas._publisher
+    device_sharing, publisher = run.replicas.device_sharing, run.replicas._publisher
     run.replicas = Replicas([replica], publisher, device_sharing, config)
     run.replicas._up_to_date = {(replica, replica.incarnation)}
     # Its stream says so, or whoever asks how it is, whichever comes first.

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.engine import inputs
-from verl_ray.engine.base import build_engine
+from verl_ray.engine.build import build_engine
 
 
 def main(kinds: str, device: str, folder: Path) -> None:

@@ -2,9 +2,7 @@
 
 Invariant: every shared model is in the same phase. The phase changes by `switch_to`
 alone, which returns once all state is in its place. What is freed, and by whom, follows
-from the configuration before anything starts (`SharingPlan`). Deliberately not here:
-how a model moves (`verl_ray/engine/offload.py`) or an engine sleeps
-(`verl_ray/rollout`).
+from the configuration before anything starts (`SharingPlan`).
 """
 
 from __future__ import annotations

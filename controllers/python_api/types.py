@@ -1,13 +1,12 @@
-"""The arguments and results of the functions of `api.py`.
+"""The arguments and results of the calls (`calls.py`).
 
-Invariant: nothing here imports more than the standard library, so `import verl_ray`
-takes no time.
+Invariant: nothing here imports more than the standard library.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,9 +36,10 @@ Overrides = Mapping[str, Any] | Sequence[str]
 
 @dataclass(frozen=True)
 class RunRequest:
-    """The arguments that all functions of this module have in common."""
+    """The arguments that all calls have in common, as `train` explains them."""
 
     config_name: str
+    _: KW_ONLY
     model: str | Path | None = None
     data: Data | None = None
     validation_data: Data | None = None
@@ -48,6 +48,13 @@ class RunRequest:
     run_dir: str | Path | None = None
     overrides: Overrides | None = None
     config_dir: str | Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckRequest(RunRequest):
+    """The arguments of `check`."""
+
+    machine: str | None = None
 
 
 @dataclass(frozen=True)
