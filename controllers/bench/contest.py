@@ -26,8 +26,8 @@ from typing import Any
 
 from controllers.bench import contender
 from controllers.bench.contender import LONGEST, SHORTEST, ContenderTask, row_lengths
+from controllers.bench.inputs import MODELS, Size, make_model, with_layers
 from controllers.bench.processes import run_processes
-from controllers.bench.sizes import MODELS, Size, make_model, with_layers
 from verl_ray.data.batch import Int64
 from verl_ray.profiling.flops import (
     ModelShape,

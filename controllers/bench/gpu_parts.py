@@ -11,7 +11,7 @@ import json
 import math
 from dataclasses import dataclass
 
-from controllers.bench.sizes import MODELS, Size, tensors_of, with_layers
+from controllers.bench.inputs import MODELS, Size, tensors_of, with_layers
 from verl_ray.backends.base import FLOAT32, MOMENTS
 from verl_ray.preflight.machine import GIB
 from verl_ray.preflight.remaining_memory import USED_SHARE

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from controllers.bench.step import configuration, make_inputs
+from controllers.bench.inputs import run_with_inputs
 from verl_ray.shell import override_of
 
 _STEPS = 3
@@ -27,8 +27,7 @@ def main(task: dict[str, Any]) -> int:
     on_gpu = task["device"] == "cuda"
     model, dtype = ("0.5b", "bfloat16") if on_gpu else ("1m", "float32")
     folder = Path(task["folder"]) / "grpo"
-    config = configuration(model, "engine", folder, [])
-    make_inputs(config, warm_start=False)
+    config = run_with_inputs(model, folder)
 
     inputs = Path(config.run.dir) / "inputs"
     run_dir = folder / "run"

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from controllers.bench.inputs import MODELS, make_model
 from controllers.bench.processes import PATIENCE_S, run_processes
-from controllers.bench.sizes import MODELS, make_model
 from verl_ray.backends.base import ParameterCounts
 from verl_ray.backends.megatron_fsdp import MegatronFsdpBackend
 from verl_ray.config.roles import OptimizerConfig

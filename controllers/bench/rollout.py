@@ -20,7 +20,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from controllers.bench.step import MODELS, configuration, make_inputs, shown_versions
+from controllers.bench.inputs import POLICIES, run_with_inputs
+from controllers.bench.step import shown_versions
 from controllers.rollouts.replicas import Replicas
 from controllers.system.build import build_replicas
 from controllers.system.plan import (
@@ -49,9 +50,7 @@ def main(argv: list[str]) -> int:
     """Run the suite and print its figures; return the exit code, 0."""
     options = _parser().parse_args(argv)
     overrides = (f"rollout.max_response_tokens={options.tokens}",)
-    config = configuration(options.model, "engine", Path(options.dir), overrides)
-    with contextlib.redirect_stdout(sys.stderr):  # stdout is for the figures
-        make_inputs(config, warm_start=False)
+    config = run_with_inputs(options.model, options.dir, overrides)
 
     log_dir = Path(config.run.dir) / "logs"
     with Session.open(config.ray.address, log_dir=log_dir) as session:
@@ -286,7 +285,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--model",
-        choices=list(MODELS),
+        choices=list(POLICIES),
         default="1m",
         help="parameters of the policy (1m)",
     )

@@ -23,11 +23,12 @@ from typing import Literal
 
 import psutil
 
+from controllers.bench.inputs import run_with_inputs
 from controllers.bench.schedule_figures import SYNCHRONOUS, Block, figures, table
 from controllers.bench.schedule_reactions import Reaction, graded, replaced
 from controllers.bench.schedule_replica import Lengths, RecordingWorker
 from controllers.bench.schedule_trainer import ScheduleTrainer
-from controllers.bench.step import configuration, make_inputs, shown_versions
+from controllers.bench.step import shown_versions
 from controllers.system.build import System, start
 from controllers.system.plan import ROLLOUT, WORKERS, ClusterShape, resolve_on
 from verl_ray.cluster.session import Session
@@ -124,7 +125,6 @@ def main(argv: list[str]) -> int:
     blocks: dict[str, dict[str, list[Block]]] = {}
     inputs = _configuration(options, next(iter(cases.values())), SYNCHRONOUS)
     with contextlib.redirect_stdout(sys.stderr):  # stdout is for the figures
-        make_inputs(inputs, warm_start=False)
         log_dir = Path(inputs.run.dir) / "logs"
         with Session.open(inputs.ray.address, log_dir=log_dir) as session:
             stop_on_signals()  # again: Ray's own handler exits without a message
@@ -160,7 +160,7 @@ def _configuration(
         *more,
         *options.overrides,
     )
-    return configuration("1m", "engine", Path(options.dir) / "schedule", overrides)
+    return run_with_inputs("1m", options.dir, overrides)
 
 
 def _measure(

@@ -11,13 +11,11 @@ a step.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import platform
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -26,30 +24,23 @@ from statistics import median
 import psutil
 
 from controllers.bench.floor import Floor
-from controllers.compose.composition import compose
+from controllers.bench.inputs import POLICIES, run_with_inputs
 from controllers.rollouts.producer import Producer
-from controllers.run.preparation import prepare
 from controllers.system.build import System, start
 from controllers.system.plan import ClusterShape, resolve_on
 from controllers.trainers.rl import Trainer
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import stop_on_signals
 from verl_ray.cluster.store import read
-from verl_ray.config.load import parse, to_tree
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.data.arithmetic import ALPHABET, write_arithmetic
 from verl_ray.data.batch import Int64
 from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.data.chat_templates import policy_tokenizer
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.stages import Rollouts
-from verl_ray.data.tokenizers import character_tokenizer
-from verl_ray.models.tiny import make_tiny_qwen3
-from verl_ray.preflight.findings import INPUTS_COMPLETE
 from verl_ray.profiling.memory import GIB, TreeMemorySampler
 from verl_ray.profiling.timers import Timers
 from verl_ray.rollout.vllm_core import installed_version
-from verl_ray.shell import override_of
 from workers.rollout import Generation
 
 BLOCK = 5
@@ -66,55 +57,6 @@ def shown_versions() -> dict[str, str | None]:
         "vllm": installed_version(),
         **versions,
     }
-
-
-def _sizes(
-    hidden: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    head_size: int,
-    intermediate: int,
-    cache_gib: float = 1.0,
-) -> tuple[str, ...]:
-    """Return the overrides that make a model of these sizes."""
-    return (
-        f"prepare.model.hidden_size={hidden}",
-        f"prepare.model.num_layers={layers}",
-        f"prepare.model.num_heads={heads}",
-        f"prepare.model.num_kv_heads={kv_heads}",
-        f"prepare.model.head_size={head_size}",
-        f"prepare.model.intermediate_size={intermediate}",
-        f"rollout.kv_cache_gib={cache_gib}",
-    )
-
-
-MODELS: dict[str, tuple[str, ...]] = {
-    "1m": (),
-    "100m": _sizes(768, 12, 12, 12, 64, 2304),
-    "400m": _sizes(1280, 19, 20, 20, 64, 3840),
-    "0.5b": _sizes(1024, 32, 16, 8, 128, 3072),
-    "1.5b": _sizes(1536, 32, 12, 2, 128, 8960),
-    "8b": _sizes(4096, 42, 32, 8, 128, 12288),
-}
-"""Sizes of models as overrides.
-
-The small model has the warm start of the quickstart. Large ones stay untrained, because
-their speed depends on the number of tokens and not on their values.
-"""
-
-RUN = (
-    "algorithm=grpo",
-    "data.prompts_per_step=16",
-    "rollout.group_size=8",
-    "rollout.max_response_tokens=32",
-    "actor.mini_batch_size=null",
-    "run.total_steps=1000",
-    "run.evaluate_every=0",
-    "prepare.min_gain=0",
-    "run.checkpoint_every=0",
-    "tracking.wandb.mode=disabled",
-)
 
 
 class RecordingProducer(Producer):
@@ -188,11 +130,13 @@ def main(argv: list[str]) -> int:
     if steps is None:
         steps = 20 if is_small else 4
 
-    config = configuration(
-        options.model, options.backend, Path(options.dir), options.overrides
+    config = run_with_inputs(
+        options.model,
+        options.dir,
+        options.overrides,
+        backend=options.backend,
+        trained=is_small,
     )
-    with contextlib.redirect_stdout(sys.stderr):  # stdout is for the figures
-        make_inputs(config, warm_start=is_small)
 
     start_s = time.perf_counter()
     log_dir = Path(config.run.dir) / "logs"
@@ -226,45 +170,6 @@ def main(argv: list[str]) -> int:
     }
     print(json.dumps(result, indent=2))
     return 0
-
-
-def configuration(
-    model: str, backend: str, folder: Path, overrides: Sequence[str]
-) -> RLConfig:
-    """Return the configuration of the run to measure.
-
-    It is the quickstart's task and model family with GRPO. `overrides` come last.
-    """
-    run_dir = override_of("run.dir", str(folder / model))
-    run = (run_dir, f"run.name=bench-{model}", f"backend={backend}")
-    composed = compose("quickstart", (*RUN, *MODELS[model], *run, *overrides))
-    return parse(to_tree(composed), RLConfig)
-
-
-def make_inputs(config: RLConfig, *, warm_start: bool) -> None:
-    """Make problems, tokenizer and model under run.dir/inputs, if they are missing."""
-    folder = Path(config.run.dir) / "inputs"
-    if (folder / INPUTS_COMPLETE).exists():
-        return
-    if warm_start:
-        log_dir = Path(config.run.dir) / "logs"
-        with Session.open(config.ray.address, log_dir=log_dir) as session:
-            prepare(resolve_on(config, ClusterShape.of(session)), session)
-        return
-
-    inputs = config.prepare
-    assert inputs is not None
-    write_arithmetic(
-        folder,
-        max_operand=inputs.max_operand,
-        num_train=inputs.num_train,
-        num_validation=inputs.num_validation,
-        seed=config.run.seed,
-    )
-    tokenizer = folder / "tokenizer"
-    character_tokenizer(tokenizer, ALPHABET)
-    make_tiny_qwen3(folder / "model", tokenizer, inputs.model, config.run.seed)
-    (folder / INPUTS_COMPLETE).touch()
 
 
 def measure(
@@ -335,7 +240,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--model",
-        choices=list(MODELS),
+        choices=list(POLICIES),
         default="1m",
         help="parameters of the policy (1m)",
     )

@@ -24,7 +24,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, cast, get_args
 
-from controllers.bench.step import MODELS, configuration, make_inputs, shown_versions
+from controllers.bench.inputs import POLICIES, run_with_inputs
+from controllers.bench.step import shown_versions
 from controllers.system.build import build_replicas
 from controllers.system.plan import ClusterShape, plan_processes, resolve_on
 from verl_ray.backends import BACKENDS
@@ -151,9 +152,7 @@ def measure(
     model: str, backend: str, folder: Path, repeats: int, overrides: Sequence[str]
 ) -> dict[str, object]:
     """Return the figures of one size of model."""
-    config = configuration(model, backend, folder, overrides)
-    with contextlib.redirect_stdout(sys.stderr):  # stdout is for the figures
-        make_inputs(config, warm_start=False)
+    config = run_with_inputs(model, folder, overrides, backend=backend)
 
     log_dir = Path(config.run.dir) / "logs"
     with Session.open(config.ray.address, log_dir=log_dir) as session:
@@ -293,7 +292,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--models",
         nargs="+",
-        choices=list(MODELS),
+        choices=list(POLICIES),
         default=["1m", "100m", "400m"],
         help="1m 100m 400m; the others are for GPUs",
     )
