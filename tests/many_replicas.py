@@ -28,9 +28,14 @@ import numpy as np
 import psutil
 
 from controllers.bench.inputs import run_with_inputs
-from controllers.bench.schedule_reactions import graded, percentiles
-from controllers.bench.schedule_replica import Lengths, RecordingWorker, ReplicaRecord
-from controllers.bench.schedule_trainer import ScheduleTrainer
+from controllers.bench.schedule_run import (
+    Lengths,
+    RecordingWorker,
+    ReplicaRecord,
+    ScheduleTrainer,
+    graded,
+    percentiles,
+)
 from controllers.system.build import System, build_replicas
 from controllers.system.plan import ROLLOUT, ClusterShape, plan_processes, resolve_on
 from verl_ray.cluster.context import WorkerContext

@@ -4,8 +4,7 @@ tokens in one process.
 Invariant: the floor works on the same rows, token for token. It generates as many
 responses of the same lengths. The rows of the step go through a padded Hugging Face
 model for the reference, the loss, its gradient and AdamW. There is no Ray, no
-streaming, no score, no weight sync and no verification. Deliberately not a trainer: its
-updates are thrown away.
+streaming, no score, no weight sync and no verification, and updates are thrown away.
 """
 
 from __future__ import annotations
@@ -16,19 +15,22 @@ import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from verl_ray.config.section import resolved
 from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.data.batch import Int64
 from verl_ray.data.stages import Rollouts
 from verl_ray.errors import VerlRayError
 
 if TYPE_CHECKING:
     import torch
     from vllm import LLM
+
+T = TypeVar("T", bound=np.generic)
 
 _READY_S = 300.0
 """Limit for the child to load its models."""
@@ -207,7 +209,7 @@ class _Training:
         import torch
 
         log_probs = self._log_probs(self._policy, rows)
-        mask = torch.from_numpy(_padded(rows, rows.response_mask)[:, 1:])
+        mask = torch.from_numpy(padded(rows.lengths, rows.response_mask)[:, 1:])
         advantage = torch.randn(len(mask), 1)  # the figures are not read
         ratio = (log_probs - log_probs.detach()).exp()
         clipped = ratio.clamp(1 - _CLIP, 1 + _CLIP)
@@ -227,8 +229,10 @@ class _Training:
         """
         import torch
 
-        tokens = torch.from_numpy(_padded(rows, rows.tokens.astype(np.int64)))
-        present = torch.from_numpy(_padded(rows, np.ones(rows.num_tokens, np.int64)))
+        tokens = torch.from_numpy(padded(rows.lengths, rows.tokens.astype(np.int64)))
+        present = torch.from_numpy(
+            padded(rows.lengths, np.ones(rows.num_tokens, np.int64))
+        )
         outputs = model(input_ids=tokens, attention_mask=present, use_cache=False)
         all_log_probs = torch.log_softmax(outputs.logits[:, :-1], -1)
         log_probs: torch.Tensor = all_log_probs.gather(-1, tokens[:, 1:, None])
@@ -245,9 +249,9 @@ def _load_model(path: str) -> torch.nn.Module:
     return model
 
 
-def _padded(rows: Rollouts, values: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+def padded(lengths: Int64, values: npt.NDArray[T]) -> npt.NDArray[T]:
     """Return token values as [rows, longest], with zeros after the end of each row."""
-    inside = np.arange(rows.lengths.max()) < rows.lengths[:, None]
+    inside = np.arange(lengths.max()) < lengths[:, None]
     table = np.zeros(inside.shape, values.dtype)
     table[inside] = values
     return table

@@ -1,9 +1,8 @@
 """The language-model head by itself, compared with its formula: log-probs and entropy,
 forward and backward.
 
-Invariant: both sides compute the same from the same numbers, in separate processes.
-Memory is the peak of a process above what it held with the inputs and all code loaded.
-Deliberately not here: the transformer under the head.
+Invariant: both sides compute the same from the same numbers, in turns in one process.
+Memory is the peak above the inputs.
 """
 
 from __future__ import annotations
@@ -11,42 +10,38 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from itertools import product
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
+from controllers.bench.peaks import peak_bytes
 from controllers.bench.processes import run_processes
-from verl_ray.profiling.memory import device_memory, own_peak_bytes
+from verl_ray.profiling.memory import device_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    Compute = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 SIZES = {"cpu": (2048, 256, 65_536), "cuda": (8192, 896, 151_936)}
 """Tokens, hidden size and vocabulary by device.
 
 Whole float32 logits are 0.5 GiB on a CPU and 4.6 GiB on a GPU.
 """
-_LOADING_TOKENS = 8
-"""Tokens of the pass that only loads code."""
 
 
 @dataclass(frozen=True)
 class HeadTask:
-    """The work of one process.
+    """The sizes that are measured, and how often."""
 
-    `kind` is "chunked" for `verl_ray.ops.log_probs`, or "naive" for the formula on
-    whole logits.
-    """
-
-    kind: str
     device: str
     dtype: str
     tokens: int
     hidden_size: int
     vocabulary: int
     threads: int
+    repeats: int
 
 
 def measure(
@@ -57,95 +52,84 @@ def measure(
     `tokens` is the number of tokens; None takes that of `SIZES`.
     """
     default_tokens, hidden_size, vocabulary = SIZES[device]
-    tokens = tokens or default_tokens
-    rounds: dict[str, list[dict[str, Any]]] = {"naive": [], "chunked": []}
-
-    # They take turns, so that a slow minute of the machine does not hit one side only.
-    for _, kind in product(range(repeats), rounds):
-        task = HeadTask(kind, device, dtype, tokens, hidden_size, vocabulary, threads)
-        rounds[kind] += run_processes(__name__, [asdict(task)], threads)
-
-    figures = {kind: _figures(reports) for kind, reports in rounds.items()}
-    naive = figures["naive"]
-    chunked = figures["chunked"]
+    task = HeadTask(
+        device,
+        dtype,
+        tokens or default_tokens,
+        hidden_size,
+        vocabulary,
+        threads,
+        repeats,
+    )
+    (figures,) = run_processes("controllers.bench.head", [asdict(task)], threads)
+    naive, chunked = figures["naive"], figures["chunked"]
     return {
-        "tokens": tokens,
+        "tokens": task.tokens,
         "hidden_size": hidden_size,
         "vocabulary": vocabulary,
-        "whole_logits_bytes": 4 * tokens * vocabulary,
+        "whole_logits_bytes": 4 * task.tokens * vocabulary,
         **figures,
         "speedup": round(naive["best_s"] / chunked["best_s"], 3),
         "memory_fraction": round(chunked["peak_bytes"] / naive["peak_bytes"], 4),
     }
 
 
-def _figures(reports: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "best_s": round(min(report["seconds"] for report in reports), 4),
-        "peak_bytes": max(report["peak_bytes"] for report in reports),
-        "outputs_sum": reports[0]["outputs_sum"],
-    }
-
-
-# -------------------------------------------------------------------------- one process
-
-
-def contend(task: HeadTask) -> None:
-    """Time one of the two sides, and print its seconds, bytes and sum as JSON."""
+def contend(task: HeadTask) -> dict[str, dict[str, float]]:
+    """Return the figures of the formula on whole logits, and of ours in chunks."""
     import torch
 
     torch.set_num_threads(task.threads)
     torch.manual_seed(0)
-    hidden = _random_matrix(task.tokens, task)
-    weight = _random_matrix(task.vocabulary, task)
-    targets = torch.randint(task.vocabulary, (task.tokens,), device=task.device)
-    compute = {"naive": _naive, "chunked": _chunked}[task.kind]
+    dtype = getattr(torch, task.dtype)
 
-    def run(count: int) -> float:
+    def matrix(rows: int) -> Tensor:
+        values = torch.randn(rows, task.hidden_size, device=task.device)
+        return values.to(dtype).requires_grad_()
+
+    hidden = matrix(task.tokens)
+    weight = matrix(task.vocabulary)
+    targets = torch.randint(task.vocabulary, (task.tokens,), device=task.device)
+
+    def run(compute: Compute) -> float:
         hidden.grad = None
         weight.grad = None
-        scaled = hidden[:count] / task.hidden_size**0.5
-        log_probs, entropy = compute(scaled, weight, targets[:count])
+        scaled = hidden / task.hidden_size**0.5
+        log_probs, entropy = compute(scaled, weight, targets)
         total = (log_probs + entropy).sum()
         total.backward()  # type: ignore[no-untyped-call]
         return float(total.detach())
 
-    run(_LOADING_TOKENS)
-    hidden.grad = None
-    weight.grad = None
-    if task.device == "cuda":
-        memory = device_memory(reset_peak=True)
-        assert memory is not None
-        before_bytes = memory.allocated_bytes
-    else:
-        before_bytes = psutil.Process().memory_info().rss
-
-    run(task.tokens)  # does the one-time set-up, which is not timed
-    start = time.perf_counter()
-    total = run(task.tokens)
-    if task.device == "cuda":
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - start
-
-    if task.device == "cuda":
-        memory = device_memory()
-        assert memory is not None
-        peak_bytes = memory.peak_allocated_bytes
-    else:
-        peak_bytes = own_peak_bytes()
-    report = {
-        "seconds": seconds,
-        "peak_bytes": peak_bytes - before_bytes,
-        "outputs_sum": total,
+    sides = {"naive": _naive, "chunked": _chunked}
+    # The measurement of memory does the one-time set-up, which is not timed.
+    peaks = {
+        name: _peak(partial(run, side), task.device) for name, side in sides.items()
     }
-    print(json.dumps(report))
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(task.repeats):
+        for name, side in sides.items():
+            start = time.perf_counter()
+            run(side)
+            seconds[name].append(time.perf_counter() - start)
+
+    return {
+        name: {
+            "best_s": round(min(seconds[name]), 4),
+            "peak_bytes": peaks[name],
+            "outputs_sum": run(side),
+        }
+        for name, side in sides.items()
+    }
 
 
-def _random_matrix(rows: int, task: HeadTask) -> Tensor:
-    import torch
-
-    matrix = torch.randn(rows, task.hidden_size, device=task.device)
-    return matrix.to(getattr(torch, task.dtype)).requires_grad_()
+def _peak(run: Callable[[], object], device: str) -> int:
+    """Return the most bytes by which memory grows while `run` runs."""
+    if device == "cpu":
+        return peak_bytes(run)
+    before = device_memory(reset_peak=True)
+    run()
+    after = device_memory()
+    assert before is not None and after is not None
+    return after.peak_allocated_bytes - before.allocated_bytes
 
 
 def _naive(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,4 +146,4 @@ def _chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, T
 
 
 if __name__ == "__main__":
-    contend(HeadTask(**json.loads(sys.argv[1])))
+    print(json.dumps(contend(HeadTask(**json.loads(sys.argv[1])))))

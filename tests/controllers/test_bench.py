@@ -16,10 +16,10 @@ import torch
 
 from controllers import bench
 from controllers.bench import contest, data, head
-from controllers.bench.contender import padded_batches, row_lengths
-from controllers.bench.floor import _padded
-from controllers.bench.megatron_fsdp_memory import MIB
+from controllers.bench.contest import padded_batches, row_lengths
+from controllers.bench.floor import padded
 from controllers.bench.processes import run_processes
+from controllers.bench.suite import MIB
 from verl_ray.errors import VerlRayError
 from verl_ray.profiling.flops import ModelShape
 
@@ -45,7 +45,7 @@ def test_rows_have_the_lengths_asked_for() -> None:
 
 def test_the_floor_sees_every_token_of_a_row_and_nothing_behind_it() -> None:
     rows = data.rollouts(np.array([1, 3]))
-    table = _padded(rows, np.array([7, 4, 5, 6]))
+    table = padded(rows.lengths, np.array([7, 4, 5, 6]))
     assert table.tolist() == [[7, 0, 0], [4, 5, 6]]
 
 
