@@ -1,12 +1,11 @@
 """`verl-ray bench fsdp`: speed and memory of the training backends, compared with plain
-PyTorch on the same rows, and the head by itself (`head.py`).
+PyTorch on the same rows.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from controllers.bench import head
 from controllers.bench.contest import (
     PLAIN,
     SORTED,
@@ -15,7 +14,7 @@ from controllers.bench.contest import (
     padded_batches,
     row_lengths,
 )
-from controllers.bench.suite import print_json, progress
+from controllers.bench.suite import print_json
 from verl_ray.data.batch import Int64
 
 CONTEST = Contest(
@@ -56,12 +55,6 @@ def main(argv: list[str]) -> int:
     if figures.keys() >= {"engine_1", PLAIN, SORTED}:
         lengths = row_lengths(options.rows)
         figures["packing"] = _packing(figures, lengths, options.micro_batch_tokens)
-    if not options.only:
-        progress("the head ...")
-        figures["head"] = head.measure(
-            options.device, options.dtype, options.repeats, figures["cores"]
-        )
-
     print_json(figures)
     return 0
 

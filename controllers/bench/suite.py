@@ -1,4 +1,4 @@
-"""What suites share: their flags, their rounds, and how figures are printed.
+"""Flags, rounds and the printing of figures, which all suites share.
 
 Invariant: stdout holds the figures of a suite and nothing else, as JSON or as a table
 in Markdown. Progress goes to stderr. This module loads no torch.
