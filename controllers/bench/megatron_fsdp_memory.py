@@ -197,8 +197,7 @@ def measure_rank(task: MemoryTask) -> dict[str, int]:
         engine.optimizer_step()
 
     with joined(task.rank, task.world, task.rendezvous):
-        # The small model brings all one-time set-up into memory before the first
-        # reading.
+        # The small model does all one-time set-up before the first reading.
         small = _engine(task, task.small)
         step(small)
         del small
