@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from controllers.bench.floor import padded
 from controllers.bench.inputs import MODELS, Size, make_model, with_layers
 from controllers.bench.processes import run_processes
+from controllers.bench.raw import padded
 from controllers.bench.suite import Flags, circumstances, progress
 from verl_ray.data.batch import Int64
 from verl_ray.profiling.flops import (

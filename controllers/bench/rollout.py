@@ -8,20 +8,18 @@ take turns, each in processes that have started and warmed up.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from statistics import median
 
 from controllers.bench.inputs import POLICIES, run_with_inputs
+from controllers.bench.raw import RawProcess, RawRequests, RawSpec
 from controllers.bench.running import ActorAndReplicas, actor_and_replicas, cluster
 from controllers.bench.suite import Flags, circumstances, print_json, rounds
 from controllers.rollouts.replicas import Replicas
 from controllers.system.plan import ClusterShape, resolve_on, rollout_spec
+from verl_ray.cluster.environment import thread_environment
 from verl_ray.cluster.waiting import TICK_S
 from verl_ray.config.rollout import VLLM_BATCHED_REQUESTS, VLLM_BATCHED_TOKENS
 from verl_ray.config.section import resolved
@@ -30,6 +28,7 @@ from verl_ray.data.chat_templates import policy_tokenizer
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.stages import Prompts
 from verl_ray.rollout.requests import Sampling
+from verl_ray.rollout.vllm_setup import environment
 from workers.rollout import Generation
 
 
@@ -64,13 +63,16 @@ def measure(
     config = config.model_copy(update={"rollout": rollout})
     with (
         actor_and_replicas(config, shape) as running,
-        offline(running, prompts, replicas) as engines,
+        offline(running, replicas) as engines,
     ):
         running.replicas.publish(0)
+        ranges = zip(prompts.offsets, prompts.offsets[1:], strict=False)
+        rows = [prompts.tokens[start:end].tolist() for start, end in ranges]
+        length = rollout.max_response_tokens
         speeds = []
         for number in rounds(repeats, f"with {replicas}:"):
             online = _generate_online(running.replicas, prompts, config, number)
-            speeds.append((online, _generate_offline(engines, number)))
+            speeds.append((online, _generate_offline(engines, rows, length, number)))
 
     # The first round only warms up.
     online_speeds, offline_speeds = zip(*speeds[1:], strict=True)
@@ -105,72 +107,40 @@ def _generate_online(
     return tokens / (time.perf_counter() - start)
 
 
-def _generate_offline(engines: list[subprocess.Popen[str]], seed: int) -> float:
-    """Let all offline engines generate, and return their tokens per second."""
-    for engine in engines:
-        assert engine.stdin is not None
-        engine.stdin.write(f"{seed}\n")
-        engine.stdin.flush()
-
-    reports = [_read_report(engine) for engine in engines]
-    tokens = sum(report["tokens"] for report in reports)
-    return tokens / max(report["seconds"] for report in reports)
-
-
-def _read_report(engine: subprocess.Popen[str]) -> dict[str, float]:
-    assert engine.stdout is not None
-    for line in engine.stdout:  # vLLM may print other lines
-        if line.startswith("{"):
-            report: dict[str, float] = json.loads(line)
-            return report
-    raise RuntimeError(f"the offline engine ended with {engine.wait()}")
+def _generate_offline(
+    engines: Sequence[RawProcess], prompts: Sequence[list[int]], length: int, seed: int
+) -> float:
+    """Let each offline engine generate for its share; return tokens per second."""
+    count = len(engines)
+    for number, engine in enumerate(engines):
+        share = prompts[number::count]
+        seeds = [seed * 100_003 + row for row in range(len(share))]
+        engine.send(RawRequests(share, [length] * len(share), seeds))
+    slowest_s = max(engine.seconds()["gen"] for engine in engines)
+    return len(prompts) * length / slowest_s
 
 
 @contextlib.contextmanager
-def offline(
-    running: ActorAndReplicas, prompts: Prompts, count: int
-) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start processes with an `LLM` and a share of the prompts each.
-
-    A process generates whenever it reads a seed from its stdin. Its settings are those
-    of the replicas.
-    """
-    from verl_ray.rollout.vllm_setup import environment
-
+def offline(running: ActorAndReplicas, count: int) -> Iterator[list[RawProcess]]:
+    """Start processes with vLLM's `LLM` in the settings of the replicas."""
     config = running.config
-    spec = rollout_spec(config)
-    task: dict[str, object] = {
-        "model": spec.model_path,
-        "dtype": resolved(config.rollout.dtype),
-        "engine": _engine_settings(config, spec.max_model_len, running.on_gpus),
-        "max_tokens": config.rollout.max_response_tokens,
-    }
-    variables = environment(
-        "cuda" if running.on_gpus else "cpu",
-        running.threads_per_engine,
-        dtype=config.rollout.dtype,
+    device = "cuda" if running.on_gpus else "cpu"
+    threads = running.threads_per_engine
+    variables = thread_environment(threads) | environment(
+        device, threads, dtype=resolved(config.rollout.dtype)
     )
     all_devices = ",".join(map(str, range(count)))
     devices = (os.environ.get("CUDA_VISIBLE_DEVICES") or all_devices).split(",")
-    ranges = zip(prompts.offsets, prompts.offsets[1:], strict=False)
-    rows = [prompts.tokens[start:end].tolist() for start, end in ranges]
 
-    with contextlib.ExitStack() as cleanup:
+    spec = rollout_spec(config)
+    settings = _engine_settings(config, spec.max_model_len, running.on_gpus)
+    with contextlib.ExitStack() as processes:
         engines = []
         for index in range(count):
-            path = Path(config.run.dir) / f"offline-{index}.json"
-            path.write_text(json.dumps(task | {"prompts": rows[index::count]}))
             if running.on_gpus:
                 variables["CUDA_VISIBLE_DEVICES"] = devices[index]
-            process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(path)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env={**os.environ, **variables, "OMP_WAIT_POLICY": "PASSIVE"},
-            )
-            engines.append(cleanup.enter_context(process))
-            cleanup.callback(process.kill)
+            raw = RawSpec(dict(variables), spec.model_path, settings)
+            engines.append(processes.enter_context(RawProcess(raw)))
         yield engines
 
 
@@ -182,50 +152,13 @@ def _engine_settings(
     if on_gpus:
         own = {"gpu_memory_utilization": 0.01}
     return {
+        "dtype": resolved(config.rollout.dtype),
         "kv_cache_memory_bytes": int(resolved(config.rollout.kv_cache_gib) * 2**30),
         "max_model_len": max_model_len,
         "max_num_seqs": VLLM_BATCHED_REQUESTS,
         "max_num_batched_tokens": max(max_model_len, VLLM_BATCHED_TOKENS),
         **own,
     }
-
-
-def _serve(path: str) -> None:
-    """Run an offline engine in its own process.
-
-    The loop consumes seeds from stdin, generates all prompts for each, and prints the
-    time as JSON. It ends when stdin is closed.
-    """
-    from vllm import LLM, SamplingParams
-
-    task = json.loads(Path(path).read_text())
-    llm = LLM(
-        task["model"],
-        dtype=task["dtype"],
-        skip_tokenizer_init=True,
-        seed=0,
-        **task["engine"],
-    )
-    requests = [{"prompt_token_ids": tokens} for tokens in task["prompts"]]
-
-    for line in sys.stdin:
-        sampling = [
-            SamplingParams(
-                temperature=1.0,
-                max_tokens=task["max_tokens"],
-                ignore_eos=True,
-                logprobs=0,
-                detokenize=False,
-                seed=int(line) * 100_003 + row,
-            )
-            for row in range(len(requests))
-        ]
-        start = time.perf_counter()
-        outputs = llm.generate(requests, sampling, use_tqdm=False)
-        seconds = time.perf_counter() - start
-
-        tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-        print(json.dumps({"seconds": seconds, "tokens": tokens}), flush=True)
 
 
 def _flags() -> Flags:
@@ -248,7 +181,3 @@ def _flags() -> Flags:
     flags.number("--repeats", 5, "rounds that count")
     flags.folder()
     return flags
-
-
-if __name__ == "__main__":
-    _serve(sys.argv[1])

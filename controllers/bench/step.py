@@ -15,8 +15,8 @@ from statistics import median
 
 import psutil
 
-from controllers.bench.floor import Floor
 from controllers.bench.inputs import POLICIES, run_with_inputs
+from controllers.bench.raw import RawProcess, RawSpec
 from controllers.bench.running import cluster
 from controllers.bench.suite import (
     Flags,
@@ -29,7 +29,9 @@ from controllers.rollouts.producer import Producer
 from controllers.system.build import System, start
 from controllers.system.plan import resolve_on
 from controllers.trainers.rl import Trainer
+from verl_ray.cluster.environment import thread_environment
 from verl_ray.cluster.store import read
+from verl_ray.config.section import resolved
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.batch import Int64
 from verl_ray.data.buffer import Experience, RolloutBuffer
@@ -38,6 +40,7 @@ from verl_ray.data.prompts import PromptSource
 from verl_ray.data.stages import Rollouts
 from verl_ray.profiling.memory import GIB, TreeMemorySampler
 from verl_ray.profiling.timers import Timers
+from verl_ray.rollout.vllm_setup import environment
 from workers.rollout import Generation
 
 BLOCK = 5
@@ -131,7 +134,7 @@ def main(argv: list[str]) -> int:
             bench.steps(1, forced=False)
             first_s = launched_s + time.perf_counter() - start_s
 
-            with Floor(config, threads) as floor:
+            with RawProcess(_floor(config, threads)) as floor:
                 figures = {
                     kind: measure(bench, floor, steps, max(1, warm_up), kind)
                     for kind in ("natural", "forced")
@@ -152,7 +155,7 @@ def main(argv: list[str]) -> int:
 
 
 def measure(
-    bench: Bench, floor: Floor, steps: int, warm_up: int, kind: str
+    bench: Bench, floor: RawProcess, steps: int, warm_up: int, kind: str
 ) -> dict[str, object]:
     """Return the figures of `steps` steps after `warm_up` ones.
 
@@ -161,7 +164,7 @@ def measure(
     """
     forced = kind == "forced"
     for rows in bench.steps(warm_up, forced=forced)[1]:
-        floor.step(rows)
+        _floor_s(floor, rows)
 
     metrics: list[dict[str, float]] = []
     floors: list[dict[str, float]] = []
@@ -170,7 +173,7 @@ def measure(
         count = min(BLOCK, steps - len(metrics))
         block_metrics, block_rows = bench.steps(count, forced=forced)
         metrics += block_metrics
-        floors += [floor.step(rows) for rows in block_rows]
+        floors += [_floor_s(floor, rows) for rows in block_rows]
         lengths += [float(rows.response_length.mean()) for rows in block_rows]
         progress(f"{len(metrics)} of {steps} {kind} steps")
 
@@ -190,6 +193,29 @@ def measure(
         "mean_response_tokens": round(sum(lengths) / len(lengths), 2),
         "steps": steps,
     }
+
+
+def _floor(config: RLConfig, threads: int) -> RawSpec:
+    """Return the process that does the work of a step in the most direct way."""
+    rollout = config.rollout
+    return RawSpec(
+        environment={**thread_environment(threads), **environment("cpu", threads)},
+        model_path=config.actor.model.folder,
+        engine={
+            "dtype": resolved(rollout.dtype),
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": int(resolved(rollout.kv_cache_gib) * 2**30),
+            "max_model_len": config.data.max_prompt_tokens
+            + rollout.max_response_tokens,
+        },
+        learning_rate=config.actor.optimizer.lr,
+    )
+
+
+def _floor_s(floor: RawProcess, rows: Rollouts) -> dict[str, float]:
+    """Return the seconds of each part of the floor for these rows."""
+    floor.send(rows)
+    return floor.seconds()
 
 
 def _parts(step: dict[str, float]) -> dict[str, float]:

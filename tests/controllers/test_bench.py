@@ -17,8 +17,8 @@ import torch
 from controllers import bench
 from controllers.bench import contest, data
 from controllers.bench.contest import padded_batches, row_lengths
-from controllers.bench.floor import padded
 from controllers.bench.processes import run_processes
+from controllers.bench.raw import padded
 from controllers.bench.suite import MIB
 from verl_ray.errors import VerlRayError
 from verl_ray.profiling.flops import ModelShape

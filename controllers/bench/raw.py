@@ -1,10 +1,9 @@
-"""The floor of a training step: the time of raw vLLM and raw PyTorch for the same
-tokens in one process.
+"""Raw vLLM and raw PyTorch in processes of their own, which suites judge ours by.
 
-Invariant: the floor works on the same rows, token for token. It generates as many
-responses of the same lengths. The rows of the step go through a padded Hugging Face
-model for the reference, the loss, its gradient and AdamW. There is no Ray, no
-streaming, no score, no weight sync and no verification, and updates are thrown away.
+Invariant: they work on the same rows in the most direct way. Responses have the same
+lengths, token for token. Rows go through a padded Hugging Face model for the reference,
+the loss, its gradient and AdamW. There is no Ray, no streaming, no score, no weight
+sync and no verification, and updates are thrown away.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import TracebackType
@@ -20,84 +20,73 @@ from typing import TYPE_CHECKING, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from verl_ray.config.section import resolved
-from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.batch import Int64
 from verl_ray.data.stages import Rollouts
 from verl_ray.errors import VerlRayError
 
 if TYPE_CHECKING:
     import torch
-    from vllm import LLM
 
 T = TypeVar("T", bound=np.generic)
 
 _READY_S = 300.0
-"""Limit for the child to load its models."""
+"""Limit for a process to load its models."""
 _EXIT_S = 10.0
-_STEP_S = 600.0
-"""Limit for the child to do one step."""
+_REPLY_S = 600.0
+"""Limit for a process to do what it was asked to."""
 _CLIP = 0.2
 _KL_COEFFICIENT = 0.001
 
 
 @dataclass(frozen=True)
-class FloorSpec:
-    """The model that the child loads, and its environment before it imports torch."""
+class RawSpec:
+    """The models of a process, and its environment before it imports torch.
 
-    environment: dict[str, str]
-    model_path: str
-    dtype: str
-    kv_cache_bytes: int
-    max_model_len: int
-    learning_rate: float
-
-
-class Floor:
-    """A child process that does the work of a step in the most direct way.
-
-    It is used as a context manager: `with Floor(config, threads) as floor:`.
+    Attributes:
+        environment: Environment variables.
+        model_path: The model of vLLM and of PyTorch.
+        engine: Further arguments of vLLM's `LLM`.
+        learning_rate: That of AdamW; None for a process that only generates.
     """
 
-    def __init__(self, config: RLConfig, threads: int) -> None:
-        # The child imports this module, too. It may not import torch before it has its
-        # environment, so these imports stay inside of the function.
-        from verl_ray.cluster.environment import thread_environment
-        from verl_ray.rollout.vllm_setup import environment
+    environment: Mapping[str, str]
+    model_path: str
+    engine: Mapping[str, object]
+    learning_rate: float | None = None
 
-        rollout = config.rollout
-        spec = FloorSpec(
-            environment={
-                **thread_environment(threads),
-                **environment("cpu", threads),
-            },
-            model_path=config.actor.model.folder,
-            dtype=resolved(rollout.dtype),
-            kv_cache_bytes=int(resolved(rollout.kv_cache_gib) * 2**30),
-            max_model_len=config.data.max_prompt_tokens + rollout.max_response_tokens,
-            learning_rate=config.actor.optimizer.lr,
-        )
 
+@dataclass(frozen=True)
+class RawRequests:
+    """Prompts as token ids, the exact length of each response, and seeds, if any."""
+
+    prompts: Sequence[Sequence[int]]
+    lengths: Sequence[int]
+    seeds: Sequence[int] | None = None
+
+
+class RawProcess:
+    """A process with raw vLLM, and with raw PyTorch if it learns.
+
+    It is used as a context manager: `with RawProcess(spec) as process:`.
+    """
+
+    def __init__(self, spec: RawSpec) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, child_connection = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(child_connection, spec), name="floor", daemon=True
+            target=_serve, args=(child_connection, spec), name="raw", daemon=True
         )
         self._process.start()
         child_connection.close()
         self._receive(_READY_S)
 
-    def step(self, rows: Rollouts) -> dict[str, float]:
-        """Return the seconds of each part (`gen`, `ref`, `update`) for these rows."""
-        self._connection.send(rows)
-        return self._receive(_STEP_S)
+    def send(self, work: Rollouts | RawRequests) -> None:
+        """Begin to make the step of these rollouts, or to generate for requests."""
+        self._connection.send(work)
 
-    def close(self) -> None:
-        """End the child."""
-        self._connection.close()  # the child exits when it reads the end of file
-        self._process.join(_EXIT_S)
-        self._process.kill()
-        self._process.join()
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each part of what was begun: `gen`, `ref`, `update`."""
+        return self._receive(_REPLY_S)
 
     def __enter__(self) -> Self:
         return self
@@ -108,7 +97,10 @@ class Floor:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        self.close()
+        self._connection.close()  # the child exits when it reads the end of file
+        self._process.join(_EXIT_S)
+        self._process.kill()
+        self._process.join()
 
     def _receive(self, timeout_s: float) -> dict[str, float]:
         try:
@@ -117,69 +109,78 @@ class Floor:
                 return reply
         except EOFError:
             pass
-        self.close()
+        self._process.kill()
         raise VerlRayError(
-            "the process that measures the floor exited or hung; its last output is"
-            " above"
+            "a process of raw vLLM exited or hung; its last output is above"
         )
 
 
-def _serve(connection: Connection, spec: FloorSpec) -> None:
-    """Run the child: reply to rows with seconds.
+# ------------------------------------------------------------------- inside the process
 
-    The loop consumes the rows of one step at a time, waits for the next ones, and ends
-    when the connection is closed.
+
+def _serve(connection: Connection, spec: RawSpec) -> None:
+    """Run the child: reply to rollouts or requests with seconds.
+
+    The loop consumes one of them at a time, waits for the next, and ends when the
+    connection is closed.
     """
+    os.dup2(2, 1)  # stdout is for the figures of the parent
     os.environ.update(spec.environment)
-    from vllm import LLM
+    from vllm import LLM, SamplingParams
 
     llm = LLM(
         spec.model_path,
         skip_tokenizer_init=True,
-        dtype=spec.dtype,
-        enforce_eager=True,
-        kv_cache_memory_bytes=spec.kv_cache_bytes,
-        max_model_len=spec.max_model_len,
         generation_config="vllm",
+        seed=0,
+        **spec.engine,
     )
-    training = _Training(spec)
+
+    def generate(requests: RawRequests) -> float:
+        seeds: Sequence[int | None] = requests.seeds or [None] * len(requests.lengths)
+        sampling = [
+            SamplingParams(
+                max_tokens=length,
+                ignore_eos=True,
+                logprobs=0,
+                detokenize=False,
+                seed=seed,
+            )
+            for length, seed in zip(requests.lengths, seeds, strict=True)
+        ]
+        prompts = [{"prompt_token_ids": tokens} for tokens in requests.prompts]
+        start = time.perf_counter()
+        llm.generate(prompts, sampling, use_tqdm=False)
+        return time.perf_counter() - start
+
+    training = None if spec.learning_rate is None else _Training(spec)
     connection.send({})
     while True:
         try:
-            rows: Rollouts = connection.recv()
+            work: Rollouts | RawRequests = connection.recv()
         except EOFError:
             return
+        if isinstance(work, RawRequests):
+            connection.send({"gen": generate(work)})
+            continue
 
-        start = time.perf_counter()
-        _generate(llm, rows)
-        after_generation = time.perf_counter()
-        reference = training.reference(rows)
-        after_reference = time.perf_counter()
-        training.update(rows, reference)
-        after_update = time.perf_counter()
-
-        seconds = {
-            "gen": after_generation - start,
-            "ref": after_reference - after_generation,
-            "update": after_update - after_reference,
-        }
+        assert training is not None
+        seconds = {"gen": generate(_requests_of(work))}
+        began = time.perf_counter()
+        reference = training.reference(work)
+        seconds["ref"] = time.perf_counter() - began
+        training.update(work, reference)
+        seconds["update"] = time.perf_counter() - began - seconds["ref"]
         connection.send(seconds)
 
 
-def _generate(llm: LLM, rows: Rollouts) -> None:
-    """Generate responses of the same lengths to the same prompts, with log-probs."""
-    from vllm import SamplingParams
-
-    prompts = []
-    for start, length in zip(rows.offsets, rows.prompt_length, strict=False):
-        tokens = rows.tokens[start : start + length].tolist()
-        prompts.append({"prompt_token_ids": tokens})
-
-    sampling = [
-        SamplingParams(max_tokens=length, ignore_eos=True, logprobs=0, detokenize=False)
-        for length in rows.response_length.tolist()
+def _requests_of(rows: Rollouts) -> RawRequests:
+    """Return requests for responses of the same lengths to the same prompts."""
+    prompts = [
+        rows.tokens[start : start + length].tolist()
+        for start, length in zip(rows.offsets, rows.prompt_length, strict=False)
     ]
-    llm.generate(prompts, sampling, use_tqdm=False)
+    return RawRequests(prompts, rows.response_length.tolist())
 
 
 class _Training:
@@ -188,9 +189,10 @@ class _Training:
     Both are plain Hugging Face models on padded rows.
     """
 
-    def __init__(self, spec: FloorSpec) -> None:
+    def __init__(self, spec: RawSpec) -> None:
         import torch
 
+        assert spec.learning_rate is not None
         self._policy = _load_model(spec.model_path)
         self._reference = _load_model(spec.model_path).requires_grad_(False)
         self._optimizer = torch.optim.AdamW(
