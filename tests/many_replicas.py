@@ -27,10 +27,15 @@ from typing import Any
 import numpy as np
 import psutil
 
-from controllers.bench.schedule_reactions import graded, percentiles
-from controllers.bench.schedule_replica import Lengths, RecordingWorker, ReplicaRecord
-from controllers.bench.schedule_trainer import ScheduleTrainer
-from controllers.bench.step import configuration, make_inputs
+from controllers.bench.inputs import run_with_inputs
+from controllers.bench.schedule_run import (
+    Lengths,
+    RecordingWorker,
+    ReplicaRecord,
+    ScheduleTrainer,
+    graded,
+    percentiles,
+)
 from controllers.system.build import System, build_replicas
 from controllers.system.plan import ROLLOUT, ClusterShape, plan_processes, resolve_on
 from tests.rollout.scripted import ScriptedEngine
@@ -163,9 +168,8 @@ def main(arguments: Sequence[str]) -> None:
             f"rollout.num_replicas={processes}",
             *options.overrides,
         )
-        config = configuration("1m", "engine", Path(folder), overrides)
+        config = run_with_inputs("1m", folder, overrides)
         with contextlib.redirect_stdout(sys.stderr):
-            make_inputs(config, warm_start=False)
             session = Session.open(None, cores=processes + 8)
             with session:
                 config = resolve_on(config, ClusterShape.of(session))

@@ -32,8 +32,7 @@ from verl_ray.data.stages import (
 )
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import EngineFailed, VerlRayError
-from verl_ray.profiling.progress import touch
-from verl_ray.profiling.reads import counting_reads
+from verl_ray.profiling.progress import counting_reads, touch
 from verl_ray.rollout.base import RolloutEngine
 from verl_ray.rollout.engine_state import EngineMemoryPart
 from verl_ray.rollout.engine_thread import PauseMode, ServerHealth

@@ -1,8 +1,7 @@
 """The command `bench`: suites that measure this machine and print figures as JSON.
 
 Invariant: every figure comes with its yardstick, measured in the same run, because
-machines differ and are shared. Deliberately not here: figures of other machines
-(`README.md`), and pass marks.
+machines differ and are shared.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ Invariant: each part is a process of its own with a deadline, so no part keeps a
 from running; a part that was not run is listed with the reason. The figures are written
 after every part, so a session that is cut off leaves what it has. Parts come in the
 order of what most probably breaks. With `--device cpu` the parts that need no GPU run
-at tiny sizes, which tests the suite and no GPU. Deliberately not here: what the parts
-do (`gpu_parts.py`), and figures of machines (`README.md`).
+at tiny sizes, which tests the suite and no GPU.
 """
 
 from __future__ import annotations
@@ -30,6 +29,8 @@ from rich.console import Console
 from rich.table import Table
 
 from controllers.bench.gpu_parts import Part, parts_of
+from controllers.bench.inputs import FOLDER
+from controllers.bench.suite import Flags, print_json, progress
 from controllers.compose.listing import WIDTH
 from verl_ray.engine.packages import missing_packages
 from verl_ray.preflight.machine import Machine
@@ -73,7 +74,7 @@ def main(argv: list[str]) -> int:
     Returns:
         The exit code: 0, or 1 if a part failed or did not end in time.
     """
-    options = _parser().parse_args(argv)
+    options = _flags().parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="verl-ray-gpu-") as folder:
         parts = parts_of(options.device, folder, _free_host_bytes())
         if options.only:
@@ -86,7 +87,7 @@ def main(argv: list[str]) -> int:
         )
 
     Console(stderr=True).print(_table(outcomes))
-    print(json.dumps([asdict(outcome) for outcome in outcomes], indent=2))
+    print_json([asdict(outcome) for outcome in outcomes])
     return int(any(outcome.status in ("failed", "timed out") for outcome in outcomes))
 
 
@@ -114,10 +115,10 @@ def run_parts(
         if reason:
             outcome = Outcome(part.name, "not run", reason=reason)
         else:
-            print(f"{part.name}: {part.about} ...", file=sys.stderr, flush=True)
+            progress(f"{part.name}: {part.about} ...")
             outcome = _run(part, min(part.limit_s, left_s))
         outcomes.append(outcome)
-        print(f"{part.name}: {outcome.status}", file=sys.stderr, flush=True)
+        progress(f"{part.name}: {outcome.status}")
         path.write_text(json.dumps([asdict(each) for each in outcomes], indent=2))
 
     return outcomes
@@ -227,43 +228,28 @@ def _listed(parts: Sequence[Part]) -> str:
     return "\n".join([heading, *lines])
 
 
-def _parser() -> argparse.ArgumentParser:
+def _flags() -> Flags:
     parts = parts_of("cpu", "", _free_host_bytes())
-    parser = argparse.ArgumentParser(
-        prog="verl-ray bench gpu",
-        description=textwrap.fill(
-            "Run what only a GPU can show, in the order of what most probably breaks,"
-            " from a checkout. Goes on after a failure.",
-            WIDTH,
-        ),
-        epilog=_listed(parts),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    about = (
+        "Run what only a GPU can show, in the order of what most probably breaks, from"
+        " a checkout. Goes on after a failure."
     )
-    parser.add_argument(
-        "--device",
-        choices=("cuda", "cpu"),
-        default="cuda",
-        help="cpu: the parts that need no GPU, at tiny sizes, to test the suite (cuda)",
-    )
-    parser.add_argument(
+    flags = Flags("gpu", textwrap.fill(about, WIDTH))
+    flags.formatter_class = argparse.RawDescriptionHelpFormatter
+    flags.epilog = _listed(parts)
+    about = "cpu: the parts that need no GPU, at tiny sizes, to test the suite"
+    flags.choice("--device", ("cuda", "cpu"), about)
+    flags.add_argument(
         "--limit-s",
         type=float,
         default=LIMIT_S,
         metavar="S",
         help=f"seconds for all parts together ({LIMIT_S:.0f})",
     )
-    parser.add_argument(
-        "--out",
-        default="outputs/bench/gpu.json",
-        metavar="FILE",
-        help="where the outcomes are written (outputs/bench/gpu.json)",
-    )
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        choices=[part.name for part in parts],
-        metavar="PART",
-        help="these parts alone, of those below",
-    )
-    return parser
+    out = f"{FOLDER}/gpu.json"
+    about = f"where the outcomes are written ({out})"
+    flags.add_argument("--out", default=out, metavar="FILE", help=about)
+    about = "these parts alone, of those below"
+    names = [part.name for part in parts]
+    flags.add_argument("--only", nargs="+", choices=names, metavar="PART", help=about)
+    return flags

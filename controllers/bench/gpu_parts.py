@@ -2,7 +2,6 @@
 
 Invariant: a part is a program that prints a JSON object last and exits with another
 code than 0 if something is wrong. Parts whose programs are tests run from a checkout.
-Deliberately not here: how parts are run and reported (`gpu.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import json
 import math
 from dataclasses import dataclass
 
-from controllers.bench.sizes import MODELS, Size, tensors_of, with_layers
+from controllers.bench.inputs import MODELS, Size, tensors_of, with_layers
 from verl_ray.backends.base import FLOAT32, MOMENTS
 from verl_ray.preflight.machine import GIB
 from verl_ray.preflight.remaining_memory import USED_SHARE
@@ -24,6 +23,7 @@ OTHER_HOST_GIB = 4
 
 _ON_A_GPU = ("--rows", "64", "--micro-batch-tokens", "8192")
 
+_PROGRAMS = ("-m", "controllers.bench.gpu_run")
 KINDS = ("engine", "fsdp", "megatron", "megatron_fsdp")
 _PACKAGES = {"megatron": ("megatron.core",), "megatron_fsdp": ("megatron_fsdp",)}
 
@@ -63,7 +63,7 @@ def parts_of(device: str, folder: str, host_bytes: float = 0.0) -> list[Part]:
     least = 1 if device == "cuda" else 0
     contracts = [_contract(kind, device, least) for kind in KINDS]
     return [
-        Part("devices", "versions and devices", _devices(), 30),
+        Part("devices", "versions and devices", (*_PROGRAMS, "devices"), 30),
         _tests("attention", "flash attention", "tests/models/test_attention_gpu.py"),
         # vLLM's runner for GPUs has seen least of what is asked of it.
         _rollout("bfloat16", device, least),
@@ -84,10 +84,6 @@ def parts_of(device: str, folder: str, host_bytes: float = 0.0) -> list[Part]:
         _utilization("1500m", device, 1),
         _utilization_from_the_host(device, host_bytes),
     ]
-
-
-def _devices() -> tuple[str, ...]:
-    return ("-m", "controllers.bench.gpu_devices")
 
 
 def _tests(name: str, about: str, path: str) -> Part:
@@ -138,7 +134,7 @@ def _run_of_grpo(device: str, gpus: int, folder: str) -> Part:
     return Part(
         "grpo",
         "a whole run: steps, and memory predicted and measured",
-        ("-m", "controllers.bench.gpu_run", json.dumps(task)),
+        (*_PROGRAMS, "grpo", json.dumps(task)),
         150,
         gpus=gpus,
         packages=("vllm", "ray"),

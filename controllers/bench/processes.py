@@ -2,8 +2,7 @@
 
 Invariant: no process outlives the call, and the first that fails ends the others, which
 would wait for it. The calling process loads no torch, because its pages would count as
-shared with the processes that are measured. Deliberately not here: the work of the
-processes.
+shared with the processes that are measured.
 """
 
 from __future__ import annotations

@@ -41,19 +41,19 @@ from verl_ray.errors import ConfigError, Problem
 from verl_ray.preflight.resolve import resolutions, resolve, with_total_steps
 from verl_ray.preflight.tables import print_resolutions
 from verl_ray.tracking.base import HeldOutResponse
-from verl_ray.tracking.comparison import intervals
-from verl_ray.tracking.comparison_table import (
+from verl_ray.tracking.comparison import (
     ComparedModel,
     ComparedRow,
     as_csv,
     as_json,
     compared_rows,
     comparison_picture,
+    intervals,
     show_comparison,
 )
 from verl_ray.tracking.console import duration_text
-from verl_ray.tracking.durations import TESTING
 from verl_ray.tracking.evaluations import write_scores
+from verl_ray.tracking.history import TESTING
 from verl_ray.tracking.jsonl import finite
 from verl_ray.tracking.record import unused_path
 from verl_ray.tracking.report import HeldOut, Report, show

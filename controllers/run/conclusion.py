@@ -28,7 +28,6 @@ from verl_ray.errors import ConfigError, Interrupted, TrackingError
 from verl_ray.tracking import GLOBAL_STEP, Trackers
 from verl_ray.tracking.base import Sample
 from verl_ray.tracking.comparison import intervals, paired_differences
-from verl_ray.tracking.durations import phase_durations
 from verl_ray.tracking.evaluations import (
     HeldOutScores,
     read_scores,
@@ -39,6 +38,7 @@ from verl_ray.tracking.history import (
     Stint,
     begin_stint,
     end_stint,
+    phase_durations,
     preparing_s,
     read_history,
     ready_stint,

@@ -23,7 +23,8 @@ from controllers.bench.gpu_parts import (
     layers_on_the_host,
     parts_of,
 )
-from controllers.bench.sizes import MODELS, make_model, tensors_of, with_layers
+from controllers.bench.inputs import MODELS, make_model, tensors_of, with_layers
+from controllers.bench.sizes import MODELS
 from verl_ray.models.weights import CheckpointReader
 
 SLEEPS = """

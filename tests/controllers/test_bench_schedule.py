@@ -12,19 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from controllers.bench.schedule_figures import Block, figures, table
-from controllers.bench.schedule_reactions import (
+from controllers.bench.schedule import Block, figures, table
+from controllers.bench.schedule_run import (
     DriverRecord,
-    Reaction,
-    graded,
-    percentiles,
-    replaced,
-)
-from controllers.bench.schedule_replica import (
     ForcedGeneration,
     Lengths,
     Moment,
+    Reaction,
     ReplicaRecord,
+    graded,
+    percentiles,
+    replaced,
 )
 from verl_ray.rollout.requests import Sampling
 

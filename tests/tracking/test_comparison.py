@@ -9,14 +9,14 @@ from math import isnan, nan
 
 import numpy as np
 
-from verl_ray.tracking.comparison import intervals
-from verl_ray.tracking.comparison_table import (
+from verl_ray.tracking.comparison import (
     ComparedModel,
     ComparedRow,
     as_csv,
     as_json,
     compared_rows,
     comparison_picture,
+    intervals,
     show_comparison,
 )
 from verl_ray.tracking.evaluations import HeldOutScores

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_ray.profiling.progress import begin, progress
-from verl_ray.profiling.reads import counting_reads
+from verl_ray.profiling.progress import begin, counting_reads, progress
 
 
 def test_what_is_read_is_counted(tmp_path: Path) -> None:
