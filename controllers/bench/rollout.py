@@ -65,7 +65,7 @@ def measure(
         actor_and_replicas(config, shape) as running,
         offline(running, replicas) as engines,
     ):
-        running.replicas.publish(0)
+        running.replicas.sync_weights(0)
         ranges = zip(prompts.offsets, prompts.offsets[1:], strict=False)
         rows = [prompts.tokens[start:end].tolist() for start, end in ranges]
         length = rollout.max_response_tokens

@@ -168,7 +168,7 @@ def _seconds_of_a_round(
     nbytes: int,
 ) -> dict[str, float]:
     """Publish a version, then do the same in the ways that it is compared with."""
-    metrics = running.replicas.publish(version)
+    metrics = running.replicas.sync_weights(version)
     timing = "timing_s/weight_sync/"
     seconds = {
         name: metrics[f"{timing}{name}"]
@@ -179,7 +179,8 @@ def _seconds_of_a_round(
     seconds["copy"] = member.rank_zero(MeasuredWorker.copy).result()
 
     if running.on_gpus:
-        running.replicas.switch_to_training()
+        running.replicas.free_devices()
+        running.replicas.device_sharing.switch_to("training")
         for name, where in (("offload", "host"), ("onload", "device")):
             start = time.perf_counter()
             running.actor.broadcast(ActorWorker.place, where, where).result()

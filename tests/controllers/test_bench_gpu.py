@@ -24,7 +24,6 @@ from controllers.bench.gpu_parts import (
     parts_of,
 )
 from controllers.bench.inputs import MODELS, make_model, tensors_of, with_layers
-from controllers.bench.sizes import MODELS
 from verl_ray.models.weights import CheckpointReader
 
 SLEEPS = """
