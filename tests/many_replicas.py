@@ -38,7 +38,6 @@ from controllers.bench.schedule_run import (
 )
 from controllers.system.build import System, build_replicas
 from controllers.system.plan import ROLLOUT, ClusterShape, plan_processes, resolve_on
-from tests.rollout.scripted import ScriptedEngine
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.session import Session
@@ -50,6 +49,7 @@ from verl_ray.rollout.requests import (
     GenerationRequest,
     Tokens,
 )
+from verl_ray.rollout.scripted import ScriptedEngine
 from verl_ray.rollout.server import RolloutServer
 from workers.rollout import RolloutSpec
 

@@ -12,12 +12,12 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.rollout.generation import drained, generate
-from tests.rollout.scripted import ScriptedEngine
 from verl_ray.data.stages import Finish
 from verl_ray.errors import CannotGenerate, RolloutError, WeightSyncError
 from verl_ray.rollout.base import RolloutEngine
 from verl_ray.rollout.engine_state import EnginePause
 from verl_ray.rollout.requests import Chunk, EngineLoad, GenerationRequest, Sampling
+from verl_ray.rollout.scripted import ScriptedEngine
 from verl_ray.rollout.update import Probe
 from verl_ray.rollout.vllm_engine import VllmEngine
 from verl_ray.weight_sync.fingerprint import Fingerprint

@@ -20,7 +20,6 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from tests.rollout.scripted import ScriptedEngine
 from verl_ray.config.rollout import EndpointConfig
 from verl_ray.data.stages import Finish
 from verl_ray.data.tokenizers import load_tokenizer
@@ -32,6 +31,7 @@ from verl_ray.rollout.requests import (
     GenerationRequest,
     Sampling,
 )
+from verl_ray.rollout.scripted import ScriptedEngine
 from verl_ray.rollout.server import RolloutServer
 from verl_ray.rollout.vllm_engine import VllmEngine
 

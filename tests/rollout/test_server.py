@@ -12,7 +12,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.rollout.scripted import ScriptedEngine
 from verl_ray.data.stages import Finish
 from verl_ray.errors import EngineFailed, RolloutError
 from verl_ray.profiling.progress import progress
@@ -24,6 +23,7 @@ from verl_ray.rollout.requests import (
     GenerationRequest,
     Sampling,
 )
+from verl_ray.rollout.scripted import ScriptedEngine
 from verl_ray.rollout.server import RolloutServer
 
 

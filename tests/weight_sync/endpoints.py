@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from tests.rollout.scripted import ScriptedEngine
+from verl_ray.rollout.scripted import ScriptedEngine
 from verl_ray.weight_sync.fingerprint import EMPTY, Fingerprint
 from verl_ray.weight_sync.manifest import (
     Bucket,

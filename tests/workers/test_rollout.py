@@ -12,7 +12,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.rollout.scripted import ScriptedEngine
 from verl_ray.data.batch import Ragged, offsets_of
 from verl_ray.data.stages import (
     UNFINISHED,
@@ -24,6 +23,7 @@ from verl_ray.data.stages import (
 )
 from verl_ray.errors import CannotGenerate, EngineFailed
 from verl_ray.rollout.requests import Chunk, EngineLoad, GenerationRequest, Sampling
+from verl_ray.rollout.scripted import ScriptedEngine
 from verl_ray.rollout.seeds import row_seeds
 from verl_ray.rollout.server import RolloutServer
 from workers.rollout import Generation, RolloutWorker
