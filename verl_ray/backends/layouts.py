@@ -110,7 +110,7 @@ def can_exchange(heads: int, key_heads: int, ranks: int) -> bool:
     return even_heads and even_key_heads
 
 
-# --------------------------------------------------------------------------- obstacles
+# ---------------------------------------------------------------------------- obstacles
 
 
 def obstacles(
@@ -278,7 +278,7 @@ def _indivisible(
         return
 
 
-# ------------------------------------------------------------------- feasible layouts
+# --------------------------------------------------------------------- feasible layouts
 
 
 def nearest_layout(

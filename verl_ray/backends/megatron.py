@@ -85,7 +85,7 @@ class MegatronBackend(Layout):
     def description(self, num_ranks: int) -> str:
         return f"{self.kind} {layout_description(self, num_ranks)}"
 
-    # ----------------------------------------------------------------------- problems
+    # ------------------------------------------------------------------------- problems
 
     def rank_problems(self, role: str, num_ranks: int) -> Iterator[Problem]:
         yield from self._layout_problems(role, num_ranks, None)
@@ -147,7 +147,7 @@ class MegatronBackend(Layout):
             fix += f"; this one works with {role}.num_ranks={either(feasible_ranks)}"
         return f"{fix}."
 
-    # ------------------------------------------------------------------------- memory
+    # --------------------------------------------------------------------------- memory
 
     def rank_memory(
         self, num_ranks: int, model: ParameterCounts, trained: int
@@ -218,7 +218,7 @@ class MegatronBackend(Layout):
         )
 
 
-# ------------------------------------------------------------------------------ models
+# ------------------------------------------------------------------------------- models
 
 
 def unsupported_settings(path: str, settings: Settings) -> Iterator[tuple[str, str]]:

@@ -294,7 +294,7 @@ _SHARDING = (
 )
 
 _ANSWERS: tuple[tuple[str, str], ...] = (
-    # ------------------------------------------------------------------ size of a step
+    # ------------------------------------------------------------------- size of a step
     ("data.prompts_per_step", "data.train_batch_size num_prompts_per_step"),
     ("data.prompts_per_step", "rollout_batch_size gen_batch_size"),
     (
@@ -351,7 +351,7 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     (_PACKED, "use_dynamic_bsz use_dynamic_batch log_prob_use_dynamic_bsz"),
     (_PACKED, "packing_samples use_remove_padding padding_free"),
     (_PACKED, "sequence_packing.enabled dynamic_batching.enabled"),
-    # ------------------------------------------------------------------------- lengths
+    # -------------------------------------------------------------------------- lengths
     ("data.max_prompt_tokens", "max_prompt_length prompt_max_len prompt_length"),
     ("data.max_prompt_tokens", "max_input_seq_length"),
     ("rollout.max_response_tokens", "max_response_length max_completion_length"),
@@ -365,7 +365,7 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
         "data.overlong=skip leaves long prompts out.",
         "filter_overlong_prompts truncation",
     ),
-    # -------------------------------------------------------- duration, saves, records
+    # --------------------------------------------------------- duration, saves, records
     ("run.total_epochs", "epochs num_epochs total_epochs num_train_epochs"),
     ("run.total_epochs", "num_episodes max_num_epochs n_epochs"),
     ("run.total_steps", "total_training_steps max_steps max_num_steps num_train_steps"),
@@ -424,7 +424,7 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     ),
     ("evaluation.samples", "log_val_generations num_completions_to_print"),
     ("evaluation.samples", "log_completions num_val_samples_to_print"),
-    # ----------------------------------------------------------------------- optimizer
+    # ------------------------------------------------------------------------ optimizer
     (_VALUE.format(key="critic.optimizer.lr"), "critic_learning_rate critic_lr"),
     ("{role}.optimizer.lr", "lr learning_rate actor_learning_rate actor_lr"),
     ("{role}.optimizer.weight_decay", "weight_decay l2"),
@@ -444,7 +444,7 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     ("Here it is a fraction of lr: {role}.optimizer.min_lr_fraction.", "min_lr"),
     ("algorithm.critic_warmup_steps", "critic_warmup"),
     *ALGORITHM_ANSWERS,
-    # ------------------------------------------------------------- models and backends
+    # -------------------------------------------------------------- models and backends
     (
         "model.path, a folder or an id of the hub, is it here.",
         "pretrain model_name model_id",
@@ -484,7 +484,7 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     (_RANKS, "nnodes num_nodes actor_num_nodes actor_num_gpus_per_node"),
     (_RANKS, "critic_num_nodes critic_num_gpus_per_node"),
     (_RANKS, "ref_num_nodes ref_num_gpus_per_node"),
-    # ----------------------------------------------------------------------- rollouts
+    # ------------------------------------------------------------------------- rollouts
     ("rollout.tensor_parallel", "tensor_model_parallel_size tensor_parallel_size"),
     ("rollout.tensor_parallel", "vllm_tensor_parallel_size parallel.tp"),
     ("rollout.num_replicas", "vllm_num_engines num_inference_engines parallel.dp"),
@@ -506,7 +506,7 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
         " async_grpo.enabled max_off_policy_steps max_staleness max_steps_off_policy",
     ),
     ("Choose schedule=carry_over.", "partial_rollout enable_partial_rollout"),
-    # ---------------------------------------------------------------- data and rewards
+    # ----------------------------------------------------------------- data and rewards
     ("data.train_path", "train_files prompt_data train_data_path dataset dataset_name"),
     ("data.validation_path", "val_files eval_dataset val_data_path eval_data"),
     (

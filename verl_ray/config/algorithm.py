@@ -310,7 +310,7 @@ class AlgorithmConfig(_Additions):
         return CORRECTIONS[correction.kind].weights_by_ratio
 
 
-# ------------------------------------------------------------------------------- rules
+# -------------------------------------------------------------------------------- rules
 
 
 def settings_are_read(

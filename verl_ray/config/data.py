@@ -266,7 +266,7 @@ class RowFormat:
     margin: float | Literal["record"] = 0.0
 
 
-# ------------------------------------------------------------------------------- rules
+# -------------------------------------------------------------------------------- rules
 
 
 def columns_are_of_fields(data: DataFilesConfig, kind: RecordKind) -> Iterator[Problem]:

@@ -84,7 +84,7 @@ class PrepareConfig(Section):
         return 4 if self.problems == "word_problems" else 1
 
 
-# ------------------------------------------------------------------------------- rules
+# -------------------------------------------------------------------------------- rules
 
 
 def inputs_are_prepared_or_provided(overridden: OverriddenKeys) -> Iterator[Problem]:

@@ -292,7 +292,7 @@ class EvaluationConfig(Section):
         )
 
 
-# ------------------------------------------------------------------------------- rules
+# -------------------------------------------------------------------------------- rules
 
 
 def rewards_have_a_function(graders: Mapping[str, SingleReward]) -> Iterator[Problem]:

@@ -169,7 +169,7 @@ class ReferenceRole(ModelRole):
     """The frozen policy that the divergence is measured from."""
 
 
-# ------------------------------------------------------------------------------- rules
+# -------------------------------------------------------------------------------- rules
 
 
 def schedule_settings_are_used(

@@ -277,7 +277,7 @@ class RolloutConfig(RolloutEngineConfig):
         return None if sleep == "never" else sleep
 
 
-# ------------------------------------------------------------------------------- rules
+# -------------------------------------------------------------------------------- rules
 
 
 def sampling_is_what_the_trainer_sees(rollout: RolloutConfig) -> Iterator[Problem]:
@@ -551,6 +551,7 @@ def _argument_problems(
             yield Problem(argument_key, value, rule, fix)
 
 
+# The class whose fields are vLLM's engine arguments, and its file in the package.
 _CLASS = "EngineArgs"
 _FILE = "engine/arg_utils.py"
 

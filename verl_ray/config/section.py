@@ -87,7 +87,7 @@ class OneOf:
         return core_schema.no_info_wrap_validator_function(validate, names)
 
 
-# ------------------------------------------------------------------------------- rules
+# -------------------------------------------------------------------------------- rules
 
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 

@@ -107,6 +107,7 @@ def memory_by_role(
             by_role[name] = _with_part(
                 by_role[name], "snapshots", nbytes, on_gpus=on_gpus
             )
+
     if not isinstance(config, RolloutTaskConfig):
         return by_role
 
@@ -183,6 +184,7 @@ def _trainer_memory(
     model = model_size(name, role, config)
     forward, update = _workloads(name, config, learns=learns)
     own = footprint(role, model, forward, update, device, learns=learns)
+
     offloaded = NO_PARTS
     if isinstance(config, RolloutTaskConfig):
         if name == "actor":

@@ -68,7 +68,7 @@ def shared_memory_bytes(config: Config, nodes: int) -> int:
         rows *= 1 + config.rollout.staleness * (1 + num_snapshots)
         rows += _replayed_rows(config) * (1 + num_snapshots) * bytes_per_row
     object_store = max(rows // nodes, OBJECT_STORE_FLOOR_BYTES)
-    wire = 0 if not isinstance(config, RolloutTaskConfig) else wire_bytes(config)
+    wire = wire_bytes(config) if isinstance(config, RolloutTaskConfig) else 0
 
     snapshots = 0
     if config.run.recovery.taken_every:
