@@ -98,7 +98,7 @@ def _export(
         The resolved configuration, and the largest difference on fixed tokens.
     """
     # Ray and torch take seconds to import, which no mistake in the arguments may cost.
-    from controllers.system.build import download_models
+    from controllers.system.models import download_models
     from controllers.system.plan import ClusterShape, plan_processes, resolve_on
     from controllers.trainers.base import task_of
     from verl_ray.cluster.calls import wait_all

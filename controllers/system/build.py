@@ -12,12 +12,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import ray
-
 from controllers.devices import DeviceSharing, SharingPlan
 from controllers.publishing.publisher import Publisher
 from controllers.rollouts.replicas import Replicas
 from controllers.rollouts.supervisor import Endpoints
+from controllers.system.models import download_models
 from controllers.system.plan import (
     ROLLOUT,
     WORKERS,
@@ -28,15 +27,11 @@ from controllers.system.plan import (
 )
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import Groups, start_groups
-from verl_ray.cluster.process_control import on_node
 from verl_ray.cluster.restarts import InPlaceRestarts, MayRestart, never
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import finishing
-from verl_ray.cluster.waiting import RAY_CALLS, wait
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
-from verl_ray.errors import HubError
-from verl_ray.hub.models import fetch_model, hub_folders
 from verl_ray.profiling.phases import phase
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker
@@ -221,55 +216,3 @@ def build_replicas(
         endpoints = Endpoints(config)
 
     return Replicas(replicas, publisher, device_sharing, config, endpoints)
-
-
-# ------------------------------------------------------------------ models of the hub
-
-# Invariant: when `download_models` returns, every node has the files of every such
-# model, in the folder that the driver has them in. One process per node downloads them;
-# nodes that join later are left out.
-
-
-_SLICE_S = 60.0  # of a wait that lasts as long as it takes
-
-
-def download_models(config: Config, session: Session) -> None:
-    """Download the models of a run on all nodes that lack them.
-
-    Raises:
-        HubError: One is unavailable on a node, which the message names.
-    """
-    folders = list(hub_folders(config))
-    here = ray.get_runtime_context().get_node_id()
-    # This node has them. The head of a cluster often has no CPU and holds no process.
-    others = [
-        node
-        for node in session.resources()
-        if node.node_id != here and node.total.get("CPU")
-    ]
-    if not folders or not others:
-        return
-
-    with phase("downloading models on the nodes"):
-        downloads = {
-            on_node(node.node_id, _download, folders): node.address for node in others
-        }
-        pending = list(downloads)
-        # Each round takes what is ready; ends when every node has replied.
-        while pending:
-            for reference in wait(pending, 1, _SLICE_S):
-                pending.remove(reference)
-                _receive(reference, downloads[reference])
-
-
-def _receive(reference: Any, address: str) -> None:
-    try:
-        RAY_CALLS.make(ray.get, reference)
-    except HubError as error:
-        rule = f"on node {address}: {error.rule}"
-        raise HubError(error.repository, rule, error.fix) from None
-
-
-def _download(folders: list[str]) -> None:
-    for folder in folders:
-        fetch_model(folder)
