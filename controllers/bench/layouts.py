@@ -171,11 +171,6 @@ class RankTask:
     folder: str
     cases: Sequence[Case]
 
-    @property
-    def report_path(self) -> Path:
-        """The file to which the rank writes its reports."""
-        return Path(self.folder) / f"{self.kind}-{self.world}-{self.rank}.json"
-
 
 @dataclass
 class RankReport:
@@ -248,13 +243,7 @@ def _reports(kind: str, cases: Sequence[Case], folder: str) -> list[list[RankRep
     """Measure the cases, and return for each rank one report per case."""
     world = cases[0].world
     tasks = [RankTask(rank, world, kind, folder, cases) for rank in range(world)]
-    fork(_run_rank, [[task] for task in tasks])
-
-    reports = []
-    for task in tasks:
-        measured = json.loads(task.report_path.read_text())
-        reports.append([RankReport(**fields) for fields in measured])
-    return reports
+    return fork(_run_rank, [[task] for task in tasks])
 
 
 def _differences(
@@ -347,11 +336,10 @@ def _rows() -> TrainingBatch:
     )
 
 
-def _run_rank(task: RankTask) -> None:
+def _run_rank(task: RankTask) -> list[RankReport]:
     rendezvous = f"{task.folder}/{task.kind}-{task.world}"
     with joined(task.rank, task.world, rendezvous):
-        reports = [asdict(_measure_case(task, case)) for case in task.cases]
-        task.report_path.write_text(json.dumps(reports))
+        return [_measure_case(task, case) for case in task.cases]
 
 
 @functools.cache

@@ -222,13 +222,9 @@ def _measure(folder: str, cases: Sequence[PeakCase]) -> dict[str, Any]:
     for number, case in enumerate(cases):
         progress(f"{case.name} ...")
         own_folder = Path(folder) / str(number)
-        fork(_make_model, [[str(own_folder)]])
-        fork(_run_rank, [[case, rank, str(own_folder)] for rank in range(case.world)])
-
-        ranks = [
-            json.loads((own_folder / f"{rank}.json").read_text())
-            for rank in range(case.world)
-        ]
+        fork(make_model, [[_MODEL, str(own_folder)]])
+        tasks = [[case, rank, str(own_folder)] for rank in range(case.world)]
+        ranks = fork(_run_rank, tasks)
         figures[case.name] = {
             kind: {name: max(rank[kind][name] for rank in ranks) for name in PASSES}
             for kind in ("predicted", "measured")
@@ -239,11 +235,7 @@ def _measure(folder: str, cases: Sequence[PeakCase]) -> dict[str, Any]:
 # ----------------------------------------------------------------------------- one rank
 
 
-def _make_model(folder: str) -> None:
-    make_model(_MODEL, folder)
-
-
-def _run_rank(case: PeakCase, rank: int, folder: str) -> None:
+def _run_rank(case: PeakCase, rank: int, folder: str) -> dict[str, dict[str, int]]:
     import torch.distributed as dist
 
     from verl_ray.engine.base import EngineSpec
@@ -262,8 +254,8 @@ def _run_rank(case: PeakCase, rank: int, folder: str) -> None:
             "predicted": _predicted(case, role, config, folder),
             "measured": _measured(case, config, engine),
         }
-        (Path(folder) / f"{rank}.json").write_text(json.dumps(figures))
         dist.barrier()
+    return figures
 
 
 def _configuration(case: PeakCase, folder: str) -> RLConfig:

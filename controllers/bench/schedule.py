@@ -22,8 +22,6 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal
 
-import psutil
-
 from controllers.bench.inputs import run_with_inputs
 from controllers.bench.running import cluster
 from controllers.bench.schedule_run import (
@@ -240,12 +238,10 @@ def _block(
     for number in range(options.warmup):
         trainer.step(number + 1)
 
-    usage = _CpuUse()
     began_s = time.perf_counter()
     numbers = range(options.warmup + 1, options.warmup + options.steps + 1)
     metrics = [trainer.step(number) for number in numbers]
     elapsed_s = time.perf_counter() - began_s
-    busy_elsewhere = usage.elsewhere_s() / elapsed_s
 
     replica = trainer.end()
     driver = trainer.record
@@ -254,30 +250,7 @@ def _block(
     concurrency = config.rollout.concurrency
     if isinstance(concurrency, int):
         reactions["replaced"] = replaced(replica, driver, concurrency, GROUP_SIZE)
-    return Block(elapsed_s / options.steps, busy_elsewhere, metrics, reactions)
-
-
-class _CpuUse:
-    """The CPU time of other programs from now on, which make the figures worse."""
-
-    def __init__(self) -> None:
-        self._before_s = self._elsewhere_s()
-
-    def elsewhere_s(self) -> float:
-        """Return the CPU seconds since the beginning."""
-        return self._elsewhere_s() - self._before_s
-
-    def _elsewhere_s(self) -> float:
-        times = psutil.cpu_times()
-        driver = psutil.Process()
-        own_s = 0.0
-        # Ray's processes, and with them all workers, are descendants of this one.
-        for process in (driver, *driver.children(recursive=True)):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                user_s, system_s, *_ = process.cpu_times()
-                own_s += user_s + system_s
-        busy_s: float = times.user + times.nice + times.system
-        return busy_s - own_s
+    return Block(elapsed_s / options.steps, metrics, reactions)
 
 
 def _flags() -> Flags:
@@ -332,13 +305,11 @@ class Block:
 
     Attributes:
         step_s: Mean seconds of a step, with what is between two of them.
-        busy_elsewhere: Cores that other programs of the machine used meanwhile.
         metrics: The metrics of each step.
         reactions: The driver's reactions to finished rows, by kind.
     """
 
     step_s: float
-    busy_elsewhere: float
     metrics: list[Metrics]
     reactions: Mapping[str, Sequence[Reaction]]
 
@@ -388,7 +359,6 @@ def _figures(blocks: Sequence[Block]) -> dict[str, Any]:
     return {
         "step_s": round(median(step["timing_s/step"] for step in steps), 4),
         "mean_step_s": round(fmean(block.step_s for block in blocks), 4),
-        "busy_elsewhere": [round(block.busy_elsewhere, 2) for block in blocks],
         "seconds": seconds,
         **means,
         "reactions": {kind: percentiles(all_) for kind, all_ in reactions.items()},

@@ -19,7 +19,7 @@ from controllers.bench import contest, data
 from controllers.bench.contest import padded_batches, row_lengths
 from controllers.bench.processes import run_processes
 from controllers.bench.raw import padded
-from controllers.bench.suite import MIB
+from controllers.bench.suite import MIB, markdown, rounds
 from verl_ray.errors import VerlRayError
 from verl_ray.profiling.flops import ModelShape
 
@@ -31,6 +31,28 @@ def test_an_unknown_suite_is_refused_with_the_nearest_one(
 ) -> None:
     assert bench.main(["steps"]) == 2
     assert "step" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suite", bench.SUITES)
+def test_every_suite_explains_its_flags(
+    suite: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench.main([suite, "--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: verl-ray bench {suite} ")
+
+
+def test_a_table_has_a_rule_below_its_columns() -> None:
+    table = markdown(["case", "s"], [["equal", "0.5"], ["tail", "2"]])
+    rows = ["| case | s |", "|---|---|", "| equal | 0.5 |", "| tail | 2 |"]
+    assert table.splitlines() == rows
+
+
+def test_the_first_round_only_warms_up(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(rounds(2, "weight sync")) == [0, 1, 2]
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.splitlines()[-1] == "weight sync 2 of 2"
 
 
 def test_rows_have_the_lengths_asked_for() -> None:

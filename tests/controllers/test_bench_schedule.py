@@ -108,7 +108,7 @@ def block(step_s: float, overlap: float) -> Block:
         "rollout_corr/k3_kl": 0.0,
     }
     reactions = {"graded": [Reaction("learning", 0.02)]}
-    return Block(step_s, 0.1, [metrics, metrics], reactions)
+    return Block(step_s, [metrics, metrics], reactions)
 
 
 def test_ratios_are_of_the_blocks_of_one_round() -> None:
