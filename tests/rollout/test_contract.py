@@ -630,7 +630,7 @@ def test_what_a_commit_refuses(
     fresh.receive(first)
     with pytest.raises(
         WeightSyncError,
-        match=r"brings what is not expected, or came before: \['model.norm.weight'\]",
+        match=r"holds what is not expected, or came before: \['model.norm.weight'\]",
     ):
         fresh.receive(first)
 

@@ -102,12 +102,12 @@ def changed_keys(
 ) -> tuple[list[Change], list[Change]]:
     """Return the settings that changed since a checkpoint was written.
 
-    A change that other keys follow is told once, under the key that they follow. Paths
-    below run.dir are compared relative to it, so that a run's folder can be moved. A
-    setting that is `auto` on one side is left to the run, so it did not change, and
-    neither did the number of steps where run.total_epochs counts them. Where a run
-    begins (run.resume) and what was auto (run.resolved) are no settings of what it
-    does.
+    A change that other keys follow is reported once, under the key that they follow.
+    Paths below run.dir are compared relative to it, so that a run's folder can be
+    moved. A setting that is `auto` on one side is left to the run, so it did not
+    change, and neither did the number of steps where run.total_epochs counts them.
+    Where a run begins (run.resume) and what was auto (run.resolved) are no settings of
+    what it does.
 
     Args:
         saved: Configuration of the checkpoint, as a plain tree.

@@ -1,7 +1,7 @@
 """Offload of an engine's state from its device to the memory of the host, and back.
 
 Invariant: no code reads memory whose copy is still in flight. All copies of a move are
-started, then awaited together, and only then do the owners of the state take the new
+started, then waited for together, and only then do the owners of the state take the new
 memory. So no host code can read, and no allocator can reuse, what a transfer still
 writes or reads. (`module.to("cpu", non_blocking=True)` breaks this rule: FSDP2 pads an
 uneven shard on the host as soon as `to` returns, from a buffer with undefined values.)
@@ -77,7 +77,7 @@ def offloadable_entry(
 
 
 class Transfers:
-    """Copies between a device and the host: started singly, awaited together."""
+    """Copies between a device and the host: started singly, waited for together."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -62,7 +62,7 @@ class EngineHooks(ABC):
     @property
     @abstractmethod
     def load(self) -> EngineLoad:
-        """How busy the engine is, which is asked after every step."""
+        """How busy the engine is; it is read after every step."""
 
     # ----------------------------------------------------------------------- generation
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -85,52 +85,6 @@ class Caller:
             replace(chunk, request_id=self.requests[chunk.request_id].request_id)
             for chunk in reply
         ]
-
-
-class ChunkStream(Iterator[list[Chunk]]):
-    """Chunks of a caller's requests, in the order in which they were sampled.
-
-    The iterator consumes replies of the engine's thread and waits for the next of them.
-    It ends when no request is pending, or with the error of a failed engine. A stream
-    that is deleted early aborts its requests.
-
-    Attributes:
-        close: Aborts the pending requests from any thread, without waiting. A thread
-            that iterates over the stream still gets the tokens that they have.
-    """
-
-    def __init__(
-        self,
-        caller: Caller,
-        replies: queue.SimpleQueue[Reply],
-        close: Callable[[], None],
-    ) -> None:
-        self._caller = caller
-        self._replies = replies
-        # This is an attribute and no method: whoever keeps it, to close the stream
-        # later, does not keep the stream itself alive.
-        self.close = close
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether no request is pending."""
-        return not self._caller.pending
-
-    def take(self, timeout_s: float | None = None) -> list[Chunk]:
-        """Return the next chunks; none if there are none within `timeout_s` seconds."""
-        try:
-            reply = self._replies.get(timeout=timeout_s)
-        except queue.Empty:
-            return []
-        return self._caller.take(reply)
-
-    def __next__(self) -> list[Chunk]:
-        if self.has_ended:
-            raise StopIteration
-        return self.take()
-
-    def __del__(self) -> None:
-        self.close()
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,7 @@ class ScriptedEngine(RolloutEngine):
             self.weights.clear()
 
     def _wake(self, part: EngineMemoryPart) -> None:
-        """Do nothing, since received weights bring their own memory."""
+        """Do nothing, since received weights have their own memory."""
 
     def _close(self, process_exits: bool) -> None:
         self._rows.clear()

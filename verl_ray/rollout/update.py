@@ -46,7 +46,7 @@ class WeightUpdate:
         unexpected = sorted(name for name in bucket.names if name not in self.missing)
         if unexpected:
             raise WeightSyncError(
-                f"bucket {bucket.index} brings what is not expected, or came before:"
+                f"bucket {bucket.index} holds what is not expected, or came before:"
                 f" {unexpected}"
             )
 

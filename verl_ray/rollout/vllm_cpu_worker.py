@@ -64,7 +64,7 @@ class SleepingCPUWorker(CPUWorker):
 
     def _free_weights(self) -> Storages:
         model = self.model_runner.model
-        # Buffers, such as rotary tables, stay: no weight update brings them back.
+        # Buffers, such as rotary tables, stay: no weight update restores them.
         storages = _free(model.parameters())
         for module in model.modules():
             if hasattr(module, "cpu_linear"):

@@ -80,9 +80,9 @@ class VllmEngine(RolloutEngine):
             device: "cpu" or "cuda". The process must have been started with
                 `environment(device, ...)`.
             initial_version: The policy version of the model directory. With None its
-                weights are not read, and an update must bring weights first.
+                weights are not read, and an update must transfer weights first.
             sleeps: Whether the engine will free memory; vLLM must know it on a GPU.
-            lora: The adapter that updates will bring in addition to the model.
+            lora: The adapter that updates will transfer in addition to the model.
             chat_template: Replaces the model's, which tells how responses end.
 
         Raises:
@@ -96,9 +96,9 @@ class VllmEngine(RolloutEngine):
         self._max_model_len = max_model_len
         self._has_processes = config.tensor_parallel > 1
         self._lora = lora
-        # Whether requests use the adapter, and whether the open update brings one.
+        # Whether requests use the adapter, and whether the open update holds one.
         self._adapted = False
-        self._brings_adapter = False
+        self._holds_adapter = False
         # Number of committed updates. Prefixes are cached per number, so that no
         # request reads what other weights have computed.
         self._num_loads = 0
@@ -261,13 +261,13 @@ class VllmEngine(RolloutEngine):
         self.core.call_workers("weights_connect", address, wire_spec, first_receiver)
 
     def _begin_update(self, manifest: Manifest) -> None:
-        self._brings_adapter = bool(manifest.adapter.parameters)
-        if self._brings_adapter and self._lora is None:
+        self._holds_adapter = bool(manifest.adapter.parameters)
+        if self._holds_adapter and self._lora is None:
             raise WeightSyncError(
                 "an adapter is sent, and the engine was started for a model without one"
             )
         # vLLM's requests have an adapter or none from their beginning.
-        if self._in_flight and self._brings_adapter != self._adapted:
+        if self._in_flight and self._holds_adapter != self._adapted:
             raise WeightSyncError(
                 f"{len(self._in_flight)} requests in flight began"
                 f" {'with' if self._adapted else 'without'} an adapter, and would go on"
@@ -282,7 +282,7 @@ class VllmEngine(RolloutEngine):
         return self.core.call_workers("weights_fingerprints")
 
     def _commit(self, version: int) -> None:
-        adapter = self._lora if self._brings_adapter else None
+        adapter = self._lora if self._holds_adapter else None
         self.core.call_workers("weights_commit", adapter)
         self._adapted = adapter is not None
         self._num_loads += 1

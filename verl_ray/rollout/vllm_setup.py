@@ -191,7 +191,7 @@ def fixed_arguments(
         device: "cpu" or "cuda".
         without_weights: Do not read the weights of the model directory.
         sleeps: Whether the engine will free memory.
-        lora: The adapter that updates will bring, if any.
+        lora: The adapter that updates will transfer, if any.
     """
     # In a placement group of Ray, vLLM would run one rank per bundle, and would refuse
     # to do so on a CPU. "mp" starts the ranks as processes of this one.

@@ -146,7 +146,7 @@ class DeltaDecoder:
 
         if base not in (0, copy.number):
             raise WeightSyncError(
-                f"bucket {bucket.index} brings changes to its number {base}, this"
+                f"bucket {bucket.index} holds changes to its number {base}, this"
                 f" receiver holds number {copy.number}; all of {bucket.names} must be"
                 " sent"
             )
