@@ -291,11 +291,66 @@ def _lines_with_comments(module: Module) -> set[int]:
 
 # --------------------------------------------------------------------------------- walks
 
-WALKS: dict[str, tuple[str, ...]] = {}
+WALKS = {
+    "a prompt in its file to the line of metrics": (
+        "verl_ray/data/files.py read_rows",
+        "verl_ray/data/schemas.py ",
+        "verl_ray/data/records.py prompt_reading",
+        "verl_ray/data/prompts.py PromptSource.next_batch",
+        "verl_ray/data/encoding.py ",
+        "verl_ray/data/cursor.py Cursor.draw",
+        "controllers/trainers/rl.py Trainer.produce",
+        "controllers/rollouts/supply.py Supply.draw",
+        "controllers/rollouts/admission.py Admission.draw",
+        "controllers/rollouts/producer.py Producer.advance",
+        "controllers/rollouts/replicas.py Replicas.generate",
+        "controllers/rollouts/generation.py GenerationScheduler.dispatch",
+        "verl_ray/cluster/group.py ",
+        "workers/rollout.py RolloutWorker.generate",
+        "verl_ray/rollout/server.py ",
+        "verl_ray/rollout/vllm_engine.py ",
+        "controllers/rollouts/graders.py Graders.score",
+        "workers/reward.py RewardWorker.score",
+        "verl_ray/rewards/pool.py ",
+        "verl_ray/rewards/child.py ",
+        "verl_ray/data/buffer.py RolloutBuffer.take",
+        "controllers/trainers/learner.py Learner.assign_credit",
+        "verl_ray/algorithms/credit.py ",
+        "controllers/watch/measures.py rollout_metrics",
+        "controllers/run/loop.py Loop.step",
+        "verl_ray/tracking/jsonl.py JsonlTracker.log",
+    ),
+    "Trainer.step to the formula of the loss": (
+        "controllers/trainers/rl.py Trainer.step",
+        "controllers/trainers/learner.py Learner.update_models",
+        "controllers/trainers/updates.py start_actor_updates",
+        "workers/actor.py ActorWorker.update",
+        "workers/model_worker.py ModelWorker.learn",
+        "verl_ray/engine/packed_engine.py PackedEngine.forward_backward",
+        "verl_ray/algorithms/policy_objective.py PolicyObjective.__call__",
+        "verl_ray/algorithms/policy_loss_choices.py ",
+        "verl_ray/algorithms/policy_losses.py ppo_clip",
+    ),
+    "actor.optimizer.lr in YAML to AdamW": (
+        "configs/base/rl.yaml /optimizer@actor.optimizer",
+        "configs/optimizer/adamw.yaml lr:",
+        "controllers/compose/composition.py compose",
+        "controllers/tasks.py typed_config",
+        "verl_ray/config/load.py parse",
+        "verl_ray/config/roles.py OptimizerConfig",
+        "controllers/system/plan.py engine_spec",
+        "workers/model_worker.py ModelWorker.__init__",
+        "verl_ray/engine/build.py build_engine",
+        "verl_ray/engine/module_engine.py ModuleEngine.build_optimizer",
+        "verl_ray/engine/packed_engine.py PackedEngine.optimizer_step",
+        "verl_ray/engine/optimizer.py build_adamw",
+    ),
+}
 """What a reader follows -> its stations, in order.
 
-A station is `PATH NAME`: a file, and what to read in it, a function or a class
-(`Class.method`), or a text that the file contains if it is no Python.
+A station is `PATH NAME`: a file, and what to read in it. In a Python file that is a
+function, a class, or `Class.method`; without a name it is the file as a whole. In any
+other file it is a text.
 """
 
 
@@ -303,16 +358,16 @@ def files_of_walk(stations: Sequence[str]) -> list[str]:
     """The files that a walk opens, each once, in order.
 
     Raises:
-        LookupError: A station does not exist.
+        FileNotFoundError: A file does not exist.
+        LookupError: It does not have what is read there.
     """
     paths = []
 
     for station in stations:
         path, _, name = station.partition(" ")
-        text = (ROOT / path).read_text() if (ROOT / path).is_file() else ""
-        is_python = path.endswith(".py")
-        exists = name in (_definitions(ast.parse(text)) if is_python else text)
-        if not exists:
+        text = (ROOT / path).read_text()
+        names = {"", *_definitions(ast.parse(text))} if path.endswith(".py") else text
+        if name not in names:
             raise LookupError(f"{path} does not have {name}")
         paths.append(path)
 

@@ -30,6 +30,17 @@ def test_the_code_is_not_dense(product: list[style.Module]) -> None:
     assert measures.conditionals_per_1000 <= 14
 
 
+def test_one_opens_few_files_to_follow_something() -> None:
+    files = {name: len(style.files_of_walk(way)) for name, way in style.WALKS.items()}
+    assert files == {
+        "a prompt in its file to the line of metrics": 26,
+        "Trainer.step to the formula of the loss": 9,
+        "actor.optimizer.lr in YAML to AdamW": 12,
+    }
+    with pytest.raises(LookupError, match=r"style\.py does not have main_"):
+        style.files_of_walk(["tests/style.py main_"])
+
+
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
