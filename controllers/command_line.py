@@ -1,8 +1,7 @@
 """The command line: `verl-ray <command> [options] [overrides]`.
 
 Invariant: a mistake of the user ends in a message and an exit code, never in a
-traceback, and no command imports what it does not need. Deliberately not here: what the
-commands do, and their help (`commands`).
+traceback, and no command imports what it does not need.
 """
 
 from __future__ import annotations
@@ -17,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+import yaml
+
 from controllers.commands.check import (
     check,
     checked_config,
@@ -24,12 +25,12 @@ from controllers.commands.check import (
 )
 from controllers.commands.check_data import print_readings
 from controllers.commands.check_pools import parse_rates
-from controllers.commands.configuration import print_configuration
 from controllers.commands.multirun import multirun
-from controllers.commands.options import unknown_options
 from controllers.commands.resume_hint import failure_hint, resume_hint
 from controllers.commands.usage import CHECKPOINTS, HELP, USAGE, parser_of, versions
-from controllers.compose.roots import named_root
+from controllers.compose.composition import examine
+from controllers.compose.listing import named_root
+from controllers.compose.trees import MISSING, key_exists, value_at
 from controllers.run.finished import finished_step, show_finished
 from verl_ray.cluster.signals import (
     heed_signals,
@@ -38,11 +39,14 @@ from verl_ray.cluster.signals import (
     stoppable,
 )
 from verl_ray.cluster.terminals import outlast_full_disks
+from verl_ray.config.advice import advice_on
+from verl_ray.config.load import to_tree, value_keys
 from verl_ray.config.schema import Config
-from verl_ray.config.suggest import did_you_mean
+from verl_ray.config.suggest import closest, did_you_mean, is_misspelt
+from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import ConfigError, Interrupted, Problem, VerlRayError
 from verl_ray.paths import refuse_foreign_packages
-from verl_ray.preflight.described_machine import parse_machine
+from verl_ray.preflight.machine import parse_machine
 
 _MODULES_WITH_FLAGS = {
     "bench": "controllers.bench",
@@ -309,6 +313,121 @@ def _checked(
 
 
 def _implementation(command: str) -> TakesConfig:
-    """Import a command that takes a configuration, which brings torch and ray."""
+    """Import a command that takes a configuration, which imports torch and ray."""
     module = importlib.import_module(f"controllers.commands.{command}")
     return cast(TakesConfig, getattr(module, command))
+
+
+# ---------------------------------------------------------------------- check --print
+
+# What is printed can be written to a file and named by --config-name; nothing else goes
+# to stdout, and nothing is started.
+
+
+def print_configuration(
+    config_name: str,
+    overrides: Sequence[str],
+    config_dir: str | None,
+    *,
+    evaluates: bool,
+    resolved: bool,
+) -> int:
+    """Print a configuration as YAML and return 0.
+
+    Args:
+        config_name: the root config.
+        overrides: what the user typed, in Hydra's grammar.
+        config_dir: a folder of the user's own, or None.
+        evaluates: whether the command is `evaluate`.
+        resolved: whether references such as `${model.path}` are followed. Otherwise
+            they stand as they are written, and so does a value that must be given yet.
+
+    Raises:
+        ConfigError: the problems of the configuration alone, not of the machine.
+    """
+    composition = examine(config_name, overrides, config_dir, evaluates=evaluates)
+    tree = composition.tree
+    problems = composition.problems
+
+    if not resolved:
+        problems = [problem for problem in problems if not _is_missing(problem, tree)]
+    elif composition.config is not None:
+        tree = to_tree(composition.config)
+
+    if problems:
+        raise ConfigError(problems)
+    yaml.safe_dump(tree, sys.stdout, sort_keys=False, allow_unicode=True)
+    return 0
+
+
+def _is_missing(problem: Problem, tree: dict[str, object]) -> bool:
+    """Return whether a problem is that a value must be given yet."""
+    return key_exists(tree, problem.key) and value_at(tree, problem.key) == MISSING
+
+
+# ---------------------------------------------------------- options that do not exist
+
+# Hydra's and other systems' options are among them; each is answered with what to type.
+
+
+_OF_HYDRA = {
+    "--info": (
+        "Type `verl-ray check` for what a run would do, `verl-ray check --print` for"
+        " its configuration, `verl-ray train --help` for all groups and their choices."
+    ),
+    "--package": "Type `verl-ray check --print`, which prints every section.",
+    "--run": "Leave it out: `verl-ray train` is one run.",
+    "--hydra-help": "Type `verl-ray train --help`.",
+    "--shell-completion": "Leave it out; a misspelt key is answered with near ones.",
+    "--experimental-rerun": (
+        "Type `verl-ray train --config-name outputs/NAME/config.yaml run.dir=FOLDER`."
+    ),
+    "-i": "Type `verl-ray check`, or `verl-ray check --print`.",
+    "-p": "Type `verl-ray check --print`, which prints every section.",
+    "-r": "Leave it out: `verl-ray train` is one run.",
+}
+"""Option of Hydra -> what to type instead."""
+
+
+def unknown_options(
+    command: str, arguments: Sequence[str], options: Sequence[str]
+) -> list[Problem]:
+    """Return a problem for each option that a command does not have.
+
+    Args:
+        command: the command.
+        arguments: what was typed and is no option of the command.
+        options: the options of the command.
+    """
+    known = value_keys(RLConfig)
+    problems = []
+
+    for text in arguments:
+        option, _, value = text.partition("=")
+        if not option.startswith("-"):
+            # The value of the option before it.
+            continue
+
+        rule = f"verl-ray {command} has no such option"
+        fix = _OF_HYDRA.get(option) or _advice(option, value, options, known)
+        problems.append(Problem(option, value or None, rule, fix))
+
+    if not problems:
+        rule = "it says how a configuration is printed, and none is"
+        problems.append(Problem("--resolve", None, rule, "Add --cfg job."))
+    return problems
+
+
+def _advice(
+    option: str, value: str, options: Sequence[str], known: Sequence[str]
+) -> str:
+    """Return what to type in place of an option that Hydra does not have either."""
+    if is_misspelt(option, options):
+        return f"Did you mean {closest(option, options, 1)[0]}?"
+    if option.startswith("--config"):
+        return f"Did you mean --config-name {value or 'FILE.yaml'}?"
+
+    key = option.lstrip("-")
+    if key in known:
+        return f"Write {key}={value or '...'}: a setting has no dashes."
+    return f"{advice_on(option, known)} A setting has no dashes: key=value."

@@ -4,7 +4,7 @@ Invariant: there is no list of tasks. `task: NAME` of a root config is the modul
 `controllers.trainers.NAME`; a name with dots is a module of the user's own. Such a
 module declares one type of configuration and one `Task`. Where
 `verl_ray.config.tasks.NAME` declares the type in its place, `verl-ray check` imports no
-trainer. Deliberately not here: what a task is (`controllers/trainers/base.py`).
+trainer.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from tests.controllers.runs import Inputs, lasting, make_inputs
 from tests.faults import PHASES, Fault
 from verl_ray.checkpoint.store import CheckpointStore
-from verl_ray.data.ledger_parts import LEDGER, Event, read_parts
+from verl_ray.data.ledger import LEDGER, Event, read_parts
 from verl_ray.tracking.jsonl import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -8,10 +8,10 @@ from pathlib import Path
 
 _DIES = """
 import os, tempfile
-from verl_ray.shared_files import FOLDER, prefix
-folder = tempfile.mkdtemp(prefix=prefix("adapter"), dir=FOLDER)
+from verl_ray.ownership import SHARED_FOLDER, prefix
+folder = tempfile.mkdtemp(prefix=prefix("adapter"), dir=SHARED_FOLDER)
 open(f"{folder}/adapter_model.safetensors", "w").close()
-file = f"{FOLDER}/{prefix('weights')}dies-0"
+file = f"{SHARED_FOLDER}/{prefix('weights')}dies-0"
 open(file, "w").close()
 print(folder, file, flush=True)
 os.kill(os.getpid(), 9)

@@ -27,10 +27,15 @@ from typing import Any
 import numpy as np
 import psutil
 
-from controllers.bench.schedule_reactions import graded, percentiles
-from controllers.bench.schedule_replica import Lengths, RecordingWorker, ReplicaRecord
-from controllers.bench.schedule_trainer import ScheduleTrainer
-from controllers.bench.step import configuration, make_inputs
+from controllers.bench.inputs import run_with_inputs
+from controllers.bench.schedule_run import (
+    Lengths,
+    RecordingWorker,
+    ReplicaRecord,
+    ScheduleTrainer,
+    graded,
+    percentiles,
+)
 from controllers.system.build import System, build_replicas
 from controllers.system.plan import ROLLOUT, ClusterShape, plan_processes, resolve_on
 from verl_ray.cluster.context import WorkerContext
@@ -38,8 +43,12 @@ from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.session import Session
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.rollout.base import RolloutEngine
-from verl_ray.rollout.engine_load import EngineLoad
-from verl_ray.rollout.requests import GenerationProgress, GenerationRequest, Tokens
+from verl_ray.rollout.requests import (
+    EngineLoad,
+    GenerationProgress,
+    GenerationRequest,
+    Tokens,
+)
 from verl_ray.rollout.scripted import ScriptedEngine
 from verl_ray.rollout.server import RolloutServer
 from workers.rollout import RolloutSpec
@@ -159,9 +168,8 @@ def main(arguments: Sequence[str]) -> None:
             f"rollout.num_replicas={processes}",
             *options.overrides,
         )
-        config = configuration("1m", "engine", Path(folder), overrides)
+        config = run_with_inputs("1m", folder, overrides)
         with contextlib.redirect_stdout(sys.stderr):
-            make_inputs(config, warm_start=False)
             session = Session.open(None, cores=processes + 8)
             with session:
                 config = resolve_on(config, ClusterShape.of(session))

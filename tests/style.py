@@ -1,7 +1,7 @@
 """What keeps the code readable: the lists of names and openings that are banned, and the measures.
 
 `tests/test_style.py` fails on each place that `places` finds. As a program this file prints
-the measures and the places::
+the places, the measures, and how many files one opens to follow something through the code::
 
     python tests/style.py [PATH ...]
 
@@ -22,9 +22,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("verl_ray", "controllers", "workers")
+README = ROOT / "README.md"
 
 MOST_LINES_OF_A_FILE = 700
 MOST_LINES_OF_A_FUNCTION = 60
+
+# Modules here import each other in one direction, for annotations and in functions too.
+WITHOUT_CIRCLES = ("verl_ray/config/", "verl_ray/backends/")
 
 # A participle says what happened to a thing and not what the thing is.
 BANNED_NAMES = {
@@ -76,6 +80,11 @@ class Module:
     tree: ast.Module
 
     @property
+    def name(self) -> str:
+        """The name by which others import it."""
+        return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+    @property
     def functions(self) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
         """Every function and method, the nested ones too."""
         kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -103,7 +112,8 @@ def modules(prefixes: Sequence[str] = SOURCES) -> list[Module]:
 def places(parsed: Sequence[Module]) -> list[Place]:
     """Everything that a reader would stumble over, in the order of the files."""
     broken = [place for module in parsed for place in _places_of(module)]
-    return broken + list(_class_names_used_twice(parsed))
+    rooms = [module for module in parsed if module.path.startswith(WITHOUT_CIRCLES)]
+    return [*broken, *_class_names_used_twice(parsed), *import_circles(rooms)]
 
 
 def _places_of(module: Module) -> Iterator[Place]:
@@ -171,6 +181,40 @@ def _class_names_used_twice(parsed: Sequence[Module]) -> Iterator[Place]:
             yield Place(path, line, rule, "one name, one thing")
 
 
+def import_circles(parsed: Sequence[Module]) -> Iterator[Place]:
+    """Every module of `parsed` that imports itself by way of others of them.
+
+    Imports for annotations alone and those inside of functions count as well.
+    """
+    remedy = "move what both need into one of them, or into a third"
+    imports = {module.name: _imported_names(module) for module in parsed}
+
+    for module in parsed:
+        # Each round adds the imports of the modules that were reached before.
+        reached: set[str] = set()
+        ahead = imports[module.name] & imports.keys()
+        while ahead:
+            reached |= ahead
+            further = set().union(*(imports[name] for name in ahead))
+            ahead = (further & imports.keys()) - reached
+        if module.name in reached:
+            yield Place(module.path, 1, "a circle of imports", remedy)
+
+
+def _imported_names(module: Module) -> set[str]:
+    """Every name that a module imports, with the modules that they may be or be in."""
+    names: set[str] = set()
+
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names.add(node.module)
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+
+    return names - {module.name}
+
+
 # ------------------------------------------------------------------------------ measures
 
 
@@ -218,6 +262,12 @@ def measure(parsed: Sequence[Module]) -> Measures:
     )
 
 
+def number_of_statements(parsed: Sequence[Module]) -> int:
+    """Statements of all kinds and depths, docstrings included."""
+    nodes = [node for module in parsed for node in ast.walk(module.tree)]
+    return sum(isinstance(node, ast.stmt) for node in nodes)
+
+
 def _is_packed(node: ast.Assign) -> bool:
     return isinstance(node.value, ast.Tuple) and isinstance(node.targets[0], ast.Tuple)
 
@@ -239,8 +289,110 @@ def _lines_with_comments(module: Module) -> set[int]:
     return {token.start[0] for token in tokens if token.type == tokenize.COMMENT}
 
 
+# --------------------------------------------------------------------------------- walks
+
+WALKS = {
+    "a prompt in its file to the line of metrics": (
+        "verl_ray/data/files.py read_rows",
+        "verl_ray/data/schemas.py ",
+        "verl_ray/data/records.py prompt_reading",
+        "verl_ray/data/prompts.py PromptSource.next_batch",
+        "verl_ray/data/encoding.py ",
+        "verl_ray/data/cursor.py Cursor.draw",
+        "controllers/trainers/rl.py Trainer.produce",
+        "controllers/rollouts/supply.py Supply.draw",
+        "controllers/rollouts/admission.py Admission.draw",
+        "controllers/rollouts/producer.py Producer.advance",
+        "controllers/rollouts/replicas.py Replicas.generate",
+        "controllers/rollouts/generation.py GenerationScheduler.dispatch",
+        "verl_ray/cluster/group.py ",
+        "workers/rollout.py RolloutWorker.generate",
+        "verl_ray/rollout/server.py ",
+        "verl_ray/rollout/vllm_engine.py ",
+        "controllers/rollouts/graders.py Graders.score",
+        "workers/reward.py RewardWorker.score",
+        "verl_ray/rewards/pool.py ",
+        "verl_ray/rewards/child.py ",
+        "verl_ray/data/buffer.py RolloutBuffer.take",
+        "controllers/trainers/learner.py Learner.assign_credit",
+        "verl_ray/algorithms/credit.py ",
+        "controllers/watch/measures.py rollout_metrics",
+        "controllers/run/loop.py Loop.step",
+        "verl_ray/tracking/jsonl.py JsonlTracker.log",
+    ),
+    "Trainer.step to the formula of the loss": (
+        "controllers/trainers/rl.py Trainer.step",
+        "controllers/trainers/learner.py Learner.update_models",
+        "controllers/trainers/updates.py start_actor_updates",
+        "workers/actor.py ActorWorker.update",
+        "workers/model_worker.py ModelWorker.learn",
+        "verl_ray/engine/packed_engine.py PackedEngine.forward_backward",
+        "verl_ray/algorithms/policy_objective.py PolicyObjective.__call__",
+        "verl_ray/algorithms/policy_loss_choices.py ",
+        "verl_ray/algorithms/policy_losses.py ppo_clip",
+    ),
+    "actor.optimizer.lr in YAML to AdamW": (
+        "configs/base/rl.yaml /optimizer@actor.optimizer",
+        "configs/optimizer/adamw.yaml lr:",
+        "controllers/compose/composition.py compose",
+        "controllers/tasks.py typed_config",
+        "verl_ray/config/load.py parse",
+        "verl_ray/config/roles.py OptimizerConfig",
+        "controllers/system/plan.py engine_spec",
+        "workers/model_worker.py ModelWorker.__init__",
+        "verl_ray/engine/build.py build_engine",
+        "verl_ray/engine/module_engine.py ModuleEngine.build_optimizer",
+        "verl_ray/engine/packed_engine.py PackedEngine.optimizer_step",
+        "verl_ray/engine/optimizer.py build_adamw",
+    ),
+}
+"""What a reader follows -> its stations, in order.
+
+A station is `PATH NAME`: a file, and what to read in it. In a Python file that is a
+function, a class, or `Class.method`; without a name it is the file as a whole. In any
+other file it is a text.
+"""
+
+
+def files_of_walk(stations: Sequence[str]) -> list[str]:
+    """The files that a walk opens, each once, in order.
+
+    Raises:
+        FileNotFoundError: A file does not exist.
+        LookupError: It does not have what is read there.
+    """
+    paths = []
+
+    for station in stations:
+        path, _, name = station.partition(" ")
+        text = (ROOT / path).read_text()
+        names = {"", *_definitions(ast.parse(text))} if path.endswith(".py") else text
+        if name not in names:
+            raise LookupError(f"{path} does not have {name}")
+        paths.append(path)
+
+    return list(dict.fromkeys(paths))
+
+
+def _definitions(tree: ast.Module) -> set[str]:
+    """Names of the functions and classes of a file, and of the methods in its classes."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    outer = [node for node in tree.body if isinstance(node, kinds)]
+    inner = {
+        f"{node.name}.{part.name}"
+        for node in outer
+        if isinstance(node, ast.ClassDef)
+        for part in node.body
+        if isinstance(part, kinds)
+    }
+    return {node.name for node in outer} | inner
+
+
+# ------------------------------------------------------------------------------- program
+
+
 def main(prefixes: Sequence[str]) -> None:
-    """Prints the places, then the measures."""
+    """Prints the places, then the measures and the walks."""
     parsed = modules(prefixes or SOURCES)
 
     for place in places(parsed):
@@ -251,6 +403,12 @@ def main(prefixes: Sequence[str]) -> None:
     print(f"packed assignments               {measures.packed_percent:.1f} %")
     print(f"conditionals per 1,000 lines     {measures.conditionals_per_1000:.1f}")
     print(f"comments per 100 function lines  {measures.comments_per_100:.1f}")
+
+    print(f"files                            {len(parsed)}")
+    print(f"statements                       {number_of_statements(parsed)}")
+    print(f"words of the README              {len(README.read_text().split())}")
+    for name, stations in WALKS.items():
+        print(f"files from {name}: {len(files_of_walk(stations))}")
 
 
 if __name__ == "__main__":

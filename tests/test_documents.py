@@ -15,6 +15,7 @@ from verl_ray.algorithms.declaration import Declaration
 from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
 from verl_ray.algorithms.row_weights import AGGREGATIONS
 from verl_ray.backends import BACKENDS
+from verl_ray.config.reward import MixedReward
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.rewards.built_in import BUILT_IN
 from verl_ray.rewards.specs import spec_problem
@@ -146,5 +147,5 @@ def test_the_examples_of_rewards_can_be_set(tmp_path: Path) -> None:
     path.write_text(mixture)
     chosen = [*INPUTS, "reward=right_and_form"]
     config = compose("grpo", chosen, config_dir=str(tmp_path))
-    assert isinstance(config, RLConfig) and config.reward.as_mixture is not None
-    assert config.reward.as_mixture.weights == {"right": 1.0, "form": 0.1}
+    assert isinstance(config, RLConfig) and isinstance(config.reward, MixedReward)
+    assert config.reward.weights == {"right": 1.0, "form": 0.1}

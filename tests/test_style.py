@@ -14,8 +14,8 @@ def product() -> list[style.Module]:
     return style.modules()
 
 
-def module(text: str) -> style.Module:
-    return style.Module("example.py", text, ast.parse(text))
+def module(text: str, path: str = "example.py") -> style.Module:
+    return style.Module(path, text, ast.parse(text))
 
 
 def test_nothing_makes_a_reader_stumble(product: list[style.Module]) -> None:
@@ -28,6 +28,17 @@ def test_the_code_is_not_dense(product: list[style.Module]) -> None:
     assert measures.characters_per_line <= 40
     assert measures.packed_percent <= 2
     assert measures.conditionals_per_1000 <= 14
+
+
+def test_one_opens_few_files_to_follow_something() -> None:
+    files = {name: len(style.files_of_walk(way)) for name, way in style.WALKS.items()}
+    assert files == {
+        "a prompt in its file to the line of metrics": 26,
+        "Trainer.step to the formula of the loss": 9,
+        "actor.optimizer.lr in YAML to AdamW": 12,
+    }
+    with pytest.raises(LookupError, match=r"style\.py does not have main_"):
+        style.files_of_walk(["tests/style.py main_"])
 
 
 @pytest.mark.parametrize(
@@ -46,6 +57,29 @@ def test_each_rule_finds_its_place(text: str, rule: str) -> None:
     places = style.places([module(text)])
     assert [place.rule for place in places] == [rule]
     assert str(places[0]).startswith("example.py:")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from verl_ray.config.b import B",
+        "from verl_ray.config import b",
+        "import verl_ray.config.b",
+        "if TYPE_CHECKING:\n    from verl_ray.config.b import B",
+        "def f():\n    from verl_ray.config.b import B",
+    ],
+)
+def test_a_circle_of_imports_is_in_each_of_its_modules(text: str) -> None:
+    parsed = [
+        module(text, "verl_ray/config/a.py"),
+        module("from verl_ray.config.c import C", "verl_ray/config/b.py"),
+        module("from verl_ray.config.a import A", "verl_ray/config/c.py"),
+        module("from verl_ray.config.a import A", "verl_ray/config/d.py"),
+    ]
+    places = style.places(parsed)
+    assert [place.rule for place in places] == ["a circle of imports"] * 3
+    assert {place.path[-4:-3] for place in places} == {"a", "b", "c"}
+    assert not style.places(parsed[1:])
 
 
 def test_good_code_breaks_no_rule() -> None:

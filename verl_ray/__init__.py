@@ -1,11 +1,17 @@
 """verl_ray: the library of a distributed RLHF service on Ray, and its Python calls.
 
-The library imports no role and no driver. `verl_ray.api` alone does, when it is called.
+The library imports no role and no driver. The calls are those of
+`controllers/python_api`, which is imported when one of them is asked for; what they
+need is imported when they are called.
 """
 
-from verl_ray.api import Run, check, evaluate, train
-from verl_ray.api_types import Measurement, Result, Stopped
+from typing import TYPE_CHECKING, Any
+
 from verl_ray.errors import ConfigError, VerlRayError
+
+if TYPE_CHECKING:
+    from controllers.python_api.calls import Run, check, evaluate, train
+    from controllers.python_api.types import Measurement, Result, Stopped
 
 __version__ = "0.1.0"
 
@@ -20,3 +26,18 @@ __all__ = [
     "evaluate",
     "train",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Return a call, or a type of its results."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    from controllers.python_api import calls
+
+    value = globals()[name] = getattr(calls, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

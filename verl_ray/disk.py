@@ -2,8 +2,6 @@
 
 Invariant: what was given to these functions is on the disk when they return. A file
 that is replaced holds all of the old content or all of the new at every moment.
-Deliberately not here: what the files mean, and errors of this project (callers name the
-key to change).
 """
 
 from __future__ import annotations

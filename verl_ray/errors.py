@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 
 
 class VerlRayError(Exception):
@@ -110,7 +111,68 @@ def _as_typed(value: object) -> str:
     return json.dumps(value, default=str)
 
 
-class DataError(VerlRayError):
+class InputError(VerlRayError):
+    """Something that a run reads or is given is not what it should be.
+
+    The message is `place: rule, expected this; fix`, of which only the rule is always
+    there. A fix that begins with a capital letter is a sentence of its own.
+
+    Attributes:
+        rule: What was found.
+        expected: What should have been found, or "".
+        fix: What to do about it, or "".
+        place: The file and the line, or the name of the value; or "".
+        subject: In the place of `place`, a path that is the subject of the rule.
+    """
+
+    def __init__(
+        self,
+        rule: str,
+        expected: str = "",
+        fix: str = "",
+        place: str | Path = "",
+        subject: str | Path = "",
+    ) -> None:
+        super().__init__(rule, expected, fix, str(place), str(subject))
+        self.rule = rule
+        self.expected = expected
+        self.fix = fix
+        self.place = str(place)
+        self.subject = str(subject)
+
+    def __str__(self) -> str:
+        text = self._beginning() + self.rule
+        if self.expected:
+            text += f", expected {self.expected}"
+        return _joined(text, self.fix)
+
+    @property
+    def remedy(self) -> str:
+        """Expectation and fix in one text; "" if the error has neither."""
+        return _joined(self.expected and f"expected {self.expected}", self.fix)
+
+    def is_about(self, path: str) -> bool:
+        """Return whether the error is about a file, or about one in a folder."""
+        return self._beginning().startswith(path)
+
+    def rule_in(self, path: str) -> str:
+        """Return the rule and its place in a file or folder that is named already."""
+        return self._beginning().removeprefix(path).lstrip(":, ") + self.rule
+
+    def _beginning(self) -> str:
+        if self.place:
+            return f"{self.place}: "
+        return self.subject and f"{self.subject} "
+
+
+def _joined(text: str, fix: str) -> str:
+    """Return a text with a fix behind it, either of which may be empty."""
+    if not text or not fix:
+        return text or fix
+    return f"{text}. {fix}" if fix[0].isupper() else f"{text}; {fix}"
+
+
+class DataError(InputError):
     """Rows, files or columns are not what they should be."""
 
 
@@ -118,33 +180,28 @@ class OverlongRows(DataError):
     """Rows are longer than a setting allows.
 
     Attributes:
-        message: The rows of one file.
         key: The setting.
         limit: Its value.
         longest: Tokens of the longest row.
-        way_on: What may be done besides raising the limit, or "".
     """
 
     def __init__(
-        self, message: str, key: str, limit: int, longest: int, way_on: str
+        self, rule: str, key: str, limit: int, longest: int, way_on: str
     ) -> None:
-        super().__init__(message, key, limit, longest, way_on)
-        self.message = message
+        super().__init__(rule, fix=f"Set {key}={longest}{way_on}")
+        # An exception is rebuilt from these in another process.
+        self.args = rule, key, limit, longest, way_on
         self.key = key
         self.limit = limit
         self.longest = longest
-        self.way_on = way_on
-
-    def __str__(self) -> str:
-        return f"{self.message}. Set {self.key}={self.longest}{self.way_on}"
 
 
-class ModelError(VerlRayError):
+class ModelError(InputError):
     """A model directory cannot be loaded, or its contents do not fit the role."""
 
 
 class HubError(DataError, ModelError):
-    """A repository cannot be had from the hub or from the cache, or cannot be used.
+    """A repository is neither on the hub nor in the cache, or cannot be used.
 
     Attributes:
         repository: Its id.
@@ -158,10 +215,10 @@ class HubError(DataError, ModelError):
     def __init__(
         self, repository: str, rule: str, fix: str, about_revision: bool = False
     ) -> None:
-        super().__init__(repository, rule, fix, about_revision)
+        super().__init__(rule, fix=fix, place=repository)
+        # An exception is rebuilt from these in another process.
+        self.args = repository, rule, fix, about_revision
         self.repository = repository
-        self.rule = rule
-        self.fix = fix
         self.about_revision = about_revision
 
     def __str__(self) -> str:
@@ -233,7 +290,7 @@ class WeightSyncError(VerlRayError):
     """A rollout engine does not hold a policy version exactly as the trainer does."""
 
 
-class CheckpointError(VerlRayError):
+class CheckpointError(InputError):
     """A checkpoint cannot be written, or is missing, torn or foreign."""
 
     spares_worker = True

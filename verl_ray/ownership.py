@@ -4,14 +4,19 @@ Invariant: an owner has ended only if this process would see it if it still ran.
 ids are reused, so an owner is a process id and the start time of its process. Both mean
 another process on another machine that shares a folder, and in another namespace of
 process ids, as in a container that shares /dev/shm: owners from there never count as
-ended. Deliberately not here: what is owned, and who removes it.
+ended.
+
+The owner of a file in /dev/shm is in its name, so what a killed process leaves behind
+can be removed. What a live process owns is never removed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,3 +101,46 @@ def _start_time(pid: int) -> int:
     if state in ("Z", "X"):
         return 0
     return int(fields[19])
+
+
+# -------------------------------------------------------------------- files in /dev/shm
+
+
+SHARED_FOLDER = Path("/dev/shm")
+"""Folder of the files that processes of a machine share in memory."""
+
+_NAME = re.compile(r"verl_ray-\w+-(?P<owner>\d+-\d+-\d+-\d+)-.+")
+
+
+def prefix(kind: str, owner: Owner | None = None) -> str:
+    """Return the beginning of the names of a process's files.
+
+    Args:
+        kind: A word that says what the files are.
+        owner: The process; None for this one.
+    """
+    return f"verl_ray-{kind}-{owner or Owner.here()}-"
+
+
+def available_bytes() -> int:
+    """Return the free bytes in /dev/shm, after the removal of stale files."""
+    remove_stale()
+    return shutil.disk_usage(SHARED_FOLDER).free
+
+
+def remove_stale() -> None:
+    """Remove the files and directories of owners that have exited."""
+    for path in SHARED_FOLDER.glob("verl_ray-*"):
+        match = _NAME.fullmatch(path.name)
+        if match is None:
+            continue
+        owner = Owner.parse(match["owner"])
+        if owner is None or not owner.has_ended:
+            continue
+
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            # The file may belong to another user, or be removed by now.
+            with contextlib.suppress(OSError):
+                path.unlink()

@@ -1,7 +1,7 @@
 """Paths that do not exist, paths to type, and the place of the program's own packages.
 
 Invariant: nothing here changes a file, and `expanded` alone knows what `~` and `$VAR`
-stand for. Deliberately not here: what a path is for.
+stand for.
 """
 
 from __future__ import annotations

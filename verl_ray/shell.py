@@ -2,8 +2,7 @@
 
 Invariant: the shell hands on the words, and Hydra reads the values, that were given; no
 character that a path may have (`paths.py`) is an exception. Everything that prints a
-command or an override gets its text here. Deliberately not here: which command is
-printed, and by which words this program is called (`controllers/run/next_command.py`).
+command or an override gets its text here.
 """
 
 from __future__ import annotations

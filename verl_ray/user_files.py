@@ -6,8 +6,6 @@ imports it by that name, so that processes which a user's code starts find it.
 
 Invariant: a file is run once per process, and it is never the module that others import
 by a name of their own: a user's `math.py` must not become the `math` of everybody.
-Deliberately not here: which function of it is meant (`rewards/specs.py`,
-`algorithms/own_functions.py`).
 """
 
 from __future__ import annotations
@@ -15,19 +13,21 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import re
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from urllib.parse import quote, unquote_to_bytes
 
-from verl_ray.rewards.tracebacks import last_cause, short_traceback
-
 # Only a package has modules inside; none of them is searched in a folder.
 __path__: list[str] = []
 
 _PREFIX = f"{__name__}."
+
+_FRAMES = 4  # innermost frames of a traceback that are worth showing
 
 # Frames of an import, which mean nothing to the user.
 _IMPORT_FRAMES = (__file__, "<frozen", importlib.__file__)
@@ -89,3 +89,38 @@ def words_of(error: BaseException, our_files: tuple[str, ...]) -> str:
     """
     skipped = (*_IMPORT_FRAMES, *our_files)
     return last_cause(short_traceback(error, skip_files=skipped))
+
+
+# --------------------------------------------------------------------------- tracebacks
+
+
+def short_traceback(
+    error: BaseException, skip_files: tuple[str, ...], limit: int = 2000
+) -> str:
+    """Return the error and the innermost frames that led to it, as text.
+
+    Args:
+        skip_files: Outer frames are left out while their files' names begin with one of
+            these.
+        limit: The text is at most this many characters, from its end.
+    """
+    report = traceback.TracebackException.from_exception(error)
+    # Ends at the first frame that is not ours.
+    while report.stack and report.stack[0].filename.startswith(skip_files):
+        report.stack.pop(0)
+    del report.stack[:-_FRAMES]
+    return "".join(report.format(chain=False)).strip()[-limit:]
+
+
+def last_cause(detail: str) -> str:
+    """Return a failed score's detail in one line, with the place of a raised error.
+
+    Args:
+        detail: A sentence, or the text of a traceback.
+    """
+    lines = detail.strip().splitlines() or ["no reason was given"]
+    places = re.findall(r'File "([^"]+)", line (\d+)', detail)
+    if not places:
+        return lines[-1]
+    path, line = places[-1]
+    return f"{lines[-1]} ({path}, line {line})"

@@ -1,8 +1,7 @@
 """Actor: the policy that learns, and the sender of the weights that generate rollouts.
 
-Invariant: no method but `update` and `train_supervised` changes the weights.
-Deliberately not here: which methods make a step, and who receives the weights
-(`controllers`).
+Invariant: no method but `update` and `learn` changes the weights. Which methods make a
+step, and who receives the weights, is decided by `controllers`.
 """
 
 from __future__ import annotations
@@ -12,15 +11,15 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from verl_ray.algorithms.credit import assign_credit, response_divergences
+from verl_ray.algorithms.credit import response_divergences, token_credit
 from verl_ray.algorithms.losses import TokenLoss
 from verl_ray.algorithms.mismatch import compare_log_probs
-from verl_ray.algorithms.normalised_weights import mean_weight
-from verl_ray.algorithms.objectives import SupervisedObjective
-from verl_ray.algorithms.policy_objective import PolicyObjective
-from verl_ray.algorithms.token_selection import select_tokens
-from verl_ray.cluster.concurrency_groups import steering
-from verl_ray.cluster.context import WorkerContext
+from verl_ray.algorithms.policy_objective import (
+    PolicyObjective,
+    mean_weight,
+    select_tokens,
+)
+from verl_ray.cluster.context import WorkerContext, steering
 from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.config.rollout import WireName
 from verl_ray.data.batch import Int64
@@ -29,25 +28,24 @@ from verl_ray.data.stages import (
     Divergence,
     Float32,
     LogProbs,
-    Recitals,
     Rollouts,
     RowRewards,
     Rows,
+    TeacherForcedEvaluation,
     TrainingBatch,
     Values,
 )
 from verl_ray.data.versions import VersionAges, versions_of_tokens
-from verl_ray.engine.base import EngineSpec, LossReport
-from verl_ray.engine.loss_accumulator import LossAccumulator
+from verl_ray.engine.base import EngineSpec, LossAccumulator, LossReport
 from verl_ray.errors import WeightSyncError
 from verl_ray.models.probe import probe_rows
 from verl_ray.ops.masked import Moments, whiten
 from verl_ray.ops.outputs import RequestedOutputs
 from verl_ray.rollout.update import Probe
-from verl_ray.weight_sync.kept_version import KeptVersion
 from verl_ray.weight_sync.manifest import Manifest
 from verl_ray.weight_sync.transport import (
     Address,
+    KeptVersion,
     Sender,
     SendResult,
     Shards,
@@ -107,7 +105,7 @@ class ActorWorker(ModelWorker):
         accumulator.add(no_loss, TokenLoss(no_loss, means, maxima), weight, None)
         return accumulator.report()
 
-    def assign_credit(
+    def compute_credit(
         self,
         rows: Rollouts,
         rewards: RowRewards,
@@ -118,7 +116,7 @@ class ActorWorker(ModelWorker):
         kl_coefficient: float,
     ) -> Credit:
         """Return advantages and returns of these rows; no other row is needed."""
-        return assign_credit(
+        return token_credit(
             algorithm, kl_coefficient, rows, rewards, policy, reference, values
         )
 
@@ -186,14 +184,7 @@ class ActorWorker(ModelWorker):
 
     # -------------------------------------------------------------- supervised training
 
-    def train_supervised(self, rows: TrainingBatch) -> UpdateReport:
-        """Make one optimizer step of supervised training.
-
-        `loss_weight` of `rows` is set, because it depends on the whole batch.
-        """
-        return self.learn(rows, SupervisedObjective())
-
-    def recite(self, rows: TrainingBatch) -> Recitals:
+    def evaluate_teacher_forced(self, rows: TrainingBatch) -> TeacherForcedEvaluation:
         """Return how probable the responses of each row are, and whether greedily so.
 
         Greedy decoding writes a response where each of its tokens is the model's most
@@ -213,7 +204,7 @@ class ActorWorker(ModelWorker):
         log_prob = np.bincount(
             row_of_token, weights=outputs.log_probs[mask], minlength=num_rows
         )
-        return Recitals(
+        return TeacherForcedEvaluation(
             offsets=np.zeros(num_rows + 1, np.int64),
             exact=num_wrong == 0,
             log_prob=log_prob.astype(np.float64),

@@ -1,7 +1,6 @@
 """Critic: the expected reward of a response, estimated before each of its tokens.
 
-Invariant: only `update` changes the weights. Deliberately not here: how values become
-advantages (`verl_ray/algorithms`).
+Invariant: only `update` changes the weights.
 """
 
 from __future__ import annotations

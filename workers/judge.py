@@ -1,8 +1,7 @@
 """Reward role by a judge: a language model that gives a verdict on each response.
 
 Invariant: a reply depends on the question and its seed alone, not on the other
-questions. Deliberately not here: the text of a question, and how a verdict is read
-(`verl_ray/rewards/judge.py`).
+questions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Base of every role with a model, written once over the engine contract.
 
-Invariant: no method knows which backend holds the model. Deliberately not here: methods
-of one role alone.
+Invariant: no method knows which backend holds the model.
 """
 
 from __future__ import annotations
@@ -19,9 +18,8 @@ from numpy.typing import NDArray
 
 from verl_ray.algorithms.objectives import Objective
 from verl_ray.algorithms.row_weights import row_weights
-from verl_ray.checkpoint.file_records import FileRecord
-from verl_ray.cluster.concurrency_groups import concurrent
-from verl_ray.cluster.context import WorkerContext
+from verl_ray.checkpoint.manifest import FileRecord
+from verl_ray.cluster.context import WorkerContext, concurrent
 from verl_ray.cluster.rendezvous import share_timeout
 from verl_ray.config.algorithm import AggregationName
 from verl_ray.data.batch import Int64
@@ -34,11 +32,9 @@ from verl_ray.ops.outputs import RequestedOutputs
 from verl_ray.profiling.flops import peak_flops_per_s, training_flops
 from verl_ray.profiling.memory import DeviceMemory, device_memory
 
-# Imported where it is used: the driver imports this module too, and saves nothing
-# itself.
 if TYPE_CHECKING:
     from verl_ray.checkpoint.sharded import BackgroundSave
-    from verl_ray.checkpoint.snapshot_names import SnapshotNames
+    from verl_ray.checkpoint.snapshot_files import SnapshotNames
     from verl_ray.checkpoint.snapshots import RankSnapshots
 
 
@@ -326,3 +322,7 @@ def loss_weights(
         total_rows=mini_batch.total_rows,
         horizon=mini_batch.horizon,
     )
+
+
+class ReferenceWorker(ModelWorker):
+    """One rank of the reference: the policy as it was before training."""

@@ -1,7 +1,6 @@
 """Reward role by functions or by a service: scores responses as texts.
 
-Invariant: every row gets a score or a typed failure, never a silent 0. Deliberately not
-here: where functions run and how a service is called (`verl_ray/rewards`).
+Invariant: every row gets a score or a typed failure, never a silent 0.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ Invariant: the model sees a response in the tokens of its own tokenizer and chat
 template, as in its training; and the score is read where transformers reads it. The
 rollout's tokens are used as they are where policy and reward model share both. A row
 that does not fit the model has a typed failure for a score, and keeps no rank from the
-forward pass. Deliberately not here: the shaping of scores
-(`verl_ray/rewards/shaping.py`).
+forward pass.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from verl_ray.config.data import SpecialTokens
 from verl_ray.config.section import resolved
 from verl_ray.data.batch import Ragged, offsets_of
 from verl_ray.data.chat_templates import TemplateArguments
-from verl_ray.data.contents import Content
 from verl_ray.data.conversations import tokenize
-from verl_ray.data.field_values import Message, as_messages
+from verl_ray.data.fields import Message, as_messages
 from verl_ray.data.prompts import prompt_text
+from verl_ray.data.records import Content
 from verl_ray.data.stages import (
     Bool,
     Finish,

@@ -2,8 +2,7 @@
 
 Invariant: responses are yielded as soon as enough of them are finished, whole and in no
 particular order; the tokens of a response depend on its seed, not on other requests of
-the engine. Deliberately not here: which replica generates what, and what happens when a
-replica is lost (`controllers/rollouts`).
+the engine.
 """
 
 from __future__ import annotations
@@ -11,21 +10,29 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
-from verl_ray.cluster.concurrency_groups import concurrent, steering, when_abandoned
-from verl_ray.cluster.context import WorkerContext
+from verl_ray.algorithms.groups import is_last_of_group
+from verl_ray.cluster.context import WorkerContext, concurrent, steering, when_abandoned
 from verl_ray.config.roles import LoraConfig
 from verl_ray.config.rollout import RolloutConfig, RolloutEngineConfig
-from verl_ray.data.batch import Int64
-from verl_ray.data.stages import Prompts, Requests, Responses, Rollouts
+from verl_ray.data.batch import Int64, Ragged, offsets_of
+from verl_ray.data.stages import (
+    UNFINISHED,
+    Finish,
+    Prompts,
+    Requests,
+    Responses,
+    Rollouts,
+    versions_of,
+)
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import EngineFailed, VerlRayError
-from verl_ray.profiling.progress import touch
-from verl_ray.profiling.reads import counting_reads
+from verl_ray.profiling.progress import counting_reads, touch
 from verl_ray.rollout.base import RolloutEngine
 from verl_ray.rollout.engine_state import EngineMemoryPart
 from verl_ray.rollout.engine_thread import PauseMode, ServerHealth
@@ -33,11 +40,9 @@ from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling
 from verl_ray.rollout.seeds import row_seeds
 from verl_ray.rollout.server import RolloutServer
 from verl_ray.rollout.update import Probe
-from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Fingerprint
-from verl_ray.weight_sync.manifest import Manifest
+from verl_ray.weight_sync.manifest import Bucket, Manifest
 from verl_ray.weight_sync.transport import Address, WireSpec
-from workers.generated_rows import response_parts, whole_rollouts
 
 if TYPE_CHECKING:
     from verl_ray.rollout.endpoint import Endpoint
@@ -85,6 +90,17 @@ class Generation:
 
     def sampling_of(self, row_id: int) -> Sampling:
         """Return how a row is sampled: like all others, unless a subclass differs."""
+        return self.sampling
+
+
+@dataclass(frozen=True)
+class GenerationWithGreedyRow(Generation):
+    """Samples responses; the last one of each group is greedy, as ReMax needs it."""
+
+    def sampling_of(self, row_id: int) -> Sampling:
+        """Return how a row is sampled."""
+        if is_last_of_group(row_id, self.group_size):
+            return replace(self.sampling, temperature=0.0)
         return self.sampling
 
 
@@ -403,3 +419,93 @@ def start_engine(
             lora=lora,
             chat_template=chat_template,
         )
+
+
+# ------------------------------------------------------------------- rows from chunks
+
+# Whole rollouts, or parts of responses: pure functions of prompts and chunks.
+
+
+def whole_rollouts(
+    prompts: Prompts, prompt_of: Mapping[int, int], chunks: list[Chunk]
+) -> Rollouts:
+    """Rows of finished responses, each behind its prompt.
+
+    Args:
+        prompt_of: The number of each response's prompt, by row id.
+        chunks: One whole response each, whose request id is the row id.
+    """
+    row_id = np.array([chunk.request_id for chunk in chunks], np.int64)
+    prompt_rows = prompts.select([prompt_of[chunk.request_id] for chunk in chunks])
+    prompt_length = prompt_rows.lengths.astype(np.int32)
+    response_length = np.array([len(chunk.tokens) for chunk in chunks], np.int32)
+
+    # A token belongs to the response from the end of its row's prompt on.
+    lengths = prompt_length + response_length
+    offsets = offsets_of(lengths)
+    position = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
+    mask = position >= np.repeat(prompt_length, lengths)
+
+    tokens = np.empty(len(mask), np.int32)
+    tokens[~mask] = prompt_rows.tokens
+    tokens[mask] = np.concatenate([chunk.tokens for chunk in chunks])
+    log_probs = np.zeros(len(mask), np.float32)
+    log_probs[mask] = np.concatenate([chunk.log_probs for chunk in chunks])
+    # The engine counts from the first response token, a rollout from its first token.
+    spans = _version_spans(chunks, prompt_length)
+
+    return Rollouts(
+        offsets=offsets,
+        tokens=tokens,
+        response_mask=mask,
+        row_id=row_id,
+        trajectory_id=row_id,
+        group_id=prompt_rows.group_id,
+        prompt_length=prompt_length,
+        response_length=response_length,
+        finish=_finishes(chunks, unfinished=Finish.ABORTED),
+        rollout_log_probs=log_probs,
+        version_spans=spans,
+        **versions_of(spans),
+        has_answer=prompt_rows.has_answer,
+        messages=prompt_rows.messages,
+        data_source=prompt_rows.data_source,
+        answer=prompt_rows.answer,
+        extra=prompt_rows.extra,
+    )
+
+
+def response_parts(chunks: list[Chunk]) -> Responses:
+    """Rows of parts of responses, without their prompts."""
+    no_shift = np.zeros(len(chunks), np.int32)
+    return Responses(
+        offsets=offsets_of(np.array([len(chunk.tokens) for chunk in chunks])),
+        request_id=np.array([chunk.request_id for chunk in chunks], np.int64),
+        first_token=np.array([chunk.first_token for chunk in chunks], np.int32),
+        finish=_finishes(chunks, unfinished=UNFINISHED),
+        tokens=np.concatenate([chunk.tokens for chunk in chunks]),
+        log_probs=np.concatenate([chunk.log_probs for chunk in chunks]),
+        version_spans=_version_spans(chunks, no_shift),
+    )
+
+
+def _finishes(chunks: list[Chunk], unfinished: int) -> npt.NDArray[np.int8]:
+    """The `finish` of each chunk, int8 [chunks], with a number for None."""
+    finishes = []
+    for chunk in chunks:
+        finishes.append(unfinished if chunk.finish is None else chunk.finish)
+    return np.array(finishes, np.int8)
+
+
+def _version_spans(chunks: list[Chunk], shift: npt.NDArray[np.int32]) -> Ragged:
+    """Version spans of each chunk, int64 [spans, 2].
+
+    Args:
+        shift: Tokens to add to the position of each chunk's spans, int32 [chunks].
+    """
+    counts = np.array([len(chunk.version_spans) for chunk in chunks])
+    pairs = [span for chunk in chunks for span in chunk.version_spans]
+    # The shape of an array from an empty list has to be given.
+    spans = np.array(pairs, np.int64).reshape(-1, 2)
+    spans[:, 0] += np.repeat(shift, counts)
+    return Ragged(spans, offsets_of(counts))

@@ -1,8 +1,13 @@
 """The command `bench`: suites that measure this machine and print figures as JSON.
 
 Invariant: every figure comes with its yardstick, measured in the same run, because
-machines differ and are shared. Deliberately not here: figures of other machines
-(`README.md`), and pass marks.
+machines differ and are shared. Figures of other machines are in `README.md`.
+
+A suite is a module that says what is measured, and a line in `SUITES`. It takes flags,
+rounds and tables from `suite.py`, its inputs from `inputs.py`, and its processes from
+one of these: `running.py` (the actor and the replicas of a run), `ranks.py` (ranks of a
+training backend, without a cluster), `contest.py` (backends that take turns), `raw.py`
+(vLLM and PyTorch without us).
 """
 
 from __future__ import annotations

@@ -1,10 +1,14 @@
-"""Ways of training that take turns on the same rows.
+"""Ways of training that take turns on the same rows: plain PyTorch and the backends.
 
 Invariant: every contender computes the log-probs of the same rows of mixed lengths with
 the same model in the same run, in its own processes. Their losses are printed, so that
 a reader sees that they agree. Contenders take turns in rounds, so that a slow minute of
-the machine does not count against one of them alone. Deliberately not here: the work of
-a contender (`contender.py`), generation, and any Ray.
+the machine does not count against one of them alone. A pass begins when all ranks are
+ready and ends when its results are there. One-time set-up is not timed, and memory is
+not sampled while a pass is timed.
+
+Plain PyTorch pads the rows of a micro-batch to its longest and attends causally without
+a mask, its fastest way: padding comes after the tokens, which do not see it.
 """
 
 from __future__ import annotations
@@ -13,21 +17,22 @@ import argparse
 import json
 import multiprocessing
 import os
-import platform
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from controllers.bench import contender
-from controllers.bench.contender import LONGEST, SHORTEST, ContenderTask, row_lengths
+import numpy as np
+
+from controllers.bench.inputs import MODELS, Size, make_model, with_layers
 from controllers.bench.processes import run_processes
-from controllers.bench.sizes import MODELS, Size, make_model, with_layers
+from controllers.bench.raw import padded
+from controllers.bench.suite import Flags, circumstances, progress
 from verl_ray.data.batch import Int64
 from verl_ray.profiling.flops import (
     ModelShape,
@@ -35,9 +40,23 @@ from verl_ray.profiling.flops import (
     peak_flops_per_s,
     training_flops,
 )
-from verl_ray.profiling.memory import GIB
+from verl_ray.profiling.memory import GIB, TreeMemorySampler, device_memory
 
+if TYPE_CHECKING:
+    import torch
+
+    from verl_ray.data.stages import TrainingBatch
+
+    Passes = dict[str, Callable[[], object]]
+
+PLAIN = "plain"
+"""The contender that is plain PyTorch, on rows in the order of the batch."""
+SORTED = "plain_sorted"
+"""The contender that is plain PyTorch, on rows sorted by length."""
 PASSES = ("forward", "forward_backward", "step")
+SHORTEST = 32
+LONGEST = 512
+_SAMPLE_S = 0.02
 
 Rounds = list[list[dict[str, Any]]]
 """The reports of a contender: one list per round, with one report per rank."""
@@ -63,10 +82,53 @@ class Contender:
 
 
 @dataclass(frozen=True)
+class ContenderTask:
+    """The work of one process of a contender.
+
+    `rendezvous` is a file through which the ranks find each other; for the others see
+    `Contender` and the flags.
+    """
+
+    kind: str
+    rank: int
+    world: int
+    device: str
+    dtype: str
+    model: str
+    rendezvous: str
+    rows: int
+    threads: int
+    micro_batch_tokens: int
+    settings: tuple[str, ...] = ()
+
+
+def row_lengths(count: int) -> Int64:
+    """Return lengths from 32 to 512 tokens, the same in every run; int64 [count]."""
+    return np.random.default_rng(0).integers(SHORTEST, LONGEST + 1, count)
+
+
+def padded_batches(lengths: Int64, max_tokens: int, by_length: bool) -> list[Int64]:
+    """Return the rows of each padded micro-batch.
+
+    Each has as many rows as `max_tokens` can hold at the greatest length, in the order
+    of the batch or from the shortest to the longest.
+    """
+    if by_length:
+        order = np.argsort(lengths, kind="stable")
+    else:
+        order = np.arange(len(lengths))
+    count = max_tokens // LONGEST
+    return [order[first : first + count] for first in range(0, len(order), count)]
+
+
+# -------------------------------------------------------------------------- the contest
+
+
+@dataclass(frozen=True)
 class Contest:
     """A suite: its name, its contenders, and the contender that is the yardstick."""
 
-    program: str
+    suite: str
     about: str
     contenders: tuple[Contender, ...]
     yardstick: str
@@ -79,15 +141,13 @@ class Contest:
             circumstances of the run. None where a GPU was requested and there is none;
             a sentence on stderr says it.
         """
-        names = [contender.name for contender in self.contenders]
-        options = _parser(self.program, self.about, names).parse_args(argv)
-
+        flags = self._flags()
+        options = flags.parse_args(argv)
         chosen = self._chosen(options)
         if not chosen:
-            print(
-                f"{self.program}: --device cuda needs a GPU, and torch finds none on"
-                " this machine",
-                file=sys.stderr,
+            progress(
+                f"{flags.prog}: --device cuda needs a GPU, and torch finds none on this"
+                " machine"
             )
             return None
 
@@ -99,8 +159,21 @@ class Contest:
         device, peak = _device(options.device, options.dtype)
         worlds = {contender.name: contender.world for contender in chosen}
         compare(figures, worlds, self.yardstick, shape, lengths, peak)
-
-        return options, figures | _circumstances(options, lengths, device)
+        return options, figures | {
+            "rows": {
+                "count": options.rows,
+                "tokens": int(lengths.sum()),
+                "shortest": SHORTEST,
+                "longest": LONGEST,
+            },
+            "micro_batch_tokens": options.micro_batch_tokens,
+            "model": options.model,
+            "layers": shape.num_layers,
+            "layers_of_the_model": MODELS[options.model].layers.num_layers,
+            "dtype": options.dtype,
+            "device": device,
+            **circumstances(),
+        }
 
     def _chosen(self, options: argparse.Namespace) -> list[Contender]:
         """Return the requested contenders for which there are enough devices."""
@@ -110,12 +183,33 @@ class Contest:
         if not options.alone:
             requested.add(self.yardstick)
 
+        most = None if options.device == "cpu" else _gpus()
         return [
             contender
             for contender in self.contenders
-            if contender.name in requested
-            and (options.device == "cpu" or contender.world <= _gpus())
+            if contender.name in requested and (most is None or contender.world <= most)
         ]
+
+    def _flags(self) -> Flags:
+        flags = Flags(
+            self.suite,
+            f"{self.about} Times forward, forward and backward, and whole optimizer"
+            f" steps, and the peak of memory, on rows of {SHORTEST} to {LONGEST}"
+            " tokens.",
+        )
+        flags.choice("--model", MODELS, "parameters of the policy")
+        about = "layers of the model, where fewer have to do"
+        flags.number("--layers", None, about, "all")
+        flags.number("--rows", 64, "rows of a batch")
+        flags.number("--repeats", 3, "rounds; the best time of each pass counts")
+        flags.number("--micro-batch-tokens", 4096, "at most, per rank")
+        flags.choice("--dtype", ("float32", "bfloat16"), "of computation")
+        names = [contender.name for contender in self.contenders]
+        flags.only(names, "in addition to the yardstick")
+        about = "without the yardstick, where it would not fit"
+        flags.add_argument("--alone", action="store_true", help=about)
+        flags.choice("--device", ("cpu", "cuda"), "cuda: one GPU per rank")
+        return flags
 
 
 def _measure(
@@ -130,16 +224,11 @@ def _measure(
     rounds: dict[str, Rounds] = {contender.name: [] for contender in contenders}
 
     with tempfile.TemporaryDirectory() as folder:
-        # Another process makes the model, because this one may not load torch.
-        spawning = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(1, spawning) as executor:
-            size = _size(options)
-            model = executor.submit(make_model, size, f"{folder}/model").result()
+        model = made_apart(_size(options), f"{folder}/model")
         model_config = json.loads((Path(model) / "config.json").read_text())
-        shape = ModelShape.from_config(model_config)
 
         for turn, chosen in product(range(options.repeats), contenders):
-            print(f"round {turn + 1}: {chosen.name} ...", file=sys.stderr, flush=True)
+            progress(f"round {turn + 1}: {chosen.name} ...")
             task = ContenderTask(
                 kind=chosen.kind,
                 rank=0,
@@ -154,38 +243,28 @@ def _measure(
                 settings=chosen.settings,
             )
             tasks = [asdict(replace(task, rank=rank)) for rank in range(chosen.world)]
-            reports = run_processes(contender.__name__, tasks, task.threads)
+            # The module's name is written out: `__name__` may be `__main__`.
+            reports = run_processes("controllers.bench.contest", tasks, task.threads)
             rounds[chosen.name].append(reports)
 
-    return rounds, shape
+    return rounds, ModelShape.from_config(model_config)
+
+
+def made_apart(size: Size, path: str) -> str:
+    """Make a model in another process, and return its path.
+
+    A process that measures others may not load torch, because its pages would count as
+    shared with theirs.
+    """
+    spawning = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawning) as executor:
+        return executor.submit(make_model, size, path).result()
 
 
 def _size(options: argparse.Namespace) -> Size:
     """Return the size of the model that is trained."""
     size = MODELS[options.model]
     return size if options.layers is None else with_layers(size, options.layers)
-
-
-def _circumstances(
-    options: argparse.Namespace, lengths: Int64, device: str
-) -> dict[str, Any]:
-    """Return what the figures depend on, beside the contenders."""
-    return {
-        "rows": {
-            "count": options.rows,
-            "tokens": int(lengths.sum()),
-            "shortest": SHORTEST,
-            "longest": LONGEST,
-        },
-        "micro_batch_tokens": options.micro_batch_tokens,
-        "model": options.model,
-        "layers": _size(options).layers.num_layers,
-        "layers_of_the_model": MODELS[options.model].layers.num_layers,
-        "dtype": options.dtype,
-        "device": device,
-        "cores": len(os.sched_getaffinity(0)),
-        "versions": {"python": platform.python_version(), "torch": version("torch")},
-    }
 
 
 def figures_of(rounds: Rounds, lengths: Int64) -> dict[str, Any]:
@@ -266,71 +345,179 @@ def _device(kind: str, dtype: str) -> tuple[str, float | None]:
     return torch.cuda.get_device_name(), peak_flops_per_s(torch.device(kind), dtype)
 
 
-def _parser(
-    program: str, about: str, contenders: Sequence[str]
-) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program,
-        description=(
-            f"{about} Times forward, forward and backward, and whole optimizer steps,"
-            f" and the peak of memory, on rows of {SHORTEST} to {LONGEST} tokens."
-        ),
-        allow_abbrev=False,
-    )
-    _add_model(parser)
-    add = parser.add_argument
-    add("--rows", type=int, default=64, metavar="N", help="rows of a batch (64)")
-    add(
-        "--repeats",
-        type=int,
-        default=3,
-        metavar="N",
-        help="rounds; the best time of each pass counts (3)",
-    )
-    add(
-        "--micro-batch-tokens",
-        type=int,
-        default=4096,
-        metavar="N",
-        help="at most, per rank (4096)",
-    )
-    add(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="of computation (float32)",
-    )
-    add(
-        "--only",
-        nargs="+",
-        choices=contenders,
-        help="in addition to the yardstick (all)",
-    )
-    add(
-        "--alone",
-        action="store_true",
-        help="without the yardstick, where it would not fit",
-    )
-    add(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cpu",
-        help="cuda: one GPU per rank (cpu)",
-    )
-    return parser
+# ------------------------------------------------------------- a process of a contender
 
 
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the model."""
-    parser.add_argument(
-        "--model",
-        choices=list(MODELS),
-        default="1m",
-        help="parameters of the policy (1m)",
+def contend(task: ContenderTask) -> dict[str, Any]:
+    """Time a forward pass, forward and backward, and a whole step.
+
+    Returns:
+        Their seconds, the peak of memory in bytes, and the first loss.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from controllers.bench.ranks import joined
+
+    with joined(
+        task.rank,
+        task.world,
+        task.rendezvous,
+        device=task.device,
+        threads=task.threads,
+    ) as device:
+        is_plain = task.kind in (PLAIN, SORTED)
+        passes = (_padded_passes if is_plain else _engine_passes)(task, device)
+
+        def timed(name: str) -> tuple[float, object]:
+            dist.barrier()
+            start = time.perf_counter()
+            result = passes[name]()
+            if task.device == "cuda":
+                torch.cuda.synchronize()
+            return time.perf_counter() - start, result
+
+        # The first step does the one-time set-up, and its loss is that of an untrained
+        # model, which all contenders share.
+        _, loss = timed("step")
+        peak = _peak_bytes(lambda: timed("step"), task.device)
+        # The step comes before the pass that leaves gradients behind.
+        order = ("forward", "step", "forward_backward")
+        seconds = {name: timed(name)[0] for name in order}
+    return {"seconds": seconds, "peak_bytes": peak, "loss": loss}
+
+
+def _peak_bytes(run: Callable[[], object], device: str) -> int:
+    """Return the peak of memory while `run` runs, in bytes.
+
+    On a GPU it is that of torch's allocator. On a CPU it is that of this process's
+    proportional set, whose sampling takes time.
+    """
+    if device == "cuda":
+        device_memory(reset_peak=True)
+        run()
+        memory = device_memory()
+        assert memory is not None
+        return memory.peak_allocated_bytes
+
+    with TreeMemorySampler(interval_s=_SAMPLE_S) as sampler:
+        run()
+    return sampler.peak_bytes
+
+
+def _engine_passes(task: ContenderTask, device: torch.device) -> Passes:
+    """Return the passes of a training backend, on packed micro-batches."""
+    from controllers.bench.ranks import learner, training_rows
+    from verl_ray.algorithms.objectives import SupervisedObjective
+    from verl_ray.data.packing import balance
+    from verl_ray.engine.base import EngineSpec
+    from verl_ray.engine.build import build_engine
+    from verl_ray.ops.outputs import RequestedOutputs
+
+    settings = (
+        f"dtype={task.dtype}",
+        f"micro_batch_tokens_per_rank={task.micro_batch_tokens}",
+        *task.settings,
     )
-    parser.add_argument(
-        "--layers",
-        type=int,
-        metavar="N",
-        help="layers of the model, where fewer have to do (all)",
+    overrides = [f"actor.num_ranks={task.world}"]
+    overrides += [f"actor.backend.{setting}" for setting in settings]
+    role = learner(task.kind, task.model, LONGEST, overrides)
+    spec = EngineSpec(
+        "actor", task.model, "policy", role.backend, role.optimizer, 1000, seed=0
     )
+    engine = build_engine(spec, device=device, rank=task.rank, world_size=task.world)
+    topology = engine.topology
+    rows = training_rows(row_lengths(task.rows), engine.vocab_size)
+    parts = balance(rows.lengths, topology.dp_size)
+    own_rows = rows.select(parts[topology.dp_rank])
+    objective = SupervisedObjective()
+
+    def step() -> float:
+        report = engine.forward_backward(own_rows, objective)
+        engine.optimizer_step()
+        return report.loss if topology.returns_results else 0.0
+
+    return {
+        "forward": lambda: engine.forward(own_rows, RequestedOutputs(log_probs=True)),
+        "forward_backward": lambda: engine.forward_backward(own_rows, objective),
+        "step": step,
+    }
+
+
+def _padded_passes(task: ContenderTask, device: torch.device) -> Passes:
+    """Return the passes of a Hugging Face model on padded micro-batches."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    from controllers.bench.ranks import training_rows
+
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32)
+    model = model.to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    rows = training_rows(row_lengths(task.rows), model.config.vocab_size)
+    row_indices = padded_batches(
+        rows.lengths, task.micro_batch_tokens, by_length=task.kind == SORTED
+    )
+    batches = [_padded_batch(rows.select(index), device) for index in row_indices]
+
+    def run(learn: bool) -> float:
+        total = torch.zeros((), device=device)
+        for tokens, weight in batches:
+            # A plain loop holds its logits until the next micro-batch has its own.
+            loss, _logits = _padded_loss(model, tokens, weight, task.dtype, learn)
+            if learn:
+                loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        return float(total)
+
+    def step() -> float:
+        loss = run(learn=True)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return {
+        "forward": lambda: run(learn=False),
+        "forward_backward": lambda: run(learn=True),
+        "step": step,
+    }
+
+
+def _padded_batch(
+    rows: TrainingBatch, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return token ids, int64, and weights, float32, both [rows, longest row]."""
+    import torch
+
+    tokens = padded(rows.lengths, rows.tokens.astype(np.int64))
+    weight = rows.response_mask * rows.loss_weight[rows.row_of_token]
+    padded_weight = padded(rows.lengths, weight.astype(np.float32))
+    return (
+        torch.from_numpy(tokens).to(device),
+        torch.from_numpy(padded_weight).to(device),
+    )
+
+
+def _padded_loss(
+    model: Any, tokens: torch.Tensor, weight: torch.Tensor, dtype: str, learn: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the weighted sum of negative log-probs, and the logits."""
+    import torch
+
+    mixed = torch.autocast(
+        tokens.device.type, torch.bfloat16, enabled=dtype == "bfloat16"
+    )
+    with mixed, torch.set_grad_enabled(learn):
+        logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
+
+    all_log_probs = torch.log_softmax(logits.float(), -1)
+    log_probs = all_log_probs.gather(-1, tokens[:, 1:, None]).squeeze(-1)
+    return -(log_probs * weight[:, 1:]).sum(), logits
+
+
+if __name__ == "__main__":
+    print(json.dumps(contend(ContenderTask(**json.loads(sys.argv[1])))))

@@ -3,22 +3,19 @@ plain copies of memory in the same minute.
 
 Invariant: the operations are those of the product (`Rollouts`, the object store,
 `scatter`), on rows of equal and of mixed lengths. `ratio_to_copy` compares each with a
-copy of as many bytes. Deliberately not here: arithmetic on tokens.
+copy of as many bytes.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 
 import numpy as np
 import psutil
 
+from controllers.bench.suite import Flags, print_json, timed
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import start_groups
@@ -39,7 +36,6 @@ STORE_COPIES = 12
 _STALL_S = 120.0
 _CALLS = 100
 _PROMPT_TOKENS = 16
-_PROGRAM = "verl-ray bench data"
 
 
 class Mover:
@@ -60,7 +56,7 @@ class Mover:
 
 def main(argv: list[str]) -> int:
     """Run the suite and print its figures; return the exit code, 0."""
-    options = _parser().parse_args(argv)
+    options = _flags().parse_args(argv)
     equal = rollouts(np.full(options.rows, options.tokens))
     equal_bytes = nbytes(equal)
     shortest = options.tokens // 2
@@ -86,7 +82,7 @@ def main(argv: list[str]) -> int:
             "driver": growth,
         }
 
-    print(json.dumps(result, indent=2))
+    print_json(result)
     return 0
 
 
@@ -173,17 +169,6 @@ def copy_s(size: int, repeats: int) -> float:
     return timed(lambda: np.copyto(target, source), repeats)
 
 
-def timed(run: Callable[[], object], repeats: int) -> float:
-    """Return the median seconds of `repeats` calls, after one that does not count."""
-    run()
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - start)
-    return median(seconds)
-
-
 def driver_growth(rows: int, tokens: int, logs: Path) -> dict[str, float]:
     """Measure the growth of the driver's own memory while a worker exchanges tokens.
 
@@ -240,31 +225,14 @@ def own_bytes() -> int:
     return int(psutil.Process().memory_full_info().uss)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=_PROGRAM,
-        description=(
-            "Time split, concat, select, put and get of rollouts, compared with plain"
-            " copies of memory, and watch the driver's memory while workers exchange"
-            " tokens."
-        ),
-        allow_abbrev=False,
+def _flags() -> Flags:
+    flags = Flags(
+        "data",
+        "Time split, concat, select, put and get of rollouts, compared with plain"
+        " copies of memory, and watch the driver's memory while workers exchange"
+        " tokens.",
     )
-    parser.add_argument(
-        "--rows", type=int, default=8192, metavar="N", help="rollouts (8192)"
-    )
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        default=512,
-        metavar="N",
-        help="tokens of each, or their mean (512)",
-    )
-    parser.add_argument(
-        "--repeats",
-        type=int,
-        default=9,
-        metavar="N",
-        help="calls whose median counts (9)",
-    )
-    return parser
+    flags.number("--rows", 8192, "rollouts")
+    flags.number("--tokens", 512, "tokens of each, or their mean")
+    flags.number("--repeats", 9, "calls whose median counts")
+    return flags

@@ -1,23 +1,24 @@
 """`verl-ray bench fsdp`: speed and memory of the training backends, compared with plain
 PyTorch on the same rows.
-
-Deliberately not here: how contenders are measured (`contest.py`), and the head by
-itself (`head.py`).
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Any
 
-from controllers.bench import head
-from controllers.bench.contender import PLAIN, SORTED, padded_batches, row_lengths
-from controllers.bench.contest import Contender, Contest
+from controllers.bench.contest import (
+    PLAIN,
+    SORTED,
+    Contender,
+    Contest,
+    padded_batches,
+    row_lengths,
+)
+from controllers.bench.suite import print_json
 from verl_ray.data.batch import Int64
 
 CONTEST = Contest(
-    "verl-ray bench fsdp",
+    "fsdp",
     "Tokens per second of the engine and fsdp backends, beside plain PyTorch on padded"
     " rows.",
     (
@@ -54,13 +55,7 @@ def main(argv: list[str]) -> int:
     if figures.keys() >= {"engine_1", PLAIN, SORTED}:
         lengths = row_lengths(options.rows)
         figures["packing"] = _packing(figures, lengths, options.micro_batch_tokens)
-    if not options.only:
-        print("the head ...", file=sys.stderr, flush=True)
-        figures["head"] = head.measure(
-            options.device, options.dtype, options.repeats, figures["cores"]
-        )
-
-    print(json.dumps(figures, indent=2))
+    print_json(figures)
     return 0
 
 

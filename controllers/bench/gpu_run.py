@@ -1,7 +1,7 @@
-"""The part `grpo` of `verl-ray bench gpu`: a whole run, and what it has recorded.
+"""Programs of two parts of `verl-ray bench gpu`: `devices` and `grpo`.
 
-Invariant: the run is that of `verl-ray train`, with colocated roles. Deliberately not
-here: speed compared with a floor (`step.py`).
+Invariant: a part prints a JSON object last, and exits with another code than 0 if
+something is wrong. The run of `grpo` is that of `verl-ray train`, with colocated roles.
 """
 
 from __future__ import annotations
@@ -12,13 +12,45 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from controllers.bench.step import configuration, make_inputs
+from controllers.bench.inputs import run_with_inputs
+from controllers.bench.suite import shown_versions
+from verl_ray.config.versions import problem_of
+from verl_ray.engine.packages import missing_packages
+from verl_ray.ops.installed_torch import varlen_attn_groups_heads
+from verl_ray.preflight.findings import inputs_folder
+from verl_ray.preflight.machine import Machine
 from verl_ray.shell import override_of
 
 _STEPS = 3
 
 
-def main(task: dict[str, Any]) -> int:
+def devices() -> int:
+    """Print what is installed; return 1 if it does not fit together.
+
+    It does not if torch finds no device that the machine has.
+    """
+    import torch
+
+    versions = shown_versions()
+    report = {
+        "versions": versions,
+        "problem": problem_of(str(versions["torch"]), versions["vllm"]),
+        "cuda": torch.version.cuda,
+        "devices": [
+            torch.cuda.get_device_name(index)
+            for index in range(torch.cuda.device_count())
+        ],
+        "has_triton": not missing_packages(["triton"]),
+        "flash_groups_heads": varlen_attn_groups_heads(),
+    }
+    print(json.dumps(report))
+
+    expected = Machine.here().gpus
+    is_wrong = report["problem"] is not None or (expected and not report["devices"])
+    return int(bool(is_wrong))
+
+
+def grpo(task: dict[str, Any]) -> int:
     """Run GRPO for three steps and print its figures; return the exit code of the run.
 
     Args:
@@ -27,10 +59,9 @@ def main(task: dict[str, Any]) -> int:
     on_gpu = task["device"] == "cuda"
     model, dtype = ("0.5b", "bfloat16") if on_gpu else ("1m", "float32")
     folder = Path(task["folder"]) / "grpo"
-    config = configuration(model, "engine", folder, [])
-    make_inputs(config, warm_start=False)
+    config = run_with_inputs(model, folder)
 
-    inputs = Path(config.run.dir) / "inputs"
+    inputs = inputs_folder(config)
     run_dir = folder / "run"
     overrides = (
         override_of("model.path", f"{inputs}/model"),
@@ -72,4 +103,5 @@ def _figures(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(json.loads(sys.argv[1])))
+    name, *tasks = sys.argv[1:]
+    raise SystemExit(devices() if name == "devices" else grpo(json.loads(tasks[0])))

@@ -3,13 +3,11 @@ layout.
 
 Invariant: both compute the same weights and rows in float32. The benchmark compares
 log-probs (or values) before and after optimizer steps, losses and gradient norms. Each
-difference is a fraction of the largest number of its kind. Deliberately not here:
-speed (`megatron.py`).
+difference is a fraction of the largest number of its kind.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib
 import json
@@ -17,14 +15,19 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from controllers.bench.processes import PATIENCE_S, fork, run_processes
+from controllers.bench.ranks import joined, learner
+from controllers.bench.suite import Flags, markdown, print_json, progress
+from controllers.compose.composition import compose
+from verl_ray.config.load import parse, to_tree
 from verl_ray.config.preparation import TinyModelConfig
+from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.batch import offsets_of
 from verl_ray.data.stages import TrainingBatch
 
@@ -36,11 +39,8 @@ if TYPE_CHECKING:
 
 # ---------------------------------------------------------------------------- the cases
 
-# The layouts of megatron that `verl-ray bench layouts` compares with the plain
-# engine.
-#
-# Invariant: a case is one model on so many ranks with settings of the megatron
-# backend, and two cases never differ in anything else.
+# A case is one model on so many ranks with settings of the megatron backend, and two
+# cases never differ in anything else.
 
 Settings = dict[str, int | str | bool]
 Head = Literal["policy", "value"]
@@ -171,11 +171,6 @@ class RankTask:
     folder: str
     cases: Sequence[Case]
 
-    @property
-    def report_path(self) -> Path:
-        """The file to which the rank writes its reports."""
-        return Path(self.folder) / f"{self.kind}-{self.world}-{self.rank}.json"
-
 
 @dataclass
 class RankReport:
@@ -199,20 +194,15 @@ def main(argv: list[str]) -> int:
     Returns:
         The exit code, 0.
     """
-    parser = argparse.ArgumentParser(
-        prog="verl-ray bench layouts", description=__doc__, allow_abbrev=False
-    )
-    parser.add_argument(
-        "--table", action="store_true", help="a table in Markdown in place of JSON"
-    )
-    options = parser.parse_args(argv)
+    flags = Flags("layouts", "Compare megatron in every layout with the plain engine.")
+    flags.table()
+    options = flags.parse_args(argv)
 
     differences = measure()
-
     if options.table:
         print(_table(differences))
     else:
-        print(json.dumps(differences, indent=2))
+        print_json(differences)
     return 0
 
 
@@ -232,7 +222,7 @@ def _compare(folder: str, cases: Sequence[Case]) -> list[dict[str, Any]]:
         importlib.import_module(name)
     fork(_make_models, [[folder]])
 
-    print("the plain engine ...", file=sys.stderr, flush=True)
+    progress("the plain engine ...")
     models = list(dict.fromkeys((case.model, case.head) for case in cases))
     plain_cases = [Case(1, {}, model, head) for model, head in models]
     (plain_reports,) = _reports("engine", plain_cases, folder)
@@ -240,7 +230,7 @@ def _compare(folder: str, cases: Sequence[Case]) -> list[dict[str, Any]]:
 
     differences = []
     for world in sorted({case.world for case in cases}):
-        print(f"layouts of {world} ranks ...", file=sys.stderr, flush=True)
+        progress(f"layouts of {world} ranks ...")
         same_world = [case for case in cases if case.world == world]
         reports = _reports("megatron", same_world, folder)
         for case, *ranks in zip(same_world, *reports, strict=True):
@@ -253,13 +243,7 @@ def _reports(kind: str, cases: Sequence[Case], folder: str) -> list[list[RankRep
     """Measure the cases, and return for each rank one report per case."""
     world = cases[0].world
     tasks = [RankTask(rank, world, kind, folder, cases) for rank in range(world)]
-    fork(_run_rank, [[task] for task in tasks])
-
-    reports = []
-    for task in tasks:
-        measured = json.loads(task.report_path.read_text())
-        reports.append([RankReport(**fields) for fields in measured])
-    return reports
+    return fork(_run_rank, [[task] for task in tasks])
 
 
 def _differences(
@@ -292,20 +276,15 @@ def _relative_difference(values: Sequence[float], expected: Sequence[float]) -> 
 
 
 def _table(differences: list[dict[str, Any]]) -> str:
-    lines = [
-        "| model | ranks | layout | before | after 1 step | after 3 steps | loss |"
-        " gradient norm |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-
+    columns = ["model", "ranks", "layout", "before", "after 1 step", "after 3 steps"]
+    columns += ["loss", "gradient norm"]
+    rows = []
     for case in differences:
         head = "" if case["head"] == "policy" else ", value head"
         figures = [*case["outputs"].values(), case["loss"], case["grad_norm"]]
         cells = [f"{case['model']}{head}", str(case["ranks"]), case["layout"]]
-        cells += [f"{figure:.0e}" for figure in figures]
-        lines.append(f"| {' | '.join(cells)} |")
-
-    return "\n".join(lines)
+        rows.append(cells + [f"{figure:.0e}" for figure in figures])
+    return markdown(columns, rows)
 
 
 def _make_models(folder: str) -> None:
@@ -340,7 +319,7 @@ def _rows() -> TrainingBatch:
     mask[offsets[1:] - 1] = True  # every row has a token that is learned from
     mask[offsets[:-1]] = False  # a first token has no log-prob
 
-    def column(low: float, high: float) -> np.ndarray[Any, np.dtype[np.float32]]:
+    def column(low: float, high: float) -> npt.NDArray[np.float32]:
         return random.uniform(low, high, tokens).astype(np.float32)
 
     token_ids = random.integers(0, len(_VOCABULARY), tokens).astype(np.int32)
@@ -357,22 +336,10 @@ def _rows() -> TrainingBatch:
     )
 
 
-def _run_rank(task: RankTask) -> None:
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{task.folder}/{task.kind}-{task.world}",
-        rank=task.rank,
-        world_size=task.world,
-        timeout=timedelta(seconds=PATIENCE_S),
-    )
-
-    reports = [asdict(_measure_case(task, case)) for case in task.cases]
-    task.report_path.write_text(json.dumps(reports))
-    dist.destroy_process_group()
+def _run_rank(task: RankTask) -> list[RankReport]:
+    rendezvous = f"{task.folder}/{task.kind}-{task.world}"
+    with joined(task.rank, task.world, rendezvous):
+        return [_measure_case(task, case) for case in task.cases]
 
 
 @functools.cache
@@ -381,28 +348,14 @@ def _configuration(kind: str) -> tuple[SupervisedRole, AlgorithmConfig]:
 
     The layout of the backend is set by each case.
     """
-    from controllers.bench.shipped import as_on_a_cpu
-    from controllers.compose.composition import compose
-    from verl_ray.config.load import parse, to_tree
-    from verl_ray.config.tasks.rl import RLConfig
-
     overrides = [
-        f"backend={kind}",
-        "run.evaluate_every=0",
         "actor.backend.micro_batch_tokens_per_rank=88",
-        f"sft.max_tokens={max(_LENGTHS)}",
         "actor.optimizer.lr=1e-4",
         "actor.optimizer.max_grad_norm=0.3",
         "actor.optimizer.weight_decay=0.1",
-        "run.dir=none",
-        "data.train_path=none",
-        "data.validation_path=null",
-        "model.path=none",
     ]
-    role = as_on_a_cpu(compose("sft", overrides)).learners["actor"]
-
     ppo = parse(to_tree(compose("quickstart", ["algorithm=ppo"])), RLConfig)
-    return role, ppo.algorithm
+    return learner(kind, "none", max(_LENGTHS), overrides), ppo.algorithm
 
 
 def _measure_case(task: RankTask, case: Case) -> RankReport:

@@ -1,20 +1,16 @@
 """`verl-ray bench megatron`: speed and memory of megatron's layouts, compared with the
-plain engine on the same rows.
-
-Deliberately not here: how contenders are measured (`contest.py`), and the agreement of
-the layouts (`layouts.py`).
+plain engine on the same rows. Whether layouts agree is measured by `layouts.py`.
 """
 
 from __future__ import annotations
 
-import json
-
 from controllers.bench.contest import Contender, Contest
+from controllers.bench.suite import print_json
 
 _TENSOR_PARALLEL = ("tensor_parallel=2", "sequence_parallel=true")
 
 CONTEST = Contest(
-    "verl-ray bench megatron",
+    "megatron",
     "Tokens per second of megatron's layouts and of Megatron-FSDP, beside the plain"
     " engine.",
     (
@@ -40,5 +36,5 @@ def main(argv: list[str]) -> int:
         return 2
 
     _, figures = results
-    print(json.dumps(figures, indent=2))
+    print_json(figures)
     return 0

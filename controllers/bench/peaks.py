@@ -2,30 +2,29 @@
 
 Invariant: a peak is exact. torch's profiler reports every allocation and release of the
 CPU allocator, temporary memory of kernels included, so nothing depends on what the C
-library keeps. The peak of ranks is that of the rank with most.
-
-Deliberately not here: the prediction (`verl_ray/preflight/footprints.py`), memory
-between calls (`megatron_fsdp_memory.py`), and memory outside of torch, such as gloo's.
+library keeps. The peak of ranks is that of the rank with most. Memory outside of torch,
+such as gloo's, is not in it.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
-from controllers.bench.megatron_fsdp_memory import MIB
+from controllers.bench.inputs import Size, make_model
 from controllers.bench.processes import PATIENCE_S, fork, run_processes
-from verl_ray.data.batch import offsets_of
+from controllers.bench.ranks import as_on_a_cpu, joined, training_rows
+from controllers.bench.suite import MIB, Flags, markdown, print_json, progress
+from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.packing import balance
 from verl_ray.data.stages import TrainingBatch
 
@@ -52,19 +51,18 @@ _MARK_BYTES = 1_234_567
 """Size of a tensor that marks a moment among allocations; no other has it."""
 _ROW_TOKENS = 256
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": 4096,
-    "hidden_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 32,
-    "intermediate_size": 768,
-    "max_position_embeddings": _ROW_TOKENS,
-    "tie_word_embeddings": False,
-    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0),
-}
-"""Entries of the model's config.json."""
+_MODEL = Size(
+    vocab_size=4096,
+    layers=TinyModelConfig(
+        hidden_size=256,
+        num_layers=4,
+        num_heads=8,
+        num_kv_heads=4,
+        head_size=32,
+        intermediate_size=768,
+        tie_embeddings=False,
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -146,27 +144,20 @@ CASES = (
 
 def main(argv: list[str]) -> int:
     """Measure, print the figures as JSON or as a table, and return the exit code 0."""
-    parser = argparse.ArgumentParser(
-        prog="verl-ray bench peaks",
-        description=str(__doc__).partition("\n")[0],
-        allow_abbrev=False,
+    flags = Flags(
+        "peaks", "Measure the most memory of passes, compared with the memory plan."
     )
-    parser.add_argument(
-        "--only", nargs="+", help="of the backends (all)", metavar="BACKEND"
-    )
-    parser.add_argument(
-        "--table",
-        action="store_true",
-        help="print a table in Markdown, in MiB, in place of JSON",
-    )
-    options = parser.parse_args(argv)
+    backends = list(dict.fromkeys(case.backend for case in CASES))
+    flags.only(backends, "of the backends")
+    flags.table()
+    options = flags.parse_args(argv)
 
-    cases = [
-        case for case in CASES if options.only is None or case.backend in options.only
-    ]
-    figures = measure(cases)
-
-    print(_table(figures) if options.table else json.dumps(figures, indent=2))
+    chosen = options.only or backends
+    figures = measure([case for case in CASES if case.backend in chosen])
+    if options.table:
+        print(_table(figures))
+    else:
+        print_json(figures)
     return 0
 
 
@@ -207,23 +198,19 @@ def peak_bytes(run: Callable[[], object]) -> int:
 
 
 def _table(figures: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
-    lines = [
-        "| backend | forward: predicted | measured | ratio |"
-        " update: predicted | measured | ratio |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    columns = ["backend"]
+    for passing in PASSES:
+        columns += [f"{passing}: predicted", "measured", "ratio"]
+    rows = []
     for name, case in figures.items():
         cells = [name]
         for passing in PASSES:
             predicted = case["predicted"][passing]
             measured = case["measured"][passing]
-            cells += [
-                f"{predicted / MIB:.0f}",
-                f"{measured / MIB:.0f}",
-                f"{predicted / measured:.2f}",
-            ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+            ratio = predicted / measured
+            cells += [f"{predicted / MIB:.0f}", f"{measured / MIB:.0f}", f"{ratio:.2f}"]
+        rows.append(cells)
+    return markdown(columns, rows)
 
 
 def _measure(folder: str, cases: Sequence[PeakCase]) -> dict[str, Any]:
@@ -233,15 +220,11 @@ def _measure(folder: str, cases: Sequence[PeakCase]) -> dict[str, Any]:
 
     figures: dict[str, Any] = {}
     for number, case in enumerate(cases):
-        print(f"{case.name} ...", file=sys.stderr, flush=True)
+        progress(f"{case.name} ...")
         own_folder = Path(folder) / str(number)
-        fork(_make_model, [[str(own_folder)]])
-        fork(_run_rank, [[case, rank, str(own_folder)] for rank in range(case.world)])
-
-        ranks = [
-            json.loads((own_folder / f"{rank}.json").read_text())
-            for rank in range(case.world)
-        ]
+        fork(make_model, [[_MODEL, str(own_folder)]])
+        tasks = [[case, rank, str(own_folder)] for rank in range(case.world)]
+        ranks = fork(_run_rank, tasks)
         figures[case.name] = {
             kind: {name: max(rank[kind][name] for rank in ranks) for name in PASSES}
             for kind in ("predicted", "measured")
@@ -252,54 +235,30 @@ def _measure(folder: str, cases: Sequence[PeakCase]) -> dict[str, Any]:
 # ----------------------------------------------------------------------------- one rank
 
 
-def _make_model(folder: str) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, Qwen3Config
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    config = Qwen3Config(**_SIZES)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.save_pretrained(folder)
-
-
-def _run_rank(case: PeakCase, rank: int, folder: str) -> None:
-    import torch
+def _run_rank(case: PeakCase, rank: int, folder: str) -> dict[str, dict[str, int]]:
     import torch.distributed as dist
 
     from verl_ray.engine.base import EngineSpec
     from verl_ray.engine.build import build_engine
 
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=case.world,
-        timeout=timedelta(seconds=PATIENCE_S),
-    )
-
     config = _configuration(case, folder)
     role = config.actor if case.head == "policy" else config.critic
-    assert role is not None and role.as_learner is not None
-    optimizer = role.as_learner.optimizer
-    spec = EngineSpec("actor", folder, case.head, role.backend, optimizer, 10, seed=0)
-    spec = replace(spec, lora=role.adapter)
-    engine = build_engine(
-        spec, device=torch.device("cpu"), rank=rank, world_size=case.world
+    spec = EngineSpec(
+        "actor", folder, case.head, role.backend, role.optimizer, 10, seed=0
     )
+    spec = replace(spec, lora=role.adapter)
 
-    figures = {
-        "predicted": _predicted(case, role, config, folder),
-        "measured": _measured(case, config, engine),
-    }
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(figures))
-    dist.barrier()
-    dist.destroy_process_group()
+    with joined(rank, case.world, f"{folder}/rendezvous") as device:
+        engine = build_engine(spec, device=device, rank=rank, world_size=case.world)
+        figures = {
+            "predicted": _predicted(case, role, config, folder),
+            "measured": _measured(case, config, engine),
+        }
+        dist.barrier()
+    return figures
 
 
 def _configuration(case: PeakCase, folder: str) -> RLConfig:
-    from controllers.bench.shipped import as_on_a_cpu
     from controllers.compose.composition import compose
     from verl_ray.config.tasks.rl import RLConfig
     from verl_ray.shell import override_of
@@ -374,19 +333,15 @@ def _measured(case: PeakCase, config: RLConfig, engine: Engine) -> dict[str, int
 
 def _rows(count: int) -> TrainingBatch:
     """Return rows of equal length, whose second halves are responses."""
+    lengths = [_ROW_TOKENS] * count
+    rows = training_rows(lengths, _MODEL.vocab_size, prompt_tokens=_ROW_TOKENS // 2)
     random = np.random.default_rng(7)
-    tokens = count * _ROW_TOKENS
-    in_response = np.arange(_ROW_TOKENS) >= _ROW_TOKENS // 2
-    mask = np.tile(in_response, count)
 
-    def column() -> np.ndarray[Any, np.dtype[np.float32]]:
-        return random.uniform(-2, 2, tokens).astype(np.float32)
+    def column() -> npt.NDArray[np.float32]:
+        return random.uniform(-2, 2, rows.num_tokens).astype(np.float32)
 
-    return TrainingBatch(
-        offsets=offsets_of([_ROW_TOKENS] * count),
-        tokens=random.integers(0, 100, tokens).astype(np.int32),
-        response_mask=mask,
-        loss_weight=np.full(count, 1 / mask.sum(), np.float32),
+    return replace(
+        rows,
         old_log_probs=column(),
         advantages=column(),
         old_values=column(),

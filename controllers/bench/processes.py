@@ -2,8 +2,7 @@
 
 Invariant: no process outlives the call, and the first that fails ends the others, which
 would wait for it. The calling process loads no torch, because its pages would count as
-shared with the processes that are measured. Deliberately not here: the work of the
-processes.
+shared with the processes that are measured.
 """
 
 from __future__ import annotations
@@ -13,13 +12,15 @@ import ctypes
 import json
 import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import wait
-from typing import Any
+from typing import IO, Any
 
 from verl_ray.errors import VerlRayError
 
@@ -118,21 +119,28 @@ def _exit_codes(
     return codes
 
 
-def fork(run: Callable[..., None], tasks: Sequence[Sequence[Any]]) -> None:
+def fork(run: Callable[..., Any], tasks: Sequence[Sequence[Any]]) -> list[Any]:
     """Call `run(*task)` for all tasks at the same time, each in a fork of this process.
 
     Modules that this process imported are imported in the forks. This process may not
     have started a thread. Forks end with this process, whose caller limits its time.
 
+    Returns:
+        What the calls return, in the order of the tasks.
+
     Raises:
         VerlRayError: A fork failed; its own messages are on stderr.
     """
     forking = multiprocessing.get_context("fork")
-    forks = [forking.Process(target=_run_fork, args=(run, task)) for task in tasks]
-
-    try:
-        for process in forks:
+    with contextlib.ExitStack() as cleanup:
+        # A file holds a result of any size, which nobody reads meanwhile.
+        files = [cleanup.enter_context(tempfile.TemporaryFile()) for _ in tasks]
+        forks = []
+        for task, file in zip(tasks, files, strict=True):
+            process = forking.Process(target=_run_fork, args=(run, task, file))
             process.start()
+            cleanup.callback(process.kill)
+            forks.append(process)
 
         running = {process.sentinel for process in forks}
         while running:
@@ -143,12 +151,13 @@ def fork(run: Callable[..., None], tasks: Sequence[Sequence[Any]]) -> None:
                     f"processes ended with {codes}; expected 0. None means that a"
                     f" process was still running. Their tasks: {tasks}"
                 )
-    finally:
-        for process in forks:
-            process.kill()
+        for file in files:
+            file.seek(0)
+        return [pickle.load(file) for file in files]
 
 
-def _run_fork(run: Callable[..., None], task: Sequence[Any]) -> None:
+def _run_fork(run: Callable[..., Any], task: Sequence[Any], result: IO[bytes]) -> None:
     # The fork ends with its parent, however the parent ends.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    run(*task)
+    pickle.dump(run(*task), result)
+    result.flush()

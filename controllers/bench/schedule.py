@@ -3,36 +3,46 @@ synchronous one.
 
 Invariant: all schedules have the same processes, prompts, lengths of responses and rows
 in flight, and take turns in every round. So a slow minute of the machine slows all of
-them, and the ratios of a round are of the same work. Every block of steps begins
-without rollouts, so that none learns from what was generated before it. Deliberately
-not here: what is learned, since the lengths are forced; evaluation and checkpoints.
+them, and a ratio is of two blocks of the same round, which made the same steps one soon
+after the other. Every block of steps begins without rollouts, so that none learns from
+what was generated before it. What is learned does not matter, since the lengths are
+forced.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from statistics import fmean, median
+from typing import Any, Literal
 
-import psutil
-
-from controllers.bench.schedule_figures import SYNCHRONOUS, Block, figures, table
-from controllers.bench.schedule_reactions import Reaction, graded, replaced
-from controllers.bench.schedule_replica import Lengths, RecordingWorker
-from controllers.bench.schedule_trainer import ScheduleTrainer
-from controllers.bench.step import configuration, make_inputs, shown_versions
+from controllers.bench.inputs import run_with_inputs
+from controllers.bench.running import cluster
+from controllers.bench.schedule_run import (
+    LEARNING,
+    Lengths,
+    Reaction,
+    RecordingWorker,
+    ScheduleTrainer,
+    graded,
+    percentiles,
+    replaced,
+)
+from controllers.bench.suite import Flags, circumstances, markdown, print_json
 from controllers.system.build import System, start
 from controllers.system.plan import ROLLOUT, WORKERS, ClusterShape, resolve_on
+from controllers.watch.measures import Metrics
 from verl_ray.cluster.session import Session
-from verl_ray.cluster.signals import stop_on_signals
 from verl_ray.config.tasks.rl import RLConfig
+
+SYNCHRONOUS = "synchronous"
+"""The schedule that the others are compared with."""
 
 GROUP_SIZE = 4
 
@@ -117,28 +127,25 @@ TINY: Mapping[str, Comparison] = {
 
 def main(argv: list[str]) -> int:
     """Run the suite and print its figures; return the exit code, 0."""
-    options = _parser().parse_args(argv)
+    options = _flags().parse_args(argv)
     cases = TINY if options.tiny else CASES
     load_before = os.getloadavg()[0]
 
     blocks: dict[str, dict[str, list[Block]]] = {}
-    inputs = _configuration(options, next(iter(cases.values())), SYNCHRONOUS)
-    with contextlib.redirect_stdout(sys.stderr):  # stdout is for the figures
-        make_inputs(inputs, warm_start=False)
-        log_dir = Path(inputs.run.dir) / "logs"
-        with Session.open(inputs.ray.address, log_dir=log_dir) as session:
-            stop_on_signals()  # again: Ray's own handler exits without a message
-            for placement in ("separate", "colocated"):
-                blocks |= _measure(options, session, cases, placement)
+    first = _configuration(options, next(iter(cases.values())), SYNCHRONOUS)
+    with (
+        contextlib.redirect_stdout(sys.stderr),  # stdout is for the figures
+        cluster(first) as (session, shape),
+    ):
+        for placement in ("separate", "colocated"):
+            blocks |= _measure(options, session, shape, cases, placement)
 
-    cases_found = {name: figures(blocks[name]) for name in blocks}
-    result = {
-        **cases_found,
-        "load": [round(load_before, 1), round(os.getloadavg()[0], 1)],
-        "cores": len(os.sched_getaffinity(0)),
-        "versions": shown_versions(),
-    }
-    print(table(cases_found) if options.table else json.dumps(result, indent=2))
+    cases_measured = {name: figures(blocks[name]) for name in blocks}
+    if options.table:
+        print(table(cases_measured))
+        return 0
+    load = [round(load_before, 1), round(os.getloadavg()[0], 1)]
+    print_json({**cases_measured, "load": load, **circumstances()})
     return 0
 
 
@@ -160,12 +167,13 @@ def _configuration(
         *more,
         *options.overrides,
     )
-    return configuration("1m", "engine", Path(options.dir) / "schedule", overrides)
+    return run_with_inputs("1m", options.dir, overrides)
 
 
 def _measure(
     options: argparse.Namespace,
     session: Session,
+    shape: ClusterShape,
     cases: Mapping[str, Comparison],
     placement: str,
 ) -> dict[str, dict[str, list[Block]]]:
@@ -178,7 +186,6 @@ def _measure(
         SYNCHRONOUS,
         f"rollout.max_response_tokens={most}",
     )
-    shape = ClusterShape.of(session)
     workers = {**WORKERS, ROLLOUT: RecordingWorker}
 
     blocks: dict[str, dict[str, list[Block]]] = {
@@ -231,12 +238,10 @@ def _block(
     for number in range(options.warmup):
         trainer.step(number + 1)
 
-    usage = _CpuUse()
     began_s = time.perf_counter()
     numbers = range(options.warmup + 1, options.warmup + options.steps + 1)
     metrics = [trainer.step(number) for number in numbers]
     elapsed_s = time.perf_counter() - began_s
-    busy_elsewhere = usage.elsewhere_s() / elapsed_s
 
     replica = trainer.end()
     driver = trainer.record
@@ -245,72 +250,163 @@ def _block(
     concurrency = config.rollout.concurrency
     if isinstance(concurrency, int):
         reactions["replaced"] = replaced(replica, driver, concurrency, GROUP_SIZE)
-    return Block(elapsed_s / options.steps, busy_elsewhere, metrics, reactions)
+    return Block(elapsed_s / options.steps, metrics, reactions)
 
 
-class _CpuUse:
-    """The CPU time of other programs from now on, which make the figures worse."""
-
-    def __init__(self) -> None:
-        self._before_s = self._elsewhere_s()
-
-    def elsewhere_s(self) -> float:
-        """Return the CPU seconds since the beginning."""
-        return self._elsewhere_s() - self._before_s
-
-    def _elsewhere_s(self) -> float:
-        times = psutil.cpu_times()
-        driver = psutil.Process()
-        own_s = 0.0
-        # Ray's processes, and with them all workers, are descendants of this one.
-        for process in (driver, *driver.children(recursive=True)):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                user_s, system_s, *_ = process.cpu_times()
-                own_s += user_s + system_s
-        busy_s: float = times.user + times.nice + times.system
-        return busy_s - own_s
+def _flags() -> Flags:
+    flags = Flags(
+        "schedule",
+        "Time steps of GRPO under every schedule: with the trainers on one core and the"
+        " rollouts on another, with responses of one length and with heavy-tailed"
+        " lengths; and on all cores, with the same tail.",
+    )
+    flags.number("--rounds", 3, "rounds")
+    about = "steps that count, of each schedule in each round"
+    flags.number("--steps", 5, about)
+    flags.number("--warmup", 2, "steps before those that count")
+    about = "only show that everything works"
+    flags.add_argument("--tiny", action="store_true", help=about)
+    flags.table()
+    flags.folder()
+    flags.overrides()
+    return flags
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="verl-ray bench schedule",
-        description=(
-            "Time steps of GRPO under every schedule: with the trainers on one core and"
-            " the rollouts on another, with responses of one length and with"
-            " heavy-tailed lengths; and on all cores, with the same tail."
-        ),
-        allow_abbrev=False,
-    )
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds (3)")
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=5,
-        metavar="N",
-        help="steps that count, of each schedule in each round (5)",
-    )
-    parser.add_argument(
-        "--warmup",
-        type=int,
-        default=2,
-        metavar="N",
-        help="steps before those that count (2)",
-    )
-    parser.add_argument(
-        "--tiny", action="store_true", help="only show that everything works"
-    )
-    parser.add_argument(
-        "--table", action="store_true", help="a table in Markdown in place of JSON"
-    )
-    parser.add_argument(
-        "--dir",
-        default="outputs/bench",
-        help="where its inputs are kept (outputs/bench)",
-    )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key=value",
-        help="overrides of the configuration",
-    )
-    return parser
+# -------------------------------------------------------------------------- the figures
+
+
+SECONDS = (
+    "gen",
+    "ref",
+    "update_actor",
+    "drain",
+    "update_weights",
+    "weight_sync/pause",
+    "queue",
+    "controller",
+)
+"""Timings of a step that are shown, in medians."""
+
+MEANS = (
+    "perf/trainers_idle",
+    "perf/rollouts_idle",
+    "perf/overlap",
+    "staleness/age_mean",
+    "staleness/rows_of_several_versions",
+    "rollout_corr/k3_kl",
+    "response_length/mean",
+)
+"""Metrics of a step that are shown, in means."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Steps of one schedule, one after another.
+
+    Attributes:
+        step_s: Mean seconds of a step, with what is between two of them.
+        metrics: The metrics of each step.
+        reactions: The driver's reactions to finished rows, by kind.
+    """
+
+    step_s: float
+    metrics: list[Metrics]
+    reactions: Mapping[str, Sequence[Reaction]]
+
+
+def figures(blocks: Mapping[str, Sequence[Block]]) -> dict[str, dict[str, Any]]:
+    """Return the figures of each schedule of a case, whose blocks are in rounds.
+
+    Ratios are left out where there is no synchronous schedule.
+    """
+    by_schedule = {schedule: _figures(own) for schedule, own in blocks.items()}
+    synchronous = blocks.get(SYNCHRONOUS)
+    if synchronous is None:
+        return by_schedule
+
+    for schedule, own in blocks.items():
+        rounds = zip(synchronous, own, strict=True)
+        ratios = [first.step_s / block.step_s for first, block in rounds]
+        least_s = min(block.step_s for block in own)
+        by_schedule[schedule] |= {
+            "ratio": round(median(ratios), 3),
+            "ratios": [round(ratio, 3) for ratio in ratios],
+            "best_ratio": round(
+                min(block.step_s for block in synchronous) / least_s, 3
+            ),
+        }
+    return by_schedule
+
+
+def _figures(blocks: Sequence[Block]) -> dict[str, Any]:
+    """Return the figures of one schedule that need no other."""
+    steps = [metrics for block in blocks for metrics in block.metrics]
+    seconds = {
+        name: round(median(step[f"timing_s/{name}"] for step in steps), 4)
+        for name in SECONDS
+        if f"timing_s/{name}" in steps[0]
+    }
+    means = {
+        name: round(fmean(step[name] for step in steps), 6)
+        for name in MEANS
+        if name in steps[0]
+    }
+
+    reactions: dict[str, list[Reaction]] = {}
+    for block in blocks:
+        for kind, of_block in block.reactions.items():
+            reactions.setdefault(kind, []).extend(of_block)
+    return {
+        "step_s": round(median(step["timing_s/step"] for step in steps), 4),
+        "mean_step_s": round(fmean(block.step_s for block in blocks), 4),
+        "seconds": seconds,
+        **means,
+        "reactions": {kind: percentiles(all_) for kind, all_ in reactions.items()},
+    }
+
+
+_COLUMNS = (
+    *("case", "schedule", "s per step", "x synchronous", "best", "trainers idle"),
+    *("rollouts idle", "overlap", "age", "k3 KL", "sync s", "pause s", "drain s"),
+    *("graded, p99 ms", "replaced, p99 ms"),
+)
+
+
+def table(cases: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
+    """Return the figures of all cases as a table in Markdown.
+
+    Reactions are those while the trainer computes.
+    """
+    rows = [
+        [case, schedule, *_cells(shown)]
+        for case, schedules in cases.items()
+        for schedule, shown in schedules.items()
+    ]
+    return markdown(_COLUMNS, rows)
+
+
+def _cells(shown: Mapping[str, Any]) -> list[str]:
+    """Return the cells of one schedule in a case."""
+    seconds = shown["seconds"]
+    ratios = [shown.get(name) for name in ("ratio", "best_ratio")]
+    reactions = [
+        shown["reactions"].get(kind, {}).get(LEARNING, {}).get("p99_ms")
+        for kind in ("graded", "replaced")
+    ]
+    return [
+        f"{shown['step_s']:.2f}",
+        *(_shown(ratio, ".2f") for ratio in ratios),
+        f"{shown['perf/trainers_idle']:.0%}",
+        f"{shown['perf/rollouts_idle']:.0%}",
+        f"{shown['perf/overlap']:.0%}",
+        _shown(shown.get("staleness/age_mean"), ".2f"),
+        f"{shown['rollout_corr/k3_kl']:.1e}",
+        f"{seconds['update_weights']:.3f}",
+        f"{seconds['weight_sync/pause']:.3f}",
+        f"{seconds.get('drain', 0):.3f}",
+        *(_shown(p99_ms, ".0f") for p99_ms in reactions),
+    ]
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)

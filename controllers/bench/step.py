@@ -4,117 +4,49 @@ floor of the same work.
 Invariant: the steps are those of `train`, with real Ray, vLLM, scores and weight sync.
 Each block of steps is followed by its floor on the same rows, so that a slow minute of
 the machine slows both. Memory is sampled during further steps, because sampling takes
-time. Deliberately not here: evaluation, checkpoints and trackers, which are outside of
-a step.
+time.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import json
-import os
-import platform
-import sys
 import time
-from collections.abc import Sequence
 from dataclasses import replace
-from importlib.metadata import version
-from pathlib import Path
 from statistics import median
 
 import psutil
 
-from controllers.bench.floor import Floor
-from controllers.compose.composition import compose
+from controllers.bench.inputs import POLICIES, run_with_inputs
+from controllers.bench.raw import RawProcess, RawSpec
+from controllers.bench.running import cluster
+from controllers.bench.suite import (
+    Flags,
+    circumstances,
+    medians,
+    print_json,
+    progress,
+)
 from controllers.rollouts.producer import Producer
-from controllers.run.preparation import prepare
 from controllers.system.build import System, start
-from controllers.system.plan import ClusterShape, resolve_on
+from controllers.system.plan import resolve_on
 from controllers.trainers.rl import Trainer
-from verl_ray.cluster.session import Session
-from verl_ray.cluster.signals import stop_on_signals
+from verl_ray.cluster.process_setup import thread_environment
 from verl_ray.cluster.store import read
-from verl_ray.config.load import parse, to_tree
+from verl_ray.config.section import resolved
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.data.arithmetic import ALPHABET, write_arithmetic
 from verl_ray.data.batch import Int64
 from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.data.chat_templates import policy_tokenizer
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.stages import Rollouts
-from verl_ray.data.tokenizers import character_tokenizer
-from verl_ray.models.tiny import make_tiny_qwen3
-from verl_ray.preflight.findings import INPUTS_COMPLETE
 from verl_ray.profiling.memory import GIB, TreeMemorySampler
 from verl_ray.profiling.timers import Timers
-from verl_ray.rollout.vllm_core import installed_version
-from verl_ray.shell import override_of
+from verl_ray.rollout.vllm_setup import environment
 from workers.rollout import Generation
 
 BLOCK = 5
 """Steps after which the floor works on the same rows."""
 MEMORY_STEPS = 2
 """Steps of each kind while memory is sampled."""
-
-
-def shown_versions() -> dict[str, str | None]:
-    """Return the versions on which the figures of a benchmark depend."""
-    versions = {name: version(name) for name in ("torch", "ray", "transformers")}
-    return {
-        "python": platform.python_version(),
-        "vllm": installed_version(),
-        **versions,
-    }
-
-
-def _sizes(
-    hidden: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    head_size: int,
-    intermediate: int,
-    cache_gib: float = 1.0,
-) -> tuple[str, ...]:
-    """Return the overrides that make a model of these sizes."""
-    return (
-        f"prepare.model.hidden_size={hidden}",
-        f"prepare.model.num_layers={layers}",
-        f"prepare.model.num_heads={heads}",
-        f"prepare.model.num_kv_heads={kv_heads}",
-        f"prepare.model.head_size={head_size}",
-        f"prepare.model.intermediate_size={intermediate}",
-        f"rollout.kv_cache_gib={cache_gib}",
-    )
-
-
-MODELS: dict[str, tuple[str, ...]] = {
-    "1m": (),
-    "100m": _sizes(768, 12, 12, 12, 64, 2304),
-    "400m": _sizes(1280, 19, 20, 20, 64, 3840),
-    "0.5b": _sizes(1024, 32, 16, 8, 128, 3072),
-    "1.5b": _sizes(1536, 32, 12, 2, 128, 8960),
-    "8b": _sizes(4096, 42, 32, 8, 128, 12288),
-}
-"""Sizes of models as overrides.
-
-The small model has the warm start of the quickstart. Large ones stay untrained, because
-their speed depends on the number of tokens and not on their values.
-"""
-
-RUN = (
-    "algorithm=grpo",
-    "data.prompts_per_step=16",
-    "rollout.group_size=8",
-    "rollout.max_response_tokens=32",
-    "actor.mini_batch_size=null",
-    "run.total_steps=1000",
-    "run.evaluate_every=0",
-    "prepare.min_gain=0",
-    "run.checkpoint_every=0",
-    "tracking.wandb.mode=disabled",
-)
 
 
 class RecordingProducer(Producer):
@@ -178,27 +110,23 @@ class Bench:
 
 def main(argv: list[str]) -> int:
     """Run the suite and print its figures; return the exit code, 0."""
-    options = _parser().parse_args(argv)
+    options = _flags().parse_args(argv)
     launched_s = time.time() - psutil.Process().create_time()  # interpreter and imports
+    # Large models stay untrained, and take their time.
     is_small = options.model == "1m"
-    warm_up = options.warmup
-    if warm_up is None:
-        warm_up = 5 if is_small else 1
-    steps = options.steps
-    if steps is None:
-        steps = 20 if is_small else 4
-
-    config = configuration(
-        options.model, options.backend, Path(options.dir), options.overrides
+    warm_up = (5 if is_small else 1) if options.warmup is None else options.warmup
+    steps = (20 if is_small else 4) if options.steps is None else options.steps
+    config = run_with_inputs(
+        options.model,
+        options.dir,
+        options.overrides,
+        backend=options.backend,
+        trained=is_small,
     )
-    with contextlib.redirect_stdout(sys.stderr):  # stdout is for the figures
-        make_inputs(config, warm_start=is_small)
 
     start_s = time.perf_counter()
-    log_dir = Path(config.run.dir) / "logs"
-    with Session.open(config.ray.address, log_dir=log_dir) as session:
-        stop_on_signals()  # again: Ray's own handler exits without a message
-        config = resolve_on(config, ClusterShape.of(session))
+    with cluster(config) as (session, shape):
+        config = resolve_on(config, shape)
         threads = max(config.run.threads["trainers"], config.run.threads["engines"])
 
         with start(config, session) as system:
@@ -206,12 +134,11 @@ def main(argv: list[str]) -> int:
             bench.steps(1, forced=False)
             first_s = launched_s + time.perf_counter() - start_s
 
-            figures = {}
-            with Floor(config, threads) as floor:
-                for name in ("natural", "forced"):
-                    forced = name == "forced"
-                    figures[name] = measure(bench, floor, steps, warm_up, forced=forced)
-
+            with RawProcess(_floor(config, threads)) as floor:
+                figures = {
+                    kind: measure(bench, floor, steps, max(1, warm_up), kind)
+                    for kind in ("natural", "forced")
+                }
             with TreeMemorySampler() as memory:
                 for forced in (False, True):
                     bench.steps(MEMORY_STEPS, forced=forced)
@@ -221,64 +148,24 @@ def main(argv: list[str]) -> int:
         "peak_memory_gib": round(memory.peak_bytes / GIB, 3),
         "start_to_first_step_s": round(first_s, 2),
         "threads_per_rank": threads,
-        "cores": len(os.sched_getaffinity(0)),
-        "versions": shown_versions(),
+        **circumstances(),
     }
-    print(json.dumps(result, indent=2))
+    print_json(result)
     return 0
 
 
-def configuration(
-    model: str, backend: str, folder: Path, overrides: Sequence[str]
-) -> RLConfig:
-    """Return the configuration of the run to measure.
-
-    It is the quickstart's task and model family with GRPO. `overrides` come last.
-    """
-    run_dir = override_of("run.dir", str(folder / model))
-    run = (run_dir, f"run.name=bench-{model}", f"backend={backend}")
-    composed = compose("quickstart", (*RUN, *MODELS[model], *run, *overrides))
-    return parse(to_tree(composed), RLConfig)
-
-
-def make_inputs(config: RLConfig, *, warm_start: bool) -> None:
-    """Make problems, tokenizer and model under run.dir/inputs, if they are missing."""
-    folder = Path(config.run.dir) / "inputs"
-    if (folder / INPUTS_COMPLETE).exists():
-        return
-    if warm_start:
-        log_dir = Path(config.run.dir) / "logs"
-        with Session.open(config.ray.address, log_dir=log_dir) as session:
-            prepare(resolve_on(config, ClusterShape.of(session)), session)
-        return
-
-    inputs = config.prepare
-    assert inputs is not None
-    write_arithmetic(
-        folder,
-        max_operand=inputs.max_operand,
-        num_train=inputs.num_train,
-        num_validation=inputs.num_validation,
-        seed=config.run.seed,
-    )
-    tokenizer = folder / "tokenizer"
-    character_tokenizer(tokenizer, ALPHABET)
-    make_tiny_qwen3(folder / "model", tokenizer, inputs.model, config.run.seed)
-    (folder / INPUTS_COMPLETE).touch()
-
-
 def measure(
-    bench: Bench, floor: Floor, steps: int, warm_up: int, *, forced: bool
+    bench: Bench, floor: RawProcess, steps: int, warm_up: int, kind: str
 ) -> dict[str, object]:
     """Return the figures of `steps` steps after `warm_up` ones.
 
-    The floor works on the same rows.
+    The floor works on the same rows. The kind says how responses end: "natural" or
+    "forced".
     """
-    _, warm_up_rows = bench.steps(max(1, warm_up), forced=forced)
-    for rows in warm_up_rows:
-        floor.step(rows)
+    forced = kind == "forced"
+    for rows in bench.steps(warm_up, forced=forced)[1]:
+        _floor_s(floor, rows)
 
-    kind = "forced" if forced else "natural"
     metrics: list[dict[str, float]] = []
     floors: list[dict[str, float]] = []
     lengths: list[float] = []
@@ -286,9 +173,9 @@ def measure(
         count = min(BLOCK, steps - len(metrics))
         block_metrics, block_rows = bench.steps(count, forced=forced)
         metrics += block_metrics
-        floors += [floor.step(rows) for rows in block_rows]
+        floors += [_floor_s(floor, rows) for rows in block_rows]
         lengths += [float(rows.response_length.mean()) for rows in block_rows]
-        print(f"{len(metrics)} of {steps} {kind} steps", file=sys.stderr, flush=True)
+        progress(f"{len(metrics)} of {steps} {kind} steps")
 
     seconds = [step["timing_s/step"] for step in metrics]
     driver_shares = [
@@ -298,12 +185,9 @@ def measure(
     return {
         "median_step_s": round(median(seconds), 4),
         "best_step_s": round(min(seconds), 4),
-        "parts_s": _part_medians(metrics),
+        "parts_s": medians([_parts(step) for step in metrics]),
         "floor_s": round(floor_s, 4),
-        "floor_parts_s": {
-            name: round(median(parts[name] for parts in floors), 4)
-            for name in floors[0]
-        },
+        "floor_parts_s": medians(floors),
         "ratio_to_floor": round(median(seconds) / floor_s, 3),
         "driver_share": round(median(driver_shares), 4),
         "mean_response_tokens": round(sum(lengths) / len(lengths), 2),
@@ -311,61 +195,50 @@ def measure(
     }
 
 
-def _part_medians(metrics: list[dict[str, float]]) -> dict[str, float]:
-    """Return the median seconds of each part of a step, without parts of parts."""
+def _floor(config: RLConfig, threads: int) -> RawSpec:
+    """Return the process that does the work of a step in the most direct way."""
+    rollout = config.rollout
+    return RawSpec(
+        environment={**thread_environment(threads), **environment("cpu", threads)},
+        model_path=config.actor.model.folder,
+        engine={
+            "dtype": resolved(rollout.dtype),
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": int(resolved(rollout.kv_cache_gib) * 2**30),
+            "max_model_len": config.data.max_prompt_tokens
+            + rollout.max_response_tokens,
+        },
+        learning_rate=config.actor.optimizer.lr,
+    )
+
+
+def _floor_s(floor: RawProcess, rows: Rollouts) -> dict[str, float]:
+    """Return the seconds of each part of the floor for these rows."""
+    floor.send(rows)
+    return floor.seconds()
+
+
+def _parts(step: dict[str, float]) -> dict[str, float]:
+    """Return the seconds of each part of a step, without parts of parts."""
     prefix = "timing_s/"
-    medians = {}
-    for key in metrics[0]:
-        is_part = key.startswith(prefix) and key.count("/") == 1
-        if is_part and key != "timing_s/step":
-            value = median(step[key] for step in metrics)
-            medians[key.removeprefix(prefix)] = round(value, 4)
-    return medians
+    return {
+        key.removeprefix(prefix): seconds
+        for key, seconds in step.items()
+        if key.startswith(prefix) and key.count("/") == 1 and key != f"{prefix}step"
+    }
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="verl-ray bench step",
-        description=(
-            "Time whole steps of GRPO on arithmetic (16 prompts x 8 rollouts, KL in the"
-            " loss, one update), compared with raw vLLM and raw PyTorch on the same"
-            " rows. Responses stop naturally, then all of them have 32 tokens."
-        ),
-        allow_abbrev=False,
+def _flags() -> Flags:
+    flags = Flags(
+        "step",
+        "Time whole steps of GRPO on arithmetic (16 prompts x 8 rollouts, KL in the"
+        " loss, one update), compared with raw vLLM and raw PyTorch on the same rows."
+        " Responses stop naturally, then all of them have 32 tokens.",
     )
-    parser.add_argument(
-        "--model",
-        choices=list(MODELS),
-        default="1m",
-        help="parameters of the policy (1m)",
-    )
-    parser.add_argument(
-        "--steps",
-        type=int,
-        metavar="N",
-        help="steps that count, of each kind (20; 4 for 100m)",
-    )
-    parser.add_argument(
-        "--warmup",
-        type=int,
-        metavar="N",
-        help="steps before those that count (5; 1 for 100m)",
-    )
-    parser.add_argument(
-        "--backend",
-        choices=("engine", "fsdp"),
-        default="engine",
-        help="of all roles (engine)",
-    )
-    parser.add_argument(
-        "--dir",
-        default="outputs/bench",
-        help="where its inputs are kept (outputs/bench)",
-    )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key=value",
-        help="overrides of the configuration",
-    )
-    return parser
+    flags.choice("--model", POLICIES, "parameters of the policy")
+    flags.number("--steps", None, "steps that count, of each kind", "20; 4 for 100m")
+    flags.number("--warmup", None, "steps before those that count", "5; 1 for 100m")
+    flags.choice("--backend", ("engine", "fsdp"), "of all roles")
+    flags.folder()
+    flags.overrides()
+    return flags

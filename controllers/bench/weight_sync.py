@@ -6,33 +6,24 @@ loading, and verification by log-probs. In turn with it the rollout process load
 same tensors from its memory by vLLM's own `reload_weights`, and copies their bytes. So
 a slow minute of the machine slows all of them. On a GPU that both share, the trainer's
 state is offloaded and restored as well, compared with a plain copy between pinned
-memory and the device. Deliberately not here: generation, and wires that leave the
-machine.
+memory and the device.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
-import os
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, cast, get_args
+from typing import TYPE_CHECKING, get_args
 
-from controllers.bench.step import MODELS, configuration, make_inputs, shown_versions
-from controllers.system.build import build_replicas
-from controllers.system.plan import ClusterShape, plan_processes, resolve_on
+from controllers.bench.inputs import POLICIES, run_with_inputs
+from controllers.bench.running import ActorAndReplicas, actor_and_replicas, cluster
+from controllers.bench.suite import Flags, circumstances, medians, print_json, rounds
 from verl_ray.backends import BACKENDS
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.cluster.launch import start_groups
-from verl_ray.cluster.session import Session
-from verl_ray.cluster.signals import stop_on_signals
 from verl_ray.config.rollout import WireName
 from verl_ray.config.section import resolved
 from verl_ray.config.tasks.rl import RLConfig
@@ -44,7 +35,6 @@ if TYPE_CHECKING:
 
     from verl_ray.rollout.base import RolloutEngine
 
-ROLES = ("actor", "rollout")
 LINK_BYTES = 1 << 30
 
 
@@ -128,210 +118,127 @@ class MeasuredWorker(RolloutWorker):
 
 def main(argv: list[str]) -> int:
     """Run the suite and print its figures; return the exit code, 0."""
-    options = _parser().parse_args(argv)
+    options = _flags().parse_args(argv)
     overrides = [
         f"backend.dtype={options.dtype}",
         f"rollout.dtype={options.dtype}",
         f"rollout.sync.transport={options.transport}",
         f"placement={options.placement}",
     ]
-    folder = Path(options.dir)
-    figures = {
-        model: measure(model, options.backend, folder, options.repeats, overrides)
-        for model in options.models
-    }
+    figures = {}
+    for model in options.models:
+        config = run_with_inputs(model, options.dir, overrides, backend=options.backend)
+        figures[model] = measure(config, options.repeats)
 
-    cores = len(os.sched_getaffinity(0))
-    result = {**figures, "cores": cores, "versions": shown_versions()}
-    print(json.dumps(result, indent=2))
+    print_json(figures | circumstances())
     return 0
 
 
-def measure(
-    model: str, backend: str, folder: Path, repeats: int, overrides: Sequence[str]
-) -> dict[str, object]:
+def measure(config: RLConfig, repeats: int) -> dict[str, object]:
     """Return the figures of one size of model."""
-    config = configuration(model, backend, folder, overrides)
-    with contextlib.redirect_stdout(sys.stderr):  # stdout is for the figures
-        make_inputs(config, warm_start=False)
+    with (
+        cluster(config) as (_, shape),
+        actor_and_replicas(config, shape, MeasuredWorker) as running,
+    ):
+        (member,) = running.members
+        weights_path = running.config.actor.model.folder
+        nbytes = member.rank_zero(MeasuredWorker.hold, weights_path).result()
 
-    log_dir = Path(config.run.dir) / "logs"
-    with Session.open(config.ray.address, log_dir=log_dir) as session:
-        stop_on_signals()
-        shape = ClusterShape.of(session)
-        config = resolve_on(config, shape)
-
-        plan = plan_processes(config, shape)
-        roles = {name: role for name, role in plan.roles.items() if name in ROLES}
-        roles["rollout"] = replace(roles["rollout"], factory=MeasuredWorker)
-        set_names = {role.processes for role in roles.values()}
-        groups = start_groups(
-            [processes for processes in plan.sets if processes.name in set_names],
-            list(roles.values()),
-            stall_s=config.run.stall_s,
-            log_dir=Path(config.run.dir) / "logs",
+        seconds = [
+            _seconds_of_a_round(running, member, number + 1, nbytes)
+            for number in rounds(repeats, "weight sync")
+        ][1:]
+        link = (
+            member.rank_zero(MeasuredWorker.link).result() if running.on_gpus else None
         )
+        manifest = running.actor.rank_zero(ActorWorker.manifest).result()
 
-        with groups:
-            contest = _SyncContest(
-                config,
-                groups[roles["actor"]],
-                groups.replicas(roles["rollout"]),
-                on_gpu=shape.gpus > 0,
-            )
-            return contest.run(repeats)
-
-
-class _SyncContest:
-    """Weight syncs and their yardsticks, in turns."""
-
-    def __init__(
-        self,
-        config: RLConfig,
-        actor: WorkerGroup[ActorWorker],
-        replicas: Sequence[WorkerGroup[RolloutWorker]],
-        *,
-        on_gpu: bool,
-    ) -> None:
-        self._config = config
-        self._actor = actor
-        self._replicas = build_replicas(
-            config, replicas, actor, [actor], on_gpus=on_gpu
-        )
-        measured = cast(Sequence[WorkerGroup[MeasuredWorker]], replicas)
-        (self._replica,) = measured
-        self._on_gpu = on_gpu
-        self._seconds: dict[str, list[float]] = {}
-
-    def run(self, repeats: int) -> dict[str, object]:
-        """Return the figures of `repeats` rounds."""
-        self._replicas.publish(0)
-        hold = self._replica.rank_zero(
-            MeasuredWorker.hold, self._config.actor.model.folder
-        )
-        nbytes = hold.result()
-
-        for number in range(1, repeats + 2):
-            if number == 2:
-                self._seconds.clear()  # the first round does one-time set-up
-            self._run_round(number, nbytes)
-            done = f"weight sync {number - 1} of {repeats}"
-            print(done, file=sys.stderr, flush=True)
-
-        medians = {name: median(times) for name, times in self._seconds.items()}
-        best = {name: min(times) for name, times in self._seconds.items()}
-        share = medians["fingerprints"] / medians["hand_over"]
-        figures: dict[str, object] = {
-            "bytes": nbytes,
-            "median_s": {name: round(value, 4) for name, value in medians.items()},
-            "best_s": {name: round(value, 4) for name, value in best.items()},
-            "gb_per_s": {
-                name: round(nbytes / value / 1e9, 3)
-                for name, value in medians.items()
-                if value > 1e-5
-            },
-            "stream_to_reload": round(medians["stream"] / medians["reload"], 3),
-            "hand_over_to_reload": round(medians["hand_over"] / medians["reload"], 3),
-            "fingerprints_share": round(share, 3),
-        }
-        if self._on_gpu:
-            figures |= self._link_figures(medians)
-        return figures | {"repeats": repeats}
-
-    def _run_round(self, number: int, nbytes: int) -> None:
-        metrics = self._replicas.publish(number)
-        self._note("stream", metrics["timing_s/weight_sync/stream"])
-        self._note("prove", metrics["timing_s/weight_sync/prove"])
-        self._note("wake", metrics["timing_s/weight_sync/wake"])
-        self._note("hand_over", nbytes / metrics["weight_sync/bytes_per_s"])
-
-        self._note("reload", self._replica.rank_zero(MeasuredWorker.reload).result())
-        self._note("copy", self._replica.rank_zero(MeasuredWorker.copy).result())
-        self._note("fingerprints", metrics["timing_s/weight_sync/fingerprints"])
-
-        if self._on_gpu:
-            self._replicas.switch_to_training()
-            self._note("offload", self._place("host"))
-            self._note("onload", self._place("device"))
-
-    def _note(self, name: str, seconds: float) -> None:
-        self._seconds.setdefault(name, []).append(seconds)
-
-    def _place(self, where: str) -> float:
-        """Move the actor's state, and return the seconds."""
-        start = time.perf_counter()
-        self._actor.broadcast(ActorWorker.place, where, where).result()
-        return time.perf_counter() - start
-
-    def _link_figures(self, medians: dict[str, float]) -> dict[str, object]:
-        """Compare the offload of the trainer's state with the link to the device."""
-        to_host, to_device = self._replica.rank_zero(MeasuredWorker.link).result()
-        manifest = self._actor.rank_zero(ActorWorker.manifest).result()
+    figures = _figures(seconds, nbytes)
+    if link is not None:
         elements = sum(parameter.numel for parameter in manifest.sent)
-        nbytes = self._config.actor.backend.offload_width * elements
-
-        return {
-            "link_gb_per_s": {
-                "to_host": round(to_host / 1e9, 2),
-                "to_device": round(to_device / 1e9, 2),
-            },
-            "offload_to_link": round(nbytes / medians["offload"] / to_host, 3),
-            "onload_to_link": round(nbytes / medians["onload"] / to_device, 3),
-        }
+        offloaded = running.config.actor.backend.offload_width * elements
+        figures |= _link_figures(medians(seconds), offloaded, link)
+    return figures | {"repeats": repeats}
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="verl-ray bench weight-sync",
-        description=(
-            "Time weight syncs from the actor to vLLM, compared with vLLM's own"
-            " reload_weights of the same tensors in memory and a plain copy of their"
-            " bytes."
-        ),
-        allow_abbrev=False,
+def _seconds_of_a_round(
+    running: ActorAndReplicas,
+    member: WorkerGroup[MeasuredWorker],
+    version: int,
+    nbytes: int,
+) -> dict[str, float]:
+    """Publish a version, then do the same in the ways that it is compared with."""
+    metrics = running.replicas.sync_weights(version)
+    timing = "timing_s/weight_sync/"
+    seconds = {
+        name: metrics[f"{timing}{name}"]
+        for name in ("stream", "prove", "wake", "fingerprints")
+    }
+    seconds["hand_over"] = nbytes / metrics["weight_sync/bytes_per_s"]
+    seconds["reload"] = member.rank_zero(MeasuredWorker.reload).result()
+    seconds["copy"] = member.rank_zero(MeasuredWorker.copy).result()
+
+    if running.on_gpus:
+        running.replicas.free_devices()
+        running.replicas.device_sharing.switch_to("training")
+        for name, where in (("offload", "host"), ("onload", "device")):
+            start = time.perf_counter()
+            running.actor.broadcast(ActorWorker.place, where, where).result()
+            seconds[name] = time.perf_counter() - start
+    return seconds
+
+
+def _figures(seconds: list[dict[str, float]], nbytes: int) -> dict[str, object]:
+    exact = {name: median(each[name] for each in seconds) for name in seconds[0]}
+    return {
+        "bytes": nbytes,
+        "median_s": medians(seconds),
+        "best_s": {
+            name: round(min(each[name] for each in seconds), 4) for name in exact
+        },
+        "gb_per_s": {
+            name: round(nbytes / value / 1e9, 3)
+            for name, value in exact.items()
+            if value > 1e-5
+        },
+        "stream_to_reload": round(exact["stream"] / exact["reload"], 3),
+        "hand_over_to_reload": round(exact["hand_over"] / exact["reload"], 3),
+        "fingerprints_share": round(exact["fingerprints"] / exact["hand_over"], 3),
+    }
+
+
+def _link_figures(
+    median_s: dict[str, float], offloaded_bytes: int, link: tuple[float, float]
+) -> dict[str, object]:
+    """Compare the offload of the trainer's state with the link to the device."""
+    to_host, to_device = link
+    return {
+        "link_gb_per_s": {
+            "to_host": round(to_host / 1e9, 2),
+            "to_device": round(to_device / 1e9, 2),
+        },
+        "offload_to_link": round(offloaded_bytes / median_s["offload"] / to_host, 3),
+        "onload_to_link": round(offloaded_bytes / median_s["onload"] / to_device, 3),
+    }
+
+
+def _flags() -> Flags:
+    flags = Flags(
+        "weight-sync",
+        "Time weight syncs from the actor to vLLM, compared with vLLM's own"
+        " reload_weights of the same tensors in memory and a plain copy of their"
+        " bytes.",
     )
-    parser.add_argument(
-        "--models",
-        nargs="+",
-        choices=list(MODELS),
-        default=["1m", "100m", "400m"],
-        help="1m 100m 400m; the others are for GPUs",
+    small = ["1m", "100m", "400m"]
+    about = f"{' '.join(small)}; the others are for GPUs"
+    flags.add_argument(
+        "--models", nargs="+", choices=list(POLICIES), default=small, help=about
     )
-    parser.add_argument(
-        "--repeats",
-        type=int,
-        default=5,
-        metavar="N",
-        help="weight syncs that count (5)",
-    )
-    parser.add_argument(
-        "--backend",
-        choices=tuple(BACKENDS),
-        default="engine",
-        help="of the actor (engine)",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="of both sides (float32)",
-    )
-    wires = ("auto", *get_args(WireName))
-    parser.add_argument(
-        "--transport",
-        choices=wires,
-        default="auto",
-        help="rollout.sync.transport (auto)",
-    )
-    parser.add_argument(
-        "--placement",
-        choices=("colocated", "separate"),
-        default="colocated",
-        help="separate: each role has GPUs of its own (colocated)",
-    )
-    parser.add_argument(
-        "--dir",
-        default="outputs/bench",
-        help="where its inputs are kept (outputs/bench)",
-    )
-    return parser
+    flags.number("--repeats", 5, "weight syncs that count")
+    flags.choice("--backend", BACKENDS, "of the actor", "engine")
+    flags.choice("--dtype", ("float32", "bfloat16"), "of both sides")
+    flags.choice("--transport", ("auto", *get_args(WireName)), "rollout.sync.transport")
+    about = "separate: each role has GPUs of its own"
+    flags.choice("--placement", ("colocated", "separate"), about)
+    flags.folder()
+    return flags

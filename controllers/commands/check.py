@@ -1,9 +1,7 @@
 """The command `check`, and the check that every other command begins with.
 
 Invariant: neither torch nor ray nor vllm is imported, and user's code only runs in a
-process that is killed at its deadline. What needs no data takes a second. Deliberately
-not here: the rules themselves (`verl_ray.config`, `verl_ray.preflight`), and the tables
-(`check_tables.py`, `check_data.py`).
+process that is killed at its deadline. What needs no data takes a second.
 """
 
 from __future__ import annotations
@@ -12,9 +10,10 @@ import json
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TextIO
+from pathlib import Path
+from typing import Any, TextIO
 
 from controllers.commands.check_data import print_data
 from controllers.commands.check_pools import pool_lines
@@ -22,33 +21,34 @@ from controllers.commands.check_tables import batch_table, role_table, source_li
 from controllers.compose.composition import examine
 from controllers.compose.listing import groups
 from controllers.run.finished import finished_step
-from controllers.run.recorded import recorded_tree
 from controllers.run.resumption import Resumption
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.algorithms.catalogue import CHOICES
 from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
+from verl_ray.checkpoint.store import CheckpointStore
 from verl_ray.config.algorithm import ADDITIONS, AlgorithmConfig
 from verl_ray.config.load import parse, to_tree
-from verl_ray.config.rules import rule_violations
-from verl_ray.config.schema import Config
+from verl_ray.config.schema import Config, rule_violations
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.errors import ConfigError, Problem
+from verl_ray.errors import CheckpointError, ConfigError, Problem
 from verl_ray.hub.data_sets import pinned_data
 from verl_ray.hub.models import fetch_models, pinned_in_words, pinned_models
 from verl_ray.preflight.data_files import DataFile, DataFindings, examine_data
-from verl_ray.preflight.described_machine import machine_in_words
 from verl_ray.preflight.facts import facts_here
 from verl_ray.preflight.findings import Findings, preflight
-from verl_ray.preflight.machine import Machine, machine_of
+from verl_ray.preflight.machine import Machine, machine_in_words, machine_of
 from verl_ray.preflight.memory_plan import memory_plan
-from verl_ray.preflight.memory_table import memory_table, print_tables
 from verl_ray.preflight.model_directories import model_problems
 from verl_ray.preflight.model_files import has_tokenizer
-from verl_ray.preflight.resolve import resolutions, resolve
-from verl_ray.preflight.resolved_table import print_resolutions
+from verl_ray.preflight.resolve import (
+    resolution_of_steps,
+    resolutions,
+    resolve,
+    with_total_steps,
+)
 from verl_ray.preflight.reward_trial import TrialFindings, try_rewards
+from verl_ray.preflight.tables import memory_table, print_resolutions, print_tables
 from verl_ray.preflight.time_model.pools import PoolTimes
-from verl_ray.preflight.total_steps import resolution_of_steps, with_total_steps
 
 GIB = 2**30
 
@@ -181,7 +181,7 @@ def _pinned(
         config: the configuration.
         machine: the machine that is checked. One that was described has folders of its
             own.
-        reads_data: whether the data are read, which have to be brought for it.
+        reads_data: whether the data are read, which have to be downloaded for it.
     """
     starts_here = machine is None or not machine.is_described
     recorded = recorded_tree(config) if starts_here else {}
@@ -199,12 +199,12 @@ def _pinned(
 
 
 def _fetch_models(config: Config) -> None:
-    """Bring the weights of models of the hub, and check them.
+    """Download the weights of models of the hub, and check them.
 
     They come last, since a mistake that is known without them costs seconds.
 
     Raises:
-        ConfigError: They cannot be had, or are not what a run needs.
+        ConfigError: They are unavailable, or not what a run needs.
     """
     if fetch_models(config):
         machine = machine_of(config)
@@ -455,3 +455,33 @@ def _settings(algorithm: AlgorithmConfig, key: str) -> str:
     }
     named = [f"{name}={value:g}" for name, value in values.items() if value is not None]
     return f" ({', '.join(named)})" if named else ""
+
+
+# --------------------------------------------------------- the recorded configuration
+
+# Nothing is refused here; a checkpoint that cannot be used has recorded nothing.
+
+
+def recorded_tree(config: Config) -> Mapping[str, Any]:
+    """Return the configuration in the checkpoint that a run continues from.
+
+    It is empty where the run begins anew.
+    """
+    resume = config.run.resume
+    folder = Path(config.run.dir if resume in ("auto", "none") else resume)
+    # The folder of a run stands for its newest checkpoint.
+    checkpoints = folder / "checkpoints"
+    if resume == "none" or not folder.is_dir():
+        return {}
+
+    try:
+        if checkpoints.is_dir():
+            store = CheckpointStore(checkpoints, config.run.keep_checkpoints)
+            checkpoint = store.latest(verify=False).checkpoint
+        elif resume != "auto":
+            checkpoint = CheckpointStore.open(folder, verify=False)
+        else:
+            checkpoint = None
+    except (CheckpointError, OSError):
+        return {}
+    return {} if checkpoint is None else checkpoint.config

@@ -1,8 +1,6 @@
 """The data in the output of `check`: schemas, lengths, two rows, and trial scores.
 
 Invariant: rows are shown as the model will see them, special tokens included.
-Deliberately not here: reading the files and trying the functions
-(`verl_ray/preflight/data_files.py`, `reward_trial.py`).
 """
 
 from __future__ import annotations
@@ -20,8 +18,8 @@ from verl_ray.config.data import RowFormat
 from verl_ray.config.schema import Config
 from verl_ray.data.schemas import OWN_SCHEMA
 from verl_ray.preflight.data_files import DataFile
-from verl_ray.preflight.memory_table import print_tables
 from verl_ray.preflight.reward_trial import Trial
+from verl_ray.preflight.tables import print_tables
 from verl_ray.rewards.health import Score, ScoreHealth
 
 SHOWN_CHARACTERS = 800

@@ -1,8 +1,7 @@
 """Prediction of `check`: how long trainers and rollout engines are idle.
 
 Invariant: the line that is printed says whether its figures were given, measured in a
-run, or estimated. Deliberately not here: the arithmetic
-(`verl_ray/preflight/time_model`).
+run, or estimated.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The tables of the command `check`: the sizes of a step, and the roles.
 
-Invariant: a table shows only values of the configuration. Deliberately not here: the
-tables that a run prints, too (`verl_ray/preflight/memory_table.py`,
-`resolved_table.py`).
+Invariant: a table shows only values of the configuration.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Invariant: every figure comes from the events in the run's ledger. The exit code is 0
 only if each ordinal was trained or rejected once, over all restarts, and none is
-missing below the last trained one. Nothing is started or changed. Deliberately not
-here: keeping a ledger (`verl_ray/data/ledger.py`).
+missing below the last trained one. Nothing is started or changed.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from rich.table import Table
 
 from controllers.commands.run_argument import OUTPUTS, RUN_HELP, RUN_HINT, run_folder
 from verl_ray.data.batch import Array, Int64
-from verl_ray.data.ledger import first_few
-from verl_ray.data.ledger_parts import (
+from verl_ray.data.ledger import (
     LEDGER,
     NONE,
     Event,
     History,
+    first_few,
     has_parts,
     read_parts,
 )
 from verl_ray.errors import ConfigError, Problem
-from verl_ray.preflight.memory_table import print_tables
+from verl_ray.preflight.tables import print_tables
 
 _BLANK = "-"
 

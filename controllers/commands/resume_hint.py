@@ -1,7 +1,6 @@
 """The command that continues a stopped run, as its user would type it.
 
-Invariant: the command works in the folder where the run was started. Deliberately not
-here: when a run stops (`controllers/run/open_run.py`).
+Invariant: the command works in the folder where the run was started.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The argument RUN of commands: the folder of a run, or its name.
 
-Invariant: a folder that exists comes before the name of a run. Deliberately not here:
-what the folder has to hold.
+Invariant: a folder that exists comes before the name of a run.
 """
 
 from __future__ import annotations

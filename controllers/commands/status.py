@@ -2,8 +2,7 @@
 
 Invariant: the run is asked nothing. The driver's last words are in a file, so the
 command works while the driver is stuck, stopped or gone, and says which of these it is,
-and how old the words are. Deliberately not here: what the driver writes
-(`verl_ray/cluster/status_keeping.py`).
+and how old the words are.
 """
 
 from __future__ import annotations

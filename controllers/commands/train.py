@@ -1,8 +1,4 @@
-"""The command `train`, which makes a finished run of a checked configuration.
-
-Deliberately not here: what a run needs (`controllers/run/open_run.py`), and the loop
-around a step (`controllers/run/loop.py`).
-"""
+"""The command `train`, which makes a finished run of a checked configuration."""
 
 from __future__ import annotations
 

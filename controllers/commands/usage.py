@@ -1,8 +1,6 @@
 """The help texts of `verl-ray`, and the parser of the commands that take overrides.
 
 Invariant: the listed root configs and choices are the files under `configs`.
-Deliberately not here: flags of `export`, `plan`, `ledger`, `status` and the
-benchmarks, which parse their own.
 """
 
 from __future__ import annotations
@@ -13,8 +11,7 @@ import textwrap
 from dataclasses import dataclass
 
 from controllers.compose.listing import WIDTH, formatted_choices, groups, root_configs
-from verl_ray.preflight.described_machine import EXAMPLE
-from verl_ray.preflight.gpus import GPUS
+from verl_ray.preflight.machine import EXAMPLE, GPUS
 from verl_ray.rollout.vllm_core import installed_version
 
 EXIT_CODES = """\

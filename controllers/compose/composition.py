@@ -2,9 +2,7 @@
 
 Invariant: all problems are found in one pass. Hydra stops at the first bad override, so
 overrides are parsed and compared with the composed tree before Hydra sees them, and a
-bad one is set aside while the rest is still checked. Deliberately not here: what the
-values mean (`verl_ray.config`) and whether the machine has what they need
-(`findings.py`).
+bad one is set aside while the rest is still checked.
 """
 
 from __future__ import annotations
@@ -16,9 +14,10 @@ from dataclasses import dataclass, field
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from controllers.compose.choices import choose, parse_overrides
+from controllers.compose.grammar import parse_overrides
 from controllers.compose.overrides import (
     accept,
+    choose,
     forget_resolved,
     set_value,
     touched_keys,
@@ -36,8 +35,7 @@ from controllers.compose.trees import (
     is_within,
     resolve,
 )
-from verl_ray.config.rules import rule_violations
-from verl_ray.config.schema import Config
+from verl_ray.config.schema import Config, rule_violations
 from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import ConfigError, Problem
 from verl_ray.preflight.resolved_record import with_auto_again

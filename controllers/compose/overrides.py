@@ -1,19 +1,21 @@
-"""Overrides that set a value (`rollout.group_size=16`), compared with the tree.
+"""Overrides that choose from groups (`backend=fsdp`), and those that set a value.
 
-Invariant: an override whose key does not exist, or that would reach no role, is a
-problem with the nearest right answer. Deliberately not here: overrides that choose from
-a group (`choices.py`).
+The choices make the tree, which the values (`rollout.group_size=16`) are compared with.
+Invariant: an override whose key or choice does not exist, or that would reach no role,
+is a problem with the nearest right answer.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from controllers.compose.grammar import key_of
+from controllers.compose.sources import options_of, run_hydra
 from controllers.compose.trees import (
     TABLES,
     Tree,
@@ -25,7 +27,7 @@ from controllers.compose.trees import (
 )
 from controllers.tasks import sections_of_all_tasks
 from verl_ray.backends import BACKENDS
-from verl_ray.config.advice import advice_on
+from verl_ray.config.advice import advice_on, foreign_choice
 from verl_ray.config.suggest import did_you_mean, either
 from verl_ray.errors import Problem
 from verl_ray.shell import for_shell, in_grammar
@@ -42,6 +44,109 @@ _GROUP_OF_BACKEND = re.compile(r"backend@([\w.]+)\.backend")
 
 _WHOLE_BACKEND = "a backend is chosen as a whole, with its settings"
 _WHOLE_REWARD = "a reward is chosen as a whole, with its settings"
+
+# The choice that stands for the backend of all roles, where Hydra cannot refer to it.
+_SHARED = "_shared"
+
+
+# ------------------------------------------------------------------------------ choices
+
+
+def choose(
+    config_name: str,
+    parsed: list[Override],
+    problems: list[Problem],
+    *,
+    config_dir: str | None,
+) -> tuple[DictConfig, dict[str, str], list[Override]]:
+    """Make all choices from groups.
+
+    Args:
+        config_name: the root config.
+        parsed: all overrides.
+        problems: where choices that do not exist are added.
+        config_dir: a folder of the user's own, or None.
+
+    Returns:
+        The tree under the choices, the choice of every group by the key that overrides
+        it, and the remaining overrides, which set values.
+    """
+    base, choices = run_hydra(config_name, {}, config_dir)
+    chosen: dict[str, str] = {}
+    remaining = parsed
+
+    # A choice may bring further groups to choose from, as `reward=model` brings
+    # `backend@reward.backend`. The loop ends when no override chooses from a group of
+    # the tree and no group is left to follow the shared backend.
+    while True:
+        choosing = [override for override in remaining if key_of(override) in choices]
+        remaining = [override for override in remaining if override not in choosing]
+        chosen |= _valid_choices(choosing, problems)
+
+        following = _groups_following_the_backend(choices, chosen)
+        backend = chosen.get("backend", choices.get("backend", "engine"))
+        chosen |= dict.fromkeys(following, backend)
+
+        if not choosing and not following:
+            break
+        base, choices = run_hydra(config_name, chosen, config_dir)
+
+    # What remains is either a value to set, or a choice for a place that has none.
+    values = []
+    for override in remaining:
+        if override.package is None:
+            values.append(override)
+        else:
+            problems.append(_no_such_group(override, choices))
+
+    return base, choices, values
+
+
+def _groups_following_the_backend(
+    choices: Mapping[str, str], chosen: Mapping[str, str]
+) -> list[str]:
+    """Return the groups that take the shared backend, unless they were chosen."""
+    return [
+        key
+        for key, choice in choices.items()
+        if choice == _SHARED and key not in chosen
+    ]
+
+
+def _valid_choices(
+    overrides: Sequence[Override], problems: list[Problem]
+) -> dict[str, str]:
+    """Return the choices that exist; the others become problems."""
+    valid: dict[str, str] = {}
+
+    for override in overrides:
+        key = key_of(override)
+        choice = override.value()
+        options = options_of(override.key_or_group)
+
+        if override.is_delete():
+            rule = "a choice cannot be left out"
+            problems.append(Problem(f"~{key}", None, rule, f"Choose: {key}=..."))
+        elif isinstance(choice, str) and choice in options:
+            valid[key] = choice
+        else:
+            rule = "there is no such choice"
+            fix = foreign_choice(override.key_or_group, str(choice))
+            if fix is None:
+                fix = did_you_mean(str(choice), options, override.key_or_group)
+            problems.append(Problem(key, choice, rule, fix))
+
+    return valid
+
+
+def _no_such_group(override: Override, choices: Mapping[str, str]) -> Problem:
+    key = key_of(override)
+    rule = "there is no such choice to make"
+    fix = did_you_mean(key, sorted(choices), "choice")
+    return Problem(key, override.value(), rule, fix)
+
+
+# ------------------------------------------------------------------------------- values
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """The sources of configurations, composed by Hydra.
 
-They are the project's YAML and, before it, a folder of the user's own. Deliberately not
-here: what the user typed (`choices.py`, `overrides.py`).
+They are the project's YAML and, before it, a folder of the user's own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Configuration trees as plain dictionaries: searched, resolved, typed.
 
 Invariant: a value that cannot be used becomes a problem, and the rest is still checked.
-Deliberately not here: overrides (`overrides.py`), and what the values mean
-(`verl_ray.config`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Publishing of a policy version: a weight sync from the actor to rollout replicas.
 
-Invariant: when `publish` returns, every replica that it was called with holds the
+Invariant: when `sync` returns, every replica that it was called with holds the
 actor's weights, cast to the engine's dtype, under the requested version. If the sync
 is verified by log-probs, it also computes with them what the actor computes. If
 anything differs, an error is raised, and replicas that failed a check refuse to
@@ -10,21 +10,17 @@ Bucket i + 1 is sent while bucket i is loaded; a slot is filled again only after
 replicas have received it. Where rollout engines share the trainers' GPUs, the
 engines' weights wake after all offloadable training state except the actor's weights
 has left the GPU. Their KV cache wakes after the actor's weights have left, too.
-
-Deliberately not here: which replicas exist (`controllers/rollouts`), who the peers of
-the wire are (`wire.py`), how weights are cut (engine), put into buckets and carried
-(weight_sync), and loaded (rollout engine).
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from controllers.devices.device_sharing import DeviceSharing
-from controllers.publishing.receivers import Receivers
-from controllers.publishing.wire import WeightWire
+from controllers.devices import DeviceSharing
+from controllers.publishing.wire import Receivers, WeightWire
 from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.signals import finishing
@@ -107,8 +103,8 @@ class Publisher:
         self._keeps_version = config.keeps_published_version
         self._num_syncs = 0
 
-    def publish(self, version: int, receivers: Receivers) -> dict[str, float]:
-        """Bring the actor's weights to all replicas.
+    def sync(self, version: int, receivers: Receivers) -> dict[str, float]:
+        """Send the actor's weights to all replicas.
 
         Args:
             version: The policy version of the actor's weights.
@@ -118,18 +114,12 @@ class Publisher:
             Metrics of the sync.
         """
         verifies = self._verification.is_due(self._num_syncs)
-        metrics = self._sync(version, receivers, verifies=verifies)
+        metrics = self._send(version, receivers, verifies=verifies)
         self._num_syncs += 1
-
-        # The other timings are of offloading and waking, which send no weights, and of
-        # fingerprints, which the stream includes.
-        phases = ("stream", "prove")
-        seconds = sum(metrics[f"timing_s/weight_sync/{phase}"] for phase in phases)
-        bytes_per_s = metrics["weight_sync/bytes"] / seconds
-        return metrics | {"weight_sync/bytes_per_s": bytes_per_s}
+        return metrics
 
     def catch_up(self, version: int, receivers: Receivers) -> None:
-        """Bring the present version to a replica that was restarted.
+        """Send the present version to a replica that was restarted.
 
         The probe of that version is used again. Where the actor learns meanwhile, it
         sends the weights that it has kept.
@@ -138,7 +128,7 @@ class Publisher:
         # actor waiting for its receiver.
         with finishing():
             again = self._keeps_version
-            self._sync(version, receivers, verifies=True, again=again)
+            self._send(version, receivers, verifies=True, again=again)
 
     def abandon_sync(self) -> None:
         """Unblock the actor's ranks that wait for peers of a broken sync."""
@@ -157,7 +147,7 @@ class Publisher:
 
     # ------------------------------------------------------------------ the weight sync
 
-    def _sync(
+    def _send(
         self,
         version: int,
         receivers: Receivers,
@@ -214,9 +204,7 @@ class Publisher:
             # Fingerprints of both sides; their time is part of the stream's.
             "fingerprints": sent.fingerprint_s + load_s,
         }
-        return metrics | {
-            f"timing_s/weight_sync/{phase}": value for phase, value in seconds.items()
-        }
+        return metrics | _timings(seconds, sent.nbytes)
 
     def _send_buckets(
         self, version: int, receivers: Receivers, *, again: bool
@@ -275,6 +263,17 @@ class Publisher:
             numel = sum(parameter.numel for parameter in parameters)
             metrics["weight_sync/changed_fraction"] = sent.changed / numel
         return metrics
+
+
+def _timings(seconds: Mapping[str, float], nbytes: int) -> dict[str, float]:
+    """Return the times of a sync by phase, and the bytes per second."""
+    metrics = {
+        f"timing_s/weight_sync/{phase}": value for phase, value in seconds.items()
+    }
+    # The other times are of offloading and waking, which send no weights, and of
+    # fingerprints, which the stream includes.
+    sending_s = seconds["stream"] + seconds["prove"]
+    return metrics | {"weight_sync/bytes_per_s": nbytes / sending_s}
 
 
 # ------------------------------------------------------------------------- verification

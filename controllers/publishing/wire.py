@@ -2,27 +2,66 @@
 
 Invariant: the wire is opened anew, and all weights are sent, whenever its peers are
 not those of the last sync (another incarnation, other replicas) or that sync did not
-finish. Deliberately not here: the steps of a sync (`publisher.py`), and how any wire
-works (`verl_ray/weight_sync`).
+finish.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from controllers.publishing.receivers import Receivers, ReplicaGroups
-from verl_ray.cluster.calls import Call
+from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.messages import PEER_TIMEOUT_FRACTION, ProcessInfo
+from verl_ray.cluster.waiting import Background
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.errors import VerlRayError, WeightSyncError, worker_error_of
-from verl_ray.weight_sync.buckets import Bucket, plan_buckets
 from verl_ray.weight_sync.fingerprint import Fingerprints
-from verl_ray.weight_sync.manifest import Manifest, cast_for_engine
+from verl_ray.weight_sync.manifest import (
+    Bucket,
+    Manifest,
+    cast_for_engine,
+    plan_buckets,
+)
 from verl_ray.weight_sync.transport import Address, SendResult, WireSpec
 from verl_ray.weight_sync.wires import WireLayout, carrier_device
 from workers.actor import ActorWorker
 from workers.rollout import RolloutWorker
+
+ReplicaGroups = Sequence[WorkerGroup[RolloutWorker]]
+
+Watch = Callable[[], None]
+"""A check of the replicas during a wait; it raises for one that does not reply."""
+
+
+@dataclass(frozen=True)
+class Receivers:
+    """The replicas of a sync, and how to wait for them.
+
+    Attributes:
+        replicas: The replicas that receive the weights.
+        watch: A check of the replicas that is called while they are waited for, and
+            while the actor sends.
+        background: Work of the driver that goes on during every wait.
+    """
+
+    replicas: ReplicaGroups
+    watch: Watch
+    background: Background | None = None
+
+    def broadcast(self, verb: Callable[..., Any], *args: object) -> list[Call[Any]]:
+        """Start the same call on every replica."""
+        return [replica.broadcast(verb, *args) for replica in self.replicas]
+
+    def wait(self, calls: Sequence[Call[Any]]) -> list[Any]:
+        """Wait for calls and return their results in order."""
+        return wait_all(calls, self.watch, self.background)
+
+    def wait_for_sender(self, call: Call[Any]) -> list[Any]:
+        """Wait for ranks of the actor that open a wire, and may still be learning."""
+        (results,) = wait_all([call], None, self.background)
+        return list(results)
 
 
 class WeightWire:
@@ -149,7 +188,7 @@ class WeightWire:
     # -------------------------------------------------------------------------- opening
 
     def _open(self, receivers: Receivers) -> None:
-        """Open a wire, and bring the actor's ranks and all receivers together."""
+        """Open a wire, and connect the actor's ranks with all receivers."""
         replicas = receivers.replicas
         wire_spec = self._wire_spec(replicas)
         wire = self._config.sync.wire

@@ -1,4 +1,4 @@
-"""The work behind `verl_ray.api`: the commands, called in a process of somebody else.
+"""The Python calls of `verl_ray`: the commands, in a process of somebody else.
 
 Invariant: a call makes what the command of the same name makes.
 """

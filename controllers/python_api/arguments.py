@@ -2,7 +2,6 @@
 
 Invariant: what has no text (rows, functions) is written to the run's folder first, so
 the configuration names files and the run can be resumed. Equal rows make equal files.
-Deliberately not here: the check of the settings (`controllers/commands/check.py`).
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from pathlib import Path
 import cloudpickle
 
 from controllers.compose.composition import examine
-from controllers.compose.from_python import keys_of, overrides_of
-from controllers.compose.roots import named_root
+from controllers.compose.grammar import keys_of, overrides_of
+from controllers.compose.listing import named_root
+from controllers.python_api.types import Data, Reward, RewardFunction, RunRequest
 from controllers.run.claim import claim
-from verl_ray.api_types import Data, Reward, RewardFunction, RunRequest
 from verl_ray.config.data import DataSet
 from verl_ray.data.files import as_jsonl
 from verl_ray.disk import replace_file

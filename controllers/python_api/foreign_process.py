@@ -1,7 +1,6 @@
 """The process of the caller: what a call may do to it, and how it hears of a stop.
 
 Invariant: after the block no signal handler is ours, and a stop is a KeyboardInterrupt.
-Deliberately not here: what a signal does to a run (`controllers/run/open_run.py`).
 """
 
 from __future__ import annotations
@@ -11,12 +10,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from controllers.python_api.results import result_of
-from verl_ray.api_types import Stopped
+import yaml
+
+from controllers.python_api.types import Result, Stopped
+from controllers.run.best import best_of, evaluations_of
+from controllers.tasks import typed_config
+from verl_ray.checkpoint.store import CheckpointStore
 from verl_ray.cluster.session import refuse_connected
 from verl_ray.cluster.signals import borrowing_signals, heed_signals, was_disturbed
-from verl_ray.errors import ConfigError, Interrupted, VerlRayError
+from verl_ray.config.renamed import migrated
+from verl_ray.errors import CheckpointError, ConfigError, Interrupted, VerlRayError
 from verl_ray.paths import refuse_foreign_packages
+from verl_ray.tracking.base import GLOBAL_STEP
+from verl_ray.tracking.history import read_history
+from verl_ray.tracking.jsonl import METRICS, read_metrics
 
 
 @dataclass
@@ -77,3 +84,47 @@ def _way_on(run_dir: str) -> str:
     if not has_checkpoints:
         return f"The same call with run_dir={run_dir!r} begins again."
     return f"The same call with run_dir={run_dir!r} goes on from the newest checkpoint."
+
+
+# ---------------------------------------------------------------- the result of a run
+
+# It is made of what is on disk, so an old run has the same one as a new.
+
+
+def result_of(run_dir: str, exit_code: int = 0) -> Result | None:
+    """Return the result of a run, or None where it has not begun.
+
+    Args:
+        run_dir: The folder of the run.
+        exit_code: What its command would return.
+
+    Raises:
+        TrackingError: The record cannot be read.
+    """
+    folder = Path(run_dir)
+    written = folder / "config.yaml"
+    history = read_history(folder)
+    if not written.exists() or not history:
+        return None
+
+    config = typed_config(migrated(yaml.safe_load(written.read_text())))
+    lines = []
+    if (folder / METRICS).exists():
+        lines = read_metrics(folder / METRICS)
+    evaluations = evaluations_of(lines)
+
+    checkpoint = None
+    store = CheckpointStore(folder / "checkpoints", config.run.keep_checkpoints)
+    with contextlib.suppress(CheckpointError):
+        checkpoint = store.latest(verify=False).checkpoint
+
+    return Result(
+        state=history[-1].ending,
+        steps=int(lines[-1][GLOBAL_STEP]) if lines else history[-1].first_step,
+        folder=folder,
+        checkpoint=None if checkpoint is None else checkpoint.path,
+        best_step=best_of(config, evaluations).step,
+        evaluations=evaluations,
+        history=lines,
+        exit_code=exit_code,
+    )

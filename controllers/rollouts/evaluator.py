@@ -19,14 +19,14 @@ from controllers.watch.evaluation import Evaluation
 from controllers.watch.held_out_measures import CoreScores
 from controllers.watch.measures import Metrics
 from verl_ray.cluster.store import read
-from verl_ray.config.reward import HELD_OUT_GRADER
+from verl_ray.config.reward import HELD_OUT_GRADER, MixedReward
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.buffer import RolloutBuffer
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Finish, Float32, Prompts, Rollouts
 from verl_ray.profiling.timers import Timers
 from verl_ray.rewards.built_in import is_accuracy
-from verl_ray.rewards.results import Entries
+from verl_ray.rewards.health import Entries
 from verl_ray.rewards.shaping import ResponseScores, Shaping
 from verl_ray.tracking.base import HELD_OUT, HeldOutResponse, Sample
 from verl_ray.tracking.evaluations import HeldOutScores, digest
@@ -142,7 +142,8 @@ class Evaluator:
         graders = self._config.active_graders(learns=True)
         functions: Mapping[str, str] = {}
         # A weighted sum of scores is no accuracy.
-        if self._config.reward.as_mixture is None or HELD_OUT_GRADER in raw_scores:
+        is_mixed = isinstance(self._config.reward, MixedReward)
+        if not is_mixed or HELD_OUT_GRADER in raw_scores:
             (grader,) = raw_scores
             functions = graders[grader].named_functions or {}
         right_or_wrong = {

@@ -2,43 +2,51 @@
 
 Invariant: a buffer only gets scored rows. Which rows it gets when depends on timing;
 what is taken from it does not. Training and evaluation share this code, with different
-sampling parameters and separate random streams. Deliberately not here: which replica
-generates what (`generation.py`), and which prompts a step requests
-(`controllers/trainers`).
+sampling parameters and separate random streams.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from controllers.rollouts.generation_job import GenerationJob
-from controllers.rollouts.given_up import aborted_group
-from controllers.rollouts.graders import EVALUATION, TRAINING, Graders, PendingScores
+from controllers.rollouts.generation import GenerationJob
+from controllers.rollouts.graders import (
+    EVALUATION,
+    TRAINING,
+    Graders,
+    PendingScores,
+    ScoreFailures,
+)
 from controllers.rollouts.replicas import Replicas
-from controllers.rollouts.score_failures import ScoreFailures
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.restarts import InPlaceRestarts
+from verl_ray.cluster.store import put, read
 from verl_ray.cluster.waiting import TICK_S, wait
+from verl_ray.config.reward import EvaluationConfig
 from verl_ray.config.rollout import RolloutConfig
-from verl_ray.config.tasks.rl import EvaluationConfig, RLConfig
+from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.batch import Int64
 from verl_ray.data.buffer import Experience, RolloutBuffer
+from verl_ray.data.prompts import prompt_text
 from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import Prompts, Rollouts
+from verl_ray.data.stages import Finish, Prompts, Rollouts
 from verl_ray.errors import RewardError, VerlRayError
 from verl_ray.profiling.phases import phase
 from verl_ray.profiling.timers import Timers
-from verl_ray.rollout.requests import Sampling
+from verl_ray.rewards.health import Score, ScoreHealth
+from verl_ray.rollout.requests import Chunk, Sampling
 from workers.grader import Grader
-from workers.greedy_row import GenerationWithGreedyRow
-from workers.rollout import Generation
+from workers.reward import scores_of
+from workers.rollout import Generation, GenerationWithGreedyRow, whole_rollouts
 
 # ------------------------------------------------------------------------------- groups
 
@@ -524,3 +532,65 @@ class Production:
     def is_finished(self) -> bool:
         """Whether every response is generated, scored and in the buffer."""
         return self.is_generated and not self.scoring
+
+
+# ---------------------------------------------------------- prompts that are given up
+
+# Groups of prompts that ended the replicas which generated for them.
+#
+# Invariant: such a group has aborted responses without tokens and without scores. So a
+# batch keeps its size, nothing is learned from the group, and a held-out problem counts
+# as one without a score.
+
+
+ENDS_REPLICAS = "replicas were lost twice with its rows, the last time with no others"
+"""Why a prompt is given up, also in the ledger."""
+
+_SHOWN = 80  # characters of a prompt in the warning
+
+
+def aborted_group(
+    stored: Sharded[Prompts],
+    group_size: int,
+    graders: Iterable[str],
+    *,
+    purpose: str,
+    stall_s: float,
+) -> Experience:
+    """Return the aborted responses to a prompt, and warn of it.
+
+    Args:
+        stored: The prompt, one row.
+        group_size: Number of its responses.
+        graders: What would have scored them.
+        purpose: Their purpose.
+        stall_s: Limit in seconds of reading the prompt.
+    """
+    prompts = read(stored, stall_s)
+    (ordinal,) = prompts.group_id.tolist()
+    (messages,) = prompts.messages.texts()
+    (source,) = prompts.data_source.texts()
+    print(
+        f"warning: prompt {ordinal} ({purpose}, {source}) is given up:"
+        f" {ENDS_REPLICAS}. It begins with {prompt_text(messages)[:_SHOWN]!r}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+    first_row = ordinal * group_size
+    rows = range(first_row, first_row + group_size)
+    chunks = [
+        Chunk(
+            request_id=row,
+            tokens=np.empty(0, np.int32),
+            log_probs=np.empty(0, np.float32),
+            finish=Finish.ABORTED,
+            first_token=0,
+            version_spans=(),
+        )
+        for row in rows
+    ]
+    rollouts = put(whole_rollouts(prompts, dict.fromkeys(rows, 0), chunks))
+    failed = Score(math.nan, ScoreHealth.EXCEPTION, ENDS_REPLICAS)
+    scores = {name: put(scores_of([failed] * group_size)) for name in graders}
+    return Experience(rollouts, scores)

@@ -6,9 +6,7 @@ differ, as TRL's replay buffer does. It costs no generation, and its tokens are 
 
 Invariant: what is replayed follows from the scores of the batches in their order alone.
 A group is replayed once, so it is learned from twice at most, and never with tokens
-that are more than algorithm.replay_age versions old. Deliberately not here: the
-correction for the age (`verl_ray/algorithms/correction.py`), and the ledger
-(`supply.py`).
+that are more than algorithm.replay_age versions old.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from controllers.rollouts.dynamic_sampling import with_spread
+from controllers.rollouts.admission import with_spread
 from controllers.rollouts.stored_groups import (
     read_groups,
     usable_groups,

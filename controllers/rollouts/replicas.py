@@ -3,38 +3,40 @@
 Invariant: a replica without the present policy version gets no request. A version is
 published to all available replicas, or to none. Everything happens in the driver's
 thread, a little at a time: `advance` returns at once, and is called wherever the driver
-waits. Deliberately not here: how a version travels (`controllers/publishing`), who
-generates what (`generation.py`), and scores (`producer.py`).
+waits.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from controllers.devices.device_sharing import DeviceSharing
+from controllers.devices import DeviceSharing
 from controllers.publishing.publisher import Publisher
-from controllers.publishing.receivers import Receivers
-from controllers.rollouts.endpoints import Endpoints
-from controllers.rollouts.generation import GenerationScheduler
-from controllers.rollouts.generation_job import GenerationJob, ReplicaIncarnation
+from controllers.publishing.wire import Receivers
+from controllers.rollouts.generation import (
+    GenerationJob,
+    GenerationScheduler,
+    ReplicaIncarnation,
+)
 from controllers.rollouts.graders import TRAINING
-from controllers.rollouts.supervisor import Replica, ReplicaSupervisor
-from controllers.watch.occupancy import Occupancy
-from verl_ray.cluster.idle_processes import IDLE_PROCESSES
+from controllers.rollouts.supervisor import Endpoints, Replica, ReplicaSupervisor
+from controllers.watch.measures import Metrics
 from verl_ray.cluster.members import Member
 from verl_ray.cluster.signals import heed_signals
+from verl_ray.cluster.stalls import IDLE_PROCESSES
 from verl_ray.cluster.waiting import TICK_S, Background
 from verl_ray.config.rollout import VLLM_BATCHED_REQUESTS, RolloutConfig
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.section import resolved
 from verl_ray.data.stages import Prompts
 from verl_ray.errors import RolloutError, VerlRayError, worker_error_of
-from verl_ray.rollout.engine_load import EngineLoad
 from verl_ray.rollout.engine_thread import PauseMode
+from verl_ray.rollout.requests import EngineLoad
 from workers.rollout import Generation, RolloutWorker
 
 
@@ -60,7 +62,8 @@ class Replicas:
         """
         self._publisher = publisher
         self._max_restarts = config.run.recovery.max_restarts
-        self._device_sharing = device_sharing
+        self.device_sharing = device_sharing
+        """The devices, which the trainer switches to training."""
         self._supervisor = ReplicaSupervisor(
             replicas,
             config.rollout.health,
@@ -81,9 +84,8 @@ class Replicas:
         self._version = -1
         self._up_to_date: set[ReplicaIncarnation] = set()
         """Replicas that got the present version, also those that are lost by now."""
-        self._brought_up: Replica | None = None
+        self._catching_up: Replica | None = None
         """The replica that gets the present version now, while all else goes on."""
-        self._switch_s = 0.0
 
     @property
     def available(self) -> tuple[Replica, ...]:
@@ -123,7 +125,7 @@ class Replicas:
 
     # -------------------------------------------------------------------------- weights
 
-    def publish(self, version: int) -> dict[str, float]:
+    def sync_weights(self, version: int) -> dict[str, float]:
         """Send the actor's weights to every available replica, and verify them.
 
         If a replica is lost meanwhile, the weight sync begins anew without it. Open
@@ -143,14 +145,14 @@ class Replicas:
         # Each round is one weight sync. It ends with its success, or with an error that
         # is no loss of a replica.
         while True:
-            if not self.available and not self._device_sharing.engine_fits:
+            if not self.available and not self.device_sharing.engine_fits:
                 # None could start before the trainers have freed its memory.
                 self._publisher.prepare_restart(version)
             replicas = supervisor.wait_for_replicas()
             watch = functools.partial(supervisor.check_health, replicas)
             receivers = Receivers(replicas, watch)
             try:
-                metrics = self._publisher.publish(version, receivers)
+                metrics = self._publisher.sync(version, receivers)
                 break
             except VerlRayError as error:
                 lost = supervisor.handle_failure(error)
@@ -165,7 +167,7 @@ class Replicas:
         self._resume_open_rows()
         pause_s += time.perf_counter() - began
         metrics["timing_s/weight_sync/pause"] = pause_s
-        return metrics | {"timing_s/weight_sync/hand_back": self._switch_s}
+        return metrics
 
     def _pause_open_rows(self) -> None:
         """Let the replicas stop where they are, if rows are open and may stay so."""
@@ -212,16 +214,11 @@ class Replicas:
         # The lost replica needs memory to start again.
         self._publisher.prepare_restart(version)
 
-    def switch_to_training(self) -> None:
-        """Switch shared devices from rollouts to training.
-
-        Engines free what the trainers need, and the training state comes back.
-        """
-        began = time.perf_counter()
+    def free_devices(self) -> None:
+        """Let engines free what the trainers need of the devices that they share."""
         if self._takes_turns:
             self._pause_open_rows()
-        engines_free = self._device_sharing.plan.engines_free
-
+        engines_free = self.device_sharing.plan.engines_free
         # Each round puts all replicas to sleep. It is repeated while replicas restart:
         # they take memory too, and there is none for them once the trainers are back.
         while engines_free is not None:
@@ -229,9 +226,6 @@ class Replicas:
             self._supervisor.call_each(replicas, RolloutWorker.sleep, engines_free)
             if not self._supervisor.restarting:
                 break
-
-        self._device_sharing.switch_to("training")
-        self._switch_s = time.perf_counter() - began
 
     # ----------------------------------------------------------------------- generation
 
@@ -281,12 +275,12 @@ class Replicas:
         # What paused replicas have finished is taken, but they get nothing new.
         if not self._paused:
             # An unhealthy replica would never return its pending responses.
-            # Who brings one up checks it, and has to learn of its loss.
-            self._supervisor.fence_unhealthy(but=self._brought_up)
+            # One that gets weights is checked there, where its loss has to be known.
+            self._supervisor.fence_unhealthy(but=self._catching_up)
             self._follow_loads()
-            # `_bring_up` waits, and its wait advances the replicas again.
-            if self._brought_up is None:
-                self._bring_up_outdated(background or self)
+            # `_catch_up` waits, and its wait advances the replicas again.
+            if self._catching_up is None:
+                self._catch_up_outdated(background or self)
 
         incarnations = [_incarnation(replica) for replica in self.available]
         ready = [
@@ -344,15 +338,15 @@ class Replicas:
             if limit is not None:
                 self._scheduler.set_limit(incarnation, limit)
 
-    def _bring_up_outdated(self, background: Background) -> None:
+    def _catch_up_outdated(self, background: Background) -> None:
         """Send the present weights to every replica that does not hold them."""
         for replica in self.available:
-            # It may have been lost while another one was brought up.
+            # It may have been lost while another one caught up.
             is_available = replica in self.available
             if is_available and _incarnation(replica) not in self._up_to_date:
-                self._bring_up(replica, background)
+                self._catch_up(replica, background)
 
-    def _bring_up(self, replica: Replica, background: Background) -> None:
+    def _catch_up(self, replica: Replica, background: Background) -> None:
         """Send the present weights to a replica that has started again.
 
         An actor that learns sends them after the updates that it was asked for. The
@@ -361,14 +355,14 @@ class Replicas:
         watch = functools.partial(self._supervisor.check_health, (replica,))
         receivers = Receivers((replica,), watch, background)
 
-        self._brought_up = replica
+        self._catching_up = replica
         try:
             self._publisher.catch_up(self._version, receivers)
             self._up_to_date.add(_incarnation(replica))
         except VerlRayError as error:
             self._supervisor.handle_failure(error)
         finally:
-            self._brought_up = None
+            self._catching_up = None
 
 
 def _incarnation(replica: Replica) -> ReplicaIncarnation:
@@ -473,3 +467,93 @@ class AdaptiveConcurrency:
         # No load has been reported yet.
         limits = limits or [self.first]
         return {"perf/rollout_concurrency": sum(limits) / len(limits)}
+
+
+# ------------------------------------------------------------------- the time at work
+
+# Shares of time in which trainers work, rollout engines do, both, or none.
+#
+# Invariant: a moment counts once. The share in which trainers are idle, the share in
+# which engines are, less the share in which both are, and the overlap add up to 1.
+
+
+class Occupancy:
+    """A clock that says how long each pool works."""
+
+    def __init__(self) -> None:
+        """Begin with trainers at work and idle engines."""
+        self._trains = True
+        self._rollouts = 0.0
+        """Share of the engines that have open rows and are not paused."""
+        self._rollouts_to_learn_from = 0.0
+        """Share of the engines of which some of these rows are to be learned from."""
+        self._rollouts_to_learn_from_s = 0.0
+        self._last_s = time.monotonic()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._elapsed_s = 0.0
+        self._trainers_idle_s = 0.0
+        self._engines_idle_s = 0.0
+        self._overlap_s = 0.0
+
+    @contextlib.contextmanager
+    def trainers_wait(self) -> Iterator[None]:
+        """Count the block as time in which the trainers have nothing to learn from."""
+        self._advance()
+        self._trains = False
+        try:
+            yield
+        finally:
+            self._advance()
+            self._trains = True
+
+    def note_rollouts(self, share: float, to_learn_from: float) -> None:
+        """Note the shares of the engines that generate from now on, 0 to 1 each.
+
+        Args:
+            share: Those that generate anything.
+            to_learn_from: Those that generate rows to learn from.
+        """
+        if (share, to_learn_from) != (self._rollouts, self._rollouts_to_learn_from):
+            self._advance()
+            self._rollouts = share
+            self._rollouts_to_learn_from = to_learn_from
+
+    def _advance(self) -> None:
+        now_s = time.monotonic()
+        passed_s = now_s - self._last_s
+        self._last_s = now_s
+
+        self._elapsed_s += passed_s
+        self._engines_idle_s += (1 - self._rollouts) * passed_s
+        self._rollouts_to_learn_from_s += self._rollouts_to_learn_from * passed_s
+        if self._trains:
+            self._overlap_s += self._rollouts * passed_s
+        else:
+            self._trainers_idle_s += passed_s
+
+    def take(self) -> Metrics:
+        """Return the shares since the last call."""
+        self._advance()
+        elapsed_s = max(self._elapsed_s, 1e-9)
+        trainers_idle = self._trainers_idle_s / elapsed_s
+        engines_idle = self._engines_idle_s / elapsed_s
+        overlap = self._overlap_s / elapsed_s
+        self._begin()
+        return {
+            "perf/trainers_idle": trainers_idle,
+            "perf/rollouts_idle": engines_idle,
+            "perf/overlap": overlap,
+            "perf/both_idle": max(0.0, trainers_idle + engines_idle + overlap - 1),
+        }
+
+    def take_rollouts_s(self) -> float:
+        """Return for how long the engines have generated rows to learn from.
+
+        This counts everything since the last call, between the steps too.
+        """
+        self._advance()
+        seconds = self._rollouts_to_learn_from_s
+        self._rollouts_to_learn_from_s = 0.0
+        return seconds

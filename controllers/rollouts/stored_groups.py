@@ -5,8 +5,7 @@ be of another version of the policy, so a resumed run would not be the same, and
 generation would be paid for twice.
 
 Invariant: what is read is what was written, in the same order. Few rows at a time are
-in the driver's memory. Deliberately not here: which groups are finished
-(`verl_ray/data/buffer.py`), and when a checkpoint is written (`controllers/run`).
+in the driver's memory.
 """
 
 from __future__ import annotations
@@ -19,11 +18,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from verl_ray.checkpoint.sealed import read_object, write_json
+from verl_ray.checkpoint.manifest import read_object, write_json
 from verl_ray.cluster.store import put, read
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.data.batch import Batch, Int64
-from verl_ray.data.batch_files import read_batch, write_batch
+from verl_ray.data.batch import Batch, Int64, read_batch, write_batch
 from verl_ray.data.buffer import Experience
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Rollouts, Scores

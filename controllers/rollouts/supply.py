@@ -2,26 +2,22 @@
 
 Invariant: step n gets the groups of batch n - 1, whichever were finished first, and
 each group once, over all restarts of the run. A checkpoint holds what is finished and
-not trained yet. Deliberately not here: generation and scores (`producer.py`), which
-prompts may be drawn (`admission.py`), and what is learned from groups
-(`controllers/trainers`).
+not trained yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from controllers.rollouts.admission import Admission
-from controllers.rollouts.dynamic_sampling import NO_SPREAD, DynamicAdmission
-from controllers.rollouts.given_up import ENDS_REPLICAS
-from controllers.rollouts.producer import Producer
+from controllers.rollouts.admission import NO_SPREAD, Admission, DynamicAdmission
+from controllers.rollouts.graders import ScoreFailures
+from controllers.rollouts.producer import ENDS_REPLICAS, Producer
 from controllers.rollouts.replay import Exchange, Replay
-from controllers.rollouts.score_failures import ScoreFailures
 from controllers.rollouts.stored_groups import (
     FOLDER,
     read_groups,
@@ -30,16 +26,16 @@ from controllers.rollouts.stored_groups import (
     write_groups,
 )
 from controllers.watch.measures import Metrics, response_scores
-from controllers.watch.staleness import queue_metrics
+from controllers.watch.update_measures import queue_metrics
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.batch import Int64
 from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.data.curriculum import Curriculum
 from verl_ray.data.cursor import CursorState, drawn_rows
-from verl_ray.data.ledger import Ledger
-from verl_ray.data.ledger_parts import LEDGER, Event
+from verl_ray.data.ledger import LEDGER, Event, Ledger
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.stages import Bool, Prompts
+from verl_ray.errors import Interrupted
 from verl_ray.profiling.timers import Timers
 from verl_ray.rewards.shaping import Shaping
 from workers.rollout import Generation
@@ -394,3 +390,47 @@ class Supply:
                 self.buffer.restore(usable)
         # The ledger knows them already.
         self.buffer.take_finished()
+
+
+# ------------------------------------------------------------------ between the steps
+
+
+class RolloutsBetweenSteps:
+    """Background work (`Background`) after a step has been committed."""
+
+    def __init__(self, supply: Supply) -> None:
+        """Take the supply of groups to learn from."""
+        self._supply = supply
+        self._failure: Exception | None = None
+
+    def references(self) -> Sequence[Any]:
+        """Return the references of pending pieces; none after a failure."""
+        if self._failure is not None:
+            return ()
+        return self._supply.producer.references()
+
+    def draw(self) -> None:
+        """Draw the prompts of later steps that may be drawn."""
+        self._attempt(self._supply.draw_ahead)
+
+    def advance(self) -> None:
+        """Pass on what is finished, and begin what comes next."""
+        self._attempt(self._supply.producer.advance)
+
+    def _attempt(self, work: Callable[[], None]) -> None:
+        """Do some work, unless some has failed; remember its failure."""
+        if self._failure is not None:
+            return
+        try:
+            work()
+        except Interrupted:
+            raise
+        except Exception as failure:
+            self._failure = failure
+
+    def raise_failure(self) -> None:
+        """Raise the failure since the last call, if there is one."""
+        failure = self._failure
+        self._failure = None
+        if failure is not None:
+            raise failure

@@ -3,9 +3,6 @@
 Invariant: it follows from the evaluations of finished steps alone, one after another,
 and is part of every checkpoint. So a resumed run knows the same best step as a run that
 was never stopped.
-
-Deliberately not here: evaluating (`controllers/trainers`), and removing checkpoints
-(`verl_ray/checkpoint/store.py`).
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Invariant: one run at a time writes to a folder, and a run that was killed has released
 it.
-
-Deliberately not here: what a run writes into its folder.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Invariant: the report is made from the record on disk, so a resumed run reports the same
 as a run that was never stopped, but for the time that its start took.
-
-Deliberately not here: the layout of the report (`verl_ray/tracking/report.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ from verl_ray.errors import ConfigError, Interrupted, TrackingError
 from verl_ray.tracking import GLOBAL_STEP, Trackers
 from verl_ray.tracking.base import Sample
 from verl_ray.tracking.comparison import intervals, paired_differences
-from verl_ray.tracking.durations import phase_durations
 from verl_ray.tracking.evaluations import (
     HeldOutScores,
     read_scores,
@@ -41,6 +38,7 @@ from verl_ray.tracking.history import (
     Stint,
     begin_stint,
     end_stint,
+    phase_durations,
     preparing_s,
     read_history,
     ready_stint,

@@ -1,8 +1,7 @@
 """Failures of processes, and the decision of a run about them: one table, and a limit.
 
 Invariant: the same failure at the same step is not tried again, and neither is a
-mistake of the user. Deliberately not here: how processes start again
-(`controllers/system/restart.py`), and which move follows (`position.py`).
+mistake of the user.
 """
 
 from __future__ import annotations

@@ -3,9 +3,6 @@
 Invariant: neither torch nor ray is imported, so the result comes in a second. A run
 counts as finished only if its last process said so, and its newest checkpoint is whole
 by the sizes of its files.
-
-Deliberately not here: the checkpoint that an unfinished run continues from
-(`resumption.py`).
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from typing import Any
 
 from verl_ray.checkpoint.manifest import Checkpoint
 from verl_ray.checkpoint.store import CheckpointStore, checkpoint_name
+from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
 from verl_ray.errors import CheckpointError
 from verl_ray.paths import SCRIPT, in_ray_package, program, shown_path
@@ -122,7 +123,7 @@ def next_commands(config: Config) -> dict[str, str]:
             ]
         # Only a policy generates responses.
         what = "the score of every row"
-        if config.rollout_task is not None:
+        if isinstance(config, RolloutTaskConfig):
             what = "every response"
         commands[f"measure it again, with {what} on disk"] = shell_command(*words)
     return commands

@@ -2,8 +2,6 @@
 
 Invariant: one run at a time writes to a folder, and what it writes to is known before
 anything starts. Whatever is started ends with the block, and the report is made.
-Deliberately not here: the order of the steps (`loop.py`), and what each task does
-(`controllers/trainers`).
 """
 
 from __future__ import annotations
@@ -17,14 +15,13 @@ from typing import Any
 
 import yaml
 
-from controllers.run.checkpoint_check import CheckpointCheck
 from controllers.run.claim import claim
 from controllers.run.conclusion import Conclusion
 from controllers.run.faults import Cure, FaultPolicy
 from controllers.run.finished import finished_step, show_finished
 from controllers.run.loop import Loop
 from controllers.run.preparation import prepare
-from controllers.run.recovery import Recovery
+from controllers.run.recovery import CheckpointCheck, Recovery
 from controllers.run.resumption import Resumption
 from controllers.run.session import open_session, recording
 from controllers.run.snapshots import Snapshots
@@ -34,24 +31,27 @@ from controllers.system.plan import ClusterShape, facts_on
 from controllers.system.restart import restart_lost
 from controllers.trainers.base import Task, Trainable, read_data, task_of
 from verl_ray.cluster.session import Session
-from verl_ray.cluster.signal_state import AtomicWork, Outlook
 from verl_ray.cluster.signals import (
+    AtomicWork,
+    Outlook,
     all_or_nothing,
     announcing,
     deferring_signals,
     heed_signals,
 )
-from verl_ray.cluster.status_keeping import keeping_status
+from verl_ray.cluster.whereabouts import keeping_status
 from verl_ray.config.load import to_tree
-from verl_ray.config.rules import rule_violations
 from verl_ray.config.run import RunConfig
-from verl_ray.config.schema import Config
+from verl_ray.config.schema import Config, rule_violations
 from verl_ray.errors import ClusterError, ClusterLost, ConfigError, Problem, WorkerDied
 from verl_ray.preflight.memory_plan import memory_plan
-from verl_ray.preflight.memory_table import memory_table, print_tables
-from verl_ray.preflight.resolve import resolutions, resolve
-from verl_ray.preflight.resolved_table import print_resolutions
-from verl_ray.preflight.total_steps import resolution_of_steps, with_total_steps
+from verl_ray.preflight.resolve import (
+    resolution_of_steps,
+    resolutions,
+    resolve,
+    with_total_steps,
+)
+from verl_ray.preflight.tables import memory_table, print_resolutions, print_tables
 from verl_ray.shell import override_of
 
 
@@ -277,7 +277,7 @@ def _write_config(config: Config, resume: str) -> None:
 
 
 class RunHealing:
-    """Brings one run back after failures of its processes."""
+    """Restores one run after failures of its processes."""
 
     def __init__(
         self,

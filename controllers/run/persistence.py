@@ -1,9 +1,6 @@
 """The interfaces through which the loop saves a run and protects its steps.
 
 Invariant: the loop knows no more about checkpoints and stops than these protocols say.
-
-Deliberately not here: the implementations that write checkpoints (`recovery.py`) and
-that answer signals (`open_run.py`).
 """
 
 from __future__ import annotations

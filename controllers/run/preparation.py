@@ -7,8 +7,6 @@ Invariant: complete inputs are never made again, so a resumed run finds the inpu
 it began with. A marker that is written last shows that they are complete. Another one
 that is written first shows that a run made the folder, and no other folder is ever
 deleted.
-
-Deliberately not here: reinforcement learning.
 """
 
 from __future__ import annotations
@@ -27,8 +25,7 @@ from controllers.watch.evaluation import Evaluation
 from controllers.watch.measures import Metrics
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.session import Session
-from verl_ray.cluster.signal_state import Outlook
-from verl_ray.cluster.signals import announcing, deferring_signals
+from verl_ray.cluster.signals import Outlook, announcing, deferring_signals
 from verl_ray.config.data import DataFilesConfig
 from verl_ray.config.preparation import PrepareConfig, WarmStartConfig
 from verl_ray.config.roles import ModelConfig, SupervisedRole
@@ -40,15 +37,17 @@ from verl_ray.config.tasks.sft import (
     SupervisedConfig,
     SupervisedEvaluationConfig,
 )
-from verl_ray.data.arithmetic import ALPHABET, ArithmeticFiles, write_arithmetic
+from verl_ray.data.arithmetic import (
+    ALPHABET,
+    WORD_VOCABULARY,
+    ArithmeticFiles,
+    sample_texts,
+    write_arithmetic,
+    write_word_problems,
+)
 from verl_ray.data.stages import TrainingBatch
 from verl_ray.data.supervised import SupervisedSource
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer, train_bpe
-from verl_ray.data.word_problems import (
-    VOCABULARY,
-    sample_texts,
-    write_word_problems,
-)
 from verl_ray.errors import ConfigError, DataError, Problem
 from verl_ray.models.tiny import make_tiny_qwen3
 from verl_ray.preflight.findings import (
@@ -63,7 +62,7 @@ from verl_ray.tracking.base import Sample, Tracker
 from workers.actor import ActorWorker
 
 
-def prepare(run: Config, session: Session) -> None:
+def prepare(config: Config, session: Session) -> None:
     """Make run.dir/inputs, if the run makes its inputs and they are not complete.
 
     Raises:
@@ -72,9 +71,8 @@ def prepare(run: Config, session: Session) -> None:
         ConfigError: The folder exists and no run made it, or it was made with other
             settings.
     """
-    config = run.rollout_task
-    preparation = run.preparation
-    if config is None or preparation is None:
+    preparation = config.preparation
+    if not isinstance(config, RolloutTaskConfig) or preparation is None:
         return
 
     folder = inputs_folder(config)
@@ -125,7 +123,7 @@ def write_problems(
 
     if preparation.problems == "word_problems":
         # Plain texts have no turns to delimit.
-        train_bpe(tokenizer, sample_texts(), VOCABULARY, None, single_digits=True)
+        train_bpe(tokenizer, sample_texts(), WORD_VOCABULARY, None, single_digits=True)
         return write_word_problems(
             folder,
             **sizes,
@@ -273,10 +271,11 @@ def _warm_start(
 
         if not trainer.finished:
             raise DataError(
-                f"the warm start ended at a held-out accuracy of {trainer.reached:.3f},"
-                f" not within prepare.warm_start.accuracy_low = {warm.accuracy_low} and"
-                f" accuracy_high = {warm.accuracy_high}; raise max_steps, or lower"
-                " evaluate_every if the accuracy jumped over them"
+                "the warm start ended at a held-out accuracy of"
+                f" {trainer.reached:.3f}, not within prepare.warm_start.accuracy_low ="
+                f" {warm.accuracy_low} and accuracy_high = {warm.accuracy_high}",
+                fix="raise max_steps, or lower evaluate_every if the accuracy jumped"
+                " over them",
             )
         print(f"warm start: {trainer.outcome}", flush=True)
         trainer.export(str(folder / "model"))

@@ -3,33 +3,38 @@
 Invariant: a checkpoint holds the state of every role that learns (written by its ranks)
 and of the driver (data cursor, KL controller, the trackers' run ids). It counts only
 once its manifest is written. A snapshot holds the same in memory, for this driver.
-
-Deliberately not here: the choice of the checkpoint that a run continues from
-(`resumption.py`), the format (`verl_ray/checkpoint`) and the time to save (`loop.py`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from controllers.run.best import BestEvaluation
-from controllers.run.checkpoint_check import CheckpointCheck
-from controllers.run.checkpoint_writing import CheckpointContent, CheckpointWriting
 from controllers.run.restoring import load_checkpoint
 from controllers.run.resumption import Resumption
 from controllers.run.snapshots import FinishedStep, Snapshots
 from controllers.supervisor import reports
 from controllers.trainers.base import Resumable, StateFiles
-from verl_ray.cluster.signals import finishing
+from verl_ray.checkpoint.manifest import ContentsCheck, FileRecord, TornCheckpoint
+from verl_ray.checkpoint.store import CheckpointStore, torn_in_words
+from verl_ray.cluster.calls import Call, wait_all
+from verl_ray.cluster.group import WorkerGroup
+from verl_ray.cluster.signals import finishing, heed_signals
+from verl_ray.cluster.stalls import IDLE_PROCESSES
 from verl_ray.cluster.terminals import print_error
-from verl_ray.cluster.waiting import Background
+from verl_ray.cluster.waiting import TICK_S, Background
 from verl_ray.config.load import to_tree
 from verl_ray.errors import CheckpointError, TrackingError
+from verl_ray.profiling.phases import PHASES, phase
 from verl_ray.tracking.base import Tracker
 from verl_ray.tracking.jsonl import METRICS
+from workers.model_worker import ModelWorker
 
 
 class Recovery:
@@ -441,3 +446,199 @@ class SaveFailures:
     def clear(self) -> None:
         """Note that a checkpoint is written."""
         self._in_a_row = 0
+
+
+# -------------------------------------------------------- the writing of a checkpoint
+
+# Invariant: a checkpoint counts once all ranks have written their parts, and is removed
+# if one has not. With run.checkpoint_behind that is known later, when `finish` returns.
+
+
+@dataclass(frozen=True)
+class CheckpointContent:
+    """The parts of a checkpoint.
+
+    Attributes:
+        step: Number of finished steps.
+        state: The driver's state, a JSON object.
+        config: The configuration of the run, a JSON object.
+        groups: The roles whose ranks write their parts, by name.
+        files: Writes further files of the driver; None if there are none.
+        best: The step of the best evaluation, whose checkpoint stays.
+    """
+
+    step: int
+    state: Mapping[str, Any]
+    config: Mapping[str, Any]
+    groups: Mapping[str, WorkerGroup[Any]]
+    files: StateFiles | None
+    best: int | None
+
+
+class CheckpointWriting:
+    """Writes one checkpoint at a time to a store."""
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        *,
+        behind: bool,
+        committed: Callable[[int], None],
+    ) -> None:
+        """Begin without a checkpoint.
+
+        Args:
+            store: The store.
+            behind: Whether ranks write from a copy of their state while they go on.
+            committed: Called with the step of each checkpoint that counts.
+        """
+        self._store = store
+        self._behind = behind
+        self._committed = committed
+        self._unfinished: contextlib.ExitStack | None = None
+        self._unfinished_calls: dict[str, Call[Any]] = {}
+        self._files: dict[str, FileRecord] = {}
+        """Files of the checkpoint that is being written, by relative path."""
+
+        self.step: int | None = None
+        """Step whose checkpoint is being written."""
+
+    def write(self, content: CheckpointContent, background: Background | None) -> None:
+        """Write a checkpoint, or begin to. A signal waits for that.
+
+        Raises:
+            CheckpointError: It cannot be written, or the one before it could not.
+        """
+        # Only one checkpoint is written at a time.
+        self.finish(background)
+        method = ModelWorker.begin_save if self._behind else ModelWorker.save
+
+        # The death of another process breaks off no checkpoint.
+        unwatched = IDLE_PROCESSES.unwatched()
+        with finishing(), unwatched, contextlib.ExitStack() as writing:
+            folder = writing.enter_context(self._writing(content))
+            saves = {
+                name: group.broadcast(method, str(folder / name))
+                for name, group in content.groups.items()
+            }
+            if content.files is not None:
+                content.files(folder)
+            wait_all(list(saves.values()), background=background)
+            if not self._behind:
+                self._note_files(saves)
+
+            if self._behind:
+                # The calls are made now, while all ranks live. If a rank dies later,
+                # its reply still shows whether its part is whole.
+                self._unfinished_calls = {
+                    name: group.broadcast(ModelWorker.finish_save)
+                    for name, group in content.groups.items()
+                }
+                # The manifest is written when `finish` closes this stack.
+                self._unfinished = writing.pop_all()
+
+    def finish(self, background: Background | None = None) -> None:
+        """Wait for the checkpoint that is being written, if any, and commit it.
+
+        Raises:
+            CheckpointError: It could not be written, and is removed.
+        """
+        # A second call must not close the stack again, even if the first one failed.
+        unfinished = self._unfinished
+        self._unfinished = None
+        if unfinished is None:
+            return
+
+        with finishing(), IDLE_PROCESSES.unwatched(), unfinished:
+            # Each is waited for, whatever happened to those that were made after it.
+            for call in self._unfinished_calls.values():
+                wait_all([call], background=background)
+            self._note_files(self._unfinished_calls)
+
+    def rescue(self) -> None:
+        """Commit the unfinished checkpoint after a failure, if it is whole; say so."""
+        if self._unfinished is None:
+            return
+
+        step = self.step
+        try:
+            self.finish()
+        except Exception as failure:
+            what = f"the checkpoint of step {step} is not whole and was removed"
+            print_error(f"warning: {what}: {failure}")
+        else:
+            print_error(
+                f"the checkpoint of step {step}, which was being written, is whole and"
+                " counts"
+            )
+
+    @contextlib.contextmanager
+    def _writing(self, content: CheckpointContent) -> Iterator[Path]:
+        """Yield the folder for a checkpoint, and commit it at the end."""
+        self.step = content.step
+        self._files = {}
+        try:
+            with self._store.writing(
+                content.step,
+                content.state,
+                content.config,
+                content.groups,
+                best=content.best,
+                hashed=self._files,
+            ) as folder:
+                yield folder
+            self._committed(content.step)
+        finally:
+            self.step = None
+
+    def _note_files(self, saves: Mapping[str, Call[Any]]) -> None:
+        """Note what the ranks of each role say of the files that they have written."""
+        for role, call in saves.items():
+            for files in call.result():
+                for name, record in files.items():
+                    self._files[f"{role}/{name}"] = record
+
+
+# ----------------------------------------------- the check of a checkpoint's contents
+
+# Invariant: what has changed is noticed before anything loads it, and the next driver
+# passes that checkpoint over before it starts anything.
+
+
+class CheckpointCheck:
+    """Compares the files of a checkpoint with their checksums, in the background."""
+
+    def __init__(self, resumption: Resumption) -> None:
+        """Begin, if there is a checkpoint."""
+        self._resumption = resumption
+        self._contents: ContentsCheck | None = None
+        if resumption.checkpoint is not None:
+            self._contents = ContentsCheck(resumption.checkpoint)
+
+    def finish(self) -> None:
+        """Wait for the end.
+
+        Raises:
+            ConfigError: The contents of the checkpoint have changed.
+        """
+        contents = self._contents
+        if contents is None:
+            return
+        with phase("comparing the checkpoint with its checksums"):
+            while not contents.has_ended_within(TICK_S):
+                heed_signals()
+                PHASES.tick()
+        faults = contents.differences()
+        if not faults:
+            return
+
+        error = TornCheckpoint(
+            torn_in_words(contents.checkpoint, faults),
+            fix="Restore it, or start the run again: with run.resume=auto it goes on"
+            " from the checkpoint before, if there is one",
+        )
+        if self._resumption.is_in_run_dir:
+            self._resumption.store.note_damaged(contents.checkpoint)
+            if self._resumption.may_choose:
+                reports().retry(str(error))
+        raise self._resumption.as_problem(error) from error

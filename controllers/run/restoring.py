@@ -1,7 +1,6 @@
 """The state of a trainer and of its ranks, from a checkpoint.
 
-Invariant: what a rank cannot restore exactly is said. Deliberately not here: the choice
-of the checkpoint (`resumption.py`), and snapshots (`snapshots.py`).
+Invariant: what a rank cannot restore exactly is said.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from controllers.rollouts.dynamic_sampling import require_dynamic_sampling
+from controllers.rollouts.admission import require_dynamic_sampling
 from controllers.supervisor import reports
 from verl_ray.checkpoint.changes import Change, changed_keys
 from verl_ray.checkpoint.manifest import Checkpoint
@@ -25,7 +25,7 @@ from verl_ray.config.renamed import migrated
 from verl_ray.config.schema import Config
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.cursor import drawn_rows
-from verl_ray.data.ledger_parts import LEDGER, drop_later_parts
+from verl_ray.data.ledger import LEDGER, drop_later_parts
 from verl_ray.errors import CheckpointError, ConfigError, Problem
 from verl_ray.preflight.file_errors import problem_of
 from verl_ray.preflight.resolved_record import resolved_elsewhere
@@ -258,9 +258,9 @@ class Resumption:
             reason = "which are trained or rejected"
         if drawn != expected:
             raise CheckpointError(
-                f"the checkpoint after step {step} has drawn {drawn} rows of the data;"
-                f" expected {expected}, {reason}. Rows would be used twice or left out,"
-                " so continue from another checkpoint: run.resume=PATH"
+                f"the checkpoint after step {step} has drawn {drawn} rows of the data",
+                fix=f"expected {expected}, {reason}. Rows would be used twice or left"
+                " out, so continue from another checkpoint: run.resume=PATH",
             )
 
     def _fitting_checkpoint(self, config: Config) -> Checkpoint | None:

@@ -2,8 +2,6 @@
 
 Invariant: both are released however the run ends, and the trackers then know whether it
 failed.
-
-Deliberately not here: the format of the record (`verl_ray/tracking`).
 """
 
 from __future__ import annotations
@@ -14,10 +12,10 @@ from pathlib import Path
 
 from controllers.run.resumption import Resumption
 from controllers.supervisor import reports
-from controllers.watch.learning_watch import LearningWatch
+from controllers.watch.learning import LearningWatch
 from verl_ray.cluster.session import Session
-from verl_ray.cluster.signal_state import Outlook
 from verl_ray.cluster.signals import (
+    Outlook,
     announcing,
     raising_signals,
     stop_on_signals,

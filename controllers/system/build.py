@@ -1,9 +1,6 @@
 """The running system of a job: its worker groups, started and connected.
 
 Invariant: all processes of a plan start, or none of them stays.
-
-Deliberately not here: which processes a job needs (`plan.py`), and what the groups
-compute (`controllers/trainers`).
 """
 
 from __future__ import annotations
@@ -15,11 +12,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from controllers.devices.device_sharing import DeviceSharing, SharingPlan
+from controllers.devices import DeviceSharing, SharingPlan
 from controllers.publishing.publisher import Publisher
-from controllers.rollouts.endpoints import Endpoints
 from controllers.rollouts.replicas import Replicas
-from controllers.system.models import bring_models
+from controllers.rollouts.supervisor import Endpoints
+from controllers.system.models import download_models
 from controllers.system.plan import (
     ROLLOUT,
     WORKERS,
@@ -39,7 +36,7 @@ from verl_ray.profiling.phases import phase
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker
 from workers.grader import Grader
-from workers.reference import ReferenceWorker
+from workers.model_worker import ReferenceWorker
 from workers.rollout import RolloutWorker
 
 
@@ -120,7 +117,7 @@ def start(
     for warning in plan.warnings:
         print(f"warning: {warning}", file=sys.stderr, flush=True)
 
-    bring_models(config, session)
+    download_models(config, session)
     with phase(f"loading {_in_words(plan.roles)}"):
         groups = start_groups(
             plan.sets,
@@ -132,12 +129,12 @@ def start(
     graders, models = _graders_and_models(config, plan, groups, learns=learns)
     has_gpus = shape.gpus > 0
     rollout = None
-    if config.rollout_task is not None:
+    if isinstance(config, RolloutTaskConfig):
         replicas = groups.replicas(plan.roles[ROLLOUT])
         actor = models[config.evaluated_role]
         try:
             rollout = build_replicas(
-                config.rollout_task,
+                config,
                 replicas,
                 actor,
                 list(models.values()),
@@ -161,10 +158,9 @@ def models_without_state(
     The reference is such a model, but for one on the devices of engines: it would start
     beside an engine that is awake, or while its state has to be on the host.
     """
-    task = config.rollout_task
-    if task is None or "reference" not in models:
+    if not isinstance(config, RolloutTaskConfig) or "reference" not in models:
         return []
-    if SharingPlan.of(task, on_gpus=has_gpus).shares_devices:
+    if SharingPlan.of(config, on_gpus=has_gpus).shares_devices:
         return []
     return [models["reference"]]
 

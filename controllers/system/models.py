@@ -1,8 +1,9 @@
 """Models of the hub on the nodes of a cluster.
 
-Invariant: when `bring_models` returns, every node has the files of every such model, in
-the folder that the driver has them in. One process per node brings them. Deliberately
-not here: nodes that join later, and what is brought (`verl_ray/hub/models.py`).
+Invariant: when `download_models` returns, every node has the files of every such model,
+in the folder that the driver has them in. One process per node downloads them, and
+imports no more than this file for it. Deliberately not here: nodes that join later, and
+what is downloaded (`verl_ray/hub/models.py`).
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ from typing import Any
 import ray
 
 from verl_ray.cluster.process_control import on_node
-from verl_ray.cluster.ray_calls import RAY_CALLS
 from verl_ray.cluster.session import Session
-from verl_ray.cluster.waiting import wait
+from verl_ray.cluster.waiting import RAY_CALLS, wait
 from verl_ray.config.schema import Config
 from verl_ray.errors import HubError
 from verl_ray.hub.models import fetch_model, hub_folders
@@ -23,11 +23,11 @@ from verl_ray.profiling.phases import phase
 _SLICE_S = 60.0  # of a wait that lasts as long as it takes
 
 
-def bring_models(config: Config, session: Session) -> None:
-    """Bring the models of a run to all nodes that lack them.
+def download_models(config: Config, session: Session) -> None:
+    """Download the models of a run on all nodes that lack them.
 
     Raises:
-        HubError: A node cannot have one. The message names the node.
+        HubError: One is unavailable on a node, which the message names.
     """
     folders = list(hub_folders(config))
     here = ray.get_runtime_context().get_node_id()
@@ -40,16 +40,16 @@ def bring_models(config: Config, session: Session) -> None:
     if not folders or not others:
         return
 
-    with phase("bringing models to the nodes"):
-        bringing = {
-            on_node(node.node_id, _bring, folders): node.address for node in others
+    with phase("downloading models on the nodes"):
+        downloads = {
+            on_node(node.node_id, _download, folders): node.address for node in others
         }
-        pending = list(bringing)
+        pending = list(downloads)
         # Each round takes what is ready; ends when every node has replied.
         while pending:
             for reference in wait(pending, 1, _SLICE_S):
                 pending.remove(reference)
-                _receive(reference, bringing[reference])
+                _receive(reference, downloads[reference])
 
 
 def _receive(reference: Any, address: str) -> None:
@@ -60,6 +60,6 @@ def _receive(reference: Any, address: str) -> None:
         raise HubError(error.repository, rule, error.fix) from None
 
 
-def _bring(folders: list[str]) -> None:
+def _download(folders: list[str]) -> None:
     for folder in folders:
         fetch_model(folder)

@@ -2,9 +2,6 @@
 
 Invariant: the plan is a pure function of the configuration and the shape of the
 cluster; nothing is started.
-
-Deliberately not here: starting the plan (`build.py`), and placing its processes on
-nodes (`verl_ray/cluster/placement.py`).
 """
 
 from __future__ import annotations
@@ -16,29 +13,28 @@ from typing import Any, TypeVar
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from controllers.devices.device_sharing import SharingPlan
+from controllers.devices import SharingPlan
 from verl_ray.cluster.packing import Resources
 from verl_ray.cluster.placement import ProcessSet, share_cpus
 from verl_ray.cluster.processes import Role
-from verl_ray.cluster.ray_calls import RAY_CALLS
 from verl_ray.cluster.session import Session
-from verl_ray.cluster.waiting import wait
-from verl_ray.config.reward import SingleReward
-from verl_ray.config.roles import ModelRole
+from verl_ray.cluster.waiting import RAY_CALLS, wait
+from verl_ray.config.reward import JudgeReward, SingleReward
+from verl_ray.config.roles import ModelRole, SupervisedRole
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
 from verl_ray.config.section import resolved
 from verl_ray.data.chat_templates import day_of_run, of_run, template_of
 from verl_ray.engine.base import EngineSpec
+from verl_ray.ownership import available_bytes
 from verl_ray.preflight.facts import ClusterFacts, facts_of
 from verl_ray.preflight.machine import GpuReport, host_memory_bytes, smallest_gpu
 from verl_ray.preflight.resolve import resolve
 from verl_ray.profiling.phases import phase
-from verl_ray.shared_files import available_bytes
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker
 from workers.judge import JudgeWorker
-from workers.reference import ReferenceWorker
+from workers.model_worker import ReferenceWorker
 from workers.reward import RewardWorker
 from workers.reward_model import RewardModelGrader, RewardModelWorker
 from workers.rollout import RolloutSpec, RolloutWorker
@@ -221,15 +217,14 @@ def _roles(
         if name not in graders:
             roles[name] = Role(name, homes[name], workers[name], (spec,))
 
-    task = config.rollout_task
-    if task is None:
+    if not isinstance(config, RolloutTaskConfig):
         return roles
 
-    roles[ROLLOUT] = Role(ROLLOUT, ROLLOUT, workers[ROLLOUT], (rollout_spec(task),))
+    roles[ROLLOUT] = Role(ROLLOUT, ROLLOUT, workers[ROLLOUT], (rollout_spec(config),))
     for name, grader in graders.items():
         # Only a grader with a model shares the processes of trainers.
         home = homes.get(name, name)
-        roles[name] = grader_role(name, grader, home, task)
+        roles[name] = grader_role(name, grader, home, config)
     return roles
 
 
@@ -274,16 +269,15 @@ def _trainer_sets(
 
 def _rollout_sets(config: Config, gpu: int) -> Iterator[ProcessSet]:
     """Yield the process set of the rollout engine, if the job has one."""
-    task = config.rollout_task
-    if task is None:
+    if not isinstance(config, RolloutTaskConfig):
         return
 
-    sharing = SharingPlan.of(task, on_gpus=bool(gpu))
+    sharing = SharingPlan.of(config, on_gpus=bool(gpu))
     yield ProcessSet(
         ROLLOUT,
-        num_ranks=resolved(task.rollout.num_replicas),
+        num_ranks=resolved(config.rollout.num_replicas),
         cpus_per_rank=CPUS_PER_RANK,
-        gpus_per_rank=gpu * task.rollout.tensor_parallel,
+        gpus_per_rank=gpu * config.rollout.tensor_parallel,
         bundle_group=_bundle_group(config, ROLLOUT),
         threads_per_rank=config.run.threads["engines"],
         process_group=False,
@@ -346,7 +340,7 @@ def grader_role(
         arguments = (spec, policy, *of_texts, day)
         return Role(name, home, RewardModelGrader, arguments)
 
-    if grader.as_judge is not None:
+    if isinstance(grader, JudgeReward):
         return Role(name, home, JudgeWorker, (grader, policy, config.run.seed, day))
     return Role(name, home, RewardWorker, (grader, policy))
 
@@ -362,12 +356,11 @@ def engine_spec(
         config: Resolved configuration of the job.
         learns: Whether the job trains. False leaves the optimizer out.
     """
-    learner = role.as_learner
     optimizer = None
     expert_balance = None
-    if learner is not None and learns:
-        optimizer = learner.optimizer
-        expert_balance = learner.expert_balance
+    if isinstance(role, SupervisedRole) and learns:
+        optimizer = role.optimizer
+        expert_balance = role.expert_balance
 
     # The learning rate follows optimizer steps, of which a training step has several.
     updates_per_step = role.updates_per_step(config.rows_per_step)
@@ -379,7 +372,7 @@ def engine_spec(
         head=config.head_of(name),
         backend=role.backend,
         optimizer=optimizer,
-        new_head=learner is not None,
+        new_head=isinstance(role, SupervisedRole),
         lora=role.adapter,
         expert_balance=expert_balance,
         schedule_steps=schedule_steps,

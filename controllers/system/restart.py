@@ -3,9 +3,6 @@
 Invariant: afterwards every process is as after the start of a run, apart from the state
 of models that survived: no replica generates, receives weights or is paused, engines
 that share devices with trainers are asleep, and all training state is on its devices.
-
-Deliberately not here: when processes are started again (`controllers/run/faults.py`),
-and the state of models, which a checkpoint brings (`controllers/run/recovery.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from controllers.devices.device_sharing import SharingPlan
+from controllers.devices import SharingPlan
 from controllers.rollouts.supervisor import Replica
 from controllers.system.build import System, build_replicas
 from controllers.system.plan import ROLLOUT
@@ -27,7 +24,7 @@ from workers.rollout import RolloutWorker
 
 
 def restart_lost(config: Config, system: System, also: Collection[str] = ()) -> None:
-    """Start lost processes again, and bring the others into the state of a start.
+    """Start lost processes again, and put the others into the state of a start.
 
     Args:
         config: Resolved configuration of the job.
@@ -39,10 +36,9 @@ def restart_lost(config: Config, system: System, also: Collection[str] = ()) -> 
     """
     # Those that are starting again are killed, and start with the other lost ones.
     system.restarts.close()
-    task = config.rollout_task
     offloads = False
-    if task is not None:
-        plan = SharingPlan.of(task, on_gpus=system.has_gpus)
+    if isinstance(config, RolloutTaskConfig):
+        plan = SharingPlan.of(config, on_gpus=system.has_gpus)
         offloads = plan.trainers_offload != "nothing"
         _calm_replicas(system, plan)
 
@@ -55,8 +51,8 @@ def restart_lost(config: Config, system: System, also: Collection[str] = ()) -> 
     if offloads:
         _place(survivors, "device")
 
-    if task is not None:
-        _connect_replicas(task, system)
+    if isinstance(config, RolloutTaskConfig):
+        _connect_replicas(config, system)
 
 
 def _calm_replicas(system: System, plan: SharingPlan) -> None:

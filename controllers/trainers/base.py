@@ -2,8 +2,7 @@
 
 Invariant: what sets one task apart from another is in its own file (`rl.py`, `sft.py`,
 `reward_model.py`), next to its trainer. All other code that depends on the task of a
-run uses its configuration or its `Task`. Deliberately not here: how a name leads to the
-file (`controllers/tasks.py`), and the loop (`controllers/run/loop.py`).
+run uses its configuration or its `Task`.
 """
 
 from __future__ import annotations
@@ -200,11 +199,11 @@ def read_data(config: Config, *, trains: bool = True) -> Any:
         with phase("reading the data"):
             return task_of(resolve(config, facts)).read(trains=trains)
     except DataError as error:
-        # Both are read; an error begins with the path of its file.
+        # Both are read.
         key = "data.train_path"
         data_sets = config.data.train_sets
         held_out = config.data.validation_sets
-        if str(error).startswith(tuple(data_set.path for data_set in held_out)):
+        if any(error.is_about(data_set.path) for data_set in held_out):
             key = "data.validation_path"
             data_sets = held_out
         problem = data_problem(key, data_sets, error)

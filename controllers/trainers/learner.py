@@ -1,11 +1,10 @@
 """The learning half of a reinforcement learning step: from rollouts to updates.
 
-The order is: compute log-probs and values, assign credit, learn.
+The order is: compute log-probs and values, assign credit, update the models.
 
 Invariant: the driver handles only lengths, ids and scores. Token data stays on the
-workers and in the object store.
-Deliberately not here: the source of rollouts (`controllers/rollouts`), which rows go
-into which optimizer step (`updates.py`), and arithmetic on tokens (`workers`).
+workers and in the object store. Which rows go into which optimizer step is decided in
+`updates.py`.
 """
 
 from __future__ import annotations
@@ -14,40 +13,48 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
+
 from controllers.system.build import System
-from controllers.trainers.credit_assignment import CreditAssignment
 from controllers.trainers.updates import (
     LearnerBatch,
     ModelOutputs,
     UpdateCalls,
+    assignment_of_units,
     mismatch_of_updates,
     start_actor_updates,
     start_critic_updates,
 )
 from controllers.watch import measures, update_measures
-from controllers.watch.gradients import GradientWatch
 from controllers.watch.measures import Metrics
 from controllers.watch.mismatch import MismatchWatch
-from controllers.watch.staleness import age_metrics
+from controllers.watch.update_measures import GradientWatch, age_metrics
 from verl_ray.algorithms.advantages import ADVANTAGES
-from verl_ray.algorithms.entropy_control import EntropyControl
-from verl_ray.algorithms.kl_control import make_kl_controller
+from verl_ray.algorithms.agent_baselines import AgentBaselines
+from verl_ray.algorithms.coefficients import EntropyControl, make_kl_controller
+from verl_ray.algorithms.credit import response_rewards
+from verl_ray.algorithms.estimators import (
+    AgentBaseline,
+    GroupTokenBaseline,
+    ResponseColumns,
+)
+from verl_ray.algorithms.groups import is_last_of_group
 from verl_ray.algorithms.policy_objective import PolicyObjective
 from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.restarts import Pending
+from verl_ray.cluster.store import put
 from verl_ray.cluster.waiting import Background
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import Credit, LogProbs, Rollouts, Values
+from verl_ray.data.stages import Credit, Float32, LogProbs, Rollouts, Values
 from verl_ray.data.versions import OptimizerSteps
 from verl_ray.profiling.timers import Timers
 from verl_ray.rewards.shaping import ResponseScores
 from verl_ray.rollout.requests import Sampling
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker
-from workers.model_worker import UpdateReport
-from workers.reference import ReferenceWorker
+from workers.model_worker import ReferenceWorker, UpdateReport
 
 T = TypeVar("T")
 
@@ -77,7 +84,7 @@ class Learner:
         self.timers = timers
         self.kl = make_kl_controller(config.algorithm.kl)
         self.entropy = EntropyControl(config.algorithm)
-        self.credit = CreditAssignment(config, system, self._wait_for)
+        self.agent_baselines = AgentBaselines()
         self.gradients = GradientWatch(config.run.max_skipped_steps)
         # Sampling parameters are among the causes of a mismatch that the watch names.
         self.mismatch = MismatchWatch(config, sampling)
@@ -157,14 +164,87 @@ class Learner:
     def assign_credit(
         self, rollouts: Sharded[Rollouts], scores: ResponseScores, outputs: ModelOutputs
     ) -> Sharded[Credit]:
-        """Turn scores into rewards, and rewards into advantages and returns."""
-        with self.timers("adv"):
-            coefficient = self.kl.coefficient
-            return self.credit.assign(rollouts, scores, outputs, coefficient)
+        """Turn scores into rewards, and rewards into advantages and returns.
+
+        Rewards per response and baselines of rows are computed here, from one number
+        per row; everything per token is computed where the tokens are.
+
+        Args:
+            rollouts: All rollouts of the step.
+            scores: Their shaped scores.
+            outputs: What the models computed for them.
+        """
+        algorithm = self.config.algorithm
+        actor = self.system.actor
+        kl_coefficient = self.kl.coefficient
+
+        # A KL penalty per token is applied on the ranks, with the credit.
+        charge = None
+        if algorithm.charges_whole_responses:
+            charge = (kl_coefficient, self._response_divergences(rollouts, outputs))
+
+        # The responses of a group are on several ranks; only the driver has the scores
+        # of all of them.
+        columns = response_columns(rollouts, self.config.rollout.group_size)
+        graded = scores.as_graded
+        rewards = response_rewards(
+            algorithm, scores.score, scores.ok, columns, charge, scores.parts, graded
+        )
+
+        estimator = ADVANTAGES[algorithm.advantage]
+        if isinstance(estimator, AgentBaseline):
+            settings = estimator.settings(algorithm)
+            agents = self._agents(rollouts)
+            rewards = self.agent_baselines.with_advantages(
+                estimator, settings, rewards, columns, agents
+            )
+
+        # Baselines of tokens compare the tokens of a group, so that is on one rank.
+        assignment = None
+        if isinstance(estimator, GroupTokenBaseline):
+            group = rollouts.row("group_id")
+            assignment = assignment_of_units(actor.partition, rollouts.lengths, group)
+        call = actor.scatter(
+            ActorWorker.compute_credit,
+            rollouts,
+            put(rewards),
+            outputs.old_log_probs,
+            outputs.reference_log_probs,
+            outputs.values,
+            algorithm,
+            kl_coefficient,
+            assignment=assignment,
+        )
+        return self._wait_for("adv", call)
+
+    def _agents(self, rollouts: Sharded[Rollouts]) -> list[str]:
+        """Return the name of each row's agent, which is its data source."""
+        actor = self.system.actor
+        assignment = actor.partition(rollouts.lengths)
+        call = actor.scatter(ActorWorker.data_sources, rollouts, assignment=assignment)
+        of_ranks = self._wait_for("adv", call)
+        sources = np.array([name for names in of_ranks for name in names], object)
+        in_order = np.empty_like(sources)
+        in_order[np.concatenate(assignment)] = sources
+        return list(in_order)
+
+    def _response_divergences(
+        self, rollouts: Sharded[Rollouts], outputs: ModelOutputs
+    ) -> Float32:
+        """Return the divergence of each response from the reference, float32 [rows]."""
+        call = self.system.actor.scatter(
+            ActorWorker.compute_divergence,
+            rollouts,
+            outputs.old_log_probs,
+            outputs.reference_log_probs,
+            self.config.algorithm,
+        )
+        divergence: Float32 = self._wait_for("adv", call).row("kl")
+        return divergence
 
     # --------------------------------------------------------------------------- update
 
-    def learn(
+    def update_models(
         self,
         number: int,
         rollouts: Sharded[Rollouts],
@@ -300,7 +380,7 @@ class Learner:
         return {
             "kl": self.kl.state(),
             "entropy": self.entropy.state(),
-            "agents": self.credit.state(),
+            "agents": self.agent_baselines.state(),
             "gradients": self.gradients.state(),
             "mismatch": self.mismatch.state(),
             "optimizer_steps": self.optimizer_steps.state(),
@@ -311,7 +391,7 @@ class Learner:
         self.kl.load_state(state["kl"])
         # Checkpoints of earlier versions have none.
         self.entropy.load_state(state.get("entropy", {}))
-        self.credit.load_state(state.get("agents", {}))
+        self.agent_baselines.load_state(state.get("agents", {}))
         self.gradients.load_state(state["gradients"])
         self.mismatch.load_state(state["mismatch"])
         # Checkpoints of earlier versions are of synchronous runs, which need no counts.
@@ -353,3 +433,14 @@ class Learner:
         with self.timers.waiting():
             watch = partial(self.system.restarts.check, watched, self._step)
             return wait_all(calls, watch, self._background)
+
+
+def response_columns(rollouts: Sharded[Rollouts], group_size: int) -> ResponseColumns:
+    """Return the columns of some rollouts."""
+    return ResponseColumns(
+        finish=rollouts.row("finish"),
+        group_id=rollouts.row("group_id"),
+        trajectory_id=rollouts.row("trajectory_id"),
+        length=rollouts.row("response_length"),
+        is_last=is_last_of_group(rollouts.row("row_id"), group_size),
+    )

@@ -2,8 +2,7 @@
 
 A preference is a pair of rows of which the first should score higher.
 
-Invariant: the rows of a pair go to one rank, so that its loss sees both. Deliberately
-not here: scoring rollouts, which is the reward role's part in `rl.py`.
+Invariant: the rows of a pair go to one rank, so that its loss sees both.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 Invariant: `step` commits nothing. The loop commits it after it has returned, so an
 interrupted step is replayed from the last commit with the same result. A producer fills
 a buffer with scored groups, a learner learns from what is taken out of the buffer, and
-the replicas receive what was learned. Deliberately not here: the loop around a step
-(`controllers/run/loop.py`), and arithmetic on tokens.
+the replicas receive what was learned.
 """
 
 from __future__ import annotations
@@ -16,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from controllers.rollouts.between_steps import RolloutsBetweenSteps
 from controllers.rollouts.evaluator import Evaluator
 from controllers.rollouts.producer import Producer
-from controllers.rollouts.supply import Belongings, Supply
+from controllers.rollouts.supply import Belongings, RolloutsBetweenSteps, Supply
 from controllers.system.build import System
 from controllers.trainers.base import (
     Resumable,
@@ -36,7 +34,7 @@ from controllers.watch.evaluation import Evaluation
 from controllers.watch.learning import NUM_EXAMPLES
 from controllers.watch.measures import Metrics
 from controllers.watch.memory import MemoryRecord
-from controllers.watch.staleness import version_metrics
+from controllers.watch.update_measures import version_metrics
 from verl_ray.algorithms.credit import says_something
 from verl_ray.algorithms.length_shaping import length_rewards
 from verl_ray.algorithms.own_shaping import OWN_SHAPINGS, ScoredResponses
@@ -112,7 +110,8 @@ class Trainer:
     def step(self, number: int) -> Metrics:
         """Run training step `number`, counted from 1. Return its metrics.
 
-        produce -> compute log-probs and values -> assign credit -> learn -> publish
+        produce -> compute log-probs and values -> assign credit -> update the models
+        -> publish
         """
         learner = self.learner
         # What came between the steps is no part of this one.
@@ -125,22 +124,23 @@ class Trainer:
             rollouts = experience.rollouts
             raw_scores = measures.response_scores(experience.scores)
 
-            # Engines that share GPUs with the trainers free them here.
-            with phase("switching to training"):
-                self.replicas.switch_to_training()
+            # Trainers return to the GPUs that they share with engines.
+            with phase("switching to training"), self.timers("weight_sync/hand_back"):
+                self.replicas.free_devices()
+                self.replicas.device_sharing.switch_to("training")
             with phase("computing log-probs"):
                 outputs = learner.compute_log_probs_and_values(number, rollouts)
 
             aborted = rollouts.row("finish") == Finish.ABORTED
             scores = self.shaping.shape(raw_scores, aborted)
             scores, of_shaping = with_shaping(self.config, scores, rollouts)
-            with phase("assigning credit"):
+            with phase("assigning credit"), self.timers("adv"):
                 credit = learner.assign_credit(rollouts, scores, outputs)
 
             # The update begins: from here on a stop waits for the end of the step.
             pass_point_of_no_return()
             with phase("updating"):
-                metrics = learner.learn(
+                metrics = learner.update_models(
                     number,
                     rollouts,
                     credit,
@@ -192,7 +192,7 @@ class Trainer:
             self.timers("update_weights"),
             self.timers.waiting(),
         ):
-            metrics = self.replicas.publish(version)
+            metrics = self.replicas.sync_weights(version)
         self.policy_version = version
         self.learner.optimizer_steps.publish(version)
         return metrics

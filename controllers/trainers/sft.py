@@ -2,7 +2,7 @@
 
 Invariant: greedy accuracy is measured without generating. Greedy decoding of a prompt
 gives the answer exactly when every answer token is the most probable token after the
-answer tokens before it. Deliberately not here: the steps themselves (`supervised.py`).
+answer tokens before it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from controllers.trainers.supervised import SupervisedTask, SupervisedTrainer
 from controllers.watch.evaluation import Evaluation
 from controllers.watch.measures import Metrics
 from controllers.watch.memory import MemoryRecord
+from verl_ray.algorithms.objectives import SupervisedObjective
 from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.config.data import DataSet
@@ -69,7 +70,7 @@ class SFTTrainer(SupervisedTrainer[ActorWorker]):
 
     def update(self, rows: Sharded[TrainingBatch]) -> Call[list[UpdateReport]]:
         """Start one optimizer step on these rows."""
-        return self.group.scatter(ActorWorker.train_supervised, rows)
+        return self.group.scatter(ActorWorker.learn, rows, SupervisedObjective())
 
     def step(self, number: int) -> Metrics:
         """Run training step `number`. Return its metrics, perplexity included."""
@@ -82,13 +83,15 @@ class SFTTrainer(SupervisedTrainer[ActorWorker]):
         Accuracy is the share of rows whose greedy answer is exactly right. The loss is
         the mean over all response tokens, as in training.
         """
-        recitals = self.group.scatter(ActorWorker.recite, self.held_out).result()
-        exact = recitals.row("exact").astype(np.float64)
+        evaluation = self.group.scatter(
+            ActorWorker.evaluate_teacher_forced, self.held_out
+        ).result()
+        exact = evaluation.row("exact").astype(np.float64)
         accuracy = float(exact.mean())
 
         # Rows without response tokens have neither loss nor tokens.
-        num_tokens = recitals.row("response_length").astype(np.float64)
-        losses = -recitals.row("log_prob")
+        num_tokens = evaluation.row("response_length").astype(np.float64)
+        losses = -evaluation.row("log_prob")
         loss = float(losses.sum()) / max(1.0, float(num_tokens.sum()))
         metrics = {
             ACCURACY: accuracy,

@@ -1,8 +1,7 @@
 """Learning from a data set, step by step: shared by SFT and preference training.
 
 Invariant: a step is one optimizer step on the next batch of the source, so the source's
-cursor, the model and the optimizer are all that a resumed run needs. Deliberately not
-here: what is learned (`sft.py`, `reward_model.py`).
+cursor, the model and the optimizer are all that a resumed run needs.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ import numpy.typing as npt
 from controllers.trainers.base import Resumable, Task, Trainable
 from controllers.watch import update_measures
 from controllers.watch.evaluation import Evaluation
-from controllers.watch.gradients import GradientWatch
 from controllers.watch.learning import NUM_EXAMPLES
 from controllers.watch.measures import Metrics
 from controllers.watch.memory import MemoryRecord
+from controllers.watch.update_measures import GradientWatch
 from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.signals import pass_point_of_no_return

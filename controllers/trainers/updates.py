@@ -2,20 +2,17 @@
 
 Invariant: which rows go into which optimizer step depends on the run's seed, the number
 of the training step and the epoch alone. A loss is divided by the global denominators
-of its optimizer step, whatever rows a rank has. Deliberately not here: micro-batches,
-which each rank cuts for itself, and the weights of rows in a loss
-(`verl_ray/algorithms/row_weights.py`).
+of its optimizer step, whatever rows a rank has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
 
-from controllers.trainers.units import assignment_of_units
 from controllers.watch import measures, update_measures
 from controllers.watch.measures import Metrics
 from verl_ray.algorithms.objectives import ValueObjective
@@ -230,6 +227,29 @@ def cut_mini_batches(
                 seed=(config.run.seed, batch.number, epoch, number * size),
             )
             yield rows, mini_batch
+
+
+def assignment_of_units(
+    partition: Callable[[Int64], list[Int64]], lengths: Int64, unit: Int64
+) -> list[Int64]:
+    """Return the row numbers of each data-parallel rank, ascending, in whole units.
+
+    Ranks get near equal shares of work, as far as units allow.
+
+    Args:
+        partition: Returns the numbers of each rank's pieces of work, of some lengths:
+            `WorkerGroup.partition` of the role that gets the rows.
+        lengths: int64 [rows], tokens of each row.
+        unit: int64 [rows], equal for rows that stay together.
+    """
+    units, number = np.unique(unit, return_inverse=True)
+    tokens = np.bincount(number, weights=lengths, minlength=len(units))
+    rank_of_unit = np.empty(len(units), np.int64)
+    shares = partition(tokens.astype(np.int64))
+    for rank, share in enumerate(shares):
+        rank_of_unit[share] = rank
+    rank_of_row = rank_of_unit[number]
+    return [np.flatnonzero(rank_of_row == rank) for rank in range(len(shares))]
 
 
 def _sequences(

@@ -2,9 +2,6 @@
 
 Invariant: a number of an entry is averaged over the responses that have it; a text is
 never averaged. The entries of several graders have the grader's name before their own.
-
-Deliberately not here: what may be an entry (`verl_ray/rewards/results.py`), and which
-held-out metric is the main one (`held_out_measures.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from verl_ray.cluster.store import read
 from verl_ray.data.buffer import Experience
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Finish, Scores
-from verl_ray.rewards.results import Entries, entries_of
+from verl_ray.rewards.health import Entries, entries_of
 from verl_ray.rewards.shaping import Shaping, component
 
 

@@ -2,9 +2,6 @@
 
 Invariant: metrics, samples and scores are whole when the evaluation returns; responses
 are read from the cluster only when somebody goes through them.
-
-Deliberately not here: how a task evaluates (`controllers/trainers`), and where the
-result is written (`verl_ray/tracking`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """Metrics of evaluations on held-out rows.
 
 Invariant: pure functions of the scores of held-out responses.
-
-Deliberately not here: generating and scoring these responses
-(`controllers/rollouts/evaluator.py`).
 """
 
 from __future__ import annotations
@@ -17,8 +14,8 @@ import numpy.typing as npt
 
 from controllers.watch.measures import Metrics, spread
 from verl_ray.algorithms.subsets import NO_ANSWER, Answers
-from verl_ray.rewards.answers import PRED
-from verl_ray.rewards.results import Entries
+from verl_ray.rewards.built_in import PRED
+from verl_ray.rewards.health import Entries
 from verl_ray.rewards.shaping import ResponseScores
 from verl_ray.tracking.base import HELD_OUT
 from verl_ray.tracking.evaluations import HeldOutScores

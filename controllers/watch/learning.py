@@ -5,22 +5,22 @@ lines after each step, the summary at the end of a run with all of them.
 
 Invariant: a pure function of recorded lines and the configuration, so a resumed run
 says the same as one that never stopped.
-Deliberately not here: limits that stop a run (`gradients.py`, `mismatch.py`), and the
-words of a failed score (`controllers/rollouts/score_failures.py`).
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+import sys
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from verl_ray.algorithms.advantages import ADVANTAGES
+from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.rewards.health import ScoreHealth
-from verl_ray.tracking.base import GLOBAL_STEP
+from verl_ray.tracking.base import GLOBAL_STEP, Sample, Tracker
 
 PATIENCE = 3
 """Steps in a row after which a run that learns nothing says so."""
@@ -148,12 +148,12 @@ def _data_diagnosis(steps: Sequence[Line], config: Config) -> Diagnosis | None:
 
 def _mostly_cut(steps: Sequence[Line], config: Config) -> Diagnosis | None:
     """Return that responses are too long, which other causes may follow from."""
-    if config.rollout_task is None:
+    if not isinstance(config, RolloutTaskConfig):
         return None
 
     cut = [line for line in steps if line.get(_CUT, 0) >= MOSTLY_CUT]
     lines = _in_a_row(cut, config)
-    longest = config.rollout_task.rollout.max_response_tokens
+    longest = config.rollout.max_response_tokens
     text = (
         f"{MOSTLY_CUT:.0%} of the responses or more were cut at the length limit, and"
         " did not end with an answer."
@@ -234,3 +234,38 @@ def _failed_scores(steps: Sequence[Line], config: Config) -> Diagnosis | None:
         f" responses were not learned from. The run stops above {limits}"
     )
     return _diagnosis(FAILED_SCORES, failing, text)
+
+
+# ------------------------------------------------------------------- the live warning
+
+
+class LearningWatch(Tracker):
+    """Prints a warning when the newest steps have a cause to learn nothing."""
+
+    def __init__(self, config: Config, recorded: Sequence[Line]) -> None:
+        """Take the configuration and the lines of the steps before.
+
+        Args:
+            config: Configuration of the run.
+            recorded: Lines of metrics.jsonl that a resumed run continues.
+        """
+        self._config = config
+        self._lines: deque[Line] = deque(recorded, maxlen=PATIENCE)
+        self._printed: set[str] = set()
+
+    def samples(self, step: int, rows: Sequence[Sample]) -> None: ...
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Print the causes that the newest steps show and that were not printed."""
+        self._lines.append(metrics)
+        for diagnosis in diagnoses(list(self._lines), self._config):
+            # Failed scores are in the line of each step, and were reported before.
+            is_new = diagnosis.cause not in self._printed | {FAILED_SCORES}
+            if is_new and diagnosis.last_step == step:
+                self._printed.add(diagnosis.cause)
+                print(f"warning: {diagnosis}", file=sys.stderr, flush=True)
+
+    def close(self, failed: bool) -> None: ...
+
+    def outputs(self) -> dict[str, str]:
+        return {}

@@ -5,9 +5,6 @@ These are the metrics `memory/...` of each step.
 Invariant: processes measure their memory while they work. They are asked for it once
 per step, by calls that run while the driver waits for others.
 
-Deliberately not here: the prediction (`memory_plan.py`), and how a process measures its
-memory (`verl_ray/profiling/memory.py`).
-
 `memory/<role>/<phase>_gib` is the peak memory of the process of a rank while that role
 did its part of a phase, on the rank with the highest peak. On a CPU it is the resident
 set, on a device what torch allocated there. Roles that share a process are included in
@@ -31,6 +28,7 @@ from verl_ray.profiling.memory import CallPeaks
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker
 from workers.judge import JudgeWorker
+from workers.model_worker import ModelWorker
 from workers.reward_model import RewardModelGrader, RewardModelWorker
 from workers.rollout import RolloutWorker
 
@@ -40,13 +38,13 @@ CALLS: dict[Phase, tuple[Callable[..., object], ...]] = {
         ActorWorker.compute_log_probs,
         ActorWorker.compute_base_log_probs,
         CriticWorker.compute_values,
-        ActorWorker.recite,
+        ActorWorker.evaluate_teacher_forced,
         RewardModelWorker.compute_scores,
     ),
     "learn": (
         ActorWorker.update,
         CriticWorker.update,
-        ActorWorker.train_supervised,
+        ModelWorker.learn,
         RewardModelWorker.train_preferences,
     ),
     "publish": (

@@ -5,8 +5,6 @@ reported.
 
 Invariant: a cause is named from what is known of this step and configuration, never
 guessed from the size of a number. Whether the correction is on is part of a checkpoint.
-
-Deliberately not here: the metrics (`verl_ray/algorithms`).
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""Metrics of optimizer steps, from the reports of all ranks.
+"""Optimizer steps, from the reports of all ranks: metrics, ages, and skipped ones.
 
-Invariant: pure functions of the reports. Token means are over the tokens of all ranks
-and steps, never means of means.
-
-Deliberately not here: the rows that a step learns from (`measures.py`).
+Invariant: metrics are pure functions of the reports. Token means are over the tokens of
+all ranks and steps, never means of means.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from math import nan
 
 import numpy as np
@@ -16,7 +15,11 @@ import numpy as np
 from controllers.watch.measures import Metrics
 from verl_ray.algorithms.correction import CORRECTION_PREFIX, correction_metrics
 from verl_ray.algorithms.mismatch import MISMATCH_PREFIX, mismatch_metrics
+from verl_ray.data.buffer import RolloutBuffer
+from verl_ray.data.sharded import Sharded
+from verl_ray.data.stages import Rollouts
 from verl_ray.engine.base import LossReport
+from verl_ray.errors import NonFiniteError
 from verl_ray.profiling.memory import GIB
 from workers.model_worker import UpdateReport
 
@@ -127,3 +130,124 @@ def step_mismatch_metrics(reports: Sequence[LossReport]) -> Metrics:
     if not report.tokens:
         return {}
     return mismatch_metrics(report.means(), report.maxima)
+
+
+# --------------------------------------------------------------------- ages of tokens
+
+# How far behind the learning policy tokens were sampled.
+#
+# Invariant: the shares of all ages add up to 1, over the response tokens of a step. In
+# a synchronous run every token is of age 0, and there are no such metrics.
+
+
+def age_metrics(
+    updates: Sequence[Sequence[UpdateReport]], policy_version: int, staleness: int
+) -> Metrics:
+    """Return the histogram of ages in policy versions, by token, and its moments.
+
+    Args:
+        updates: Reports of the actor, [steps][ranks].
+        policy_version: Version that the trainer held before it learned.
+        staleness: The largest age; with 0 there are no metrics.
+    """
+    if not staleness:
+        return {}
+
+    tokens = Counter[int]()
+    oldest_optimizer_steps = 0
+    for ranks in updates:
+        for report in ranks:
+            oldest_optimizer_steps = max(
+                oldest_optimizer_steps, report.oldest_optimizer_steps
+            )
+            for version, count in report.tokens_of_versions.items():
+                tokens[policy_version - version] += count
+    total = tokens.total()
+    if not total:
+        return {}
+
+    shares = {age: tokens[age] / total for age in range(staleness + 1)}
+    metrics = {f"staleness/share_of_age_{age}": share for age, share in shares.items()}
+    return metrics | {
+        "staleness/age_mean": sum(age * share for age, share in shares.items()),
+        "staleness/age_max": float(max(tokens)),
+        "staleness/optimizer_steps_max": float(oldest_optimizer_steps),
+    }
+
+
+def version_metrics(rollouts: Sharded[Rollouts], staleness: int) -> Metrics:
+    """Return the share of rows that were sampled from several versions."""
+    if not staleness:
+        return {}
+    changes = rollouts.row("oldest_version") != rollouts.row("newest_version")
+    return {"staleness/rows_of_several_versions": float(changes.mean())}
+
+
+def queue_metrics(buffer: RolloutBuffer, staleness: int) -> Metrics:
+    """Return how many groups wait, and how long those did that were taken."""
+    if not staleness:
+        return {}
+    return {
+        "staleness/groups_waiting": float(len(buffer.whole_groups)),
+        "timing_s/queue": buffer.take_queue_s(),
+    }
+
+
+# ------------------------------------------------------------ skipped optimizer steps
+
+# The limit on optimizer steps that are skipped for gradients that are not finite.
+#
+# Invariant: skipped steps are counted per role, whatever the other roles do, and the
+# counts are part of a checkpoint.
+
+
+class GradientWatch:
+    """Stops a run in which a role skips too many optimizer steps in a row."""
+
+    def __init__(self, limit: int) -> None:
+        """Create a watch without skipped steps.
+
+        Args:
+            limit: run.max_skipped_steps, the number of steps in a row that stops a run.
+        """
+        self._limit = limit
+        self._in_a_row: dict[str, int] = {}
+
+    def observe(self, role: str, updates: Sequence[Sequence[UpdateReport]]) -> None:
+        """Count the skipped optimizer steps of a role.
+
+        Args:
+            role: Name of the role.
+            updates: Report of every rank for each optimizer step, [steps][ranks].
+
+        Raises:
+            NonFiniteError: The limit is reached. The message has the tensor that a rank
+                named.
+        """
+        for ranks in updates:
+            # Every rank reports the same step, and not every rank knows the tensor.
+            reasons = [
+                report.step.skipped
+                for report in ranks
+                if report.step.skipped is not None
+            ]
+
+            # One healthy step is enough to begin counting again.
+            if not reasons:
+                self._in_a_row[role] = 0
+            else:
+                self._in_a_row[role] = self._in_a_row.get(role, 0) + 1
+
+            if self._in_a_row[role] >= self._limit:
+                raise NonFiniteError(
+                    f"{role}: {self._limit} optimizer steps in a row"
+                    f" (run.max_skipped_steps) had no finite gradient: {reasons[0]}"
+                )
+
+    def state(self) -> dict[str, int]:
+        """Return the number of skipped steps in a row by role, as JSON."""
+        return dict(self._in_a_row)
+
+    def load_state(self, state: Mapping[str, int]) -> None:
+        """Continue counting from the state of a checkpoint."""
+        self._in_a_row = dict(state)

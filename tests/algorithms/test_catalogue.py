@@ -11,13 +11,8 @@ from controllers.compose.composition import compose, examine
 from controllers.compose.listing import groups
 from tests.algorithms.choices import with_updates
 from verl_ray.algorithms.advantages import ADVANTAGES, EMA_DECAY
-from verl_ray.algorithms.catalogue import (
-    CHOICES,
-    CORRECTIONS,
-    KL_ESTIMATORS,
-    LEVELS,
-    declared_settings,
-)
+from verl_ray.algorithms.catalogue import CHOICES, KL_ESTIMATORS, declared_settings
+from verl_ray.algorithms.correction import CORRECTIONS, LEVELS
 from verl_ray.algorithms.declaration import Declaration
 from verl_ray.algorithms.policy_loss_choices import COV_SHARE, DUAL_CLIP, POLICY_LOSSES
 from verl_ray.config.tasks.rl import RLConfig
@@ -28,24 +23,22 @@ OTHERS: tuple[Mapping[str, Declaration], ...] = (KL_ESTIMATORS, CORRECTIONS, LEV
 @pytest.mark.parametrize(
     "table", [POLICY_LOSSES, *OTHERS], ids=lambda table: next(iter(table))
 )
-def test_an_address_holds_a_documented_function(
+def test_a_choice_has_a_documented_function(
     table: Mapping[str, Declaration],
 ) -> None:
     for declared in table.values():
-        function = declared.function.target  # type: ignore[attr-defined]
+        function = declared.function  # type: ignore[attr-defined]
         assert callable(function) and function.__doc__
 
 
 def test_functions_take_the_settings_that_are_declared() -> None:
     functions = {one.name: (one, one.function) for one in ADVANTAGES.values()}
-    functions |= {
-        one.name: (one, one.function.target) for one in POLICY_LOSSES.values()
-    }
+    functions |= {one.name: (one, one.function) for one in POLICY_LOSSES.values()}
     for declared, function in functions.values():
         taken = {*inspect.signature(function).parameters}
         selection = getattr(declared, "selection", None)
         if selection is not None:
-            taken |= {*inspect.signature(selection.target).parameters}
+            taken |= {*inspect.signature(selection).parameters}
         assert {setting.name for setting in declared.reads} <= taken
 
 

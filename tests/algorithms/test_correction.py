@@ -13,11 +13,16 @@ from torch import Tensor
 
 from tests.corrections import NO_LIMIT
 from verl_ray.algorithms.aggregation import aggregate
-from verl_ray.algorithms.catalogue import CORRECTIONS, LEVELS, REJECTIONS
-from verl_ray.algorithms.correction import correction_metrics, correction_weights
+from verl_ray.algorithms.correction import (
+    CORRECTIONS,
+    LEVELS,
+    REJECTIONS,
+    correction_metrics,
+    correction_weights,
+    rejections,
+)
 from verl_ray.algorithms.objectives import LossInputs
 from verl_ray.algorithms.policy_objective import PolicyObjective
-from verl_ray.algorithms.rejection import rejections
 from verl_ray.config.algorithm import (
     AlgorithmConfig,
     CorrectionConfig,

@@ -10,10 +10,10 @@ import pytest
 from tests.corrections import NO_CORRECTION, NO_LIMIT
 from tests.rows import columns_of, log_probs_of, rewards_of, rollouts_of, values_of
 from verl_ray.algorithms.credit import (
-    assign_credit,
     response_divergences,
     response_rewards,
     row_statistics,
+    token_credit,
 )
 from verl_ray.algorithms.group_baselines import RewardPart
 from verl_ray.config.algorithm import AlgorithmConfig
@@ -220,7 +220,7 @@ def test_divergence_is_summed_over_the_response() -> None:
 
 def test_gae_by_hand() -> None:
     rows = rollouts_of([2, 1])
-    found = assign_credit(
+    found = token_credit(
         GAE,
         0.0,
         rows,
@@ -262,7 +262,7 @@ def test_every_token_pays_for_its_divergence_and_the_last_one_earns_the_reward()
         log_probs_of(rows, [-1.5, -1.0]),
     )
     config = algorithm("reinforce_plus_plus", IN_REWARD, gamma=1.0)
-    found = assign_credit(config, 0.5, rows, rewards_of([1.0]), policy, reference, None)
+    found = token_credit(config, 0.5, rows, rewards_of([1.0]), policy, reference, None)
     # kl = (0.5, -1); token rewards = (-0.25, 0.5 + 1); returns from each token on
     assert found.advantages.tolist() == [0, 0, 1.25, 1.5]
     assert (found.reward.tolist(), found.kl.tolist()) == ([1.25], [-0.5])
@@ -270,9 +270,7 @@ def test_every_token_pays_for_its_divergence_and_the_last_one_earns_the_reward()
 
     # Where no version of the policy has them, the sampler's are compared.
     sampled = rows.replace(rollout_log_probs=policy.log_probs)
-    again = assign_credit(
-        config, 0.5, sampled, rewards_of([1.0]), None, reference, None
-    )
+    again = token_credit(config, 0.5, sampled, rewards_of([1.0]), None, reference, None)
     assert again.advantages.tolist() == found.advantages.tolist()
     assert again.kl.tolist() == [-0.5]
 
@@ -282,7 +280,7 @@ def test_a_response_that_was_cut_is_worth_what_the_critic_expects_of_its_rest() 
     values = values_of(rows, [0.0, 0.0], [4.0, 4.0])
     for truncated, expected in (("bootstrap", [5.0, 1.0]), ("score", [1.0, 1.0])):
         config = algorithm("gae", gamma=1.0, lam=0.5, truncated=truncated)
-        found = assign_credit(
+        found = token_credit(
             config, 0.0, rows, rewards_of([1.0, 1.0]), None, None, values
         )
         assert found.advantages[rows.response_mask].tolist() == expected
@@ -290,7 +288,7 @@ def test_a_response_that_was_cut_is_worth_what_the_critic_expects_of_its_rest() 
 
 def test_a_group_advantage_goes_to_every_token_of_its_response() -> None:
     rows = rollouts_of([2, 1])
-    found = assign_credit(
+    found = token_credit(
         algorithm("grpo"),
         0.0,
         rows,
@@ -309,7 +307,7 @@ def test_a_group_baseline_does_not_pay_for_the_divergence_twice() -> None:
         log_probs_of(rows, [-1.0, -2.0]),
         log_probs_of(rows, [-2.0, -4.0]),
     )
-    found = assign_credit(
+    found = token_credit(
         algorithm("rloo", IN_REWARD),
         0.5,
         rows,
@@ -323,7 +321,7 @@ def test_a_group_baseline_does_not_pay_for_the_divergence_twice() -> None:
 
 def test_empty_responses_and_no_rows() -> None:
     rows = rollouts_of([0, 1])
-    found = assign_credit(
+    found = token_credit(
         GAE,
         0.0,
         rows,
@@ -339,7 +337,7 @@ def test_empty_responses_and_no_rows() -> None:
     ]
     nothing = rollouts_of([])
     assert (
-        assign_credit(
+        token_credit(
             GAE, 0.0, nothing, rewards_of([]), None, None, values_of(nothing, [], [])
         ).num_rows
         == 0
@@ -357,10 +355,10 @@ def test_a_row_needs_no_other_row() -> None:
         rows, rng.normal(size=total).tolist(), rng.normal(size=20).tolist()
     )
     rewards = rewards_of(rng.normal(size=20).tolist())
-    whole = assign_credit(GAE_KL, 0.1, rows, rewards, policy, reference, values)
+    whole = token_credit(GAE_KL, 0.1, rows, rewards, policy, reference, values)
     order = rng.permutation(20)
     for part in (order[:7], order[7:]):
-        found = assign_credit(
+        found = token_credit(
             GAE_KL, 0.1, rows.select(part), rewards.select(part), policy.select(part), reference.select(part),
             values.select(part),
         )  # fmt: skip
@@ -376,9 +374,9 @@ def test_statistics_by_hand() -> None:
 def test_what_is_missing_is_named() -> None:
     rows = rollouts_of([1])
     with pytest.raises(DataError, match="gae needs the critic's values"):
-        assign_credit(GAE, 0.0, rows, rewards_of([1.0]), None, None, None)
+        token_credit(GAE, 0.0, rows, rewards_of([1.0]), None, None, None)
     with pytest.raises(DataError, match=r"reinforce_plus_plus needs algorithm\.gamma"):
-        assign_credit(
+        token_credit(
             algorithm("reinforce_plus_plus"),
             0.0,
             rows,

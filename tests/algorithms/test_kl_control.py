@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from verl_ray.algorithms.kl_control import AdaptiveKL, FixedKL, make_kl_controller
+from verl_ray.algorithms.coefficients import AdaptiveKL, FixedKL, make_kl_controller
 from verl_ray.config.algorithm import KLConfig
 from verl_ray.errors import CheckpointError, NonFiniteError
 

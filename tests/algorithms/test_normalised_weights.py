@@ -15,9 +15,8 @@ from tests.algorithms.test_objectives import algorithm
 from tests.corrections import NO_CORRECTION
 from tests.rows import log_probs_of, on_responses, rollouts_of
 from verl_ray.algorithms.correction import correction_metrics
-from verl_ray.algorithms.normalised_weights import mean_weight
 from verl_ray.algorithms.objectives import LossInputs
-from verl_ray.algorithms.policy_objective import PolicyObjective
+from verl_ray.algorithms.policy_objective import PolicyObjective, mean_weight
 from verl_ray.config.algorithm import AlgorithmConfig, CorrectionConfig
 from verl_ray.data.batch import Int64
 from verl_ray.data.stages import Credit, LogProbs, Rollouts

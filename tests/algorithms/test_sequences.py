@@ -11,12 +11,10 @@ import torch
 from tests.algorithms.test_normalised_weights import correction_of, credit_of, itself
 from tests.algorithms.test_objectives import algorithm
 from tests.rows import log_probs_of, on_responses, rollouts_of
-from verl_ray.algorithms.normalised_weights import mean_weight
 from verl_ray.algorithms.objectives import LossInputs
-from verl_ray.algorithms.policy_objective import PolicyObjective
+from verl_ray.algorithms.policy_objective import PolicyObjective, mean_weight
 from verl_ray.data.stages import TrainingBatch
-from verl_ray.engine.micro_batches import MicroBatch
-from verl_ray.engine.row_packing import to_learn
+from verl_ray.engine.micro_batches import MicroBatch, to_learn
 from verl_ray.ops.outputs import TokenOutputs
 
 RATIOS = [1.5, 0.5, 2.0, 0.8]

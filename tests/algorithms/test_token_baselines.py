@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.algorithms.test_credit import algorithm
 from tests.rows import columns_of, log_probs_of, on_responses, rollouts_of
-from verl_ray.algorithms.credit import assign_credit, response_rewards
+from verl_ray.algorithms.credit import response_rewards, token_credit
 from verl_ray.algorithms.token_baselines import optimal_token_baseline
 from verl_ray.data.batch import Int64, offsets_of
 from verl_ray.data.stages import Bool, Float32
@@ -133,10 +133,10 @@ def test_energies_come_from_the_policy_before_the_step() -> None:
     assert rewards.advantage.tolist() == [0, 0]
     policy = log_probs_of(rows, [float(np.log(each)) for each in (0.5, 0.5, 0.75)])
     with pytest.raises(DataError, match="squared probabilities of the policy"):
-        assign_credit(config, 0.0, rows, rewards, policy, None, None)
+        token_credit(config, 0.0, rows, rewards, policy, None, None)
     squares = on_responses(rows, [0.5, 0.5, 0.625])
     policy = policy.replace(squared_probs=squares)
-    credit = assign_credit(config, 0.0, rows, rewards, policy, None, None)
+    credit = token_credit(config, 0.0, rows, rewards, policy, None, None)
     # The first place: 0.5 / (0.5 + 0.125) of the reward; the second has one member.
     expected = on_responses(rows, [0.2, 0, -0.8])
     assert credit.advantages == pytest.approx(expected, abs=1e-6)

@@ -11,12 +11,8 @@ from hypothesis import strategies as st
 
 from tests.corrections import NO_CORRECTION, NO_LIMIT
 from verl_ray.algorithms.aggregation import aggregate
-from verl_ray.algorithms.catalogue import (
-    CORRECTIONS,
-    KL_ESTIMATORS,
-    LEVELS,
-    declared_settings,
-)
+from verl_ray.algorithms.catalogue import KL_ESTIMATORS, declared_settings
+from verl_ray.algorithms.correction import CORRECTIONS, LEVELS
 from verl_ray.algorithms.losses import TokenLoss
 from verl_ray.algorithms.objectives import (
     LossInputs,
@@ -35,8 +31,7 @@ from verl_ray.config.algorithm import (
     KLConfig,
     ValueLossConfig,
 )
-from verl_ray.engine.base import LossReport
-from verl_ray.engine.loss_accumulator import LossAccumulator
+from verl_ray.engine.base import LossAccumulator, LossReport
 from verl_ray.ops.outputs import TokenOutputs
 
 BAD = (math.nan, math.inf, -math.inf)

@@ -24,17 +24,19 @@ from tests.rows import log_probs_of, on_responses, rollouts_of
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.algorithms.aggregation import aggregate
 from verl_ray.algorithms.catalogue import KL_ESTIMATORS
-from verl_ray.algorithms.correction import correction_metrics, correction_weights
+from verl_ray.algorithms.coefficients import AdaptiveKL
+from verl_ray.algorithms.correction import (
+    correction_metrics,
+    correction_weights,
+    rejections,
+)
 from verl_ray.algorithms.estimators import ResponseColumns
-from verl_ray.algorithms.kl_control import AdaptiveKL
 from verl_ray.algorithms.losses import value_loss
 from verl_ray.algorithms.mismatch import compare_log_probs, mismatch_metrics
-from verl_ray.algorithms.normalised_weights import mean_weight
 from verl_ray.algorithms.objectives import LossInputs
 from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
 from verl_ray.algorithms.policy_losses import PolicyTokens
-from verl_ray.algorithms.policy_objective import PolicyObjective
-from verl_ray.algorithms.rejection import rejections
+from verl_ray.algorithms.policy_objective import PolicyObjective, mean_weight
 from verl_ray.algorithms.row_weights import row_weights
 from verl_ray.algorithms.token_baselines import gradient_energy
 from verl_ray.algorithms.token_selection import (

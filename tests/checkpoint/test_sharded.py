@@ -15,7 +15,7 @@ import torch
 
 from controllers.run.recovery import SaveFailures
 from verl_ray.checkpoint import sharded
-from verl_ray.checkpoint.file_records import file_record
+from verl_ray.checkpoint.manifest import file_record
 from verl_ray.errors import CheckpointError
 from verl_ray.profiling.progress import begin, progress
 

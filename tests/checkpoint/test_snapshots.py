@@ -15,13 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from verl_ray.checkpoint.slices import Slices
-from verl_ray.checkpoint.snapshot_files import SnapshotFiles
-from verl_ray.checkpoint.snapshot_names import SnapshotNames
+from verl_ray.checkpoint.sharded import Slices
+from verl_ray.checkpoint.snapshot_files import SnapshotFiles, SnapshotNames
 from verl_ray.checkpoint.snapshots import RankSnapshots
 from verl_ray.errors import CheckpointError
-from verl_ray.ownership import Owner
-from verl_ray.shared_files import FOLDER, prefix
+from verl_ray.ownership import SHARED_FOLDER, Owner, prefix
 
 NAMES = SnapshotNames.of("run")
 
@@ -29,8 +27,8 @@ NAMES = SnapshotNames.of("run")
 @pytest.fixture
 def place() -> Iterator[str]:
     name = f"{prefix('snapshot')}{secrets.token_hex(4)}-actor-0"
-    yield str(FOLDER / name)
-    for path in FOLDER.glob(f"{name}*"):
+    yield str(SHARED_FOLDER / name)
+    for path in SHARED_FOLDER.glob(f"{name}*"):
         path.unlink()
 
 
@@ -81,7 +79,7 @@ def test_the_last_two_steps_are_there_value_for_value(place: str) -> None:
     snapshots.follow(NAMES.anew())
     assert snapshots.steps() == []
     snapshots.close()
-    assert not list(FOLDER.glob(f"{Path(place).name}*"))
+    assert not list(SHARED_FOLDER.glob(f"{Path(place).name}*"))
 
 
 def _take_and_die(place: str, names: SnapshotNames) -> None:

@@ -14,9 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_ray.checkpoint.file_records import FileRecord, file_record
-from verl_ray.checkpoint.manifest import MANIFEST, SCHEMA, Checkpoint
-from verl_ray.checkpoint.sealed import sealed, unsealed, write_json
+from verl_ray.checkpoint.manifest import (
+    MANIFEST,
+    SCHEMA,
+    Checkpoint,
+    FileRecord,
+    file_record,
+    sealed,
+    unsealed,
+    write_json,
+)
 from verl_ray.checkpoint.store import NEWEST, CheckpointStore
 from verl_ray.errors import CheckpointError
 

@@ -15,21 +15,30 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import ray
 
 from tests.waiting import PATIENCE_S
-from verl_ray.checkpoint.file_records import FileRecord, file_record
+from verl_ray.checkpoint.manifest import FileRecord, file_record
 from verl_ray.cluster.calls import Call
-from verl_ray.cluster.concurrency_groups import concurrent, steering, when_abandoned
-from verl_ray.cluster.context import WorkerContext
+from verl_ray.cluster.context import (
+    CONTROL,
+    WorkerContext,
+    concurrent,
+    steering,
+    when_abandoned,
+)
 from verl_ray.cluster.placement import ProcessSet
 from verl_ray.data.batch import offsets_of
 from verl_ray.data.stages import LogProbs, Rows
 from verl_ray.errors import CheckpointError, VerlRayError
 from verl_ray.parallel.topology import Topology
 from verl_ray.profiling.progress import reach
+
+if TYPE_CHECKING:  # its workers need none
+    from verl_ray.cluster.group import WorkerGroup
 
 
 def rows_of(lengths: list[int]) -> Rows:
@@ -61,6 +70,15 @@ def hasten(call: Call[Any], stall_s: float) -> None:
     call._rank_calls = tuple(
         replace(rank_call, stall_s=stall_s) for rank_call in call._rank_calls
     )
+
+
+def answers(group: WorkerGroup[Any], method: str) -> list[Any]:
+    """Results of a method of the control group, by rank."""
+    controls = [getattr(member.actor, method) for member in group.members()]
+    requests = [
+        control.options(concurrency_group=CONTROL).remote() for control in controls
+    ]
+    return ray.get(requests, timeout=PATIENCE_S)
 
 
 class Echo:

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from controllers import command_line
-from tests.cluster.crew import Echo, Reducer, processes, rows_of
+from tests.cluster.crew import Echo, Reducer, answers, processes, rows_of
 from verl_ray import errors
 from verl_ray.cluster.calls import check_progress, wait_all
 from verl_ray.cluster.group import WorkerGroup
@@ -360,10 +360,10 @@ def test_the_control_group_replies_while_a_call_runs(crew: Crew) -> None:
     group.rank_zero(Echo.nap)
     running = None
     while running is None:
-        running = group.status()[0].running
+        running = answers(group, "status")[0].running
     assert running[:2] == ("echo", "nap")
     assert 0 < running[2] < 4
-    stacks = group.stacks()[0]
+    stacks = answers(group, "stacks")[0]
     assert (
         "time.sleep(3)" in stacks[: stacks.index("thread", 10)]
     )  # the busy thread comes first

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.cluster.crew import Echo, Paired, rows_of
+from tests.cluster.crew import Echo, Paired, answers, rows_of
 from verl_ray.cluster.calls import wait_all
-from verl_ray.cluster.concurrency_groups import CONCURRENCY_GROUPS, SERVING
+from verl_ray.cluster.context import CONCURRENCY_GROUPS, SERVING
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.store import put, read
 from verl_ray.data.packing import balance
@@ -112,7 +112,7 @@ def test_one_group_through_every_other_verb(crew: Crew) -> None:
     pids = group.broadcast(Echo.pid).result()
     assert len(set(pids)) == 2
     assert group.rank_zero(Echo.pid).result() == pids[0]
-    assert [status.pid for status in group.status()] == pids
+    assert [info.pid for info in answers(group, "process_info")] == pids
 
     # Calls arrive in the order they were made, and none waits for the one before.
     calls = [group.broadcast(Echo.remember, number) for number in range(100)]

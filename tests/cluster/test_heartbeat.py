@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from verl_ray.cluster.heartbeat import Heartbeat, ProgressClock
-from verl_ray.cluster.members import Member
+from verl_ray.cluster.members import Heartbeat, Member, ProgressClock
 from verl_ray.cluster.messages import Status
 from verl_ray.cluster.rank_calls import RankCall
 from verl_ray.cluster.stalls import causes
@@ -91,8 +90,6 @@ def test_a_reply_from_before_a_call_does_not_make_it_late() -> None:
 def rank_call(rank: int, *, waits: bool = False, mute: bool = False) -> RankCall:
     heartbeat = Heartbeat(lambda: None)
     heartbeat.status = Status(
-        1,
-        0,
         ("actor", "update", 12.0),
         Progress(3, 16, "micro-batches", 11.0, waits),
         {},

@@ -13,11 +13,10 @@ import pytest
 from tests.cluster.crew import Echo, rows_of
 from verl_ray.cluster.calls import wait_all
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.cluster.heartbeat import Heartbeat
-from verl_ray.cluster.idle_processes import IdleProcesses
-from verl_ray.cluster.members import Member
-from verl_ray.cluster.roster import ROSTER
+from verl_ray.cluster.members import Heartbeat, Member
+from verl_ray.cluster.stalls import IdleProcesses
 from verl_ray.cluster.store import put
+from verl_ray.cluster.whereabouts import ROSTER
 from verl_ray.errors import DeadlineExceeded, WorkerDied, WorkerError
 
 Crew = Callable[..., WorkerGroup[Any]]

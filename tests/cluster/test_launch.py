@@ -15,8 +15,7 @@ from ray._private.utils import publish_error_to_driver
 from tests.cluster.crew import Builds, Echo, NeverReady, Unbuildable, processes, rows_of
 from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.processes import Role, check_topologies
-from verl_ray.cluster.ray_patches import ray_messages
-from verl_ray.cluster.session import Session
+from verl_ray.cluster.session import Session, ray_messages
 from verl_ray.cluster.store import put
 from verl_ray.errors import ClusterError, DeadlineExceeded, ModelError, WorkerError
 from verl_ray.parallel.topology import Topology

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from verl_ray.cluster.cluster_loss import ClusterLoss
-from verl_ray.cluster.ray_calls import RayCalls
 from verl_ray.cluster.signals import deferring_signals, stop_on_signals
+from verl_ray.cluster.waiting import ClusterLoss, RayCalls
 from verl_ray.errors import ClusterError, Interrupted
 
 

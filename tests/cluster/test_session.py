@@ -17,10 +17,10 @@ import pytest
 import ray
 
 from tests.leftovers import left_in_shared_memory
-from verl_ray.cluster.ray_patches import ray_messages
 from verl_ray.cluster.session import (
     Session,
     name_owners,
+    ray_messages,
     remove_ended_sessions,
     store_bytes,
 )
@@ -238,7 +238,7 @@ def test_every_process_goes_when_the_driver_does(
 WITH_A_STOPPED_PROCESS = """
 import psutil
 from tests.cluster.crew import rows_of
-from verl_ray.cluster.node_resources import node_resources
+from verl_ray.cluster.placement import node_resources
 from verl_ray.cluster.store import put
 from verl_ray.errors import ClusterError
 children = psutil.Process().children(recursive=True)

@@ -14,7 +14,7 @@ import pytest
 from tests.cluster.crew import Echo
 from tests.waiting import PATIENCE_S
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.cluster.status_keeping import keeping_status
+from verl_ray.cluster.whereabouts import keeping_status
 from verl_ray.profiling.process_table import ProcessRow
 from verl_ray.profiling.status_file import read_status
 

@@ -9,9 +9,8 @@ import pytest
 from controllers.compose.listing import groups
 from controllers.tasks import config_type
 from verl_ray.backends import BACKENDS
-from verl_ray.config.advice import advice_on, foreign_answer, keys_in
-from verl_ray.config.foreign import FOREIGN
-from verl_ray.config.keys import known_keys, value_keys
+from verl_ray.config.advice import FOREIGN, advice_on, foreign_answer, keys_in
+from verl_ray.config.load import known_keys, value_keys
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.config.tasks.sft import SFTConfig
 

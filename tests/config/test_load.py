@@ -11,8 +11,7 @@ import yaml
 
 from controllers.compose.composition import compose, examine
 from controllers.tasks import typed_config
-from verl_ray.config.keys import known_keys
-from verl_ray.config.load import parse, to_tree, with_changes
+from verl_ray.config.load import known_keys, parse, to_tree, with_changes
 from verl_ray.config.renamed import ADDED, RENAMED, migrated
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import ConfigError, Problem
@@ -245,7 +244,7 @@ def test_the_configuration_is_frozen() -> None:
 @pytest.mark.processes
 def test_importing_it_imports_no_framework() -> None:
     code = (
-        "import sys, verl_ray.config.load, verl_ray.config.rules, verl_ray.config.algebra;"
+        "import sys, verl_ray.config.load, verl_ray.config.tasks.rl, verl_ray.config.algebra;"
         "print([name for name in ('torch', 'ray', 'vllm', 'hydra', 'omegaconf') if name in sys.modules])"
     )
     assert (

@@ -10,6 +10,8 @@ from controllers.command_line import main
 from controllers.compose.composition import compose, examine
 from verl_ray.config.function_specs import parts_of
 from verl_ray.config.load import parse, to_tree
+from verl_ray.config.reward import MixedReward
+from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import Problem
 
@@ -63,8 +65,10 @@ def test_functions_and_checkpoints_are_paths_too() -> None:
          "data.validation_path=openai/gsm8k", f"reward.functions={functions}",
          "run.resume=$STORE/old", "rollout.sync.transport=disk", "rollout.sync.folder=~/sync"],
     )  # fmt: skip
-    task = config.rollout_task
-    assert task is not None and task.rollout.sync.folder == "/home/me/sync"
+    assert (
+        isinstance(config, RolloutTaskConfig)
+        and config.rollout.sync.folder == "/home/me/sync"
+    )
     assert config.run.resume == "/store/old"
     assert config.data.train_path == "/home/me/t.jsonl"
     assert config.data.validation_path == "openai/gsm8k"
@@ -122,7 +126,7 @@ def test_a_function_with_arguments_is_a_table_whose_paths_are_absolute(
         }
     }
     assert parse(tree, type(config)) == config
-    assert isinstance(config, RLConfig) and config.reward.as_mixture is None
+    assert isinstance(config, RLConfig) and not isinstance(config.reward, MixedReward)
     (grader,) = config.graders.values()
     assert grader.named_functions is not None
     name, arguments = parts_of(grader.named_functions["default"])

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from controllers import bench
-from controllers.bench import contest, data, head
-from controllers.bench.contender import padded_batches, row_lengths
-from controllers.bench.floor import _padded
-from controllers.bench.megatron_fsdp_memory import MIB
+from controllers.bench import contest, data
+from controllers.bench.contest import padded_batches, row_lengths
 from controllers.bench.processes import run_processes
+from controllers.bench.raw import padded
+from controllers.bench.suite import MIB, markdown, rounds
 from verl_ray.errors import VerlRayError
 from verl_ray.profiling.flops import ModelShape
 
@@ -31,6 +31,28 @@ def test_an_unknown_suite_is_refused_with_the_nearest_one(
 ) -> None:
     assert bench.main(["steps"]) == 2
     assert "step" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suite", bench.SUITES)
+def test_every_suite_explains_its_flags(
+    suite: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench.main([suite, "--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: verl-ray bench {suite} ")
+
+
+def test_a_table_has_a_rule_below_its_columns() -> None:
+    table = markdown(["case", "s"], [["equal", "0.5"], ["tail", "2"]])
+    rows = ["| case | s |", "|---|---|", "| equal | 0.5 |", "| tail | 2 |"]
+    assert table.splitlines() == rows
+
+
+def test_the_first_round_only_warms_up(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(rounds(2, "weight sync")) == [0, 1, 2]
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.splitlines()[-1] == "weight sync 2 of 2"
 
 
 def test_rows_have_the_lengths_asked_for() -> None:
@@ -45,7 +67,7 @@ def test_rows_have_the_lengths_asked_for() -> None:
 
 def test_the_floor_sees_every_token_of_a_row_and_nothing_behind_it() -> None:
     rows = data.rollouts(np.array([1, 3]))
-    table = _padded(rows, np.array([7, 4, 5, 6]))
+    table = padded(rows.lengths, np.array([7, 4, 5, 6]))
     assert table.tolist() == [[7, 0, 0], [4, 5, 6]]
 
 
@@ -314,27 +336,6 @@ def test_fsdp() -> None:
     )
 
 
-@pytest.mark.ranks
-@pytest.mark.slow
-def test_the_head_computes_what_the_formula_does_in_less_memory() -> None:
-    found = head.measure(
-        "cpu", "float32", 1, threads=1, tokens=1280
-    )  # more logits than are kept
-    assert found["chunked"]["outputs_sum"] == pytest.approx(
-        found["naive"]["outputs_sum"], rel=1e-5
-    )
-    whole = found["whole_logits_bytes"]
-    assert whole == 4 * 1280 * 65_536
-    # Gradients of the head and what is kept of the logits are 0.9 of them; a peak above
-    # it has been seen beside others.
-    assert (
-        found["chunked"]["peak_bytes"]
-        < 1.4 * whole
-        < 3 * whole
-        < found["naive"]["peak_bytes"]
-    )
-
-
 @pytest.mark.cluster
 @pytest.mark.slow
 def test_megatron() -> None:
@@ -389,7 +390,3 @@ def test_fsdp_on_a_gpu() -> None:
         )
         assert found[contender]["peak_memory_gib"] > 0
     assert found["device"] == torch.cuda.get_device_name()
-    assert (
-        2 * found["head"]["chunked"]["peak_bytes"]
-        < found["head"]["naive"]["peak_bytes"]
-    )

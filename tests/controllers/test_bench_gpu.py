@@ -16,15 +16,15 @@ import psutil
 import pytest
 
 from controllers.bench import gpu
-from controllers.bench.gpu import run_parts
-from controllers.bench.gpu_parts import (
+from controllers.bench.gpu import (
     Part,
     bytes_on_the_host,
     layers_on_the_host,
     parts_of,
+    run_parts,
 )
-from controllers.bench.sizes import MODELS, make_model, tensors_of, with_layers
-from verl_ray.models.tensor_sources import CheckpointReader
+from controllers.bench.inputs import MODELS, make_model, tensors_of, with_layers
+from verl_ray.models.weights import CheckpointReader
 
 SLEEPS = """
 import subprocess, sys

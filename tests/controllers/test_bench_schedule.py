@@ -12,19 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from controllers.bench.schedule_figures import Block, figures, table
-from controllers.bench.schedule_reactions import (
+from controllers.bench.schedule import Block, figures, table
+from controllers.bench.schedule_run import (
     DriverRecord,
-    Reaction,
-    graded,
-    percentiles,
-    replaced,
-)
-from controllers.bench.schedule_replica import (
     ForcedGeneration,
     Lengths,
     Moment,
+    Reaction,
     ReplicaRecord,
+    graded,
+    percentiles,
+    replaced,
 )
 from verl_ray.rollout.requests import Sampling
 
@@ -110,7 +108,7 @@ def block(step_s: float, overlap: float) -> Block:
         "rollout_corr/k3_kl": 0.0,
     }
     reactions = {"graded": [Reaction("learning", 0.02)]}
-    return Block(step_s, 0.1, [metrics, metrics], reactions)
+    return Block(step_s, [metrics, metrics], reactions)
 
 
 def test_ratios_are_of_the_blocks_of_one_round() -> None:

@@ -148,6 +148,7 @@ from controllers.compose.composition import compose
 from controllers.system.build import start
 from controllers.system.plan import ClusterShape, resolve_on
 from controllers.trainers.rl import Trainer
+from tests.cluster.crew import answers
 from verl_ray.cluster.session import Session
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.tokenizers import load_tokenizer
@@ -177,7 +178,7 @@ if __name__ == "__main__":
             trainer.publish(3)  # to the one that is left, over another group
             replicas._supervisor.wait_for_replicas(all_of_them=True)
             trainer.publish(3)
-            print("versions", [one.status()[0].health["rollout"].policy_version for one in replicas.available])
+            print("versions", [answers(one, "status")[0].health["rollout"].policy_version for one in replicas.available])
             replicas.close()
         print("still", len(session.resources()))
     cluster.shutdown()

@@ -344,7 +344,7 @@ def test_all_runs_of_a_sweep_are_checked_before_the_first_one(
 CHILD = """
 import json, os, sys
 from pathlib import Path
-from controllers.compose.sweeps import parsed_override
+from controllers.compose.grammar import parsed_override
 read = [parsed_override(word) for word in sys.argv[1:] if "=" in word]
 words = {override.key_or_group: override.value() for override in read}
 folder = Path(words["run.dir"])

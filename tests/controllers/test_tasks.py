@@ -20,15 +20,14 @@ from tests.controllers.trainers.imitation import ImitationConfig
 from verl_ray.cluster.session import Session
 from verl_ray.config.load import parse, to_tree
 from verl_ray.config.roles import ModelRole, ReferenceRole, SupervisedRole
-from verl_ray.config.rules import rule_violations
-from verl_ray.config.schema import Config
+from verl_ray.config.schema import Config, rule_violations
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import ConfigError
 from verl_ray.preflight.findings import preflight
 from verl_ray.preflight.memory_plan import memory_plan
 from verl_ray.tracking.jsonl import read_metrics
 from workers.actor import ActorWorker
-from workers.reference import ReferenceWorker
+from workers.model_worker import ReferenceWorker
 
 FOLDER = Path(__file__).parent / "trainers"
 OWN = "tests.controllers.trainers.imitation"

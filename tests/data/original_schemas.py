@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from verl_ray.config.data import RecordKind
-from verl_ray.data.file_formats import Fields
+from verl_ray.data.fields import Fields
 
 NUM_RECORDS = 12
 

@@ -11,16 +11,17 @@ from typing import Any
 
 import pytest
 
-from verl_ray.data.gsm8k import (
+from tests.data.reading import read_preferences, read_supervised
+from verl_ray.data.prepare import (
     INSTRUCTION,
     SOLUTIONS_FILE,
     PromptFormat,
     convert,
     convert_pairs,
     final_number,
+    main,
 )
-from verl_ray.data.prepare import main
-from verl_ray.data.records import read_preferences, read_prompts, read_supervised
+from verl_ray.data.records import read_prompts
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import DataError
 

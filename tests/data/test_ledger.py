@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_ray.data.ledger import Ledger
-from verl_ray.data.ledger_parts import (
+from verl_ray.data.ledger import (
     Event,
     History,
+    Ledger,
     Settled,
     drop_later_parts,
     read_parts,

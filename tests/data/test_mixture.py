@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_ray.data.mixture import Mixture, shares_in_words
+from verl_ray.data.cursor import Mixture, shares_in_words
 
 
 def test_whole_weights_repeat_rows_and_fractions_take_turns() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.algorithms.test_credit import algorithm
 from tests.rows import columns_of
-from verl_ray.algorithms.credit import assign_credit, response_rewards
+from verl_ray.algorithms.credit import response_rewards, token_credit
 from verl_ray.algorithms.row_weights import row_weights
 from verl_ray.data.arithmetic import ALPHABET
 from verl_ray.data.batch import Ragged, offsets_of
@@ -109,7 +109,7 @@ def test_scores_become_the_advantages_and_weights_of_the_example(
         columns_of(rollouts),
         None,
     )
-    credit: Credit = assign_credit(
+    credit: Credit = token_credit(
         algorithm("dr_grpo"), 0.0, rollouts, rewards, policy, None, None
     )
     weights = row_weights(

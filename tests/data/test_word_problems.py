@@ -5,14 +5,15 @@ GSM8K reads both.
 import re
 from pathlib import Path
 
-from verl_ray.data.encoding import encode
-from verl_ray.data.records import read_prompts, read_supervised
-from verl_ray.data.tokenizers import train_bpe
-from verl_ray.data.word_problems import (
-    VOCABULARY,
+from tests.data.reading import read_supervised
+from verl_ray.data.arithmetic import (
+    WORD_VOCABULARY,
     sample_texts,
     write_word_problems,
 )
+from verl_ray.data.encoding import encode
+from verl_ray.data.records import read_prompts
+from verl_ray.data.tokenizers import train_bpe
 from verl_ray.rewards.functions import gsm8k
 
 
@@ -53,12 +54,12 @@ def test_the_records(tmp_path: Path) -> None:
 
 def test_a_word_and_a_digit_are_one_token(tmp_path: Path) -> None:
     tokenizer = train_bpe(
-        tmp_path, sample_texts(), VOCABULARY, None, single_digits=True
+        tmp_path, sample_texts(), WORD_VOCABULARY, None, single_digits=True
     )
-    assert len(tokenizer) == VOCABULARY
+    assert len(tokenizer) == WORD_VOCABULARY
     # As many as there are words to learn, so none is in pieces.
     larger = train_bpe(tmp_path, sample_texts(), 2000, None, single_digits=True)
-    assert len(larger) == VOCABULARY
+    assert len(larger) == WORD_VOCABULARY
 
     texts = ["Eva has 12 eggs.", "12+30=42\n#### 42"]
     rows = encode(tokenizer, texts, special=True, where=str)

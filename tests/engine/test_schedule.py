@@ -3,7 +3,7 @@
 import pytest
 
 from verl_ray.config.roles import OptimizerConfig
-from verl_ray.engine.packed_engine import learning_rate
+from verl_ray.engine.optimizer import learning_rate
 
 
 def config(**settings: object) -> OptimizerConfig:

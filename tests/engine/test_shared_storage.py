@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from verl_ray.engine.megatron_fsdp import shared_storage
-from verl_ray.engine.offload import Offload
+from verl_ray.engine.offload import (
+    Offload,
+    offloadable_storages,
+    release_memory,
+    renew_memory,
+)
 
 
 def test_views_of_what_is_moved_look_where_it_is_now() -> None:
     buffer, alone = torch.arange(12.0), torch.ones(3, dtype=torch.bfloat16)
     rows, rest = buffer[2:8].view(2, 3), buffer[8:]
     before = buffer.data_ptr()
-    held = shared_storage.offloadable_storages(
+    held = offloadable_storages(
         [("rows", rows), ("", buffer), ("", rest), ("alone", alone)]
     )
     assert [one.name for one in held] == ["rows", "alone"]
@@ -31,9 +35,9 @@ def test_views_of_what_is_moved_look_where_it_is_now() -> None:
 def test_what_is_released_comes_back_as_zeros_under_its_views() -> None:
     buffer = torch.ones(6)
     part = buffer[2:4]
-    shared_storage.release([buffer])
+    release_memory([buffer])
     assert buffer.untyped_storage().nbytes() == 0
     for _ in range(2):
-        shared_storage.renew([buffer])
+        renew_memory([buffer])
         part += 1
     assert buffer.tolist() == [0, 0, 2, 2, 0, 0]

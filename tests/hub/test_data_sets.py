@@ -11,7 +11,7 @@ from tests.hub_server import HubServer
 from verl_ray.config.data import DataSet
 from verl_ray.data.files import read_rows, write_records
 from verl_ray.errors import HubError
-from verl_ray.hub.data_sets import HELD_OUT_SPLITS, hub_rows, pinned, pinned_data
+from verl_ray.hub.data_sets import HELD_OUT_SPLITS, pinned, pinned_data
 
 CARD = """---
 configs:
@@ -50,7 +50,7 @@ def test_rows_come_from_the_subset_and_split_that_are_meant(
     entry = DataSet("me/sums", weight=2.0, subset="main")
     train = pinned(entry)
     assert train == DataSet("me/sums", 2.0, {}, "main", "train", commit)
-    assert [*hub_rows(train)] == [
+    assert [*read_rows(train)] == [
         (f"me/sums, main, train, row {1 + index}", {"question": "main train", "answer": str(1 + index)})
         for index in range(3)
     ]  # fmt: skip

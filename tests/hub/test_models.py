@@ -18,8 +18,8 @@ from verl_ray.config.load import to_tree
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import ConfigError, HubError, Problem
 from verl_ray.hub.models import fetch_model, fetch_models, pinned_models
-from verl_ray.preflight.model_contents import content_problems
-from verl_ray.preflight.model_files import is_awaited, tensor_shapes
+from verl_ray.preflight.model_directories import content_problems
+from verl_ray.preflight.model_files import is_pending, tensor_shapes
 
 
 @pytest.fixture(scope="module")
@@ -68,13 +68,13 @@ def test_a_model_is_pinned_then_checked_by_its_small_files_then_fetched(
     )
 
     # What config.json describes stands for the weights until they are here.
-    assert is_awaited(str(folder))
+    assert is_pending(str(folder))
     assert tensor_shapes(str(folder)) == tensor_shapes(str(model))
     found = content_problems("model.path", str(folder), head="policy", is_judge=False)
     assert [*found] == []
 
     assert fetch_models(config) and not fetch_models(config)
-    assert not is_awaited(str(folder))
+    assert not is_pending(str(folder))
     weights = folder / "model.safetensors"
     assert weights.read_bytes() == (model / "model.safetensors").read_bytes()
     assert sorted(file.name for file in folder.iterdir()) == sorted(
@@ -87,7 +87,7 @@ def test_another_machine_needs_no_weights_of_the_hub(
 ) -> None:
     hub.commit("me/tiny", model)
     config, problems = pinned_models(config_of(), {}, needs_weights=False)
-    assert problems == [] and is_awaited(config.model.folder)
+    assert problems == [] and is_pending(config.model.folder)
     brought = [request for request in hub.requests if request.startswith("GET /me/")]
     assert any("config.json" in request for request in brought)
     assert not any(".safetensors" in request for request in brought)

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.preflight.published import PARAMETERS, published
 from verl_ray.models.names import checkpoint_tensors
-from verl_ray.models.tensor_shapes import described_tensors
+from verl_ray.models.settings import described_tensors
 from verl_ray.models.weights import parameters_on_meta
 from verl_ray.preflight.model_files import config_json
 

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from tests.ops.naive import Watch
 from verl_ray.ops import log_probs as module
-from verl_ray.ops.log_probs import HeadOutputs, head_log_probs
-from verl_ray.ops.vocab_parallel import VocabularySlice
+from verl_ray.ops.log_probs import HeadOutputs, VocabularySlice, head_log_probs
 
 DEADLINE_S = 120
 WORLD = 3

@@ -7,8 +7,7 @@ from pathlib import Path
 from controllers.compose.composition import examine
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.planning.candidates import PLANNED_BACKENDS
-from verl_ray.preflight.described_machine import parse_machine
-from verl_ray.preflight.machine import Machine
+from verl_ray.preflight.machine import Machine, parse_machine
 
 MODELS = Path(__file__).parents[1] / "model_configs"
 

@@ -8,19 +8,17 @@ from dataclasses import replace
 
 import pytest
 
-from controllers.commands.plan_tables import misfit_lines
+from controllers.commands.plan import misfit_lines
 from tests.planning.bases import bases, machine
 from verl_ray.backends.base import BackendSettings
 from verl_ray.config.load import parse, to_tree
-from verl_ray.config.rules import rule_violations
+from verl_ray.config.schema import rule_violations
 from verl_ray.config.section import resolved
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.planning.search import Misfit, Plan, search, smallest_machine
-from verl_ray.preflight.backends import backend_problems
-from verl_ray.preflight.engine_models import engine_problems
+from verl_ray.preflight.engine_models import backend_problems, engine_problems
 from verl_ray.preflight.facts import facts_of
-from verl_ray.preflight.gpus import GIB, GPUS
-from verl_ray.preflight.machine import Machine
+from verl_ray.preflight.machine import GIB, GPUS, Machine
 from verl_ray.preflight.memory_plan import memory_plan
 from verl_ray.preflight.model_sizes import remembered_sizes
 from verl_ray.preflight.resolve import resolve

@@ -10,12 +10,10 @@ from controllers.compose.composition import compose
 from tests.preflight.published import published
 from verl_ray.config.load import with_changes
 from verl_ray.config.schema import Config
-from verl_ray.preflight.described_machine import parse_machine
 from verl_ray.preflight.facts import facts_here, facts_of
 from verl_ray.preflight.findings import Findings
-from verl_ray.preflight.job import Job
-from verl_ray.preflight.machine import GIB, Machine
-from verl_ray.preflight.memory_plan import MemoryPlan, memory_plan
+from verl_ray.preflight.machine import GIB, Machine, parse_machine
+from verl_ray.preflight.memory_plan import Job, MemoryPlan, memory_plan
 from verl_ray.preflight.resolve import resolutions, resolve
 
 C = TypeVar("C", bound=Config)

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from controllers.compose.composition import compose
 from tests.preflight.configs import BIG, NO_GAIN, ppo, settled
-from verl_ray.preflight.costs import cost_warnings
-from verl_ray.preflight.findings import preflight
+from verl_ray.preflight.findings import cost_warnings, preflight
 from verl_ray.preflight.machine import GIB, Machine
 
 GPU = Machine(

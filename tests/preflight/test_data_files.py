@@ -197,15 +197,19 @@ def test_files_that_are_not_what_their_names_say(
     assert problem(tokenizer, lines).rule.startswith("line 1: not JSON")
 
 
-def test_an_error_is_split_where_its_fix_begins() -> None:
-    error = DataError("/a.jsonl, line 2: found 3, expected text; or nothing")
+def test_an_error_becomes_a_problem_by_its_parts() -> None:
+    error = DataError("found 3", expected="text", place="/a.jsonl, line 2")
     found = problem_of("data.train_path", "/a.jsonl", error)
     assert found.rule == "line 2: found 3"
-    assert found.fix == "Expected text; or nothing."
+    assert found.fix == "Expected text."
+    error = DataError("does not exist", fix="set it", subject="/a.jsonl")
+    found = problem_of("data.train_path", "/a.jsonl", error)
+    assert (found.rule, found.fix) == ("does not exist", "Set it.")
     # The words of a library are no fix of ours, and neither are parts of a name.
-    error = DataError("/a (b; use c).jsonl: broken (int(3); use f() to read it)")
+    error = DataError("broken (3, expected f(); use it)", place="/a (b; use c).jsonl")
     found = problem_of("data.train_path", "/a.jsonl", error)
     assert found.rule == str(error)
+    assert found.fix == "Correct it there, or name another one."
 
 
 # -------------------------------------------------------------------- reward functions

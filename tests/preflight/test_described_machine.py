@@ -10,15 +10,16 @@ import pytest
 from tests.preflight.configs import ppo, problems_by_key
 from tests.preflight.published import published
 from verl_ray.errors import ConfigError
-from verl_ray.preflight.described_machine import (
+from verl_ray.preflight.facts import facts_here
+from verl_ray.preflight.findings import preflight
+from verl_ray.preflight.machine import (
+    GIB,
+    GPUS,
+    Machine,
     as_described,
     machine_in_words,
     parse_machine,
 )
-from verl_ray.preflight.facts import facts_here
-from verl_ray.preflight.findings import preflight
-from verl_ray.preflight.gpus import GPUS
-from verl_ray.preflight.machine import GIB, Machine
 
 H100 = "gpus=8,gpu=H100-80G"
 

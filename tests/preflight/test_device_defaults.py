@@ -11,15 +11,13 @@ import pytest
 
 from controllers.compose.composition import compose
 from verl_ray.config.load import with_changes
-from verl_ray.config.rules import rule_violations
-from verl_ray.config.schema import Config
+from verl_ray.config.rollout_task import RolloutTaskConfig
+from verl_ray.config.schema import Config, rule_violations
 from verl_ray.config.section import resolved
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.preflight.described_machine import parse_machine
 from verl_ray.preflight.facts import ClusterFacts, facts_here
 from verl_ray.preflight.findings import preflight
-from verl_ray.preflight.gpus import GPUS
-from verl_ray.preflight.machine import GIB, Machine
+from verl_ray.preflight.machine import GIB, GPUS, Machine, parse_machine
 from verl_ray.preflight.memory_plan import memory_plan
 from verl_ray.preflight.model_sizes import remembered_sizes
 from verl_ray.preflight.remaining_memory import USED_SHARE
@@ -74,8 +72,9 @@ def needed_gib(config: Config) -> float:
 def every_level(config: Config) -> Iterator[Config]:
     """Every combination of the settings that trade time for memory, with some caches."""
     sizes = (2048, 4096, 8192, 16384, 32768)
-    offloads = ("none", "optimizer", "all") if config.rollout_task else (None,)
-    caches = (0.25, 4.0, 6.89) if config.rollout_task else (None,)
+    rolls_out = isinstance(config, RolloutTaskConfig)
+    offloads = ("none", "optimizer", "all") if rolls_out else (None,)
+    caches = (0.25, 4.0, 6.89) if rolls_out else (None,)
     for recompute, accumulate, tokens, others, offload, cache in itertools.product(
         (False, True), ("whole", "sharded"), sizes, sizes[::2], offloads, caches
     ):
@@ -89,7 +88,7 @@ def every_level(config: Config) -> Iterator[Config]:
                 if learns
                 else others,
             }
-        if config.rollout_task:
+        if rolls_out:
             changes |= {"placement.offload": offload, "rollout.kv_cache_gib": cache}
         yield with_changes(config, changes)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_ray.preflight.fastest import fastest
+from verl_ray.preflight.device_defaults import fastest
 
 Form = tuple[int, bool]
 """The time of a form that fits, and whether it is allowed."""

@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 
 from tests.preflight.configs import job_on
-from verl_ray.preflight.job import Job
 from verl_ray.preflight.machine import GIB
-from verl_ray.preflight.memory_advice import memory_problems, memory_warnings
 from verl_ray.preflight.memory_plan import (
     NODE_BYTES,
     PROCESS_BYTES,
+    Job,
     MemoryPlan,
     PlannedProcesses,
 )
+from verl_ray.preflight.resources import memory_problems, memory_warnings
 from verl_ray.preflight.role_memory import RoleMemory
 
 NODE = "gpus=8,gpu=H100-80G"

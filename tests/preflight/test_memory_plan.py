@@ -13,6 +13,7 @@ from tests.preflight.configs import NO_GAIN, planned, ppo, settled, with_judge
 from verl_ray.config.schema import Config
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.config.tasks.sft import SFTConfig
+from verl_ray.preflight.footprints import wire_bytes
 from verl_ray.preflight.machine import GIB
 from verl_ray.preflight.memory_plan import (
     PROCESS_BYTES,
@@ -20,9 +21,8 @@ from verl_ray.preflight.memory_plan import (
     MemoryPlan,
     memory_plan,
 )
-from verl_ray.preflight.memory_table import memory_table, print_tables
 from verl_ray.preflight.role_memory import Phase
-from verl_ray.preflight.state_copies import wire_bytes
+from verl_ray.preflight.tables import memory_table, print_tables
 
 
 def made(*overrides: str, on_gpus: bool = True) -> MemoryPlan:

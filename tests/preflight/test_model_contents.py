@@ -15,7 +15,7 @@ from tests.preflight.configs import BIG, ppo, problems_by_key, with_judge
 from tests.preflight.models import LLAMA, write_model, write_tensors
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.tokenizers import character_tokenizer
-from verl_ray.models.tensor_shapes import described_tensors
+from verl_ray.models.settings import described_tensors
 from verl_ray.models.tiny import make_tiny
 from verl_ray.preflight.findings import preflight
 

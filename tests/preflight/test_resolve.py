@@ -12,8 +12,7 @@ from pydantic import BaseModel
 
 from controllers.compose.composition import compose
 from verl_ray.config.load import to_tree
-from verl_ray.config.rules import rule_violations
-from verl_ray.config.schema import Config
+from verl_ray.config.schema import Config, rule_violations
 from verl_ray.config.section import resolved
 from verl_ray.config.tasks.reward_model import RewardModelConfig
 from verl_ray.config.tasks.rl import RLConfig
@@ -22,10 +21,11 @@ from verl_ray.preflight.facts import ClusterFacts
 from verl_ray.preflight.resolve import (
     AUTO_KEYS,
     may_be_auto,
+    resolution_of_steps,
     resolutions,
     resolve,
+    with_total_steps,
 )
-from verl_ray.preflight.total_steps import resolution_of_steps, with_total_steps
 
 MIB = 2**20
 INPUTS = ("model.path=/m", "data.train_path=/t.jsonl", "data.validation_path=/v.jsonl")

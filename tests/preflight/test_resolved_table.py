@@ -7,7 +7,7 @@ import re
 import pytest
 
 from verl_ray.preflight.resolve import Resolution
-from verl_ray.preflight.resolved_table import print_resolutions
+from verl_ray.preflight.tables import print_resolutions
 
 
 def test_roles_that_share_a_value_share_a_line(

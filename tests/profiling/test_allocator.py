@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verl_ray.cluster.environment import process_environment
 from verl_ray.cluster.messages import RankSpec
+from verl_ray.cluster.process_setup import process_environment
 from verl_ray.profiling.allocator import exportable, is_expandable
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from verl_ray.errors import DataError
-from verl_ray.rewards.forms import Format, JsonSchema
+from verl_ray.rewards.functions import Format, JsonSchema
 from verl_ray.rewards.signatures import SignatureMistake
 
 BOTH = ["think", "answer"]

@@ -7,9 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from verl_ray.errors import DataError
-from verl_ray.rewards.final_answers import LONGEST, final_answer, spelled_answer
 from verl_ray.rewards.health import ScoreHealth
-from verl_ray.rewards.math_answers import Math
+from verl_ray.rewards.math_answers import LONGEST, Math, final_answer, spelled_answer
 from verl_ray.rewards.pool import ScoringPool
 from verl_ray.rewards.request import ScoreRequest
 

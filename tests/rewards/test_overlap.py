@@ -8,7 +8,7 @@ import math
 import pytest
 
 from verl_ray.errors import DataError
-from verl_ray.rewards.overlap import Bleu, Rouge, f1
+from verl_ray.rewards.functions import Bleu, Rouge, f1
 from verl_ray.rewards.signatures import SignatureMistake
 
 LONG = "the cat sat on the mat"

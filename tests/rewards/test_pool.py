@@ -24,8 +24,7 @@ from verl_ray.errors import ConfigError, DataError, RewardError
 from verl_ray.rewards.health import ScoreHealth
 from verl_ray.rewards.pool import ScoringPool
 from verl_ray.rewards.request import ScoreRequest
-from verl_ray.rewards.scoring_process import ScoringProcess
-from verl_ray.rewards.units import Unit
+from verl_ray.rewards.scoring_process import ScoringProcess, Unit
 
 pytestmark = pytest.mark.processes
 

@@ -7,8 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from verl_ray.rewards.health import ScoreHealth
-from verl_ray.rewards.results import entries_of, score_of
+from verl_ray.rewards.health import ScoreHealth, entries_of, score_of
 from verl_ray.rewards.wire import scores_from, scores_text
 
 

@@ -15,15 +15,13 @@ from tests.rollout.generation import drained, generate
 from verl_ray.data.stages import Finish
 from verl_ray.errors import CannotGenerate, RolloutError, WeightSyncError
 from verl_ray.rollout.base import RolloutEngine
-from verl_ray.rollout.engine_load import EngineLoad
 from verl_ray.rollout.engine_state import EnginePause
-from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling
+from verl_ray.rollout.requests import Chunk, EngineLoad, GenerationRequest, Sampling
 from verl_ray.rollout.scripted import ScriptedEngine
 from verl_ray.rollout.update import Probe
 from verl_ray.rollout.vllm_engine import VllmEngine
-from verl_ray.weight_sync.buckets import plan_buckets
 from verl_ray.weight_sync.fingerprint import Fingerprint
-from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice
+from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice, plan_buckets
 from verl_ray.weight_sync.shared_memory import create, map_slots, remove
 from verl_ray.weight_sync.transport import WireSpec
 
@@ -632,7 +630,7 @@ def test_what_a_commit_refuses(
     fresh.receive(first)
     with pytest.raises(
         WeightSyncError,
-        match=r"brings what is not expected, or came before: \['model.norm.weight'\]",
+        match=r"holds what is not expected, or came before: \['model.norm.weight'\]",
     ):
         fresh.receive(first)
 

@@ -21,8 +21,7 @@ from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import CallRefused, CannotGenerate
 from verl_ray.rollout.choices import ChoiceFactory
 from verl_ray.rollout.endpoint import Endpoint, _refuse_aborted
-from verl_ray.rollout.openai_api import ChatCall, CompletionCall, read_call
-from verl_ray.rollout.openai_replies import ChoiceDelta
+from verl_ray.rollout.openai_api import ChatCall, ChoiceDelta, CompletionCall, read_call
 from verl_ray.rollout.server import RolloutServer
 from verl_ray.rollout.vllm_engine import VllmEngine
 

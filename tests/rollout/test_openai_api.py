@@ -13,10 +13,10 @@ from verl_ray.rollout.openai_api import (
     WITHOUT_EFFECT,
     ApiCall,
     ChatCall,
+    ChoiceDelta,
     CompletionCall,
     read_call,
 )
-from verl_ray.rollout.openai_replies import ChoiceDelta
 
 USER = {"role": "user", "content": "1"}
 

@@ -16,9 +16,9 @@ from verl_ray.data.stages import Finish
 from verl_ray.errors import EngineFailed, RolloutError
 from verl_ray.profiling.progress import progress
 from verl_ray.rollout.base import RolloutEngine
-from verl_ray.rollout.engine_load import EngineLoad
 from verl_ray.rollout.requests import (
     Chunk,
+    EngineLoad,
     GenerationProgress,
     GenerationRequest,
     Sampling,

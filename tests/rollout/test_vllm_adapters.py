@@ -25,7 +25,7 @@ from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling
 from verl_ray.rollout.update import Probe
 from verl_ray.rollout.vllm_engine import VllmEngine
 from verl_ray.rollout.vllm_loader import WeightLoader
-from verl_ray.weight_sync.buckets import plan_buckets
+from verl_ray.weight_sync.manifest import plan_buckets
 from verl_ray.weight_sync.shared_memory import create, map_slots, remove
 from verl_ray.weight_sync.transport import WireSpec
 

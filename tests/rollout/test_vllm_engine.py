@@ -16,17 +16,16 @@ from tests.rollout.generation import drained, generate
 from verl_ray.data.stages import Finish
 from verl_ray.errors import RolloutError, WeightSyncError
 from verl_ray.profiling.memory import malloc_trim
-from verl_ray.rollout.engine_load import EngineLoad
 from verl_ray.rollout.requests import (
     Chunk,
+    EngineLoad,
     GenerationProgress,
     GenerationRequest,
     Sampling,
 )
 from verl_ray.rollout.vllm_engine import VllmEngine
 from verl_ray.rollout.vllm_setup import environment
-from verl_ray.weight_sync.buckets import plan_buckets
-from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice
+from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice, plan_buckets
 from verl_ray.weight_sync.shared_memory import create, map_slots, remove
 from verl_ray.weight_sync.transport import WireSpec
 

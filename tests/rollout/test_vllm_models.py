@@ -26,9 +26,8 @@ from verl_ray.rollout.update import HIDDEN_MOVEMENT, Probe
 from verl_ray.rollout.vllm_engine import VllmEngine
 from verl_ray.rollout.vllm_setup import environment
 from verl_ray.weight_sync.broadcast import BroadcastSender
-from verl_ray.weight_sync.buckets import plan_buckets
 from verl_ray.weight_sync.fingerprint import Fingerprint
-from verl_ray.weight_sync.manifest import Slice
+from verl_ray.weight_sync.manifest import Slice, plan_buckets
 from verl_ray.weight_sync.transport import WireSpec
 
 pytestmark = pytest.mark.vllm

@@ -6,17 +6,15 @@ from pathlib import Path
 import pytest
 
 from verl_ray.errors import TrackingError
-from verl_ray.tracking.durations import (
+from verl_ray.tracking.history import (
+    HISTORY,
     PREPARING,
     REST,
     REST_OF_STEPS,
     STARTING,
-    phase_durations,
-)
-from verl_ray.tracking.history import (
-    HISTORY,
     begin_stint,
     end_stint,
+    phase_durations,
     preparing_s,
     read_history,
     ready_stint,

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from verl_ray.errors import TrackingError
-from verl_ray.tracking.base import Sample, Tracker, Trackers
-from verl_ray.tracking.unhurried import UnhurriedTracker
+from verl_ray.tracking.base import Sample, Tracker, Trackers, UnhurriedTracker
 
 
 class GatedTracker(Tracker):
@@ -87,7 +86,7 @@ def test_the_end_waits_for_no_longer_than_the_limit() -> None:
 def test_what_cannot_even_be_given_up_is_left_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("verl_ray.tracking.unhurried._ABORT_S", 0.05)
+    monkeypatch.setattr("verl_ray.tracking.base._ABORT_S", 0.05)
     gated = GatedTracker()
     tracker = UnhurriedTracker(gated, lambda: None, patience_s=0.05)
     tracker.log(1, {})

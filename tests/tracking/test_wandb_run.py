@@ -17,10 +17,9 @@ from tests.waiting import until
 from verl_ray.config.run import WandbConfig
 from verl_ray.errors import ConfigError, TrackingError
 from verl_ray.paths import program
-from verl_ray.tracking import unhurried as unhurried_module
-from verl_ray.tracking.base import Sample, Trackers
+from verl_ray.tracking import base as base_module
+from verl_ray.tracking.base import Sample, Trackers, UnhurriedTracker
 from verl_ray.tracking.jsonl import JsonlTracker
-from verl_ray.tracking.unhurried import UnhurriedTracker
 from verl_ray.tracking.wandb_run import RUN_ID, WandbTracker, open_wandb
 
 PATIENCE_S = 120.0
@@ -146,7 +145,7 @@ import sys
 from pathlib import Path
 from verl_ray.config.run import WandbConfig
 from verl_ray.tracking.jsonl import JsonlTracker
-from verl_ray.tracking.unhurried import UnhurriedTracker
+from verl_ray.tracking.base import UnhurriedTracker
 from verl_ray.tracking.wandb_run import RUN_ID, WandbTracker, open_wandb
 config = WandbConfig(mode="offline", project="tests", entity=None, group=None, tags=())
 tracker = WandbTracker(config, Path(sys.argv[1]), "killed", {}, {})
@@ -282,7 +281,7 @@ def test_a_process_of_wandbs_that_is_stopped_holds_up_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Another process of W&B's has to start within this limit.
-    monkeypatch.setattr(unhurried_module, "_ABORT_S", PATIENCE_S)
+    monkeypatch.setattr(base_module, "_ABORT_S", PATIENCE_S)
     tracker = WandbTracker(OFFLINE, tmp_path, "stopped", {}, {})
     unhurried = UnhurriedTracker(tracker, tracker.kill_process, patience_s=2.0)
     unhurried.log(1, {"x": 1.5, "training/global_step": 1})

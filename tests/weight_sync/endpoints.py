@@ -10,9 +10,14 @@ from pathlib import Path
 import torch
 
 from verl_ray.rollout.scripted import ScriptedEngine
-from verl_ray.weight_sync.buckets import Bucket, plan_buckets
 from verl_ray.weight_sync.fingerprint import EMPTY, Fingerprint
-from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice
+from verl_ray.weight_sync.manifest import (
+    Bucket,
+    Manifest,
+    Parameter,
+    Slice,
+    plan_buckets,
+)
 from verl_ray.weight_sync.transport import Address, Sender, WireSpec
 from verl_ray.weight_sync.wires import SENDERS, WireName
 

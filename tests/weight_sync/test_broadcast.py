@@ -14,10 +14,16 @@ import torch
 import torch.distributed as dist
 
 from tests.weight_sync.endpoints import BUCKETS, CPU, MANIFEST, made, shards
+from tests.weight_sync.fingerprints import fingerprint
 from verl_ray.errors import WeightSyncError
-from verl_ray.weight_sync.broadcast import BroadcastAddress, BroadcastSender
-from verl_ray.weight_sync.fingerprint import EMPTY, Fingerprint, fingerprint
-from verl_ray.weight_sync.rendezvous import gather, invite, join
+from verl_ray.weight_sync.broadcast import (
+    BroadcastAddress,
+    BroadcastSender,
+    gather,
+    invite,
+    join,
+)
+from verl_ray.weight_sync.fingerprint import EMPTY, Fingerprint
 from verl_ray.weight_sync.transport import Address, WireEndpoint, WireSpec
 
 WIRE_SPEC = WireSpec(BUCKETS, receivers=2, patience_s=60)

@@ -1,8 +1,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_ray.weight_sync.buckets import Bucket, Entry, plan_buckets
-from verl_ray.weight_sync.manifest import Manifest, Parameter
+from verl_ray.weight_sync.manifest import (
+    Bucket,
+    Entry,
+    Manifest,
+    Parameter,
+    plan_buckets,
+)
 
 
 def test_a_plan_by_hand() -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.weight_sync.endpoints import BUCKETS, MANIFEST, made, shards
+from tests.weight_sync.fingerprints import fingerprint
 from verl_ray.weight_sync.cuda_ipc import CudaIpcSender
-from verl_ray.weight_sync.fingerprint import fingerprint
 from verl_ray.weight_sync.transport import Address, WireEndpoint, WireSpec
 
 pytestmark = [

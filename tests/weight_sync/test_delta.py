@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_ray.errors import WeightSyncError
-from verl_ray.weight_sync.buckets import Bucket, plan_buckets
 from verl_ray.weight_sync.delta import ALL, DeltaDecoder, DeltaEncoder
-from verl_ray.weight_sync.manifest import Manifest, Parameter
+from verl_ray.weight_sync.manifest import Bucket, Manifest, Parameter, plan_buckets
 from verl_ray.weight_sync.slots import parameter_view
 
 (BUCKET,) = plan_buckets(

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_ray.weight_sync.fingerprint import EMPTY, Fingerprint, fingerprint
+from tests.weight_sync.fingerprints import fingerprint
+from verl_ray.weight_sync.fingerprint import EMPTY, Fingerprint
 from verl_ray.weight_sync.manifest import Slice
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8]

@@ -17,8 +17,8 @@ from tests.weight_sync.endpoints import (
     shards,
 )
 from verl_ray.weight_sync.fingerprint import EMPTY, Fingerprint
-from verl_ray.weight_sync.kept_version import KeptVersion
 from verl_ray.weight_sync.manifest import Slice
+from verl_ray.weight_sync.transport import KeptVersion
 
 Shard = tuple[Slice, torch.Tensor]
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.weight_sync.fingerprints import fingerprint
 from verl_ray.errors import WeightSyncError
-from verl_ray.shared_files import FOLDER
-from verl_ray.weight_sync.buckets import plan_buckets
-from verl_ray.weight_sync.fingerprint import Fingerprint, fingerprint
-from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice
+from verl_ray.ownership import SHARED_FOLDER
+from verl_ray.weight_sync.fingerprint import Fingerprint
+from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice, plan_buckets
 from verl_ray.weight_sync.shared_memory import (
     SharedMemoryAddress,
     create,
@@ -162,7 +162,7 @@ def test_too_little_memory_is_a_clear_error_and_leaves_nothing() -> None:
         match=r"needs 2 x \d+ MiB in /dev/shm, found \d+ of \d+ MiB free",
     ):
         create("too-large", 1 << 50)
-    assert list(FOLDER.glob("*too-large*")) == []
+    assert list(SHARED_FOLDER.glob("*too-large*")) == []
 
 
 @pytest.mark.processes
@@ -171,9 +171,9 @@ def test_what_a_dead_owner_left_is_removed_and_what_a_live_one_has_stays(
 ) -> None:
     code = """
 import os, tempfile
-from verl_ray.shared_files import FOLDER, prefix
+from verl_ray.ownership import SHARED_FOLDER, prefix
 from verl_ray.weight_sync.shared_memory import create
-folder = tempfile.mkdtemp(prefix=prefix("adapter"), dir=FOLDER)
+folder = tempfile.mkdtemp(prefix=prefix("adapter"), dir=SHARED_FOLDER)
 open(f"{folder}/adapter_model.safetensors", "w").close()
 print(folder, *create("dies", 64).paths, flush=True)
 os._exit(9)

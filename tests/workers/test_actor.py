@@ -28,8 +28,8 @@ from verl_ray.engine.base import EngineSpec
 from verl_ray.errors import DataError
 from verl_ray.models.tiny import make_tiny
 from verl_ray.rollout.scripted import ScriptedEngine
-from verl_ray.weight_sync.buckets import plan_buckets
 from verl_ray.weight_sync.fingerprint import EMPTY, Fingerprint
+from verl_ray.weight_sync.manifest import plan_buckets
 from verl_ray.weight_sync.transport import WireSpec
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker

@@ -5,9 +5,7 @@ NumPy. Token functions
 take the response tokens of many rows laid end to end, row r at [offsets[r],
 offsets[r + 1]). No function loops over rows or tokens.
 
-Invariant: a pure function of its rows. Deliberately not here: the rewards themselves,
-sums over tokens (`discounting.py`), and whitening over a step (`ops/masked.py`), which
-needs all shards.
+Invariant: a pure function of its rows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Baselines of agents: the mean of an agent's own rewards so far, with decay.
 
 Invariant: rewards enter in the order of ordinals, so a run that is resumed has the same
-baselines, to the bit. Deliberately not here: which column names an agent
-(`controllers/trainers/credit_assignment.py`).
+baselines, to the bit.
 """
 
 from __future__ import annotations

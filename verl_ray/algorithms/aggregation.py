@@ -1,8 +1,7 @@
 """The sum of token losses: loss = sum over t of weight[row(t)] * loss[t].
 
 Invariant: a value at a token of weight 0 reaches neither the sum nor a gradient, even
-if it is not finite. Deliberately not here: the weights (`row_weights.py`), the token
-losses (`losses.py`) and the sum over ranks (the engine).
+if it is not finite.
 """
 
 from __future__ import annotations

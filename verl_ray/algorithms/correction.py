@@ -7,24 +7,26 @@ token that is left out bears no term of the loss. Denominators remain as they ar
 without a correction (`row_weights.py`): all response tokens, or rows, that are learned
 from, including those that are left out. So the weight of a token does not depend on
 what happens to others. A ratio that is NaN is beyond no bound: its token remains with a
-weight of NaN, so that the step is skipped and reported. Deliberately not here: which
-policies are compared and where the weights enter the loss (`objectives.py`).
+weight of NaN, so that the step is skipped and reported. Which policies are compared and
+where the weights enter the loss is decided in `policy_objective.py`. torch is imported
+when a function is called: the configuration reads the choices at the end.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from verl_ray.algorithms.catalogue import CORRECTIONS, LEVELS
-from verl_ray.algorithms.rejection import rejections
-from verl_ray.config.algorithm import CorrectionConfig
+from verl_ray.algorithms.declaration import Declaration, by_name
 from verl_ray.ops.kl import MAX_EXPONENT
-from verl_ray.ops.rows import row_lengths, row_sums
+from verl_ray.ops.rows import row_lengths, row_maxima, row_sums
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from verl_ray.config.algorithm import CorrectionConfig
 
 CORRECTION_PREFIX = "correction/"
 """The beginning of names of the token means and maxima that `correction_metrics`
@@ -75,6 +77,8 @@ def correction_weights(
     if config.rejections is None:
         return None if config.kind is None else _weights(config, log_ratio, row)
 
+    import torch
+
     ones = torch.ones_like(log_ratio)
     weights = CorrectionWeights(ones, ones.bool(), {}, {})
     if config.kind is not None:
@@ -93,6 +97,8 @@ def _weights(
     config: CorrectionConfig, log_ratio: Tensor, row: Tensor
 ) -> CorrectionWeights:
     """Return the weights of the kind of correction; see `correction_weights`."""
+    import torch
+
     kind = config.kind
     level = config.level
     upper = config.upper
@@ -234,6 +240,18 @@ def _smallest(largest_inverse: float) -> float:
 # ------------------------------------------------------------------------------ levels
 
 
+@dataclass(frozen=True, kw_only=True)
+class CorrectionLevel(Declaration):
+    """A choice of `algorithm.correction.level`.
+
+    Attributes:
+        function: Maps (log_ratio float32 [T], row int64 [T]) to the logarithm of the
+            ratio that is bounded, float32 [T].
+    """
+
+    function: Callable[[Tensor, Tensor], Tensor]
+
+
 def token_log_ratio(log_ratio: Tensor, row: Tensor) -> Tensor:
     """Return the log ratio of each token by itself."""
     return log_ratio
@@ -258,6 +276,26 @@ def geometric_log_ratio(log_ratio: Tensor, row: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------- kinds
 
 
+@dataclass(frozen=True, kw_only=True)
+class Correction(Declaration):
+    """A choice of `algorithm.correction.kind`.
+
+    Attributes:
+        function: Maps (ratio float32 [T], lower, upper) to (weight float32 [T], mask
+            bool [T]), where the mask is False at tokens that leave the loss.
+        two_sided: True if there is a lower bound as well.
+        may_have_lower: True if there may be one.
+        weights_by_ratio: True if tokens are weighted by their ratio; False: by 1.
+        drops_tokens: True if tokens beyond a bound leave the loss.
+    """
+
+    function: Callable[[Tensor, float | None, float], tuple[Tensor, Tensor]]
+    two_sided: bool = False
+    may_have_lower: bool = False
+    weights_by_ratio: bool = True
+    drops_tokens: bool = True
+
+
 def tis(ratio: Tensor, lower: float | None, upper: float) -> tuple[Tensor, Tensor]:
     """Return the ratio, at most upper: truncated importance sampling.
 
@@ -268,6 +306,8 @@ def tis(ratio: Tensor, lower: float | None, upper: float) -> tuple[Tensor, Tenso
     off-policy RL training" (2025); per sequence: J. Liu et al., "When speed kills
     stability" (2025).
     """
+    import torch
+
     weight = ratio.clamp(min=lower, max=upper)
     return weight, torch.ones_like(ratio, dtype=torch.bool)
 
@@ -279,6 +319,8 @@ def mis(ratio: Tensor, lower: float | None, upper: float) -> tuple[Tensor, Tenso
 
     J. Liu et al., "When speed kills stability" (2025), there per sequence.
     """
+    import torch
+
     # Not `ratio <= upper`, which would leave NaN out.
     mask = ~(ratio > upper)
     return torch.where(mask, ratio, 0.0), mask
@@ -293,6 +335,8 @@ def icepop(ratio: Tensor, lower: float | None, upper: float) -> tuple[Tensor, Te
     there per token. Deviation: a token that is left out bears no divergence from the
     reference either.
     """
+    import torch
+
     mask = _is_within(ratio, lower, upper)
     return torch.where(mask, ratio, 0.0), mask
 
@@ -305,6 +349,8 @@ def reject(ratio: Tensor, lower: float | None, upper: float) -> tuple[Tensor, Te
     With the geometric mean, the sequence mask of J. Liu et al., "When speed kills
     stability" (2025).
     """
+    import torch
+
     mask = _is_within(ratio, lower, upper)
     # A NaN remains the weight, so that it reaches the loss.
     return torch.where(ratio.isnan(), ratio, mask.float()), mask
@@ -316,3 +362,165 @@ def _is_within(ratio: Tensor, lower: float | None, upper: float) -> Tensor:
         "the configuration requires it of corrections with two bounds"
     )
     return ~((ratio < lower) | (ratio > upper))
+
+
+# -------------------------------------------------------------------------- rejections
+
+# Tokens that leave the loss because a statistic of theirs is too large.
+#
+# Several rejections may apply at once; a token counts if each of them lets it pass. The
+# names are those of the field's rollout correction: where the statistic is taken, and
+# of what. A statistic that is NaN is beyond no bound.
+
+Bounds = Sequence[float | None]
+"""Lower and upper bound; None: there is none."""
+
+
+def rejections(
+    bounds: Mapping[str, Bounds], log_ratio: Tensor, row: Tensor
+) -> dict[str, Tensor]:
+    """Return where each rejection leaves tokens out, bool [T] by name.
+
+    Args:
+        bounds: Bounds by names in `REJECTIONS`.
+        log_ratio: float32 [T], log(p / p_sampler) of each sampled token.
+        row: int64 [T], the row of each token.
+    """
+    import torch
+
+    left_out = {}
+    for name, (lower, upper) in bounds.items():
+        rejection = REJECTIONS[name]
+        of_tokens = rejection.statistic(log_ratio.detach())
+        value = rejection.over(of_tokens, row)
+        if rejection.two_sided:
+            # Of k1 the ratio is bounded, so that 1 stands for no difference.
+            value = value.clamp(-MAX_EXPONENT, MAX_EXPONENT).exp()
+
+        beyond = torch.zeros_like(row, dtype=torch.bool)
+        if lower is not None:
+            beyond = beyond | (value < lower)
+        if upper is not None:
+            beyond = beyond | (value > upper)
+        left_out[name] = beyond
+    return left_out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejection(Declaration):
+    """A choice in `algorithm.correction.rejections`.
+
+    Attributes:
+        statistic: Maps log ratios to what is judged, float32 [T] each.
+        over: Maps those and the rows, int64 [T], to a value at each token, float32 [T].
+        two_sided: True if the ratio is bounded on both sides; False: there is an upper
+            bound alone.
+    """
+
+    statistic: Callable[[Tensor], Tensor]
+    over: Callable[[Tensor, Tensor], Tensor]
+    two_sided: bool
+
+
+def k1(log_ratio: Tensor) -> Tensor:
+    """Return log r itself, r = p / p_sampler."""
+    return log_ratio
+
+
+def k2(log_ratio: Tensor) -> Tensor:
+    """Return (log r)^2 / 2."""
+    return 0.5 * log_ratio.square()
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """Return r - 1 - log r; log r is clamped at 20."""
+    bounded = log_ratio.clamp(max=MAX_EXPONENT)
+    return bounded.expm1() - bounded
+
+
+def token(values: Tensor, row: Tensor) -> Tensor:
+    """Return the value of each token by itself."""
+    return values
+
+
+def seq_sum(values: Tensor, row: Tensor) -> Tensor:
+    """Return the sum over each token's row."""
+    return row_sums(values, row)
+
+
+def seq_mean(values: Tensor, row: Tensor) -> Tensor:
+    """Return the mean over each token's row."""
+    return row_sums(values, row) / row_lengths(row)
+
+
+def seq_max(values: Tensor, row: Tensor) -> Tensor:
+    """Return the maximum over each token's row."""
+    return row_maxima(values, row)
+
+
+# ------------------------------------------------------------------------- the choices
+
+_LIU = "Liu et al., When speed kills stability (2025)"
+
+CORRECTIONS = by_name(
+    Correction(
+        name="tis",
+        paper="Ionides, 2008",
+        function=tis,
+        drops_tokens=False,
+        may_have_lower=True,
+    ),
+    Correction(name="mis", paper=_LIU, function=mis),
+    Correction(
+        name="icepop",
+        paper="IcePop (arXiv:2510.18855)",
+        function=icepop,
+        two_sided=True,
+    ),
+    Correction(
+        name="reject",
+        paper=_LIU,
+        function=reject,
+        two_sided=True,
+        weights_by_ratio=False,
+    ),
+)
+
+LEVELS = by_name(
+    CorrectionLevel(
+        name="token",
+        paper="Yao et al., 2025",
+        function=token_log_ratio,
+    ),
+    CorrectionLevel(
+        name="sequence",
+        paper=_LIU,
+        function=sequence_log_ratio,
+    ),
+    CorrectionLevel(
+        name="geometric",
+        paper=_LIU,
+        function=geometric_log_ratio,
+    ),
+)
+
+_STATISTICS = {"k1": k1, "k2": k2, "k3": k3}
+
+REJECTIONS = by_name(
+    *(
+        Rejection(
+            name=f"{place}_{statistic}",
+            paper=_LIU,
+            statistic=_STATISTICS[statistic],
+            over=over,
+            two_sided=statistic == "k1",
+        )
+        for place, over, statistics in (
+            ("token", token, ("k1", "k2", "k3")),
+            ("seq_sum", seq_sum, ("k1", "k2", "k3")),
+            ("seq_mean", seq_mean, ("k1", "k2", "k3")),
+            ("seq_max", seq_max, ("k2", "k3")),
+        )
+        for statistic in statistics
+    )
+)

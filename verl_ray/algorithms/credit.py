@@ -4,8 +4,7 @@ The driver decides about each response; the shards spread the decision over toke
 
 Invariant: pure functions of their rows. What needs other rows (group baselines) is
 decided from one number per row; what needs tokens (the divergence charged in the
-reward, GAE) needs no other row. Deliberately not here: whitening, which needs the
-moments of all shards, and the estimators themselves (`advantages.py`).
+reward, GAE) needs no other row.
 """
 
 from __future__ import annotations
@@ -154,7 +153,7 @@ def says_something(algorithm: AlgorithmConfig, finish: npt.NDArray[np.int8]) -> 
     return counts
 
 
-def assign_credit(
+def token_credit(
     algorithm: AlgorithmConfig,
     kl_coefficient: float,
     rollouts: Rollouts,

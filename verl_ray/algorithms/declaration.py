@@ -1,10 +1,8 @@
 """The declaration of a choice of an algorithm: its name, its paper and its settings.
 
 Invariant: a declaration is light, so that the configuration can use it; a function that
-needs torch is named by its import address. The names that the configuration accepts,
-its fields, its rules, and the documents' tables all follow from the declarations.
-Deliberately not here: the declarations (`advantages.py`, `row_weights.py`,
-`catalogue.py`).
+needs torch imports it when it is called. The names that the configuration accepts, its
+fields, its rules, and the documents' tables all follow from the declarations.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Discounted sums over the tokens of many rows, without a loop over rows or tokens.
 
-Invariant: the sums of a row depend on that row alone. Deliberately not here: what is
-summed (`advantages.py`).
+Invariant: the sums of a row depend on that row alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Kinds of estimators of advantages: what each takes, and what it needs.
 
-Invariant: the kind of an estimator tells how to call its function. Deliberately not
-here: the functions and their declarations (`advantages.py`).
+Invariant: the kind of an estimator tells how to call its function.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ Functions take one number per row, in NumPy, and loop over no rows.
 
 Invariant: a pure function of its rows. The order of rows changes nothing but the order
 of the result, and nothing is ever divided by a spread that is only rounding.
-Deliberately not here: declarations (`advantages.py`), and what a group is
-(`groups.py`).
 """
 
 from __future__ import annotations

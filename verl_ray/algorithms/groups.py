@@ -1,8 +1,7 @@
 """Responses to one prompt as a group, whose members are trajectories.
 
 Invariant: nothing depends on the order of rows, and a spread that is only rounding
-counts as none. Deliberately not here: what baselines make of it
-(`group_baselines.py`).
+counts as none.
 """
 
 from __future__ import annotations

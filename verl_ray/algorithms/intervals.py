@@ -8,8 +8,6 @@ weights and divides two sums, which is a ratio estimator.
 
 Invariant: a pure function of the scores and the seed; the order of the prompts does not
 matter.
-
-Deliberately not here: what was measured, and how a number is shown.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Rewards of lengths: what a response gains or loses by how long it is.
 
 Invariant: pure functions of one number per row, in NumPy. A response that is no
-member of its group gets nothing. Deliberately not here: scores (`verl_ray/rewards`),
-and what becomes of a response that was cut (algorithm.truncated).
+member of its group gets nothing.
 """
 
 from __future__ import annotations

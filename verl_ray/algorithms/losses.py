@@ -2,18 +2,17 @@
 
 Invariant: losses and metrics are not reduced; weights and sums belong to the caller
 (`row_weights.py`), so no mean depends on how a mini-batch was cut. Nothing here makes
-the host wait for the device. Deliberately not here: losses of the policy
-(`policy_losses.py`), entropy bonus and divergence, which are token values of their own
-(`ops/`), and aggregation.
+the host wait for the device. torch is imported when a function is called: the table of
+the policy's losses is read by the configuration, which imports no framework.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-from torch.nn.functional import logsigmoid
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,8 @@ def value_loss(
         The loss, with the metric critic/vf_clipfrac (the clamped value is worse) if
         there is a clip.
     """
+    import torch
+
     error = (values - returns).square()
     metrics = {}
 
@@ -95,6 +96,8 @@ def bradley_terry(
         alone: margin and smoothing left out), reward/margin, reward/chosen and
         reward/rejected.
     """
+    from torch.nn.functional import logsigmoid
+
     difference = chosen - rejected
     # A wrong label means that the rejected response is the better one.
     if_right = -(1 - label_smoothing) * logsigmoid(difference - margin)

@@ -3,8 +3,7 @@
 Invariant: an objective maps per-token outputs to per-token losses. The rows'
 `loss_weight` decides how they are weighted into one number, so an objective knows
 neither micro-batches nor ranks. It sees no values of rows that are not learned from
-(`without_uncounted`). Deliberately not here: the losses themselves, and the objective
-of the policy (`policy_objective.py`).
+(`without_uncounted`).
 """
 
 from __future__ import annotations

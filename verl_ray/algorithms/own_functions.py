@@ -2,8 +2,7 @@
 
 Invariant: nothing of the user's runs before a step does; the file is only parsed. A
 function reads settings like the built-in ones: its keyword arguments are keys of
-`algorithm`. Deliberately not here: what its kind of function takes and returns
-(`advantages.py`, `policy_loss_choices.py`, `own_shaping.py`).
+`algorithm`.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ class OwnFunctionMistake(DataError):
     """A function that cannot take the place of a built-in one."""
 
     def __init__(self, rule: str, fix: str) -> None:
-        super().__init__(f"{rule}. {fix}")
-        self.rule = rule
-        self.fix = fix
+        super().__init__(rule, fix=fix)
+        # An exception is rebuilt from these in another process.
+        self.args = rule, fix
 
 
 def is_own(name: str) -> bool:

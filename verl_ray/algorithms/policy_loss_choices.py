@@ -1,8 +1,7 @@
 """The choices of `algorithm.policy_loss`, and their settings.
 
-Invariant: light; a function is named by its import address, and imported when it is
-called. Deliberately not here: the functions (`policy_losses.py`, `sequence_losses.py`,
-`token_selection.py`).
+Invariant: light, since the configuration reads it; the functions import torch when they
+are called.
 """
 
 from __future__ import annotations
@@ -13,10 +12,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from verl_ray.algorithms import policy_losses, sequence_losses, token_selection
 from verl_ray.algorithms.declaration import Declaration, Setting, by_name
+from verl_ray.algorithms.losses import TokenLoss
 from verl_ray.algorithms.own_functions import Choices, OwnFunction, keywords_of
 from verl_ray.config.section import PositiveFloat
-from verl_ray.lazy import Lazy
+from verl_ray.data.stages import Bool
 
 CLIP_LOW = Setting(
     "clip_low", PositiveFloat, "The ratio is clipped to [1 - clip_low, 1 + clip_high]."
@@ -119,12 +120,12 @@ class PolicyLoss(Declaration):
             loss.
     """
 
-    function: Callable[..., Any]
+    function: Callable[..., TokenLoss]
     has_ratio: bool = True
     needs_another_policy: bool = True
     sequence: Literal["token", "row"] = "token"
     is_per_row: bool = False
-    selection: Lazy | None = None
+    selection: Callable[..., Bool] | None = None
     selection_reads: tuple[Setting, ...] = ()
 
     def settings(self, algorithm: object) -> dict[str, Any]:
@@ -141,60 +142,57 @@ class PolicyLoss(Declaration):
         return {setting.name: values[setting.name] for setting in self.selection_reads}
 
 
-_LOSSES = "verl_ray.algorithms.policy_losses"
-_SEQUENCE_LOSSES = "verl_ray.algorithms.sequence_losses"
-_SELECTION = "verl_ray.algorithms.token_selection"
 _CUI = "Cui et al. (arXiv:2505.22617)"
 
 _DECLARED = by_name(
     PolicyLoss(
         name="ppo_clip",
         paper="PPO (arXiv:1707.06347)",
-        function=Lazy(f"{_LOSSES}:ppo_clip"),
+        function=policy_losses.ppo_clip,
         needs_another_policy=False,
         reads={CLIP_LOW: 0.2, CLIP_HIGH: 0.2, DUAL_CLIP: None},
     ),
     PolicyLoss(
         name="reinforce",
         paper="Williams, 1992",
-        function=Lazy(f"{_LOSSES}:reinforce"),
+        function=policy_losses.reinforce,
         has_ratio=False,
         needs_another_policy=False,
     ),
     PolicyLoss(
         name="cispo",
         paper="MiniMax-M1 (arXiv:2506.13585)",
-        function=Lazy(f"{_LOSSES}:cispo"),
+        function=policy_losses.cispo,
         reads={RATIO_MIN: None, RATIO_MAX: 5.0},
     ),
     PolicyLoss(
         name="sapo",
         paper="SAPO (arXiv:2511.20347)",
-        function=Lazy(f"{_LOSSES}:sapo"),
+        function=policy_losses.sapo,
         reads={TEMPERATURE_POSITIVE: 1.0, TEMPERATURE_NEGATIVE: 1.05},
     ),
     PolicyLoss(
         name="dppo_tv",
         paper="DPPO (arXiv:2602.04879)",
-        function=Lazy(f"{_LOSSES}:dppo_tv"),
+        function=policy_losses.dppo_tv,
         reads={DIVERGENCE_LOW: 0.2, DIVERGENCE_HIGH: 0.2, RATIO_MAX: 20.0},
     ),
     PolicyLoss(
         name="dppo_kl",
         paper="DPPO (arXiv:2602.04879)",
-        function=Lazy(f"{_LOSSES}:dppo_kl"),
+        function=policy_losses.dppo_kl,
         reads={DIVERGENCE_LOW: 0.05, DIVERGENCE_HIGH: 0.05, RATIO_MAX: 20.0},
     ),
     PolicyLoss(
         name="dro",
         paper="DRO (arXiv:2405.19107)",
-        function=Lazy(f"{_LOSSES}:dro"),
+        function=policy_losses.dro,
         reads={DISTANCE_PENALTY: 0.1},  # ours: no value has been published
     ),
     PolicyLoss(
         name="gspo",
         paper="GSPO (arXiv:2507.18071)",
-        function=Lazy(f"{_SEQUENCE_LOSSES}:gspo"),
+        function=sequence_losses.gspo,
         sequence="row",
         is_per_row=True,
         reads={CLIP_LOW: 3e-4, CLIP_HIGH: 4e-4},
@@ -202,7 +200,7 @@ _DECLARED = by_name(
     PolicyLoss(
         name="gmpo",
         paper="GMPO (arXiv:2507.20673)",
-        function=Lazy(f"{_SEQUENCE_LOSSES}:gmpo"),
+        function=sequence_losses.gmpo,
         sequence="row",
         is_per_row=True,
         reads={LOG_CLIP_LOW: 0.4, LOG_CLIP_HIGH: 0.4},
@@ -210,7 +208,7 @@ _DECLARED = by_name(
     PolicyLoss(
         name="vespo",
         paper="VESPO (arXiv:2602.10693)",
-        function=Lazy(f"{_SEQUENCE_LOSSES}:vespo"),
+        function=sequence_losses.vespo,
         sequence="row",
         reads={
             POWER_POSITIVE: 2.0,
@@ -222,18 +220,18 @@ _DECLARED = by_name(
     PolicyLoss(
         name="m2po",
         paper="M2PO (arXiv:2510.01161)",
-        function=Lazy(f"{_LOSSES}:m2po"),
+        function=policy_losses.m2po,
         needs_another_policy=False,
-        selection=Lazy(f"{_SELECTION}:smallest_second_moment"),
+        selection=token_selection.smallest_second_moment,
         selection_reads=(SECOND_MOMENT,),
         reads={SECOND_MOMENT: 0.04},
     ),
     PolicyLoss(
         name="clip_cov",
         paper=_CUI,
-        function=Lazy(f"{_LOSSES}:clip_cov"),
+        function=policy_losses.clip_cov,
         needs_another_policy=False,
-        selection=Lazy(f"{_SELECTION}:some_of_covariance"),
+        selection=token_selection.some_of_covariance,
         selection_reads=(COV_SHARE, COV_MIN, COV_MAX),
         reads={
             CLIP_LOW: 0.2,
@@ -246,8 +244,8 @@ _DECLARED = by_name(
     PolicyLoss(
         name="kl_cov",
         paper=_CUI,
-        function=Lazy(f"{_LOSSES}:kl_cov"),
-        selection=Lazy(f"{_SELECTION}:largest_covariance"),
+        function=policy_losses.kl_cov,
+        selection=token_selection.largest_covariance,
         selection_reads=(COV_SHARE,),
         reads={COV_SHARE: 2e-4, COV_PENALTY: 1.0},
     ),
@@ -268,7 +266,7 @@ def own_loss(spec: str, settings: Mapping[Setting, object]) -> PolicyLoss:
     return PolicyLoss(
         name=spec,
         paper="your own",
-        function=OwnFunction(spec, Lazy(f"{_LOSSES}:as_token_loss")),
+        function=OwnFunction(spec, policy_losses.as_token_loss),
         needs_another_policy=False,
         reads=reads,
     )

@@ -2,18 +2,19 @@
 
 Invariant: those of `losses.py`. At log_probs = old_log_probs, where all ratios are 1,
 every loss has the gradient -A of the plain policy gradient. A value that is not finite
-is not masked, so that the step is skipped and reported. Deliberately not here: losses
-that judge sequences (`sequence_losses.py`).
+is not masked, so that the step is skipped and reported. Losses that judge sequences are
+in `sequence_losses.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from verl_ray.algorithms.losses import TokenLoss
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
 """The bound of log ratios. exp overflows float32 past 88, and inf times an advantage of
@@ -71,6 +72,8 @@ def as_token_loss(returned: object, tokens: PolicyTokens) -> TokenLoss:
     Raises:
         ValueError: It is no loss of these tokens.
     """
+    from torch import Tensor
+
     if isinstance(returned, Tensor):
         returned = TokenLoss(returned, tokens.metrics)
     if not isinstance(returned, TokenLoss):
@@ -120,6 +123,8 @@ def ppo_clip(
         actor/pg_clipfrac_lower (the dual clip decides) and actor/ppo_kl (k1 of pi_old
         from pi).
     """
+    import torch
+
     ratio = tokens.log_ratio.exp()
     loss, is_clipped = clipped_surrogate(ratio, tokens.advantages, clip_low, clip_high)
     metrics = tokens.metrics | {"actor/pg_clipfrac": is_clipped}
@@ -141,6 +146,8 @@ def clipped_surrogate(
     Returns:
         float32 [T] each; the second is 1 or 0, and detached.
     """
+    import torch
+
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     # The minimum of the surrogates, negated.
@@ -197,6 +204,8 @@ def sapo(
         The loss, with the metrics actor/gate (the slope of the gate, 1 at ratio 1) and
         actor/ppo_kl.
     """
+    import torch
+
     positive = tokens.advantages > 0
     temperature = torch.where(positive, temperature_positive, temperature_negative)
     ratio = tokens.log_ratio.exp()
@@ -266,7 +275,7 @@ def dppo_kl(
 
 def _log_of_another(log_probs: Tensor) -> Tensor:
     """Return the log of the probability of any other token."""
-    return (-torch.expm1(log_probs)).clamp(min=1e-7).log()
+    return (-log_probs.expm1()).clamp(min=1e-7).log()
 
 
 def _trusted(tokens: PolicyTokens, left_out: Tensor, ratio_max: float) -> TokenLoss:

@@ -1,25 +1,28 @@
 """The objective of the policy: its loss, corrected, with divergence and entropy.
 
-Invariant: that of `objectives.py`. Deliberately not here: the losses themselves, and
-what is decided for a whole mini-batch (`token_selection.py`, `entropy_control.py`).
+Invariant: that of `objectives.py`. What the objective needs of a whole mini-batch
+(`select_tokens`, `mean_weight`) is the same on all ranks, and a constant for the
+gradient.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from verl_ray.algorithms.catalogue import KL_ESTIMATORS
+from verl_ray.algorithms.coefficients import ENTROPY_PER_TOKEN
 from verl_ray.algorithms.correction import (
     BATCH_MEAN,
     CORRECTION_PREFIX,
     CorrectionWeights,
     correction_weights,
 )
-from verl_ray.algorithms.entropy_control import ENTROPY_PER_TOKEN
 from verl_ray.algorithms.losses import TokenLoss
 from verl_ray.algorithms.mismatch import compare_log_probs, fresh_means
 from verl_ray.algorithms.objectives import LossInputs, required
@@ -29,8 +32,16 @@ from verl_ray.algorithms.policy_losses import (
     PolicyTokens,
     importance_ratio,
 )
+from verl_ray.algorithms.token_selection import (
+    SelectableTokens,
+    largest_entropy,
+    random_of_tokens,
+)
 from verl_ray.config.algorithm import AlgorithmConfig
+from verl_ray.data.stages import Bool, Credit, Float32, LogProbs, Rollouts
+from verl_ray.errors import DataError
 from verl_ray.ops.kl import with_gradient_of_k2
+from verl_ray.ops.order_statistics import Total
 from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
 from verl_ray.ops.rows import row_lengths, row_sums
 
@@ -267,3 +278,144 @@ class PolicyObjective:
         if self.corrects and self.algorithm.correction.form == "two_policy":
             return required(inputs.rollout_log_probs, "rollout_log_probs")
         return fresh if inputs.old_log_probs is None else inputs.old_log_probs
+
+
+# ------------------------------------------------------------- of the whole mini-batch
+
+# Which tokens the loss treats apart, and what the weights of a correction are divided
+# by, is decided before a mini-batch is learned from: from log-probs of before the step,
+# so that it depends on neither micro-batches nor ranks.
+
+
+@dataclass(frozen=True)
+class Selections:
+    """Columns of a TrainingBatch, float32 [tokens], 1 or 0 each.
+
+    Attributes:
+        selected: The tokens that the policy loss treats apart; None if it chooses none.
+        uncertain: Those of the largest entropy; None if all bear the policy loss.
+    """
+
+    selected: Float32 | None = None
+    uncertain: Float32 | None = None
+
+
+def select_tokens(
+    algorithm: AlgorithmConfig,
+    rows: Rollouts,
+    credit: Credit,
+    advantages: Float32,
+    old: LogProbs | None,
+    seed: Sequence[int],
+    total: Total,
+) -> Selections:
+    """Return where the policy loss treats tokens apart.
+
+    Every rank has to call this.
+
+    Args:
+        algorithm: The section `algorithm` of the configuration.
+        rows: This rank's rows of the mini-batch.
+        credit: Their credit.
+        advantages: float32 [tokens], as the loss sees them.
+        old: Log-probs of the policy before the step.
+        seed: Numbers that name the mini-batch.
+        total: Sums an array over all ranks.
+
+    Raises:
+        DataError: The old log-probs are missing.
+    """
+    if not algorithm.chooses_tokens:
+        return Selections()
+    if old is None:
+        raise DataError(
+            f"{algorithm.policy_loss} or algorithm.entropy_share chooses tokens by what"
+            " the policy before the step says of them, which was not computed"
+        )
+
+    places = np.flatnonzero(rows.response_mask & credit.in_loss[rows.row_of_token])
+    row = rows.row_of_token[places]
+    position = places - rows.offsets[row]
+    tokens = SelectableTokens(
+        advantages[places],
+        old.log_probs[places],
+        rows.rollout_log_probs[places],
+        None if old.entropy is None else old.entropy[places],
+        random_of_tokens(seed, rows.row_id[row], position),
+        total,
+    )
+
+    def column(chosen: Bool) -> Float32:
+        values = np.zeros(rows.num_tokens, np.float32)
+        values[places] = chosen
+        return values
+
+    selected = uncertain = None
+    choice = POLICY_LOSSES[algorithm.policy_loss]
+    if choice.selection is not None:
+        settings = choice.selection_settings(algorithm)
+        selected = column(choice.selection(tokens, **settings))
+    if algorithm.entropy_share is not None:
+        uncertain = column(largest_entropy(tokens, share=algorithm.entropy_share))
+    return Selections(selected, uncertain)
+
+
+def mean_weight(
+    algorithm: AlgorithmConfig,
+    rows: Rollouts,
+    credit: Credit,
+    old: LogProbs | None,
+    total: Total,
+) -> float:
+    """Return the mean weight of a mini-batch; 1 where all weights are 0.
+
+    It is the mean over the tokens that are learned from, or over the sequences if the
+    ratio is one of sequences. A token that the kind of correction leaves out has the
+    weight 0 and counts; what rejections leave out besides changes nothing. Every rank
+    has to call this.
+
+    Weights that are divided by it have the mean 1, so that a correction changes which
+    tokens count and not how much all of them do together.
+
+    Source: `rollout_is_batch_normalize` of verl, which also divides by the mean after
+    truncation: self-normalised importance sampling. Deviation: there the mean is one
+    of all rows at hand when weights are computed; here it is that of each mini-batch.
+
+    Args:
+        algorithm: The section `algorithm` of the configuration.
+        rows: This rank's rows of the mini-batch.
+        credit: Their credit.
+        old: Log-probs of the policy before the step.
+        total: Sums an array over all ranks.
+
+    Raises:
+        DataError: The old log-probs are missing.
+    """
+    if old is None:
+        raise DataError(
+            "algorithm.correction.normalise needs the log-probs of the policy before"
+            " the step, which were not computed"
+        )
+
+    places = np.flatnonzero(rows.response_mask & credit.in_loss[rows.row_of_token])
+    sequence = rows.row_of_token[places]
+    if algorithm.judges_trajectories:
+        # The tokens of a sequence are neighbours.
+        sequence = rows.trajectory_id[sequence]
+        order = np.argsort(sequence, kind="stable")
+        places, sequence = places[order], sequence[order]
+    log_ratio = old.log_probs[places] - rows.rollout_log_probs[places]
+    weights = correction_weights(
+        algorithm.correction.model_copy(update={"rejections": None}),
+        torch.from_numpy(log_ratio),
+        torch.from_numpy(sequence),
+    )
+    assert weights is not None, "the configuration requires a kind"
+
+    # The share of a token in its sequence, or 1 if every token has a ratio of its own.
+    share = weights.means[f"{CORRECTION_PREFIX}share"].double()
+    own = [(share * weights.weight.double()).sum(), share.sum()]
+    weight_sum, count = total(np.array([float(value) for value in own]))
+    mean = weight_sum / count if count else 0.0
+    # Not `<= 0`, which would hide a ratio that is NaN.
+    return 1.0 if mean == 0 else float(mean)

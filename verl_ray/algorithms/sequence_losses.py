@@ -9,13 +9,11 @@ the sequence's loss: the weights of `row_weights.py` are, and so nothing here de
 how rows are packed.
 
 Invariant: that of `policy_losses.py`. A row whose log ratios are all 0 has ratio 1.
-Deliberately not here: sums over rows.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from verl_ray.algorithms.losses import TokenLoss
 from verl_ray.algorithms.policy_losses import (
@@ -24,6 +22,9 @@ from verl_ray.algorithms.policy_losses import (
     clipped_surrogate,
 )
 from verl_ray.ops.rows import row_lengths, row_sums
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def gspo(tokens: PolicyTokens, *, clip_low: float, clip_high: float) -> TokenLoss:
@@ -60,6 +61,8 @@ def gmpo(
         The loss, with the metrics actor/pg_clipfrac (tokens that are clipped) and
         actor/ppo_kl.
     """
+    import torch
+
     log_ratio = tokens.log_ratio
     high = torch.where(tokens.advantages > 0, log_clip_high, MAX_LOG_RATIO)
     low = torch.where(tokens.advantages < 0, -log_clip_low, -MAX_LOG_RATIO)
@@ -93,6 +96,8 @@ def vespo(
     Returns:
         The loss, with the metrics actor/gate (phi) and actor/ppo_kl.
     """
+    import torch
+
     difference = (tokens.log_probs - tokens.old_log_probs).detach()
     log_w = row_sums(difference, tokens.row).clamp(_LOG_SMALLEST, MAX_LOG_RATIO)
     negative = tokens.advantages < 0

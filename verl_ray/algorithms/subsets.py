@@ -4,8 +4,7 @@ All are expectations over the subsets of k different responses, which makes them
 unbiased estimates of what k fresh responses would reach.
 
 Invariant: pure functions of scores and answers; neither the order of the prompts nor
-what other prompts have changes a value. Deliberately not here: names of metrics, and
-intervals (`intervals.py`).
+what other prompts have changes a value.
 """
 
 from __future__ import annotations

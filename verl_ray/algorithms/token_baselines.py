@@ -1,7 +1,7 @@
 """Baselines of single tokens, from the other responses to the same prompt.
 
 Invariant: those of `group_baselines.py`. A result depends on the rows of its group and
-on no others. Deliberately not here: declarations (`advantages.py`).
+on no others.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ the choice depends on neither micro-batches nor ranks, and random numbers follow
 seed and the token's place in its row.
 
 Invariant: a choice depends on the tokens that are learned from, and on no other.
-Deliberately not here: what becomes of the chosen tokens (`policy_losses.py`), and sums
-over ranks (`ops/order_statistics.py`).
 """
 
 from __future__ import annotations
@@ -17,11 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
-from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.data.batch import Int64
-from verl_ray.data.stages import Bool, Credit, Float32, LogProbs, Rollouts
-from verl_ray.errors import DataError
+from verl_ray.data.stages import Bool, Float32
 from verl_ray.ops.order_statistics import (
     Float64,
     Total,
@@ -61,79 +56,6 @@ class SelectableTokens:
     def ties(self) -> NDArray[np.uint32]:
         """The first halves of `random`, which decide between equal values."""
         return (self.random >> np.uint64(32)).astype(np.uint32)
-
-
-@dataclass(frozen=True)
-class Selections:
-    """Columns of a TrainingBatch, float32 [tokens], 1 or 0 each.
-
-    Attributes:
-        selected: The tokens that the policy loss treats apart; None if it chooses none.
-        uncertain: Those of the largest entropy; None if all bear the policy loss.
-    """
-
-    selected: Float32 | None = None
-    uncertain: Float32 | None = None
-
-
-def select_tokens(
-    algorithm: AlgorithmConfig,
-    rows: Rollouts,
-    credit: Credit,
-    advantages: Float32,
-    old: LogProbs | None,
-    seed: Sequence[int],
-    total: Total,
-) -> Selections:
-    """Return where the policy loss treats tokens apart.
-
-    Every rank has to call this.
-
-    Args:
-        algorithm: The section `algorithm` of the configuration.
-        rows: This rank's rows of the mini-batch.
-        credit: Their credit.
-        advantages: float32 [tokens], as the loss sees them.
-        old: Log-probs of the policy before the step.
-        seed: Numbers that name the mini-batch.
-        total: Sums an array over all ranks.
-
-    Raises:
-        DataError: The old log-probs are missing.
-    """
-    if not algorithm.chooses_tokens:
-        return Selections()
-    if old is None:
-        raise DataError(
-            f"{algorithm.policy_loss} or algorithm.entropy_share chooses tokens by what"
-            " the policy before the step says of them, which was not computed"
-        )
-
-    places = np.flatnonzero(rows.response_mask & credit.in_loss[rows.row_of_token])
-    row = rows.row_of_token[places]
-    position = places - rows.offsets[row]
-    tokens = SelectableTokens(
-        advantages[places],
-        old.log_probs[places],
-        rows.rollout_log_probs[places],
-        None if old.entropy is None else old.entropy[places],
-        random_of_tokens(seed, rows.row_id[row], position),
-        total,
-    )
-
-    def column(chosen: Bool) -> Float32:
-        values = np.zeros(rows.num_tokens, np.float32)
-        values[places] = chosen
-        return values
-
-    selected = uncertain = None
-    choice = POLICY_LOSSES[algorithm.policy_loss]
-    if choice.selection is not None:
-        settings = choice.selection_settings(algorithm)
-        selected = column(choice.selection(tokens, **settings))
-    if algorithm.entropy_share is not None:
-        uncertain = column(largest_entropy(tokens, share=algorithm.entropy_share))
-    return Selections(selected, uncertain)
 
 
 def largest_entropy(tokens: SelectableTokens, *, share: float) -> Bool:

@@ -1,8 +1,8 @@
 """The training backends: each is declared by a file here, and the table follows.
 
 Invariant: the declarations are light. The configuration, its rules and preflight use
-the contract in `base.py` and name no backend. Deliberately not here: the engines, which
-compute (`verl_ray/engine`); a declaration holds the import address of its engine.
+the contract in `base.py` and name no backend. The engines, which compute, are named in
+`verl_ray/engine/build.py`.
 """
 
 from __future__ import annotations

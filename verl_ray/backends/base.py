@@ -15,7 +15,6 @@ from typing import ClassVar, Literal
 
 from verl_ray.config.section import Auto, Dtype, Positive, Section, resolved
 from verl_ray.errors import Problem
-from verl_ray.lazy import Lazy
 
 MemoryPart = Literal[
     "weights",
@@ -135,10 +134,8 @@ class BackendSettings(Section):
     estimate, of what fits the GPU; 8192 on a CPU.
     """
 
-    engine: ClassVar[Lazy]
-    """The class that implements the contract of `verl_ray/engine/base.py`."""
     packages: ClassVar[tuple[str, ...]] = ()
-    """Packages that it imports and that this project does not depend on."""
+    """Packages that its engine imports and that this project does not depend on."""
     has_adapters: ClassVar[bool] = True
     """It can train a low-rank adapter alone."""
     activation_settings: ClassVar[tuple[str, ...]] = ()
@@ -152,10 +149,6 @@ class BackendSettings(Section):
     releases_gradients_with_weights: ClassVar[bool] = False
     """True: the memory of gradients is released when weights are offloaded. False: it
     is released whenever no optimizer step can follow."""
-
-    @classmethod
-    def prepare_cpu(cls) -> None:
-        """Prepare this process for importing the engine on a machine without a GPU."""
 
     @property
     def peers(self) -> int:

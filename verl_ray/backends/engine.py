@@ -1,12 +1,9 @@
-"""The `engine` backend: plain PyTorch, with DDP if a role has several ranks.
-
-Deliberately not here: the computation (`verl_ray/engine/plain.py`).
-"""
+"""The `engine` backend: plain PyTorch, with DDP if a role has several ranks."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 from verl_ray.backends.base import (
     FLOAT32,
@@ -19,15 +16,12 @@ from verl_ray.backends.base import (
     adapter_parameters,
 )
 from verl_ray.config.section import resolved
-from verl_ray.lazy import Lazy
 
 
 class EngineBackend(ModuleBackend):
     """The settings of plain PyTorch."""
 
     kind: Literal["engine"]
-
-    engine: ClassVar[Lazy] = Lazy("verl_ray.engine.plain:PlainEngine")
 
     def rank_memory(
         self, num_ranks: int, model: ParameterCounts, trained: int

@@ -1,7 +1,6 @@
 """The `fsdp` backend: FSDP2, and Ulysses sequence parallelism.
 
-Invariant: a setting that would be ignored is refused. Deliberately not here: the
-computation (`verl_ray/engine/fsdp.py`).
+Invariant: a setting that would be ignored is refused.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from verl_ray.backends.layouts import can_exchange
 from verl_ray.config.section import Auto, NonNegative, Positive, resolved
 from verl_ray.config.suggest import either
 from verl_ray.errors import Problem
-from verl_ray.lazy import Lazy
 from verl_ray.models.families import LANGUAGE_HEAD, WITH_EXPERTS
 
 
@@ -69,7 +67,6 @@ class FsdpBackend(ModuleBackend):
     (Ulysses); 1 = every rank has rows of its own. It must divide the ranks of the role
     and the attention heads of the model."""
 
-    engine: ClassVar[Lazy] = Lazy("verl_ray.engine.fsdp:FsdpEngine")
     activation_settings: ClassVar[tuple[str, ...]] = (
         "activation_checkpointing",
         "activation_offload",

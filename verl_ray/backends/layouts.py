@@ -1,10 +1,8 @@
-"""Feasible ways to partition a model over ranks, and the nearest feasible one.
+"""Ways to partition a model over ranks: which are feasible, and the nearest of them.
 
-Invariant: pure arithmetic over a backend's settings, a number of ranks and the sizes of
+Invariant: pure arithmetic over a layout's settings, a number of ranks and the sizes of
 a model. If the model is unknown, only the conditions that hold for every model are
 checked. For every layout that is refused, `nearest_layout` has a feasible one.
-Deliberately not here: which rank holds what (`engine/megatron/layout.py`), and where
-sizes are read (`megatron_models.py`).
 """
 
 from __future__ import annotations
@@ -13,17 +11,48 @@ import heapq
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import ClassVar, NamedTuple
 
-if TYPE_CHECKING:
-    from verl_ray.backends.megatron import MegatronBackend
-
+from verl_ray.backends.base import BackendSettings
+from verl_ray.config.section import Positive
 
 _MODEL_FACTORS = ("tensor_parallel", "pipeline_parallel", "context_parallel")
 """The settings whose product is the number of ranks of one copy of the model."""
 
 _EXPERT_FACTORS = ("pipeline_parallel", "expert_tensor_parallel", "expert_parallel")
 """The settings whose product is the number of ranks of one copy of the experts."""
+
+
+class Layout(BackendSettings):
+    """The base of backends that partition layers, matrices, tokens and experts."""
+
+    tensor_parallel: Positive
+    """Ranks that share each layer's matrices and heads, and the vocabulary."""
+    sequence_parallel: bool
+    """Between the matrices, each of the tensor_parallel ranks holds a slice of the
+    tokens instead of all of them."""
+    pipeline_parallel: Positive
+    """Ranks that share the layers; micro-batches pass through them in turn (1F1B)."""
+    virtual_stages: Positive
+    """Runs of layers per pipeline rank (interleaved 1F1B): smaller bubbles for more
+    messages; 1 = one run."""
+    context_parallel: Positive
+    """Ranks that share the tokens of each row; within attention they share its
+    heads."""
+    expert_parallel: Positive
+    """Data-parallel ranks that share the experts of each layer."""
+    expert_tensor_parallel: Positive
+    """Ranks that share each expert's matrices."""
+
+    token_slices_key: ClassVar[str | None] = "context_parallel"
+
+    @property
+    def peers(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
+
+    @property
+    def token_slices(self) -> int:
+        return self.context_parallel
 
 
 @dataclass(frozen=True)
@@ -81,49 +110,49 @@ def can_exchange(heads: int, key_heads: int, ranks: int) -> bool:
     return even_heads and even_key_heads
 
 
-# --------------------------------------------------------------------------- obstacles
+# ---------------------------------------------------------------------------- obstacles
 
 
 def obstacles(
-    backend: MegatronBackend, num_ranks: int, sizes: ModelSizes | None
+    layout: Layout, num_ranks: int, sizes: ModelSizes | None
 ) -> Iterator[Obstacle]:
     """Yield every obstacle to a layout; `sizes` are the model's, if it is known."""
-    yield from rank_obstacles(backend, num_ranks)
+    yield from rank_obstacles(layout, num_ranks)
     if sizes is not None:
-        yield from model_obstacles(backend, sizes)
+        yield from model_obstacles(layout, sizes)
 
 
-def rank_obstacles(backend: MegatronBackend, num_ranks: int) -> Iterator[Obstacle]:
+def rank_obstacles(layout: Layout, num_ranks: int) -> Iterator[Obstacle]:
     """Yield the obstacles that do not depend on a model.
 
     These are ranks that do not divide, and settings that have no effect without
     another.
     """
-    yield from _indivisible(backend, _MODEL_FACTORS, num_ranks, "the model")
+    yield from _indivisible(layout, _MODEL_FACTORS, num_ranks, "the model")
     # If the pipeline stages alone do not divide, that is reported already.
-    if num_ranks % backend.pipeline_parallel == 0:
-        yield from _indivisible(backend, _EXPERT_FACTORS, num_ranks, "the experts")
+    if num_ranks % layout.pipeline_parallel == 0:
+        yield from _indivisible(layout, _EXPERT_FACTORS, num_ranks, "the experts")
 
-    if backend.sequence_parallel and backend.tensor_parallel == 1:
+    if layout.sequence_parallel and layout.tensor_parallel == 1:
         yield Obstacle(
             "sequence_parallel",
             "this setting would be ignored: tensor_parallel=1 shares no tokens out",
         )
-    if backend.virtual_stages > 1 and backend.pipeline_parallel == 1:
+    if layout.virtual_stages > 1 and layout.pipeline_parallel == 1:
         yield Obstacle(
             "virtual_stages",
             "this setting would be ignored: pipeline_parallel=1 has one stage",
         )
 
 
-def model_obstacles(backend: MegatronBackend, sizes: ModelSizes) -> Iterator[Obstacle]:
+def model_obstacles(layout: Layout, sizes: ModelSizes) -> Iterator[Obstacle]:
     """Yield the obstacles that a model of these sizes adds."""
-    uneven = _unevenly_cut_sizes(sizes, backend.tensor_parallel)
+    uneven = _unevenly_cut_sizes(sizes, layout.tensor_parallel)
 
-    yield from _tensor_obstacles(backend, sizes, uneven)
-    yield from _context_obstacles(backend, sizes, heads_divide=not uneven)
-    yield from _pipeline_obstacles(backend, sizes)
-    yield from _expert_obstacles(backend, sizes)
+    yield from _tensor_obstacles(layout, sizes, uneven)
+    yield from _context_obstacles(layout, sizes, heads_divide=not uneven)
+    yield from _pipeline_obstacles(layout, sizes)
+    yield from _expert_obstacles(layout, sizes)
 
 
 def _unevenly_cut_sizes(sizes: ModelSizes, ranks: int) -> list[str]:
@@ -138,9 +167,9 @@ def _unevenly_cut_sizes(sizes: ModelSizes, ranks: int) -> list[str]:
 
 
 def _tensor_obstacles(
-    backend: MegatronBackend, sizes: ModelSizes, uneven: Sequence[str]
+    layout: Layout, sizes: ModelSizes, uneven: Sequence[str]
 ) -> Iterator[Obstacle]:
-    ranks = backend.tensor_parallel
+    ranks = layout.tensor_parallel
     words_per_rank = math.ceil(sizes.vocabulary / ranks)
 
     if uneven:
@@ -156,9 +185,9 @@ def _tensor_obstacles(
 
 
 def _context_obstacles(
-    backend: MegatronBackend, sizes: ModelSizes, *, heads_divide: bool
+    layout: Layout, sizes: ModelSizes, *, heads_divide: bool
 ) -> Iterator[Obstacle]:
-    if sizes.experts and backend.context_parallel > 1:
+    if sizes.experts and layout.context_parallel > 1:
         yield Obstacle(
             "context_parallel",
             "the model has experts, whose balance is that of whole rows: rows cannot be"
@@ -170,10 +199,10 @@ def _context_obstacles(
     if not heads_divide:
         return
 
-    tensor = backend.tensor_parallel
+    tensor = layout.tensor_parallel
     heads = sizes.heads // tensor
     key_heads = sizes.key_heads // tensor
-    if can_exchange(heads, key_heads, backend.context_parallel):
+    if can_exchange(heads, key_heads, layout.context_parallel):
         return
 
     owner = " of the model"
@@ -186,11 +215,9 @@ def _context_obstacles(
     )
 
 
-def _pipeline_obstacles(
-    backend: MegatronBackend, sizes: ModelSizes
-) -> Iterator[Obstacle]:
-    ranks = backend.pipeline_parallel
-    stages = ranks * backend.virtual_stages
+def _pipeline_obstacles(layout: Layout, sizes: ModelSizes) -> Iterator[Obstacle]:
+    ranks = layout.pipeline_parallel
+    stages = ranks * layout.virtual_stages
 
     if sizes.layers % ranks:
         rule = f"it must divide the model's {sizes.layers} layers"
@@ -203,39 +230,37 @@ def _pipeline_obstacles(
         )
 
 
-def _expert_obstacles(
-    backend: MegatronBackend, sizes: ModelSizes
-) -> Iterator[Obstacle]:
+def _expert_obstacles(layout: Layout, sizes: ModelSizes) -> Iterator[Obstacle]:
     if not sizes.experts:
         rule = "this setting would be ignored: the model has no experts"
         for key in ("expert_parallel", "expert_tensor_parallel"):
-            if getattr(backend, key) > 1:
+            if getattr(layout, key) > 1:
                 yield Obstacle(key, rule)
         return
 
-    if sizes.experts % backend.expert_parallel:
+    if sizes.experts % layout.expert_parallel:
         rule = f"it must divide the model's {sizes.experts} experts per layer"
         yield Obstacle("expert_parallel", rule)
-    if sizes.expert_intermediate % backend.expert_tensor_parallel:
+    if sizes.expert_intermediate % layout.expert_tensor_parallel:
         inner = sizes.expert_intermediate
         rule = f"it must divide the {inner} numbers inside an expert"
         yield Obstacle("expert_tensor_parallel", rule)
-    if backend.tensor_parallel > 1 and not backend.sequence_parallel:
+    if layout.tensor_parallel > 1 and not layout.sequence_parallel:
         yield Obstacle(
             "sequence_parallel",
-            f"with tensor_parallel={backend.tensor_parallel}, megatron-core gives"
+            f"with tensor_parallel={layout.tensor_parallel}, megatron-core gives"
             " experts slices of the tokens alone",
         )
 
 
 def _indivisible(
-    backend: MegatronBackend, factors: Sequence[str], num_ranks: int, whole: str
+    layout: Layout, factors: Sequence[str], num_ranks: int, whole: str
 ) -> Iterator[Obstacle]:
     """Yield an obstacle if the product of the factors does not divide `num_ranks`.
 
     The obstacle names the first factor with which the product stops dividing.
     """
-    sizes = {name: getattr(backend, name) for name in factors}
+    sizes = {name: getattr(layout, name) for name in factors}
     product = 1
 
     for name, size in sizes.items():
@@ -253,11 +278,11 @@ def _indivisible(
         return
 
 
-# ------------------------------------------------------------------- feasible layouts
+# --------------------------------------------------------------------- feasible layouts
 
 
 def nearest_layout(
-    backend: MegatronBackend, num_ranks: int, sizes: ModelSizes | None
+    layout: Layout, num_ranks: int, sizes: ModelSizes | None
 ) -> dict[str, int]:
     """Return the smallest change of settings that makes the layout feasible.
 
@@ -268,8 +293,8 @@ def nearest_layout(
     Returns:
         The settings to change, with their new values; empty for a feasible layout.
     """
-    obstructing = {obstacle.key for obstacle in obstacles(backend, num_ranks, sizes)}
-    options = _options(backend, num_ranks, sizes)
+    obstructing = {obstacle.key for obstacle in obstacles(layout, num_ranks, sizes)}
+    options = _options(layout, num_ranks, sizes)
     # Among equal distances the search raises the last settings first.
     names = sorted(options, key=lambda name: name in obstructing)
 
@@ -286,7 +311,7 @@ def nearest_layout(
             for name, index in zip(names, indices, strict=True)
             if index > 0
         }
-        candidate = backend.model_copy(update=change)
+        candidate = layout.model_copy(update=change)
         if not any(obstacles(candidate, num_ranks, sizes)):
             return change
 
@@ -304,7 +329,7 @@ def nearest_layout(
 
 
 def _options(
-    backend: MegatronBackend, num_ranks: int, sizes: ModelSizes | None
+    layout: Layout, num_ranks: int, sizes: ModelSizes | None
 ) -> dict[str, list[_Option]]:
     """Return the values that each setting may take, nearest first.
 
@@ -317,7 +342,7 @@ def _options(
 
     options: dict[str, list[_Option]] = {}
     for name, multiple in multiples.items():
-        size: int = getattr(backend, name)
+        size: int = getattr(layout, name)
         if size == 1:
             continue
 
@@ -326,7 +351,7 @@ def _options(
             _Option(abs(math.log2(value / size)), value) for value in values
         )
 
-    sliced = backend.sequence_parallel
+    sliced = layout.sequence_parallel
     options["sequence_parallel"] = [_Option(0.0, sliced), _Option(0.1, not sliced)]
     return options
 
@@ -336,10 +361,10 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def other_ranks(backend: MegatronBackend, num_ranks: int) -> list[int]:
+def other_ranks(layout: Layout, num_ranks: int) -> list[int]:
     """Return the nearest numbers of ranks, at most two, that this layout divides."""
-    model_ranks = _product(backend, _MODEL_FACTORS)
-    expert_ranks = _product(backend, _EXPERT_FACTORS)
+    model_ranks = _product(layout, _MODEL_FACTORS)
+    expert_ranks = _product(layout, _EXPERT_FACTORS)
     # Copies of the model and copies of the experts must both fit.
     unit = math.lcm(model_ranks, expert_ranks)
 
@@ -348,24 +373,24 @@ def other_ranks(backend: MegatronBackend, num_ranks: int) -> list[int]:
     return sorted({count for count in (next_lower, next_higher) if count})
 
 
-def _product(backend: MegatronBackend, factors: Sequence[str]) -> int:
+def _product(layout: Layout, factors: Sequence[str]) -> int:
     """Return the product of the named settings."""
-    return math.prod(getattr(backend, name) for name in factors)
+    return math.prod(getattr(layout, name) for name in factors)
 
 
-def layout_description(backend: MegatronBackend, num_ranks: int) -> str:
+def layout_description(layout: Layout, num_ranks: int) -> str:
     """Return a layout in short: its sizes above 1, and the data-parallel size."""
     sizes: Mapping[str, int] = {
-        "tp": backend.tensor_parallel,
-        "pp": backend.pipeline_parallel,
-        "vp": backend.virtual_stages,
-        "cp": backend.context_parallel,
-        "ep": backend.expert_parallel,
-        "etp": backend.expert_tensor_parallel,
+        "tp": layout.tensor_parallel,
+        "pp": layout.pipeline_parallel,
+        "vp": layout.virtual_stages,
+        "cp": layout.context_parallel,
+        "ep": layout.expert_parallel,
+        "etp": layout.expert_tensor_parallel,
     }
     parts = [f"{name}{size}" for name, size in sizes.items() if size > 1]
-    if backend.sequence_parallel:
+    if layout.sequence_parallel:
         # Sequence parallelism requires tensor parallelism, which is the first part.
         parts.insert(1, "sp")
 
-    return " ".join([*parts, f"dp{num_ranks // backend.peers}"])
+    return " ".join([*parts, f"dp{num_ranks // layout.peers}"])

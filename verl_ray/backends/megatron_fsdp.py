@@ -3,8 +3,7 @@ gradients and optimizer state into buffers.
 
 Invariant: every setting has an effect, or is refused with the setting that it depends
 on. The memory between steps is counted without the padding of buckets, which is a few
-rows each; `verl-ray bench megatron_fsdp_memory` measures it. Deliberately not here: the
-computation (`verl_ray/engine/megatron_fsdp`).
+rows each; `verl-ray bench megatron_fsdp_memory` measures it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from verl_ray.backends.base import (
 from verl_ray.config.section import Auto, Dtype, Positive
 from verl_ray.config.suggest import either
 from verl_ray.errors import Problem
-from verl_ray.lazy import Lazy
 
 UNBOUNDED_BUCKET = 10**9
 """Elements of a bucket if `bucket_size` is null: the package looks 500 million elements
@@ -90,19 +88,12 @@ class MegatronFsdpBackend(ModuleBackend):
     """With sharding=all: gathered layers and their gradients alternate between two
     buffers that are kept, instead of memory that is allocated for each."""
 
-    engine: ClassVar[Lazy] = Lazy(
-        "verl_ray.engine.megatron_fsdp.engine:MegatronFsdpEngine"
-    )
     packages: ClassVar[tuple[str, ...]] = ("megatron.core", "megatron_fsdp")
     gradient_settings: ClassVar[tuple[str, ...]] = (
         "overlap_grad_reduce",
         "reduce_in_float32",
     )
     releases_gradients_with_weights: ClassVar[bool] = True
-
-    @classmethod
-    def prepare_cpu(cls) -> None:
-        Lazy("verl_ray.engine.megatron.shim:install")(core=False)
 
     @property
     def offload_width(self) -> int:

@@ -3,8 +3,6 @@
 Invariant: the meaning of the saved state does not change: its data cursor, its random
 streams, its parameters and the roles that they belong to. Every other setting may
 change, and the change is shown.
-
-Deliberately not here: rules within one configuration (`verl_ray/config/rules`).
 """
 
 from __future__ import annotations
@@ -104,12 +102,12 @@ def changed_keys(
 ) -> tuple[list[Change], list[Change]]:
     """Return the settings that changed since a checkpoint was written.
 
-    A change that other keys follow is told once, under the key that they follow. Paths
-    below run.dir are compared relative to it, so that a run's folder can be moved. A
-    setting that is `auto` on one side is left to the run, so it did not change, and
-    neither did the number of steps where run.total_epochs counts them. Where a run
-    begins (run.resume) and what was auto (run.resolved) are no settings of what it
-    does.
+    A change that other keys follow is reported once, under the key that they follow.
+    Paths below run.dir are compared relative to it, so that a run's folder can be
+    moved. A setting that is `auto` on one side is left to the run, so it did not
+    change, and neither did the number of steps where run.total_epochs counts them.
+    Where a run begins (run.resume) and what was auto (run.resolved) are no settings of
+    what it does.
 
     Args:
         saved: Configuration of the checkpoint, as a plain tree.

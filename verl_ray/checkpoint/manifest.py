@@ -1,15 +1,18 @@
 """The manifest of a checkpoint, which lists every file with its size and checksum.
 
 Invariant: a checkpoint exists once its manifest does, so the manifest is written last.
-A byte that changes afterwards is noticed before the checkpoint is used.
-
-Deliberately not here: the directory of all checkpoints (`store.py`), and what the files
-hold (`sharded.py`).
+A byte that changes afterwards is noticed before the checkpoint is used: JSON files
+contain a checksum of themselves, and what `unsealed` returns is what `sealed` was
+given. Files that ranks write are hashed while they are written (`sharded.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
+import queue
+import threading
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,17 +20,28 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from verl_ray.checkpoint.file_records import FileRecord, file_record
-from verl_ray.checkpoint.sealed import (
-    CHECKSUM,
-    TornCheckpoint,
-    read_object,
-    sealed,
-    unsealed,
-    write_json,
-)
-from verl_ray.disk import sync
+from verl_ray.disk import replace_file, sync
 from verl_ray.errors import CheckpointError
+
+FileRecord = tuple[int, str]
+"""Size of a file in bytes, and the BLAKE2b-128 of its contents."""
+
+
+def file_record(path: Path) -> FileRecord:
+    """Read a file, and return its record.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, new_hash)
+        return file.tell(), digest.hexdigest()
+
+
+def new_hash() -> hashlib.blake2b:
+    """Return the hash of a checkpoint's files, without data."""
+    return hashlib.blake2b(digest_size=16)
+
 
 SCHEMA = 4
 """Version of a checkpoint's layout.
@@ -212,9 +226,10 @@ def read_manifest(folder: Path) -> Checkpoint:
     if schema != SCHEMA:
         writer = _writer_version(manifest)
         raise CheckpointError(
-            f"{folder} has checkpoint schema {schema!r} (written by verl_ray {writer}),"
-            f" this version reads {SCHEMA}; use the version that wrote it, or start"
-            " anew in another run.dir"
+            f"has checkpoint schema {schema!r} (written by verl_ray {writer}), this"
+            f" version reads {SCHEMA}",
+            fix="use the version that wrote it, or start anew in another run.dir",
+            subject=folder,
         )
 
     files = {
@@ -280,3 +295,133 @@ def difference(checkpoint: Checkpoint, name: str, *, verify: bool) -> str | None
         # A disk that fails.
         return f"{name} cannot be read ({error})"
     return None
+
+
+# --------------------------------------------------------------- JSON with its checksum
+
+CHECKSUM = "checksum"
+"""Key of the checksum in an object."""
+
+
+class TornCheckpoint(CheckpointError):
+    """A checkpoint that cannot be used, although an older one may be usable."""
+
+
+def write_json(path: Path, value: object) -> None:
+    """Replace a file by JSON, which is on the disk when this returns."""
+    replace_file(path, json.dumps(value, indent=1).encode())
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file, without comparing its checksum.
+
+    Raises:
+        TornCheckpoint: There is no such object.
+    """
+    name = f"{path.parent.name}: {path.name}"
+    try:
+        content = path.read_bytes()
+        value = json.loads(content)
+    except OSError as error:
+        raise TornCheckpoint(f"{name} cannot be read ({error})") from None
+    except (ValueError, RecursionError):
+        # A write that was cut short often leaves an empty file.
+        fault = "not JSON" if content.strip() else "empty"
+        raise TornCheckpoint(f"{name} is {fault}") from None
+
+    if not isinstance(value, dict):
+        kind = type(value).__name__
+        raise TornCheckpoint(f"holds a {kind}", expected="a JSON object", subject=name)
+    return value
+
+
+def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an object as it will be read, with its checksum.
+
+    JSON turns tuples into lists and keys into strings, so the checksum is that of the
+    converted object.
+    """
+    plain = json.loads(json.dumps(value))
+    return {**plain, CHECKSUM: _checksum(plain)}
+
+
+def unsealed(path: Path, value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the object that `sealed` was given.
+
+    Args:
+        path: File that the object was read from, for the error.
+        value: Object with its checksum.
+
+    Raises:
+        TornCheckpoint: The object is not the one that was written.
+    """
+    content = {key: part for key, part in value.items() if key != CHECKSUM}
+    if value.get(CHECKSUM) == _checksum(content):
+        return content
+
+    fault = "was changed: its checksum does not match"
+    if CHECKSUM not in value:
+        fault = "has no checksum of itself"
+    raise TornCheckpoint(f"{path.parent.name}: {path.name} {fault}")
+
+
+def _checksum(value: Mapping[str, Any]) -> str:
+    """Return the BLAKE2b-128 of a JSON object in its canonical form.
+
+    Keys are sorted, there is no white space, and all characters are ASCII.
+    """
+    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
+
+
+# ------------------------------------------------------------ a check beside other work
+
+
+class ContentsCheck:
+    """The comparison of a checkpoint's files with their checksums, while others start.
+
+    It reads every file in threads of its own, which never hold up the end of this
+    process.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        """Begin to read.
+
+        Args:
+            checkpoint: The checkpoint.
+        """
+        self.checkpoint = checkpoint
+        self._names: queue.SimpleQueue[str] = queue.SimpleQueue()
+        for name in checkpoint.files:
+            self._names.put(name)
+        self._differences: list[str] = []
+        # Those of an executor would be waited for at the end of the process.
+        self._threads = [
+            threading.Thread(target=self._compare, name="checkpoint", daemon=True)
+            for _ in range(HASHING_THREADS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def has_ended_within(self, seconds: float) -> bool:
+        """Wait for the end of the check, at most for some seconds."""
+        for thread in self._threads:
+            thread.join(seconds)
+            if thread.is_alive():
+                return False
+        return True
+
+    def differences(self) -> list[str]:
+        """Return how the files differ from the manifest, once the check has ended."""
+        return sorted(self._differences)
+
+    def _compare(self) -> None:
+        # Consumes the names of files. Ends when none is left.
+        while True:
+            try:
+                name = self._names.get_nowait()
+            except queue.Empty:
+                return
+            reason = difference(self.checkpoint, name, verify=True)
+            if reason is not None:
+                self._differences.append(reason)

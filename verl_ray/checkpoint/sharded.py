@@ -9,8 +9,6 @@ not contain keeps the stream that it was seeded with.
 
 Every rank calls these functions with the state of its engine. A save may continue while
 the engine trains; it then writes a copy of the state as it was.
-
-Deliberately not here: whether a checkpoint is whole (`store.py`).
 """
 
 from __future__ import annotations
@@ -20,11 +18,12 @@ import io
 import os
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -38,12 +37,22 @@ from torch.distributed.checkpoint.filesystem import (
     FileSystemReader,
     FileSystemWriter,
 )
-from torch.distributed.checkpoint.planner import ReadItem, WriteItem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    ReadItem,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.tensor import DTensor
 
-from verl_ray.checkpoint.file_records import FileRecord, new_hash
-from verl_ray.checkpoint.slices import Slices
+from verl_ray.checkpoint.manifest import FileRecord, new_hash
 from verl_ray.errors import CheckpointError
+from verl_ray.models.names import Box
 from verl_ray.models.weights import is_first_copy, own_box
 from verl_ray.profiling.progress import advance
 
@@ -356,9 +365,6 @@ class _HashingStream(io.IOBase):
     def record(self) -> FileRecord:
         return self._size, self._hash.hexdigest()
 
-    def writable(self) -> bool:
-        return True
-
     def write(self, content: bytes | memoryview) -> int:
         self._hash.update(content)
         written: int = self._file.write(content)
@@ -378,3 +384,86 @@ class _HashingStream(io.IOBase):
 
     def close(self) -> None:
         self._file.close()
+
+
+# --------------------------------------------------------------------- tensors in parts
+
+
+class Slices(Tensor):
+    """A tensor without memory, of which a rank holds any number of boxes.
+
+    torch's checkpoint requests its parts. Every saved part has its place in the whole
+    tensor, so a tensor that is cut in any other way can be read from it.
+
+    The methods with double underscores are the interface that torch expects.
+    """
+
+    parts: tuple[tuple[Box, Tensor], ...]
+    saved: bool
+
+    @staticmethod
+    def __new__(
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        parts: Sequence[tuple[Box, Tensor]],
+        *,
+        saved: bool = True,
+    ) -> Slices:
+        """Create a tensor from its parts.
+
+        Args:
+            shape: Shape of the whole tensor.
+            dtype: Type of its elements.
+            parts: Disjoint boxes and their values, which have the box's shape.
+            saved: Whether this rank writes the parts. If not, another rank holds the
+                same parts. Every rank reads them.
+        """
+        tensor: Slices = Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=dtype
+        )
+        tensor.parts = tuple(parts)
+        tensor.saved = saved
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise TypeError(f"{func}: slices of a tensor are only saved and loaded")
+
+    def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
+        # Another rank writes the same parts.
+        if not self.saved:
+            return []
+
+        items = []
+        chunks = self.__create_chunk_list__()
+        for chunk, (_box, part) in zip(chunks, self.parts, strict=True):
+            properties = TensorProperties.create_from_tensor(part)
+            data = TensorWriteData(chunk, properties, self.size())
+            item = WriteItem(
+                index=MetadataIndex(name, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=data,
+            )
+            items.append(item)
+        return items
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        chunks = []
+        for box, _part in self.parts:
+            sizes = torch.Size(side.stop - side.start for side in box)
+            chunks.append(ChunkStorageMetadata(_offsets(box), sizes))
+        return chunks
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        for box, part in self.parts:
+            if _offsets(box) == index.offset:
+                return part
+        raise AssertionError(f"{index.fqn} has no part at {index.offset}")
+
+
+def _offsets(box: Box) -> torch.Size:
+    """Return the first index of a box in each dimension."""
+    return torch.Size(side.start for side in box)

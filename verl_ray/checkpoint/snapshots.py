@@ -6,9 +6,8 @@ it when a process is killed, and a rank that starts again on this node reads it 
 Invariant: the copy is made by a thread beside the next computations, and `wait` comes
 before the state may change.
 
-Deliberately not here: the files (`snapshot_files.py`), which step a run goes back to
-(`controllers/run`), and states of other layouts (`sharded.py`): only the same rank of
-the same layout reads a snapshot.
+Only the same rank of the same layout reads a snapshot; a checkpoint (`sharded.py`) is
+read by any.
 """
 
 from __future__ import annotations
@@ -25,9 +24,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from verl_ray.checkpoint.slices import Slices
-from verl_ray.checkpoint.snapshot_files import Memory, SnapshotFile, SnapshotFiles
-from verl_ray.checkpoint.snapshot_names import SnapshotNames
+from verl_ray.checkpoint.sharded import Slices
+from verl_ray.checkpoint.snapshot_files import (
+    Memory,
+    SnapshotFile,
+    SnapshotFiles,
+    SnapshotNames,
+)
 from verl_ray.errors import CheckpointError
 
 _ALIGNMENT = 64

@@ -3,10 +3,6 @@
 Invariant: a checkpoint's directory takes its final name only once its manifest is
 written. A writer that dies at any moment leaves the earlier checkpoints as they were.
 The directory is local or on a file system that all nodes share, and has one writer.
-
-Deliberately not here: manifests (`manifest.py`), the files that ranks write
-(`sharded.py`), and whether a run with a changed configuration may continue from a
-checkpoint (`changes.py`).
 """
 
 from __future__ import annotations
@@ -20,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from verl_ray.checkpoint import manifest
-from verl_ray.checkpoint.file_records import FileRecord
-from verl_ray.checkpoint.manifest import Checkpoint
-from verl_ray.checkpoint.sealed import (
+from verl_ray.checkpoint.manifest import (
+    Checkpoint,
+    FileRecord,
     TornCheckpoint,
     read_object,
     sealed,
@@ -186,8 +182,9 @@ class CheckpointStore:
 
         if torn:
             raise CheckpointError(
-                f"{self.root} has no usable checkpoint: {'; '.join(torn)}. Restore one"
-                " of them, or start anew in another run.dir"
+                f"has no usable checkpoint: {'; '.join(torn)}",
+                fix="Restore one of them, or start anew in another run.dir",
+                subject=self.root,
             )
         return LatestCheckpoint(None, unfinished)
 
@@ -228,8 +225,9 @@ class CheckpointStore:
         folder = Path(path)
         if not folder.is_dir():
             raise TornCheckpoint(
-                f"{folder}: there is no such checkpoint; run.resume takes the path of a"
-                " step_... directory"
+                "there is no such checkpoint; run.resume takes the path of a step_..."
+                " directory",
+                place=folder,
             )
 
         checkpoint = manifest.read_manifest(folder)
@@ -330,7 +328,7 @@ def _readable_errors(path: Path) -> Iterator[None]:
         raise
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be written ({error}); the checkpoints before it are whole."
-            " Free some space or lower run.keep_checkpoints, then continue with"
-            " run.resume=auto"
+            f"{path} cannot be written ({error}); the checkpoints before it are whole",
+            fix="Free some space or lower run.keep_checkpoints, then continue with"
+            " run.resume=auto",
         ) from error

@@ -1,8 +1,7 @@
 """Errors about worker processes: who failed, where, why, and with what last output.
 
 Invariant: the search for the reason never hangs, since every question has a limit of
-seconds, and it never hides the failure itself. Deliberately not here: the decision
-that a process has failed (`rank_calls.py`, `stalls.py`).
+seconds, and it never hides the failure itself.
 """
 
 from __future__ import annotations
@@ -13,12 +12,11 @@ from typing import cast
 
 import ray
 
-from verl_ray.cluster.concurrency_groups import CONTROL
+from verl_ray.cluster.context import CONTROL
 from verl_ray.cluster.members import Member
 from verl_ray.cluster.messages import Failure
 from verl_ray.cluster.process_control import REPLY_S, examine
-from verl_ray.cluster.ray_calls import RAY_CALLS
-from verl_ray.cluster.waiting import TICK_S, wait
+from verl_ray.cluster.waiting import RAY_CALLS, TICK_S, wait
 from verl_ray.errors import (
     ClusterError,
     DeadlineExceeded,

@@ -4,7 +4,6 @@ Invariant: calls in the collective group run one at a time in the order they wer
 Calls of methods marked `concurrent` or `steering` run at the same time as those and as
 each other. The control group has a thread of its own and replies while the others are
 busy or stuck. A call that raises returns a `Failure`; it never ends the process.
-Deliberately not here: what a worker does, and the driver's side (`group.py`).
 """
 
 from __future__ import annotations
@@ -25,15 +24,14 @@ from typing import Any
 import psutil
 import ray
 
-from verl_ray.cluster.concurrency_groups import (
+from verl_ray.cluster.context import (
     COLLECTIVE,
     SERVING,
     STEERING,
     StreamState,
+    WorkerContext,
     this_thread,
 )
-from verl_ray.cluster.context import WorkerContext
-from verl_ray.cluster.environment import process_environment
 from verl_ray.cluster.messages import (
     CallRequest,
     Collective,
@@ -45,13 +43,14 @@ from verl_ray.cluster.messages import (
     Value,
     Whereabouts,
 )
-from verl_ray.cluster.output import keep_output, tail
+from verl_ray.cluster.process_setup import keep_output, process_environment, tail
 from verl_ray.cluster.rendezvous import Rendezvous, join, listen, share_timeout
 from verl_ray.cluster.store import read
 from verl_ray.cluster.thread_stacks import own_line, progress_and_waits, thread_stacks
 from verl_ray.data.batch import Batch
 from verl_ray.data.sharded import Receipt, Sharded
 from verl_ray.errors import ClusterError, StaleIncarnation, VerlRayError
+from verl_ray.ownership import remove_stale
 from verl_ray.parallel.topology import Topology
 from verl_ray.profiling.memory import CallPeaks, PeakWatch
 from verl_ray.profiling.progress import (
@@ -60,7 +59,6 @@ from verl_ray.profiling.progress import (
     touch,
     waiting_for_others,
 )
-from verl_ray.shared_files import remove_stale
 
 # Streams whose end their callers may not know yet.
 _REMEMBERED_STREAMS = 1024
@@ -239,10 +237,7 @@ class WorkerHost:
             for role, worker in self._workers.items()
             if hasattr(worker, "health")
         }
-        process = psutil.Process()
         return Status(
-            pid=process.pid,
-            resident_bytes=process.memory_info().rss,
             running=running,
             progress=progress_and_waits(),
             health=health,

@@ -1,7 +1,6 @@
 """The start of a plan: from process sets and roles to worker groups.
 
 Invariant: either all groups run, or no process and no reservation of any remains.
-Deliberately not here: the choice of sets and roles of a run.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
-from verl_ray.cluster.cluster_loss import CLUSTER_LOSS
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.placement import Place, ProcessSet, place, release
 from verl_ray.cluster.processes import Processes, Role, close, silent_sets, start
 from verl_ray.cluster.rank_calls import replies_within
-from verl_ray.cluster.roster import ROSTER
+from verl_ray.cluster.waiting import CLUSTER_LOSS
+from verl_ray.cluster.whereabouts import ROSTER
 from verl_ray.profiling.memory import CallPeaks
 
 W = TypeVar("W")

@@ -1,7 +1,6 @@
 """Messages between the driver and a worker process, besides rows.
 
-Invariant: every message is a plain value that survives pickling. Deliberately not
-here: rows (`verl_ray/data`), and the code that sends messages (`group.py`, `host.py`).
+Invariant: every message is a plain value that survives pickling.
 """
 
 from __future__ import annotations
@@ -134,16 +133,12 @@ class Status:
     """Present activity of a process.
 
     Attributes:
-        pid: Process id.
-        resident_bytes: Resident set size of the process.
         running: (role, method, seconds so far) of the call in the collective group;
             None while that group is idle.
         progress: Progress of the process in any concurrency group.
         health: Results of the `health` methods of its workers, by role.
     """
 
-    pid: int
-    resident_bytes: int
     running: tuple[str, str, float] | None
     progress: Progress
     health: dict[str, Any]

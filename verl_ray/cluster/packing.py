@@ -1,8 +1,14 @@
-"""Bundles on nodes: whether Ray can pack them, and which ranks get which.
+"""Bundles on nodes: whether Ray 2.60 can pack them, and which ranks get which.
 
-Invariant: `fits` agrees with Ray's PACK strategy, and the numbering of ranks depends on
-the nodes of the bundles alone, not on Ray's order of equal bundles. Pure functions.
-Deliberately not here: the contents of the bundles (`placement.py`).
+`fits` follows the PACK strategy of Ray 2.60 (`bundle_scheduling_policy.cc` and
+`scorer.cc`). Ray cannot be asked: it has no call that says whether bundles would fit
+without reserving them, and `share_cpus` tries many sizes before anything is reserved.
+The packers in Ray's Python code are those of its autoscaler and choose other nodes.
+`tests/cluster/test_placement.py` compares the answers with placement groups of a
+cluster, and fails as soon as another release of Ray is installed.
+
+Invariant: `fits` agrees with Ray, and the numbering of ranks depends on the nodes of
+the bundles alone, not on Ray's order of equal bundles. Pure functions.
 """
 
 from __future__ import annotations
@@ -44,11 +50,10 @@ class Bundles:
 def fits(bundles: Sequence[Resources], nodes: Sequence[Resources]) -> bool:
     """Whether Ray's PACK strategy would find a node for each of the bundles.
 
-    The strategy (Ray 2.60, bundle_scheduling_policy.cc and scorer.cc) sorts the bundles
-    by GPUs, then by CPUs, the largest first. The first bundle goes to the node of which
-    it leaves the largest fractions free, then all others that still fit there. The
-    remaining bundles go to the other nodes in the same way. Among nodes of the same
-    score Ray takes any.
+    The strategy sorts the bundles by GPUs, then by CPUs, the largest first. The first
+    bundle goes to the node of which it leaves the largest fractions free, then all
+    others that still fit there. The remaining bundles go to the other nodes in the same
+    way. Among nodes of the same score Ray takes any.
     """
     waiting = sorted(
         bundles,

@@ -6,9 +6,7 @@ numbered node by node, so groups of neighbouring ranks stay within a node wherev
 sizes of the nodes allow it.
 
 Invariant: a plan that the cluster cannot hold is refused at once with both figures, and
-a plan that is not refused can be placed by Ray. Deliberately not here: how bundles are
-packed and numbered (`packing.py`), the processes themselves (`launch.py`), and the
-choice of a node's GPUs for a bundle, which is Ray's.
+a plan that is not refused can be placed by Ray. Ray chooses a node's GPUs for a bundle.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from verl_ray.cluster.node_resources import NodeResources, node_resources
 from verl_ray.cluster.packing import (
     Bundles,
     NodeName,
@@ -31,15 +28,58 @@ from verl_ray.cluster.packing import (
     fits,
     number_ranks,
 )
-from verl_ray.cluster.ray_calls import RAY_CALLS
 from verl_ray.cluster.signals import heed_signals
-from verl_ray.cluster.waiting import TICK_S, wait
+from verl_ray.cluster.waiting import RAY_CALLS, TICK_S, wait
 from verl_ray.errors import ClusterError
 
 # Ray counts resources in ten-thousandths.
 _GRAIN = 10_000
 # Resources of processes that ended become available this late at most.
 _RELEASE_S = 5.0
+
+
+@dataclass(frozen=True)
+class NodeResources:
+    """Resources of one live node.
+
+    Attributes:
+        node_id: Ray's id of the node.
+        address: IP address of the node.
+        total: Amounts that the node has, by Ray's resource names (CPU, GPU, memory in
+            bytes, ...).
+        available: Amounts that are free now.
+    """
+
+    node_id: str
+    address: str
+    total: dict[str, float]
+    available: dict[str, float]
+
+
+def node_resources() -> list[NodeResources]:
+    """Resources of each live node of the connected cluster (`Session.resources`).
+
+    Raises:
+        ClusterError: The cluster is lost, or Ray hangs.
+    """
+    state = ray._private.state
+    available = RAY_CALLS.make(state.available_resources_per_node)
+    resources = []
+    for node in RAY_CALLS.make(ray.nodes):
+        if node["Alive"]:
+            node_id = node["NodeID"]
+            resources.append(
+                NodeResources(
+                    node_id=node_id,
+                    address=node["NodeManagerAddress"],
+                    total=dict(node["Resources"]),
+                    available=dict(available.get(node_id, {})),
+                )
+            )
+    return resources
+
+
+# --------------------------------------------------------------------- sets and bundles
 
 
 @dataclass(frozen=True)
@@ -98,9 +138,6 @@ class Place:
             "num_gpus": self.share.get("GPU", 0),
             "scheduling_strategy": strategy,
         }
-
-
-# ------------------------------------------------------------------- sets and bundles
 
 
 def share_cpus(
@@ -210,7 +247,7 @@ def _all_bundles(plans: Sequence[Bundles]) -> list[Resources]:
     return [bundle for plan in plans for bundle in plan.bundles]
 
 
-# ------------------------------------------------------------------------ reservation
+# -------------------------------------------------------------------------- reservation
 
 
 def place(sets: Sequence[ProcessSet], stall_s: float) -> dict[str, Place]:

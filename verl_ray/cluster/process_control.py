@@ -1,8 +1,7 @@
 """Inspection and termination of processes that do not reply, on their own nodes.
 
 Invariant: every request to a node has a limit of seconds, so a lost node delays an
-error only for a moment. Deliberately not here: the decision that a process has failed
-(`stalls.py`, `rank_calls.py`).
+error only for a moment.
 """
 
 from __future__ import annotations
@@ -21,9 +20,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl_ray.cluster.members import Member
 from verl_ray.cluster.messages import ProcessInfo
-from verl_ray.cluster.output import STACKS_SIGNAL, tail
-from verl_ray.cluster.ray_calls import RAY_CALLS
-from verl_ray.cluster.waiting import TICK_S, wait, wait_while_closing
+from verl_ray.cluster.process_setup import STACKS_SIGNAL, tail
+from verl_ray.cluster.waiting import RAY_CALLS, TICK_S, wait, wait_while_closing
 
 REPLY_S = 3.0
 """Seconds that a process or a node gets to reply to a question about a failure."""
@@ -47,8 +45,8 @@ def examine(members: Sequence[Member], stacks: bool) -> list[tuple[str, str]]:
         stacks: Whether to return the Python stacks instead of the last output where
             the process can still write them.
     """
-    # Requests to other nodes run at the same time, so all are sent before any is
-    # awaited.
+    # Requests to other nodes run at the same time, so all are sent before the first
+    # reply is waited for.
     pending: list[Any] = []
     for member in members:
         if member.process_info is None:

@@ -2,8 +2,7 @@
 
 Invariant: a start is all or nothing. If any process of any set fails or makes no
 progress, all of them are killed. A restart replaces every process of a set, and with
-them every role that shares them. Deliberately not here: calls on workers
-(`group.py`).
+them every role that shares them.
 """
 
 from __future__ import annotations
@@ -20,19 +19,17 @@ from verl_ray.cluster.calls import (
     replies_if_complete,
     reporting_failures_to,
 )
-from verl_ray.cluster.concurrency_groups import (
+from verl_ray.cluster.context import (
     COLLECTIVE,
     CONCURRENCY_GROUPS,
     CONTROL,
 )
-from verl_ray.cluster.heartbeat import Heartbeat
 from verl_ray.cluster.host import WorkerHost
-from verl_ray.cluster.members import Member
+from verl_ray.cluster.members import Heartbeat, Member
 from verl_ray.cluster.messages import RankSpec
 from verl_ray.cluster.placement import Place, ProcessSet
 from verl_ray.cluster.rank_calls import START, RankCall
-from verl_ray.cluster.ray_calls import RAY_CALLS
-from verl_ray.cluster.waiting import TICK_S, wait, wait_while_closing
+from verl_ray.cluster.waiting import RAY_CALLS, TICK_S, wait, wait_while_closing
 from verl_ray.errors import ClusterError
 from verl_ray.parallel.topology import Topology
 

@@ -1,8 +1,9 @@
-"""The part of a call that one rank runs, and the reply of that rank.
+"""The part of a call that one rank runs, its reply, and words for what it does.
 
 Invariant: a failure of a rank is a value here, a `WorkerError`, and is raised by the
-callers of this module. Deliberately not here: calls on several ranks (`calls.py`), and
-ranks that make no progress (`stalls.py`).
+callers of this module. The words come from the last replies of the processes, which are
+requested when a report is due soon (`verl_ray/profiling/phases.py`); nothing waits for
+them.
 """
 
 from __future__ import annotations
@@ -17,13 +18,18 @@ import ray
 from verl_ray.cluster import failures
 from verl_ray.cluster.members import Member
 from verl_ray.cluster.messages import Failure
-from verl_ray.cluster.ray_calls import RAY_CALLS
-from verl_ray.cluster.waiting import wait
+from verl_ray.cluster.waiting import RAY_CALLS, wait
 from verl_ray.errors import WorkerDied, WorkerError
+from verl_ray.profiling.phases import PHASES
+from verl_ray.profiling.progress import Progress
 
 # The peers of a rank that raised get this long to reply. If one of them died in the
 # meantime, its death is the root cause.
 _GRACE_S = 2.0
+
+_MOST = 3
+"""Processes that a report names."""
+_MIB = 1 << 20
 
 START = "start ("
 """Beginning of the names of calls that start a process."""
@@ -127,3 +133,48 @@ def root_cause(first: WorkerError, pending: Sequence[RankCall]) -> WorkerError:
         if isinstance(reply, WorkerDied):
             return reply
     return first
+
+
+# ---------------------------------------------------------- what processes do meanwhile
+
+
+def request_activity(rank_calls: Sequence[RankCall]) -> None:
+    """Request the status of the processes, if a report is due soon."""
+    if PHASES.is_due_soon:
+        for heartbeat in {rank_call.member.heartbeat for rank_call in rank_calls}:
+            heartbeat.request()
+
+
+def activity(rank_calls: Sequence[RankCall]) -> str:
+    """Return what the processes of pending calls do: "actor 3/16 micro-batches".
+
+    Of each role the process is named whose call was made first. Processes that have
+    not said anything yet are left out, unless they are starting.
+    """
+    by_process = {
+        rank_call.member.heartbeat: rank_call for rank_call in rank_calls[::-1]
+    }
+    texts: dict[str, str] = {}
+    for heartbeat, rank_call in reversed(by_process.items()):
+        status = heartbeat.status_since(rank_call.since)
+        if status is None and not rank_call.starts:
+            continue
+        role = rank_call.member.role
+        text = role
+        if status is not None:
+            if status.running is not None:
+                role = status.running[0]
+            text = f"{role} {amount(status.progress)}".strip()
+        texts.setdefault(role, text)
+    return ", ".join(list(texts.values())[:_MOST])
+
+
+def amount(progress: Progress) -> str:
+    """Return how much a process has done: "3/16 micro-batches", "120 MiB read"."""
+    if not progress.unit:
+        return ""
+    if progress.unit.startswith("bytes"):
+        return f"{progress.done // _MIB} MiB{progress.unit.removeprefix('bytes')}"
+    if progress.total is None:
+        return f"{progress.done} {progress.unit}"
+    return f"{progress.done}/{progress.total} {progress.unit}"

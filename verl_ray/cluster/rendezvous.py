@@ -2,7 +2,6 @@
 
 Invariant: no port is announced before it is bound. Rank 0 binds a socket and hands it
 to the store that listens on it; only then do the other ranks learn the port.
-Deliberately not here: what is sent between ranks.
 """
 
 from __future__ import annotations

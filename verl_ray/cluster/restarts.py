@@ -5,8 +5,8 @@ devices. A lost one is asked again for what it owed.
 
 Invariant: a group that is starting again gets no call, and has no process of before.
 One that is lost while nobody waits for it starts again, too.
-Deliberately not here: whether a failure is tried again (`controllers/run/faults.py`),
-and rollout replicas, which need weights (`controllers/rollouts/supervisor.py`).
+Deliberately not here: rollout replicas, which need weights
+(`controllers/rollouts/supervisor.py`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any, Generic, TypeVar
 
 from verl_ray.cluster.calls import Call, check_progress, wait_all
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.cluster.idle_processes import IdleProcesses
 from verl_ray.cluster.processes import Restart
+from verl_ray.cluster.stalls import IdleProcesses
 from verl_ray.cluster.waiting import TICK_S, Background
 from verl_ray.errors import VerlRayError, WorkerError, worker_error_of
 from verl_ray.profiling.phases import PHASES

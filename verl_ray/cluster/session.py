@@ -1,22 +1,26 @@
 """The driver's connection to a Ray cluster: a running cluster, or one that it starts.
 
 Invariant: a cluster that the session started ends with the session, through its own
-handle. A cluster that the session connected to is left as it was. Deliberately not
-here: the processes that run on the cluster (`placement.py`, `launch.py`).
+handle. A cluster that the session connected to is left as it was. Signals are the
+driver's business. From the import of this module nothing of Ray's is printed on stdout,
+and while Ray's messages are kept in a file, nothing on stderr either.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
+import logging
 import math
 import os
+import secrets
 import shutil
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,16 +28,22 @@ from typing import Any, Self
 import psutil
 import ray
 from ray._common.utils import get_default_ray_temp_dir
+from ray._private import services
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
-from verl_ray.cluster import authentication
-from verl_ray.cluster.cluster_loss import CLUSTER_LOSS, ClusterLoss
-from verl_ray.cluster.guard import STOPPED_S, end_guard, raylets_at, start_guard
-from verl_ray.cluster.node_resources import NodeResources, node_resources
-from verl_ray.cluster.ray_calls import RAY_CALLS
-from verl_ray.cluster.ray_patches import leaving_signals_to_driver, ray_messages
+from verl_ray.cluster.guard import (
+    STOPPED_S,
+    HeadWatch,
+    end_guard,
+    patience_s,
+    raylets_at,
+    start_guard,
+)
+from verl_ray.cluster.placement import NodeResources, node_resources
+from verl_ray.cluster.signals import deferring_signals, heed_signals
+from verl_ray.cluster.waiting import CLUSTER_LOSS, RAY_CALLS
 from verl_ray.errors import ClusterError, Interrupted, WorkerDied
-from verl_ray.ownership import Owner
-from verl_ray.shared_files import FOLDER, available_bytes
+from verl_ray.ownership import SHARED_FOLDER, Owner, available_bytes
 
 # Ray refuses an object store of less than 75 MiB.
 _LEAST_STORE_BYTES = 80 << 20
@@ -179,7 +189,7 @@ class Session:
         stall_s: float,
     ) -> Session:
         before = dict(os.environ)
-        environment = authentication.set_own_token()
+        environment = _set_own_token()
         remove_ended_sessions(Path(get_default_ray_temp_dir()))
 
         this_process = psutil.Process()
@@ -188,7 +198,7 @@ class Session:
             context = _start_ray(cores, gpus, object_store_bytes)
         except BaseException as error:
             _shut_down_ray()
-            authentication.restore(environment)
+            _restore_variables(environment)
             if isinstance(error, Exception) and not isinstance(error, Interrupted):
                 raise ClusterError(
                     f"a Ray cluster could not be started on this machine: {error}"
@@ -234,7 +244,7 @@ class Session:
             remove_folder(self.folder)
         self.folder = None
 
-        authentication.restore(self._environment)
+        _restore_variables(self._environment)
         self._environment = {}
 
     def _disconnect(self, guard: subprocess.Popen[bytes]) -> None:
@@ -384,102 +394,11 @@ def store_bytes(requested_bytes: int | None) -> int:
     needed_bytes = max(size, _LEAST_STORE_BYTES)
     if needed_bytes > free_bytes:
         raise ClusterError(
-            f"{FOLDER} has {free_bytes >> 20} MiB free, the object store needs"
+            f"{SHARED_FOLDER} has {free_bytes >> 20} MiB free, the object store needs"
             f" {needed_bytes >> 20} MiB. In a container, raise it (docker run"
             " --shm-size=4g)"
         )
     return needed_bytes
-
-
-# ------------------------------------------------------- whether the head still answers
-
-# The control store (gcs) of a cluster of somebody else's: whether it replies.
-#
-# Ray waits a minute for a control store that does not reply, and then ends this
-# process without a word. It waits for ever where one is stopped.
-#
-# Invariant: the loss is noted before Ray's limit, and not while the control store
-# replies.
-
-_RAYS_LIMIT = "RAY_gcs_rpc_server_reconnect_timeout_s"
-"""Environment variable with Ray's own limit in seconds; it ends a process then."""
-
-_RAYS_LIMIT_S = 60.0
-
-_ASK_S = 2.0
-_REPLY_S = 5.0
-
-
-def patience_s() -> float:
-    """Return for how many seconds a control store may be gone, as while it restarts.
-
-    It is half of Ray's own limit, so that this process can still say why it ends.
-    """
-    return float(os.environ.get(_RAYS_LIMIT, _RAYS_LIMIT_S)) / 2
-
-
-class HeadWatch:
-    """Asks the control store every few seconds, in a thread of its own."""
-
-    def __init__(self, address: str, limit_s: float, loss: ClusterLoss) -> None:
-        """Begin to ask.
-
-        Args:
-            address: Address of the control store.
-            limit_s: Seconds without a reply after which the cluster is lost.
-            loss: Where this is noted.
-        """
-        self._address = address
-        self._limit_s = limit_s
-        self._loss = loss
-        self._ask = _question(address)
-        self._replied_s = time.monotonic()
-        self._is_closed = threading.Event()
-        for work in (self._ask_on, self._look_on):
-            threading.Thread(target=work, name="head watch", daemon=True).start()
-
-    def close(self) -> None:
-        """Ask no more."""
-        self._is_closed.set()
-
-    def _ask_on(self) -> None:
-        # Asks until the watch is closed. Where the store is gone, Ray may keep a
-        # question for longer than its own limit, so another thread looks at the time.
-        while not self._is_closed.wait(_ASK_S):
-            if self._ask(_REPLY_S):
-                self._replied_s = time.monotonic()
-
-    def _look_on(self) -> None:
-        # Ends when the watch is closed, or with the loss.
-        last_look_s = time.monotonic()
-        while not self._is_closed.wait(_ASK_S):
-            now_s = time.monotonic()
-            # This process may have been stopped itself.
-            if now_s - last_look_s > 2 * _ASK_S:
-                self._replied_s = now_s
-            last_look_s = now_s
-            silent_s = now_s - self._replied_s
-            if silent_s > self._limit_s:
-                self._loss.note(
-                    f"gcs_server at {self._address} has not replied for"
-                    f" {silent_s:.0f} s"
-                )
-                return
-
-
-def _question(address: str) -> Callable[[float], bool]:
-    """Return a function that asks for a reply within seconds, whatever it is."""
-    client = ray._raylet.GcsClient(address=address)
-
-    def replies(within_s: float) -> bool:
-        try:
-            client.internal_kv_exists(b"verl_ray", namespace=None, timeout=within_s)
-            return True
-        # Ray's classes of errors of a connection have nothing in common.
-        except Exception:
-            return False
-
-    return replies
 
 
 # ------------------------------------------------------------ folders of Ray's sessions
@@ -542,3 +461,140 @@ def remove_folder(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         if folder.exists():
             time.sleep(0.1)
+
+
+# ---------------------------------------------------------- the token of an own cluster
+
+# The token is in the environment of this process alone, never in a file. The user sets
+# those of clusters that the session connects to.
+
+
+def _set_own_token() -> dict[str, str | None]:
+    """Give this process a token for a cluster of its own, unless the user has set one.
+
+    Without it, Ray would save a token in the home directory. A later `ray start` would
+    adopt that token and refuse `ray job submit` from shells that do not know it.
+
+    Returns:
+        Previous values of the environment variables that were set, for
+        `_restore_variables`.
+    """
+    changes: dict[str, str] = {}
+    if os.environ.get("RAY_AUTH_MODE", "token").lower() == "token":
+        changes["RAY_AUTH_MODE"] = "token"
+        user_settings = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()
+        if not user_settings:
+            changes["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+    previous = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    _reload_token()
+    return previous
+
+
+def _restore_variables(previous: dict[str, str | None]) -> None:
+    """Restore environment variables; None stands for a variable that was not set."""
+    for name, value in previous.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    if previous:
+        _reload_token()
+
+
+def _reload_token() -> None:
+    # Ray reads RAY_AUTH_* once per process. The configuration comes first, since
+    # threads reload the token by it.
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+# ------------------------------------------------------------------ Ray's own behaviour
+
+# What Ray has no settings for.
+
+_WORKER_ENDED = "A worker died or was killed"
+_LOG_NAME = "ray.log"
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(filename)s:%(lineno)s: %(message)s"
+
+
+@contextlib.contextmanager
+def leaving_signals_to_driver() -> Iterator[None]:
+    """Keep Ray from handling signals while it starts within the block.
+
+    Ray sets no signal handler: its own for SIGTERM waits 60 s for a node to drain. The
+    processes that Ray starts lead sessions of their own: a signal to the driver's
+    process group (`timeout`, Slurm, Ctrl-C in a terminal) would otherwise end the
+    cluster together with the driver, which still needs it to stop in order.
+
+    A signal that arrives meanwhile is heeded at the end of the block. Ray would log its
+    exception in the middle of the start, or lose it.
+    """
+    popen = services.ConsolePopen
+    set_handler = ray._private.utils.set_sigterm_handler
+
+    services.ConsolePopen = functools.partial(popen, start_new_session=True)
+    ray._private.utils.set_sigterm_handler = lambda handler: None
+    try:
+        with deferring_signals():
+            yield
+        heed_signals()
+    finally:
+        services.ConsolePopen = popen
+        ray._private.utils.set_sigterm_handler = set_handler
+
+
+class _Messages:
+    """Where Ray's messages to the driver go: to a file, or to stderr without one."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._handler: logging.Handler | None = None
+        self._replaced: list[logging.Handler] = []
+
+    def keep_in(self, folder: Path) -> None:
+        """Keep all messages in a file of this folder from now on."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / _LOG_NAME
+
+        # Python's side of Ray has a logger whose handler prints on stderr. The file is
+        # made by the first message.
+        self._handler = logging.FileHandler(self._path, delay=True)
+        self._handler.setFormatter(logging.Formatter(_LOG_FORMAT))
+        self._replaced = _RAY_LOGGER.handlers[:]
+        _RAY_LOGGER.handlers[:] = [self._handler]
+
+    def release(self) -> None:
+        """Close the file; later messages go to stderr."""
+        if self._handler is None:
+            return
+        _RAY_LOGGER.handlers[:] = self._replaced
+        self._handler.close()
+        self._handler = None
+        self._path = None
+
+    def show(self, data: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Handle messages of Ray's processes, as that its memory monitor killed one.
+
+        Ray prints them on stdout, in the middle of a command's own output. They say
+        that each worker which was killed died unexpectedly. Without a file this remark
+        is left out: where the end was not intended, an error names the worker, its
+        call and its output.
+        """
+        path = self._path
+        if path is not None:
+            now = time.strftime("%Y-%m-%d %H:%M:%S")
+            lines = [f"{now} ({data['pid']}) {line}\n" for line in data["lines"]]
+            # Where the disk is full, the run has worse to tell.
+            with contextlib.suppress(OSError), path.open("a") as file:
+                file.writelines(lines)
+        elif not any(line.startswith(_WORKER_ENDED) for line in data["lines"]):
+            _print(data | {"is_err": True}, *args, **kwargs)
+
+
+_RAY_LOGGER = logging.getLogger("ray")
+_print = ray._private.worker.print_to_stdstream
+ray_messages = _Messages()
+"""Ray's messages to this process, which has at most one session at a time."""
+ray._private.worker.print_to_stdstream = ray_messages.show

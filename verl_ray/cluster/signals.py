@@ -13,8 +13,8 @@ whatever the main thread is doing. Every wait ends with `Interrupted` unless it 
 for something that has to be finished. A second signal ends the process at once; in a
 process of somebody else (`borrowing_signals`) it ends what has to be finished, too.
 Signals within a second of the first one belong to it: `timeout` signals its child, and
-then the child's process group. Deliberately not here: what is saved, and the text of
-the announcement (`controllers/run/open_run.py`).
+then the child's process group. The text of the announcement is the run's
+(`controllers/run/open_run.py`).
 """
 
 from __future__ import annotations
@@ -26,15 +26,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import FrameType
 from typing import TypeVar
 
-from verl_ray.cluster.signal_state import (
-    NOTHING_AT_STAKE,
-    AtomicWork,
-    Outlook,
-)
-from verl_ray.cluster.signal_state import signal_state as _state
 from verl_ray.cluster.terminals import leave_closed_outputs, remember_terminals
 from verl_ray.errors import Interrupted
 
@@ -47,6 +42,74 @@ _ONE_SIGNAL_S = 1.0
 _LAST_WORDS_S = 0.5
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """Effect of a signal on the run.
+
+    Attributes:
+        next: What happens after the first signal.
+        lost: What a second signal loses; empty for nothing.
+    """
+
+    next: str
+    lost: str
+
+
+NOTHING_AT_STAKE = Outlook("stopping", "")
+
+
+@dataclass(eq=False)
+class AtomicWork:
+    """Work that a stop either abandons or lets finish.
+
+    Attributes:
+        committed_at: Time at which it passed its point of no return, in seconds of the
+            monotonic clock. None while it can still be abandoned.
+    """
+
+    committed_at: float | None = None
+
+
+class _State:
+    """The signals that arrived, and how they are obeyed.
+
+    The main thread and the announcer thread write it, one value at a time, so any
+    thread may read it at any moment.
+
+    Attributes:
+        received: First signal that arrived.
+        announced_at: Time of its announcement, in seconds of the monotonic clock.
+        announced: Set after the announcement.
+        disturbed: True once a signal raised an exception wherever the main thread was.
+        borrowing: True within `borrowing_signals`, where the process must not end.
+        insisted: True once a second signal arrived there.
+        deferring: Number of open blocks in which a signal is only recorded.
+        finishing: Number of open blocks that have to be finished first.
+        work: The innermost open `all_or_nothing`.
+        outlook: Function that returns the present outlook.
+        way_on: Function that returns what to do after a second signal, in words.
+        announcer: Thread that announces signals.
+        handles_forks: True once forked children reset their state.
+    """
+
+    received: signal.Signals | None = None
+    announced_at: float | None = None
+    announced = threading.Event()
+    disturbed = False
+    borrowing = False
+    insisted = False
+    deferring = 0
+    finishing = 0
+    work: AtomicWork | None = None
+    outlook: Callable[[], Outlook] = staticmethod(lambda: NOTHING_AT_STAKE)
+    way_on: Callable[[], str] = staticmethod(lambda: "")
+    announcer: threading.Thread | None = None
+    handles_forks = False
+
+
+_state = _State()
 
 
 # -------------------------------------------------------------------- for every program

@@ -5,8 +5,6 @@ there. The kernel keeps the files, so no process has to live between two tasks, 
 ranks take no part. A task on the target asks one on the source for piece after piece.
 
 Invariant: what counts on the target is whole, and is what counted on the source.
-Deliberately not here: the files (`verl_ray/checkpoint/snapshot_files.py`), and which
-node has a copy of what (`controllers/run/second_copies.py`).
 """
 
 from __future__ import annotations
@@ -17,11 +15,10 @@ from typing import Any
 
 import ray
 
-from verl_ray.checkpoint.snapshot_files import Memory, SnapshotFiles
-from verl_ray.checkpoint.snapshot_names import SnapshotNames
+from verl_ray.checkpoint.snapshot_files import Memory, SnapshotFiles, SnapshotNames
 from verl_ray.cluster.process_control import task_on
 from verl_ray.errors import CheckpointError
-from verl_ray.shared_files import remove_stale
+from verl_ray.ownership import remove_stale
 
 Rank = tuple[str, int]
 """A role and the number of one of its ranks."""

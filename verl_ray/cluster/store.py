@@ -1,7 +1,7 @@
 """Rows into and out of Ray's object store.
 
 Invariant: `read` returns a read-only view of the stored bytes wherever the rows are
-neighbours. Deliberately not here: the choice of rows (`verl_ray/data/sharded.py`).
+neighbours.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from typing import Any, TypeVar, cast
 
 import ray
 
-from verl_ray.cluster.ray_calls import RAY_CALLS
 from verl_ray.cluster.signals import heed_signals
-from verl_ray.cluster.waiting import TICK_S, wait
+from verl_ray.cluster.waiting import RAY_CALLS, TICK_S, wait
 from verl_ray.data.batch import Batch
 from verl_ray.data.sharded import Receipt, Sharded
 from verl_ray.errors import ClusterError

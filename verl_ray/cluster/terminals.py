@@ -1,7 +1,7 @@
 """Outputs of this process that may close, or fill a disk, while it has work to finish.
 
 Invariant: an output that nobody reads any more never ends the process, and neither does
-one that a disk does not take. Deliberately not here: signals (`signals.py`).
+one that a disk does not take.
 """
 
 from __future__ import annotations

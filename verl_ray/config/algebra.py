@@ -1,7 +1,7 @@
 """The batch algebra: how the rows of a step become mini-batches and micro-batches.
 
 Invariant: sizes are global unless the name ends in `_per_rank`, and one unit, the row,
-runs through all of them. Deliberately not here: whether the numbers can run (`rules`).
+runs through all of them.
 """
 
 from __future__ import annotations

@@ -1,40 +1,42 @@
 """The algorithm: advantages, losses, and the divergence from the reference policy.
 
 Invariant: names, and the settings that formulas read, are those that
-`verl_ray/algorithms` declares. Deliberately not here: the functions behind the names,
-and which settings fit together (`rules/algorithm.py`).
+`verl_ray/algorithms` declares, and a rule names no algorithm. Each bound has a value
+exactly when its formula reads it, and no token is weighed twice. Deliberately not here:
+the functions behind the names, and rules that also read rollouts or the actor
+(`tasks/rl.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from math import inf
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, create_model
 from pydantic_core import PydanticCustomError
 
 from verl_ray.algorithms.advantages import ADVANTAGES
-from verl_ray.algorithms.catalogue import (
-    CORRECTIONS,
-    KL_ESTIMATORS,
-    LEVELS,
-    REJECTIONS,
-    declared_settings,
-)
+from verl_ray.algorithms.catalogue import CHOICES, KL_ESTIMATORS, declared_settings
+from verl_ray.algorithms.correction import CORRECTIONS, LEVELS, REJECTIONS
 from verl_ray.algorithms.own_functions import OwnFunctionMistake, is_own
-from verl_ray.algorithms.own_shaping import OWN_SHAPINGS
+from verl_ray.algorithms.own_shaping import LENGTH_SETTINGS, OWN_SHAPINGS
 from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
-from verl_ray.algorithms.row_weights import AGGREGATIONS
+from verl_ray.algorithms.row_weights import AGGREGATIONS, HORIZON
 from verl_ray.config.paths import UNKNOWN_PART, function_path
 from verl_ray.config.section import (
     NonNegative,
     NonNegativeFloat,
     OneOf,
+    OverriddenKeys,
     Positive,
     PositiveFloat,
     PositiveFraction,
     Section,
+    set_exactly_when,
 )
+from verl_ray.config.suggest import either
+from verl_ray.errors import Problem
 
 
 def _own_function_of(
@@ -86,6 +88,12 @@ MismatchMetric = Literal[
     "staleness/fresh_k3_kl",
     "staleness/fresh_probs_diff_mean",
 ]
+
+USUAL_MISMATCH: MismatchMetric = "rollout_corr/k3_kl"
+"""The metric that messages recommend to limit."""
+
+_CORRECTION = "algorithm.correction"
+_MISMATCH = "algorithm.mismatch"
 
 
 class KLConfig(Section):
@@ -286,3 +294,371 @@ class AlgorithmConfig(_Additions):
         """
         estimator = ADVANTAGES[self.advantage]
         return self.kl.place == "reward" and estimator.rewards_whole_trajectories
+
+    @property
+    def corrects_later(self) -> bool:
+        """Whether the correction waits for a mismatch, and is not there at first."""
+        return self.mismatch.then == "correct"
+
+    @property
+    def correction_weighs_updates(self) -> bool:
+        """Whether the correction weighs every update by its ratio to the sampler."""
+        correction = self.correction
+        if correction.form != "two_policy" or self.corrects_later:
+            return False
+        if correction.kind is None:
+            return True
+        return CORRECTIONS[correction.kind].weights_by_ratio
+
+
+# -------------------------------------------------------------------------------- rules
+
+
+def settings_are_read(
+    algorithm: AlgorithmConfig, overridden: OverriddenKeys
+) -> Iterator[Problem]:
+    """Yield a problem for each declared setting that is set and not read, or not set.
+
+    A setting is read when one of the algorithm's choices declares it.
+    """
+    chosen = {key: table[getattr(algorithm, key)] for key, table in CHOICES.items()}
+
+    for setting, choice_keys in declared_settings().items():
+        key = f"algorithm.{setting.name}"
+        value = getattr(algorithm, setting.name)
+        readers = [name for name in choice_keys if setting in chosen[name].reads]
+
+        # A refusal names the choices that read the setting, or those that could.
+        because = " and ".join(
+            f"algorithm.{name}={chosen[name].name}" for name in readers or choice_keys
+        )
+
+        if not readers:
+            yield from set_exactly_when(False, key, value, because, None)
+            continue
+
+        # No usual value means that null is a choice, too.
+        usual = chosen[readers[0]].reads[setting]
+        if usual is not None:
+            recommended = overridden.follow_reference(usual)
+            yield from set_exactly_when(True, key, value, because, recommended)
+
+
+def critic_matches_the_advantage(algorithm: AlgorithmConfig) -> Iterator[Problem]:
+    """Yield a problem unless there is a value loss exactly when a critic is needed."""
+    key = "algorithm.value_loss"
+    advantage = algorithm.advantage
+    value_loss = algorithm.value_loss
+    needs_critic = ADVANTAGES[advantage].needs_critic
+    because = f"algorithm.advantage={advantage}"
+
+    if needs_critic and value_loss is None:
+        rule = f"{because} needs a critic, which learns by it"
+        fix = (
+            "Set algorithm.value_loss={clip: 0.2, aggregation: token_mean}, or another"
+            " algorithm.advantage."
+        )
+        yield Problem(key, None, rule, fix)
+
+    if not needs_critic and value_loss is not None:
+        rule = f"{because} uses no critic"
+        fix = "Set algorithm.value_loss=null, or algorithm=ppo."
+        yield Problem(key, value_loss.model_dump(), rule, fix)
+
+
+def kl_is_complete(kl: KLConfig) -> Iterator[Problem]:
+    """Yield a problem for each setting of the penalty that is missing or not used."""
+    is_charged = kl.place != "none"
+    because = f"algorithm.kl.place={kl.place}"
+    usual_values: dict[str, object] = {
+        "estimator": "k3",
+        "coefficient": 0.001,
+        "controller": "fixed",
+    }
+
+    for field, usual in usual_values.items():
+        key = f"algorithm.kl.{field}"
+        value = getattr(kl, field)
+        yield from set_exactly_when(is_charged, key, value, because, usual)
+
+
+def kl_in_the_loss_has_a_gradient(kl: KLConfig) -> Iterator[Problem]:
+    """Yield a problem if the estimator of a KL loss has no gradient in expectation."""
+    if kl.place != "loss" or kl.estimator is None:
+        return
+
+    if not KL_ESTIMATORS[kl.estimator].has_gradient:
+        rule = (
+            f"as a loss, the expected gradient of {kl.estimator} is zero: it would only"
+            " add noise"
+        )
+        fix = "Use k2 or k3, or algorithm.kl.place=reward."
+        yield Problem("algorithm.kl.estimator", kl.estimator, rule, fix)
+
+
+def kl_in_the_reward_has_no_gradient(kl: KLConfig) -> Iterator[Problem]:
+    """Yield a problem for each choice that only changes the gradient of a KL loss."""
+    if kl.place == "loss":
+        return
+
+    because = f"algorithm.kl.place={kl.place} has no gradient, which alone this changes"
+    if kl.importance_weighted:
+        fix = "Set it to false, or use algorithm.kl.place=loss."
+        yield Problem("algorithm.kl.importance_weighted", True, because, fix)
+
+    if kl.estimator is not None:
+        same_values = KL_ESTIMATORS[kl.estimator].reward_form
+        if same_values is not None:
+            fix = f"Use {same_values}, which has the same values."
+            yield Problem("algorithm.kl.estimator", kl.estimator, because, fix)
+
+
+def own_shaping_reads_its_settings(algorithm: AlgorithmConfig) -> Iterator[Problem]:
+    """Yield a problem for each setting of lengths that the function does not read.
+
+    And for each that it needs and that is null.
+    """
+    if algorithm.shaping is None:
+        return
+
+    because = f"algorithm.shaping={algorithm.shaping}"
+    reads = OWN_SHAPINGS[algorithm.shaping].reads
+    for setting, usual in LENGTH_SETTINGS.items():
+        key = f"algorithm.{setting.name}"
+        value = getattr(algorithm, setting.name)
+        if setting not in reads:
+            yield from set_exactly_when(False, key, value, because, None)
+        elif reads[setting] is not None:
+            yield from set_exactly_when(True, key, value, because, usual)
+
+
+def entropy_control_is_complete(algorithm: AlgorithmConfig) -> Iterator[Problem]:
+    """Yield a problem for each missing or unused setting of the adaptive bonus."""
+    has_target = algorithm.entropy_target is not None
+    because = "algorithm.entropy_target=" + ("..." if has_target else "null")
+    key = "algorithm.entropy_step"
+    yield from set_exactly_when(has_target, key, algorithm.entropy_step, because, 0.005)
+    key = "algorithm.entropy_max"
+    yield from set_exactly_when(has_target, key, algorithm.entropy_max, because, 1.0)
+
+
+def sequences_are_weighted_as_such(algorithm: AlgorithmConfig) -> Iterator[Problem]:
+    """Yield a problem if a loss per sequence is summed token by token over all rows."""
+    loss = POLICY_LOSSES[algorithm.policy_loss]
+    aggregation = algorithm.aggregation
+    if not loss.is_per_row or AGGREGATIONS[aggregation].is_over_rows:
+        return
+
+    rule = (
+        f"{loss.name} has one loss per row, and {aggregation} would weight rows by"
+        " their length"
+    )
+    fix = "Use seq_mean_token_mean; seq_mean_token_sum weights by length on purpose."
+    yield Problem("algorithm.aggregation", aggregation, rule, fix)
+
+
+def trajectories_are_judged(algorithm: AlgorithmConfig) -> Iterator[Problem]:
+    """Yield a problem if trajectories are to be sequences and nothing judges these."""
+    correction = algorithm.correction
+    rejects = any(not name.startswith("token") for name in correction.rejections or ())
+    if (
+        not algorithm.judges_trajectories
+        or POLICY_LOSSES[algorithm.policy_loss].sequence == "row"
+        or AGGREGATIONS[algorithm.aggregation].is_over_rows
+        or correction.level not in (None, "token")
+        or rejects
+        or algorithm.negative_drift is not None
+    ):
+        return
+
+    rule = (
+        f"{algorithm.policy_loss}, {algorithm.aggregation} and the correction judge"
+        " each token by itself"
+    )
+    fix = "Use row, or a loss, an aggregation or a correction of sequences."
+    yield Problem("algorithm.sequence", "trajectory", rule, fix)
+
+
+def kl_controller_is_complete(kl: KLConfig) -> Iterator[Problem]:
+    """Yield a problem for each setting of the controller that is missing or unused."""
+    is_adaptive = kl.controller == "adaptive"
+
+    if is_adaptive and kl.place == "loss":
+        rule = (
+            "the adaptive controller steers a penalty in the reward, not one in the"
+            " loss"
+        )
+        fix = "Use fixed, or algorithm.kl.place=reward."
+        yield Problem("algorithm.kl.controller", kl.controller, rule, fix)
+
+    controller = "null" if kl.controller is None else kl.controller
+    because = f"algorithm.kl.controller={controller}"
+    key = "algorithm.kl.target"
+    yield from set_exactly_when(is_adaptive, key, kl.target, because, 6.0)
+    key = "algorithm.kl.horizon"
+    yield from set_exactly_when(is_adaptive, key, kl.horizon, because, 10_000)
+
+
+def value_losses_have_no_horizon(value_loss: ValueLossConfig) -> Iterator[Problem]:
+    """Yield a problem if the value loss is aggregated by a horizon."""
+    aggregation = value_loss.aggregation
+    if HORIZON in AGGREGATIONS[aggregation].reads:
+        key = "algorithm.value_loss.aggregation"
+        rule = "the value loss has no horizon to normalise by"
+        fix = "Use token_mean or seq_mean_token_mean."
+        yield Problem(key, aggregation, rule, fix)
+
+
+def bootstrapping_needs_values(algorithm: AlgorithmConfig) -> Iterator[Problem]:
+    """Yield a problem if cut responses are bootstrapped and there is no critic."""
+    advantage = algorithm.advantage
+    if algorithm.truncated != "bootstrap":
+        return
+
+    if not ADVANTAGES[advantage].needs_critic:
+        rule = (
+            "a cut response is bootstrapped from a critic, and"
+            f" algorithm.advantage={advantage} has none"
+        )
+        fix = "Use score or mask, or algorithm=ppo."
+        yield Problem("algorithm.truncated", "bootstrap", rule, fix)
+
+
+def algorithm_is_chosen_as_a_group(
+    algorithm: AlgorithmConfig, overridden: OverriddenKeys
+) -> Iterator[Problem]:
+    """Yield a problem if the user set the algorithm's name instead of choosing it."""
+    # The name comes with the YAML file of the choice.
+    if overridden.under("algorithm.name"):
+        name = algorithm.name
+        rule = "the name is a label and changes nothing"
+        fix = f"Choose an algorithm with algorithm={name}."
+        yield Problem("algorithm.name", name, rule, fix)
+
+
+# -------------------------------------------------------------- rules of the correction
+
+
+def kind_matches_the_form(
+    algorithm: AlgorithmConfig, *, may_be_stale: bool
+) -> Iterator[Problem]:
+    """Yield a problem unless there is a kind exactly when the form needs one.
+
+    Args:
+        algorithm: The settings.
+        may_be_stale: Whether tokens may be older than the policy.
+    """
+    form = algorithm.correction.form
+    kind = algorithm.correction.kind
+    policy_loss = algorithm.policy_loss
+    key = f"{_CORRECTION}.kind"
+    because = f"{_CORRECTION}.form={form}"
+
+    if form == "none":
+        # Where tokens are older, the form itself is refused.
+        if not may_be_stale:
+            yield from set_exactly_when(False, key, kind, because, None)
+        return
+
+    if form == "two_policy":
+        # The loss's own ratio to the sampler's policy is correction enough.
+        if POLICY_LOSSES[policy_loss].has_ratio:
+            return
+        because += f" with algorithm.policy_loss={policy_loss}"
+
+    yield from set_exactly_when(True, key, kind, because, "tis")
+
+
+def correction_is_complete(correction: CorrectionConfig) -> Iterator[Problem]:
+    """Yield a problem for each setting of the correction that is missing or unused."""
+    kind = correction.kind
+
+    # Every kind has a level and an upper bound, and some have a lower one as well.
+    has_kind = kind is not None
+    has_lower = kind is not None and CORRECTIONS[kind].two_sided
+    because = f"{_CORRECTION}.kind={kind if has_kind else 'null'}"
+
+    key = f"{_CORRECTION}.level"
+    yield from set_exactly_when(has_kind, key, correction.level, because, "token")
+    key = f"{_CORRECTION}.lower"
+    may_have_lower = kind is not None and CORRECTIONS[kind].may_have_lower
+    if not may_have_lower:
+        yield from set_exactly_when(has_lower, key, correction.lower, because, 0.5)
+    key = f"{_CORRECTION}.upper"
+    yield from set_exactly_when(has_kind, key, correction.upper, because, 2.0)
+
+
+def rejections_have_bounds(correction: CorrectionConfig) -> Iterator[Problem]:
+    """Yield a problem for each rejection without effect, or with wrong bounds."""
+    key = f"{_CORRECTION}.rejections"
+    if correction.rejections is None:
+        return
+
+    if correction.form == "none":
+        rule = f"they compare with the sampler, and {_CORRECTION}.form is none"
+        fix = f"Set it to null, or {_CORRECTION}.form=three_policy."
+        yield Problem(key, correction.rejections, rule, fix)
+
+    for name, (lower, upper) in correction.rejections.items():
+        bounds = [lower, upper]
+        if lower is None and upper is None:
+            rule = "a rejection without a bound leaves nothing out"
+            yield Problem(f"{key}.{name}", bounds, rule, "Give it a bound.")
+        elif not REJECTIONS[name].two_sided and (lower is not None or upper is None):
+            rule = "it is never negative and 0 where the policies agree"
+            fix = "Use null and an upper bound: [null, 0.1]."
+            yield Problem(f"{key}.{name}", bounds, rule, fix)
+        elif REJECTIONS[name].two_sided and not (lower or 0) < 1 < (upper or inf):
+            rule = "it is a ratio, and 1 where the policies agree"
+            fix = "Use bounds on both sides of 1: [0.5, 2.0]."
+            yield Problem(f"{key}.{name}", bounds, rule, fix)
+
+
+def weights_are_not_applied_twice(algorithm: AlgorithmConfig) -> Iterator[Problem]:
+    """Yield a problem if both the loss and the correction weigh by the same ratio."""
+    correction = algorithm.correction
+    policy_loss = algorithm.policy_loss
+    if correction.form != "two_policy" or correction.kind is None:
+        return
+    if not POLICY_LOSSES[policy_loss].has_ratio:
+        return
+
+    # A correction that drops tokens leaves the weight to the loss.
+    if CORRECTIONS[correction.kind].drops_tokens:
+        return
+
+    rule = (
+        f"in the two-policy form the ratio of {policy_loss} is the weight already, and"
+        " the loss bounds it"
+    )
+    dropping = [name for name, choice in CORRECTIONS.items() if choice.drops_tokens]
+    fix = (
+        f"Use null; {either(dropping)} to leave tokens out; or"
+        " algorithm.correction.form=three_policy."
+    )
+    yield Problem(f"{_CORRECTION}.kind", correction.kind, rule, fix)
+
+
+def mismatch_is_complete(mismatch: MismatchConfig) -> Iterator[Problem]:
+    """Yield a problem for each setting of the limit that is missing or not used."""
+    has_limit = mismatch.limit is not None
+    because = f"{_MISMATCH}.limit={mismatch.limit if has_limit else 'null'}"
+
+    key_of_metric = f"{_MISMATCH}.metric"
+    yield from set_exactly_when(
+        has_limit, key_of_metric, mismatch.metric, because, USUAL_MISMATCH
+    )
+    key = f"{_MISMATCH}.then"
+    yield from set_exactly_when(has_limit, key, mismatch.then, because, "stop")
+
+
+def mismatch_has_a_correction(algorithm: AlgorithmConfig) -> Iterator[Problem]:
+    """Yield a problem if a mismatch is to turn on a correction that there is not."""
+    mismatch = algorithm.mismatch
+    if mismatch.then == "correct" and algorithm.correction.form == "none":
+        rule = "there is no correction to turn on: algorithm.correction.form is none"
+        fix = (
+            "Set algorithm.correction (form=three_policy, kind=tis, level=token,"
+            " upper=2.0), or use stop."
+        )
+        yield Problem(f"{_MISMATCH}.then", "correct", rule, fix)

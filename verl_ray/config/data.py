@@ -1,11 +1,11 @@
 """The rows of a run: their files, and what happens to rows that cannot be used.
 
-Deliberately not here: reading them (`verl_ray/data`).
+Invariant: a field that no record of the task has is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from typing import Annotated, Any, Literal
@@ -16,11 +16,15 @@ from verl_ray.config.paths import ChatTemplate, HubPath
 from verl_ray.config.section import (
     Auto,
     NonNegativeFloat,
+    OverriddenKeys,
     Positive,
     PositiveFloat,
     PositiveFraction,
     Section,
 )
+from verl_ray.config.suggest import did_you_mean
+from verl_ray.errors import Problem
+from verl_ray.shell import table_override
 
 SpecialTokens = Literal["refuse", "escape", "allow"]
 
@@ -260,3 +264,112 @@ class RowFormat:
     max_tokens_key: str
     preference: PreferenceDataConfig | None = None
     margin: float | Literal["record"] = 0.0
+
+
+# -------------------------------------------------------------------------------- rules
+
+
+def columns_are_of_fields(data: DataFilesConfig, kind: RecordKind) -> Iterator[Problem]:
+    """Yield a problem for each field with a column that no record of a kind has."""
+    named = {"data.columns": data.columns or {}}
+    for key, value in (
+        ("data.train_path", data.train_path),
+        ("data.validation_path", data.validation_path),
+    ):
+        entries = value if isinstance(value, list) else [value]
+        for number, entry in enumerate(entries):
+            if isinstance(entry, DataSetEntry):
+                item = f".{number}" if isinstance(value, list) else ""
+                named[f"{key}{item}.columns"] = entry.columns or {}
+
+    for key, columns in named.items():
+        yield from _column_problems(key, columns, kind)
+
+
+def _column_problems(
+    key: str, columns: Mapping[str, str], kind: RecordKind
+) -> Iterator[Problem]:
+    """Yield a problem for each field of `columns` that records of a kind have not.
+
+    Args:
+        key: The setting that holds the columns.
+    """
+    fields = sorted(FIELDS_OF_KIND[kind])
+    for name, path in columns.items():
+        if name in fields:
+            continue
+        rule = f"records of this task have no field {name!r}"
+        # The two are the same thing in two tasks.
+        counterparts = {"answer": "response", "response": "answer"}
+        meant = counterparts.get(name)
+        if meant in fields:
+            fix = f"Use {table_override(key, {meant: path})}."
+        else:
+            fix = did_you_mean(name, fields, "field")
+        yield Problem(f"{key}.{name}", path, rule, fix)
+
+
+def template_settings_have_a_use(
+    data: DataFilesConfig, *, makes_inputs: bool
+) -> Iterator[Problem]:
+    """Yield a problem for each setting of the chat template without a use.
+
+    Args:
+        data: The settings.
+        makes_inputs: Whether the run makes its own problems and model.
+    """
+    template = data.chat_template
+    if template is not None and data.apply_chat_template is False:
+        rule = "this setting would be ignored: data.apply_chat_template = false"
+        fix = "Leave it out, or set data.apply_chat_template=auto."
+        yield Problem("data.chat_template", template, rule, fix)
+    elif template is not None and makes_inputs:
+        rule = "the run makes its own problems and model, which have no turns"
+        fix = "Leave it out, or set prepare=null with a model and data of yours."
+        yield Problem("data.chat_template", template, rule, fix)
+
+    for name, value in data.chat_template_kwargs.items():
+        key = f"data.chat_template_kwargs.{name}"
+        if name in RESERVED_ARGUMENTS:
+            rule = "the run itself gives this to the chat template"
+            yield Problem(key, value, rule, "Leave it out.")
+        elif data.apply_chat_template is False:
+            rule = "this setting would be ignored: data.apply_chat_template = false"
+            fix = "Leave it out, or set data.apply_chat_template=auto."
+            yield Problem(key, value, rule, fix)
+
+
+def curriculum_is_consistent(
+    curriculum: CurriculumConfig, overridden: OverriddenKeys
+) -> Iterator[Problem]:
+    """Yield a problem for each bound of scores without use, or at odds with others."""
+    if not curriculum.is_on:
+        for name in ("hard_to", "easy_from"):
+            if overridden.under(f"data.curriculum.{name}"):
+                rule = "every prompt is drawn in each epoch, whatever its score"
+                fix = (
+                    "Leave it out, or set data.curriculum.hard_share, easy_share or"
+                    " solved_from."
+                )
+                value = getattr(curriculum, name)
+                yield Problem(f"data.curriculum.{name}", value, rule, fix)
+        return
+
+    hard_to = curriculum.hard_to
+    is_hard = f"a prompt with this score is hard: data.curriculum.hard_to={hard_to:g}"
+    if curriculum.easy_from <= hard_to:
+        fix = "Set it above data.curriculum.hard_to."
+        yield Problem("data.curriculum.easy_from", curriculum.easy_from, is_hard, fix)
+    solved_from = curriculum.solved_from
+    if solved_from is not None and solved_from <= hard_to:
+        fix = "Set it above data.curriculum.hard_to, or to null."
+        yield Problem("data.curriculum.solved_from", solved_from, is_hard, fix)
+    easy_share = curriculum.easy_share
+    if (
+        solved_from is not None
+        and solved_from <= curriculum.easy_from
+        and easy_share < 1
+    ):
+        rule = "a prompt with data.curriculum.easy_from is solved, so none is ever easy"
+        fix = "Set it to 1, or data.curriculum.solved_from above easy_from."
+        yield Problem("data.curriculum.easy_share", easy_share, rule, fix)

@@ -4,8 +4,7 @@ A setting is the name of a function, or a table of its name and its arguments:
 `{function: format, tags: [think, answer]}`. Past the configuration such a table is the
 same object as a text in JSON, so that a spec is always a text.
 
-Invariant: nothing is looked up. Deliberately not here: whether there is such a function
-and whether it takes the arguments (`verl_ray/rewards/specs.py`).
+Invariant: nothing is looked up.
 """
 
 from __future__ import annotations

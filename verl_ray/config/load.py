@@ -1,22 +1,28 @@
 """The conversion between a plain tree of values and the typed configuration.
 
 Invariant: past `parse` there is no dictionary of settings and no unknown key, and
-`parse(to_tree(c), type(c)) == c`. Deliberately not here: where the tree comes from (the
-command line), which type a task has (`controllers/tasks.py`), rules over several fields
-(`rules`), and how errors of pydantic become problems (`field_problems.py`).
+`parse(to_tree(c), type(c)) == c`. Every problem of a field names the key as the user
+writes it, the value, the rule that it breaks, and what would be right. Keys follow from
+the fields, over every choice of a union.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
-from verl_ray.config.field_problems import field_problems
+from verl_ray.config.advice import advice_on
+from verl_ray.config.paths import UNKNOWN_PART
 from verl_ray.config.schema import Config
+from verl_ray.config.suggest import closest, either
 from verl_ray.errors import ConfigError, Problem
+from verl_ray.shell import for_shell
 
 C = TypeVar("C", bound=Config)
 
@@ -27,7 +33,7 @@ Changes = Mapping[str, object]
 def parse(tree: Mapping[str, object], kind: type[C]) -> C:
     """Turn a tree of plain values into the typed configuration of a task.
 
-    Rules over several fields are not checked here (`rules.rule_violations`).
+    Rules over several fields are not checked here (`schema.rule_violations`).
 
     Args:
         tree: values as YAML or JSON gives them.
@@ -77,3 +83,314 @@ def _with_value(node: Any, path: Sequence[str], value: object) -> Any:
         value = _with_value(getattr(node, name), rest, value)
     # Sections that stay are instances already, which are not validated again.
     return type(node).model_validate({**dict(node), name: value})
+
+
+# --------------------------------------------------------------------------------- keys
+
+
+def known_keys(kind: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Yield every dotted key that `kind` can hold.
+
+    Keys of all choices are included, such as `actor.backend.shard_size`.
+    """
+    for key, _ in known_fields(kind, prefix):
+        yield key
+
+
+def known_fields(
+    kind: type[BaseModel], prefix: str = ""
+) -> Iterator[tuple[str, FieldInfo]]:
+    """Yield every dotted key that `kind` can hold, with its field."""
+    for name, field in kind.model_fields.items():
+        # The key of a section comes first: a message may be about the whole of it.
+        key = f"{prefix}{name}"
+        yield key, field
+
+        for section in _sections(field.annotation):
+            yield from known_fields(section, f"{key}.")
+
+
+def value_keys(kind: type[BaseModel]) -> list[str]:
+    """Return the keys that hold a value, without those that only group others."""
+    keys = list(known_keys(kind))
+    groups = {key.rpartition(".")[0] for key in keys}
+    return [key for key in keys if key not in groups]
+
+
+def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yield the section types inside an annotation, such as the choices of a union."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+        return
+
+    # The arguments of unions and of annotated types may be sections.
+    for argument in get_args(annotation):
+        yield from _sections(argument)
+
+
+# ------------------------------------------------------------------- problems of fields
+
+# The names of these sections are the user's own, so no field is declared for them.
+_NAMED_SECTIONS = re.compile(r"^(reward\.components)\.[^.]+")
+
+_ITEM_NUMBER = re.compile(r"\.\d+(?=\.)")
+
+_BOUND_ERRORS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
+_SECTION_ERRORS = {"model_type", "model_attributes_type", "dict_type"}
+_LENGTH_ERRORS = {"missing", "too_long"}
+_CHOICE_ERRORS = {"union_tag_invalid", "union_tag_not_found"}
+
+
+def field_problems(
+    errors: Sequence[ErrorDetails], tree: Mapping[str, object], kind: type[BaseModel]
+) -> list[Problem]:
+    """Return one problem per key.
+
+    Args:
+        errors: the errors of one validation.
+        tree: the plain values that were validated.
+        kind: the type of the configuration.
+    """
+    # Pydantic reports one error per member of a union; they are alternatives to one
+    # value, so they belong to one problem.
+    by_key: dict[str, list[ErrorDetails]] = {}
+    for error in errors:
+        key = _key(error, tree)
+        by_key.setdefault(key, []).append(error)
+
+    return [
+        _problem(key, alternatives, kind)
+        for key, alternatives in by_key.items()
+        if not _has_inner_error(key, by_key)
+    ]
+
+
+def _has_inner_error(key: str, by_key: Mapping[str, object]) -> bool:
+    """Return whether another error is inside the section at `key`, and more precise."""
+    return any(other.startswith(f"{key}.") for other in by_key)
+
+
+def _key(error: ErrorDetails, tree: Mapping[str, object]) -> str:
+    """Return the dotted key of an error.
+
+    Pydantic's location also names members of unions, which are no part of the tree. It
+    also names positions that a list lacks, where the list itself is what is wrong.
+    """
+    node: object = tree
+    parts: list[str] = []
+    location = error["loc"]
+    is_missing = error["type"] == "missing"
+
+    for position, part in enumerate(location):
+        is_last = position == len(location) - 1
+
+        if isinstance(node, Mapping) and part in node:
+            node = node[part]
+        elif isinstance(node, list):
+            if is_missing:
+                break
+            if not isinstance(part, int):
+                # The list is no member of the union that this is a part of.
+                continue
+            node = node[part]
+        elif not (is_missing and is_last):
+            # A member of a union, such as the name of a class.
+            continue
+
+        parts.append(str(part))
+
+    return ".".join(parts)
+
+
+def _problem(
+    key: str, alternatives: Sequence[ErrorDetails], kind: type[BaseModel]
+) -> Problem:
+    """Return the problem of one key, from the errors of each type it might have had."""
+    first = alternatives[0]
+    error_type = first["type"]
+    value = first["input"]
+
+    # A list that is too short has "missing" entries, so it is looked at first.
+    if error_type in _LENGTH_ERRORS and isinstance(value, list):
+        expected = _expected_list(key, kind)
+        return Problem(key, value, "this list has the wrong length", f"Use {expected}.")
+
+    if error_type == UNKNOWN_PART:
+        return Problem(key, value, first["ctx"]["rule"], first["ctx"]["fix"])
+
+    if error_type == "missing":
+        fix = "Set it; the YAML holds every value."
+        return Problem(key, None, "this key has no value", fix)
+
+    if error_type in _SECTION_ERRORS:
+        rule = "this is a section of keys, not a value"
+        return Problem(key, value, rule, _how_to_set_section(key, value, kind))
+
+    if error_type == "extra_forbidden":
+        known = value_keys(kind)
+        section = key.rpartition(".")[0]
+        if key in known:
+            rule = f"the {section} that was chosen has no such setting"
+            return Problem(
+                key, value, rule, f"Leave it out, or choose another {section}."
+            )
+        # An item of a list is numbered, and all items have the same keys.
+        unnumbered = _ITEM_NUMBER.sub("", key)
+        return Problem(key, value, "no such key", advice_on(unnumbered, known))
+
+    if error_type in _CHOICE_ERRORS:
+        # A section without a kind comes without the list of kinds.
+        tags = first["ctx"].get("expected_tags")
+        rule = "no such choice" if tags else "this section does not say its kind"
+        fix = f"Use {tags}." if tags else f"Set {key}.kind."
+        return Problem(f"{key}.kind", value, rule, fix)
+
+    return _bad_value(key, alternatives, kind)
+
+
+def _bad_value(
+    key: str, alternatives: Sequence[ErrorDetails], kind: type[BaseModel]
+) -> Problem:
+    """Return the problem of a value of the wrong type or out of range."""
+    value = alternatives[0]["input"]
+    expected: list[str] = []
+    near: list[str] = []
+
+    for error in alternatives:
+        if error["type"] == "tuple_type":
+            expected.append(_expected_list(key, kind))
+        else:
+            expected.append(_expected_value(error))
+
+        near += closest(str(value), _choices(error))
+
+    hint = f"Did you mean {either(near)}? " if near else ""
+
+    # Members of a union may expect the same.
+    distinct = dict.fromkeys(expected)
+    fix = f"{hint}Use {either(distinct)}."
+    return Problem(key, value, _broken_rule(value, alternatives), fix)
+
+
+def _broken_rule(value: object, alternatives: Sequence[ErrorDetails]) -> str:
+    """Return what is wrong with a value that fits none of the alternatives."""
+    error_types = {error["type"] for error in alternatives}
+
+    if "finite_number" in error_types:
+        return "this is not a finite number"
+    if "too_short" in error_types:
+        return "this list is empty"
+    if error_types & _BOUND_ERRORS:
+        return "this number is out of range"
+    if "literal_error" in error_types and isinstance(value, str):
+        return "there is no such choice"
+    return f"this is the wrong type ({type(value).__name__})"
+
+
+# ------------------------------------------------------------------ what would be right
+
+
+def _expected_list(key: str, kind: type[BaseModel]) -> str:
+    """Return what the list at `key` holds, with an example of it."""
+    examples = either(_examples(key, kind))
+    if _NAMED_SECTIONS.sub(r"\1", key) not in dict(known_fields(kind)):
+        # An entry under a name that the user chose.
+        return f"lists as in {examples}"
+
+    items = get_args(_field(key, kind).annotation)
+    is_open = Ellipsis in items
+    size = "" if is_open else f" of {len(items)} numbers"
+    return f"a list{size}, e.g. {examples}"
+
+
+def _how_to_set_section(key: str, value: object, kind: type[BaseModel]) -> str:
+    """Return how to set what is inside the section at `key`."""
+    examples = _examples(key, kind)
+    key = _NAMED_SECTIONS.sub(r"\1", key)
+    if examples:
+        return f"Use a section, e.g. '{key}={either(examples)}'."
+
+    inner_keys = [
+        name
+        for name in value_keys(kind)
+        if name.startswith(f"{key}.") and not name.endswith(".kind")
+    ]
+
+    # A text in place of a model's section is most likely the model's path.
+    if isinstance(value, str) and f"{key}.path" in inner_keys:
+        return f"Did you mean {for_shell([(f'{key}.path', value)])}?"
+    if not inner_keys:
+        return f"Use a section, e.g. '{key}={{name: value}}'."
+    return f"Set the keys inside it, e.g. {inner_keys[0]}=..."
+
+
+def _expected_value(error: ErrorDetails) -> str:
+    """Return what would be right, with the nearest value where the rule is a bound."""
+    context = error.get("ctx", {})
+    value = error["input"]
+
+    match error["type"]:
+        case "greater_than":
+            bound = context["gt"]
+            nearest = f"; the nearest is {bound + 1}" if isinstance(value, int) else ""
+            return f"a number above {bound}{nearest}"
+        case "greater_than_equal":
+            return f"a number of at least {context['ge']}"
+        case "less_than_equal":
+            return f"a number of at most {context['le']}"
+        case "literal_error":
+            return either(_choices(error))
+        case "int_type" | "int_from_float" | "int_parsing":
+            if isinstance(value, float) and value.is_integer():
+                return f"the whole number {value:.0f}"
+            return "a whole number"
+        case "float_type" | "float_parsing" | "finite_number":
+            return "a finite number"
+        case "bool_type" | "bool_parsing":
+            return "true or false"
+        case "string_type":
+            return "a text"
+        case "dict_type" | "model_type" | "model_attributes_type":
+            return "a section of keys"
+        case "list_type":
+            return "a list"
+        case "too_short":
+            return "a list that is not empty"
+        case "none_required":
+            return "null"
+        case _:
+            # Pydantic's own words, for the types that no field has so far.
+            return error["msg"].removeprefix("Input should be ").lower()
+
+
+def _choices(error: ErrorDetails) -> list[str]:
+    """Return the names that pydantic lists as allowed, if it lists any."""
+    context = error.get("ctx", {})
+    expected = str(context.get("expected", ""))
+    return re.findall(r"'([^']+)'", expected)
+
+
+def _examples(key: str, kind: type[BaseModel]) -> list[object]:
+    """Return the examples of the field at a dotted key; empty if it has none.
+
+    Where the field may also be null, they stand with the other type.
+    """
+    field = _field(key, kind)
+    if field.examples:
+        return list(field.examples)
+
+    for member in get_args(field.annotation):
+        for note in getattr(member, "__metadata__", ()):
+            if isinstance(note, FieldInfo) and note.examples:
+                return list(note.examples)
+
+    return []
+
+
+def _field(key: str, kind: type[BaseModel]) -> FieldInfo:
+    """Return the field at a dotted key, or the one whose value the key is inside of."""
+    fields = dict(known_fields(kind))
+    name = _NAMED_SECTIONS.sub(r"\1", key)
+    while name not in fields:
+        name = name.rpartition(".")[0]
+    return fields[name]

@@ -1,8 +1,7 @@
 """Types of settings that hold a path.
 
 Invariant: every local path of a configuration is absolute, because a worker's current
-folder is not the user's. Deliberately not here: what `~` and `$VAR` stand for
-(`verl_ray/paths.py`), and whether anything is there (`verl_ray/preflight`).
+folder is not the user's.
 """
 
 from __future__ import annotations

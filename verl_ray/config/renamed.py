@@ -1,7 +1,6 @@
 """Keys that earlier versions named otherwise, and keys that they did not have.
 
-Invariant: every key that is listed here as a current one exists. Deliberately not here:
-keys that never existed, for which a near spelling is suggested (`suggest.py`).
+Invariant: every key that is listed here as a current one exists.
 """
 
 from __future__ import annotations

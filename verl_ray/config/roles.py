@@ -1,25 +1,30 @@
 """The roles that run a model on a training backend, and how they learn.
 
-Deliberately not here: how a backend computes (`verl_ray/backends`), vLLM's engines
-(`rollout`), and what else may score (`reward`).
+Invariant: settings of a model that does not learn are refused, and so are backends that
+do not fit a role's ranks. No backend is named: which settings go together is what
+`verl_ray/backends` declares.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from verl_ray.backends import Backend
+from verl_ray.backends import BACKENDS, Backend
 from verl_ray.config.paths import HubPath
 from verl_ray.config.section import (
     Fraction,
     NonNegative,
     NonNegativeFloat,
+    OverriddenKeys,
     Positive,
     PositiveFloat,
     Section,
 )
+from verl_ray.config.suggest import either
+from verl_ray.errors import Problem
 from verl_ray.hub.names import COMMIT, is_hub_id, snapshot_of
 
 
@@ -96,11 +101,6 @@ class ModelRole(Section):
         return self.backend.peers
 
     @property
-    def as_learner(self) -> SupervisedRole | None:
-        """The role itself if its model learns; None if the model is frozen."""
-        return None
-
-    @property
     def adapter(self) -> LoraConfig | None:
         """The adapter that learns in place of the model's own weights.
 
@@ -138,10 +138,6 @@ class SupervisedRole(ModelRole):
     router_aux_loss_coef in the model's config.json, or a model without experts."""
 
     @property
-    def as_learner(self) -> SupervisedRole | None:
-        return self
-
-    @property
     def adapter(self) -> LoraConfig | None:
         return self.lora if self.lora.rank else None
 
@@ -171,3 +167,118 @@ class TrainedRole(SupervisedRole):
 
 class ReferenceRole(ModelRole):
     """The frozen policy that the divergence is measured from."""
+
+
+# -------------------------------------------------------------------------------- rules
+
+
+def schedule_settings_are_used(
+    optimizers: Mapping[str, OptimizerConfig], overridden: OverriddenKeys
+) -> Iterator[Problem]:
+    """Yield a problem for each last learning rate of a schedule that does not decay."""
+    for section, optimizer in optimizers.items():
+        if optimizer.schedule == "constant":
+            keys = overridden.under(f"{section}.min_lr_fraction")
+            reason = f"{section}.schedule=constant has no end to decay to"
+            yield from overridden.ignored(keys, reason)
+
+
+def revisions_are_of_the_hub(
+    models: Mapping[str, ModelConfig], overridden: OverriddenKeys
+) -> Iterator[Problem]:
+    """Yield a problem for each revision of a model that is a folder."""
+    for key, model in models.items():
+        if model.revision is not None and not is_hub_id(model.path):
+            keys = overridden.under(f"{key}.revision")
+            reason = f"{key}.path is a folder, and only models of the hub have commits"
+            yield from overridden.ignored(keys, reason)
+
+
+def ranks_fit_the_backend(roles: Mapping[str, ModelRole]) -> Iterator[Problem]:
+    """Yield the problems that a backend has with the number of a role's ranks."""
+    for name, role in roles.items():
+        yield from role.backend.rank_problems(name, role.num_ranks)
+
+
+def frozen_models_do_not_learn(
+    roles: Mapping[str, ModelRole], overridden: OverriddenKeys
+) -> Iterator[Problem]:
+    """Yield a problem for each setting of training that a frozen model was given."""
+    for name, role in roles.items():
+        if isinstance(role, SupervisedRole):
+            continue
+
+        # A frozen model runs forward only.
+        activations = role.backend.activation_settings
+        gradients = role.backend.gradient_settings
+        reasons = dict.fromkeys(activations, "keeps no activations")
+        reasons |= dict.fromkeys(gradients, "has no gradients")
+
+        for field, consequence in reasons.items():
+            keys = overridden.under(f"{name}.backend.{field}")
+            reason = f"this model does not learn, so it {consequence}"
+            yield from overridden.ignored(keys, reason)
+
+
+def adapter_settings_are_used(
+    learners: Mapping[str, SupervisedRole], overridden: OverriddenKeys
+) -> Iterator[Problem]:
+    """Yield a problem for each setting of an adapter that a role does not have."""
+    for name, role in learners.items():
+        if role.adapter is not None:
+            continue
+
+        keys = overridden.under(f"{name}.lora.alpha")
+        keys += overridden.under(f"{name}.lora.targets")
+        reason = f"{name}.lora.rank=0 makes no adapter"
+        fix = f"Set {name}.lora.rank, 16 for example; or leave it out."
+        yield from overridden.ignored(keys, reason, fix)
+
+
+def adapters_have_a_backend(
+    learners: Mapping[str, SupervisedRole],
+) -> Iterator[Problem]:
+    """Yield a problem for each role with an adapter on a backend without adapters."""
+    for name, role in learners.items():
+        if role.adapter is None or role.backend.has_adapters:
+            continue
+
+        rule = (
+            f"{name}.backend={role.backend.kind} trains all parameters, and has no"
+            " adapters"
+        )
+        alternatives = [
+            f"backend@{name}.backend={kind}"
+            for kind, backend in BACKENDS.items()
+            if backend.has_adapters
+        ]
+        fix = f"Set it to 0, or choose {either(alternatives)}."
+        yield Problem(f"{name}.lora.rank", role.lora.rank, rule, fix)
+
+
+def shared_processes_have_equal_ranks(
+    roles: Mapping[str, ModelRole],
+) -> Iterator[Problem]:
+    """Yield a problem for each colocated role with another number of ranks.
+
+    Colocated roles on one kind of backend share a process per rank.
+    """
+    # The first role on each kind of backend sets the number of ranks.
+    first_roles: dict[str, str] = {}
+
+    for name, role in roles.items():
+        first = first_roles.setdefault(role.backend.kind, name)
+        expected = roles[first].num_ranks
+        if role.num_ranks == expected:
+            continue
+
+        rule = (
+            "colocated roles on one backend share a process per rank, and"
+            f" {first}.num_ranks={expected}"
+        )
+        fix = (
+            f"Use {name}.num_ranks={expected}, {first}.num_ranks={role.num_ranks},"
+            " placement=separate, or another backend for one of them"
+            f" (backend@{name}.backend=...)."
+        )
+        yield Problem(f"{name}.num_ranks", role.num_ranks, rule, fix)

@@ -1,10 +1,12 @@
 """The settings of a run of any task: its folder, its length, its cluster, its record.
 
-Deliberately not here: what the run computes (`schema`).
+Invariant: a setting of something that the run does not do is refused.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, JsonValue, with_config
@@ -14,11 +16,13 @@ from verl_ray.config.paths import CheckpointPath, LocalPath
 from verl_ray.config.section import (
     Auto,
     NonNegative,
+    OverriddenKeys,
     Positive,
     PositiveFloat,
     Section,
     Seed,
 )
+from verl_ray.errors import Problem
 
 
 @with_config(ConfigDict(extra="forbid", strict=True))
@@ -161,6 +165,93 @@ class RunConfig(Section):
         return threads
 
 
+def run_has_a_name(run: RunConfig) -> Iterator[Problem]:
+    """Yield a problem unless the run has a name and a folder."""
+    name = run.name
+
+    # A name of dots alone would be a folder that exists already.
+    is_folder_name = re.fullmatch(r"[A-Za-z0-9._-]+", name) is not None
+    if not is_folder_name or name in (".", ".."):
+        rule = "the name of a run is also the name of its folder"
+        fix = "Use letters, digits, dots, - and _ ; run.dir takes a path."
+        yield Problem("run.name", name, rule, fix)
+
+    folder = run.dir
+    if not folder.strip():
+        rule = "the run needs a folder to write to"
+        yield Problem("run.dir", folder, rule, "Use outputs/NAME.")
+
+
+def run_has_one_length(run: RunConfig) -> Iterator[Problem]:
+    """Yield a problem unless the length is given in steps or in epochs, not both."""
+    steps = run.total_steps
+    epochs = run.total_epochs
+
+    if steps is not None and epochs is not None:
+        rule = f"run.total_steps={steps} sets the length of the run as well"
+        fix = (
+            "Add run.total_steps=null to train for epochs, or use"
+            " run.total_epochs=null."
+        )
+        yield Problem("run.total_epochs", epochs, rule, fix)
+
+    if steps is None and epochs is None:
+        rule = "the run needs a length, in steps or in epochs"
+        fix = "Use a number of steps, or add run.total_epochs=1."
+        yield Problem("run.total_steps", None, rule, fix)
+
+
+def resume_is_a_choice_or_a_path(run: RunConfig) -> Iterator[Problem]:
+    """Yield a problem if run.resume is empty, or a word that is meant as a choice."""
+    resume = run.resume
+
+    # Any other text may be a path, so only these words are refused.
+    misspellings = ("auto", "none", "true", "false")
+    is_choice = resume in ("auto", "none")
+    is_misspelt = not is_choice and resume.lower() in misspellings
+
+    if is_misspelt or resume.strip() == "":
+        fix = "Use auto, none, or the path of a checkpoint."
+        yield Problem("run.resume", resume, "no such choice", fix)
+
+
+def evaluation_is_used(run: RunConfig, overridden: OverriddenKeys) -> Iterator[Problem]:
+    """Yield a problem for each setting of evaluations that never happen."""
+    if run.evaluate_every == 0 and not overridden.evaluates:
+        keys = overridden.under("evaluation")
+        reason = "run.evaluate_every=0 turns evaluation off"
+        yield from overridden.ignored(keys, reason)
+
+
+def best_is_measured(run: RunConfig, overridden: OverriddenKeys) -> Iterator[Problem]:
+    """Yield a problem for each setting of a best step that is never looked for."""
+    if run.best_metric is not None and not run.best_metric.startswith("val-"):
+        rule = "names of metrics on held-out rows begin with val-"
+        fix = "Use one of metrics.jsonl, such as val-core/*/acc/mean@1, or null."
+        yield Problem("run.best_metric", run.best_metric, rule, fix)
+
+    if run.best_metric is None and run.best_is is not None:
+        rule = "run.best_metric=null is the task's own metric, which has its direction"
+        fix = "Leave it out, or name a metric: run.best_metric=val-core/held_out/..."
+        yield Problem("run.best_is", run.best_is, rule, fix)
+
+    if run.evaluate_every == 0:
+        reason = "run.evaluate_every=0 turns evaluation off"
+        fix = "Leave it out, or use run.evaluate_every=10."
+        for key in ("run.best_metric", "run.best_is", "run.early_stop"):
+            yield from overridden.ignored(overridden.under(key), reason, fix)
+
+
+def checkpoints_are_kept(
+    run: RunConfig, overridden: OverriddenKeys
+) -> Iterator[Problem]:
+    """Yield a problem for each setting of checkpoints that are not written."""
+    if run.checkpoint_every == 0:
+        reason = "run.checkpoint_every=0 writes no checkpoints"
+        for key in ("run.keep_checkpoints", "run.checkpoint_behind"):
+            yield from overridden.ignored(overridden.under(key), reason)
+
+
 class RayConfig(Section):
     """The Ray cluster."""
 
@@ -186,3 +277,17 @@ class TrackingConfig(Section):
     """Whether the terminal shows a live line per step."""
     tensorboard: bool
     wandb: WandbConfig
+
+
+def wandb_settings_are_used(
+    tracking: TrackingConfig, overridden: OverriddenKeys
+) -> Iterator[Problem]:
+    """Yield a problem for each setting of W&B while it is disabled."""
+    switch = "tracking.wandb.mode"
+    if tracking.wandb.mode != "disabled":
+        return
+
+    # The mode is what switches it off.
+    keys = [key for key in overridden.under("tracking.wandb") if key != switch]
+    reason = f"{switch}=disabled writes nothing there"
+    yield from overridden.ignored(keys, reason)

@@ -5,34 +5,66 @@ field that is absent there is an error, and so is a key that is absent here.
 
 What sets one task apart is in its own type (`tasks`, or the file of its trainer). That
 type overrides the properties below, so other code never has to ask which task it has.
-The sections are in modules of this package, by noun (`run`, `data`, `roles`, ...).
-Types, ranges and the meaning of each setting stand with its field.
+The sections are in modules of this package, by noun (`run`, `data`, `roles`, ...). A
+section has its rules beside it; types, ranges and the meaning of each setting stand
+with its field. Rules over several sections are in the file of the task that has them;
+every task has those that are here. Every rule runs, and every problem is reported at
+once with its key, its value, the rule and what would be right. A setting that another
+one makes meaningless is refused, never ignored.
 
-Deliberately not here: rules over several fields (`rules`), reading YAML (`load`), and
-anything about the machine the run will use (`verl_ray/preflight/findings.py`).
+Deliberately not here: reading YAML (`load`), and what only the machine knows, such as
+files and memory (`verl_ray/preflight/findings.py`).
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, ClassVar, Literal
+from collections.abc import Collection, Iterator
+from typing import Literal
 
-from verl_ray.config.data import DataFilesConfig, RowFormat
+from verl_ray.config.data import (
+    DataFilesConfig,
+    RowFormat,
+    columns_are_of_fields,
+    template_settings_have_a_use,
+)
 from verl_ray.config.preparation import PrepareConfig
-from verl_ray.config.reward import JudgeReward, SingleReward
+from verl_ray.config.reward import (
+    JudgeReward,
+    SingleReward,
+    graders_finish_within_the_stall_limit,
+    judge_settings_work,
+    requests_end_before_their_batch,
+    rewards_have_a_function,
+)
 from verl_ray.config.roles import (
     ModelConfig,
     ModelRole,
     OptimizerConfig,
     SupervisedRole,
+    adapter_settings_are_used,
+    adapters_have_a_backend,
+    frozen_models_do_not_learn,
+    ranks_fit_the_backend,
+    revisions_are_of_the_hub,
+    schedule_settings_are_used,
+    shared_processes_have_equal_ranks,
 )
 from verl_ray.config.rollout import ServedModel
-from verl_ray.config.run import RayConfig, RunConfig, TrackingConfig
-from verl_ray.config.section import Section
-
-if TYPE_CHECKING:  # they import this module
-    from verl_ray.config.rollout_task import RolloutTaskConfig
-    from verl_ray.config.rules.rule import TaskRule
+from verl_ray.config.run import (
+    RayConfig,
+    RunConfig,
+    TrackingConfig,
+    best_is_measured,
+    checkpoints_are_kept,
+    evaluation_is_used,
+    resume_is_a_choice_or_a_path,
+    run_has_a_name,
+    run_has_one_length,
+    wandb_settings_are_used,
+)
+from verl_ray.config.section import OverriddenKeys, Section
+from verl_ray.errors import Problem
 
 
 class Config(Section):
@@ -45,12 +77,6 @@ class Config(Section):
     model: ModelConfig
     data: DataFilesConfig
     tracking: TrackingConfig
-
-    own_rules: ClassVar[tuple[TaskRule, ...]] = ()
-    """Rules over several settings that only this task has, added to those of all tasks.
-
-    Each rule takes the configuration and the keys that the user set (`rules/rule.py`).
-    """
 
     # --------------------------------------------------------------------------- models
 
@@ -65,14 +91,11 @@ class Config(Section):
     @property
     def learners(self) -> dict[str, SupervisedRole]:
         """The model roles that learn, by name."""
-        learners = {}
-
-        for name, role in self.model_roles.items():
-            learner = role.as_learner
-            if learner is not None:
-                learners[name] = learner
-
-        return learners
+        return {
+            name: role
+            for name, role in self.model_roles.items()
+            if isinstance(role, SupervisedRole)
+        }
 
     @property
     def evaluated_role(self) -> str:
@@ -100,6 +123,11 @@ class Config(Section):
         If they do, rollout engines also share the devices of these processes.
         """
         return True
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether rollouts are generated while the trainers learn."""
+        return False
 
     def learning_steps(self, role: str) -> int:
         """Return the number of training steps in which a role learns."""
@@ -163,14 +191,6 @@ class Config(Section):
     # ------------------------------------------------------------------- optional parts
 
     @property
-    def rollout_task(self) -> RolloutTaskConfig | None:
-        """The configuration itself if the run generates rollouts.
-
-        None if it reads all of its rows.
-        """
-        return None
-
-    @property
     def graders(self) -> dict[str, SingleReward]:
         """The sources of scores by role name, which is also the key of the section."""
         return {}
@@ -211,14 +231,11 @@ class Config(Section):
     @property
     def judges(self) -> dict[str, JudgeReward]:
         """The graders that are language models, by role name."""
-        judges = {}
-
-        for name, grader in self.graders.items():
-            judge = grader.as_judge
-            if judge is not None:
-                judges[name] = judge
-
-        return judges
+        return {
+            name: grader
+            for name, grader in self.graders.items()
+            if isinstance(grader, JudgeReward)
+        }
 
     @property
     def engines(self) -> dict[str, ServedModel]:
@@ -252,3 +269,120 @@ class Config(Section):
         None if it generates none, or if only the held-out file tells how many.
         """
         return None
+
+    # ---------------------------------------------------------------------------- rules
+
+    def problems(self, overridden: OverriddenKeys) -> Iterator[Problem]:
+        """Yield the problem of every rule that the configuration breaks.
+
+        A task adds its rules to these, which are those of every task.
+        """
+        run = self.run
+        roles = self.model_roles
+        learners = self.learners
+        graders = self.active_graders(learns=True)
+
+        yield from run_has_a_name(run)
+        yield from run_has_one_length(run)
+        yield from resume_is_a_choice_or_a_path(run)
+        if self.row_format is not None:
+            yield from columns_are_of_fields(self.data, self.row_format.kind)
+        makes_inputs = self.preparation is not None
+        yield from template_settings_have_a_use(self.data, makes_inputs=makes_inputs)
+        yield from evaluation_has_data(self, overridden)
+        yield from evaluation_is_used(run, overridden)
+        yield from best_is_measured(run, overridden)
+        yield from checkpoints_are_kept(run, overridden)
+        yield from wandb_settings_are_used(self.tracking, overridden)
+        yield from schedule_settings_are_used(self.optimizers, overridden)
+        yield from micro_batch_holds_the_longest_row(self)
+        yield from revisions_are_of_the_hub(_models(self), overridden)
+        yield from ranks_fit_the_backend(roles)
+        yield from frozen_models_do_not_learn(roles, overridden)
+        yield from adapter_settings_are_used(learners, overridden)
+        yield from adapters_have_a_backend(learners)
+        if self.shares_processes:
+            yield from shared_processes_have_equal_ranks(roles)
+        yield from rewards_have_a_function(graders)
+        yield from graders_finish_within_the_stall_limit(graders, run.stall_s)
+        yield from judge_settings_work(self.judges)
+        yield from requests_end_before_their_batch(self.graders)
+
+
+# -------------------------------------------------------------------------------- rules
+
+
+def rule_violations(
+    config: Config, overridden: Collection[str] = (), *, evaluates: bool = False
+) -> list[Problem]:
+    """Return the problems of every rule that `config` breaks.
+
+    Args:
+        config: the configuration of any task.
+        overridden: the dotted keys that the user set on the command line.
+        evaluates: whether the command is a single evaluation instead of training.
+    """
+    # No rule stops the others, so that all problems are reported at once.
+    return list(config.problems(OverriddenKeys(overridden, evaluates, config)))
+
+
+def _models(config: Config) -> dict[str, ModelConfig]:
+    """Return every model of a run, by the key of its section."""
+    models = {"model": config.model}
+    for name, role in config.model_roles.items():
+        models[f"{name}.model"] = role.model
+    for name, judge in config.judges.items():
+        models[f"{name}.model"] = judge.model
+
+    return models
+
+
+def evaluation_has_data(
+    config: Config, overridden: OverriddenKeys
+) -> Iterator[Problem]:
+    """Yield a problem if the run evaluates and has no held-out problems."""
+    key = "data.validation_path"
+    evaluate_every = config.run.evaluate_every
+    if config.data.validation_path is not None:
+        return
+
+    # The command `evaluate` needs data even if the run itself never evaluates.
+    if overridden.evaluates:
+        rule = "an evaluation needs held-out problems"
+        yield Problem(key, None, rule, f"Set {key} to a file.")
+    elif evaluate_every:
+        rule = f"run.evaluate_every={evaluate_every} needs held-out problems"
+        fix = f"Set {key} to a file, or run.evaluate_every=0."
+        yield Problem(key, None, rule, fix)
+
+
+def micro_batch_holds_the_longest_row(config: Config) -> Iterator[Problem]:
+    """Yield a problem for each role whose micro-batch is shorter than a row may be."""
+    longest, source = config.longest_row
+    rows_per_unit = config.rows_per_unit
+    if rows_per_unit > 1:
+        longest = rows_per_unit * longest
+        source = f"{rows_per_unit} x {source}: rows that are compared stay together"
+
+    for name, role in config.model_roles.items():
+        # A model that scores counts the tokens of its own tokenizer; rows that are too
+        # long get no score, and are counted.
+        if role.scores_rollouts:
+            continue
+
+        backend = role.backend
+        tokens_per_rank = backend.micro_batch_tokens_per_rank
+        slices = backend.token_slices
+        # What auto becomes holds the longest row.
+        if tokens_per_rank == "auto" or tokens_per_rank * slices >= longest:
+            continue
+
+        shared = f", which {slices} ranks share" if slices > 1 else ""
+        rule = (
+            f"a row may have {longest} tokens ({source}) and must fit into one"
+            f" micro-batch{shared}"
+        )
+        least = -(-longest // slices)
+        fix = f"The nearest value that works is {least}; or shorten the rows."
+        key = f"{name}.backend.micro_batch_tokens_per_rank"
+        yield Problem(key, tokens_per_rank, rule, fix)

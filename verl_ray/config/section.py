@@ -1,17 +1,21 @@
-"""The base class of every section of the configuration, and numbers with ranges.
+"""The base of every section of the configuration and of its rules, numbers with ranges.
 
-Invariant: a section has no defaults and refuses keys that it does not know.
-Deliberately not here: any setting, and what `auto` stands for
-(`verl_ray/preflight/resolve.py`).
+Invariant: a section has no defaults and refuses keys that it does not know. A rule only
+inspects a configuration: it yields what is wrong and never changes or completes a
+setting.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import CoreSchema, core_schema
+
+from verl_ray.errors import Problem
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -81,3 +85,82 @@ class OneOf:
             return of_names(value) if allowed is None else allowed
 
         return core_schema.no_info_wrap_validator_function(validate, names)
+
+
+# -------------------------------------------------------------------------------- rules
+
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+
+
+@dataclass(frozen=True)
+class OverriddenKeys:
+    """The dotted keys that the user set on the command line, and their values."""
+
+    keys: Collection[str]
+    """The keys; `critic.backend` stands for a whole section."""
+    evaluates: bool
+    """Whether the command is a single evaluation, whatever run.evaluate_every says."""
+    config: Section
+    """The configuration as a whole, which holds the values."""
+
+    def under(self, section: str) -> list[str]:
+        """Return the overridden keys that are `section` or lie inside it, sorted."""
+        return sorted(
+            key for key in self.keys if key == section or key.startswith(f"{section}.")
+        )
+
+    def ignored(
+        self, keys: Iterable[str], reason: str, fix: str = "Leave it out."
+    ) -> Iterator[Problem]:
+        """Yield a problem for each key that the user set and the run would not read."""
+        rule = f"this setting would be ignored: {reason}"
+
+        for key in keys:
+            yield Problem(key, value_of(self.config, key), rule, fix)
+
+    def follow_reference(self, value: object) -> object:
+        """Return the value that a text such as `${run.seed}` refers to.
+
+        Any other value is returned as it is.
+        """
+        if not isinstance(value, str):
+            return value
+
+        reference = _REFERENCE.fullmatch(value)
+        if reference is None:
+            return value
+        return value_of(self.config, reference[1])
+
+
+def set_exactly_when(
+    required: bool, key: str, value: object, because: str, usual: object
+) -> Iterator[Problem]:
+    """Yield a problem unless a key has a value exactly when it is required.
+
+    Args:
+        required: whether the run reads the key.
+        key: the dotted key.
+        value: its value in the configuration.
+        because: the setting that reads the key or does not, such as `a.b=c`.
+        usual: a value to recommend if there is none.
+    """
+    if required and value is None:
+        yield Problem(key, None, f"{because} needs it", f"{usual} is usual.")
+    if not required and value is not None:
+        yield Problem(key, value, f"{because} does not use it", "Set it to null.")
+
+
+def value_of(config: Section, key: str) -> object:
+    """Return the value at a dotted key; for a section with a `kind`, the kind.
+
+    None for a key that the configuration does not have. The user may have typed one
+    that was refused already.
+    """
+    node: object = config.model_dump()
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, dict) else None
+
+    # The user chose the section by its kind, so that is what a message shows.
+    if isinstance(node, dict) and "kind" in node:
+        return node["kind"]
+    return node

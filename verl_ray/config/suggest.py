@@ -1,7 +1,7 @@
 """Suggestions of what a user probably meant: near spellings and near numbers.
 
 Invariant: a suggestion is always a valid value, and no suggestion is better than a wild
-one. Deliberately not here: which values are valid, which the caller knows.
+one.
 """
 
 from __future__ import annotations

@@ -2,9 +2,7 @@
 
 Invariant: `pyproject.toml`, the tables of the documents, `verl-ray check` and the
 rollout engine agree with this table; a test compares them. Each vLLM names its torch
-exactly in the metadata of its wheels, and the rows are taken from there. Deliberately
-not here: what differs between versions (`ops/installed_torch.py`,
-`rollout/vllm_core.py`).
+exactly in the metadata of its wheels, and the rows are taken from there.
 """
 
 from __future__ import annotations

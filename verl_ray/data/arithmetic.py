@@ -1,27 +1,28 @@
-"""Sums like `12+7=`, a task that a small model learns within minutes.
+"""Made-up problems that a small model learns within minutes, without a download.
 
-Invariant: no held-out sum appears among the training sums, in either order of its
-operands. Deliberately not here: the tokenizer (`tokenizers.py`), the model
-(`verl_ray/models/tiny.py`) and the warm start.
+They are sums like `12+7=`, or word problems in the format of GSM8K: a question in
+words, the calculation, and the final number behind `####`.
+
+Invariant: the two numbers of a held-out problem appear in no training problem, in
+either order.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from verl_ray.data.batch import Int64
-from verl_ray.data.file_formats import Fields
+from verl_ray.data.fields import Fields
 from verl_ray.data.files import DataFiles, write_records
 from verl_ray.data.stages import Bool
 from verl_ray.errors import DataError
 
 ALPHABET = "0123456789+="
 """Characters of all problems and answers: the argument of `character_tokenizer`."""
-
-DATA_SOURCE = "arithmetic"
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,10 @@ def draw_sums(
     if len(validation) < num_validation or len(train) < num_train:
         raise DataError(
             f"prepare.max_operand = {max_operand} gives {num_pairs} sums: found"
-            f" {len(validation)} held-out and {len(train)} for training, expected"
-            f" prepare.num_validation = {num_validation} and prepare.num_train ="
-            f" {num_train}; raise prepare.max_operand or lower the numbers"
+            f" {len(validation)} held-out and {len(train)} for training",
+            expected=f"prepare.num_validation = {num_validation} and prepare.num_train"
+            f" = {num_train}",
+            fix="raise prepare.max_operand or lower the numbers",
         )
     return train, validation
 
@@ -103,82 +105,6 @@ def write_arithmetic(
     )
 
 
-def write_arithmetic_pairs(
-    directory: Path,
-    *,
-    max_operand: int,
-    num_train: int,
-    num_validation: int,
-    seed: int,
-    wrong_per_sum: int = 1,
-) -> ArithmeticFiles:
-    """Write preference pairs for the sums that `write_arithmetic` draws.
-
-    A pair is a right and a wrong number. Each training sum has `wrong_per_sum` pairs,
-    each held-out sum has one.
-    """
-    random = np.random.default_rng([seed, max_operand, num_train])
-    train, validation = draw_sums(max_operand, num_train, num_validation, seed)
-
-    # The training pairs come first: both take their wrong numbers from one generator.
-    repeated = np.repeat(train, wrong_per_sum, axis=0)
-    train_pairs = _pairs(repeated, max_operand, random)
-    train_files = write_records(train_pairs, directory, "train")
-    validation_pairs = _pairs(validation, max_operand, random)
-    validation_files = write_records(validation_pairs, directory, "validation")
-    return ArithmeticFiles(train_files, validation_files)
-
-
-def wrong_numbers(right: Int64, largest: int, random: np.random.Generator) -> Int64:
-    """Draw for each number >= 0 another number >= 0.
-
-    A third is off by one to three, a third has one digit changed, and a third is any
-    number up to `largest`.
-
-    Args:
-        right: int64 [numbers].
-
-    Returns:
-        int64 [numbers], different from `right` everywhere.
-    """
-    count = len(right)
-
-    # Off by one to three; upwards where the result would need a sign, for which there
-    # is no character.
-    off = random.integers(1, 4, count) * random.choice([-1, 1], count)
-    near = np.where(right + off < 0, right - off, right + off)
-
-    # One digit changed; position 0 is the last digit.
-    num_digits = np.char.str_len(right.astype(np.str_))
-    position = random.integers(num_digits)
-    unit = 10**position
-    digit = right // unit % 10
-    # A longer number keeps a first digit of 1 to 9, or it would lose more than one
-    # digit.
-    is_first = (position == num_digits - 1) & (num_digits > 1)
-    least = is_first.astype(np.int64)
-    # Moving on by 1 to (number of choices - 1) never comes back to the same digit.
-    num_choices = 10 - least
-    new_digit = least + (digit - least + random.integers(1, num_choices)) % num_choices
-    changed = right + (new_digit - digit) * unit
-
-    # Any other number: those from `right` on are shifted by one to leave it out.
-    any_other = random.integers(0, largest, count)
-    any_other += any_other >= right
-
-    return np.choose(random.integers(3, size=count), [near, changed, any_other])
-
-
-def _pairs(sums: Int64, max_operand: int, random: np.random.Generator) -> list[Fields]:
-    right = sums.sum(axis=1)
-    wrong = wrong_numbers(right, 2 * max_operand, random)
-    rows = zip(sums.tolist(), right.tolist(), wrong.tolist(), strict=True)
-    return [
-        {"prompt": f"{a}+{b}=", "chosen": str(chosen), "rejected": str(rejected)}
-        for (a, b), chosen, rejected in rows
-    ]
-
-
 def _records(pairs: Int64, is_wrong: Bool) -> list[Fields]:
     offs = is_wrong.astype(int).tolist()
     return [
@@ -186,7 +112,114 @@ def _records(pairs: Int64, is_wrong: Bool) -> list[Fields]:
             "prompt": f"{a}+{b}=",
             "answer": str(a + b),
             "response": str(a + b + off),
-            "data_source": DATA_SOURCE,
+            "data_source": "arithmetic",
         }
         for (a, b), off in zip(pairs.tolist(), offs, strict=True)
     ]
+
+
+# ------------------------------------------------------------------------ word problems
+
+
+_NAMES = ("Ann", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana")
+_THINGS = ("apples", "books", "cards", "eggs", "pens", "shells", "stamps", "stones")
+
+# Of a problem with the numbers a and b, `first` and `second` are those of the question.
+_SUMS = (
+    "{name} has {first} {things} and buys {second} more. How many {things} does {name}"
+    " have now?",
+    "{name} found {first} {things} on Monday and {second} on Tuesday. How many {things}"
+    " did {name} find?",
+)
+_DIFFERENCES = (
+    "{name} has {first} {things} and gives away {second}. How many {things} does {name}"
+    " have left?",
+)
+_QUESTIONS = _SUMS + _DIFFERENCES
+
+
+WORD_VOCABULARY = 375
+"""Tokens of a byte-level tokenizer with one for each word of `sample_texts`."""
+
+
+def sample_texts() -> list[str]:
+    """Return texts with every word of the problems, to train a tokenizer on."""
+    texts = ["1+2=3\n#### 3"]
+    for question in _QUESTIONS:
+        for name, things in itertools.product(_NAMES, _THINGS):
+            texts.append(
+                question.format(name=name, things=things, first=1, second=2) + "\n"
+            )
+    return texts
+
+
+def write_word_problems(
+    directory: Path,
+    *,
+    max_operand: int,
+    num_train: int,
+    num_validation: int,
+    seed: int,
+    wordings: int = 1,
+    wrong_fraction: float = 0.0,
+) -> ArithmeticFiles:
+    """Write `train` and `validation` under `directory`, in every format.
+
+    Each record serves both reinforcement learning (`answer`) and supervision
+    (`response`). Two thirds of the problems are sums, the others differences.
+
+    Args:
+        max_operand: The largest of the two numbers that are added, or of the number
+            that is taken away and the one that is left.
+        wordings: Number of training problems with the same two numbers.
+        wrong_fraction: In this fraction of the training records the demonstrated
+            response is too large by 1, see `write_arithmetic`.
+
+    Raises:
+        DataError: there are too few problems with numbers up to `max_operand`.
+    """
+    num_pairs = -(-num_train // wordings)
+    pairs, validation = draw_sums(max_operand, num_pairs, num_validation, seed)
+    train = np.repeat(pairs, wordings, axis=0)[:num_train]
+
+    random = np.random.default_rng([seed, num_train, len(_QUESTIONS)])
+    train_is_wrong = random.random(len(train)) < wrong_fraction
+    validation_is_wrong = np.zeros(len(validation), np.bool_)
+
+    train_records = _word_records(train, train_is_wrong, random)
+    validation_records = _word_records(validation, validation_is_wrong, random)
+    return ArithmeticFiles(
+        train=write_records(train_records, directory, "train"),
+        validation=write_records(validation_records, directory, "validation"),
+    )
+
+
+def _word_records(
+    pairs: Int64, is_wrong: Bool, random: np.random.Generator
+) -> list[Fields]:
+    count = len(pairs)
+    questions = random.integers(len(_QUESTIONS), size=count).tolist()
+    names = random.choice(_NAMES, count).tolist()
+    things = random.choice(_THINGS, count).tolist()
+
+    records: list[Fields] = []
+    for number, (a, b) in enumerate(pairs.tolist()):
+        question = _QUESTIONS[questions[number]]
+        if question in _SUMS:
+            first, second, sign, result = a, b, "+", a + b
+        else:
+            first, second, sign, result = a + b, b, "-", a
+
+        text = question.format(
+            name=names[number], things=things[number], first=first, second=second
+        )
+        shown = result + int(is_wrong[number])
+        records.append(
+            {
+                "prompt": f"{text}\n",
+                "answer": str(result),
+                "response": f"{first}{sign}{second}={shown}\n#### {shown}",
+                "data_source": "word_problems",
+            }
+        )
+    return records

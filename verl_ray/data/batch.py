@@ -4,8 +4,8 @@ Invariant: a batch never changes and never pads. Its columns are NumPy arrays of
 kinds: one value per row, one value per token (flat, all token columns over one shared
 `offsets`), and `Ragged` columns with their own offsets (texts, version spans). Pickled
 with protocol 5 every column travels out of band. A reader of Ray's object store
-therefore gets a read-only view of what is stored, and no copy. Deliberately not here:
-where rows live (`sharded.py`) and what they mean (`stages.py`).
+therefore gets a read-only view of what is stored, and no copy. Where rows live is in
+`sharded.py`, what they mean in `stages.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, cast
+from pathlib import Path
+from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -397,3 +398,43 @@ class Batch:
             if column.kind is Kind.ROW and value is not None:
                 present[name] = value
         return present
+
+
+# -------------------------------------------------------------------------------- files
+
+
+B = TypeVar("B", bound=Batch)
+
+_OFFSETS = ".offsets"
+
+
+def write_batch(path: Path, batch: Batch) -> None:
+    """Write a batch to a new file; its columns without values are left out.
+
+    The batch that `read_batch` returns is equal to it, bit by bit.
+    """
+    arrays: dict[str, Array] = {}
+    for column in dataclasses.fields(batch):
+        values = getattr(batch, column.name)
+        if isinstance(values, Ragged):
+            arrays[column.name] = values.values
+            arrays[column.name + _OFFSETS] = values.offsets
+        elif values is not None:
+            arrays[column.name] = values
+    with path.open("wb") as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]  # its flag is no array
+
+
+def read_batch(path: Path, stage: type[B]) -> B:
+    """Read a batch of a stage that `write_batch` wrote; nothing in it is executed."""
+    columns: dict[str, Any] = {}
+    with np.load(path, allow_pickle=False) as arrays:
+        for name in arrays.files:
+            if name.endswith(_OFFSETS):
+                continue
+            values = arrays[name]
+            if name + _OFFSETS in arrays.files:
+                columns[name] = Ragged(values, arrays[name + _OFFSETS])
+            else:
+                columns[name] = values
+    return stage(**columns)

@@ -4,9 +4,8 @@ The ordinal of a group is the running number of its prompt in the run (`group_id
 Invariant: a taken group is whole, and every token of it was sampled from a policy at
 most `staleness` versions behind the one that learns. Whole means: every row of every
 requested group, each once, in the order of the row ids. With staleness 0 a step learns
-from its own rollouts alone, which is the synchronous run. Deliberately not here:
-tokens, since rollouts are held by reference; and what is generated when
-(`controllers/rollouts/producer.py`).
+from its own rollouts alone, which is the synchronous run. Rollouts are held by
+reference.
 """
 
 from __future__ import annotations

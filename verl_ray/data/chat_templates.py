@@ -1,8 +1,7 @@
 """The chat template of a run, and its arguments: what it gets besides the messages.
 
 Invariant: the values of a record go before those of the run, and a text among them
-cannot become a special token any more than a message can. Deliberately not here: the
-rendering (`tokenizers.py`), and which messages a record has (`contents.py`).
+cannot become a special token any more than a message can.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 from verl_ray.config.data import RESERVED_ARGUMENTS, DataFilesConfig
 from verl_ray.config.schema import Config
 from verl_ray.config.section import resolved
-from verl_ray.data.field_values import excerpt, require_encodable
-from verl_ray.data.file_formats import Fields, without_nulls
-from verl_ray.data.special_tokens import SpelledTokens
+from verl_ray.data.encoding import SpelledTokens
+from verl_ray.data.fields import Fields, excerpt, require_encodable, without_nulls
 from verl_ray.data.tokenizers import CHAT_TEMPLATES, load_tokenizer
 from verl_ray.errors import DataError
 
@@ -67,16 +65,19 @@ def arguments_of(fields: Fields, where: str) -> dict[str, object]:
     value = without_nulls(fields.get(OF_RECORD))
     if value is not None and not isinstance(value, dict):
         raise DataError(
-            f"{where}: {OF_RECORD} is {excerpt(value)}, expected an object such as"
-            ' {"enable_thinking": false}'
+            f"{OF_RECORD} is {excerpt(value)}",
+            expected='an object such as {"enable_thinking": false}',
+            place=where,
         )
     arguments: dict[str, object] = {**(value or {})}
     require_encodable(arguments, f"{where}, {OF_RECORD}")
     for name in arguments:
         if name in RESERVED_ARGUMENTS:
             raise DataError(
-                f"{where}: {OF_RECORD} has {name!r}, which the run itself gives to the"
-                " chat template; leave it out"
+                f"{OF_RECORD} has {name!r}, which the run itself gives to the chat"
+                " template",
+                fix="leave it out",
+                place=where,
             )
 
     thinks = fields.get(_OF_VERL)
@@ -85,13 +86,16 @@ def arguments_of(fields: Fields, where: str) -> dict[str, object]:
     # A template compares it with false, and a .csv holds texts.
     if not isinstance(thinks, bool):
         raise DataError(
-            f"{where}: {_OF_VERL} is {excerpt(thinks)}, expected true or false; write"
-            " it as .jsonl or Parquet, or in chat_template_kwargs"
+            f"{_OF_VERL} is {excerpt(thinks)}",
+            expected="true or false",
+            fix="write it as .jsonl or Parquet, or in chat_template_kwargs",
+            place=where,
         )
     if arguments.setdefault(_OF_VERL, thinks) != thinks:
         raise DataError(
-            f"{where}: {_OF_VERL} is {thinks}, and {arguments[_OF_VERL]} in {OF_RECORD}"
-            "; leave one of them out"
+            f"{_OF_VERL} is {thinks}, and {arguments[_OF_VERL]} in {OF_RECORD}",
+            fix="leave one of them out",
+            place=where,
         )
     return arguments
 

@@ -1,13 +1,14 @@
 """Prompts with their responses as rows of tokens, and a mask over the responses.
 
 Invariant: the tokens before a response are those that a rollout of the same prompt
-would start from, and a response ends with the token that ends a generation.
-Deliberately not here: file formats (`files.py`), and what is learned from the rows
-(`supervised.py`, `preferences.py`).
+would start from, and a response ends with the token that ends a generation. A row is
+encoded as a whole. What is learned from the rows is in `supervised.py` and
+`preferences.py`.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,24 +17,22 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from verl_ray.config.data import SpecialTokens
-from verl_ray.data.batch import Int64, Ragged
+from verl_ray.data.batch import Int64, Ragged, offsets_of
 from verl_ray.data.chat_templates import TemplateArguments, guarded_arguments
-from verl_ray.data.contents import Content
-from verl_ray.data.field_values import (
+from verl_ray.data.encoding import Int32, SpelledTokens
+from verl_ray.data.fields import (
     Message,
     as_messages,
     is_learned,
     without_marks,
 )
-from verl_ray.data.special_tokens import SpelledTokens
+from verl_ray.data.records import Content
 from verl_ray.data.stages import Bool
 from verl_ray.data.tokenizers import end_names, render, require_chat_template
-from verl_ray.data.turns import Turn, rows_of
 from verl_ray.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
 
 Responses = Literal["all", "last", "graded"]
 
@@ -109,8 +108,9 @@ def _require_contexts(tokens: Ragged, mask: Bool, where: Sequence[str]) -> None:
     if starts_with_response.any():
         first = where[int(np.argmax(starts_with_response))]
         raise DataError(
-            f"{first}: no token before the response; expected a prompt that is not"
-            " empty"
+            "no token before the response",
+            fix="expected a prompt that is not empty",
+            place=first,
         )
 
 
@@ -176,10 +176,11 @@ def _pair(content: Content, where: str) -> tuple[str, str]:
     if isinstance(content, tuple):
         return content
     raise DataError(
-        f"{where}: found chat messages, but no chat template is applied"
-        " (data.apply_chat_template = false, or the tokenizer has none); expected"
-        " plain texts as prompt and response, or a chat template:"
-        " data.chat_template=chatml, plain or a file"
+        "found chat messages, but no chat template is applied"
+        " (data.apply_chat_template = false, or the tokenizer has none)",
+        fix="expected plain texts as prompt and response, or a chat template:"
+        " data.chat_template=chatml, plain or a file",
+        place=where,
     )
 
 
@@ -223,7 +224,7 @@ def _tokenize_chat(
             text_so_far = ""
         opening = openings[number]
         if not opening.startswith(text_so_far):
-            raise DataError(_rewritten(answer_where(number), opening, text_so_far))
+            raise _rewritten(answer_where(number), opening, text_so_far)
 
         answer = str(messages[row][index]["content"])
         written = _Written(opening, closings[number], answer, answer_where(number))
@@ -274,48 +275,56 @@ class _Written:
         start = len(self.opening)
         if not self.closing.startswith(self.opening):
             raise DataError(
-                f"{self.where}: a rollout starts from"
-                f" {_parted(self.opening, self.closing)}, and the chat template"
-                f" writes the answer behind {_parted(self.closing, self.opening)};"
-                " expected it behind what a rollout starts from; correct what the"
+                f"a rollout starts from {_parted(self.opening, self.closing)}, and the"
+                " chat template writes the answer behind"
+                f" {_parted(self.closing, self.opening)}",
+                fix="expected it behind what a rollout starts from; correct what the"
                 " template does with add_generation_prompt, or set"
-                " data.apply_chat_template=false and write prompts and responses as"
-                " plain texts"
+                " data.apply_chat_template=false and write prompts and responses"
+                " as plain texts",
+                place=self.where,
             )
 
         # The text behind the end of turn, such as a line break, is not generated.
         places = [(self.closing.find(end, start), len(end)) for end in ends]
         reached = [(place, -length) for place, length in places if place >= 0]
         if not reached:
-            raise DataError(self._endless(ends, tokenizer))
+            raise self._endless(ends, tokenizer)
         place, length = min(reached)
         return self.closing[start : place - length]
 
-    def _endless(self, ends: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> str:
+    def _endless(
+        self, ends: Sequence[str], tokenizer: PreTrainedTokenizerBase
+    ) -> DataError:
         expected = " or ".join(repr(end) for end in ends)
         behind = self.closing[len(self.opening) :].rpartition(self.answer.strip())[2]
         added = tokenizer.added_tokens_decoder.values()
         names = [token.content for token in added if token.content in behind]
         if names:
-            return (
-                f"{self.where}: the chat template ends the turn with {names[0]!r}, at"
-                f" which no rollout ends; the eos_token is {tokenizer.eos_token!r},"
-                f" expected {expected}; add the number of {names[0]!r} to eos_token_id"
-                " in the model's generation_config.json"
+            return DataError(
+                f"the chat template ends the turn with {names[0]!r}, at which no"
+                f" rollout ends; the eos_token is {tokenizer.eos_token!r}",
+                expected=expected,
+                fix=f"add the number of {names[0]!r} to eos_token_id in the model's"
+                " generation_config.json",
+                place=self.where,
             )
-        return (
-            f"{self.where}: the chat template writes no end of turn behind the answer,"
-            f" but {behind[:_SHOWN]!r}; expected {expected}, of which the first is the"
-            " eos_token; let the template write it behind each answer"
+        return DataError(
+            "the chat template writes no end of turn behind the answer, but"
+            f" {behind[:_SHOWN]!r}",
+            fix=f"expected {expected}, of which the first is the eos_token; let the"
+            " template write it behind each answer",
+            place=self.where,
         )
 
     def require_reasoning(self, response: str) -> None:
         """Raise DataError if the template drops reasoning that is to be learned."""
         if _REASONED in self.answer and _REASONED not in response:
             raise DataError(
-                f"{self.where}: the chat template leaves out the reasoning of this"
-                f" answer, up to {_REASONED!r}, so that it would not be learned; take a"
-                " template that writes it, or records without it"
+                "the chat template leaves out the reasoning of this answer, up to"
+                f" {_REASONED!r}, so that it would not be learned",
+                fix="take a template that writes it, or records without it",
+                place=self.where,
             )
 
 
@@ -328,12 +337,169 @@ def _parted(text: str, other: str) -> str:
     return repr(text[start : shared + _SHOWN])
 
 
-def _rewritten(where: str, opening: str, earlier: str) -> str:
-    return (
-        f"{where}: the chat template writes earlier turns otherwise once they are past,"
-        " as templates do that leave out earlier reasoning: found"
-        f" {_parted(opening, earlier)}, expected {_parted(earlier, opening)}. One row"
-        " cannot teach both answers: write a record for each of them, with the messages"
-        ' before it, {"prompt": messages, "response": answer}; or mark the earlier'
-        ' answers with "trainable": false'
+def _rewritten(where: str, opening: str, earlier: str) -> DataError:
+    return DataError(
+        "the chat template writes earlier turns otherwise once they are past, as"
+        " templates do that leave out earlier reasoning: found"
+        f" {_parted(opening, earlier)}",
+        expected=_parted(earlier, opening),
+        fix="One row cannot teach both answers: write a record for each of them, with"
+        ' the messages before it, {"prompt": messages, "response": answer}; or mark'
+        ' the earlier answers with "trainable": false',
+        place=where,
     )
+
+
+# ------------------------------------------------------------------------ rows of turns
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A response, and the text of its row that stands before it."""
+
+    row: int
+    context: str
+    """What stands between the response before and this one."""
+    response: str
+
+
+def rows_of(
+    turns: Sequence[Turn],
+    where: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    spelled: SpelledTokens,
+    *,
+    special: bool,
+) -> tuple[Ragged, Bool]:
+    """Encode rows of context, response, context, response, ...
+
+    Each row is encoded as a whole. What comes before a response has the tokens that a
+    rollout starts from, also where a token of the whole would reach across the border:
+    the text behind the last special token is encoded by itself to see that.
+
+    Args:
+        where: The name of each row, for errors.
+        special: Whether a tokenizer adds its special tokens to a row.
+
+    Returns:
+        The tokens of each row, and a mask that is True on responses.
+    """
+    pieces, openings = _pieces(turns, spelled)
+    turns_per_row = np.bincount([turn.row for turn in turns], minlength=len(where))
+    turns_per_row = turns_per_row.astype(np.int64)
+    parts = spelled.encode_pieces(
+        pieces, 3 * turns_per_row, special=special, where=where.__getitem__
+    )
+    begun = spelled.encode_pieces(
+        openings,
+        np.full(len(turns), 2, np.int64),
+        special=special,
+        where=lambda number: where[turns[number].row],
+    )
+
+    numbers = 3 * np.arange(len(turns), dtype=np.int64)
+    heads, rests, responses = (parts.select(numbers + part) for part in range(3))
+    own_rests = begun.select(2 * np.arange(len(turns), dtype=np.int64) + 1)
+    crossed = np.flatnonzero(~equal_rows(rests, own_rests))
+    if len(crossed):
+        continued = [
+            _continuation(
+                openings[2 * turn], openings[2 * turn + 1], turns[turn].response,
+                responses[turn], tokenizer, spelled,
+            )
+            for turn in crossed.tolist()
+        ]  # fmt: skip
+        order = np.arange(len(turns), dtype=np.int64)
+        order[crossed] = len(turns) + np.arange(len(crossed))
+        responses = Ragged.concat(
+            [responses, Ragged.of_rows(continued, np.int32)]
+        ).select(order)
+
+    segments = alternate(heads, own_rests, responses)
+    mask = np.repeat(np.tile([False, False, True], len(turns)), segments.lengths)
+    row_offsets = segments.offsets[3 * offsets_of(turns_per_row)]
+    return Ragged(segments.values, row_offsets), mask
+
+
+def _pieces(
+    turns: Sequence[Turn], spelled: SpelledTokens
+) -> tuple[list[str], list[str]]:
+    """Return the pieces of all rows, and those of what is before each response.
+
+    The first ones are three for each turn: the context up to its last special token,
+    the rest of it, and the response. The others are that token and that rest. A context
+    without a special token stands behind the one that ended the response before it.
+    """
+    pieces: list[str] = []
+    openings: list[str] = []
+    row, ended_by = -1, ""
+    for turn in turns:
+        start, end = spelled.last_special(turn.context)
+        rest = turn.context[end:]
+        anchor = turn.context[start:end]
+        if not anchor and turn.row == row:
+            anchor = ended_by
+        pieces += [turn.context[:end], rest, turn.response]
+        openings += [anchor, rest]
+
+        start, end = spelled.last_special(turn.response)
+        row, ended_by = turn.row, turn.response[start:end]
+    return pieces, openings
+
+
+def _continuation(
+    name: str,
+    rest: str,
+    response: str,
+    in_whole: Int32,
+    tokenizer: PreTrainedTokenizerBase,
+    spelled: SpelledTokens,
+) -> Int32:
+    """Return tokens of a response that stand behind the tokens of its opening, int32.
+
+    Args:
+        name: The last special token before the response, or nothing.
+        rest: The text between it and the response.
+        in_whole: The tokens that begin in the response when all is encoded as one.
+    """
+
+    def tokens_of(*pieces: str) -> Ragged:
+        count = np.array([len(pieces)], dtype=np.int64)
+        return spelled.encode_pieces(
+            pieces, count, special=False, where=lambda _: "a response"
+        )
+
+    begun = tokens_of(name, rest).values
+    expected = tokenizer.decode(tokens_of(name, rest, response).values)
+    # Some tokenizers put a space before a text, and not behind another character.
+    alone = tokens_of("", response)[1]
+    candidates = [in_whole, alone]
+    for before in (str(tokenizer.eos_token), "\n", "."):
+        # A vocabulary need not have these.
+        with contextlib.suppress(DataError):
+            candidates.append(tokens_of(before, response)[1])
+    for candidate in candidates:
+        if tokenizer.decode(np.concatenate([begun, candidate])) == expected:
+            return candidate
+    return alone
+
+
+def equal_rows(first: Ragged, second: Ragged) -> Bool:
+    """Rows in which both columns hold the same values, bool [rows]."""
+    equal: Bool = first.lengths == second.lengths
+
+    # Only rows of equal length can be compared value by value.
+    rows = np.flatnonzero(equal)
+    candidates = first.select(rows)
+    differs = candidates.values != second.select(rows).values
+    differences = offsets_of(differs)[candidates.offsets]
+    equal[rows] = np.diff(differences) == 0
+    return equal
+
+
+def alternate(*columns: Ragged) -> Ragged:
+    """Rows of columns in turn: first 0, second 0, ..., first 1, second 1, ..."""
+    count = len(columns[0])
+    numbers = np.arange(len(columns) * count, dtype=np.int64)
+    order = numbers.reshape(len(columns), count).T.ravel()
+    return Ragged.concat(columns).select(order)

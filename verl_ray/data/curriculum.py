@@ -7,8 +7,7 @@ been trained of are always drawn. Prime-rl keeps three pools of tasks likewise; 
 
 Invariant: what batch n holds follows from the scores of the batches up to
 n - 1 - staleness and from the seed. These are trained whenever the batch may be drawn,
-so neither the order of completion nor a restart changes the choice. Deliberately not
-here: the order of an epoch (`cursor.py`), and what a score is (`rewards/shaping.py`).
+so neither the order of completion nor a restart changes the choice.
 """
 
 from __future__ import annotations
@@ -220,8 +219,9 @@ class Curriculum:
             rows, means = arrays["later_rows"], arrays["later_means"]
         if len(scores) != self.num_rows:
             raise CheckpointError(
-                f"{path} has scores of {len(scores)} rows, and the data have"
-                f" {self.num_rows}; restore the files of data.train_path"
+                f"has scores of {len(scores)} rows, and the data have {self.num_rows}",
+                fix="restore the files of data.train_path",
+                subject=path,
             )
         self._scores = self._counted = scores
         self._later = [

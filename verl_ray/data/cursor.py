@@ -2,20 +2,126 @@
 
 Invariant: row number k of all that are drawn or passed over depends on (seed, mixture
 of the sets, k) alone, however the draws were cut into batches and however often the run
-was resumed. Every epoch of a single set is a permutation of its rows. Deliberately not
-here: the rows, the order of an epoch (`mixture.py`), and which are passed over.
+was resumed. The order of an epoch depends on the numbers of rows, the weights, the seed
+and the epoch alone, so any epoch can be computed without the earlier ones. Every epoch
+of a single set is a permutation of its rows; over the epochs, the rows of a set are
+used equally often.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from verl_ray.data.batch import Array, Batch, Int64, Ragged
-from verl_ray.data.mixture import Mixture
 from verl_ray.errors import CheckpointError, DataError
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Numbers of rows of some data sets, and how often each row is used in an epoch.
+
+    The rows of all sets are numbered through, set by set. A weight of 2 uses each row
+    twice in an epoch. A weight of 0.25 uses a quarter of the rows, and another quarter
+    in the next epoch, so that four epochs use each row once.
+
+    Attributes:
+        counts: Number of rows of each set.
+        weights: Weight of each set.
+    """
+
+    counts: tuple[int, ...]
+    weights: tuple[float, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of all sets."""
+        return sum(self.counts)
+
+    @property
+    def uses(self) -> tuple[int, ...]:
+        """Number of rows that an epoch takes from each set; the same in each epoch."""
+        return tuple(
+            # Every set that is named is used.
+            max(1, round(count * weight)) if count else 0
+            for count, weight in zip(self.counts, self.weights, strict=True)
+        )
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """Number of rows that are drawn in an epoch."""
+        return sum(self.uses)
+
+    def order(self, epoch: int, *, seed: int, shuffle: bool) -> Int64:
+        """Return the numbers of the rows of an epoch, int64 [rows_per_epoch].
+
+        Args:
+            shuffle: Whether the order is random, or that of the sets and their rows.
+        """
+        firsts = np.cumsum((0, *self.counts))
+        parts = [
+            firsts[index] + _share(count, used, index, epoch, seed, shuffle=shuffle)
+            for index, (count, used) in enumerate(
+                zip(self.counts, self.uses, strict=True)
+            )
+            if used
+        ]
+        rows: Int64 = np.concatenate(parts)
+        if shuffle:
+            rows = rows[np.random.default_rng([seed, epoch]).permutation(len(rows))]
+        return rows
+
+
+def _share(
+    count: int, used: int, index: int, epoch: int, seed: int, *, shuffle: bool
+) -> Int64:
+    """Return the rows of one set that an epoch uses, int64 [used].
+
+    The set is passed over again and again. Epoch e takes the next `used` rows behind
+    those of the epochs before it.
+
+    Args:
+        count: Number of rows of the set.
+        used: Number of rows that every epoch takes.
+        index: Number of the set.
+    """
+    # Whole passes need no order of their own: the epoch is shuffled as a whole.
+    whole_passes, remainder = divmod(used, count)
+    if not remainder:
+        return np.tile(np.arange(count, dtype=np.int64), whole_passes)
+
+    first = epoch * used
+    passes = range(first // count, (first + used - 1) // count + 1)
+    rows = np.concatenate(
+        [_pass(count, index, number, seed, shuffle=shuffle) for number in passes]
+    )
+    begin = first - passes.start * count
+    return rows[begin : begin + used]
+
+
+def _pass(count: int, index: int, number: int, seed: int, *, shuffle: bool) -> Int64:
+    """Return the order of one pass over one set, int64 [count]."""
+    if not shuffle:
+        return np.arange(count, dtype=np.int64)
+    # Three numbers, of which the last is not 0, never seed the order of an epoch.
+    order: Int64 = np.random.default_rng([seed, number, index + 1]).permutation(count)
+    return order
+
+
+def shares_in_words(mixture: Mixture, names: Sequence[str]) -> list[str]:
+    """Return what each set contributes to an epoch, one sentence part per set."""
+    total = mixture.rows_per_epoch
+    return [
+        f"{name}: {used} of {total} rows of an epoch ({used / total:.0%})"
+        for name, used in zip(names, mixture.uses, strict=True)
+    ]
+
+
+# ------------------------------------------------------------------------------- cursor
+
 
 CursorState = dict[str, int | str]
 
@@ -73,9 +179,9 @@ def drawn_rows(state: Mapping[str, int | str]) -> int:
 
     listed = ", ".join(f"{name} = {value!r}" for name, value in place.items())
     raise CheckpointError(
-        f"the data cursor of the checkpoint contradicts itself ({listed}); expected"
-        " drawn + passed = epoch * rows + position. Rows would be used twice or left"
-        " out, so continue from another checkpoint: run.resume=PATH"
+        f"the data cursor of the checkpoint contradicts itself ({listed})",
+        fix="expected drawn + passed = epoch * rows + position. Rows would be used"
+        " twice or left out, so continue from another checkpoint: run.resume=PATH",
     )
 
 
@@ -199,8 +305,9 @@ class Cursor:
         if changed:
             raise DataError(
                 "the data differ from those that the checkpoint was written with"
-                f" ({'; '.join(changed)}); restore the files of data.train_path, the"
-                " tokenizer and data.*, or start anew in another run.dir"
+                f" ({'; '.join(changed)})",
+                fix="restore the files of data.train_path, the tokenizer and data.*,"
+                " or start anew in another run.dir",
             )
         self.drawn = drawn_rows(state)
         passed = state.get("passed", 0)

@@ -1,20 +1,35 @@
 """Texts as tokens: many texts at a time, with the places where the tokens begin.
 
 Invariant: a token that the tokenizer puts around a text stands there once, whether or
-not the text has it already. Deliberately not here: special tokens that a text may not
-spell out (`special_tokens.py`), and tokenizers themselves (`tokenizers.py`).
+not the text has it already. Unless data.special_tokens = allow, special tokens of a row
+come from the tokenizer and its chat template alone, and never from a text. A text that
+spells none has the same tokens under every setting. Added tokens that are not special,
+such as `<think>` of some models, are texts in this sense.
+
+A chat template may change a text, and joins it with special tokens of its own, so both
+have to be told apart in what it writes. For `escape`, each name in a text is replaced
+by a stand-in before the template sees it. Afterwards the names that are left are the
+template's. They become aliases, the stand-ins become names again, and a copy of the
+tokenizer encodes the result: it knows the aliases as tokens, and names as text. All
+other rules of the tokenizer apply to the whole row as ever.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+import copy
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
+import numpy.typing as npt
 
+from verl_ray.config.data import SpecialTokens
 from verl_ray.data.batch import Array, Int64, Ragged, offsets_of
+from verl_ray.data.fields import Message, texts_in
 from verl_ray.errors import DataError
 from verl_ray.profiling.phases import PHASES
 
@@ -66,9 +81,10 @@ def encode_located(
     """
     if not tokenizer.is_fast:
         raise DataError(
-            f"the tokenizer in {tokenizer.name_or_path} does not say which characters a"
-            " token stands for, by which responses are found; expected a tokenizer.json"
-            " in that directory; save the tokenizer as a fast one"
+            f"the tokenizer in {tokenizer.name_or_path} does not say which characters"
+            " a token stands for, by which responses are found",
+            fix="expected a tokenizer.json in that directory; save the tokenizer as a"
+            " fast one",
         )
     chunk = partial(_chunk, special=special, located=True)
     tokens, starts = _encode(tokenizer, texts, where, chunk)
@@ -96,9 +112,9 @@ def _encode(
                     encode_chunk(tokenizer, [text])
                 except Exception as error:
                     raise DataError(
-                        f"{where(start + index)}: the tokenizer in"
-                        f" {tokenizer.name_or_path} cannot encode {text[:_SHOWN]!r}"
-                        f" ({error})"
+                        f"the tokenizer in {tokenizer.name_or_path} cannot encode"
+                        f" {text[:_SHOWN]!r} ({error})",
+                        place=where(start + index),
                     ) from None
             raise
     return [Ragged.concat(column) for column in zip(*parts, strict=True)]
@@ -179,3 +195,279 @@ def _without_repeats(
 def _positions(first: Int64, width: int) -> Int64:
     """Return positions of neighbours, int64 [places, width]: first, first + 1, ..."""
     return first[:, np.newaxis] + np.arange(width, dtype=np.int64)
+
+
+# -------------------------------------------------- special tokens that texts spell out
+
+
+Int32 = npt.NDArray[np.int32]
+Texts = TypeVar("Texts", str, list[Message], str | list[Message])
+"""A text, or chat messages."""
+
+# Unicode promises that these two are never characters of a text.
+_OPEN = "\ufdd0"
+_CLOSE = "\ufdd1"
+_NEAR_END = 200  # characters
+_STAND_IN = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
+
+
+class SpelledTokens:
+    """Guards the texts of a data set, and encodes them afterwards."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, setting: SpecialTokens
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._setting = setting
+
+        added = tokenizer.added_tokens_decoder.items()
+        special = {token.content: index for index, token in added if token.special}
+        # A tokenizer takes the longest of the names that begin at a place.
+        self._names = sorted(special, key=len, reverse=True)
+        self._ids = [special[name] for name in self._names]
+        self._numbers = {name: number for number, name in enumerate(self._names)}
+
+        alternatives = "|".join(re.escape(name) for name in self._names)
+        self._any_name = re.compile(alternatives)
+        self._any_name_or_mark = re.compile(f"{alternatives}|{_OPEN}")
+
+    def guard(self, value: Texts, where: str) -> Texts:
+        """Return texts of a record, ready for the chat template or for `encode`.
+
+        Args:
+            where: The name of the record, for errors.
+
+        Raises:
+            DataError: a text spells a special token, which data.special_tokens refuses.
+        """
+        if self._setting == "allow" or not self._names:
+            return value
+
+        for place, text in _texts_of(value, where):
+            if self._setting == "refuse":
+                spelled = self._any_name.search(text)
+                if spelled:
+                    raise _refusal(place, spelled[0])
+            elif self._any_name_or_mark.search(text):
+                guarded: Texts = self._with_stand_ins(value, place)
+                return guarded
+        return value
+
+    def encode(
+        self, texts: Sequence[str], *, special: bool, where: Callable[[int], str]
+    ) -> Ragged:
+        """Return the token ids of each text, int32.
+
+        It does what the function `encode` does, for texts that went through `guard`.
+        """
+        (tokens,) = self._encode(texts, special, where, _encoded)
+        return tokens
+
+    def encode_pieces(
+        self,
+        pieces: Sequence[str],
+        counts: Int64,
+        *,
+        special: bool,
+        where: Callable[[int], str],
+    ) -> Ragged:
+        """Encode texts that come in pieces, each of them as a whole.
+
+        Args:
+            pieces: The pieces of all texts, in order; they went through `guard`.
+            counts: The number of pieces of each text, int64 [texts].
+            where: Returns the name of a text by its number, for errors.
+
+        Returns:
+            The token ids that begin in each piece, int32, one row per piece.
+        """
+        bounds = offsets_of(counts)
+        pairs = itertools.pairwise(cast("list[int]", bounds.tolist()))
+        slices = [slice(start, end) for start, end in pairs]
+        texts = ["".join(pieces[part]) for part in slices]
+        tokens, starts = self._encode(texts, special, where, encode_located)
+
+        # Names and aliases of an escaped text have other lengths than its stand-ins.
+        lengths = [len(piece) for piece in pieces]
+        for row in self._escaped(texts):
+            named = [len(self._with_names(piece)) for piece in pieces[slices[row]]]
+            lengths[slices[row]] = named
+        ends = np.cumsum(np.array(lengths, np.int64))
+        text_starts = np.concatenate([[0], ends])[bounds[:-1]]
+
+        # The texts stand one behind the other, and tokens never go back in them.
+        row_of = np.repeat(np.arange(len(texts)), tokens.lengths)
+        places = np.maximum.accumulate(starts.values + text_starts[row_of])
+        piece_of = np.searchsorted(ends, places, side="right")
+        piece_of = np.clip(piece_of, bounds[row_of], bounds[row_of + 1] - 1)
+        counted = np.bincount(piece_of, minlength=len(pieces))
+        return Ragged(tokens.values, offsets_of(counted))
+
+    def last_special(self, text: str) -> tuple[int, int]:
+        """Return start and end of the last special token in a text; 0, 0 if none is."""
+        if not self._names:
+            return 0, 0
+        # It mostly stands near the end.
+        for start in (max(0, len(text) - _NEAR_END), 0):
+            spans = [match.span() for match in self._any_name.finditer(text, start)]
+            if spans:
+                return spans[-1]
+        return 0, 0
+
+    def _escaped(self, texts: Sequence[str]) -> list[int]:
+        """Return the numbers of the texts that spell special tokens as texts."""
+        if self._setting != "escape":
+            return []
+        return [index for index, text in enumerate(texts) if _OPEN in text]
+
+    def _encode(
+        self,
+        texts: Sequence[str],
+        special: bool,
+        where: Callable[[int], str],
+        encoder: Callable[..., tuple[Ragged, ...]],
+    ) -> tuple[Ragged, ...]:
+        """Return the columns that `encoder` makes; the first ones are token ids."""
+        escaped = self._escaped(texts)
+        if not escaped:
+            return encoder(self._tokenizer, texts, special=special, where=where)
+
+        others = np.setdiff1d(np.arange(len(texts)), escaped)
+        plain = encoder(
+            self._tokenizer,
+            [texts[index] for index in others],
+            special=special,
+            where=lambda number: where(int(others[number])),
+        )
+        columns = self._encode_escaped(
+            [texts[index] for index in escaped],
+            special,
+            lambda number: where(escaped[number]),
+            encoder,
+        )
+        # Rows go back to the places of their texts.
+        order = np.argsort(np.concatenate([others, np.array(escaped)]))
+        pairs = zip(plain, columns, strict=True)
+        return tuple(Ragged.concat(pair).select(order) for pair in pairs)
+
+    def _encode_escaped(
+        self,
+        texts: Sequence[str],
+        special: bool,
+        where: Callable[[int], str],
+        encoder: Callable[..., tuple[Ragged, ...]],
+    ) -> tuple[Ragged, ...]:
+        """Return the columns of texts with stand-ins."""
+        named = [self._with_names(text) for text in texts]
+
+        # The template's special tokens have other ids here, so any that is left comes
+        # from a text: some models of a vocabulary build these tokens as they do others.
+        columns = encoder(self._with_aliases, named, special=False, where=where)
+        rows = columns[0]
+        is_special = np.isin(rows.values, self._ids)
+        if is_special.any():
+            first = int(np.argmax(is_special))
+            row = int(np.searchsorted(rows.offsets, first, side="right")) - 1
+            name = self._names[self._ids.index(int(rows.values[first]))]
+            raise DataError(
+                f"the tokenizer has no other token for the text {name!r} than the"
+                " special one, so that data.special_tokens=escape cannot keep it out",
+                fix="correct the record, or set allow if the token is meant",
+                place=where(row),
+            )
+
+        if special:
+            columns = encoder(self._with_aliases, named, special=True, where=where)
+        own = self._without_aliases(columns[0].values)
+        return Ragged(own, columns[0].offsets), *columns[1:]
+
+    def _with_stand_ins(self, value: Any, where: str) -> Any:
+        """Return a value with a stand-in for each special token that a text spells."""
+        if isinstance(value, str):
+            return self._any_name_or_mark.sub(
+                lambda match: self._stand_in(match[0], where), value
+            )
+        if isinstance(value, list):
+            return [self._with_stand_ins(part, where) for part in value]
+        if isinstance(value, dict):
+            return {
+                self._with_stand_ins(key, where): self._with_stand_ins(part, where)
+                for key, part in value.items()
+            }
+        return value
+
+    def _stand_in(self, name: str, where: str) -> str:
+        if name == _OPEN:
+            raise DataError(
+                f"found the character {_OPEN!r}, which marks special tokens here"
+                " (data.special_tokens = escape) and which Unicode keeps out of texts",
+                fix="remove it",
+                place=where,
+            )
+        return f"{_OPEN}{self._numbers[name]}{_CLOSE}"
+
+    def _with_names(self, text: str) -> str:
+        """Return a text as the copied tokenizer reads it.
+
+        The special tokens of the template are aliases, and those of texts are names.
+        """
+        aliased = self._any_name.sub(lambda match: _alias(match[0]), text)
+        return _STAND_IN.sub(lambda match: self._names[int(match[1])], aliased)
+
+    @cached_property
+    def _with_aliases(self) -> PreTrainedTokenizerBase:
+        """A copy of the tokenizer that knows special tokens by their aliases alone."""
+        from tokenizers import AddedToken
+
+        tokenizer = copy.deepcopy(self._tokenizer)
+        aliases = []
+        for index in self._ids:
+            token = tokenizer.added_tokens_decoder[index]
+            alias = AddedToken(
+                _alias(token.content),
+                single_word=token.single_word,
+                lstrip=token.lstrip,
+                rstrip=token.rstrip,
+                normalized=False,
+                special=False,
+            )
+            aliases.append(alias)
+        tokenizer.add_tokens(aliases)
+        tokenizer.split_special_tokens = True
+        return tokenizer
+
+    def _without_aliases(self, tokens: Int32) -> Int32:
+        """Return tokens of the copied tokenizer as those of the tokenizer, int32."""
+        names = [_alias(name) for name in self._names]
+        aliases = self._with_aliases.convert_tokens_to_ids(names)
+        own = np.arange(len(self._with_aliases), dtype=np.int32)
+        own[aliases] = self._ids
+        return own[tokens]
+
+
+def _encoded(*arguments: Any, **options: Any) -> tuple[Ragged]:
+    return (encode(*arguments, **options),)
+
+
+def _texts_of(value: str | list[Message], where: str) -> Iterator[tuple[str, str]]:
+    """Yield (place, text) of each text in a prompt, or in a conversation."""
+    if isinstance(value, str):
+        yield where, value
+        return
+    for number, message in enumerate(value, start=1):
+        yield from texts_in(message, f"{where}, message {number}")
+
+
+def _refusal(place: str, name: str) -> DataError:
+    return DataError(
+        f"the text spells the special token {name!r}, with which it could end its turn"
+        " or begin another (data.special_tokens = refuse)",
+        fix="Set data.special_tokens=escape to encode it as ordinary text, or allow if"
+        " the texts mean the token, as those do that a chat template has written"
+        " already; or correct the record and keep refuse",
+        place=place,
+    )
+
+
+def _alias(name: str) -> str:
+    return f"{_OPEN}{name}{_CLOSE}"

@@ -1,8 +1,7 @@
 """Packing of rows into micro-batches, and their partition over ranks.
 
 Invariant: every row is in exactly one micro-batch, no micro-batch holds more tokens
-than the cap, and the result depends on nothing but the lengths. Deliberately not here:
-moving rows.
+than the cap, and the result depends on nothing but the lengths.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def micro_batches(
     longest = int(units.argmax())
     num_tokens = int(units[longest])
     if num_tokens > cap:
-        raise DataError(_too_long(longest, num_tokens, max_tokens, unit, peers))
+        raise _too_long(longest, num_tokens, max_tokens, unit, peers)
 
     packed = _pack(units, cap)
     if unit == 1:
@@ -76,8 +75,8 @@ def _of_whole_sequences(
         raise DataError(
             f"the {rows_of[longest]} rows of trajectory {trajectory} together have"
             f" {tokens[longest]} tokens, more than backend.micro_batch_tokens_per_rank"
-            f" = {max_tokens}{_shared(peers)}; raise that key to at least {needed}, or"
-            " set algorithm.sequence=row"
+            f" = {max_tokens}{_shared(peers)}",
+            fix=f"raise that key to at least {needed}, or set algorithm.sequence=row",
         )
 
     # Rows by sequence: those of one are at starts[s] to starts[s] + rows_of[s].
@@ -93,7 +92,7 @@ def _of_whole_sequences(
 
 def _too_long(
     index: int, num_tokens: int, max_tokens: int, unit: int, peers: int
-) -> str:
+) -> DataError:
     if unit == 1:
         subject = f"row {index} has"
     else:
@@ -101,11 +100,11 @@ def _too_long(
         subject = f"rows {first_row} to {first_row + unit - 1} together have"
 
     needed = -(-num_tokens // peers)  # rounded up
-    return (
+    return DataError(
         f"{subject} {num_tokens} tokens, more than"
-        f" backend.micro_batch_tokens_per_rank = {max_tokens}{_shared(peers)};"
-        f" raise that key to at least {needed}, or lower data.max_prompt_tokens or"
-        " rollout.max_response_tokens"
+        f" backend.micro_batch_tokens_per_rank = {max_tokens}{_shared(peers)}",
+        fix=f"raise that key to at least {needed}, or lower data.max_prompt_tokens or"
+        " rollout.max_response_tokens",
     )
 
 

@@ -2,8 +2,7 @@
 
 Invariant: rows 2i and 2i + 1 of a batch are the chosen and the rejected side of one
 pair; they start with the same prompt, differ, and each ends with the token that ends a
-generation. Deliberately not here: record fields (`records.py`), the tokens of a row
-(`conversations.py`), where a score is read and the loss (`verl_ray/algorithms`).
+generation.
 """
 
 from __future__ import annotations
@@ -18,15 +17,13 @@ from verl_ray.config.data import DataSet, PreferenceDataConfig
 from verl_ray.config.section import resolved
 from verl_ray.data.batch import Batch, Ragged, ragged, row
 from verl_ray.data.chat_templates import template_arguments
-from verl_ray.data.contents import Content
-from verl_ray.data.conversations import tokenize
-from verl_ray.data.file_formats import Fields
+from verl_ray.data.conversations import alternate, equal_rows, tokenize
+from verl_ray.data.fields import Fields
 from verl_ray.data.prompts import fitting_rows
-from verl_ray.data.records import PreferenceRecord, Reading, preference_reading
+from verl_ray.data.records import Content, PreferenceRecord, Reading, preference_reading
 from verl_ray.data.row_source import DataSets, Encoded, RowSource
 from verl_ray.data.stages import Bool, Float32, TrainingBatch
 from verl_ray.data.tokenizers import strip_special_tokens
-from verl_ray.data.turns import alternate, equal_rows
 from verl_ray.errors import DataError
 
 if TYPE_CHECKING:
@@ -174,9 +171,10 @@ def _require_margins(records: Sequence[PreferenceRecord]) -> None:
     for record in records:
         if record.margin is None:
             raise DataError(
-                f"{record.where}: no field 'margin', which preference.margin = record"
-                " takes from every record; add it, or set preference.margin to a"
-                " number for all pairs"
+                "no field 'margin', which preference.margin = record takes from every"
+                " record",
+                fix="add it, or set preference.margin to a number for all pairs",
+                place=record.where,
             )
 
 
@@ -218,9 +216,9 @@ def _refuse_unusable(
         skip = ""
     raise DataError(
         f"{num_unusable} of {len(records)} pairs are unusable: {num_equal} with equal"
-        f" responses, {num_empty} with an empty one; the first is {first.where}."
-        " Expected two different responses with some text; correct the records"
-        f"{skip}"
+        f" responses, {num_empty} with an empty one; the first is {first.where}",
+        fix="Expected two different responses with some text; correct the"
+        f" records{skip}",
     )
 
 

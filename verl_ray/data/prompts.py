@@ -1,8 +1,7 @@
 """Prompts of a run: tokenized once, and drawn batch by batch.
 
 Invariant: prompt number g of the run (its `group_id`) is the same whatever the batch
-sizes and resumes before it. Deliberately not here: record fields (`records.py`) and the
-order (`row_source.py`, `cursor.py`).
+sizes and resumes before it.
 """
 
 from __future__ import annotations
@@ -21,11 +20,10 @@ from verl_ray.data.chat_templates import (
     guarded_arguments,
     template_arguments,
 )
-from verl_ray.data.field_values import Message, as_messages
-from verl_ray.data.file_formats import Fields
+from verl_ray.data.encoding import SpelledTokens
+from verl_ray.data.fields import Fields, Message, as_messages
 from verl_ray.data.records import PromptRecord, Reading, prompt_reading
 from verl_ray.data.row_source import DataSets, Encoded, RowSource
-from verl_ray.data.special_tokens import SpelledTokens
 from verl_ray.data.stages import Prompts
 from verl_ray.data.tokenizers import render, require_chat_template
 from verl_ray.errors import DataError, OverlongRows
@@ -155,7 +153,7 @@ def fitting_rows(
     if not lengths.all():
         shortest = int(np.argmin(lengths))
         raise DataError(
-            f"{where[shortest]}: no tokens; expected a text that is not empty"
+            "no tokens", fix="expected a text that is not empty", place=where[shortest]
         )
 
     # Skipping must leave a row, or there would be nothing to draw.
@@ -242,7 +240,9 @@ def plain_text(prompt: str | list[Message], where: str) -> str:
     if isinstance(prompt, str):
         return prompt
     raise DataError(
-        f"{where}: found chat messages, but no chat template is applied"
-        " (data.apply_chat_template = false, or the tokenizer has none); expected"
-        " plain text, or a chat template: data.chat_template=chatml, plain or a file"
+        "found chat messages, but no chat template is applied"
+        " (data.apply_chat_template = false, or the tokenizer has none)",
+        fix="expected plain text, or a chat template: data.chat_template=chatml, plain"
+        " or a file",
+        place=where,
     )

@@ -1,9 +1,9 @@
 """Records of a data set: prompts, demonstrations and preferences, typed.
 
 Invariant: a record is checked where it is read, so an error names the file, the line
-and the field; what leaves this module is typed. Deliberately not here: file formats
-(`files.py`), the columns of a file (`schemas.py`), and tokens (`prompts.py`,
-`conversations.py`).
+and the field; what leaves this module is typed. A prompt is a text or messages of which
+the next turn is the model's; a content is a prompt with its response, in one form,
+whatever the schema of the set (`schemas.py`).
 
 Fields of each kind of record in our own schema, where `?` marks an optional one::
 
@@ -25,36 +25,56 @@ else ignored, so one file can serve all three kinds.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from verl_ray.config.data import DataSet
 from verl_ray.data.chat_templates import TemplateArguments, arguments_of
-from verl_ray.data.contents import (
-    Content,
-    demonstration,
-    pair_of_contents,
-    problem_and_answer,
-)
-from verl_ray.data.field_names import refuse_misspelt
-from verl_ray.data.field_values import (
+from verl_ray.data.fields import (
+    Fields,
     Message,
+    answer_of,
+    as_context,
+    as_messages,
     excerpt,
+    is_learned,
+    is_messages,
+    json_text,
+    messages_of,
+    missing_field,
     refuse_media,
+    refuse_misspelt,
     require_encodable,
+    short_text_of,
     text_of,
+    without_marks,
 )
-from verl_ray.data.file_formats import Fields
 from verl_ray.data.files import is_glob, read_rows
-from verl_ray.data.json_values import json_text
 from verl_ray.data.schemas import Schema, choose_schema
 from verl_ray.errors import DataError
 
 Record = TypeVar("Record", covariant=True)
+
+Prompt = str | list[Message]
+
+Content = tuple[str, str] | list[Message]
+"""A (prompt, response) pair of plain texts, or a conversation with assistant turns.
+
+A mark on a turn of the assistant says that it is not learned (`is_learned`).
+"""
+
+_ContentOrPrompt = TypeVar("_ContentOrPrompt", Content, Prompt)
+
+# The beginning of a response in a dialogue that is written as a text.
+_RESPONSE_MARK = re.compile(
+    r"(?:^|\n)\W*(?:assistant|response|answer)\s*:", re.IGNORECASE
+)
+
+_LAST_WORD = re.compile(r"\s*\w*$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +82,7 @@ class PromptRecord:
     """One problem: the input of the model, and what its response is compared with."""
 
     where: str
-    prompt: str | list[Message]
+    prompt: Prompt
     answer: str | None
     """None where the record has none: not every reward compares."""
     data_source: str
@@ -164,60 +184,20 @@ def preference_reading(
     return Reading(schema.description, partial(_preference_record, schema))
 
 
-def read_prompts(
-    source: str | Path | DataSet, most: int | None = None
-) -> list[PromptRecord]:
+def read_prompts(source: str | Path | DataSet) -> list[PromptRecord]:
     """Read the prompt records of a set, in its order.
 
     Args:
-        most: Number of records to read at most; None reads all of them.
 
     Raises:
         DataError: the path, a line or a field is not what it should be.
     """
-    return _read(source, prompt_reading, most)
-
-
-def read_supervised(
-    source: str | Path | DataSet, most: int | None = None
-) -> list[SupervisedRecord]:
-    """Read the supervised records of a set, in its order.
-
-    Args:
-        most: Number of records to read at most; None reads all of them.
-
-    Raises:
-        DataError: the path, a line or a field is not what it should be.
-    """
-    return _read(source, supervised_reading, most)
-
-
-def read_preferences(
-    source: str | Path | DataSet, most: int | None = None
-) -> list[PreferenceRecord]:
-    """Read the preference records of a set, in its order.
-
-    Args:
-        most: Number of records to read at most; None reads all of them.
-
-    Raises:
-        DataError: the path, a line or a field is not what it should be, or two
-            conversations have different prompts.
-    """
-    return _read(source, preference_reading, most)
-
-
-def _read(
-    source: str | Path | DataSet,
-    reading_of: Callable[[DataSet, Fields, str], Reading[Record]],
-    most: int | None,
-) -> list[Record]:
     data_set = source if isinstance(source, DataSet) else DataSet(str(source))
     records = []
     reading = None
-    for where, fields in islice(read_rows(data_set), most):
+    for where, fields in read_rows(data_set):
         if reading is None:
-            reading = reading_of(data_set, fields, where)
+            reading = prompt_reading(data_set, fields, where)
         records.append(reading.record(where, fields))
     return records
 
@@ -241,10 +221,11 @@ def _prompt_record(
     refuse_media(fields, where)
     if "answer" not in schema.columns and fields.get("answer") is not None:
         raise DataError(
-            f"{where}: found an answer, which the first record of the set does not"
-            " have; add one to every record or to none"
+            "found an answer, which the first record of the set does not have",
+            fix="add one to every record or to none",
+            place=where,
         )
-    prompt, answer = problem_and_answer(schema, fields, where)
+    prompt, answer = _problem_and_answer(schema, fields, where)
 
     source = default_source
     value = schema.value("data_source", fields)
@@ -259,7 +240,7 @@ def _prompt_record(
     ]
     if "prompt" not in schema.columns and "chosen" in schema.columns:
         hidden.append(schema.columns["chosen"])
-    extra = extra_json(fields, hidden, where)
+    extra = _extra_json(fields, hidden, where)
     arguments = arguments_of(fields, where)
     return PromptRecord(where, prompt, answer, source, extra, arguments)
 
@@ -269,10 +250,11 @@ def _supervised_record(schema: Schema, where: str, fields: Fields) -> Supervised
     # TRL marks bad completions so, which are not to be learned.
     if fields.get("label") is False:
         raise DataError(
-            f"{where}: label is false, as of a bad completion in unpaired preferences;"
-            " take the records whose label is true"
+            "label is false, as of a bad completion in unpaired preferences",
+            fix="take the records whose label is true",
+            place=where,
         )
-    content = demonstration(schema, fields, where)
+    content = _demonstration(schema, fields, where)
     return SupervisedRecord(where, content, arguments_of(fields, where))
 
 
@@ -280,7 +262,7 @@ def _preference_record(schema: Schema, where: str, fields: Fields) -> Preference
     refuse_misspelt(where, tuple(fields), ("margin",))
     refuse_media(fields, where)
     margin = _margin(schema, where, fields)
-    chosen, rejected = pair_of_contents(schema, fields, where)
+    chosen, rejected = _pair_of_contents(schema, fields, where)
     arguments = arguments_of(fields, where)
     return PreferenceRecord(where, chosen, rejected, margin, arguments)
 
@@ -294,8 +276,9 @@ def _margin(schema: Schema, where: str, fields: Fields) -> float | None:
     is_bool = isinstance(value, bool)
     if is_bool or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise DataError(
-            f"{where}: {schema.columns['margin']} is {excerpt(value)}, expected a"
-            " finite number of at least 0"
+            f"{schema.columns['margin']} is {excerpt(value)}",
+            expected="a finite number of at least 0",
+            place=where,
         )
     return float(value)
 
@@ -308,7 +291,7 @@ def _margin(schema: Schema, where: str, fields: Fields) -> float | None:
 # that does not ask for it.
 
 
-def extra_json(fields: Fields, hidden: Collection[str], where: str) -> str:
+def _extra_json(fields: Fields, hidden: Collection[str], where: str) -> str:
     """Return all columns but the hidden ones, which have fields of their own.
 
     The fields of the objects `extra` and verl's `extra_info` stand beside them, in the
@@ -323,7 +306,9 @@ def extra_json(fields: Fields, hidden: Collection[str], where: str) -> str:
     own = fields.get("extra")
     if own is not None and not isinstance(own, dict):
         raise DataError(
-            f"{where}: extra is {excerpt(own)}, expected an object (or no such field)"
+            f"extra is {excerpt(own)}",
+            expected="an object (or no such field)",
+            place=where,
         )
     opened: dict[str, Fields] = {"extra": own or {}}
     # Other systems may have something else under this name, which is a column then.
@@ -338,3 +323,291 @@ def extra_json(fields: Fields, hidden: Collection[str], where: str) -> str:
     for value in opened.values():
         extra |= value
     return json_text(extra)
+
+
+# ----------------------------------------------------------------------------- contents
+
+
+def _required(schema: Schema, field: str, fields: Fields, where: str) -> object:
+    """Return the value of our field, which every record of the schema has.
+
+    Raises:
+        DataError: this record has none.
+    """
+    value = schema.value(field, fields)
+    if value is None:
+        raise missing_field(schema.columns[field], fields, where)
+    return value
+
+
+def _problem_and_answer(
+    schema: Schema, fields: Fields, where: str
+) -> tuple[Prompt, str | None]:
+    """Return the prompt of a record, and what its response is compared with, if any."""
+    answer = None
+    if "answer" in schema.columns:
+        value = _required(schema, "answer", fields, where)
+        answer = answer_of(value, schema.columns["answer"], where)
+
+    if "chosen" in schema.columns:
+        chosen, _ = _pair_of_contents(schema, fields, where)
+        prompt, response = _parted(chosen)
+    elif "messages" in schema.columns:
+        prompt, response = _parted(_conversation(schema, fields, where))
+    else:
+        prompt, response = _prompt(schema, fields, where), None
+    return _unmarked(prompt), response if answer is None else answer
+
+
+def _demonstration(schema: Schema, fields: Fields, where: str) -> Content | str:
+    """Return a prompt with its response, a conversation, or a text as a whole.
+
+    Answers that are not learned are marked: those of a prompt, which are context, and
+    those that the record excludes.
+    """
+    if "text" in schema.columns:
+        value = _required(schema, "text", fields, where)
+        return text_of(value, schema.columns["text"], where)
+
+    has_messages = schema.value("messages", fields) is not None
+    if has_messages or "prompt" not in schema.columns:
+        name = schema.columns["messages"]
+        content: Content = _conversation(schema, fields, where)
+    else:
+        name = schema.columns["response"]
+        prompt = _prompt(schema, fields, where)
+        if isinstance(prompt, list):
+            prompt = as_context(prompt)
+        content = _answered(schema, prompt, "response", fields, where)
+
+    if isinstance(content, list) and not any(map(is_learned, content)):
+        excluded = any(message["role"] == "assistant" for message in content)
+        reason = " that its weight or trainable does not exclude" if excluded else ""
+        raise DataError(
+            f"{name} has no assistant turn to learn from{reason}",
+            fix="expected at least one; leave out the record",
+            place=where,
+        )
+    return content
+
+
+def _pair_of_contents(
+    schema: Schema, fields: Fields, where: str
+) -> tuple[Content, Content]:
+    """Return the better and the worse response, each with the prompt of both."""
+    sides = [_required(schema, name, fields, where) for name in ("chosen", "rejected")]
+    is_list = isinstance(sides[0], list)
+    if is_list != isinstance(sides[1], list):
+        expected = "a list of chat messages" if is_list else "a text"
+        raise DataError(
+            f"rejected is {excerpt(sides[1])}",
+            expected=f"{expected}, as chosen is",
+            place=where,
+        )
+
+    prompt = None
+    # Messages may be the whole conversation, whatever other records have.
+    has_prompt = schema.value("prompt", fields) is not None
+    if has_prompt or ("prompt" in schema.needs and not is_list):
+        prompt = _prompt(schema, fields, where)
+    if prompt is None and not is_list:
+        return _parted_at_difference(schema, fields, where)
+
+    # Pairs compare their last turns, whatever is learned of them elsewhere.
+    chosen = _unmarked(_answered(schema, prompt, "chosen", fields, where))
+    rejected = _unmarked(_answered(schema, prompt, "rejected", fields, where))
+    if is_list and chosen[:-1] != rejected[:-1]:
+        raise DataError(
+            "chosen and rejected differ before their last message",
+            fix="expected two responses to one prompt",
+            place=where,
+        )
+    return chosen, rejected
+
+
+# ------------------------------------------------------------------------------ prompts
+
+
+def _prompt(schema: Schema, fields: Fields, where: str) -> Prompt:
+    """Return the prompt of a record with its system message and its input."""
+    name = schema.columns["prompt"]
+    value = _required(schema, "prompt", fields, where)
+    prompt: Prompt
+    if isinstance(value, list):
+        prompt = messages_of(value, name, where)
+        if prompt[-1]["role"] == "assistant":
+            raise DataError(
+                f"{name} ends with an assistant message",
+                expected="the next turn to be the model's",
+                place=where,
+            )
+    else:
+        prompt = text_of(value, name, where)
+    return _with_system(
+        schema, _with_input(schema, prompt, fields, where), fields, where
+    )
+
+
+def _with_input(schema: Schema, prompt: Prompt, fields: Fields, where: str) -> Prompt:
+    """Return a prompt with what it is about behind it, if the record has that."""
+    value = schema.value("input", fields)
+    if value is None or value == "":
+        return prompt
+
+    name = schema.columns["input"]
+    if not isinstance(prompt, str):
+        raise DataError(
+            f"{name} cannot stand behind a prompt of messages",
+            fix="expected a prompt that is a text",
+            place=where,
+        )
+    return f"{prompt}\n\n{text_of(value, name, where)}"
+
+
+def _with_system(schema: Schema, prompt: Prompt, fields: Fields, where: str) -> Prompt:
+    """Return a prompt with the record's system message in front, if it has one."""
+    value = schema.value("system", fields)
+    if value is None or value == "":
+        return prompt
+
+    name = schema.columns["system"]
+    message: Message = {"role": "system", "content": text_of(value, name, where)}
+    messages = as_messages(prompt)
+    if messages[0] == message:
+        return messages
+    if messages[0]["role"] == "system":
+        raise DataError(
+            f"{name} and the first message are different system messages",
+            fix="leave out the column or that message",
+            place=where,
+        )
+    return [message, *messages]
+
+
+def _conversation(schema: Schema, fields: Fields, where: str) -> list[Message]:
+    """Return the messages of a record, with its system message in front."""
+    value = _required(schema, "messages", fields, where)
+    messages = messages_of(value, schema.columns["messages"], where)
+    return as_messages(_with_system(schema, messages, fields, where))
+
+
+# ---------------------------------------------------------------------------- responses
+
+
+def _answered(
+    schema: Schema, prompt: Prompt | None, field: str, fields: Fields, where: str
+) -> Content:
+    """Return a prompt with the response in a field, which may be a conversation."""
+    value = _required(schema, field, fields, where)
+    name = schema.columns[field]
+    if not is_messages(value):
+        if prompt is None:
+            messages_of(value, name, where)
+            raise AssertionError("a list without messages is refused")
+        response = short_text_of(value, name, where)
+        if isinstance(prompt, str):
+            return prompt, response
+        return [*prompt, {"role": "assistant", "content": response}]
+
+    messages = messages_of(value, name, where)
+    # The response is learned from, so it has to be the assistant's.
+    last_role = messages[-1]["role"]
+    if last_role != "assistant":
+        raise DataError(
+            f"{name} ends with a message of {last_role!r}",
+            expected="one of the assistant",
+            place=where,
+        )
+    is_whole = messages[0]["role"] != "assistant"
+    if not is_whole and prompt is not None:
+        return [*as_messages(prompt), *messages]
+    if len(messages) == 1:
+        raise DataError(
+            f"{name} holds the response alone",
+            expected="the whole conversation",
+            fix="put the messages of the prompt in front, or write them into a column"
+            " 'prompt'",
+            place=where,
+        )
+    if isinstance(prompt, list):
+        messages = _behind_prompt(prompt, messages, name, where)
+    return as_messages(_with_system(schema, messages, fields, where))
+
+
+def _behind_prompt(
+    prompt: list[Message], messages: list[Message], name: str, where: str
+) -> list[Message]:
+    """Return a whole conversation, with the system message of its prompt in front.
+
+    Raises:
+        DataError: the conversation does not begin with the prompt.
+    """
+    first = prompt[0]
+    if first["role"] == "system" and messages[0]["role"] != "system":
+        messages = [first, *messages]
+    begins = messages[: len(prompt)]
+    if without_marks(begins) != without_marks(prompt):
+        raise DataError(
+            f"{name} is a conversation that does not begin with the messages of the"
+            " prompt",
+            fix="expected the response alone, or the same messages in front",
+            place=where,
+        )
+    # The marks of the prompt hold for its messages.
+    return [*prompt, *messages[len(prompt) :]]
+
+
+def _unmarked(content: _ContentOrPrompt) -> _ContentOrPrompt:
+    """Return a prompt or a content without marks on its turns."""
+    return without_marks(content) if isinstance(content, list) else content
+
+
+def _parted(content: Content) -> tuple[Prompt, str | None]:
+    """Return prompt and response; None for messages that end with another turn."""
+    if isinstance(content, tuple):
+        return content
+    last = content[-1]
+    if last["role"] != "assistant" or len(content) == 1:
+        return content, None
+    return content[:-1], str(last["content"])
+
+
+def _parted_at_difference(
+    schema: Schema, fields: Fields, where: str
+) -> tuple[Content, Content]:
+    """Return two texts that begin with their prompt, as prompt and responses.
+
+    In a dialogue the prompt ends where the last turn that both share begins; in any
+    other text, behind the last word that both share.
+    """
+    chosen, rejected = (
+        short_text_of(
+            _required(schema, name, fields, where), schema.columns[name], where
+        )
+        for name in ("chosen", "rejected")
+    )
+    pairs = enumerate(zip(chosen, rejected, strict=False))
+    shortest = min(len(chosen), len(rejected))
+    shared = chosen[: next((at for at, (a, b) in pairs if a != b), shortest)]
+
+    marks = [match.end() for match in _RESPONSE_MARK.finditer(shared)]
+    # Words of some languages have no ends, so that all letters count there.
+    end = marks[-1] if marks else len(_LAST_WORD.sub("", shared)) or len(shared)
+    if not end:
+        raise DataError(
+            "chosen and rejected have no beginning in common that could be the prompt,"
+            " and there is no column for it",
+            fix="set 'data.columns={prompt: COLUMN}'",
+            place=where,
+        )
+
+    prompt = _with_system(schema, shared[:end], fields, where)
+    contents: list[Content] = []
+    for text in (chosen, rejected):
+        response = text[end:]
+        if isinstance(prompt, str):
+            contents.append((prompt, response))
+        else:
+            contents.append([*prompt, {"role": "assistant", "content": response}])
+    better, worse = contents
+    return better, worse

@@ -2,7 +2,7 @@
 
 Invariant: a schema is chosen from the first record alone and holds for the whole set,
 so that one line can say how the set was read. `data.columns` goes before every name
-that is known here. Deliberately not here: what the columns hold (`field_values.py`).
+that is known here.
 
 A column is named by its path: a point leads into an object, as in
 `reward_model.ground_truth`.
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from verl_ray.config.data import FIELDS_OF_KIND, RecordKind
-from verl_ray.data.file_formats import Fields
+from verl_ray.data.fields import Fields
 from verl_ray.errors import DataError
 from verl_ray.shell import table_override
 
@@ -99,7 +99,7 @@ def choose_schema(
             if others.get("system") in first:
                 description += f", system message from {others['system']}"
             return Schema(description, others | names, frozenset(names))
-    raise DataError(_no_schema(kind, columns, first, where))
+    raise _no_schema(kind, columns, first, where)
 
 
 def _require_column(field: str, path: str, first: Fields, where: str) -> None:
@@ -115,8 +115,9 @@ def _require_column(field: str, path: str, first: Fields, where: str) -> None:
         place = f"the fields of {section}"
         present = outer
     raise DataError(
-        f"{where}: no column {path!r}; {place} are {_listed(present)}; take one of"
-        f" them for data.columns.{field}"
+        f"no column {path!r}; {place} are {_listed(present)}",
+        fix=f"take one of them for data.columns.{field}",
+        place=where,
     )
 
 
@@ -288,17 +289,19 @@ _PREFERENCE_SCHEMAS = (
 
 def _no_schema(
     kind: RecordKind, columns: Mapping[str, str], first: Fields, where: str
-) -> str:
-    """Return a message about a record of no schema, with the setting to type."""
+) -> DataError:
+    """Return the error about a record of no schema, with the setting to type."""
     table = table_override("data.columns", _guess(kind, columns, first))
     known = {
         "prompt": "prompt and answer",
         "supervised": "prompt and response, or messages",
         "preference": "prompt, chosen and rejected",
     }
-    return (
-        f"{where}: the columns {_listed(first)} fit no schema that is known (as"
-        f" {known[kind]} would); set {table}"
+    return DataError(
+        f"the columns {_listed(first)} fit no schema that is known (as {known[kind]}"
+        " would)",
+        fix=f"set {table}",
+        place=where,
     )
 
 

@@ -3,8 +3,8 @@
 Invariant: a `Sharded` knows where each of its rows lies (which stored object, which row
 of it), the row's length and the columns that have one value per row; it holds no token.
 All planning (select, order, split, concat) is index arithmetic on those, so a driver's
-memory does not grow with tokens. Deliberately not here: how an object is stored or
-fetched; `read` takes the fetching function, so this module knows no Ray.
+memory does not grow with tokens. `read` takes the function that fetches an object, so
+this module knows no Ray.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class Sharded(Generic[B]):
                 return stored[0]
             return stored[0].select(self.position)
 
-        # Take the rows of each part together, then bring them into this order.
+        # Take the rows of each part together, then put them into this order.
         order = np.argsort(self.part, kind="stable")
         bounds = np.searchsorted(self.part[order], np.arange(len(stored) + 1))
         pieces = []

@@ -3,7 +3,7 @@
 Invariant: rows of different stages that belong together stand in the same order. Token
 t of a row holds what is known about token t itself: `log_probs[t]` is the
 log-probability of token t given those before it, and `values[t]` is the value before
-token t is taken. Deliberately not here: any computation.
+token t is taken.
 
 Example: one prompt, "1+2=", with two responses, "3" and "12". The tokenizer has one
 token per character: "0" to "9" are 2 to 11, "+" is 12, "=" is 13, and 1 ends a
@@ -238,7 +238,7 @@ class Scores(Batch):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Recitals(Batch):
+class TeacherForcedEvaluation(Batch):
     """How well a policy would write the responses of some demonstrations.
 
     No token columns: every row has length 0.

@@ -1,8 +1,7 @@
 """Demonstrations of a supervised run: tokenized once, with a mask over the responses.
 
 Invariant: the loss of a batch is the mean over all its response tokens, whichever rows
-they are in. Deliberately not here: record fields (`records.py`), the tokens of a row
-(`conversations.py`) and the order (`row_source.py`, `cursor.py`).
+they are in.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from verl_ray.config.data import DataFilesConfig, DataSet
 from verl_ray.config.section import resolved
 from verl_ray.data.chat_templates import template_arguments
 from verl_ray.data.conversations import tokenize
-from verl_ray.data.file_formats import Fields
+from verl_ray.data.fields import Fields
 from verl_ray.data.prompts import fitting_rows
 from verl_ray.data.records import Reading, SupervisedRecord, supervised_reading
 from verl_ray.data.row_source import DataSets, Encoded, RowSource

@@ -1,8 +1,7 @@
 """Tokenizers: loading, making small ones, and what their chat templates write.
 
 Invariant: no function here calls a hub; a tokenizer is a local directory, or a
-ModelError. Deliberately not here: the tokens of texts (`encoding.py`), and which texts
-become prompts or responses (`prompts.py`, `conversations.py`).
+ModelError.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl_ray.data.field_values import Message
+from verl_ray.data.fields import Message
 from verl_ray.errors import DataError, ModelError
 from verl_ray.profiling.phases import PHASES
 
@@ -74,16 +73,19 @@ def load_tokenizer(
     directory = Path(path)
     if not directory.is_dir():
         raise ModelError(
-            f"{path} is not a directory; set model.path to a local Hugging Face model"
-            " directory"
+            "is not a directory",
+            fix="set model.path to a local Hugging Face model directory",
+            subject=path,
         )
 
     if not has_vocabulary(directory):
         present = sorted(entry.name for entry in directory.iterdir())
         listed = ", ".join(present[:_LISTED]) or "nothing"
         raise ModelError(
-            f"{path}: found {listed}, expected tokenizer.json, or another file of a"
-            " vocabulary, next to the model"
+            f"found {listed}",
+            expected="tokenizer.json, or another file of a vocabulary, next to the"
+            " model",
+            place=path,
         )
 
     try:
@@ -93,13 +95,14 @@ def load_tokenizer(
         # Some of these errors go on about libraries for many lines.
         reason = str(error).strip().partition("\n")[0][:_SHOWN_REASON]
         raise ModelError(
-            f"{path}: the tokenizer cannot be loaded ({reason})"
+            f"the tokenizer cannot be loaded ({reason})", place=path
         ) from error
     # Without it no response could end but at its limit.
     if tokenizer.eos_token_id is None:
         raise ModelError(
-            f"{path}: the tokenizer has no eos_token, by which responses end; set it in"
-            " the tokenizer"
+            "the tokenizer has no eos_token, by which responses end",
+            fix="set it in the tokenizer",
+            place=path,
         )
     if chat_template is not None:
         tokenizer.chat_template = _fitted(chat_template, tokenizer)
@@ -132,8 +135,8 @@ def _fitted(chat_template: str, tokenizer: PreTrainedTokenizerBase) -> str:
     if missing:
         raise DataError(
             f"the tokenizer in {tokenizer.name_or_path} has no token"
-            f" {' and no token '.join(missing)}, which this chat template writes; use"
-            " plain, or the path of a template for this tokenizer"
+            f" {' and no token '.join(missing)}, which this chat template writes",
+            fix="use plain, or the path of a template for this tokenizer",
         )
 
     around = tokenizer("")["input_ids"]
@@ -276,8 +279,9 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     if not tokenizer.chat_template:
         raise DataError(
             "data.apply_chat_template = true, but the tokenizer in"
-            f" {tokenizer.name_or_path} has no chat template; set"
-            " data.apply_chat_template=false, or give it one with data.chat_template"
+            f" {tokenizer.name_or_path} has no chat template",
+            fix="set data.apply_chat_template=false, or give it one with"
+            " data.chat_template",
         )
 
 
@@ -301,9 +305,10 @@ def _refuse_unwritten(
         for name in names:
             if message.get(name):
                 raise DataError(
-                    f"{where}: a message has {name}, which the chat template of the"
-                    " model does not write; take a model whose template does, or"
-                    f" records without {name}"
+                    f"a message has {name}, which the chat template of the model does"
+                    " not write",
+                    fix=f"take a model whose template does, or records without {name}",
+                    place=where,
                 )
 
 
@@ -342,7 +347,7 @@ def render(
         # Jinja has its own errors, and a template may raise any other.
         except Exception as error:
             raise DataError(
-                f"{where(index)}: the chat template refuses the messages ({error})"
+                f"the chat template refuses the messages ({error})", place=where(index)
             ) from error
         texts.append(text)
     return texts
@@ -385,7 +390,9 @@ def configured_ends(tokenizer: PreTrainedTokenizerBase) -> set[int]:
         try:
             settings = json.loads(path.read_text())
         except ValueError as error:
-            raise ModelError(f"{path} is no JSON ({error}); copy it again") from error
+            raise ModelError(
+                f"is no JSON ({error})", fix="copy it again", subject=path
+            ) from error
         text_settings = settings.get("text_config") or {}
         ends = settings.get("eos_token_id", text_settings.get("eos_token_id"))
         return {ends} if isinstance(ends, int) else set(ends or [])

@@ -5,8 +5,8 @@ step, and in optimizer steps, of which a training step may make several.
 
 Invariant: with rollout.staleness = s and U optimizer steps per training step, update u
 (counted from 0) of a training step learns from no token that is older than s versions
-or s * U + u optimizer steps. Deliberately not here: how the bound is kept, which
-admission does (`controllers/rollouts/admission.py`).
+or s * U + u optimizer steps. Admission keeps the bound
+(`controllers/rollouts/admission.py`).
 """
 
 from __future__ import annotations

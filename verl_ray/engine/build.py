@@ -1,12 +1,13 @@
 """Construction of the engine that a backend's settings describe.
 
 Invariant: a backend's module is imported only where the backend is used, because some
-(megatron's) change global state of their process.
-
-Deliberately not here: the process group, which the caller creates first.
+(megatron's) change global state of their process. The caller creates the process group
+first.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
@@ -35,10 +36,39 @@ def build_engine(
             f" not installed here: {INSTALL}"
         )
 
-    if device.type == "cpu":
-        backend.prepare_cpu()
+    engine = _engine_of(backend.kind, on_cpu=device.type == "cpu")
+    return engine(spec, device=device, rank=rank, world_size=world_size)
 
-    engine: Engine = backend.engine(
-        spec, device=device, rank=rank, world_size=world_size
-    )
-    return engine
+
+def _engine_of(kind: str, *, on_cpu: bool) -> Callable[..., Engine]:
+    """Return the engine class of a backend, which is imported here."""
+    match kind:
+        case "engine":
+            from verl_ray.engine.plain import PlainEngine
+
+            return PlainEngine
+        case "fsdp":
+            from verl_ray.engine.fsdp import FsdpEngine
+
+            return FsdpEngine
+        case "megatron":
+            if on_cpu:
+                _prepare_cpu(core=True)
+            from verl_ray.engine.megatron.engine import MegatronEngine
+
+            return MegatronEngine
+        case "megatron_fsdp":
+            if on_cpu:
+                _prepare_cpu(core=False)
+            from verl_ray.engine.megatron_fsdp.engine import MegatronFsdpEngine
+
+            return MegatronFsdpEngine
+        case _:
+            raise EngineError(f"no engine is known of backend = {kind}")
+
+
+def _prepare_cpu(*, core: bool) -> None:
+    """Prepare this process for importing megatron on a machine without a GPU."""
+    from verl_ray.engine.megatron.shim import install
+
+    install(core=core)

@@ -4,9 +4,6 @@ Parameters, gradients and optimizer state are sharded.
 
 Invariant: what is computed is what the plain engine computes. Sharding only decides
 which rank holds what, and when it is gathered.
-
-Deliberately not here: what torch has (meshes, gathering, reduction), and reading
-weights (`models/weights.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ from verl_ray.engine.module_engine import ModuleEngine
 from verl_ray.engine.offload import OffloadableTensor
 from verl_ray.errors import EngineError
 from verl_ray.models.role_model import RoleModel
-from verl_ray.models.tensor_sources import RankZeroReader, TensorSource
+from verl_ray.models.weights import RankZeroReader, TensorSource
 from verl_ray.ops.outputs import RequestedOutputs
 from verl_ray.parallel.sharding_manager import ShardingManager
 from verl_ray.parallel.ulysses import UlyssesManager

@@ -2,8 +2,6 @@
 
 Invariant: what is computed is defined by `packed_engine.py`. A subclass only shards or
 wraps the module, and defines how gradients are summed over ranks.
-
-Deliberately not here: micro-batches and losses.
 """
 
 from __future__ import annotations
@@ -28,28 +26,26 @@ from torch.distributed.tensor import DTensor
 
 from verl_ray.backends.base import ModuleBackend
 from verl_ray.config.roles import OptimizerConfig
-from verl_ray.engine.adamw import build_adamw
 from verl_ray.engine.base import EngineSpec
 from verl_ray.engine.micro_batches import Loss, MicroBatch, MicroBatches
-from verl_ray.engine.model_manifest import (
-    build_manifest,
-    describe_parameter,
-    owned_part,
-)
 from verl_ray.engine.offload import (
     Offload,
     OffloadableTensor,
     offloadable,
     offloadable_entry,
 )
-from verl_ray.engine.packed_engine import PackedEngine
-from verl_ray.engine.random_stream import RandomStream
+from verl_ray.engine.optimizer import build_adamw
+from verl_ray.engine.packed_engine import PackedEngine, RandomStream
 from verl_ray.errors import EngineError
+from verl_ray.models.export import (
+    build_manifest,
+    describe_parameter,
+    owned_part,
+)
 from verl_ray.models.lora import adapter_name, merged, write_config
 from verl_ray.models.names import Box, checkpoint_tensors, is_adapter
 from verl_ray.models.role_model import RoleModel, build_role_model, fill_role_model
-from verl_ray.models.tensor_sources import CheckpointReader, TensorSource
-from verl_ray.models.weights import own_box
+from verl_ray.models.weights import CheckpointReader, TensorSource, own_box
 from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
 from verl_ray.parallel.sharding_manager import ShardingManager
 from verl_ray.parallel.topology import Topology

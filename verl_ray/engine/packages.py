@@ -1,9 +1,6 @@
 """Detection of optional packages that a backend needs.
 
 Invariant: looking for a package imports neither the package nor torch.
-
-Deliberately not here: which packages a backend needs (`verl_ray/backends`), and their
-versions (pyproject.toml).
 """
 
 from __future__ import annotations

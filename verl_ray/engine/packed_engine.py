@@ -5,8 +5,6 @@ computed. This file is the computation: rows become micro-batches, micro-batches
 outputs and losses, and an optimizer step is taken or skipped. A backend only defines
 how micro-batches pass through its model. Numbers reach the host once per call, not once
 per micro-batch.
-
-Deliberately not here: the model, its optimizer, and anything about a role.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from torch import Tensor
 
 from verl_ray.algorithms.aggregation import aggregate, surface_non_finite
 from verl_ray.algorithms.objectives import LossInputs, Objective, without_uncounted
+from verl_ray.checkpoint.sharded import random_key
 from verl_ray.config.roles import OptimizerConfig
 from verl_ray.data.batch import Int64
 from verl_ray.data.stages import Rows, TrainingBatch
@@ -33,19 +32,22 @@ from verl_ray.engine.base import (
     Engine,
     EngineSpec,
     ForwardResult,
+    LossAccumulator,
     LossReport,
     StepReport,
 )
-from verl_ray.engine.loss_accumulator import LossAccumulator
 from verl_ray.engine.micro_batches import (
     MICRO_BATCHES,
     Loss,
     MicroBatch,
     MicroBatches,
+    loss_columns,
+    pack_no_rows,
+    pack_rows,
     plan_micro_batches,
+    to_learn,
 )
-from verl_ray.engine.random_stream import RandomStream
-from verl_ray.engine.row_packing import loss_columns, pack_no_rows, pack_rows, to_learn
+from verl_ray.engine.optimizer import describe_bad_gradient, learning_rate
 from verl_ray.errors import EngineError
 from verl_ray.models.attention import plan_layout
 from verl_ray.models.export import write_directory
@@ -398,8 +400,6 @@ class PackedEngine(Engine):
 
 # ------------------------------------------------------------ results of a forward pass
 
-# Results of a forward pass: the outputs of micro-batches, in the order of the rows.
-#
 # Invariant: every number is at the position of its token or row in the batch of the
 # call, whatever micro-batch computed it. All else is 0.
 
@@ -450,79 +450,8 @@ def zero_result(rows: Rows, outputs: RequestedOutputs) -> ForwardResult:
     )
 
 
-# -------------------------------------------------------- gradients that cannot be used
-
-# The search for a gradient that is not finite.
-#
-# Invariant: every rank returns the same description, so all report the same skipped
-# step.
-
-
-def describe_bad_gradient(
-    gradients: Iterable[tuple[str, Tensor | None]],
-    names: Sequence[str],
-    *,
-    rank: int,
-    world_size: int,
-) -> str:
-    """Describe the first parameter whose gradient is not finite on some rank.
-
-    Collective.
-
-    Args:
-        gradients: This rank's part of each gradient with the name of its parameter.
-        names: The names of all parameters of the model, in its order.
-        rank: This rank.
-        world_size: The number of ranks.
-    """
-    first = len(names)
-    for name, gradient in gradients:
-        touch()
-        if gradient is not None and not bool(torch.isfinite(gradient).all()):
-            first = min(first, names.index(name))
-
-    # The minimum over (parameter, rank), encoded in one number. It is a host tensor, so
-    # the gloo half of the process group carries it.
-    encoded = torch.tensor(first * world_size + rank)
-    if world_size > 1:
-        dist.all_reduce(encoded, dist.ReduceOp.MIN)
-    first, first_rank = divmod(int(encoded), world_size)
-
-    if first == len(names):
-        return "the gradient norm is not finite, though every gradient is"
-    return f"the gradient of {names[first]} is not finite on rank {first_rank}"
-
-
-# ---------------------------------------------------- the schedule of the learning rate
-
-# The learning-rate schedule.
-#
-# Invariant: the learning rate is a pure function of the number of optimizer steps
-# taken, so a checkpoint stores a number and no scheduler object.
-
-
-def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Return the learning rate of the optimizer step after `step` finished ones.
-
-    The rate rises linearly over `warmup_steps`; the first step already has a rate above
-    0. It then stays constant, or follows a cosine to `min_lr_fraction * lr` at
-    `total_steps`.
-    """
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    if config.schedule == "constant":
-        return config.lr
-
-    span = max(total_steps - config.warmup_steps, 1)
-    progress = min((step - config.warmup_steps) / span, 1.0)
-    floor = config.min_lr_fraction
-    return config.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
-
-
 # ------------------------------------------------------------------- balance of experts
 
-# The balance loss of a mixture-of-experts model, as a term of the losses of a pass.
-#
 # Invariant: the balance of a row is weighted as the losses of the row are, so it
 # depends neither on the micro-batch size nor on the number of ranks.
 
@@ -574,3 +503,73 @@ def balance_per_loss(routing: Routing, row: Tensor, row_weights: Tensor) -> Tens
     """
     balance = routing.balance.masked_fill(row_weights == 0, 0)
     return balance.index_select(0, row)
+
+
+# ----------------------------------------------------------------------- random numbers
+
+
+class RandomStream:
+    """The state of torch's generator for one device, kept apart from the process's own.
+
+    An engine draws random numbers only from its own stream, whatever shares its
+    process; and the stream is part of every checkpoint. Streams that a package of a
+    backend keeps for itself are not in it.
+
+    Attributes:
+        state: uint8 tensor, the state of the generator.
+        key: The key of the state in a checkpoint. It differs between ranks and types of
+            device, so every rank's stream is in the checkpoint.
+    """
+
+    def __init__(self, device: torch.device, rank: int, seed: int) -> None:
+        self._device = device
+        self._rank = rank
+        self._seed = seed
+        self.key = random_key(rank, device.type)
+        self.state = self._initial_state(0)
+
+    def restore(self, checkpoint: dict[str, Any], steps: int) -> None:
+        """Continue the stream of a checkpoint that was taken after `steps` steps.
+
+        A checkpoint that was written on another type of device has None under this
+        stream's key. A new stream then begins, which depends on the seed, the rank and
+        the step.
+        """
+        state = checkpoint.get(self.key, self.state)
+        if state is None:
+            state = self._initial_state(steps)
+        self.state = state
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Let torch draw from this stream inside the block."""
+        with torch.random.fork_rng(devices=self._forked_devices()):
+            if self._device.type == "cuda":
+                torch.cuda.set_rng_state(self.state, self._device)
+            else:
+                torch.set_rng_state(self.state)
+
+            try:
+                yield
+            finally:
+                self.state = self._generator_state()
+
+    def _initial_state(self, step: int) -> Tensor:
+        """Return the state of a newly seeded generator."""
+        with torch.random.fork_rng(devices=self._forked_devices()):
+            # The primes keep the seeds of different (seed, rank, step) apart.
+            seed = self._seed * 1_000_003 + self._rank + step * 1_000_000_007
+            torch.manual_seed(seed % 2**63)
+            return self._generator_state()
+
+    def _generator_state(self) -> Tensor:
+        """Return the present state of torch's generator for this device."""
+        if self._device.type == "cuda":
+            return torch.cuda.get_rng_state(self._device)
+        return torch.get_rng_state()
+
+    def _forked_devices(self) -> Sequence[torch.device]:
+        """Return the devices that `fork_rng` saves in addition to the CPU."""
+        if self._device.type == "cuda":
+            return [self._device]
+        return []

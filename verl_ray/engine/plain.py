@@ -2,8 +2,6 @@
 
 Invariant: nothing here is optimized beyond what torch does by itself, because this
 engine is the reference that all other backends are compared with.
-
-Deliberately not here: sharding of any kind.
 """
 
 # Annotations are not postponed in this file, because DDP reads those of its hook.

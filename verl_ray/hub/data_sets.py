@@ -1,12 +1,12 @@
-"""Data sets of the hub: which part of one is meant, and its rows.
+"""Data sets of the hub: which part of one is meant, and its files.
 
-Invariant: rows come from files in the cache, in the order of the files, and no code of
-a repository is run. Deliberately not here: what a row means (`verl_ray/data`).
+Invariant: the files are in the cache, in the order of their rows, and no code of a
+repository is run. `verl_ray/data/files.py` reads them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def pinned(data_set: DataSet, splits: tuple[str, ...] = TRAINING_SPLITS) -> Data
         splits: Splits that are taken where the entry names none, in this order.
 
     Raises:
-        HubError: It cannot be had, it has no such subset or split, or the entry has to
+        HubError: It is unavailable, it has no such subset or split, or the entry has to
             choose between several.
     """
     snapshot = find_snapshot(data_set.path, data_set.revision, "dataset")
@@ -67,8 +67,8 @@ def pinned_data(
 ) -> tuple[dict[str, Any], list[Problem]]:
     """Return the section `data` with an entry in place of each id of the hub.
 
-    An entry has commit, subset and split. Data sets that cannot be had become problems
-    and stay as they are; so does everything that is no id.
+    An entry has commit, subset and split. Data sets that are unavailable become
+    problems and stay as they are; so does everything that is no id.
 
     Args:
         data: The section as plain values. A path is a text, an entry, or a list of
@@ -130,36 +130,8 @@ def _pinned_value(
     return {**entry, **place}
 
 
-def hub_rows(data_set: DataSet) -> Iterator[tuple[str, dict[str, object]]]:
-    """Read (place, fields) of every row of a data set of the hub, in its order.
-
-    The place names data set, subset, split and row.
-
-    Raises:
-        HubError: As for `pinned`.
-        DataError: A file cannot be read.
-    """
-    # The reader of files calls this function for ids.
-    from verl_ray.data.files import read_rows
-
-    entry = pinned(data_set)
-    place = f"{entry.path}, {entry.subset}, {entry.split}"
-    rows = (fields for file in _files_of(entry) for _, fields in read_rows(file))
-    for number, fields in enumerate(rows, start=1):
-        yield f"{place}, row {number}", fields
-
-
-def hub_files(data_set: DataSet) -> list[Path]:
-    """Return the files of a data set of the hub, in the order of their rows.
-
-    Raises:
-        HubError: As for `pinned`.
-    """
-    return _files_of(pinned(data_set))
-
-
-def _files_of(entry: DataSet) -> list[Path]:
-    """Return the files of an entry with commit, subset and split."""
+def files_of(entry: DataSet) -> list[Path]:
+    """Return the files of an entry that is pinned, in the order of their rows."""
     snapshot = find_snapshot(entry.path, entry.revision, "dataset")
     files = _builder(snapshot, entry.subset).config.data_files[entry.split]
     return [Path(file) for file in files]

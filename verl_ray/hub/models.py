@@ -2,8 +2,7 @@
 
 Invariant: a run reads the files of the commits that its configuration records. Small
 files come before weights, so weights that are whole have all other files beside them.
-Only safetensors are brought, and never code. Deliberately not here: what the files
-contain (`verl_ray/preflight`).
+Only safetensors are downloaded, and never code.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from verl_ray.hub.snapshots import (
 )
 from verl_ray.models.families import FAMILIES
 from verl_ray.models.names import INDEX
-from verl_ray.preflight.model_files import is_awaited, json_object
+from verl_ray.preflight.model_files import is_pending, json_object
 
 C = TypeVar("C", bound=Config)
 
@@ -59,8 +58,8 @@ def pinned_models(
 ) -> tuple[C, list[Problem]]:
     """Return a configuration in which every model of the hub has its commit.
 
-    The files of these models besides weights are in the cache then. Models that cannot
-    be had become problems and stay as they are.
+    The files of these models besides weights are in the cache then. Models that
+    are unavailable become problems and stay as they are.
 
     Args:
         config: Configuration of a run.
@@ -88,7 +87,7 @@ def pinned_models(
         if meant not in commits and meant not in problems:
             try:
                 snapshot = find_snapshot(path, revision, "model")
-                _bring_settings(snapshot, needs_weights=needs_weights)
+                _download_settings(snapshot, needs_weights=needs_weights)
                 commits[meant] = snapshot.commit
             except HubError as error:
                 problems[meant] = problem_of(error, key, path, revision)
@@ -115,13 +114,13 @@ def problem_of(error: HubError, key: str, path: str, revision: str | None) -> Pr
     return Problem(f"{key}.path", path, error.rule, error.fix)
 
 
-def _bring_settings(snapshot: Snapshot, *, needs_weights: bool) -> None:
-    """Bring the small files of a model, and refuse one that cannot be used.
+def _download_settings(snapshot: Snapshot, *, needs_weights: bool) -> None:
+    """Download the small files of a model, and refuse one that cannot be used.
 
     Nothing is asked where the cache holds the whole model.
     """
     folder = str(snapshot.folder)
-    if is_awaited(folder):
+    if is_pending(folder):
         fetch(snapshot, SETTINGS)
 
     settings = json_object(snapshot.folder / "config.json")
@@ -136,7 +135,7 @@ def _bring_settings(snapshot: Snapshot, *, needs_weights: bool) -> None:
         fix = "Take a model that transformers itself computes."
         raise HubError(snapshot.repository, rule, fix)
 
-    if is_awaited(folder):
+    if is_pending(folder):
         _refuse_absent_weights(snapshot, needs_weights=needs_weights)
 
 
@@ -161,18 +160,18 @@ def _refuse_absent_weights(snapshot: Snapshot, *, needs_weights: bool) -> None:
 
 
 def fetch_models(config: Config) -> bool:
-    """Bring the whole of every model of the hub that a run reads.
+    """Download the whole of every model of the hub that a run reads.
 
     Returns:
-        Whether there was anything to bring.
+        Whether there was anything to download.
 
     Raises:
-        ConfigError: The files cannot be had.
+        ConfigError: The files are unavailable.
     """
     fetched = False
     for folder, key in hub_folders(config).items():
         snapshot = snapshot_at(folder)
-        if snapshot is None or not is_awaited(folder):
+        if snapshot is None or not is_pending(folder):
             continue
         try:
             fetch_model(folder)
@@ -185,19 +184,19 @@ def fetch_models(config: Config) -> bool:
 
 
 def fetch_model(folder: str) -> None:
-    """Bring the model that a folder of a cache is to hold, if it is not there.
+    """Download the model that a folder of a cache is to hold, if it is not there.
 
     Any other folder is left alone.
 
     Raises:
-        HubError: The files cannot be had.
+        HubError: The files are unavailable.
     """
     snapshot = snapshot_at(folder)
-    if snapshot is None or not is_awaited(folder):
+    if snapshot is None or not is_pending(folder):
         return
     fetch(snapshot, SETTINGS)
     fetch(snapshot, WEIGHTS, shows_progress=True)
-    if is_awaited(folder):
+    if is_pending(folder):
         raise not_cached(snapshot.repository, snapshot.commit, "model")
 
 

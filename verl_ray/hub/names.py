@@ -1,7 +1,7 @@
 """Ids of the hub, and the folders of the cache that commits of it are in.
 
 Invariant: these are functions of texts and of the environment; nothing is asked and
-nothing is read. Deliberately not here: bringing files (`snapshots.py`).
+nothing is read.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Snapshot:
 
     @property
     def command(self) -> str:
-        """The command that brings the files where there is a network."""
+        """The command that downloads the files where there is a network."""
         return (
             f"{download_command(self.repository, self.kind)} --revision {self.commit}"
         )
@@ -85,6 +85,6 @@ def snapshot_at(folder: str) -> Snapshot | None:
 
 
 def download_command(repository: str, kind: Kind) -> str:
-    """Return the command that brings the newest commit of a repository."""
+    """Return the command that downloads the newest commit of a repository."""
     of_kind = " --repo-type dataset" if kind == "dataset" else ""
     return f"hf download {repository}{of_kind}"

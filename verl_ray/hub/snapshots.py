@@ -1,9 +1,8 @@
-"""Files of the hub, brought into the cache of `huggingface_hub`.
+"""Files of the hub, downloaded into the cache of `huggingface_hub`.
 
 Invariant: the name of a revision is asked for once, and everything after that is about
 its commit. A hub that does not answer is given up within seconds; the cache answers in
-its place, or an error that names the command which fills it. Deliberately not here:
-which files a model or a data set needs (`models.py`, `data_sets.py`).
+its place, or an error that names the command which fills it.
 """
 
 from __future__ import annotations
@@ -92,9 +91,10 @@ def _answers(endpoint: str, minute: int) -> bool:
 def fetch(
     snapshot: Snapshot, patterns: Sequence[str], *, shows_progress: bool = False
 ) -> None:
-    """Bring files of a snapshot into its cache, unless they are there.
+    """Download files of a snapshot into its cache, unless they are there.
 
-    Processes that bring the same file wait for each other, and it is brought once.
+    Processes that download the same file wait for each other, and it is
+    downloaded once.
 
     Args:
         snapshot: The snapshot.
@@ -103,7 +103,7 @@ def fetch(
             terminal.
 
     Raises:
-        HubError: They cannot be had, or the disk is too small.
+        HubError: They are unavailable, or the disk is too small.
     """
     if is_reachable():
         needed = sum(sizes_of(snapshot, patterns).values())
@@ -116,7 +116,7 @@ def fetch(
 
 
 def sizes_of(snapshot: Snapshot, patterns: Sequence[str]) -> dict[str, int]:
-    """Return the bytes that are still to be brought, for each file of the snapshot.
+    """Return the bytes that are still to be downloaded, for each file of the snapshot.
 
     It is 0 for a file that is in the cache. The hub must be reachable.
     """
@@ -128,7 +128,7 @@ def sizes_of(snapshot: Snapshot, patterns: Sequence[str]) -> dict[str, int]:
 
 
 def _refuse_full_disk(snapshot: Snapshot, needed: int) -> None:
-    """Refuse to bring more bytes than the disk of the cache has room for."""
+    """Refuse to download more bytes than the disk of the cache has room for."""
     free = shutil.disk_usage(nearest_existing(str(snapshot.cache))).free
     if needed > free:
         rule = (
@@ -219,7 +219,7 @@ def _explained(repository: str, revision: str | None, kind: Kind) -> Iterator[No
     # A connection that breaks off has an exception for each place where it does.
     except Exception as error:
         reason = " ".join(str(error).split())
-        rule = f"its files could not be brought ({type(error).__name__}: {reason})"
+        rule = f"its files could not be downloaded ({type(error).__name__}: {reason})"
         fix = "Try again: what has arrived is not lost."
         raise HubError(repository, rule, fix) from error
 
@@ -241,7 +241,7 @@ def not_cached(repository: str, revision: str | None, kind: Kind) -> HubError:
     if revision is not None:
         command += f" --revision {revision}"
     fix = (
-        f"Run `{command}` where there is a network, and bring its cache here (HF_HOME"
+        f"Run `{command}` where there is a network, and copy its cache here (HF_HOME"
         " names it); or give a folder."
     )
     return HubError(repository, rule, fix)

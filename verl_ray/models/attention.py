@@ -9,8 +9,6 @@ kernel reads the packed rows directly (it has no float32). Elsewhere rows of sim
 length form a bucket, and each bucket is one rectangular call, so that no row is padded
 to far more than its own length. Where other ranks hold the other tokens, tokens are
 exchanged for heads around the kernel.
-
-Deliberately not here: the exchange (`parallel/exchange.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from torch import Tensor
 
 from verl_ray.data.batch import Int64
 from verl_ray.ops.installed_torch import varlen_attn_groups_heads
-from verl_ray.parallel.exchange import HeadExchange
+from verl_ray.parallel.sharding_manager import HeadExchange
 
 NAME = "verl_ray"
 

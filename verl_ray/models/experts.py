@@ -6,8 +6,6 @@ Transformer (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6), which takes
 fractions over a batch. Per row it is the sequence-wise balance of DeepSeek-V3
 (arXiv:2412.19437, equations 17 to 20) in the scale of Switch: top_k where experts are
 used evenly, up to the number of experts where they are not.
-
-Deliberately not here: the weight of the loss.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Invariant: constants alone, so that a configuration can be checked without importing a
 framework.
-
-Deliberately not here: how a family is computed.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ Invariant: what leaves an engine is a whole model, or an adapter in the format o
 whose layers these are. Without the adapter, the model is bit for bit the one in its
 directory. A new adapter changes nothing, since its B is 0. Merged weights are computed
 slice by slice, because a weight and its B are sharded equally.
-
-Deliberately not here: which roles have an adapter.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ together are the whole parameter. Most parameters are one tensor under their own
 There are two exceptions. transformers holds the weights of all experts of a layer in
 one parameter, whereas Hugging Face checkpoints (and rollout engines) have a tensor per
 expert. In a layer with an adapter, the weight itself is called `base_layer`.
-
-Deliberately not here: reading, writing and sharding.
 """
 
 from __future__ import annotations

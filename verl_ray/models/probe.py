@@ -4,8 +4,6 @@ Every check of a written model compares with these outputs.
 
 Invariant: the rows depend on nothing but the size of the vocabulary, and the model is
 read from its directory by transformers alone.
-
-Deliberately not here: the purpose of the comparison.
 """
 
 from __future__ import annotations

@@ -6,9 +6,6 @@ value head with one number per token.
 Invariant: a forward pass is a single call of this module on packed rows, so that
 wrappers (DDP, FSDP) see one module. Logits are never held for tokens that are not
 selected. Parameters carry the Hugging Face names of the model that they export to.
-
-Deliberately not here: micro-batches, losses, precision and placement, which belong to
-the engines.
 """
 
 from __future__ import annotations
@@ -25,8 +22,7 @@ from verl_ray.errors import ModelError
 from verl_ray.models import attention, lora
 from verl_ray.models.experts import RouterDecisions, RouterWatch, summarize_routing
 from verl_ray.models.families import FAMILIES, LANGUAGE_HEAD, VALUE_HEAD, WITH_EXPERTS
-from verl_ray.models.tensor_sources import TensorSource
-from verl_ray.models.weights import fill, materialize, parameters_on_meta
+from verl_ray.models.weights import TensorSource, fill, materialize, parameters_on_meta
 from verl_ray.ops.log_probs import HeadOutputs, head_log_probs
 from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
 

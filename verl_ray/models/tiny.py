@@ -2,8 +2,6 @@
 
 Invariant: the same arguments write the same bits, and the vocabulary is exactly the
 tokenizer's, so that no token without a meaning can be sampled.
-
-Deliberately not here: training, and models of a useful size.
 """
 
 from __future__ import annotations

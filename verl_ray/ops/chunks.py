@@ -3,8 +3,6 @@
 Both the computation of log-probs and the memory plan follow these numbers.
 
 Invariant: numbers alone, so that they can be read without torch.
-
-Deliberately not here: the computation (`log_probs.py`).
 """
 
 from __future__ import annotations

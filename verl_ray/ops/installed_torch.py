@@ -2,8 +2,6 @@
 
 Invariant: a feature is looked up in the signature of the installed function that has
 it, and only here, so no other module compares version numbers.
-
-Deliberately not here: what the project does without a feature.
 """
 
 from __future__ import annotations

@@ -4,10 +4,8 @@ They use the log-probs of tokens that the first policy sampled.
 
 Invariant: one formula serves NumPy arrays (the data plane) and torch tensors (the
 loss), element by element. All functions take (log_probs, ref_log_probs), two arrays of
-one shape, dtype and kind, and return one estimate per element.
-
-Deliberately not here: where the divergence is charged (reward or loss) and how much
-(`algorithms/kl_control.py`).
+one shape, dtype and kind, and return one estimate per element. torch is imported when
+a function is called: the configuration names these functions.
 
 Source: J. Schulman, "Approximating KL divergence" (2020). With x sampled from p, KL(p
 || q) = E[log p(x) - log q(x)].
@@ -15,13 +13,15 @@ Source: J. Schulman, "Approximating KL divergence" (2020). With x sampled from p
 
 from __future__ import annotations
 
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-Array = TypeVar("Array", NDArray[np.float32], NDArray[np.float64], torch.Tensor)
+if TYPE_CHECKING:
+    import torch
+
+Array = TypeVar("Array", NDArray[np.float32], NDArray[np.float64], "torch.Tensor")
 
 MAX_EXPONENT = 20.0
 """Exponents stop here. exp overflows float32 past 88, and one token at e^20 already
@@ -55,6 +55,8 @@ def k3(log_probs: Array, ref_log_probs: Array) -> Array:
     excludes counts e^20 and has no gradient. Towards minus infinity exp cannot
     overflow, and nothing is clamped.
     """
+    import torch
+
     # expm1, because exp(x) - 1 loses all digits at the small differences of a policy
     # that has barely moved.
     log_ratio = (ref_log_probs - log_probs).clip(max=MAX_EXPONENT)
@@ -92,6 +94,8 @@ def straight_through_k3(log_probs: Array, ref_log_probs: Array) -> Array:
 
 def with_gradient_of_k2(value: Array, log_probs: Array, ref_log_probs: Array) -> Array:
     """Return an estimate with the gradient of k2 in place of its own."""
+    import torch
+
     if not isinstance(value, torch.Tensor):
         return value
     gradient = k2(log_probs, ref_log_probs)

@@ -2,9 +2,6 @@
 
 Invariant: `Moments` are sums, so the moments of a whole are the sum of those of its
 parts, in any split and order.
-
-Deliberately not here: group statistics of rows (`algorithms/advantages.py`), and
-metrics other than moments.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ the ranks: four sums of 65,536 numbers, however many values there are.
 Invariant: every rank gets the same answer, which depends on the values alone and not on
 their order or on where they lie. Keys are distinct, so that no tie is left to chance;
 of equal values one pair in 2^32 has the same key, and is chosen together or not at all.
-Deliberately not here: what is chosen by them (`algorithms/token_selection.py`).
 """
 
 from __future__ import annotations

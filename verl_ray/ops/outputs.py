@@ -2,8 +2,6 @@
 
 Invariant: nothing here knows a model. Losses, and the code that partitions tokens over
 ranks, read these classes and no more.
-
-Deliberately not here: which head has which outputs (`models/role_model.py`).
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Invariant: ranks with the same `dp_rank` (tensor-, pipeline-, context- and
 sequence-parallel peers) get the same rows, and exactly one of them returns results.
-
-Deliberately not here: process groups.
 """
 
 from __future__ import annotations

@@ -9,9 +9,6 @@ same gathered outputs; peers with different rows compute a part of the loss each
 gradient flows back only to the rank whose slice it came from, so the sum over ranks,
 which the engine computes in any case, counts everything once. Deviation from the paper:
 with fewer key-value heads than ranks, each head is sent to several ranks.
-
-Deliberately not here: attention itself (`models/attention.py`), and the exchange that
-it calls (`exchange.py`).
 """
 
 from __future__ import annotations
@@ -28,8 +25,11 @@ from torch import Tensor
 from verl_ray.data.batch import Int64, offsets_of
 from verl_ray.errors import EngineError
 from verl_ray.ops.outputs import TokenOutputs
-from verl_ray.parallel.exchange import HeadExchange
-from verl_ray.parallel.sharding_manager import PackedTokens, ShardingManager
+from verl_ray.parallel.sharding_manager import (
+    HeadExchange,
+    PackedTokens,
+    ShardingManager,
+)
 
 ROW_OUTPUTS = ("scores",)
 """Outputs with one number per row. All others have one per selected token."""

@@ -2,8 +2,7 @@
 
 Invariant: the result is the fastest of all candidates by the time model, up to the
 advantage that megatron-core must have; no candidate is passed over that could be
-faster. Deliberately not here: which candidates there are
-(`candidates.py`), and where they fit (`fit.py`).
+faster.
 """
 
 from __future__ import annotations
@@ -13,23 +12,30 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from verl_ray.config.rollout_task import Offloaded
-from verl_ray.config.rules import rule_violations
+from verl_ray.config.schema import rule_violations
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import ConfigError, Problem
-from verl_ray.planning.candidates import OFFLOADS, Space, candidates, offloaded
-from verl_ray.planning.fit import (
+from verl_ray.planning.candidates import (
+    OFFLOADS,
     Demand,
+    Space,
     at_best,
+    candidates,
     demands_of,
     fitted,
+    offloaded,
     with_least_cache,
 )
-from verl_ray.preflight.described_machine import parse_machine, with_host_memory
+from verl_ray.preflight.device_defaults import fastest
 from verl_ray.preflight.engine_models import engine_problems
-from verl_ray.preflight.fastest import fastest
 from verl_ray.preflight.footprints import BFLOAT16
-from verl_ray.preflight.gpus import GIB, GPUS
-from verl_ray.preflight.machine import Machine
+from verl_ray.preflight.machine import (
+    GIB,
+    GPUS,
+    Machine,
+    parse_machine,
+    with_host_memory,
+)
 from verl_ray.preflight.memory_plan import MemoryPlan, memory_plan
 from verl_ray.preflight.model_sizes import model_size, remembered_sizes
 from verl_ray.preflight.remaining_memory import USED_SHARE

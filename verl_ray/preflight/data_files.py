@@ -3,9 +3,6 @@
 Invariant: a file that is read here is read by the code of the run itself, so what is
 refused here would be refused there, and with the same words. A large file is only read
 at its beginning.
-
-Deliberately not here: whether the files exist (`findings.py`), and what the reward
-makes of their records (`reward_trial.py`).
 """
 
 from __future__ import annotations
@@ -16,16 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_ray.config.data import DataSet, RowFormat, in_words
+from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.batch import Int64
+from verl_ray.data.cursor import shares_in_words
 from verl_ray.data.files import size_bytes
-from verl_ray.data.mixture import shares_in_words
 from verl_ray.data.preferences import PreferenceSource
 from verl_ray.data.prompts import PromptSource
-from verl_ray.data.row_source import RowSource, are_large
+from verl_ray.data.row_source import RowSource, are_large, refuse_unstreamable
 from verl_ray.data.stages import Prompts
-from verl_ray.data.stored_rows import refuse_unstreamable
 from verl_ray.data.supervised import SupervisedSource
 from verl_ray.errors import ConfigError, DataError, OverlongRows, Problem
 from verl_ray.preflight.file_errors import data_problem, problem_of
@@ -220,8 +217,8 @@ def _source(
     data = config.data
 
     if row_format.kind == "prompt":
-        assert config.rollout_task is not None, "prompts are read to generate rollouts"
-        return PromptSource(data_sets, tokenizer, config.rollout_task.data, seed, most)
+        assert isinstance(config, RolloutTaskConfig), "prompts are for rollouts"
+        return PromptSource(data_sets, tokenizer, config.data, seed, most)
 
     if row_format.kind == "supervised":
         return SupervisedSource(

@@ -1,26 +1,24 @@
 """The values of `auto` that depend on the memory of a device.
 
 Invariant: of all levels that leave a tenth of the device free by prediction, the
-fastest by the time model is taken. On a CPU the values are constants. Deliberately not
-here: memory (`memory_plan.py`), times (`time_model`), what takes the memory that
-remains (`remaining_memory.py`), and every other `auto` (`resolve.py`).
+fastest by the time model is taken. The search passes over no option that could be
+faster; of options that take equally long, an earlier one is preferred. On a CPU the
+values are constants.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from verl_ray.config.algebra import row_tokens_per_rank
 from verl_ray.config.load import to_tree, with_changes
+from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
-from verl_ray.preflight.described_machine import ASSUMED_LINK_GBIT_PER_S
 from verl_ray.preflight.facts import ClusterFacts
-from verl_ray.preflight.fastest import fastest
-from verl_ray.preflight.gpus import GPUS
-from verl_ray.preflight.machine import GIB
+from verl_ray.preflight.machine import ASSUMED_LINK_GBIT_PER_S, GIB, GPUS
 from verl_ray.preflight.memory_plan import memory_plan
 from verl_ray.preflight.model_sizes import model_size, remembered_sizes
 from verl_ray.preflight.remaining_memory import (
@@ -161,8 +159,7 @@ def _value(tree: Any, key: str) -> object:
 
 def _level_keys(config: Config) -> Iterator[str]:
     """Yield the keys of the settings of a level that are `auto`."""
-    task = config.rollout_task
-    if task is not None and task.placement.offload == "auto":
+    if isinstance(config, RolloutTaskConfig) and config.placement.offload == "auto":
         yield "placement.offload"
 
     for name, role in config.model_roles.items():
@@ -306,3 +303,45 @@ def _links(facts: ClusterFacts) -> tuple[Links, str]:
 
     gpus_per_node = max(1, -(-facts.gpus // facts.nodes))
     return Links.between(gpu, gpus_per_node, link), ",".join(assumed)
+
+
+# --------------------------------------------------------------------------- the search
+
+Option = TypeVar("Option")
+Fitted = TypeVar("Fitted")
+
+
+def fastest(
+    options: Iterable[Option],
+    *,
+    least_s: Callable[[Option], float],
+    fitted: Callable[[Option], Iterable[Fitted]],
+    seconds: Callable[[Fitted], float],
+    is_allowed: Callable[[Fitted], bool] = lambda _: True,
+) -> Fitted | None:
+    """Return the fastest form of an option that fits; None if there is none.
+
+    Options are visited in the order of their lower bounds, until no bound is lower than
+    the best time.
+
+    Args:
+        options: What to choose among.
+        least_s: A lower bound of the time of each form of an option.
+        fitted: The forms of an option that fit.
+        seconds: The time of such a form.
+        is_allowed: Whether nothing else prevents a form; called for those alone that
+            are faster than all before them.
+    """
+    bounds = [(least_s(option), index, option) for index, option in enumerate(options)]
+    bounds.sort(key=lambda entry: entry[:2])
+
+    best: Fitted | None = None
+    best_s = float("inf")
+    for bound, _, option in bounds:
+        if bound >= best_s:
+            break
+        for form in fitted(option):
+            form_s = seconds(form)
+            if form_s < best_s and is_allowed(form):
+                best, best_s = form, form_s
+    return best

@@ -1,8 +1,7 @@
 """The devices that the processes of a run take, and those that stay idle.
 
 Invariant: settings for which a machine has no devices are problems; devices with
-nothing to do are warnings. Deliberately not here: the memory of devices
-(`memory_advice.py`), and every other resource (`resources.py`).
+nothing to do are warnings.
 """
 
 from __future__ import annotations
@@ -11,11 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from verl_ray.config.algebra import batch_algebra
 from verl_ray.config.load import Changes
-from verl_ray.config.rules.vllm_args import VLLM_ARGS_FIXED_ON_A_CPU
+from verl_ray.config.rollout import VLLM_ARGS_FIXED_ON_A_CPU
+from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
 from verl_ray.errors import Problem
-from verl_ray.preflight.job import Job
 from verl_ray.preflight.machine import Machine
+from verl_ray.preflight.memory_plan import Job
 from verl_ray.shell import for_shell
 
 
@@ -93,14 +93,15 @@ def _ranks_key(role: str, config: Config) -> str:
 
 def _cpu_problems(config: Config) -> Iterator[Problem]:
     """Yield settings that need a GPU."""
-    task = config.rollout_task
-    if task is not None and task.rollout.sync.transport == "cuda_ipc":
-        rule = "it joins processes on one GPU, and this machine has none"
-        yield Problem("rollout.sync.transport", "cuda_ipc", rule, "Use auto.")
+    if isinstance(config, RolloutTaskConfig):
+        if config.rollout.sync.transport == "cuda_ipc":
+            rule = "it joins processes on one GPU, and this machine has none"
+            yield Problem("rollout.sync.transport", "cuda_ipc", rule, "Use auto.")
 
-    if task is not None and task.placement.offload in ("all", "optimizer"):
-        rule = "it frees GPUs, and this machine has none"
-        yield Problem("placement.offload", task.placement.offload, rule, "Use auto.")
+        offload = config.placement.offload
+        if offload in ("all", "optimizer"):
+            rule = "it frees GPUs, and this machine has none"
+            yield Problem("placement.offload", offload, rule, "Use auto.")
 
     for engine in config.engines.values():
         arguments = engine.config.vllm_args
@@ -113,10 +114,9 @@ def _cpu_problems(config: Config) -> Iterator[Problem]:
 
 def _shared_gpu_problems(config: Config) -> Iterator[Problem]:
     """Yield rollout engines of several ranks that would share GPUs with trainers."""
-    task = config.rollout_task
-    if task is None or not config.shares_processes:
+    if not isinstance(config, RolloutTaskConfig) or not config.shares_processes:
         return
-    parallel = task.rollout.tensor_parallel
+    parallel = config.rollout.tensor_parallel
     if parallel > 1:
         rule = (
             "with placement=colocated a rollout engine shares exactly one GPU with a"
@@ -141,7 +141,7 @@ def _node_problems(job: Job) -> Iterator[Problem]:
         if parallel > machine.gpus:
             key = f"{engine.section}.tensor_parallel"
             yield Problem(key, parallel, rule, f"Use at most {machine.gpus}.")
-        # Engines that need more GPUs than there are at all are told of elsewhere.
+        # Engines that need more GPUs than there are at all are reported elsewhere.
         elif most < replicas and engine.ranks <= machine.total_gpus:
             key = f"{engine.section}.num_replicas"
             rule += f": {machine.nodes} nodes hold {most} engines of {parallel} ranks"
@@ -183,15 +183,13 @@ def _unused_gpus(job: Job) -> Iterator[str]:
     idle = machine.total_gpus - used
     if idle <= 0:
         return
-
-    task = config.rollout_task
     use = "use them with"
     changes = ranks_on_idle_gpus(job, [config.evaluated_role])
-    if task is not None and not config.shares_processes:
+    if isinstance(config, RolloutTaskConfig) and not config.shares_processes:
         # More engines need nothing of the trainers, but a row each.
         replicas = config.engines["rollout"].replicas
-        rows = task.most_open_rows - replicas
-        more = min(idle // task.rollout.tensor_parallel, rows)
+        rows = config.most_open_rows - replicas
+        more = min(idle // config.rollout.tensor_parallel, rows)
         if more > 0:
             changes = {"rollout.num_replicas": replicas + more}
         elif rows <= 0:
@@ -208,22 +206,20 @@ def _unused_gpus(job: Job) -> Iterator[str]:
 
 def _engines_without_rows(config: Config) -> Iterator[str]:
     """Yield a warning if there are more rollout engines than rows to generate."""
-    task = config.rollout_task
-    if task is None:
+    if not isinstance(config, RolloutTaskConfig):
         return
     replicas = config.engines["rollout"].replicas
-    rows = task.most_open_rows
+    rows = config.most_open_rows
     if replicas > rows:
         yield (
             f"rollout.num_replicas={replicas} share at most {rows} rows at a time"
-            f" ({task.step_in_words}): {replicas - rows} engines have nothing to do"
+            f" ({config.step_in_words}): {replicas - rows} engines have nothing to do"
         )
 
 
 def _half_used_gpus(config: Config) -> Iterator[str]:
     """Yield a warning if shared GPUs are without a trainer, or without an engine."""
-    task = config.rollout_task
-    if task is None or not config.shares_processes:
+    if not isinstance(config, RolloutTaskConfig) or not config.shares_processes:
         return
 
     most = max(role.num_ranks for role in config.model_roles.values())

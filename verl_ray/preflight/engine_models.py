@@ -1,28 +1,34 @@
-"""Requirements of vLLM engines on the models that they serve.
+"""Requirements of engines and backends on the models that they compute.
 
-Invariant: only the config.json of a model is read. A missing file yields no problem
-here.
-
-Deliberately not here: requirements that do not depend on an engine
-(`model_directories.py`).
+Invariant: no tensor is read, and a missing file yields no problem here. A refusal by a
+backend concerns a run that would fail after its processes have started, or would
+compute something else. No package of a backend is imported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from verl_ray.config.rollout import RolloutEngineConfig, ServedModel
-from verl_ray.config.schema import Config
-from verl_ray.config.suggest import either, nearest_divisors
-from verl_ray.config.vllm_limits import (
+from verl_ray.backends.base import ModelFacts
+from verl_ray.config.rollout import (
     ATTENTION_HEAD_SIZES,
     EXPERTS_HIDDEN_MULTIPLE,
     SILU_FAMILIES,
+    RolloutEngineConfig,
+    ServedModel,
 )
+from verl_ray.config.schema import Config
+from verl_ray.config.suggest import either, nearest_divisors
+from verl_ray.engine.packages import INSTALL, missing_packages
 from verl_ray.errors import Problem
 from verl_ray.models.settings import ACTIVATIONS, positions_of
 from verl_ray.preflight.machine import GIB, Machine
-from verl_ray.preflight.model_files import config_json, has_experts
+from verl_ray.preflight.model_files import (
+    config_json,
+    has_experts,
+    settings_of,
+    shapes_of,
+)
 
 
 def engine_problems(engine: ServedModel, machine: Machine | None) -> Iterator[Problem]:
@@ -108,7 +114,7 @@ def row_cache_bytes(engine: ServedModel, settings: Mapping[str, object]) -> int 
         settings: Contents of its model's config.json.
 
     Returns:
-        The bytes; None if they cannot be told.
+        The bytes; None if they are not known.
     """
     layers = settings.get("num_hidden_layers")
     heads = settings.get("num_attention_heads")
@@ -167,3 +173,47 @@ def judge_problems(config: Config) -> Iterator[Problem]:
             " or take another judge."
         )
         yield Problem(key, judge.max_prompt_tokens, rule, fix)
+
+
+# ----------------------------------------------------------------------------- backends
+
+
+def backend_problems(config: Config, machine: Machine | None) -> Iterator[Problem]:
+    """Yield missing packages, and models that their backend cannot compute.
+
+    Args:
+        config: Configuration of the run.
+        machine: Machine that must have the packages, which are checked on this one
+            alone. None stands for another cluster.
+    """
+    # The packages of other machines cannot be seen from here.
+    if machine is not None and not machine.is_described:
+        yield from _package_problems(config)
+
+    for name, role in config.model_roles.items():
+        path = role.model.folder
+        model = ModelFacts(
+            path=path,
+            settings=settings_of(path, config),
+            tensors=shapes_of(path, config),
+            has_value_head=config.head_of(name) == "value",
+        )
+        yield from role.backend.model_problems(name, role.num_ranks, model)
+
+
+def _package_problems(config: Config) -> Iterator[Problem]:
+    """Yield a problem for each backend whose packages are missing.
+
+    A backend that several roles use is reported once, for the first of them.
+    """
+    reported: set[str] = set()
+    for name, role in config.model_roles.items():
+        backend = role.backend
+        missing = missing_packages(backend.packages)
+        if not missing or backend.kind in reported:
+            continue
+
+        reported.add(backend.kind)
+        rule = f"this backend needs {' and '.join(missing)}, not installed here"
+        fix = f"Install it: {INSTALL}"
+        yield Problem(f"{name}.backend", backend.kind, rule, fix)

@@ -1,8 +1,6 @@
 """Facts about cluster, models' files and run's folder that every `auto` follows from.
 
 Invariant: no framework is imported, and no tensor is read.
-
-Deliberately not here: what follows from the facts (`resolve.py`).
 """
 
 from __future__ import annotations
@@ -14,12 +12,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from verl_ray.checkpoint.store import CheckpointStore
+from verl_ray.config.reward import JudgeReward, ModelReward
+from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
 from verl_ray.data.chat_templates import PRESENT_TIME, template_of
 from verl_ray.data.tokenizers import TEMPLATE_FILE
 from verl_ray.errors import CheckpointError
-from verl_ray.preflight.gpus import Gpu
-from verl_ray.preflight.machine import Machine
+from verl_ray.preflight.machine import Gpu, Machine
 from verl_ray.preflight.model_files import json_object, made_model
 from verl_ray.preflight.model_sizes import model_size
 
@@ -94,8 +93,8 @@ def facts_of(
 
     # A task without rollouts sends no weights.
     sent_parameters = 0
-    if config.rollout_task is not None:
-        actor = config.rollout_task.actor
+    if isinstance(config, RolloutTaskConfig):
+        actor = config.actor
         sent_parameters = model_size("actor", actor, config).parameters
 
     return ClusterFacts(
@@ -174,9 +173,11 @@ def writes_day(config: Config) -> bool:
     Args:
         config: Configuration of the run, with `auto` or without.
     """
-    graders = config.graders.values()
-    roles = [grader.as_judge or grader.as_model_role for grader in graders]
-    applied = [_template_in(role.model.folder) for role in roles if role is not None]
+    applied = [
+        _template_in(grader.model.folder)
+        for grader in config.graders.values()
+        if isinstance(grader, JudgeReward | ModelReward)
+    ]
     if config.data.apply_chat_template:
         folder = config.model_roles[config.evaluated_role].model.folder
         applied.append(template_of(config.data) or _template_in(folder))

@@ -1,11 +1,11 @@
-"""Memory of one rank of a role, in bytes: between calls, and while it computes.
+"""Memory of one rank of a role in bytes, between calls and while it computes.
+
+Sizes of the copies of a model's state are here as well: the weights that are sent, and
+the snapshots.
 
 Invariant: the memory that a role on a training backend holds is counted from the
 layout alone, and no rank holds less on average. Activations and buffers are estimates
 for the largest micro-batch. This is pure arithmetic; nothing is imported that computes.
-
-Deliberately not here: how a backend partitions a model (`verl_ray/backends`), and when
-a role computes or is offloaded (`role_memory.py`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from verl_ray.backends.base import (
     MemoryPart,
     ModuleBackend,
 )
-from verl_ray.config.roles import ModelRole
+from verl_ray.config.roles import ModelRole, SupervisedRole
 from verl_ray.config.rollout import VLLM_BATCHED_TOKENS, RolloutEngineConfig
+from verl_ray.config.rollout_task import RolloutTaskConfig
+from verl_ray.config.schema import Config
 from verl_ray.config.section import resolved
 from verl_ray.ops.chunks import CHUNK_LOGITS, KEPT_LOGITS
-from verl_ray.preflight.model_sizes import ModelSize
+from verl_ray.preflight.model_sizes import ModelSize, model_size
 from verl_ray.profiling.flops import ModelShape
+from verl_ray.weight_sync import SLOTS
 
 BFLOAT16 = 2
 """Bytes of a bfloat16 number."""
@@ -134,7 +137,7 @@ def footprint(
 
 def trained_parameters(role: ModelRole, model: ModelSize) -> int:
     """Return the number of parameters that learn: all, those of an adapter, or none."""
-    if role.as_learner is None:
+    if not isinstance(role, SupervisedRole):
         return 0
     if role.adapter is None:
         return model.parameters
@@ -347,3 +350,48 @@ def engine_footprint(
     rows = running + min(scored_tokens, most_tokens)
     logits = 3 * FLOAT32 * rows * shape.vocab_size
     return Footprint(persistent, {"activations": max(layer, logits)}, {})
+
+
+# ------------------------------------------------------------ copies of a model's state
+
+
+def sent_width(config: RolloutTaskConfig) -> int:
+    """Return the bytes of a weight as it is sent to the rollout engines.
+
+    It is sent in the type of the trainer or of the engines, whichever is narrower.
+    """
+    if resolved(config.rollout.dtype) == "bfloat16":
+        return 2
+    return config.actor.backend.sent_width
+
+
+def sent_bytes(config: RolloutTaskConfig) -> int:
+    """Return the size of all weights as they are sent to the rollout engines."""
+    size = model_size("actor", config.actor, config)
+    return sent_width(config) * size.parameters
+
+
+def wire_bytes(config: RolloutTaskConfig) -> int:
+    """Return the size of the shared memory through which weights are sent."""
+    sync = config.rollout.sync
+    if sync.wire != "shared_memory":
+        return 0
+    return SLOTS * min(sent_bytes(config), sync.bucket_bytes)
+
+
+def snapshot_bytes(config: Config) -> dict[str, int]:
+    """Return the size of a rank's snapshots, for each role that learns.
+
+    There are two of them, each of what the rank holds of the weights that learn and of
+    the state of the optimizer. With second copies a node has as many of other ranks.
+    """
+    num_snapshots = 2 * config.run.recovery.num_copies
+    sizes = {}
+    for name, role in config.model_roles.items():
+        model = model_size(name, role, config)
+        trained = trained_parameters(role, model)
+        if trained:
+            held = role.backend.rank_memory(role.num_ranks, model, trained).persistent
+            weights = held.get("weights", 0) * trained // model.parameters
+            sizes[name] = num_snapshots * (weights + held.get("optimizer", 0))
+    return sizes

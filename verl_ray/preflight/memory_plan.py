@@ -3,15 +3,13 @@
 Invariant: a pure function of the configuration, the models' directories and the kind of
 machine. Figures that are marked as certain are lower bounds, so a machine with less
 memory cannot hold the run. All other figures are estimates.
-
-Deliberately not here: the memory of a role in a phase (`role_memory.py`), and measured
-memory (`watch/memory.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from verl_ray.backends.base import BytesPerPart
@@ -331,3 +329,20 @@ def _trainer_processes(config: Config, *, learns: bool) -> Iterator[PlannedProce
             key=f"{first}.num_ranks",
             value=ranks,
         )
+
+
+@dataclass(frozen=True)
+class Job:
+    """A configuration on a machine."""
+
+    config: Config
+    """Configuration of the run, resolved for this machine."""
+    machine: Machine
+    learns: bool = True
+    """False stands for an evaluation alone, which starts fewer processes."""
+
+    @cached_property
+    def memory(self) -> MemoryPlan:
+        """The memory plan."""
+        on_gpus = self.machine.gpus > 0
+        return memory_plan(self.config, on_gpus=on_gpus, learns=self.learns)

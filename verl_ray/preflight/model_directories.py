@@ -1,11 +1,7 @@
 """Requirements of a configuration on the directories of its models.
 
 Invariant: no tensor is read, no hub is asked (`verl_ray/hub`), and torch is not needed.
-Nothing is concluded from a missing file, except that it is missing.
-
-Deliberately not here: whether the files of a directory belong together
-(`model_contents.py`), reading them (`model_files.py`), what engines require of models
-(`engine_models.py`), and memory for the parameters (`memory_plan.py`).
+Nothing is concluded from a file that is missing or damaged, which is reported once.
 """
 
 from __future__ import annotations
@@ -16,24 +12,42 @@ from typing import TYPE_CHECKING
 
 from verl_ray.config.algebra import batch_algebra
 from verl_ray.config.reward import JudgeReward
-from verl_ray.config.roles import ModelRole
-from verl_ray.config.rules.rule import value_of
+from verl_ray.config.roles import ModelRole, SupervisedRole
 from verl_ray.config.schema import Config
+from verl_ray.config.section import value_of
+from verl_ray.config.suggest import either
+from verl_ray.data.tokenizers import VOCABULARY_FILES
 from verl_ray.errors import Problem
 from verl_ray.hub.names import is_hub_id
-from verl_ray.models.families import VALUE_HEAD, WITH_EXPERTS
-from verl_ray.models.settings import positions_of
+from verl_ray.models.families import (
+    EMBEDDINGS,
+    FAMILIES,
+    LANGUAGE_HEAD,
+    VALUE_HEAD,
+    WITH_EXPERTS,
+)
+from verl_ray.models.names import TYPE_NAMES
+from verl_ray.models.settings import (
+    described_tensors,
+    not_computed,
+    positions_of,
+    wrong_value,
+)
 from verl_ray.paths import path_suggestion
 from verl_ray.preflight.engine_models import engine_problems, judge_problems
 from verl_ray.preflight.machine import Machine
-from verl_ray.preflight.model_contents import content_problems
 from verl_ray.preflight.model_files import (
+    absent_weights,
     config_json,
+    damaged_weights,
     has_experts,
+    has_tokenizer,
+    is_pending,
     raw_config_json,
     settings_of,
     shapes_of,
     tensor_shapes,
+    tensor_types,
     token_ids,
 )
 from verl_ray.shell import for_shell
@@ -173,10 +187,10 @@ def _expert_problems(config: Config) -> Iterator[Problem]:
     for name, role in config.model_roles.items():
         path = role.model.folder
         settings = settings_of(path, config)
-        if not settings or role.as_learner is None:
+        if not settings or not isinstance(role, SupervisedRole):
             continue
 
-        balance = role.as_learner.expert_balance
+        balance = role.expert_balance
         if balance is not None and settings.get("model_type") not in WITH_EXPERTS:
             rule = f"this setting would be ignored: {path} has no experts"
             yield Problem(f"{name}.expert_balance", balance, rule, "Set it to null.")
@@ -269,3 +283,154 @@ def _token_problems(config: Config) -> Iterator[Problem]:
                 f" trained from the {writer}'s model."
             )
             yield Problem(f"{name}.model.path", path, rule, fix)
+
+
+# ---------------------------------------------------- whether the files belong together
+
+
+def content_problems(
+    key: str,
+    path: str,
+    *,
+    head: HeadKind,
+    is_judge: bool,
+    needs_files: bool = True,
+) -> Iterator[Problem]:
+    """Yield what is wrong in a model directory that has a config.json.
+
+    Args:
+        key: Setting that names the directory.
+        path: The directory.
+        head: Head of the model in its role.
+        is_judge: Whether vLLM alone loads the model, which knows more of them.
+        needs_files: Whether weights and tokenizer must be here. Those that are here are
+            looked at in any case.
+    """
+    yield from _setting_problems(key, path, is_judge=is_judge)
+    yield from _file_problems(
+        key, path, head=head, is_judge=is_judge, needs_files=needs_files
+    )
+    yield from _vocabulary_problems(key, path)
+
+
+def _setting_problems(key: str, path: str, *, is_judge: bool) -> Iterator[Problem]:
+    """Yield a problem if a model is not computed, or its config.json is wrong."""
+    settings = raw_config_json(path)
+    family = settings.get("model_type")
+    if isinstance(family, str) and family not in FAMILIES:
+        if not is_judge:
+            rule = f"this is a {family!r} model, which is not computed here"
+            yield Problem(key, path, rule, f"Take one of {either(FAMILIES)}.")
+        return
+
+    wrong = wrong_value(settings)
+    if wrong is not None:
+        rule = f"no model has the values of its config.json: {wrong}"
+        yield Problem(key, path, rule, "Correct it there, or copy the model again.")
+        return
+
+    reason = not_computed(settings)
+    if reason is not None and not is_judge:
+        rule = f"its config.json describes what is not computed here: {reason}"
+        yield Problem(key, path, rule, "Correct it there, or take another model.")
+
+
+def _file_problems(
+    key: str, path: str, *, head: HeadKind, is_judge: bool, needs_files: bool
+) -> Iterator[Problem]:
+    """Yield a problem if weights or tokenizer are missing, or of another model."""
+    directory = Path(path)
+    # Weights that the hub still has are looked at once they are here.
+    are_pending = is_pending(path) or (not needs_files and absent_weights(path))
+    if not are_pending and not any(directory.glob("*.safetensors")):
+        rule = "this directory has no *.safetensors"
+        yield Problem(key, path, rule, "Save the weights as safetensors.")
+
+    damage = None if are_pending else damaged_weights(path)
+    if damage is not None:
+        rule = f"the weights cannot be loaded: {damage}"
+        yield Problem(key, path, rule, "Copy or save the model again.")
+        return
+
+    difference = _unexpected_tensor(
+        config_json(path), tensor_shapes(path), head=head, is_judge=is_judge
+    )
+    if difference is not None:
+        rule = (
+            "its tensors are not of the model that its config.json describes:"
+            f" {difference}"
+        )
+        fix = (
+            "Give the directory that `save_pretrained` wrote, with nothing of another"
+            " model in it."
+        )
+        yield Problem(key, path, rule, fix)
+
+    if needs_files and not has_tokenizer(path):
+        rule = "this directory has no tokenizer"
+        fix = f"Put the model's tokenizer beside it ({either(VOCABULARY_FILES)})."
+        yield Problem(key, path, rule, fix)
+
+    foreign_types = sorted(tensor_types(path).difference(TYPE_NAMES))
+    if foreign_types and not is_judge:
+        rule = f"its weights are of type {foreign_types[0]}, which is not read"
+        fix = f"Save them as one of {either(tuple(TYPE_NAMES.values()))}."
+        yield Problem(key, path, rule, fix)
+
+
+def _vocabulary_problems(key: str, path: str) -> Iterator[Problem]:
+    """Yield a problem if the tokenizer has tokens that the model has no number for."""
+    embedded = config_json(path).get("vocab_size")
+    ids = token_ids(path)
+    if not ids or not isinstance(embedded, int):
+        return
+
+    last = max(ids, key=ids.__getitem__)
+    if ids[last] >= embedded:
+        rule = (
+            f"its tokenizer has token {ids[last]} ({last!r}), and the model has"
+            f" {embedded} tokens (vocab_size)"
+        )
+        fix = "Give the tokenizer that the model was trained with."
+        yield Problem(key, path, rule, fix)
+
+
+def _unexpected_tensor(
+    settings: Mapping[str, object],
+    shapes: Mapping[str, list[int]],
+    *,
+    head: HeadKind,
+    is_judge: bool,
+) -> str | None:
+    """Return how a tensor differs from what config.json describes; None if none does.
+
+    Args:
+        settings: Contents of config.json.
+        shapes: Shape of each tensor by its name.
+        head: Head of the model in its role.
+        is_judge: Whether vLLM alone loads the model, which passes over other tensors.
+    """
+    # Quantized weights have tensors of other names and shapes.
+    if settings.get("quantization_config") is not None:
+        return None
+
+    described = set()
+    for name, shape in described_tensors(settings):
+        described.add(name)
+        # A new head takes the place of a language head.
+        if name == LANGUAGE_HEAD and head == "value":
+            continue
+        actual = shapes.get(name)
+        if actual != shape:
+            is_now = "is absent" if actual is None else f"has shape {actual}"
+            return f"{name} {is_now}, and would have shape {shape}"
+
+    # A checkpoint may hold the head that is tied to the embeddings.
+    described.add(LANGUAGE_HEAD)
+    if head == "value":
+        described.add(VALUE_HEAD)
+    others = sorted(shapes.keys() - described)
+    # The tensors of some models are not known here.
+    if not others or is_judge or EMBEDDINGS not in described:
+        return None
+    return f"{others[0]} has shape {shapes[others[0]]}, and would be absent"

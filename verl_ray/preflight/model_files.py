@@ -3,8 +3,6 @@
 Invariant: no tensor is read, and torch is not needed. A missing or damaged file yields
 nothing rather than an error. A model that the run will make has the same facts as it
 will have on disk.
-
-Deliberately not here: what is required of a model (`model_directories.py`).
 """
 
 from __future__ import annotations
@@ -16,8 +14,7 @@ from typing import Any
 
 from verl_ray.config.preparation import PrepareConfig, TinyModelConfig
 from verl_ray.config.schema import Config
-from verl_ray.data import word_problems
-from verl_ray.data.arithmetic import ALPHABET
+from verl_ray.data.arithmetic import ALPHABET, WORD_VOCABULARY
 from verl_ray.data.tokenizers import VOCABULARY_FILES
 from verl_ray.hub.names import snapshot_at
 from verl_ray.models.families import (
@@ -27,14 +24,13 @@ from verl_ray.models.families import (
     WITH_EXPERTS,
 )
 from verl_ray.models.names import INDEX
-from verl_ray.models.settings import wrong_value
-from verl_ray.models.tensor_shapes import described_tensors
+from verl_ray.models.settings import described_tensors, wrong_value
 
 
 def made_vocabulary(preparation: PrepareConfig) -> int:
     """Return the number of tokens of a model that a run makes."""
     if preparation.problems == "word_problems":
-        return word_problems.VOCABULARY
+        return WORD_VOCABULARY
     # Padding and the end of a text come on top.
     return len(ALPHABET) + 2
 
@@ -125,8 +121,8 @@ def has_tokenizer(path: str) -> bool:
     return any((Path(path) / name).is_file() for name in VOCABULARY_FILES)
 
 
-def is_awaited(path: str) -> bool:
-    """Return whether a directory is one of the hub's cache that lacks weights."""
+def is_pending(path: str) -> bool:
+    """Return whether a directory of the hub's cache lacks weights still."""
     return snapshot_at(path) is not None and absent_weights(path)
 
 
@@ -137,7 +133,7 @@ def absent_weights(path: str) -> bool:
 
 
 def _missing_files(directory: Path) -> list[str]:
-    """Return the files of weights that the index of a directory names in vain."""
+    """Return the missing files of weights that the index of a directory names."""
     weight_map = json_object(directory / INDEX).get("weight_map", {})
     files = weight_map.values() if isinstance(weight_map, dict) else ()
     names = {str(file) for file in files}

@@ -4,8 +4,6 @@ A model that the run will make has a size before it exists.
 
 Invariant: no tensor is read. A directory without readable files yields no parameters
 and no shape.
-
-Deliberately not here: how ranks partition a model (`footprints.py`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The use of what remains of a GPU: caches, then micro-batches of some roles.
 
 Invariant: caches and micro-batches grow into memory that nothing else needs, and no
-further than is of use. Deliberately not here: the settings that trade time for memory
-(`device_defaults.py`, `verl_ray/planning`), and the memory itself (`memory_plan.py`).
+further than is of use.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import TypeVar
 from verl_ray.config.algebra import row_tokens_per_rank
 from verl_ray.config.load import with_changes
 from verl_ray.config.rollout import ServedModel
+from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
 from verl_ray.config.section import resolved
 from verl_ray.preflight.engine_models import row_cache_bytes
@@ -75,10 +75,9 @@ def cache_bounds_gib(
 def _rows_at_once(engine: ServedModel, config: Config, *, learns: bool) -> int:
     """Return the most rows that an engine ever runs at once."""
     most = engine.config.batched_requests
-    task = config.rollout_task
-    assert task is not None, "a task without rollouts has no engines"
+    assert isinstance(config, RolloutTaskConfig), "engines are of rollouts"
     # Clients of an endpoint send as many requests as they like.
-    if engine.section == ROLLOUT and task.rollout.endpoint.enabled:
+    if engine.section == ROLLOUT and config.rollout.endpoint.enabled:
         return most
 
     rows = config.rows_per_step

@@ -3,9 +3,10 @@
 Invariant: a resolution is a pure function of the configuration, the models' directories
 and a few facts about the cluster. A resolved configuration holds no `auto` and resolves
 to itself. Whoever reads such a setting later does so through `section.resolved`,
-without which mypy reports an error. Deliberately not here: how the facts are collected
-(`facts.py`), what the memory of a device decides (`device_defaults.py`), and settings
-that vLLM calls auto.
+without which mypy reports an error. A setting that vLLM calls auto is none of these.
+
+Likewise run.total_epochs becomes a number of steps, once the data are counted. Every
+example is used at least as often as the setting says.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from verl_ray.preflight.device_defaults import (
     device_values,
 )
 from verl_ray.preflight.facts import ClusterFacts
+from verl_ray.preflight.footprints import sent_width
 from verl_ray.preflight.resolved_record import with_record
 from verl_ray.preflight.shared_memory import (
     SNAPSHOT_COPIES,
     SNAPSHOT_EVERY,
     host_values,
 )
-from verl_ray.preflight.state_copies import sent_width
 
 MIB = 2**20
 
@@ -156,14 +157,13 @@ def _of_devices(config: Config, facts: ClusterFacts) -> Iterator[AutoValue]:
 
 def _num_replicas(config: Config, facts: ClusterFacts) -> tuple[int, str]:
     """Return as many replicas of the policy as there are devices for them."""
-    task = config.rollout_task
-    assert task is not None
+    assert isinstance(config, RolloutTaskConfig)
     if not facts.gpus:
         return 1, "the run computes on a CPU"
 
-    parallel = task.rollout.tensor_parallel
-    if task.shares_processes:
-        ranks = task.actor.num_ranks
+    parallel = config.rollout.tensor_parallel
+    if config.shares_processes:
+        ranks = config.actor.num_ranks
         because = f"they share the GPUs of actor.num_ranks={ranks}"
         return max(1, ranks // parallel), because
 
@@ -200,8 +200,7 @@ def _threads_per_rank(config: Config, facts: ClusterFacts) -> ValueAndReason:
     more than one thread.
     """
     training_ranks, engine_ranks = _computing_ranks(config, learns=facts.learns)
-    task = config.rollout_task
-    overlaps = facts.learns and task is not None and task.overlaps
+    overlaps = facts.learns and config.overlaps
 
     # At the same time, each side leaves the other its cores.
     others = (engine_ranks, training_ranks) if overlaps else (0, 0)
@@ -400,3 +399,57 @@ UNUSED: Mapping[str, object] = {
 def may_be_auto(key: str) -> bool:
     """Return whether a setting may be left to the run."""
     return any(fnmatchcase(key, pattern) for pattern in AUTO_KEYS)
+
+
+# -------------------------------------------------------------------------------- steps
+
+
+def with_total_steps(config: C, num_examples: int) -> C:
+    """Return the configuration with run.total_epochs replaced by run.total_steps.
+
+    A configuration with a number of steps stays as it is.
+
+    Args:
+        config: Configuration of the run.
+        num_examples: Number of examples that the data cursor leads to.
+    """
+    resolution = resolution_of_steps(config, num_examples)
+    if resolution is None:
+        return config
+
+    steps = {"total_steps": resolution.value, "total_epochs": None}
+    run = config.run.model_copy(update=steps)
+    return config.model_copy(update={"run": run})
+
+
+def resolution_of_steps(config: Config, num_examples: int) -> Resolution | None:
+    """Return what run.total_steps becomes, and why; None if it is a number.
+
+    The cursor does not drop the tail of an epoch, so only the last step is rounded up.
+
+    Args:
+        config: Configuration of the run.
+        num_examples: Number of examples that the data cursor leads to.
+    """
+    epochs = config.run.total_epochs
+    if config.run.total_steps is not None or epochs is None:
+        return None
+
+    per_step = config.examples_per_step
+    drawn = epochs * num_examples
+    # Divide and round up.
+    steps = -(-drawn // per_step)
+
+    because = (
+        f"run.total_epochs={epochs} x {num_examples} examples / {per_step} per step"
+    )
+    if drawn % per_step:
+        because += (
+            f" is {drawn / per_step:.1f}, rounded up so that each is used at least"
+            f" {_times(epochs)}"
+        )
+    return Resolution("run.total_steps", steps, because)
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"

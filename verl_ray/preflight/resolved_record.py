@@ -2,7 +2,7 @@
 
 Invariant: the record (run.resolved) is a part of the configuration, so config.yaml and
 every checkpoint hold it. Only a value that is still the recorded one counts as chosen
-by a run. Deliberately not here: what an `auto` becomes (`resolve.py`).
+by a run.
 """
 
 from __future__ import annotations

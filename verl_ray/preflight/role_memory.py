@@ -3,9 +3,6 @@
 Invariant: a pure function of the configuration, the models' directories and the kind of
 machine.
 
-Deliberately not here: how a backend partitions a model (`verl_ray/backends`), and the
-sums over a device or a host (`memory_plan.py`).
-
 A step has these phases. generate: rollouts are generated and scored. measure: log-probs
 and values are computed. learn: optimizers step. publish: new weights are sent to the
 rollout engines.
@@ -34,10 +31,11 @@ from verl_ray.preflight.footprints import (
     Workload,
     engine_footprint,
     footprint,
+    sent_bytes,
+    snapshot_bytes,
     trained_parameters,
 )
 from verl_ray.preflight.model_sizes import model_size, size_of
-from verl_ray.preflight.state_copies import sent_bytes, snapshot_bytes
 from verl_ray.weight_sync import SLOTS
 
 Phase = Literal["generate", "measure", "learn", "publish"]
@@ -83,7 +81,7 @@ class RoleMemory:
 
 def phases_of(config: Config, *, learns: bool = True) -> tuple[Phase, ...]:
     """Return the phases that a step of this task has, or a single evaluation."""
-    if config.rollout_task is None:
+    if not isinstance(config, RolloutTaskConfig):
         return SUPERVISED_PHASES if learns else ("measure",)
     return PHASES if learns else EVALUATION_PHASES
 
@@ -110,29 +108,28 @@ def memory_by_role(
                 by_role[name], "snapshots", nbytes, on_gpus=on_gpus
             )
 
-    task = config.rollout_task
-    if task is None:
+    if not isinstance(config, RolloutTaskConfig):
         return by_role
 
-    for name, engine in task.active_engines(learns=learns).items():
+    for name, engine in config.active_engines(learns=learns).items():
         by_role[name] = dict(
-            _engine_memory(name, engine, task, on_gpus=on_gpus, learns=learns)
+            _engine_memory(name, engine, config, on_gpus=on_gpus, learns=learns)
         )
 
     # To send only changes, sender and receiver both keep what was sent last.
-    if on_gpus and task.rollout.sync.delta:
+    if on_gpus and config.rollout.sync.delta:
         for name in ("actor", ROLLOUT):
             by_role[name] = _with_part(
-                by_role[name], "buffers", sent_bytes(task), on_gpus=True
+                by_role[name], "buffers", sent_bytes(config), on_gpus=True
             )
 
     # A replica that starts again while the actor learns gets what its ranks keep.
-    if learns and task.keeps_published_version:
-        size = model_size("actor", task.actor, task)
+    if learns and config.keeps_published_version:
+        size = model_size("actor", config.actor, config)
         changing = size.parameters
-        if task.sends_adapter_alone:
-            changing = trained_parameters(task.actor, size)
-        share = task.actor.backend.sent_width * changing // task.actor.num_ranks
+        if config.sends_adapter_alone:
+            changing = trained_parameters(config.actor, size)
+        share = config.actor.backend.sent_width * changing // config.actor.num_ranks
         by_role["actor"] = _with_part(
             by_role["actor"], "buffers", share, on_gpus=on_gpus
         )
@@ -188,16 +185,15 @@ def _trainer_memory(
     forward, update = _workloads(name, config, learns=learns)
     own = footprint(role, model, forward, update, device, learns=learns)
 
-    task = config.rollout_task
     offloaded = NO_PARTS
-    if task is not None:
+    if isinstance(config, RolloutTaskConfig):
         if name == "actor":
-            own = _with_wire(own, task, on_gpus=on_gpus)
+            own = _with_wire(own, config, on_gpus=on_gpus)
 
         # A model that grades works while rollouts are generated, so it stays.
         shares_devices = on_gpus and config.shares_processes
         if shares_devices and not role.scores_rollouts:
-            offloaded = offloaded_parts(own.persistent, task)
+            offloaded = offloaded_parts(own.persistent, config)
 
     for phase in phases_of(config, learns=learns):
         working = _working_in(phase, own, role)

@@ -1,7 +1,6 @@
 """Shared memory that a run needs of a node, in /dev/shm, and whether snapshots fit.
 
 Invariant: a pure function of the configuration and of facts about the cluster.
-Deliberately not here: what is too small (`resources.py`).
 """
 
 from __future__ import annotations
@@ -10,15 +9,16 @@ from collections.abc import Iterator
 
 from verl_ray.config.algebra import batch_algebra
 from verl_ray.config.load import with_changes
+from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.batch import Batch, Kind
 from verl_ray.data.stages import Credit, LogProbs, Rollouts, Values
 from verl_ray.preflight.device_defaults import AutoValue
 from verl_ray.preflight.facts import ClusterFacts
+from verl_ray.preflight.footprints import snapshot_bytes, wire_bytes
 from verl_ray.preflight.machine import GIB, MIB
 from verl_ray.preflight.memory_plan import memory_plan
-from verl_ray.preflight.state_copies import snapshot_bytes, wire_bytes
 
 
 def _bytes_per_token(stage: type[Batch], *without: str) -> int:
@@ -63,13 +63,12 @@ def shared_memory_bytes(config: Config, nodes: int) -> int:
     sizes = batch_algebra(config)
     bytes_per_row = sizes.max_row_tokens * BYTES_PER_TOKEN_OF_A_ROW
     rows = sizes.rows * bytes_per_row
-    task = config.rollout_task
-    if task is not None:
+    if isinstance(config, RolloutTaskConfig):
         num_snapshots = 2 if config.run.recovery.taken_every else 0
-        rows *= 1 + task.rollout.staleness * (1 + num_snapshots)
+        rows *= 1 + config.rollout.staleness * (1 + num_snapshots)
         rows += _replayed_rows(config) * (1 + num_snapshots) * bytes_per_row
     object_store = max(rows // nodes, OBJECT_STORE_FLOOR_BYTES)
-    wire = 0 if task is None else wire_bytes(task)
+    wire = wire_bytes(config) if isinstance(config, RolloutTaskConfig) else 0
 
     snapshots = 0
     if config.run.recovery.taken_every:

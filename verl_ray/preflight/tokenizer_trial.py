@@ -2,9 +2,6 @@
 
 Invariant: a fault of a tokenizer or of its chat template is a problem of the directory
 that it is in, whichever texts the run has for it.
-
-Deliberately not here: what the rows of a data file make of the policy's tokenizer
-(`data_files.py`), and graders that are functions (`reward_trial.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from verl_ray.config.reward import JudgeReward, SingleReward
+from verl_ray.config.reward import JudgeReward, ModelReward, SingleReward
 from verl_ray.config.schema import Config
 from verl_ray.config.section import resolved
 from verl_ray.data.chat_templates import (
@@ -22,7 +19,7 @@ from verl_ray.data.chat_templates import (
     of_run,
     template_of,
 )
-from verl_ray.data.field_values import Message, excerpt
+from verl_ray.data.fields import Message, excerpt
 from verl_ray.data.tokenizers import (
     CHAT_TEMPLATES,
     applied_template,
@@ -123,14 +120,15 @@ def _tokenizer(
     except ModelError as error:
         raise ConfigError([problem_of(key, path, error)]) from error
     except DataError as error:
-        raise ConfigError([_template_problem(config, str(error))]) from error
+        raise ConfigError([_template_problem(config, error)]) from error
 
     fault = None
     if applies_template:
         fault = _template_fault(tokenizer, arguments)
     if fault is not None:
         if template is not None:
-            raise ConfigError([_template_problem(config, f"the template {fault}")])
+            refusal = DataError(f"the template {fault}")
+            raise ConfigError([_template_problem(config, refusal)])
         rule = f"its chat template {fault}"
         instead = ", replace it with data.chat_template" if is_policy else ""
         fix = (
@@ -141,11 +139,11 @@ def _tokenizer(
     return tokenizer
 
 
-def _template_problem(config: Config, message: str) -> Problem:
+def _template_problem(config: Config, error: DataError) -> Problem:
     """Return what is wrong with the run's own chat template."""
     named = str(config.data.chat_template)
     value = named if named in CHAT_TEMPLATES else excerpt(named)
-    return problem_of("data.chat_template", value, DataError(message))
+    return problem_of("data.chat_template", value, error)
 
 
 def _template_fault(
@@ -192,23 +190,23 @@ def model_grader_problems(
         requests: Responses of the run.
         config: Configuration of the run, without `auto`.
     """
-    judge = grader.as_judge
-    role = judge or grader.as_model_role
-    if role is None:
+    if not isinstance(grader, JudgeReward | ModelReward):
         return
 
     # A grader uses a chat template wherever it has one.
-    path = role.model.folder
+    path = grader.model.folder
     try:
         tokenizer = _tokenizer(key, path, config, applies_template=True)
     except ConfigError as error:
         yield from error.problems
         return
 
-    for request in requests if judge is not None else ():
-        assert judge is not None, "only a judge is tried on requests"
+    # Only a judge is tried on requests.
+    if isinstance(grader, ModelReward):
+        return
+    for request in requests:
         day = day_of_run(config.data)
-        problem = _question_problem(key, judge, request, tokenizer, day)
+        problem = _question_problem(key, grader, request, tokenizer, day)
         if problem is not None:
             yield problem
             return

@@ -2,8 +2,7 @@
 
 Invariant: a setting of the user is never changed for a trainer. Nothing here imports
 torch before it has to, since the settings are environment variables that torch reads
-once. Deliberately not here: rollout engines, which cannot use what trainers can
-(`rollout/vllm_setup.py`).
+once.
 """
 
 from __future__ import annotations

@@ -67,15 +67,6 @@ def device_memory(reset_peak: bool = False) -> DeviceMemory | None:
     return memory
 
 
-def own_peak_bytes() -> int:
-    """Peak of this process's physical memory so far, shared pages included.
-
-    The kernel keeps it, so no peak is missed. `ru_maxrss` would begin with the memory
-    of the process that started this one.
-    """
-    return _own_status_bytes("VmHWM")
-
-
 def anonymous_bytes() -> int:
     """Memory of this process without a file behind it; on Linux alone.
 

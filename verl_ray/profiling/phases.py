@@ -8,8 +8,6 @@ and every 60 more. A live line on a terminal shows the phase instead (`show_on`)
 
 Invariant: text is made only when it is shown, in the thread of the driver. A phase
 changes nothing that the run computes.
-Deliberately not here: how far a worker is (`progress.py`), and how the driver learns it
-(`verl_ray/cluster/activity.py`).
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Ranks that do the same are one row, so the table of many processes fits a screen.
 
-Invariant: a table is a plain value, which survives JSON. Deliberately not here: asking
-processes (`verl_ray/cluster/whereabouts.py`).
+Invariant: a table is a plain value, which survives JSON.
 """
 
 from __future__ import annotations

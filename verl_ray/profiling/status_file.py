@@ -5,7 +5,6 @@ process reads it: `verl-ray status RUN`.
 
 Invariant: the file is whole at every moment, and what prevents it from being written,
 such as a full disk, does nothing to the run. It need not outlive a loss of power.
-Deliberately not here: where the facts come from (`verl_ray/cluster/status_keeping.py`).
 """
 
 from __future__ import annotations

@@ -1,33 +1,51 @@
 """The catalogue of built-in reward functions.
 
 Invariant: one declaration says everything about a function: the object that is called,
-whether its mean is an accuracy, and the package that it needs beyond those that are
-always installed. Deliberately not here: the functions themselves, a user's functions
-(`specs.py`), and where functions run (`pool.py`).
+whether its mean is an accuracy, what reads the answers that it compares, and the
+package that it needs beyond those that are always installed.
+
+Answers are what responses vote with in `maj@k`: two responses with the same answer have
+equal texts. The answers of `math` are texts, too, so 1/2 and 0.5 are two answers. What
+reads them is what the functions compare by, so responses with the same answer to a
+problem have the same score but for the form that `gsm8k_strict` wants.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from verl_ray.config.function_specs import parts_of
 from verl_ray.errors import Problem
-from verl_ray.rewards.forms import Format, JsonSchema
 from verl_ray.rewards.functions import (
+    Bleu,
+    Format,
+    JsonSchema,
+    Rouge,
+    chosen_letter,
     exact_match,
+    f1,
     gsm8k,
     gsm8k_strict,
+    marked_or_final_number_text,
     multiple_choice,
+    number_text,
 )
-from verl_ray.rewards.math_answers import Math
-from verl_ray.rewards.overlap import Bleu, Rouge, f1
+from verl_ray.rewards.math_answers import Math, spelled_answer
 
 BY_DATA_SOURCE = "by_data_source"
 """Name of the function that chooses another one by the data source of a record."""
+
+PRED = "pred"
+"""Entry of a held-out score that holds the answer. A user's function, as verl's
+functions do, returns its own under this name."""
+
+Reader = Callable[[str], str | None]
+"""Returns the answer in a response; None where it has none."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +74,8 @@ class BuiltIn:
     """Whether it compares a response with the record's answer, which is right then."""
     is_fast: bool = True
     """Whether a score takes microseconds, so that all answers can be tried."""
+    reader: Reader | None = None
+    """What reads the answers that it compares; None where it has none."""
     package: Package | None = None
 
 
@@ -69,18 +89,27 @@ BUILT_IN: Mapping[str, BuiltIn] = {
         by_data_source,
         "`gsm8k`, `math` or `exact_match`, as the data source usually has it",
     ),
-    "exact_match": BuiltIn(exact_match, "1 for the answer's text, else 0"),
-    "gsm8k": BuiltIn(gsm8k, "1 if the last number is the answer's, else 0"),
+    "exact_match": BuiltIn(
+        exact_match, "1 for the answer's text, else 0", reader=str.strip
+    ),
+    "gsm8k": BuiltIn(
+        gsm8k, "1 if the last number is the answer's, else 0", reader=number_text
+    ),
     "gsm8k_strict": BuiltIn(
-        gsm8k_strict, "1 if the number right behind `#### ` is the answer's, else 0"
+        gsm8k_strict,
+        "1 if the number right behind `#### ` is the answer's, else 0",
+        reader=marked_or_final_number_text,
     ),
     "math": BuiltIn(
         Math,
         "1 if the last `\\boxed{}` or `Answer:` equals the answer, else 0",
         is_fast=False,
+        reader=spelled_answer,
         package=Package("math_verify", "math-verify"),
     ),
-    "multiple_choice": BuiltIn(multiple_choice, "1 for the answer's letter, else 0"),
+    "multiple_choice": BuiltIn(
+        multiple_choice, "1 for the answer's letter, else 0", reader=chosen_letter
+    ),
     "format": BuiltIn(
         Format,
         "1 if the response consists of these tags or matches the pattern, else 0",
@@ -115,6 +144,8 @@ BUILT_IN: Mapping[str, BuiltIn] = {
     ),
 }
 """Name -> declaration."""
+
+_READERS = {built_in.target: built_in.reader for built_in in BUILT_IN.values()}
 
 _USUAL = {
     "gsm8k": "gsm8k",
@@ -152,6 +183,18 @@ def graded_by(spec: str, data_source: str) -> str:
 def built_in_of(spec: str) -> BuiltIn | None:
     """Return the declaration of a built-in function; None for a user's function."""
     return BUILT_IN.get(parts_of(spec)[0])
+
+
+def answer_in(
+    function: Callable[..., object], response: str, data_source: str
+) -> str | None:
+    """Return the answer that a reward function reads; None where there is none."""
+    if function is by_data_source:
+        function = BUILT_IN[usual_function(data_source)].target
+    # An instance of a user's class may have no hash.
+    is_whole = inspect.isfunction(function) or inspect.isclass(function)
+    reader = _READERS.get(function if is_whole else type(function))
+    return None if reader is None else reader(response)
 
 
 def is_accuracy(spec: str) -> bool:

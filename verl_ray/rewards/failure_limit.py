@@ -12,8 +12,6 @@ about the grader. The fractions of failed scores per prompt are independent numb
 
 Invariant: pure arithmetic. A step whose failures are all within the limit passes the
 exact rule in any order of its scores.
-Deliberately not here: reading scores (`controllers/rollouts/score_failures.py`), and
-processes that score (`pool.py`).
 """
 
 from __future__ import annotations

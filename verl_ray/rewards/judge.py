@@ -1,8 +1,7 @@
 """Question to a judge and reading of its verdict: text to text, without a model.
 
 Invariant: a verdict is a number within the judge's scale; any other reply is a typed
-failure, never a number that was made up. Deliberately not here: the model that replies
-(`workers/judge.py`).
+failure, never a number that was made up.
 """
 
 from __future__ import annotations
@@ -17,11 +16,10 @@ import numpy.typing as npt
 from jinja2 import StrictUndefined
 from jinja2.sandbox import SandboxedEnvironment
 
-from verl_ray.config.reward import JudgeReward
-from verl_ray.config.rules.reward import TEMPLATE_FIELDS
+from verl_ray.config.reward import TEMPLATE_FIELDS, JudgeReward
 from verl_ray.data.chat_templates import TemplateArguments
 from verl_ray.data.encoding import encode
-from verl_ray.data.field_values import Message
+from verl_ray.data.fields import Message
 from verl_ray.data.tokenizers import render
 from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rewards.request import ScoreRequest
@@ -37,7 +35,7 @@ _SHOWN = 200  # characters of a reply without a verdict, from its end
 class Judgement:
     """Question and verdict of a judge, by a template and a pattern.
 
-    `verl_ray.config.rules` has verified both.
+    `verl_ray.config.reward` has verified both.
     """
 
     def __init__(self, config: JudgeReward) -> None:

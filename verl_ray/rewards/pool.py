@@ -1,14 +1,15 @@
 """Pool of processes that score responses and can be killed.
 
 Invariant: `score` returns a score for every item, in order and in bounded time:
-whatever a function does costs the scores of its unit (`units.py`) and no other. Where
-the responses of a unit can also be scored one by one, they are, and a response costs
-its own score alone. A process may also be killed or stopped from outside (by the
-kernel, when memory is short). Its unit is then scored again, once, so that what else
-happens on the machine does not change what a run learns. Where the first responses all
-miss the deadline, it raises instead (`FruitlessRun`).
-Deliberately not a sandbox (functions run with the rights of the run), not a Ray actor,
-and not for several callers at once.
+whatever a function does costs the scores of its unit and no other. Where the responses
+of a unit can also be scored one by one, they are, and a response costs its own score
+alone. A process may also be killed or stopped from outside (by the kernel, when memory
+is short). Its unit is then scored again, once, so that what else happens on the machine
+does not change what a run learns. Where the first responses all miss the deadline, it
+raises instead (`FruitlessRun`).
+
+It is no sandbox (functions run with the rights of the run), no Ray actor, and not for
+several callers at once.
 """
 
 from __future__ import annotations
@@ -30,9 +31,13 @@ from verl_ray.rewards import wire
 from verl_ray.rewards.failure_limit import FruitlessRun
 from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rewards.request import ScoreRequest
-from verl_ray.rewards.scoring_process import ScoringProcess, start_failure
+from verl_ray.rewards.scoring_process import (
+    ScoringProcess,
+    Unit,
+    start_failure,
+    units_of,
+)
 from verl_ray.rewards.specs import module_path, spec_problems
-from verl_ray.rewards.units import Unit, units_of
 
 # Work per message: far above the cost of sending one (about 50 us), far below what a
 # person notices.

@@ -1,8 +1,7 @@
 """One response to score, as every kind of scorer receives it.
 
 Invariant: a request holds plain values alone, so that it can be pickled and sent as
-JSON. Deliberately not here: the score (`health.py`), and which of the values a function
-gets (`signatures.py`).
+JSON.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class ScoreRequest:
     """The prompt as the data set has it; empty where no function needs it."""
     is_held_out: bool = False
     """Whether the response is of an evaluation, whose scores also hold the answer that
-    a built-in function reads (`answers.py`)."""
+    a built-in function reads (`built_in.py`)."""
 
     def row(self, *, tokens: bool, conversation: bool) -> RequestRow:
         """Return what `ScoreRequest(*row)` is made of again.

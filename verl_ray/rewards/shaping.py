@@ -3,8 +3,7 @@
 Scores are normalised, clipped, weighted and added up. Invariant: shaping needs one
 number per response and grader; a response that a grader could not score has no reward.
 The state is the moments of the scores so far, so a resumed run shapes as if it had
-never stopped. Deliberately not here: the KL penalty and the reward of a truncated
-response (`verl_ray/algorithms`).
+never stopped.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from verl_ray.config.reward import SingleReward
+from verl_ray.config.reward import MixedReward, SingleReward
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.stages import Float32
 from verl_ray.ops.masked import Moments, whiten
@@ -58,8 +57,8 @@ class Shaping:
     def __init__(self, config: RLConfig) -> None:
         self._graders = config.graders
         weights: Mapping[str, float] = {}
-        if config.reward.as_mixture is not None:
-            weights = config.reward.as_mixture.weights
+        if isinstance(config.reward, MixedReward):
+            weights = config.reward.weights
         self._weights = {
             role: weights.get(component(role), 1.0) for role in self._graders
         }

@@ -23,9 +23,6 @@ Invariant: a function gets the values that its signature names and no others; `*
 gets all of its style (of verl's, the four). A parameter before `/` of another name is
 the response if it is the first, the answer if it is the second. A coroutine function of
 any style is awaited.
-
-Deliberately not here: the values themselves (`child.py`), and how a function is
-found (`specs.py`).
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ spec is a JSON object: `{"function": NAME, "bonus": 0.5}` calls the function wit
 
 Invariant: `spec_problem` runs nothing of the user's, and tells everything about a
 built-in function; `load` runs it, so it belongs into a process that can be killed.
-Deliberately not here: how a function is called (`signatures.py`), and where
-(`child.py`).
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Invariant: the scores of a unit come together, and units come in their order, so the
 unit in hand is always the first one without scores, and its clock started at the time
-of the last frame. Deliberately not here: who sends what when (`pool.py`, `child.py`),
-and what makes a unit (`units.py`).
+of the last frame.
 
 To the process: a length and a pickle; first a `Start`, then lists of units, each a list
 of rows of requests. From the process: frames, each a kind, a time on the monotonic

@@ -2,7 +2,7 @@
 
 Invariant: an item is with a single replica at a time, and waits until a replica can
 take it. A session stays with its replica as long as that exists, since its prefix is
-cached there. Deliberately not here: replicas, and how their failures are noticed.
+cached there.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The choices of an API call: generation requests, and the text and tokens they yield.
 
 Invariant: every request is preemptible and has a seed of the call's own, so it changes
-no response of the run. Deliberately not here: HTTP (`endpoint.py`), the fields of calls
-and replies (`openai_api.py`, `openai_replies.py`), and generation (`server.py`).
+no response of the run.
 """
 
 from __future__ import annotations
@@ -21,13 +20,14 @@ from verl_ray.data.stages import Finish
 from verl_ray.data.tokenizers import render
 from verl_ray.errors import CallRefused
 from verl_ray.rollout.openai_api import (
+    FINISH_REASONS,
     SEEDS,
     ApiCall,
     ChatCall,
+    ChoiceDelta,
     CompletionCall,
     refuse_mixtures,
 )
-from verl_ray.rollout.openai_replies import FINISH_REASONS, ChoiceDelta
 from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling, Tokens
 
 if TYPE_CHECKING:

@@ -4,9 +4,7 @@ Invariant: no client can stop or change the run. Responses for clients have seed
 their own, and at most `in_flight` of them are generated at a time. Sleep and weight
 updates preempt them (`finish_reason` "abort", with the tokens that there are); calls
 that come meanwhile get the status 503 and a time to retry. A client that disconnects
-takes its requests with it. Deliberately not here: the fields of calls and replies
-(`openai_api.py`, `openai_replies.py`), vLLM, and how the run reports the address
-(`controllers/rollouts/endpoints.py`).
+takes its requests with it.
 
 GET /health, GET /v1/models, POST /v1/completions, POST /v1/chat/completions.
 """
@@ -32,12 +30,15 @@ from verl_ray.data.chat_templates import TemplateArguments
 from verl_ray.data.stages import Finish
 from verl_ray.errors import CallRefused, CannotGenerate, ConfigError, Problem
 from verl_ray.rollout.choices import Choice, ChoiceFactory, prompts_of
-from verl_ray.rollout.openai_api import ApiCall, ChatCall, CompletionCall, read_call
-from verl_ray.rollout.openai_replies import (
+from verl_ray.rollout.openai_api import (
     FINISH_REASONS,
+    ApiCall,
+    ChatCall,
     ChoiceDelta,
+    CompletionCall,
     ReplyBuilder,
     error_body,
+    read_call,
     usage_of,
 )
 from verl_ray.rollout.server import RolloutServer

@@ -3,7 +3,7 @@
 Invariant: only this thread touches the engine. Tasks run between two steps, in the
 order in which they were queued, except that new requests wait while generation is
 paused. Whoever waits for the engine gets a result or an error, also when the engine
-fails. Deliberately not here: the calls that other threads make (`server.py`).
+fails.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from typing import Any, Literal
 from verl_ray.errors import EngineFailed, RolloutError
 from verl_ray.profiling.progress import waiting_for_others
 from verl_ray.rollout.base import RolloutEngine
-from verl_ray.rollout.callers import Caller
-from verl_ray.rollout.engine_load import EngineLoad
-from verl_ray.rollout.requests import Chunk
+from verl_ray.rollout.requests import Chunk, EngineLoad, GenerationRequest
 
 PauseMode = Literal["abort", "wait", "keep", "recompute"]
 
@@ -45,6 +43,48 @@ class ServerHealth:
     steps: int
     failure: str | None = None
     load: EngineLoad = field(default_factory=EngineLoad)
+
+
+Reply = list[Chunk] | Exception
+"""Chunks of a caller's requests, or the error after which no more chunks follow."""
+
+
+@dataclass(eq=False)
+class Caller:
+    """A call with requests in flight.
+
+    A caller gets replies to its own requests only, under its own request ids. The
+    engine knows a request by a number that is unique in the server.
+
+    Attributes:
+        requests: The call's requests by their numbers in the server.
+        deliver: Hands a reply to the thread that waits for it. It is called on the
+            engine's thread and must not wait.
+        abortable_by_id: Whether others may abort the requests by their ids.
+        pending: Numbers of the requests whose last chunk was not taken yet.
+    """
+
+    requests: dict[int, GenerationRequest]
+    deliver: Callable[[Reply], None]
+    abortable_by_id: bool
+    pending: set[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pending = set(self.requests)
+
+    def take(self, reply: Reply) -> list[Chunk]:
+        """Return the chunks of a reply under the caller's ids, or raise its error."""
+        if isinstance(reply, Exception):
+            self.pending.clear()
+            raise reply
+
+        self.pending.difference_update(
+            chunk.request_id for chunk in reply if chunk.finish is not None
+        )
+        return [
+            replace(chunk, request_id=self.requests[chunk.request_id].request_id)
+            for chunk in reply
+        ]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Values that go into a rollout engine and come out of it, all in token ids.
 
-Invariant: these are plain values, and nothing here knows an engine. Deliberately not
-here: text, and the rows that a run makes of responses.
+Invariant: these are plain values, and nothing here knows an engine.
 """
 
 from __future__ import annotations
@@ -142,3 +141,21 @@ class GenerationProgress(NamedTuple):
     log_probs: Sequence[float]
     finish: Finish | None
     prompt: PromptLogProbs | None = None
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """How busy an engine is.
+
+    Attributes:
+        kv_cache_use: Share of the KV cache that requests hold, 0 to 1.
+        running: Number of requests that hold a part of it and are sampled from.
+        waiting: Number of requests that wait for space.
+        preemptions: How often, since the start, a request lost its part to others. What
+            a pause frees does not count.
+    """
+
+    kv_cache_use: float = 0.0
+    running: int = 0
+    waiting: int = 0
+    preemptions: int = 0

@@ -16,20 +16,18 @@ import torch
 
 from verl_ray.data.stages import Finish
 from verl_ray.rollout.base import RolloutEngine
-from verl_ray.rollout.engine_load import EngineLoad
 from verl_ray.rollout.engine_state import EngineMemoryPart
 from verl_ray.rollout.requests import (
+    EngineLoad,
     Float32,
     GenerationProgress,
     GenerationRequest,
     PromptLogProbs,
     Tokens,
 )
-from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Fingerprints
-from verl_ray.weight_sync.inbox import Inbox
-from verl_ray.weight_sync.manifest import Manifest
-from verl_ray.weight_sync.transport import Address, WireEndpoint, WireSpec
+from verl_ray.weight_sync.manifest import Bucket, Manifest
+from verl_ray.weight_sync.transport import Address, Inbox, WireEndpoint, WireSpec
 
 Script = Callable[[GenerationRequest], Sequence[tuple[int, float]]]
 """The whole response to a request, as pairs of a token and its log-prob.
@@ -171,7 +169,7 @@ class ScriptedEngine(RolloutEngine):
             self.weights.clear()
 
     def _wake(self, part: EngineMemoryPart) -> None:
-        """Do nothing, since received weights bring their own memory."""
+        """Do nothing, since received weights have their own memory."""
 
     def _close(self, process_exits: bool) -> None:
         self._rows.clear()

@@ -1,8 +1,7 @@
 """Seeds of rollouts, derived from the run's seed and the identity of each rollout.
 
 Invariant: the seeds are a pure function, so a rollout that is generated again, by
-another replica or in a repeated step, has the same tokens. Deliberately not here: the
-random generators that use the seeds.
+another replica or in a repeated step, has the same tokens.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 Invariant: a caller gets the replies to its own requests, each token once. Only the
 engine's thread touches the engine: every call here queues a task for it. Preemptible
 requests belong to callers outside of the run, so the run never waits for them, and
-never aborts them by id. Deliberately not here: the engine's thread
-(`engine_thread.py`), Ray, and which server a request goes to.
+never aborts them by id.
 """
 
 from __future__ import annotations
@@ -14,22 +13,69 @@ import contextlib
 import functools
 import itertools
 import queue
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
 from verl_ray.errors import EngineFailed, RolloutError
 from verl_ray.rollout.base import RolloutEngine
-from verl_ray.rollout.callers import Caller, ChunkStream, Reply
 from verl_ray.rollout.engine_thread import (
+    Caller,
     EngineThread,
     PauseMode,
     PauseRequest,
+    Reply,
     ServerHealth,
 )
 from verl_ray.rollout.requests import Chunk, GenerationRequest
 
 T = TypeVar("T")
+
+
+class ChunkStream(Iterator[list[Chunk]]):
+    """Chunks of a caller's requests, in the order in which they were sampled.
+
+    The iterator consumes replies of the engine's thread and waits for the next of them.
+    It ends when no request is pending, or with the error of a failed engine. A stream
+    that is deleted early aborts its requests.
+
+    Attributes:
+        close: Aborts the pending requests from any thread, without waiting. A thread
+            that iterates over the stream still gets the tokens that they have.
+    """
+
+    def __init__(
+        self,
+        caller: Caller,
+        replies: queue.SimpleQueue[Reply],
+        close: Callable[[], None],
+    ) -> None:
+        self._caller = caller
+        self._replies = replies
+        # This is an attribute and no method: whoever keeps it, to close the stream
+        # later, does not keep the stream itself alive.
+        self.close = close
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no request is pending."""
+        return not self._caller.pending
+
+    def take(self, timeout_s: float | None = None) -> list[Chunk]:
+        """Return the next chunks; none if there are none within `timeout_s` seconds."""
+        try:
+            reply = self._replies.get(timeout=timeout_s)
+        except queue.Empty:
+            return []
+        return self._caller.take(reply)
+
+    def __next__(self) -> list[Chunk]:
+        if self.has_ended:
+            raise StopIteration
+        return self.take()
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class RolloutServer:

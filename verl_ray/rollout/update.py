@@ -2,9 +2,7 @@
 
 Invariant: a version is accepted only if every parameter of its manifest was received
 once, every fingerprint is the sender's, and, where a verification was announced, the
-engine computes with the weights what the sender computes. Deliberately not here: how
-weights are received and loaded, and what an engine may do while an update is open
-(`engine_state.py`, `base.py`).
+engine computes with the weights what the sender computes.
 """
 
 from __future__ import annotations
@@ -17,8 +15,8 @@ import numpy as np
 
 from verl_ray.errors import VerlRayError, WeightSyncError
 from verl_ray.rollout.requests import Float32, Tokens
-from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Fingerprint, Fingerprints
+from verl_ray.weight_sync.manifest import Bucket
 
 HIDDEN_MOVEMENT = 0.01
 """Largest movement of the trainer's log-probs that an engine may hide by rounding.
@@ -48,7 +46,7 @@ class WeightUpdate:
         unexpected = sorted(name for name in bucket.names if name not in self.missing)
         if unexpected:
             raise WeightSyncError(
-                f"bucket {bucket.index} brings what is not expected, or came before:"
+                f"bucket {bucket.index} holds what is not expected, or came before:"
                 f" {unexpected}"
             )
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_ray.config.versions import RELEASES, minor
 from verl_ray.errors import RolloutError
-from verl_ray.rollout.engine_load import EngineLoad
+from verl_ray.rollout.requests import EngineLoad
 
 if TYPE_CHECKING:
     import torch

@@ -3,8 +3,7 @@
 vLLM's own CPU worker accepts sleep and wake, and ignores them.
 
 Invariant: tensors keep their identity over sleep and wake. Only their storage is freed
-and allocated again, so whoever holds a tensor need not be informed. Deliberately not
-here: anything that a GPU worker needs, where vLLM's own sleep mode is used.
+and allocated again, so whoever holds a tensor need not be informed.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class SleepingCPUWorker(CPUWorker):
 
     def _free_weights(self) -> Storages:
         model = self.model_runner.model
-        # Buffers, such as rotary tables, stay: no weight update brings them back.
+        # Buffers, such as rotary tables, stay: no weight update restores them.
         storages = _free(model.parameters())
         for module in model.modules():
             if hasattr(module, "cpu_linear"):

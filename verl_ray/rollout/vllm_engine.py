@@ -4,9 +4,7 @@ Invariant: token ids go in, and token ids come out. A response depends on the re
 alone (prompt, sampling, seed) and on the policy version; on a GPU this is not verified
 yet. No sampling setting comes from the model directory. vLLM's request front-end
 (tokenizer, incremental text, dictionaries of log-probs) is left out: requests go to the
-engine core, and tokens come from it. Deliberately not here: Ray, how vLLM is set up
-(`vllm_setup.py`), its internals (`vllm_core.py`), and what only a CPU needs
-(`vllm_cpu_worker.py`).
+engine core, and tokens come from it.
 """
 
 from __future__ import annotations
@@ -26,9 +24,9 @@ from verl_ray.data.stages import Finish
 from verl_ray.data.tokenizers import end_tokens, load_tokenizer
 from verl_ray.errors import RolloutError, VerlRayError, WeightSyncError
 from verl_ray.rollout.base import RolloutEngine
-from verl_ray.rollout.engine_load import EngineLoad
 from verl_ray.rollout.engine_state import EngineMemoryPart
 from verl_ray.rollout.requests import (
+    EngineLoad,
     Float32,
     GenerationProgress,
     GenerationRequest,
@@ -38,9 +36,8 @@ from verl_ray.rollout.requests import (
 )
 from verl_ray.rollout.vllm_core import VllmCore, require_supported
 from verl_ray.rollout.vllm_setup import engine_config
-from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Fingerprints
-from verl_ray.weight_sync.manifest import Manifest
+from verl_ray.weight_sync.manifest import Bucket, Manifest
 from verl_ray.weight_sync.transport import Address, WireSpec
 
 if TYPE_CHECKING:
@@ -83,9 +80,9 @@ class VllmEngine(RolloutEngine):
             device: "cpu" or "cuda". The process must have been started with
                 `environment(device, ...)`.
             initial_version: The policy version of the model directory. With None its
-                weights are not read, and an update must bring weights first.
+                weights are not read, and an update must transfer weights first.
             sleeps: Whether the engine will free memory; vLLM must know it on a GPU.
-            lora: The adapter that updates will bring in addition to the model.
+            lora: The adapter that updates will transfer in addition to the model.
             chat_template: Replaces the model's, which tells how responses end.
 
         Raises:
@@ -99,9 +96,9 @@ class VllmEngine(RolloutEngine):
         self._max_model_len = max_model_len
         self._has_processes = config.tensor_parallel > 1
         self._lora = lora
-        # Whether requests use the adapter, and whether the open update brings one.
+        # Whether requests use the adapter, and whether the open update holds one.
         self._adapted = False
-        self._brings_adapter = False
+        self._holds_adapter = False
         # Number of committed updates. Prefixes are cached per number, so that no
         # request reads what other weights have computed.
         self._num_loads = 0
@@ -264,13 +261,13 @@ class VllmEngine(RolloutEngine):
         self.core.call_workers("weights_connect", address, wire_spec, first_receiver)
 
     def _begin_update(self, manifest: Manifest) -> None:
-        self._brings_adapter = bool(manifest.adapter.parameters)
-        if self._brings_adapter and self._lora is None:
+        self._holds_adapter = bool(manifest.adapter.parameters)
+        if self._holds_adapter and self._lora is None:
             raise WeightSyncError(
                 "an adapter is sent, and the engine was started for a model without one"
             )
         # vLLM's requests have an adapter or none from their beginning.
-        if self._in_flight and self._brings_adapter != self._adapted:
+        if self._in_flight and self._holds_adapter != self._adapted:
             raise WeightSyncError(
                 f"{len(self._in_flight)} requests in flight began"
                 f" {'with' if self._adapted else 'without'} an adapter, and would go on"
@@ -285,7 +282,7 @@ class VllmEngine(RolloutEngine):
         return self.core.call_workers("weights_fingerprints")
 
     def _commit(self, version: int) -> None:
-        adapter = self._lora if self._brings_adapter else None
+        adapter = self._lora if self._holds_adapter else None
         self.core.call_workers("weights_commit", adapter)
         self._adapted = adapter is not None
         self._num_loads += 1

@@ -2,8 +2,7 @@
 
 Invariant: vLLM's model is made of the received tensors and of nothing else: every
 module is loaded completely, or the update fails. The class runs inside of vLLM's worker
-processes, mixed into the worker class, and its state lives on the worker. Deliberately
-not here: the order of calls and the coverage of the manifest, which are the engine's.
+processes, mixed into the worker class, and its state lives on the worker.
 """
 
 from __future__ import annotations
@@ -36,17 +35,16 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 
 from verl_ray.config.roles import LoraConfig
 from verl_ray.errors import WeightSyncError
+from verl_ray.ownership import SHARED_FOLDER, prefix, remove_stale
 from verl_ray.rollout.vllm_core import (
     TRANSFER,
     adapter_request,
     drop_adapters,
     is_attention,
 )
-from verl_ray.shared_files import FOLDER, prefix, remove_stale
-from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Fingerprints
-from verl_ray.weight_sync.inbox import Inbox
-from verl_ray.weight_sync.transport import Address, WireEndpoint, WireSpec
+from verl_ray.weight_sync.manifest import Bucket
+from verl_ray.weight_sync.transport import Address, Inbox, WireEndpoint, WireSpec
 
 if TYPE_CHECKING:
     from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
@@ -61,8 +59,8 @@ class WeightLoader(_Worker):
     The names begin with `weights_`, since they share a namespace with vLLM's methods.
     """
 
-    # Whether the open update brings a model, and the adapter that it has brought.
-    _weights_brings_model = False
+    # Whether the open update holds a model, and the adapter that has arrived with it.
+    _weights_holds_model = False
     _weights_adapter: dict[str, torch.Tensor]
 
     # The modules that have the weights of others.
@@ -78,25 +76,25 @@ class WeightLoader(_Worker):
     def weights_connect(
         self, address: Address, wire_spec: WireSpec, first_receiver: int
     ) -> None:
-        """Open the wire that brings buckets, in place of an earlier one."""
+        """Open the wire over which buckets arrive, in place of an earlier one."""
         endpoint = WireEndpoint(wire_spec, first_receiver + self.rank, self.device)
         self.init_weight_transfer_engine({"address": address, "endpoint": endpoint})
 
-    def weights_begin_update(self, brings_model: bool) -> None:
+    def weights_begin_update(self, holds_model: bool) -> None:
         """Prepare for the tensors of an update.
 
         Args:
-            brings_model: Whether a whole model comes. Otherwise only an adapter comes,
+            holds_model: Whether a whole model comes. Otherwise only an adapter comes,
                 for the model that is loaded.
         """
         self._weights_inbox.begin()
-        self._weights_brings_model = brings_model
+        self._weights_holds_model = holds_model
         self._weights_adapter = {}
 
-        # A failed verification names them, whatever the update brings.
+        # A failed verification names them, whatever the update holds.
         model = self.model_runner.model
         self._weights_tied = _tied_modules(model)
-        if not brings_model:
+        if not holds_model:
             return
 
         if self._weights_on_cpu():
@@ -132,14 +130,14 @@ class WeightLoader(_Worker):
         Args:
             lora: The configuration of the adapter that came, if one came.
         """
-        if self._weights_brings_model:
+        if self._weights_holds_model:
             self._weights_commit_model()
         if lora is not None:
             self._weights_add_adapter(lora)
 
     def weights_abort_update(self) -> None:
         """Leave the reload, whatever was loaded, so that another update can begin."""
-        if not self._weights_brings_model:
+        if not self._weights_holds_model:
             return
         with self._weights_context():
             finalize_layerwise_reload(self.model_runner.model, self.model_config)
@@ -245,7 +243,7 @@ class WeightLoader(_Worker):
         """Give vLLM the adapter in a directory, which is the only way it takes one."""
         remove_stale()
         # The directory is in shared memory where the machine has it.
-        parent = FOLDER if FOLDER.is_dir() else None
+        parent = SHARED_FOLDER if SHARED_FOLDER.is_dir() else None
         with tempfile.TemporaryDirectory(prefix=prefix("adapter"), dir=parent) as path:
             save_file(self._weights_adapter, Path(path, "adapter_model.safetensors"))
             adapter_config = {

@@ -1,8 +1,7 @@
 """Setup of vLLM: the environment of its process, and its arguments.
 
 Invariant: what the rest of this package relies on is fixed here, and
-`rollout.vllm_args` cannot change it. Deliberately not here: the engine itself
-(`vllm_engine.py`).
+`rollout.vllm_args` cannot change it.
 """
 
 from __future__ import annotations
@@ -182,7 +181,7 @@ def fixed_arguments(
 ) -> dict[str, Any]:
     """Return the engine arguments that `rollout.vllm_args` may not set.
 
-    `verl_ray.config.rules` refuses them before an engine starts.
+    `verl_ray.config.rollout` refuses them before an engine starts.
 
     Args:
         model_path: The model directory.
@@ -192,7 +191,7 @@ def fixed_arguments(
         device: "cpu" or "cuda".
         without_weights: Do not read the weights of the model directory.
         sleeps: Whether the engine will free memory.
-        lora: The adapter that updates will bring, if any.
+        lora: The adapter that updates will transfer, if any.
     """
     # In a placement group of Ray, vLLM would run one rank per bundle, and would refuse
     # to do so on a CPU. "mp" starts the ranks as processes of this one.

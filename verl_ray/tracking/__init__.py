@@ -2,8 +2,6 @@
 
 Metric names are the published ones of the field. They reach every tracker unchanged, so
 there is no second spelling to translate.
-
-Deliberately not here: computing metrics (`controllers/watch`).
 """
 
 from __future__ import annotations

@@ -1,21 +1,34 @@
-"""Two evaluations of a run, compared on the problems that both have.
+"""Evaluations compared, of one run or of several models: tables, files, a picture.
 
-Invariant: a difference is paired: it is that of the same problem in both evaluations.
-
-Deliberately not here: reading the scores (`evaluations.py`), and showing the result
-(`report.py`).
+Invariant: a difference is paired: it is that of the same problem in both evaluations,
+and several models are compared with the first one. The files have all metrics with
+scores of their own; the table and the picture have the core ones.
 """
 
 from __future__ import annotations
 
-from math import exp, isnan
+import csv
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
+from math import exp, isnan, nan
+from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
 import numpy.typing as npt
+from rich.table import Table
 
 from verl_ray.algorithms.intervals import Interval, bootstrap, prompt_means
+from verl_ray.tracking.base import HELD_OUT
 from verl_ray.tracking.evaluations import HeldOutScores
 from verl_ray.tracking.group_metrics import with_group_metrics
+from verl_ray.tracking.jsonl import finite
+from verl_ray.tracking.report import plain_console
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 LOSS = "val-core/held_out/loss"
 """Held-out loss of SFT: the mean over response tokens."""
@@ -99,3 +112,205 @@ def _means_by_problem(
         for key, (mean, weight) in zip(keys, values, strict=True)
         if not isnan(mean)
     }
+
+
+# ---------------------------------------------------------------------- several models
+
+
+@dataclass(frozen=True)
+class ComparedModel:
+    """The evaluation of a model that is compared with others."""
+
+    name: str
+    step: int
+    metrics: Mapping[str, float]
+    """Held-out metrics."""
+    intervals: Mapping[str, Interval]
+    """Intervals of some of them, by name."""
+    scores: HeldOutScores | None
+    """Scores of each problem; None for a task that has none to compare."""
+
+
+@dataclass(frozen=True)
+class ComparedRow:
+    """A metric of a model, and its difference to that of the first model.
+
+    What cannot be known is NaN: the interval of a metric without scores of each
+    problem, and the difference of the first model to itself.
+    """
+
+    metric: str
+    name: str
+    step: int
+    value: float
+    low: float
+    high: float
+    """Bounds of the 95 % interval."""
+    problems: int
+    """Problems that the metric is of; 0 where it has no interval."""
+    difference: float
+    """Mean difference to the first model on the problems that both have."""
+    difference_low: float
+    difference_high: float
+    """Bounds of its 95 % interval."""
+    paired: int
+    """Problems that both have; 0 for the first model."""
+
+
+_UNKNOWN = Interval(nan, nan, nan, 0)
+
+
+def compared_rows(models: Sequence[ComparedModel]) -> list[ComparedRow]:
+    """Return a row per metric and model, metric by metric."""
+    first = models[0]
+    changes: list[Mapping[str, Interval]] = [{}]
+    for model in models[1:]:
+        has_scores = first.scores is not None and model.scores is not None
+        changes.append({})
+        if has_scores:
+            assert first.scores is not None and model.scores is not None
+            changes[-1] = paired_differences(first.scores, model.scores)
+
+    names = dict.fromkeys(name for model in models for name in model.metrics)
+    rows = []
+    for metric in names:
+        for model, of_model in zip(models, changes, strict=True):
+            interval = model.intervals.get(metric, _UNKNOWN)
+            change = of_model.get(metric, _UNKNOWN)
+            row = ComparedRow(
+                metric=metric,
+                name=model.name,
+                step=model.step,
+                value=model.metrics.get(metric, nan),
+                low=interval.low,
+                high=interval.high,
+                problems=interval.prompts,
+                difference=change.mean,
+                difference_low=change.low,
+                difference_high=change.high,
+                paired=change.prompts,
+            )
+            rows.append(row)
+    return rows
+
+
+def as_json(rows: Sequence[ComparedRow]) -> str:
+    """Return rows as a JSON list of objects; what is unknown is null."""
+    objects = [finite(asdict(row)) for row in rows]
+    return json.dumps(objects, indent=1, ensure_ascii=False) + "\n"
+
+
+def as_csv(rows: Sequence[ComparedRow]) -> str:
+    """Return rows as CSV with a header; what is unknown is empty."""
+    text = io.StringIO()
+    columns = [field.name for field in fields(ComparedRow)]
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(finite(asdict(row)) for row in rows)
+    return text.getvalue()
+
+
+# ------------------------------------------------------------------------------- table
+
+
+def show_comparison(
+    rows: Sequence[ComparedRow],
+    title: str,
+    stream: TextIO | None = None,
+    width: int | None = None,
+) -> None:
+    """Print the core metrics of each model.
+
+    Args:
+        rows: What `compared_rows` has returned.
+        title: What is compared.
+        stream: Stream to write to; None for stdout.
+        width: Number of columns; None for that of the terminal.
+    """
+    console = plain_console(stream, width)
+    console.print()
+    console.print(title, soft_wrap=True)
+    for metric, of_metric in _core(rows):
+        console.print(_table(metric.removeprefix(HELD_OUT), of_metric))
+
+
+def _table(title: str, rows: Sequence[ComparedRow]) -> Table:
+    """Return the table of one metric."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("checkpoint", overflow="fold")
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("value, 95 % interval", justify="right", no_wrap=True)
+    table.add_column("to the first, paired", justify="right", no_wrap=True)
+    for row in rows:
+        value = _text(f"{row.value:.3g}", row.low, row.high, "")
+        change = "-"
+        if row.paired:
+            mean = f"{row.difference:+.3g}"
+            change = _text(mean, row.difference_low, row.difference_high, "+")
+        table.add_row(row.name, str(row.step), value, change)
+    return table
+
+
+def _core(
+    rows: Sequence[ComparedRow],
+) -> Iterator[tuple[str, list[ComparedRow]]]:
+    """Yield each core metric with its rows."""
+    for metric in dict.fromkeys(row.metric for row in rows):
+        if metric.startswith(HELD_OUT):
+            yield metric, [row for row in rows if row.metric == metric]
+
+
+def _text(mean: str, low: float, high: float, sign: str) -> str:
+    """Return a number with its interval, where it is one that says anything."""
+    if isnan(low) or low == high:
+        return mean
+    return f"{mean} [{low:{sign}.3g}, {high:{sign}.3g}]"
+
+
+# ----------------------------------------------------------------------------- picture
+
+
+def comparison_picture(rows: Sequence[ComparedRow]) -> bytes:
+    """Return a picture of the core metrics with their intervals, as a PNG.
+
+    The models stand at their steps where these increase, and else side by side.
+    """
+    # Imported here because it takes a second.
+    from matplotlib.figure import Figure
+
+    metrics = list(_core(rows))
+    num_columns = min(2, max(1, len(metrics)))
+    num_rows = max(1, -(-len(metrics) // num_columns))
+    figure = Figure(figsize=(5.5 * num_columns, 3 * num_rows), layout="constrained")
+    for number, (metric, of_metric) in enumerate(metrics, start=1):
+        axes = figure.add_subplot(num_rows, num_columns, number)
+        _plot(axes, metric.removeprefix(HELD_OUT), of_metric)
+
+    png = io.BytesIO()
+    figure.savefig(png, dpi=110, format="png")
+    return png.getvalue()
+
+
+def _plot(axes: Axes, title: str, rows: Sequence[ComparedRow]) -> None:
+    """Draw one metric of all models."""
+    steps = [float(row.step) for row in rows]
+    increase = all(step < following for step, following in pairwise(steps))
+    places = steps if increase else [float(number) for number in range(len(rows))]
+    below = [0.0 if isnan(row.low) else row.value - row.low for row in rows]
+    above = [0.0 if isnan(row.high) else row.high - row.value for row in rows]
+    axes.errorbar(
+        places,
+        [row.value for row in rows],
+        yerr=[below, above],
+        fmt="o-" if increase else "o",
+        capsize=3,
+        markersize=4,
+    )
+    if increase:
+        axes.set_xlabel("training step", fontsize=8)
+    else:
+        labels = [row.name for row in rows]
+        axes.set_xticks(places, labels, rotation=20, ha="right", fontsize=7)
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -5,8 +5,6 @@ last step and some others remain on the terminal when the live lines are gone.
 
 Invariant: nothing of a rollout or a metric is interpreted as markup or sent to the
 terminal as a control sequence. Everything that is shown is in the other trackers, too.
-
-Deliberately not here: samples, which the report at the end shows (`report.py`).
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ KL divergence, response lengths and entropy.
 Invariant: the picture shows what `metrics.jsonl` contains, and nothing that was
 computed elsewhere. Drawing takes at most a fiftieth of the run's time, and a picture
 that cannot be drawn never ends a run.
-
-Deliberately not here: a dashboard.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Invariant: they follow from the scores and answers in the file of an evaluation, so
 their intervals and differences can be computed afterwards. Each is one value per
-problem, and is computed once for an evaluation in memory. Deliberately not here: the
-formulas (`verl_ray/algorithms/subsets.py`).
+problem, and is computed once for an evaluation in memory.
 """
 
 from __future__ import annotations

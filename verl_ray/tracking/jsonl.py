@@ -12,8 +12,6 @@ not written yet stays in memory, in order, and every later call tries it again. 
 alone never ends a run, since a line takes little memory and nothing depends on it until
 a checkpoint counts it. A checkpoint is not written before its lines are, so
 run.max_failed_checkpoints is the limit.
-
-Deliberately not here: a log of events. Free text goes elsewhere.
 """
 
 from __future__ import annotations

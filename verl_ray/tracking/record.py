@@ -4,8 +4,6 @@ Invariant: a repaired record holds only whole lines, one per step, in the order 
 steps, and none after the checkpoint. Every line that was left out or is missing is
 reported. The record is not the state of a run, so no damage to it prevents a run from
 continuing.
-
-Deliberately not here: writing lines (`jsonl.py`).
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 Invariant: there is one event per step with all its scalars. A continued run marks the
 steps that it takes back. The events are written with TensorBoard's own writer, so
 neither torch nor TensorFlow is needed.
-
-Deliberately not here: samples, which other trackers record.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The credentials of an online W&B run, and what is said where there are none.
-
-Deliberately not here: the run (`wandb_run.py`).
-"""
+"""The credentials of an online W&B run, and what is said where there are none."""
 
 from __future__ import annotations
 

@@ -33,9 +33,14 @@ from verl_ray.config.run import WandbConfig
 from verl_ray.errors import ConfigError, TrackingError
 from verl_ray.paths import program
 from verl_ray.shell import for_shell
-from verl_ray.tracking.base import GLOBAL_STEP, SAMPLES, Sample, Tracker
+from verl_ray.tracking.base import (
+    GLOBAL_STEP,
+    SAMPLES,
+    Sample,
+    Tracker,
+    UnhurriedTracker,
+)
 from verl_ray.tracking.jsonl import METRICS, read_metrics
-from verl_ray.tracking.unhurried import UnhurriedTracker
 from verl_ray.tracking.wandb_credentials import no_credentials
 
 if TYPE_CHECKING:

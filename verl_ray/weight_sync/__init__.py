@@ -1,7 +1,7 @@
 """Weight sync: one policy version from a training group to rollout replicas.
 
-The parts are what travels (`manifest.py`), how much at once (`buckets.py`) and over
-which wire (`transport.py` and the wires behind it).
+The parts are what travels, and how much at once (`manifest.py`), and over which wire
+(`transport.py` and the wires behind it).
 """
 
 SLOTS = 2

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from verl_ray.errors import WeightSyncError
 from verl_ray.profiling.allocator import exportable
 from verl_ray.weight_sync import SLOTS
-from verl_ray.weight_sync.buckets import Bucket
+from verl_ray.weight_sync.manifest import Bucket
 from verl_ray.weight_sync.slots import GatheredSlots, Slots
 from verl_ray.weight_sync.transport import (
     Address,

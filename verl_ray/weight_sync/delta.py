@@ -6,7 +6,7 @@ Invariant: a delta is lossless. Bits are compared, not values, and the decoded b
 the sender's bucket bit for bit, so fingerprints are of whole parameters on both sides.
 Each bucket that is sent has a number. A delta names the number that it starts from, and
 a receiver that holds another number refuses it. Both sides keep a copy of every bucket
-in host memory. Deliberately not here: the wire that carries deltas.
+in host memory.
 
 A packed bucket has a header and a body.
 
@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 import torch
 
 from verl_ray.errors import WeightSyncError
-from verl_ray.weight_sync.buckets import ALIGNMENT_BYTES, Bucket, Entry
 from verl_ray.weight_sync.fingerprint import BITS
+from verl_ray.weight_sync.manifest import ALIGNMENT_BYTES, Bucket, Entry
 
 ALL = -1
 """Count in a header that stands for all elements of a parameter."""
@@ -146,7 +146,7 @@ class DeltaDecoder:
 
         if base not in (0, copy.number):
             raise WeightSyncError(
-                f"bucket {bucket.index} brings changes to its number {base}, this"
+                f"bucket {bucket.index} holds changes to its number {base}, this"
                 f" receiver holds number {copy.number}; all of {bucket.names} must be"
                 " sent"
             )

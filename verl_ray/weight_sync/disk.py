@@ -23,8 +23,8 @@ from safetensors.torch import load_file, save_file
 from verl_ray.disk import sync
 from verl_ray.errors import WeightSyncError
 from verl_ray.weight_sync import SLOTS
-from verl_ray.weight_sync.buckets import Bucket, Entry
 from verl_ray.weight_sync.delta import DeltaDecoder, DeltaEncoder
+from verl_ray.weight_sync.manifest import Bucket, Entry
 from verl_ray.weight_sync.slots import GatheredSlots, parameters_in
 from verl_ray.weight_sync.transport import (
     Address,

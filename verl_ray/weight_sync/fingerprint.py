@@ -59,34 +59,6 @@ class Fingerprints:
         return Fingerprints(sums, self.seconds + other.seconds)
 
 
-def fingerprint(tensor: torch.Tensor, part: Slice | None = None) -> Fingerprint:
-    """Return the fingerprint of a tensor.
-
-    The bits are read as a box of 64-bit integers, the lanes, which are neighbours along
-    the last dim. S_d are the sums of that box over every dim but d, and h is a hash of
-    (d, global index along d). Then
-
-        total = sum_d sum_i h(d, i) S_d(i)  mod 2^64.
-
-    One pass per dim thus sees any changed value, and rows, columns or blocks that
-    changed places. It does not see a change that leaves every one of those sums as it
-    was. A slice that starts or ends inside a lane is filled up with zeros, which add
-    nothing. A hash of the dtype is added once per element, so the same bits of another
-    dtype differ.
-
-    Cost: two passes over a matrix, the second in the cache. On one core that is about
-    what a copy takes (1.1 and 1.2 times as fast, for matrices of 7 and 41 MB in
-    float32).
-
-    Args:
-        tensor: The content.
-        part: The slice of a parameter that it is; None for all of it.
-    """
-    accumulator = FingerprintAccumulator()
-    accumulator.add("", tensor, part)
-    return accumulator.take().by_name[""]
-
-
 @dataclass(frozen=True)
 class _Pending:
     """A slice whose sums are computed on the device and not read yet."""
@@ -104,6 +76,22 @@ class FingerprintAccumulator:
     """Computes the fingerprints of tensors of one device.
 
     The device is waited for once for all of them.
+
+    The bits of a tensor are read as a box of 64-bit integers, the lanes, which are
+    neighbours along the last dim. S_d are the sums of that box over every dim but d,
+    and h is a hash of (d, global index along d). Then
+
+        total = sum_d sum_i h(d, i) S_d(i)  mod 2^64.
+
+    One pass per dim thus sees any changed value, and rows, columns or blocks that
+    changed places. It does not see a change that leaves every one of those sums as it
+    was. A slice that starts or ends inside a lane is filled up with zeros, which add
+    nothing. A hash of the dtype is added once per element, so the same bits of another
+    dtype differ.
+
+    Cost: two passes over a matrix, the second in the cache. On one core that is about
+    what a copy takes (1.1 and 1.2 times as fast, for matrices of 7 and 41 MB in
+    float32).
     """
 
     def __init__(self) -> None:
@@ -116,6 +104,11 @@ class FingerprintAccumulator:
         """Add a slice of a parameter.
 
         Its memory may change once `take` has returned.
+
+        Args:
+            name: The parameter.
+            tensor: The content.
+            part: The slice that it is; None for all of the parameter.
         """
         began = time.perf_counter()
 
@@ -182,7 +175,7 @@ def _matrix_sums(lanes: torch.Tensor) -> list[torch.Tensor]:
     """Return the sums of the rows and of the columns of a matrix on the CPU.
 
     The matrix is read block by block, so that the second pass reads what the first has
-    brought into the cache. It is read by one thread: while weights travel, sender,
+    loaded into the cache. It is read by one thread: while weights travel, sender,
     receiver and loader compute at the same time, and threads that must wait for each
     other take several times as long.
     """

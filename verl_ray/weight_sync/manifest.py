@@ -1,14 +1,19 @@
-"""Manifests: a model's weights under their Hugging Face names.
+"""Manifests: a model's weights under their Hugging Face names, and in buckets of about
+equal size.
 
 Invariant: a manifest is the same on every rank, and for every way in which an engine
 lays out the model. The slices that the ranks of one engine own cover each parameter
-exactly once. Deliberately not here: tensors, and how they travel.
+exactly once. A plan of buckets is a pure function of manifest and bucket size, so every
+process makes the same one. Parameters keep the manifest's order, which is the order of
+the layers.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -78,3 +83,91 @@ def cast_for_engine(manifest: Manifest, dtype: str) -> Manifest:
         else:
             parameters.append(parameter)
     return Manifest(tuple(parameters))
+
+
+# ------------------------------------------------------------------------------ buckets
+
+ALIGNMENT_BYTES = 64
+"""Every parameter begins at a multiple of this, the size of a cache line."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter and its place in a bucket, row-major, in the manifest's dtype."""
+
+    parameter: Parameter
+    offset: int
+    """Byte of the bucket at which the parameter begins."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of the parameter as it travels."""
+        return torch_dtype(self.parameter)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Some parameters that travel together."""
+
+    index: int
+    """Number of the bucket in its plan, from 0."""
+    entries: tuple[Entry, ...]
+    nbytes: int
+    """Size of the bucket, with the gaps of alignment."""
+
+    @property
+    def names(self) -> list[str]:
+        """Names of its parameters."""
+        return [entry.parameter.name for entry in self.entries]
+
+    @property
+    def adapter(self) -> bool:
+        """Whether it holds an adapter: no bucket holds both adapter and model."""
+        return self.entries[0].parameter.adapter
+
+
+def torch_dtype(parameter: Parameter) -> torch.dtype:
+    """Return the torch dtype of a parameter as it travels."""
+    dtype: torch.dtype = getattr(torch, parameter.dtype)
+    return dtype
+
+
+def plan_buckets(manifest: Manifest, bucket_bytes: int) -> tuple[Bucket, ...]:
+    """Divide the parameters that travel into buckets of at most `bucket_bytes`.
+
+    A larger parameter has a bucket to itself. Those of an adapter come last, since they
+    also travel alone.
+    """
+    buckets: list[Bucket] = []
+    for adapter in (False, True):
+        parameters = [
+            parameter for parameter in manifest.sent if parameter.adapter == adapter
+        ]
+        sizes = [aligned_bytes(parameter) for parameter in parameters]
+
+        # Sizes are balanced: a bucket is closed once it has its share of the total, so
+        # that the last one is not a remainder.
+        bucket_count = max(1, math.ceil(sum(sizes) / bucket_bytes))
+        share = sum(sizes) / bucket_count
+
+        entries: list[Entry] = []
+        filled_bytes = 0
+        for parameter, size in zip(parameters, sizes, strict=True):
+            is_full = filled_bytes >= share or filled_bytes + size > bucket_bytes
+            # An empty bucket takes any parameter, also one that is too large.
+            if entries and is_full:
+                buckets.append(Bucket(len(buckets), tuple(entries), filled_bytes))
+                entries = []
+                filled_bytes = 0
+            entries.append(Entry(parameter, filled_bytes))
+            filled_bytes += size
+
+        if entries:
+            buckets.append(Bucket(len(buckets), tuple(entries), filled_bytes))
+    return tuple(buckets)
+
+
+def aligned_bytes(parameter: Parameter) -> int:
+    """Return the bytes that a parameter takes in a bucket."""
+    nbytes = parameter.numel * torch_dtype(parameter).itemsize
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -17,9 +17,9 @@ from typing import ClassVar
 import torch
 
 from verl_ray.errors import WeightSyncError
-from verl_ray.shared_files import FOLDER, prefix, remove_stale
+from verl_ray.ownership import SHARED_FOLDER, prefix, remove_stale
 from verl_ray.weight_sync import SLOTS
-from verl_ray.weight_sync.buckets import Bucket
+from verl_ray.weight_sync.manifest import Bucket
 from verl_ray.weight_sync.slots import Slots
 from verl_ray.weight_sync.transport import (
     Address,
@@ -103,7 +103,7 @@ def create(session: str, slot_bytes: int) -> SharedMemoryAddress:
     slot_bytes = max(slot_bytes, 1)
 
     name = f"{prefix('weights')}{session}-{secrets.token_hex(4)}"
-    paths = tuple(str(FOLDER / f"{name}-{i}") for i in range(SLOTS))
+    paths = tuple(str(SHARED_FOLDER / f"{name}-{i}") for i in range(SLOTS))
     address = SharedMemoryAddress(paths, slot_bytes)
 
     for path in address.paths:
@@ -122,13 +122,13 @@ def create(session: str, slot_bytes: int) -> SharedMemoryAddress:
 
 def _no_memory(slot_bytes: int, error: OSError) -> WeightSyncError:
     """Return the error for a /dev/shm that is too small."""
-    usage = os.statvfs(FOLDER)
+    usage = os.statvfs(SHARED_FOLDER)
     free_mib = usage.f_bavail * usage.f_frsize / 2**20
     total_mib = usage.f_blocks * usage.f_frsize / 2**20
     return WeightSyncError(
-        f"weight sync needs {SLOTS} x {slot_bytes / 2**20:.0f} MiB in {FOLDER},"
+        f"weight sync needs {SLOTS} x {slot_bytes / 2**20:.0f} MiB in {SHARED_FOLDER},"
         f" found {free_mib:.0f} of {total_mib:.0f} MiB free"
-        f" ({error.strerror}). Enlarge {FOLDER} (in a container: --shm-size),"
+        f" ({error.strerror}). Enlarge {SHARED_FOLDER} (in a container: --shm-size),"
         " or lower rollout.sync.bucket_mib"
     )
 

@@ -2,8 +2,7 @@
 
 Invariant: bucket i is in slot i modulo the number of slots. The place of each slice of
 a bucket is computed the first time, and reused as long as the same slices come in the
-same order. Deliberately not here: whose memory it is, and when a slot may be filled
-again.
+same order.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ import torch.distributed as dist
 
 from verl_ray.errors import WeightSyncError
 from verl_ray.profiling.progress import advance
-from verl_ray.weight_sync.buckets import Bucket, Entry
 from verl_ray.weight_sync.fingerprint import FingerprintAccumulator, Fingerprints
-from verl_ray.weight_sync.manifest import Slice
+from verl_ray.weight_sync.manifest import Bucket, Entry, Slice
 from verl_ray.weight_sync.transport import Shards
 
 

@@ -1,4 +1,5 @@
-"""The interface of a wire, over which the actor's ranks send buckets to receivers.
+"""The interface of a wire, over which the actor's ranks send buckets to receivers, and
+what both ends keep.
 
 Order of the calls:
 
@@ -12,21 +13,26 @@ Order of the calls:
    new address.
 
 Invariant: an address is small, can be pickled, and is never used twice. A receiver
-yields whole parameters. Deliberately not here: what travels (`manifest.py`), how much
-at once (`buckets.py`), and who calls in which order (`controllers/publishing`).
+yields whole parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 import torch
 
-from verl_ray.weight_sync.buckets import Bucket
-from verl_ray.weight_sync.fingerprint import Fingerprints
-from verl_ray.weight_sync.manifest import Slice
+from verl_ray.errors import WeightSyncError
+from verl_ray.profiling.progress import advance
+from verl_ray.weight_sync.fingerprint import (
+    Fingerprint,
+    FingerprintAccumulator,
+    Fingerprints,
+)
+from verl_ray.weight_sync.manifest import Bucket, Slice
 
 Shards = Iterable[tuple[Slice, torch.Tensor]]
 """Slices of parameters that a rank owns, each with its content."""
@@ -175,3 +181,123 @@ class Address(Protocol):
         Raises:
             WeightSyncError: No sender was there, or it cannot be reached from here.
         """
+
+
+# ---------------------------------------------------------------- the receiving process
+
+
+class Inbox:
+    """The wire that is open in this process, and fingerprints of what arrived.
+
+    Every tensor that is handed on is fingerprinted before its slot is filled again, at
+    the same time as it is loaded.
+    """
+
+    def __init__(self) -> None:
+        """Start without a wire."""
+        # Fingerprints and loading both wait for memory, so they run at the same time.
+        self._thread = ThreadPoolExecutor(1, "fingerprints")
+        self._pending: Future[Fingerprints] | None = None
+        self._receiver: Receiver | None = None
+
+        self._arrived: dict[str, Fingerprint] = {}
+        self._seconds = 0.0
+
+    def connect(self, address: Address, endpoint: WireEndpoint) -> None:
+        """Open a wire; close the one that was open before."""
+        self.close()
+        self._receiver = address.open(endpoint)
+
+    def begin(self) -> None:
+        """Begin a sync: forget what arrived in another one."""
+        self._arrived = {}
+        self._seconds = 0.0
+
+    def receive(self, bucket: Bucket) -> dict[str, torch.Tensor]:
+        """Return the bucket's parameters, whole, valid until `release`.
+
+        Raises:
+            WeightSyncError: No wire is open, or the bucket did not arrive over it as it
+                was sent.
+        """
+        if self._receiver is None:
+            raise WeightSyncError(
+                f"bucket {bucket.index} cannot be received: no wire is open; call"
+                " connect first"
+            )
+        # The caller loads the tensors while the thread takes their fingerprints.
+        tensors = dict(self._receiver.receive(bucket))
+        advance(bucket.nbytes, "bytes")
+        self._pending = self._thread.submit(_fingerprints, tensors)
+        return tensors
+
+    def release(self) -> None:
+        """Free the slot of the last bucket, once its fingerprints are taken."""
+        assert self._receiver is not None and self._pending is not None, (
+            "receive comes first"
+        )
+        # The thread reads the slot too, so it has to finish first.
+        fingerprints = self._pending.result()
+        self._pending = None
+        self._arrived |= fingerprints.by_name
+        self._seconds += fingerprints.seconds
+        self._receiver.release()
+
+    @property
+    def fingerprints(self) -> Fingerprints:
+        """Fingerprints of everything that arrived since `begin`."""
+        return Fingerprints(self._arrived, self._seconds)
+
+    def close(self) -> None:
+        """Close the wire, if one is open."""
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+
+
+def _fingerprints(tensors: Mapping[str, torch.Tensor]) -> Fingerprints:
+    """Return the fingerprints of whole parameters."""
+    accumulator = FingerprintAccumulator()
+    for name, tensor in tensors.items():
+        accumulator.add(name, tensor)
+    return accumulator.take()
+
+
+# --------------------------------------------------------------------- the sending rank
+
+
+class KeptVersion:
+    """The weights of the published version, on the host, while the actor learns the
+    next.
+
+    A replica that starts again meanwhile gets them, so that it generates with the same
+    version as the others. Slices of a bucket are those that were sent last, bit by bit.
+    The memory of a bucket is used again for the next version.
+    """
+
+    def __init__(self) -> None:
+        self._slices: dict[int, list[tuple[Slice, torch.Tensor]]] = {}
+
+    def keep(self, index: int, shards: Shards) -> Iterator[tuple[Slice, torch.Tensor]]:
+        """Yield the slices of a bucket, and copy each one to the host."""
+        older = self._slices.get(index, [])
+        copies: list[tuple[Slice, torch.Tensor]] = []
+
+        for number, (piece, content) in enumerate(shards):
+            memory = older[number][1] if number < len(older) else None
+            if memory is None or memory.shape != content.shape:
+                memory = torch.empty_like(content, device="cpu")
+            memory.copy_(content)
+            copies.append((piece, memory))
+            yield piece, content
+
+        self._slices[index] = copies
+
+    def shards(
+        self, index: int, device: torch.device
+    ) -> Iterator[tuple[Slice, torch.Tensor]] | None:
+        """Return the kept slices of a bucket, on a device; None if none were kept."""
+        slices = self._slices.get(index)
+        if slices is None:
+            return None
+        return ((piece, content.to(device)) for piece, content in slices)

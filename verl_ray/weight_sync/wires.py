@@ -1,8 +1,7 @@
 """The wires by name: the sender of each, and the device that carries its buckets.
 
 Invariant: a wire that cannot join the processes of a run is refused with the reason and
-the key to change. Deliberately not here: how a wire works, and which of them `auto`
-stands for (`verl_ray/preflight/resolve.py`).
+the key to change.
 """
 
 from __future__ import annotations

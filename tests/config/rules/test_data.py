@@ -57,14 +57,14 @@ CASES = [
         "sft",
     ),
     Case(
-        "curriculum_is_possible",
+        "curriculum_is_consistent",
         "data.curriculum.solved_from=0.9 data.curriculum.easy_from=0.2",
         "data.curriculum.easy_from",
         "a prompt with this score is hard: data.curriculum.hard_to=0.25",
         "Set it above data.curriculum.hard_to.",
     ),
     Case(
-        "curriculum_is_possible",
+        "curriculum_is_consistent",
         "data.curriculum.solved_from=0.25",
         "data.curriculum.solved_from",
         "a prompt with this score is hard",
@@ -86,14 +86,14 @@ CASES = [
         "Choose schedule=synchronous",
     ),
     Case(
-        "curriculum_is_possible",
+        "curriculum_is_consistent",
         "data.curriculum.solved_from=0.5 data.curriculum.easy_share=0.5",
         "data.curriculum.easy_share",
         "none is ever easy",
         "solved_from above easy_from",
     ),
     Case(
-        "curriculum_is_possible",
+        "curriculum_is_consistent",
         "data.curriculum.hard_to=0.3",
         "data.curriculum.hard_to",
         "every prompt is drawn in each epoch",

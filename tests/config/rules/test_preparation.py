@@ -6,7 +6,7 @@ from tests.config.rules.cases import JUDGE, Case
 
 CASES = [
     Case(
-        "warm_start_leaves_something_to_gain",
+        "gain_is_measured",
         JUDGE,
         "prepare.min_gain",
         "the gain is one of accuracy, which reward=judge does not measure",
@@ -69,14 +69,14 @@ CASES = [
         "at most 0.5",
     ),
     Case(
-        "warm_start_leaves_something_to_gain",
+        "gain_is_measured",
         "run.evaluate_every=0",
         "prepare.min_gain",
         "turns that off",
         "Use 0",
     ),
     Case(
-        "warm_start_leaves_something_to_gain",
+        "gain_is_measured",
         "evaluation.temperature=1.0",
         "evaluation.temperature",
         "greedy",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from controllers.compose.composition import examine
 from tests.config.rules.cases import JUDGE, Case
-from verl_ray.config.rules.reward import TEMPLATE_FIELDS
+from verl_ray.config.reward import TEMPLATE_FIELDS
 from verl_ray.rewards.request import ScoreRequest
 
 MIXED = "reward=mixed reward.components.model.model.path=/rm"

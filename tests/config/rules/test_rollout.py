@@ -10,7 +10,7 @@ import pytest
 
 from controllers.compose.composition import compose
 from tests.config.rules.cases import JUDGE, Case
-from verl_ray.config.rules.vllm_args import (
+from verl_ray.config.rollout import (
     VLLM_ARGS_FIXED,
     VLLM_ARGS_FIXED_ON_A_CPU,
     VLLM_ARGS_OF_OTHER_KEYS,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from controllers.command_line import main
-from controllers.commands.candidates import candidates, only_candidate
+from controllers.commands.evaluate import candidates, only_candidate
 from controllers.run.resumption import Resumption
 from tests.controllers.run.checkpoints import write_checkpoints
 from tests.controllers.runs import Inputs

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from controllers.commands.candidates import only_candidate
-from controllers.commands.evaluate import _folder_name, _write
+from controllers.commands.evaluate import _folder_name, _write, only_candidate
 from controllers.system.plan import resolve_on
 from controllers.watch.evaluation import Evaluation
 from tests.controllers.run.checkpoints import write_checkpoints

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from controllers.command_line import main
-from verl_ray.data.ledger import Ledger
-from verl_ray.data.ledger_parts import LEDGER
+from verl_ray.data.ledger import LEDGER, Ledger
 
 
 def ids(*ordinals: int) -> np.ndarray:

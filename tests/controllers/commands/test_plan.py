@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from controllers.command_line import main
-from controllers.commands.plan_tables import origin_lines, time_table
+from controllers.commands.plan import origin_lines, time_table
 from tests.planning.bases import bases
 from verl_ray.planning.search import Plan, search
-from verl_ray.preflight.described_machine import parse_machine
+from verl_ray.preflight.machine import parse_machine
 
 MODELS = Path(__file__).parents[2] / "model_configs"
 

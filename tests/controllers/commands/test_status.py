@@ -31,7 +31,7 @@ from verl_ray.profiling.status_file import (
 DRIVER = """
 import sys, time
 from pathlib import Path
-from verl_ray.cluster.status_keeping import keeping_status
+from verl_ray.cluster.whereabouts import keeping_status
 from verl_ray.profiling.phases import phase
 
 with phase("step 3/5"), phase("updating"), keeping_status(Path(sys.argv[1])):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from controllers.commands.sweep_summary import RunEnd, print_summary
+from controllers.commands.multirun import RunEnd, print_summary
 from tests.controllers.run.checkpoints import write_checkpoints
 from tests.controllers.runs import Inputs
 from verl_ray.config.tasks.rl import RLConfig

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from controllers.compose.composition import compose, examine
-from controllers.compose.sweeps import parsed_override
+from controllers.compose.grammar import parsed_override
 from verl_ray.backends import BACKENDS
 from verl_ray.config.load import to_tree
 from verl_ray.config.renamed import ADDED, RENAMED

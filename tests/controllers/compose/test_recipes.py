@@ -12,8 +12,8 @@ from controllers.command_line import main
 from controllers.compose.composition import examine
 from controllers.compose.listing import root_configs
 from tests.preflight.published import PARAMETERS, published
-from verl_ray.preflight.described_machine import parse_machine
 from verl_ray.preflight.facts import facts_here
+from verl_ray.preflight.machine import parse_machine
 from verl_ray.preflight.memory_plan import memory_plan
 from verl_ray.preflight.resolve import resolve
 

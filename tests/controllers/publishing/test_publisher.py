@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from controllers.devices.device_sharing import DeviceSharing, SharingPlan
+from controllers.devices import DeviceSharing, SharingPlan
 from controllers.publishing.publisher import Publisher
-from controllers.publishing.receivers import Receivers
+from controllers.publishing.wire import Receivers
 from controllers.rollouts.replicas import Replicas
 from controllers.trainers.rl import Trainer
 from tests.controllers.conftest import MakeTrainer
@@ -24,7 +24,7 @@ from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.store import read
 from verl_ray.data.stages import Rollouts
 from verl_ray.errors import WeightSyncError, WorkerError
-from verl_ray.weight_sync.buckets import plan_buckets
+from verl_ray.weight_sync.manifest import plan_buckets
 from verl_ray.weight_sync.shared_memory import SharedMemoryAddress
 from verl_ray.weight_sync.transport import WireSpec
 from workers.actor import ActorWorker
@@ -90,7 +90,8 @@ def test_an_engine_that_slept_wakes_to_the_new_weights(
     run.publish(0)
     (replica,) = samplers.rollout
     awake = replica.rank_zero(RolloutWorker.memory_bytes).result()
-    run.replicas.switch_to_training()
+    run.replicas.free_devices()
+    run.replicas.device_sharing.switch_to("training")
     assert (
         awake - replica.rank_zero(RolloutWorker.memory_bytes).result() > 16 << 20
     )  # of 32 MiB of cache
@@ -154,7 +155,7 @@ def test_engines_wake_when_trainers_have_made_room(
     publisher = Publisher(system.actor, run.config, device_sharing, has_gpus=False)
     replicas = Replicas(samplers.rollout, publisher, device_sharing, run.config)
     events.watch(monkeypatch)
-    replicas.publish(1)
+    replicas.sync_weights(1)
     sent = [(name, while_sent) for name in ("wake weights", "send", "commit", "probe")]
     drawn_from = [("wake kv_cache", while_drawn), ("verify", while_drawn)]
     in_order = [*sent, *drawn_from]
@@ -170,10 +171,11 @@ def test_engines_wake_when_trainers_have_made_room(
     ]
     assert events.take() == again
 
-    replicas.switch_to_training()
+    replicas.free_devices()
+    replicas.device_sharing.switch_to("training")
     assert events.take() == [("sleep weights", while_drawn)]
     assert events.on_device == handed_back
-    replicas.publish(2)
+    replicas.sync_weights(2)
     assert events.take() == in_order
 
 

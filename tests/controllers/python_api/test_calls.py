@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
 import subprocess
@@ -18,9 +19,9 @@ import yaml
 import verl_ray
 from controllers.compose.composition import compose
 from controllers.python_api.arguments import command_of
-from controllers.python_api.results import result_of
+from controllers.python_api.foreign_process import result_of
+from controllers.python_api.types import RunRequest
 from tests.controllers.runs import ROOT, Inputs
-from verl_ray.api_types import RunRequest
 from verl_ray.cluster.session import Session
 from verl_ray.config.load import to_tree
 from verl_ray.errors import ConfigError
@@ -35,11 +36,27 @@ ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
 @pytest.mark.processes
 def test_importing_it_brings_nothing() -> None:
     heavy = {"torch", "ray", "hydra", "controllers", "transformers", "numpy"}
-    code = f"import sys, verl_ray; print({heavy!r} & sys.modules.keys())"
+    code = (
+        f"import sys, verl_ray; print({heavy!r} & sys.modules.keys());"
+        "names = [getattr(verl_ray, name) for name in verl_ray.__all__];"
+        f"print({heavy!r} & sys.modules.keys())"
+    )
     printed = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
     )
-    assert printed.stdout == "set()\n"
+    # The names are of the driver, but nothing is called.
+    assert printed.stdout == "set()\n{'controllers'}\n"
+
+
+def test_the_arguments_of_calls_are_shown_and_checked() -> None:
+    arguments = inspect.signature(verl_ray.train).parameters
+    assert list(arguments)[:3] == ["config_name", "model", "data"]
+    assert inspect.signature(verl_ray.Run).parameters == arguments
+    assert list(inspect.signature(verl_ray.check).parameters) == [*arguments, "machine"]
+    calls: list[Any] = [verl_ray.train, verl_ray.Run]
+    for call in calls:
+        with pytest.raises(TypeError, match=rf"^{call.__name__}\(\).*'modle'"):
+            call("grpo", modle="m")
 
 
 def overrides_of_call(**arguments: object) -> list[str]:

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from verl_ray.cluster.concurrency_groups import concurrent
-from verl_ray.cluster.context import WorkerContext
+from verl_ray.cluster.context import WorkerContext, concurrent
 from verl_ray.data.batch import Int64
 from verl_ray.data.stages import Prompts, Rollouts, Scores
 from workers.grader import Grader

@@ -34,7 +34,7 @@ from verl_ray.profiling.timers import Timers
 from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling
 from verl_ray.rollout.scripted import ScriptedEngine
 from verl_ray.weight_sync.manifest import Manifest
-from workers.generated_rows import whole_rollouts
+from workers.rollout import whole_rollouts
 
 Event = tuple[str, int]
 SAMPLING = Sampling(1.0, 1.0, -1, 99)

@@ -13,7 +13,7 @@ from controllers.rollouts.replicas import LEAST, AdaptiveConcurrency, Concurrenc
 from tests.preflight.configs import settled
 from verl_ray.config.rollout import RolloutConfig
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.rollout.engine_load import EngineLoad
+from verl_ray.rollout.requests import EngineLoad
 
 OVERLAPPING = ("schedule=asynchronous", "placement=separate")
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from controllers.compose.composition import compose
-from controllers.rollouts.dynamic_sampling import (
+from controllers.rollouts.admission import (
     DynamicAdmission,
     has_spread,
     require_dynamic_sampling,

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from controllers.rollouts.generation import MAX_CALLS, GenerationScheduler
-from controllers.rollouts.generation_job import ReplicaCall
+from controllers.rollouts.generation import MAX_CALLS, GenerationScheduler, ReplicaCall
 from verl_ray.rollout.balancer import WorkItem
 
 

@@ -13,12 +13,13 @@ from typing import Any
 import psutil
 import pytest
 
-from controllers.devices.device_sharing import DeviceSharing, SharingPlan
+from controllers.devices import DeviceSharing, SharingPlan
 from controllers.publishing import wire
 from controllers.publishing.publisher import Publisher
-from controllers.rollouts.generation_job import GenerationJob
+from controllers.rollouts.generation import GenerationJob
 from controllers.rollouts.replicas import Replicas
 from controllers.trainers.rl import Trainer
+from tests.cluster.crew import answers
 from tests.controllers.runs import Inputs, Samplers, replicas_of, start_some, training
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.session import Session
@@ -62,9 +63,10 @@ def run(
 
 def test_a_long_pause_is_no_stall(run: Trainer) -> None:
     replicas = run.replicas
-    replicas.publish(0)
+    replicas.sync_weights(0)
     job = _begin(run)
-    replicas.switch_to_training()
+    replicas.free_devices()
+    replicas.device_sharing.switch_to("training")
     (replica,) = replicas.available
     limit_s = replica.stall_s
     _set_limit(replicas, 2.0)
@@ -74,7 +76,7 @@ def test_a_long_pause_is_no_stall(run: Trainer) -> None:
     assert job.num_pending
     # What follows may take as long as it does on a busy machine.
     _set_limit(replicas, limit_s)
-    replicas.publish(1)
+    replicas.sync_weights(1)
     while job.num_pending:
         replicas.advance(TICK_S)
     assert replicas.take_counts()["rollout/restarts"] == 0
@@ -84,15 +86,16 @@ def test_a_replica_lost_in_a_pause_starts_again_once_there_is_memory(
     run: Trainer,
 ) -> None:
     replicas = run.replicas
-    replicas.publish(0)
+    replicas.sync_weights(0)
     job = _begin(run)
-    replicas.switch_to_training()
+    replicas.free_devices()
+    replicas.device_sharing.switch_to("training")
     os.kill(_pid(replicas.available[0]), signal.SIGKILL)
     while replicas.available:
         replicas.advance(TICK_S)
     assert replicas._supervisor.restarting
 
-    replicas.publish(1)
+    replicas.sync_weights(1)
     while job.num_pending:
         replicas.advance(TICK_S)
     assert replicas.take_counts()["rollout/restarts"] == 1
@@ -103,7 +106,7 @@ def test_a_replica_that_is_lost_again_before_it_has_its_weights_comes_back(
 ) -> None:
     """Who sends the weights is told of it, and waits for no process that only starts."""
     replicas = run.replicas
-    replicas.publish(0)
+    replicas.sync_weights(0)
     job = _begin(run)
     actor = _pid(run.system.actor)
     (replica,) = replicas.available
@@ -166,7 +169,7 @@ def _begin(run: Trainer) -> GenerationJob:
     sampling = replace(generation.sampling, stop_token_ids=())
     generation = replace(generation, sampling=sampling)
     job = replicas.generate(run.prompts.all(16), generation)
-    while replicas.available[0].status()[0].health["rollout"].steps < 20:
+    while answers(replicas.available[0], "status")[0].health["rollout"].steps < 20:
         replicas.advance(TICK_S)
     assert job.num_pending
     return job

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from controllers.rollouts.given_up import ENDS_REPLICAS
+from controllers.rollouts.producer import ENDS_REPLICAS
 from controllers.system.plan import WORKERS, plan_processes, resolve_on
 from tests.controllers.rollouts.frail import POISON, PoisonedReplica
 from tests.controllers.runs import SAMPLING, SHAPE, Inputs, Samplers, training
@@ -16,7 +16,7 @@ from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.store import read
 from verl_ray.data.buffer import Experience, RolloutBuffer
-from verl_ray.data.ledger_parts import LEDGER, Event, read_parts
+from verl_ray.data.ledger import LEDGER, Event, read_parts
 from verl_ray.data.stages import Finish
 from verl_ray.profiling.timers import Timers
 

@@ -20,7 +20,7 @@ from verl_ray.data.buffer import Experience
 from verl_ray.data.stages import Scores
 from verl_ray.data.versions import OptimizerSteps, versions_of_tokens
 from verl_ray.rewards.health import ScoreHealth
-from workers.generated_rows import versions_of
+from workers.rollout import versions_of
 
 REPLAYING = (
     "algorithm.replay=2",

@@ -21,13 +21,13 @@ import httpx
 import numpy as np
 import pytest
 
-from controllers.devices.device_sharing import DeviceSharing, SharingPlan
+from controllers.devices import DeviceSharing, SharingPlan
 from controllers.publishing.publisher import Publisher
-from controllers.publishing.receivers import Receivers
+from controllers.publishing.wire import Receivers
 from controllers.rollouts.replicas import Replicas
 from controllers.rollouts.supervisor import Replica, ReplicaSupervisor
 from controllers.trainers.rl import Trainer
-from tests.cluster.crew import HangsAgain, processes
+from tests.cluster.crew import HangsAgain, answers, processes
 from tests.controllers.runs import Inputs, Samplers, replicas_of, start_some, training
 from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.processes import Role
@@ -222,10 +222,13 @@ def test_what_a_lost_replica_leaves_pending_goes_to_the_other_and_it_comes_back(
     rows, _ = generated(run)
     assert rows.tokens.tolist() == expected.tokens.tolist()
     assert [
-        one.status()[0].health["rollout"].policy_version
+        answers(one, "status")[0].health["rollout"].policy_version
         for one in run.replicas.available
     ] == [version] * 2
-    steps = [one.status()[0].health["rollout"].steps for one in run.replicas.available]
+    steps = [
+        answers(one, "status")[0].health["rollout"].steps
+        for one in run.replicas.available
+    ]
     assert min(steps) > 20  # both of them generate
     assert [versions(ask(url)) for url in endpoints(run)] == [[[0, version]]] * 2
 
@@ -239,7 +242,7 @@ def test_a_replica_that_is_lost_while_weights_arrive_gets_them_all_the_same(
     run.replicas._supervisor.wait_for_replicas(all_of_them=True)
     run.publish(5)
     assert [
-        one.status()[0].health["rollout"].policy_version
+        answers(one, "status")[0].health["rollout"].policy_version
         for one in run.replicas.available
     ] == [5, 5]
 
@@ -262,27 +265,28 @@ def test_a_replica_that_stops_before_the_ends_of_a_wire_have_met_keeps_nobody_wa
     replicas = Replicas(run.replicas.available, publisher, device_sharing, config)
     process = pid(run, 1)
     os.kill(process, signal.SIGSTOP)
-    replicas.publish(5)
+    replicas.sync_weights(5)
     assert len(
         replicas._supervisor.wait_for_replicas(all_of_them=True)
     ) == 2 and not _alive(process)
     assert device_sharing.engine_fits
-    replicas.switch_to_training()  # all of them sleep
+    replicas.free_devices()
+    replicas.device_sharing.switch_to("training")  # all of them sleep
     assert (
         not device_sharing.engine_fits
     )  # one that is lost now starts when the trainer has gone
     assert [
-        one.status()[0].health["rollout"].policy_version
+        answers(one, "status")[0].health["rollout"].policy_version
         for one in run.replicas.available
     ] == [None, None]
-    assert "weight_sync/probe_difference" not in replicas.publish(6)
+    assert "weight_sync/probe_difference" not in replicas.sync_weights(6)
     receivers = Receivers(run.replicas.available[:1], lambda: None)
     publisher.catch_up(
         6, receivers
     )  # verified all the same, by what was requested while the actor was there
     assert publisher._verification.probe_of(6) is not None
     assert [
-        one.status()[0].health["rollout"].policy_version
+        answers(one, "status")[0].health["rollout"].policy_version
         for one in run.replicas.available
     ] == [6, 6]
 
@@ -348,7 +352,7 @@ def test_too_many_lost_replicas_stop_the_run(run: Trainer) -> None:
     of_run = run.config.run.model_copy(update={"recovery": recovery})
     config = run.config.model_copy(update={"run": of_run})
     process = pid(run, 1)
-    device_sharing, publisher = run.replicas._device_sharing, run.replicas._publisher
+    device_sharing, publisher = run.replicas.device_sharing, run.replicas._publisher
     run.replicas = Replicas([replica], publisher, device_sharing, config)
     run.replicas._up_to_date = {(replica, replica.incarnation)}
     # Its stream says so, or whoever asks how it is, whichever comes first.
@@ -395,7 +399,7 @@ def test_a_replica_that_hangs_as_it_restarts_is_ended(
             WorkerDied("it was killed", role="rollout", rank=0, node="here")
         )
         while lost.incarnation == 1 or not any(
-            status.running for status in lost.status()
+            status.running for status in answers(lost, "status")
         ):
             assert supervisor.take_started() == []
             time.sleep(0.05)

@@ -15,7 +15,7 @@ import pytest
 from controllers.command_line import main
 from controllers.commands.resume_hint import failure_hint
 from controllers.compose.composition import compose
-from controllers.compose.sweeps import parsed_override
+from controllers.compose.grammar import parsed_override
 from controllers.run.best import BestEvaluation
 from controllers.run.conclusion import Conclusion
 from controllers.run.finished import finished_step

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from controllers.run.position import (
+from controllers.run.loop import (
     ENDINGS,
     Move,
     Position,

@@ -34,7 +34,7 @@ from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.processes import Role
 from verl_ray.cluster.session import Session
-from verl_ray.cluster.waiting import Background
+from verl_ray.cluster.waiting import Background, wait
 from verl_ray.errors import CheckpointError, WorkerDied
 from verl_ray.tracking import Trackers
 from verl_ray.tracking.jsonl import read_metrics
@@ -286,7 +286,8 @@ def test_what_is_written_behind_counts_if_it_is_whole(
         learner.drawn = 24
         recovery.commit(3, learner)
         recovery.save(learner, trackers)
-        assert calls[-1].replied(60)  # the one that waits for the part
+        (part,) = calls[-1].references()  # of the one that waits for the part
+        assert wait([part], 1, 60)
         with pytest.raises(WorkerDied):
             first.rank_zero(Echo.die, 0).result()
         recovery.rescue_save()

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from controllers.run.checkpoint_check import CheckpointCheck
+from controllers.run.recovery import CheckpointCheck
 from controllers.run.resumption import Resumption
 from tests.controllers.run.checkpoints import cursor, write_checkpoints
 from tests.controllers.runs import Inputs
 from verl_ray.checkpoint.store import DAMAGED
 from verl_ray.errors import CheckpointError, ConfigError
-from verl_ray.preflight.total_steps import with_total_steps
+from verl_ray.preflight.resolve import with_total_steps
 
 
 def test_a_torn_newest_checkpoint_is_named_and_the_one_before_is_taken(

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from controllers.run.saved import named_checkpoint
+from controllers.commands.export import named_checkpoint
 from tests.controllers.run.checkpoints import write_checkpoints
 from tests.controllers.runs import Inputs
-from verl_ray.checkpoint.sealed import TornCheckpoint
+from verl_ray.checkpoint.manifest import TornCheckpoint
 from verl_ray.checkpoint.store import CheckpointStore
 from verl_ray.errors import CheckpointError, ConfigError
 

@@ -12,10 +12,10 @@ from tests.kills import ROOT
 PROGRAM = """
 import signal, sys, time
 import psutil, ray
-from controllers.run.second_copies import SecondCopies
+from controllers.run.snapshots import SecondCopies
 from tests.lost_nodes import two_nodes
 from verl_ray.checkpoint.snapshot_files import PIECE_BYTES, SnapshotFiles
-from verl_ray.checkpoint.snapshot_names import SnapshotNames
+from verl_ray.checkpoint.snapshot_files import SnapshotNames
 from verl_ray.cluster.process_control import task_on
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.snapshot_transfer import begin_removal
@@ -83,9 +83,9 @@ def main():
 
         # The first rank starts again without its memory, and the second where its copy is.
         ray.get(begin_removal(names, [FIRST], a))
-        assert copies.bring(names, 3, {FIRST: b, SECOND: a}, {FIRST: a, SECOND: a})
+        assert copies.send_back(names, 3, {FIRST: b, SECOND: a}, {FIRST: a, SECOND: a})
         assert on(a, values, names, FIRST) == {3: ([3], b"about")}
-        assert not copies.bring(names, 5, {FIRST: b}, homes)
+        assert not copies.send_back(names, 5, {FIRST: b}, homes)
 
         # What followed the step that the run went back to counts nowhere.
         copies.begin(names, 3, homes)

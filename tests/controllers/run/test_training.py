@@ -7,6 +7,7 @@ import math
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,8 @@ import yaml
 
 from controllers.tasks import typed_config
 from controllers.trainers.base import task_of
-from tests.controllers.runs import ROOT, Inputs, command, command_here
+from tests.controllers.runs import ROOT, Inputs, command, command_here, lasting
+from verl_ray.checkpoint.manifest import CHECKSUM, sealed
 from verl_ray.cluster.session import Session
 from verl_ray.data.prepare import main as prepare_data
 from verl_ray.errors import DataError
@@ -181,6 +183,38 @@ def test_a_run_writes_all_that_it_promises(
     scores = read_scores(scores_path(run_dir, 3))
     is_core = [name.startswith("val-core/") for name in scores.metrics]
     assert scores.scores[is_core].tolist() == [[row["score"]] for row in rows]
+
+
+@pytest.mark.cluster
+@pytest.mark.vllm
+def test_a_run_that_an_earlier_version_began_goes_on_with_the_same_numbers(
+    cluster: Session, tmp_path: Path
+) -> None:
+    """Two steps of PPO by revision 55ff3d3, which also recorded steps 3 and 4 itself.
+
+    Where it was written both are the same to the bit. Another processor's kernels may
+    round otherwise, which the tolerance allows.
+    """
+    with tarfile.open(Path(__file__).with_name("saved_by_55ff3d3.tar.gz")) as saved:
+        saved.extractall(tmp_path, filter="data")
+    manifest = tmp_path / "run" / "checkpoints" / "step_00000002" / "manifest.json"
+    for path in (manifest, tmp_path / "run" / "config.yaml"):
+        path.write_text(path.read_text().replace("ROOT", str(tmp_path)))
+    written = json.loads(manifest.read_text())
+    del written[CHECKSUM]
+    manifest.write_text(json.dumps(sealed(written)))
+
+    command_here(
+        cluster, "train", "--config-dir", str(tmp_path / "run"), "--config-name", "config"
+    )  # fmt: skip
+
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    earlier = read_metrics(tmp_path / "expected.jsonl")
+    assert [line["training/global_step"] for line in lines] == [1, 2, 3, 4]
+    for line, expected in zip(lines[2:], earlier[2:], strict=True):
+        numbers = lasting(expected)
+        repeated = {name: line[name] for name in numbers}
+        assert repeated == pytest.approx(numbers, rel=1e-3, abs=1e-6, nan_ok=True)
 
 
 @pytest.mark.cluster

@@ -14,24 +14,14 @@ from controllers.watch.evaluation import Evaluation
 from verl_ray.algorithms.objectives import SupervisedObjective
 from verl_ray.cluster.calls import Call
 from verl_ray.config.roles import ModelRole, SupervisedRole
-from verl_ray.config.rules.rule import OverriddenKeys
 from verl_ray.config.schema import Config
-from verl_ray.config.section import Positive, PositiveFloat, Section
+from verl_ray.config.section import OverriddenKeys, Positive, PositiveFloat, Section
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import TrainingBatch
 from verl_ray.data.supervised import SupervisedSource
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import Problem
 from workers.model_worker import ModelWorker, UpdateReport
-
-
-def weights_are_not_too_large(
-    config: ImitationConfig, _: OverriddenKeys
-) -> Iterator[Problem]:
-    if config.imitation.weight > config.imitation.batch_size:
-        yield Problem(
-            "imitation.weight", config.imitation.weight, "this is no weight", "Use 1.0."
-        )
 
 
 class ImitationSection(Section):
@@ -44,8 +34,6 @@ class ImitationSection(Section):
 class ImitationConfig(Config):
     student: SupervisedRole
     imitation: ImitationSection
-
-    own_rules = (weights_are_not_too_large,)
 
     @property
     def model_roles(self) -> dict[str, ModelRole]:
@@ -62,6 +50,14 @@ class ImitationConfig(Config):
     @property
     def longest_row(self) -> tuple[int, str]:
         return self.imitation.max_tokens, "imitation.max_tokens"
+
+    def problems(self, overridden: OverriddenKeys) -> Iterator[Problem]:
+        """Yield the problems of any task, and of a weight that is too large."""
+        yield from super().problems(overridden)
+
+        weight = self.imitation.weight
+        if weight > self.imitation.batch_size:
+            yield Problem("imitation.weight", weight, "this is no weight", "Use 1.0.")
 
 
 class StudentWorker(ModelWorker):

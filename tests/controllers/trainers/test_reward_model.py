@@ -14,12 +14,13 @@ from transformers import AutoModelForSequenceClassification
 from controllers.commands.evaluate import evaluation_of
 from controllers.compose.composition import compose
 from tests.controllers.runs import GRADER, Inputs, command, command_here, lasting
+from tests.data.pairs import write_arithmetic_pairs
+from tests.data.reading import read_preferences
 from tests.reward_models import make_reward_model, make_tokenizers
 from verl_ray.cluster.session import Session
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.config.tasks.reward_model import RewardModelConfig
-from verl_ray.data.arithmetic import ALPHABET, ArithmeticFiles, write_arithmetic_pairs
-from verl_ray.data.records import read_preferences
+from verl_ray.data.arithmetic import ALPHABET, ArithmeticFiles
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
 from verl_ray.errors import ConfigError
 from verl_ray.models.tiny import make_tiny_qwen3

@@ -324,7 +324,7 @@ def test_failed_scores_are_counted_and_kept_out_of_their_groups(
         assert told.advantages[first_token[members]] == pytest.approx(
             expected, abs=1e-6
         )
-    metrics = run.learner.learn(
+    metrics = run.learner.update_models(
         1, experience.rollouts, credit, outputs, policy_version=0
     )
     assert math.isfinite(metrics["actor/grad_norm"])
@@ -404,7 +404,9 @@ def test_a_mismatch_beyond_the_limit_turns_the_correction_on(
         run.learner.optimizer_steps.publish(0)
         outputs = run.learner.compute_log_probs_and_values(number, rollouts)
         credit = run.learner.assign_credit(rollouts, scores, outputs)
-        return run.learner.learn(number, rollouts, credit, outputs, run.policy_version)
+        return run.learner.update_models(
+            number, rollouts, credit, outputs, run.policy_version
+        )
 
     assert apart(learn(1)) < 1e-5 and capfd.readouterr().err == ""
     stale = learn(2)

@@ -19,7 +19,7 @@ from verl_ray.cluster.store import read
 from verl_ray.cluster.waiting import TICK_S, wait
 from verl_ray.data.batch import Int64
 from verl_ray.data.buffer import Experience
-from verl_ray.data.ledger_parts import Event
+from verl_ray.data.ledger import Event
 from verl_ray.data.stages import Rollouts
 from verl_ray.data.versions import versions_of_tokens
 from verl_ray.errors import DataError
@@ -258,14 +258,15 @@ def test_paused_replicas_hand_over_what_they_had_finished(
     replicas.advance()
     assert wait(replicas.references(), 1, 60)
 
-    replicas.switch_to_training()
+    replicas.free_devices()
+    replicas.device_sharing.switch_to("training")
     end = time.monotonic() + 60
     while wait(replicas.references(), 1, 0.2):
         replicas.advance()
         assert time.monotonic() < end
     assert 0 < job.num_pending < 32
 
-    replicas.publish(1)
+    replicas.sync_weights(1)
     while job.num_pending:
         replicas.advance(TICK_S)
     assert sum(map(len, job.finished)) == 32

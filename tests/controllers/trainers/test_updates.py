@@ -9,8 +9,12 @@ import numpy as np
 import pytest
 
 from controllers.compose.composition import compose
-from controllers.trainers.units import assignment_of_units
-from controllers.trainers.updates import LearnerBatch, ModelOutputs, cut_mini_batches
+from controllers.trainers.updates import (
+    LearnerBatch,
+    ModelOutputs,
+    assignment_of_units,
+    cut_mini_batches,
+)
 from tests.algorithms.test_normalised_weights import credit_of
 from tests.rows import rollouts_of
 from verl_ray.config.tasks.rl import RLConfig

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from controllers.watch.gradients import GradientWatch
+from controllers.watch.update_measures import GradientWatch
 from verl_ray.engine.base import LossReport, StepReport
 from verl_ray.errors import NonFiniteError
 from workers.model_worker import UpdateReport

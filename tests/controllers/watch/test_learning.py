@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from controllers.compose.composition import compose
-from controllers.watch.learning import Diagnosis, diagnoses
-from controllers.watch.learning_watch import LearningWatch
+from controllers.watch.learning import Diagnosis, LearningWatch, diagnoses
 from verl_ray.config.schema import Config
 
 HEALTHY = {

@@ -17,7 +17,7 @@ from controllers.watch.held_out_measures import CoreScores
 from tests.corrections import NO_CORRECTION, NO_LIMIT
 from tests.rows import rewards_of, rollouts_of, values_of
 from verl_ray.algorithms.correction import CORRECTION_PREFIX
-from verl_ray.algorithms.credit import assign_credit
+from verl_ray.algorithms.credit import token_credit
 from verl_ray.algorithms.mismatch import MISMATCH_PREFIX
 from verl_ray.algorithms.subsets import NO_ANSWER
 from verl_ray.config.algorithm import AlgorithmConfig
@@ -27,8 +27,7 @@ from verl_ray.data.stages import Credit, Finish, Scores
 from verl_ray.engine.base import LossReport, StepReport
 from verl_ray.ops.masked import Moments
 from verl_ray.profiling.memory import GIB, DeviceMemory
-from verl_ray.rewards.health import ScoreHealth
-from verl_ray.rewards.results import Entries
+from verl_ray.rewards.health import Entries, ScoreHealth
 from verl_ray.rewards.shaping import ResponseScores
 from verl_ray.tracking.comparison import intervals
 from verl_ray.tracking.evaluations import HeldOutScores
@@ -164,7 +163,7 @@ def test_rewards_are_per_response_and_advantages_per_token() -> None:
     })  # fmt: skip
     rows = rollouts_of([2, 1, 1])
     rewards = rewards_of([1.0, 3.0, 100.0], in_loss=[True, True, False])
-    credit = assign_credit(
+    credit = token_credit(
         algorithm,
         0.0,
         rows,

@@ -5,7 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from controllers.watch.staleness import age_metrics, queue_metrics, version_metrics
+from controllers.watch.update_measures import (
+    age_metrics,
+    queue_metrics,
+    version_metrics,
+)
 from tests.rows import rollouts_of
 from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.data.sharded import Receipt, Sharded

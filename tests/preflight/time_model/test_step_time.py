@@ -13,10 +13,10 @@ from verl_ray.planning.candidates import (
     Space,
     offloaded,
     with_backend,
+    with_cache,
     with_engines,
     with_ranks,
 )
-from verl_ray.planning.fit import with_cache
 from verl_ray.preflight.machine import Machine
 from verl_ray.preflight.time_model.assumptions import TRAINING_EFFICIENCY
 from verl_ray.preflight.time_model.links import Links

@@ -2,50 +2,65 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
-
-from pydantic import Field
+from collections.abc import Iterator
+from typing import Literal
 
 from verl_ray.algorithms.advantages import ADVANTAGES
-from verl_ray.config.algorithm import AlgorithmConfig
-from verl_ray.config.paths import RewardFunction
-from verl_ray.config.preparation import PrepareConfig
-from verl_ray.config.reward import HELD_OUT_GRADER, FunctionReward, Reward, SingleReward
-from verl_ray.config.roles import ModelRole, OptimizerConfig, ReferenceRole, TrainedRole
-from verl_ray.config.rollout_task import RolloutTaskConfig
-from verl_ray.config.rules.rl import RL_RULES
-from verl_ray.config.section import (
-    NonNegative,
-    Positive,
-    PositiveFloat,
-    Section,
-    Temperature,
+from verl_ray.algorithms.correction import CORRECTIONS
+from verl_ray.algorithms.length_shaping import LENGTH_REWARDS
+from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
+from verl_ray.config.algorithm import (
+    USUAL_MISMATCH,
+    AlgorithmConfig,
+    algorithm_is_chosen_as_a_group,
+    bootstrapping_needs_values,
+    correction_is_complete,
+    critic_matches_the_advantage,
+    entropy_control_is_complete,
+    kind_matches_the_form,
+    kl_controller_is_complete,
+    kl_in_the_loss_has_a_gradient,
+    kl_in_the_reward_has_no_gradient,
+    kl_is_complete,
+    mismatch_has_a_correction,
+    mismatch_is_complete,
+    own_shaping_reads_its_settings,
+    rejections_have_bounds,
+    sequences_are_weighted_as_such,
+    settings_are_read,
+    trajectories_are_judged,
+    value_losses_have_no_horizon,
+    weights_are_not_applied_twice,
 )
+from verl_ray.config.data import curriculum_is_consistent
+from verl_ray.config.preparation import (
+    PrepareConfig,
+    gain_is_measured,
+    inputs_are_prepared_or_provided,
+    prepared_data_exists,
+    prepared_model_is_possible,
+    warm_start_leaves_something_to_gain,
+)
+from verl_ray.config.reward import (
+    HELD_OUT_GRADER,
+    EvaluationConfig,
+    Reward,
+    SingleReward,
+    greedy_evaluation_needs_one_response,
+    greedy_evaluation_truncates_nothing,
+    held_out_deadline_is_used,
+    mixed_rewards_have_weights,
+    sources_by_key,
+)
+from verl_ray.config.roles import ModelRole, OptimizerConfig, ReferenceRole, TrainedRole
+from verl_ray.config.rollout import temperature_is_not_too_low
+from verl_ray.config.rollout_task import RolloutTaskConfig
+from verl_ray.config.section import OverriddenKeys, set_exactly_when
+from verl_ray.config.suggest import either
+from verl_ray.errors import Problem
 
-
-class EvaluationConfig(Section):
-    """The evaluation on held-out problems."""
-
-    num_prompts: Positive | None
-    """The first N held-out problems; null = all."""
-    group_size: Positive
-    """Responses per problem; the metric is acc/mean@N or reward/mean@N."""
-    temperature: Temperature
-    """Temperature of the sampling; 0 = greedy."""
-    top_p: Annotated[float, Field(gt=0, le=1)]
-    """Sample from the likeliest tokens of this probability together; 1 = from all."""
-    top_k: Annotated[int, Field(ge=-1)]
-    """Sample from this many likeliest tokens; -1 or 0 = from all."""
-    samples: NonNegative
-    """Rollouts of each evaluation written to samples/ and the tracker's table."""
-    functions: (
-        Annotated[dict[str, RewardFunction], Field(examples=["{default: exact_match}"])]
-        | None
-    )
-    """Grade held-out responses by these functions instead of the reward; null = by the
-    reward."""
-    deadline_s: PositiveFloat
-    """Longest time to grade one held-out response by evaluation.functions."""
+_CORRECTION = "algorithm.correction"
+_REPLAY = "algorithm.replay"
 
 
 class RLConfig(RolloutTaskConfig):
@@ -57,8 +72,6 @@ class RLConfig(RolloutTaskConfig):
     evaluation: EvaluationConfig
     algorithm: AlgorithmConfig
     prepare: PrepareConfig | None
-
-    own_rules = (*RolloutTaskConfig.own_rules, *RL_RULES)
 
     # --------------------------------------------------------------------------- models
 
@@ -73,9 +86,8 @@ class RLConfig(RolloutTaskConfig):
 
         # Some graders are models on a training backend.
         for name, grader in self.graders.items():
-            model_role = grader.as_model_role
-            if model_role is not None:
-                roles[name] = model_role
+            if isinstance(grader, ModelRole):
+                roles[name] = grader
 
         return roles
 
@@ -186,7 +198,7 @@ class RLConfig(RolloutTaskConfig):
 
     @property
     def graders(self) -> dict[str, SingleReward]:
-        return self.reward.sources_by_key("reward")
+        return sources_by_key(self.reward, "reward")
 
     def active_graders(self, *, learns: bool) -> dict[str, SingleReward]:
         """Return the reward's sources, and the grader of held-out problems.
@@ -194,20 +206,490 @@ class RLConfig(RolloutTaskConfig):
         A single evaluation needs only the latter, if held-out problems have a grader of
         their own (`HELD_OUT_GRADER`).
         """
-        evaluation = self.evaluation
-        if evaluation.functions is None:
+        held_out = self.evaluation.grader
+        if held_out is None:
             return self.graders
 
-        # Only the functions and their deadline are settings.
-        held_out = FunctionReward(
-            kind="function",
-            num_ranks=1,
-            processes_per_rank=1,
-            deadline_s=evaluation.deadline_s,
-            functions=evaluation.functions,
-            normalise="none",
-            clip=None,
-            max_failed_fraction=1.0,
-        )
         sources = self.graders if learns else {}
         return sources | {HELD_OUT_GRADER: held_out}
+
+    # ---------------------------------------------------------------------------- rules
+
+    def problems(self, overridden: OverriddenKeys) -> Iterator[Problem]:
+        """Yield the problems of rollouts, then of the algorithm, rewards and inputs."""
+        yield from super().problems(overridden)
+
+        algorithm = self.algorithm
+        evaluation = self.evaluation
+        staleness = self.rollout.staleness
+
+        yield from group_baseline_has_a_group(self)
+        yield from settings_are_read(algorithm, overridden)
+        yield from critic_matches_the_advantage(algorithm)
+        yield from critic_settings_are_used(self, overridden)
+        yield from reference_settings_are_used(self, overridden)
+        yield from kl_is_complete(algorithm.kl)
+        yield from kl_in_the_loss_has_a_gradient(algorithm.kl)
+        yield from kl_in_the_reward_has_no_gradient(algorithm.kl)
+        yield from losses_without_a_ratio_update_once(self)
+        yield from own_shaping_reads_its_settings(algorithm)
+        yield from ratios_are_not_one(self)
+        yield from length_rewards_have_a_group(self)
+        yield from dynamic_sampling_is_possible(self)
+        yield from curriculum_is_consistent(self.data.curriculum, overridden)
+        yield from curriculum_is_possible(self)
+        yield from replay_is_possible(self)
+        yield from estimators_have_probabilities(self)
+        yield from selections_have_log_probs(self)
+        yield from entropy_control_is_complete(algorithm)
+        yield from sequences_are_weighted_as_such(algorithm)
+        yield from trajectories_are_judged(algorithm)
+        yield from kl_controller_is_complete(algorithm.kl)
+        if algorithm.value_loss is not None:
+            yield from value_losses_have_no_horizon(algorithm.value_loss)
+        yield from bootstrapping_needs_values(algorithm)
+        yield from algorithm_is_chosen_as_a_group(algorithm, overridden)
+        yield from kind_matches_the_form(algorithm, may_be_stale=staleness > 0)
+        yield from correction_is_complete(algorithm.correction)
+        yield from rejections_have_bounds(algorithm.correction)
+        yield from normalised_weights_are_known(self)
+        yield from weights_are_not_applied_twice(algorithm)
+        yield from mismatch_is_complete(algorithm.mismatch)
+        yield from mismatch_is_measured(self)
+        yield from mismatch_has_a_correction(algorithm)
+        yield from stale_tokens_are_corrected(self)
+        yield from temperature_is_not_too_low("rollout", self.rollout.temperature)
+        yield from temperature_is_not_too_low("evaluation", evaluation.temperature)
+        yield from greedy_evaluation_needs_one_response(evaluation)
+        yield from greedy_evaluation_truncates_nothing(evaluation)
+        yield from held_out_deadline_is_used(evaluation, overridden)
+        yield from normalised_scores_matter(self)
+        yield from mixed_rewards_have_weights(self.reward)
+        if self.prepare is not None:
+            yield from _inputs_can_be_made(self, self.prepare, overridden)
+
+
+# -------------------------------------------------------------------------------- rules
+
+
+def _inputs_can_be_made(
+    config: RLConfig, prepare: PrepareConfig, overridden: OverriddenKeys
+) -> Iterator[Problem]:
+    """Yield the problems of the inputs that the run makes itself."""
+    yield from inputs_are_prepared_or_provided(overridden)
+    yield from prepared_data_exists(prepare, config.evaluation.num_prompts)
+    yield from prepared_model_is_possible(prepare.model, config.rollout.tensor_parallel)
+
+    # An evaluation alone makes no inputs.
+    if not overridden.evaluates:
+        yield from warm_start_leaves_something_to_gain(prepare)
+        yield from gain_is_measured(
+            prepare, config.evaluation, config.run, config.reward
+        )
+
+
+def group_baseline_has_a_group(config: RLConfig) -> Iterator[Problem]:
+    """Yield a problem if a group baseline has a single response per group."""
+    advantage = config.algorithm.advantage
+    group_size = config.rollout.group_size
+
+    # A single response has no other one to be compared with.
+    if ADVANTAGES[advantage].needs_group and group_size < 2:
+        rule = (
+            f"algorithm.advantage={advantage} compares the responses to one prompt with"
+            " each other"
+        )
+        fix = (
+            "Use at least 2 (8 is usual), or algorithm=ppo or"
+            " algorithm=reinforce_plus_plus."
+        )
+        yield Problem("rollout.group_size", group_size, rule, fix)
+
+
+def losses_without_a_ratio_update_once(config: RLConfig) -> Iterator[Problem]:
+    """Yield a problem if a loss without a ratio has several updates per step."""
+    actor = config.actor
+    policy_loss = config.algorithm.policy_loss
+    rows = config.data.prompts_per_step * config.rollout.group_size
+
+    if (
+        POLICY_LOSSES[policy_loss].has_ratio
+        or config.algorithm.correction_weighs_updates
+    ):
+        return
+
+    rule = (
+        f"{policy_loss} has no ratio that would correct a second update on the same"
+        " rollouts"
+    )
+    with_ratio = [loss.name for loss in POLICY_LOSSES.values() if loss.has_ratio]
+    alternative = f"use algorithm.policy_loss={either(with_ratio)}"
+
+    # Further epochs and smaller mini-batches both make further updates.
+    if actor.epochs > 1:
+        fix = f"Set it to 1, or {alternative}."
+        yield Problem("actor.epochs", actor.epochs, rule, fix)
+
+    if actor.mini_batch_size is not None and actor.mini_batch_size < rows:
+        fix = f"Set it to null or {rows}, or {alternative}."
+        yield Problem("actor.mini_batch_size", actor.mini_batch_size, rule, fix)
+
+
+def ratios_are_not_one(config: RLConfig) -> Iterator[Problem]:
+    """Yield a problem if a loss of ratios compares the policy with itself."""
+    loss = POLICY_LOSSES[config.algorithm.policy_loss]
+    updates = config.actor.updates_per_step(config.rows_per_step)
+    compares_with_sampler = (
+        config.algorithm.correction.form == "two_policy"
+        and not config.algorithm.corrects_later
+    )
+    if not loss.needs_another_policy or updates > 1 or compares_with_sampler:
+        return
+
+    quarter = max(config.rows_per_step // 4, 1)
+    rule = (
+        f"with one update per step the ratio of {loss.name} is 1 at every token, so it"
+        " is the plain policy gradient"
+    )
+    fix = (
+        f"Make several updates, as its paper does: actor.mini_batch_size={quarter}."
+        " Or compare with the sampler's policy: algorithm.correction.form=two_policy."
+    )
+    yield Problem("algorithm.policy_loss", loss.name, rule, fix)
+
+
+def selections_have_log_probs(config: RLConfig) -> Iterator[Problem]:
+    """Yield a problem if tokens are chosen by log-probs that no policy has."""
+    algorithm = config.algorithm
+    if not algorithm.chooses_tokens or config.rollout.kv != "keep":
+        return
+
+    key, value = "policy_loss", algorithm.policy_loss
+    if algorithm.entropy_share is not None:
+        key, value = "entropy_share", str(algorithm.entropy_share)
+    rule = (
+        "tokens are chosen by what the policy before the step says of them, and with"
+        " rollout.kv=keep nothing but the sampler's log-probs is known"
+    )
+    fix = "Use rollout.kv=recompute, or leave this out."
+    yield Problem(f"algorithm.{key}", value, rule, fix)
+
+
+def estimators_have_probabilities(config: RLConfig) -> Iterator[Problem]:
+    """Yield a problem if an estimator reads probabilities that no policy has."""
+    advantage = ADVANTAGES[config.algorithm.advantage]
+    if not advantage.reads_probabilities or config.rollout.kv != "keep":
+        return
+
+    rule = (
+        "it reads probabilities of the policy before the step, and with rollout.kv=keep"
+        " nothing but the sampler's log-probs is known"
+    )
+    fix = "Use rollout.kv=recompute, or another algorithm such as algorithm=rloo."
+    yield Problem("algorithm.advantage", advantage.name, rule, fix)
+
+
+def critic_settings_are_used(
+    config: RLConfig, overridden: OverriddenKeys
+) -> Iterator[Problem]:
+    """Yield a problem for each setting of a critic that the run does not have.
+
+    Also refuse a warm-up of the critic that would leave the actor no step.
+    """
+    key = "algorithm.critic_warmup_steps"
+    warmup_steps = config.algorithm.critic_warmup_steps
+    total_steps = config.run.total_steps
+
+    # A critic that exists uses its settings, so only its warm-up can be wrong.
+    if config.has_critic:
+        # The steps of run.total_epochs are known, and compared, when the data are read.
+        if total_steps is not None and warmup_steps >= total_steps:
+            rule = (
+                f"the actor would never learn in the {total_steps} steps of"
+                " run.total_steps"
+            )
+            fix = f"Use at most {total_steps - 1}."
+            yield Problem(key, warmup_steps, rule, fix)
+        return
+
+    reason = f"algorithm={config.algorithm.name} makes no critic"
+    yield from overridden.ignored(overridden.under("critic"), reason)
+
+    if warmup_steps:
+        fix = "Set it to 0, or choose algorithm=ppo."
+        yield Problem(key, warmup_steps, reason, fix)
+
+
+def reference_settings_are_used(
+    config: RLConfig, overridden: OverriddenKeys
+) -> Iterator[Problem]:
+    """Yield a problem for each setting of a reference that the run does not have."""
+    if config.has_reference:
+        return
+
+    keys = overridden.under("reference")
+    reason = "algorithm.kl.place=none makes no reference"
+
+    if config.reference_is_base:
+        rank = config.actor.lora.rank
+        reason = (
+            f"with actor.lora.rank={rank} the reference is the actor without its"
+            " adapter"
+        )
+
+        # The path equals the actor's, or there would be a reference of its own.
+        keys = [key for key in keys if key != "reference.model.path"]
+
+    yield from overridden.ignored(keys, reason)
+
+
+# ------------------------------------------------------------- tokens of other policies
+
+
+def normalised_weights_are_known(config: RLConfig) -> Iterator[Problem]:
+    """Yield a problem if there are no weights to normalise, or no mean of them."""
+    correction = config.algorithm.correction
+    if not correction.normalise:
+        return
+
+    key = f"{_CORRECTION}.normalise"
+    three_policy = f"{_CORRECTION}.form=three_policy"
+    kind = correction.kind
+    loss = POLICY_LOSSES[config.algorithm.policy_loss]
+    if kind is None or not CORRECTIONS[kind].weights_by_ratio:
+        rule = f"there are no weights: {_CORRECTION}.kind is {kind or 'null'}"
+        weighing = [name for name, it in CORRECTIONS.items() if it.weights_by_ratio]
+        fix = f"Set it to false, or {_CORRECTION}.kind={either(weighing)}."
+        yield Problem(key, True, rule, fix)
+    elif correction.form == "two_policy" and loss.has_ratio:
+        rule = (
+            f"in the two-policy form the ratio of {loss.name} is the weight, and the"
+            " correction has none"
+        )
+        yield Problem(key, True, rule, f"Set it to false, or {three_policy}.")
+    elif (
+        correction.form == "two_policy"
+        and config.actor.updates_per_step(config.rows_per_step) > 1
+    ):
+        rule = (
+            "the weights of later updates are those of a policy that has learned by"
+            " then, whose mean over the mini-batch would need another forward pass"
+        )
+        fix = f"Set it to false, make one update per step, or use {three_policy}."
+        yield Problem(key, True, rule, fix)
+    elif config.rollout.kv == "keep":
+        rule = (
+            "the mean is one of log-probs from before the step, and with"
+            " rollout.kv=keep no policy has those of the tokens"
+        )
+        fix = "Set it to false, or rollout.kv=recompute."
+        yield Problem(key, True, rule, fix)
+
+
+def mismatch_is_measured(config: RLConfig) -> Iterator[Problem]:
+    """Yield a problem if the metric that is limited is of tokens that there are not."""
+    rollout = config.rollout
+    metric = config.algorithm.mismatch.metric or ""
+    if metric.startswith("staleness/") and rollout.updates == "between":
+        rule = (
+            "it is of tokens that the present policy sampled, and there are none:"
+            " rollout.updates is between"
+        )
+        if rollout.staleness == 0:
+            rule = "it is measured where some tokens are older: rollout.staleness is 0"
+        yield Problem(
+            "algorithm.mismatch.metric", metric, rule, f"Use {USUAL_MISMATCH}."
+        )
+
+
+def stale_tokens_are_corrected(config: RLConfig) -> Iterator[Problem]:
+    """Yield a problem if older tokens would be taken for those of the policy."""
+    rollout = config.rollout
+    algorithm = config.algorithm
+    # A synchronous run with older tokens is refused already.
+    staleness = 0 if rollout.schedule == "synchronous" else rollout.staleness
+    replay_age = algorithm.replay_age or 0
+    if not max(staleness, replay_age):
+        return
+
+    age, key = max(
+        (staleness, "rollout.staleness"), (replay_age, "algorithm.replay_age")
+    )
+    rule = (
+        f"tokens may be {age} policy versions old ({key}), and nothing corrects for it"
+    )
+    if algorithm.correction.form == "none":
+        fix = (
+            "Use two_policy with algorithm.correction.kind=icepop level=token lower=0.5"
+            " upper=5.0, which the group schedule sets; or three_policy with kind=tis."
+        )
+        yield Problem(f"{_CORRECTION}.form", "none", rule, fix)
+    if algorithm.mismatch.then == "correct":
+        fix = "Use stop, or set algorithm.mismatch.limit=null."
+        rule += " until the mismatch exceeds its limit"
+        yield Problem("algorithm.mismatch.then", "correct", rule, fix)
+
+    # Tokens that are sampled over an old cache are of no version's policy.
+    if rollout.kv == "keep" and algorithm.correction.form == "three_policy":
+        rule = (
+            "with rollout.kv=keep no version of the policy has the log-probs of later"
+            " tokens, so none can be computed again"
+        )
+        fix = f"Use rollout.kv=recompute, or {_CORRECTION}.form=two_policy."
+        yield Problem("rollout.kv", "keep", rule, fix)
+
+
+# ------------------------------------------------------------------- groups and prompts
+
+
+def dynamic_sampling_is_possible(config: RLConfig) -> Iterator[Problem]:
+    """Yield a problem for each setting that groups cannot be drawn again with."""
+    draws = config.algorithm.dynamic_sampling
+    if draws is None:
+        return
+
+    yield from _compares_groups(config, "algorithm.dynamic_sampling", draws)
+    schedule = config.rollout.schedule
+    if schedule == "one_step_off":
+        rule = (
+            "with algorithm.dynamic_sampling scores decide which prompts a batch holds,"
+            " and with schedule=one_step_off their numbers alone do"
+        )
+        fix = (
+            "Choose schedule=asynchronous or schedule=synchronous, or set"
+            " algorithm.dynamic_sampling=null."
+        )
+        yield Problem("rollout.schedule", schedule, rule, fix)
+
+
+def replay_is_possible(config: RLConfig) -> Iterator[Problem]:
+    """Yield a problem for each setting that groups cannot be replayed with."""
+    algorithm = config.algorithm
+    replay = algorithm.replay
+    because = "algorithm.replay=" + ("null" if replay is None else "...")
+    key = "algorithm.replay_age"
+    yield from set_exactly_when(
+        replay is not None, key, algorithm.replay_age, because, 4
+    )
+    if replay is None:
+        return
+
+    yield from _compares_groups(config, _REPLAY, replay)
+    if algorithm.dynamic_sampling is not None:
+        rule = (
+            "algorithm.dynamic_sampling leaves no group whose scores are all equal, and"
+            " earlier groups would take the place of such ones"
+        )
+        yield Problem(_REPLAY, replay, rule, "Set one of the two to null.")
+
+    besides = [*_rewards_beside_scores(config)]
+    if besides:
+        rule = (
+            "a group whose scores are all equal teaches something with"
+            f" {' and '.join(besides)}, and earlier groups would take its place"
+        )
+        yield Problem(_REPLAY, replay, rule, "Set it to null, or leave these out.")
+    for key, grader in config.graders.items():
+        if grader.normalise == "running":
+            rule = "the scores of an earlier group would enter its moments again"
+            fix = "Use batch or none, or set algorithm.replay=null."
+            yield Problem(f"{key}.normalise", "running", rule, fix)
+
+
+def _compares_groups(config: RLConfig, key: str, value: int) -> Iterator[Problem]:
+    """Yield a problem if a group whose scores are all equal teaches something, too."""
+    advantage = ADVANTAGES[config.algorithm.advantage]
+    if not advantage.needs_group:
+        rule = (
+            f"algorithm.advantage={advantage.name} compares no responses of a group, so"
+            " it also learns from groups whose scores are all equal"
+        )
+        fix = "Set it to null, or choose an advantage of groups, such as grpo."
+        yield Problem(key, value, rule, fix)
+
+
+def _rewards_beside_scores(config: RLConfig) -> Iterator[str]:
+    """Yield the settings that give responses with equal scores other rewards."""
+    algorithm = config.algorithm
+    for name in ("overlong_share", "brevity", "efficiency", "shaping"):
+        if getattr(algorithm, name) is not None:
+            yield f"algorithm.{name}"
+    if algorithm.kl.place == "reward":
+        yield "algorithm.kl.place=reward"
+
+
+def length_rewards_have_a_group(config: RLConfig) -> Iterator[Problem]:
+    """Yield a problem if lengths are to be compared and a group has one response."""
+    algorithm = config.algorithm
+    # A function of the user's own does with its settings what it likes.
+    if algorithm.shaping is not None or config.rollout.group_size > 1:
+        return
+
+    for name in LENGTH_REWARDS:
+        weight = getattr(algorithm, name)
+        if weight is not None:
+            rule = (
+                "it compares the lengths of responses to one prompt, and"
+                " rollout.group_size is 1"
+            )
+            fix = "Set it to null, or rollout.group_size=8."
+            yield Problem(f"algorithm.{name}", weight, rule, fix)
+
+
+def curriculum_is_possible(config: RLConfig) -> Iterator[Problem]:
+    """Yield a problem for each setting that prompts cannot be chosen with."""
+    if not config.data.curriculum.is_on:
+        return
+
+    epochs = config.run.total_epochs
+    if epochs is not None:
+        rule = "with data.curriculum an epoch does not use each prompt"
+        fix = "Set run.total_epochs=null and run.total_steps to the number of steps."
+        yield Problem("run.total_epochs", epochs, rule, fix)
+
+    draws = config.algorithm.dynamic_sampling
+    if draws is not None and config.rollout.staleness:
+        rule = (
+            "data.curriculum chooses prompts by the scores before them, and with"
+            " rollout.staleness > 0 it depends on the order of completion which batch a"
+            " group that is drawn again belongs to"
+        )
+        fix = (
+            "Choose schedule=synchronous, or set algorithm.dynamic_sampling=null, or"
+            " both shares of data.curriculum to 1 and its solved_from to null."
+        )
+        yield Problem("algorithm.dynamic_sampling", draws, rule, fix)
+
+
+# ------------------------------------------------------------------------------ rewards
+
+
+def normalised_scores_matter(config: RLConfig) -> Iterator[Problem]:
+    """Yield a problem if scores are normalised and the advantage undoes it.
+
+    Some group baselines divide by the deviation of the group.
+    """
+    advantage = ADVANTAGES[config.algorithm.advantage]
+    reward = config.graders.get("reward")
+    if reward is None:
+        return
+
+    if reward.normalise != "none" and advantage.needs_positive_scores:
+        rule = (
+            f"algorithm.advantage={advantage.name} learns only from groups whose mean"
+            " score is above 0, and normalised scores lie around 0"
+        )
+        fix = "Set it to none, or use another algorithm.advantage."
+        yield Problem("reward.normalise", reward.normalise, rule, fix)
+
+    if not advantage.divides_by_spread:
+        return
+
+    # Clipping depends on the scale, so that normalising changes something then.
+    if reward.normalise != "none" and reward.clip is None:
+        rule = (
+            f"algorithm.advantage={advantage.name} compares within a group and divides"
+            " by a deviation, which undoes this"
+        )
+        fix = "Set it to none, or give reward.clip as well."
+        yield Problem("reward.normalise", reward.normalise, rule, fix)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from verl_ray.config.data import RowFormat
 from verl_ray.config.roles import ModelRole, SupervisedRole
-from verl_ray.config.rules.run import stopping_is_measured
 from verl_ray.config.schema import Config
-from verl_ray.config.section import Fraction, Positive, Section
+from verl_ray.config.section import Fraction, OverriddenKeys, Positive, Section
+from verl_ray.errors import Problem
 
 
 class SupervisedConfig(Section):
@@ -38,8 +40,6 @@ class SFTConfig(Config):
     sft: SupervisedConfig
     evaluation: SupervisedEvaluationConfig
 
-    own_rules = (stopping_is_measured,)
-
     @property
     def model_roles(self) -> dict[str, ModelRole]:
         return {"actor": self.actor}
@@ -65,3 +65,19 @@ class SFTConfig(Config):
     @property
     def longest_row(self) -> tuple[int, str]:
         return self.sft.max_tokens, "sft.max_tokens"
+
+    def problems(self, overridden: OverriddenKeys) -> Iterator[Problem]:
+        yield from super().problems(overridden)
+        yield from stopping_is_measured(self)
+
+
+def stopping_is_measured(config: SFTConfig) -> Iterator[Problem]:
+    """Yield a problem if a run stops at an accuracy that it does not measure."""
+    accuracy = config.sft.stop_at_accuracy
+    if accuracy is not None and config.run.evaluate_every == 0:
+        rule = (
+            "the accuracy is measured by evaluating, and run.evaluate_every=0 turns"
+            " that off"
+        )
+        fix = "Use null, or run.evaluate_every=10."
+        yield Problem("sft.stop_at_accuracy", accuracy, rule, fix)

@@ -3,9 +3,7 @@ drives it according to the contract.
 
 Invariant: whatever the layout, results are those of the plain engine. Weights and state
 enter and leave under the names of the model as transformers has it, so any layout and
-any other backend can continue from them. Deliberately not here: the model (`model.py`),
-weights of this rank (`weights.py`), process groups (`layout.py`), the form of a
-checkpoint (`state.py`), and how buffers are offloaded (`buffers.py`).
+any other backend can continue from them.
 """
 
 from __future__ import annotations
@@ -32,27 +30,24 @@ from verl_ray.backends.megatron import MegatronBackend
 from verl_ray.checkpoint.sharded import random_key
 from verl_ray.data.stages import Rows, TrainingBatch
 from verl_ray.engine.base import EngineSpec, ForwardResult, LossReport, StepReport
-from verl_ray.engine.megatron.buffers import MegatronBuffers
-from verl_ray.engine.megatron.expert_balance import ExpertBalance
+from verl_ray.engine.megatron.experts import ExpertBalance
 from verl_ray.engine.megatron.layout import parallel_layout_of
-from verl_ray.engine.megatron.model import Stage
-from verl_ray.engine.megatron.model_config import has_experts, transformer_config
+from verl_ray.engine.megatron.model import Stage, has_experts, transformer_config
 from verl_ray.engine.megatron.optimizer import (
     OptimizerShard,
     clip_and_step,
-    make_optimizer,
-    reload_optimizer,
-    shards_of,
-)
-from verl_ray.engine.megatron.state import (
     load_step_counters,
+    make_optimizer,
     model_state,
     optimizer_state,
+    reload_optimizer,
+    shards_of,
     torch_param_groups,
 )
 from verl_ray.engine.megatron.weight_map import MappedParameter
 from verl_ray.engine.megatron.weights import (
     BoxReader,
+    MegatronBuffers,
     computing_boxes,
     main_boxes,
     map_parameters,
@@ -63,19 +58,23 @@ from verl_ray.engine.megatron.weights import (
     slices_by_tensor,
 )
 from verl_ray.engine.micro_batches import Loss, MicroBatch, MicroBatches
-from verl_ray.engine.model_manifest import build_manifest
 from verl_ray.engine.offload import Offload, offloadable
-from verl_ray.engine.packed_engine import PackedEngine
-from verl_ray.engine.random_stream import RandomStream
+from verl_ray.engine.packed_engine import PackedEngine, RandomStream
 from verl_ray.errors import EngineError, ModelError
+from verl_ray.models.export import build_manifest
 from verl_ray.models.families import ACTIVATIONS_IN_MEGATRON, IN_MEGATRON
 from verl_ray.models.role_model import PackedRows, RoleModel, build_role_model
-from verl_ray.models.tensor_sources import CheckpointReader
+from verl_ray.models.weights import CheckpointReader
 from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
 from verl_ray.parallel.sharding_manager import PackedTokens, ShardingManager
 from verl_ray.parallel.ulysses import UlyssesManager
-from verl_ray.weight_sync.buckets import Entry, aligned_bytes
-from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice
+from verl_ray.weight_sync.manifest import (
+    Entry,
+    Manifest,
+    Parameter,
+    Slice,
+    aligned_bytes,
+)
 from verl_ray.weight_sync.slots import parameter_view, sum_bytes_over_ranks
 
 

@@ -4,8 +4,7 @@ Invariant: megatron-core keeps its groups in globals of a module. Here each layo
 its own groups, made once per process and installed while it is used, so engines with
 different layouts live in one process. Ranks are numbered as in megatron-core: tensor
 innermost, then context, then data (over which experts are distributed), pipeline
-outermost. Deliberately not here: which layouts are feasible
-(`verl_ray/backends/layouts.py`).
+outermost.
 """
 
 from __future__ import annotations

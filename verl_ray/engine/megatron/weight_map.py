@@ -4,8 +4,7 @@ Invariant: the regions of a parameter are runs of its rows; together they are al
 except for the rows of words that only pad the vocabulary. Each region is a box of one
 parameter of the model as transformers has it. Over the ranks of one copy of the model,
 the regions that ranks own cover every parameter once. So reading a checkpoint, sending
-weights and saving state are the same operation: copies between boxes. Deliberately not
-here: moving anything.
+weights and saving state are the same operation: copies between boxes.
 """
 
 from __future__ import annotations
@@ -16,10 +15,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
-from verl_ray.engine.megatron.boxes import shape_of_box
+from torch import nn
+
 from verl_ray.engine.megatron.layout import Axis, ParallelLayout
 from verl_ray.errors import EngineError, ModelError
 from verl_ray.models.names import Box
+
+
+def shape_of_box(box: Box) -> tuple[int, ...]:
+    """Return the lengths of a box's sides."""
+    return tuple(side.stop - side.start for side in box)
+
+
+def is_empty_box(box: Box) -> bool:
+    """Return whether a side of the box has no length."""
+    return any(side.start >= side.stop for side in box)
+
 
 _LAYER = re.compile(r"decoder\.layers\.\d+\.(.*)")
 _EXPERT = re.compile(
@@ -142,6 +153,10 @@ class MappedParameter:
     owned: bool = True
     replicated: bool = False
     expert: bool = False
+
+
+ParameterMap = dict[nn.Parameter, MappedParameter]
+"""The parameters of this rank's chunks, and their meaning."""
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,7 @@ buffers of megatron-fsdp.
 Invariant: what is computed is what the plain engine computes. The package's hooks
 gather parameters before a module computes, release them afterwards, and sum and scatter
 gradients. Between computations this rank's shards are DTensors that are cut between
-rows, unevenly, and carry their positions. Deliberately not here: building them
-(`sharding.py`), and the package's import (`package.py`).
+rows, unevenly, and carry their positions.
 """
 
 from __future__ import annotations
@@ -22,16 +21,19 @@ from torch.distributed.tensor import DTensor
 
 from verl_ray.backends.megatron_fsdp import MegatronFsdpBackend
 from verl_ray.config.roles import OptimizerConfig
-from verl_ray.engine.megatron_fsdp import shared_storage
 from verl_ray.engine.megatron_fsdp.package import uneven_dtensor
 from verl_ray.engine.megatron_fsdp.sharding import fully_shard
 from verl_ray.engine.micro_batches import Loss, MicroBatches
 from verl_ray.engine.module_engine import ModuleEngine
-from verl_ray.engine.offload import OffloadableTensor
+from verl_ray.engine.offload import (
+    OffloadableTensor,
+    offloadable_storages,
+    release_memory,
+    renew_memory,
+)
 from verl_ray.models import lora
 from verl_ray.models.role_model import RoleModel
-from verl_ray.models.tensor_sources import TensorSource
-from verl_ray.models.weights import fill, own_box
+from verl_ray.models.weights import TensorSource, fill, own_box
 from verl_ray.ops.outputs import RequestedOutputs
 from verl_ray.weight_sync.manifest import Manifest
 
@@ -293,7 +295,7 @@ class MegatronFsdpEngine(ModuleEngine):
         if self.backend.sharding != "none":
             # Release the parameters that are gathered.
             self._sharded.all_gather_pipeline.reset(preserve_non_fsdp_units=False)
-        shared_storage.release(self._gradient_buffers())
+        release_memory(self._gradient_buffers())
 
     def offloadable_weights(self) -> list[OffloadableTensor]:
         buffer = self._sharded.param_and_grad_buffer
@@ -312,7 +314,7 @@ class MegatronFsdpEngine(ModuleEngine):
         for parameter in buffer.params:
             if parameter.untyped_storage().data_ptr() in addresses:
                 tensors.append(("", parameter))
-        return shared_storage.offloadable_storages(tensors)
+        return offloadable_storages(tensors)
 
     def offloadable_moments(self) -> list[OffloadableTensor]:
         if self.optimizer is None:
@@ -324,10 +326,10 @@ class MegatronFsdpEngine(ModuleEngine):
             for parameter, state in self.optimizer.state.items()
             for kind in MOMENTS
         ]
-        return shared_storage.offloadable_storages(moments)
+        return offloadable_storages(moments)
 
     def after_reload(self) -> None:
-        shared_storage.renew(self._gradient_buffers())
+        renew_memory(self._gradient_buffers())
         self._install()
 
     def _gradient_buffers(self) -> list[Tensor]:

@@ -1,8 +1,7 @@
 """The package megatron-fsdp, imported without megatron-core, and with corrected shards.
 
 Invariant: no file of NVIDIA's package is edited. The project imports it only from here,
-so that the corrections always apply. Deliberately not here: the corrections of what
-`fully_shard` does to optimizers (`sharding.py`).
+so that the corrections always apply.
 
 - If megatron-core 0.16.1 can be imported, megatron-fsdp 0.6.1 takes its class of
   settings instead of its own. That class lacks settings which the package then passes.

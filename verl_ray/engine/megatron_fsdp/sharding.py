@@ -2,9 +2,7 @@
 
 Invariant: while a model is built, no rank has more memory than its own buffers and one
 bucket. Gradients are summed over ranks, never averaged. The optimizer has its parameter
-groups, and has taken no step. Deliberately not here: values (the engine fills the
-shards), and when parameters are gathered and gradients reduced (the package's hooks,
-and the engine for the rest).
+groups, and has taken no step.
 
 The package's own `fully_shard` puts all parameters into one group of the optimizer, so
 that norms decay like matrices. It also takes a step with gradients of 0, which decays
@@ -28,7 +26,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from verl_ray.backends.megatron_fsdp import MegatronFsdpBackend
 from verl_ray.config.roles import OptimizerConfig
-from verl_ray.engine.adamw import build_adamw
 from verl_ray.engine.megatron_fsdp.package import (
     DistributedDataParallelConfig,
     FSDPDistributedIndex,
@@ -36,6 +33,7 @@ from verl_ray.engine.megatron_fsdp.package import (
     MixedPrecisionPolicy,
     fully_shard_optimizer,
 )
+from verl_ray.engine.optimizer import build_adamw
 from verl_ray.models.role_model import RoleModel
 from verl_ray.models.weights import materialize
 

@@ -1,8 +1,8 @@
 """The assumptions of the time model, each with its source.
 
 Invariant: no figure here was measured by this project. A figure is a maker's, a
-publication's, or assumed. Deliberately not here: the peaks of GPUs
-(`verl_ray/preflight/gpus.py`), and how these figures are used (`step_time.py`).
+publication's, or assumed. The peaks of GPUs are elsewhere
+(`verl_ray/preflight/machine.py`).
 """
 
 from __future__ import annotations

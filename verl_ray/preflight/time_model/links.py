@@ -1,16 +1,14 @@
 """Times of exchanges between GPUs, and with the host, of a machine or a cluster.
 
 Invariant: every GPU sends and receives at the same time, so a collective takes as long
-as the bytes that one rank receives. Deliberately not here: what is exchanged
-(`training_time.py`, `step_time.py`).
+as the bytes that one rank receives.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl_ray.preflight.gpus import Gpu
-from verl_ray.preflight.machine import Machine
+from verl_ray.preflight.machine import Gpu, Machine
 from verl_ray.preflight.time_model.assumptions import NETWORK_SHARE
 
 

@@ -1,8 +1,6 @@
 """Idle shares of trainers and rollout engines, under each schedule.
 
 Invariant: pure arithmetic on the seconds in which each pool works in a step.
-Deliberately not here: where these seconds come from (`step_time.py`, or a run that was
-measured).
 """
 
 from __future__ import annotations

@@ -1,1 +1,0 @@
-"""The GPUs that trainers and rollout engines share."""

@@ -1,0 +1,432 @@
+"""Fields of a record: their names, and their values, which are texts or chat messages.
+
+Invariant: a value is checked where it is read, so an error names the place and the
+field, and a hint names only fields that the record has. Which field is read for what
+is in `schemas.py`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import difflib
+import functools
+import json
+import math
+from collections.abc import Iterator
+from decimal import Decimal
+
+from verl_ray.errors import DataError
+
+Fields = dict[str, object]
+"""Fields of one record, as the file has them."""
+
+Message = dict[str, object]
+
+_EXCERPT_LENGTH = 40  # characters of a value that an error shows
+
+_MOST_EXACT_INTEGER = 2**53  # a float is exact up to here
+
+_SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+
+TRAINABLE = "trainable"
+"""Key of messages as they are read: false for an answer that is context alone."""
+
+_TRAINABLE_NAMES = (TRAINABLE, "weight", "train", "training", "loss")
+"""Names by which files say whether an answer is learned, with 0, 1, false or true."""
+
+_MEDIA = ("images", "image", "videos", "video")
+
+_TEXT_ONLY = "images, videos and sounds are not supported yet"
+
+
+# -------------------------------------------------------------------------------- texts
+
+
+def require_text(fields: Fields, name: str, where: str) -> str:
+    """Return the text of a field.
+
+    Raises:
+        DataError: the field is missing, is null, holds something else, or holds a text
+            that cannot be encoded.
+    """
+    value = fields.get(name)
+    if value is None:
+        raise missing_field(name, fields, where)
+    return text_of(value, name, where)
+
+
+def text_of(value: object, name: str, where: str) -> str:
+    """Return a value that is a text.
+
+    Raises:
+        DataError: it is something else, or cannot be encoded.
+    """
+    if not isinstance(value, str):
+        raise DataError(
+            f"{name} is {excerpt(value)}", expected="text (a JSON string)", place=where
+        )
+    require_encodable(value, f"{where}, {name}")
+    return value
+
+
+def short_text_of(value: object, name: str, where: str) -> str:
+    """Return a text, or a number as the text that a person would write: 72.0 is "72".
+
+    Raises:
+        DataError: the value is something else, or no finite number.
+    """
+    # Python counts a bool as an int.
+    if isinstance(value, bool):
+        return json_text(value)
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, float):
+        if value.is_integer() and abs(value) <= _MOST_EXACT_INTEGER:
+            return str(int(value))
+        if not math.isfinite(value):
+            raise DataError(
+                f"{name} is {value}", expected="a text or a number", place=where
+            )
+        return str(value)
+    # Parquet and databases have them.
+    if isinstance(value, Decimal) and value.is_finite():
+        text = f"{value:f}"
+        return text.rstrip("0").rstrip(".") if "." in text else text
+    return text_of(value, name, where)
+
+
+def answer_of(value: object, name: str, where: str) -> str:
+    """Return an answer as text.
+
+    The answer of messages is the content of the last one. Other lists, and objects, are
+    JSON texts.
+    """
+    if is_messages(value):
+        return str(messages_of(value, name, where)[-1]["content"])
+    if isinstance(value, list | dict):
+        require_encodable(value, f"{where}, {name}")
+        return json_text(value)
+    return short_text_of(value, name, where)
+
+
+def texts_in(value: object, place: str) -> Iterator[tuple[str, str]]:
+    """Yield (place, text) of each text in a value, keys of objects included.
+
+    Args:
+        place: The name of the value. A part of it is called `place, item 2` in a list
+            and `place, key` in an object.
+    """
+    if isinstance(value, str):
+        yield place, value
+    elif isinstance(value, list):
+        for number, part in enumerate(value, start=1):
+            yield from texts_in(part, f"{place}, item {number}")
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            yield from texts_in(key, place)
+            yield from texts_in(part, f"{place}, {key}")
+
+
+def require_encodable(value: object, place: str) -> None:
+    """Raise DataError if a text in a value holds half of a surrogate pair.
+
+    JSON can spell such halves by themselves. They are no characters, so that neither
+    a tokenizer nor a file could take the text.
+    """
+    for where, text in texts_in(value, place):
+        # Nearly every text is ASCII, which Python knows without looking at it.
+        if text.isascii():
+            continue
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = text[error.start]
+            raise DataError(
+                f"character {error.start + 1} is {half!r}, half of a surrogate pair,"
+                " which no encoding has",
+                fix="write the whole character or leave it out",
+                place=where,
+            ) from None
+
+
+# ----------------------------------------------------------------------------- messages
+
+
+def as_messages(prompt: str | list[Message]) -> list[Message]:
+    """Return a prompt as messages: a plain text is the message of a user."""
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return prompt
+
+
+def is_messages(value: object) -> bool:
+    """Return whether a value is a list that begins with a chat message."""
+    if not isinstance(value, list) or not value:
+        return False
+    first = value[0]
+    return isinstance(first, dict) and ("role" in first or "from" in first)
+
+
+def messages_of(value: object, name: str, where: str) -> list[Message]:
+    """Return chat messages with `role` and `content`, whatever the file calls them.
+
+    An answer of the assistant that the file excludes from what is learned has the key
+    `TRAINABLE` with the value false. No other message has that key.
+
+    Raises:
+        DataError: the value is no list of messages, or they hold more than text.
+    """
+    if not isinstance(value, list) or not value:
+        raise DataError(
+            f"{name} is {excerpt(value)}",
+            expected="a list of chat messages",
+            place=where,
+        )
+
+    messages = []
+    for number, message in enumerate(value, start=1):
+        if not isinstance(message, dict):
+            raise DataError(
+                f"{name} holds {excerpt(message)}",
+                expected="messages with role and content",
+                place=where,
+            )
+        messages.append(_message(message, f"{where}, {name}, message {number}"))
+    return messages
+
+
+def without_nulls(value: object) -> object:
+    """Return a value whose objects, at every depth, lack the fields that are null."""
+    if isinstance(value, dict):
+        items = value.items()
+        return {name: without_nulls(part) for name, part in items if part is not None}
+    if isinstance(value, list):
+        return [without_nulls(part) for part in value]
+    return value
+
+
+def without_marks(messages: list[Message]) -> list[Message]:
+    """Return messages without what says whether they are learned."""
+    if not any(TRAINABLE in message for message in messages):
+        return messages
+    return [
+        {key: part for key, part in message.items() if key != TRAINABLE}
+        for message in messages
+    ]
+
+
+def as_context(messages: list[Message]) -> list[Message]:
+    """Return messages with a mark on each answer, so that none of them is learned."""
+    return [
+        {**message, TRAINABLE: False} if message["role"] == "assistant" else message
+        for message in messages
+    ]
+
+
+def is_learned(message: Message) -> bool:
+    """Return whether a message is an answer that is learned."""
+    return message["role"] == "assistant" and message.get(TRAINABLE) is not False
+
+
+def _message(message: Message, place: str) -> Message:
+    # A chat template would take a null for a value.
+    present = {key: part for key, part in message.items() if part is not None}
+    marks = {key: present.pop(key) for key in _TRAINABLE_NAMES if key in present}
+    if "from" in present and "role" not in present:
+        role = require_text(present, "from", place)
+        if role not in _SHAREGPT_ROLES:
+            raise DataError(
+                f"from is {role!r}",
+                expected=f"one of {', '.join(_SHAREGPT_ROLES)}",
+                place=place,
+            )
+        present = {
+            "role": _SHAREGPT_ROLES[role],
+            "content": require_text(message, "value", place),
+        }
+
+    if isinstance(present.get("content"), list):
+        present["content"] = _joined(present["content"], place)
+    for name in ("role", "content"):
+        if not isinstance(present.get(name), str):
+            # It names a null, or what there is in the place of a text.
+            require_text({**message, **present}, name, place)
+    # A message may have more than these two, such as calls of tools.
+    require_encodable(present, place)
+
+    # Other turns are never learned, whatever their marks are.
+    if present["role"] == "assistant" and not _is_trainable(marks, place):
+        present[TRAINABLE] = False
+    return present
+
+
+def _is_trainable(marks: dict[str, object], place: str) -> bool:
+    """Return whether no mark of an answer says that it is not to be learned."""
+    for name, value in marks.items():
+        # A bool is equal to 0 or 1.
+        if value not in (0, 1):
+            raise DataError(
+                f"{name} is {excerpt(value)}",
+                expected="0 or 1, or false or true: an answer is learned or it is not",
+                fix="correct the record",
+                place=place,
+            )
+    return all(marks.values())
+
+
+def _joined(parts: object, place: str) -> str:
+    """Return the text of a content that comes in parts."""
+    assert isinstance(parts, list)
+    texts = []
+    for part in parts:
+        if isinstance(part, dict) and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        elif isinstance(part, dict) and part.get("type") not in (None, "text"):
+            raise DataError(
+                f"content has a part of type {part['type']!r}; {_TEXT_ONLY}",
+                fix="take records of texts",
+                place=place,
+            )
+        else:
+            raise DataError(
+                f"content holds {excerpt(part)}",
+                expected="parts with a text",
+                place=place,
+            )
+    return "".join(texts)
+
+
+def refuse_media(fields: Fields, where: str) -> None:
+    """Raise DataError if a record comes with images, videos or definitions of tools."""
+    for name in _MEDIA:
+        if fields.get(name):
+            raise DataError(
+                f"found something in {name!r}; {_TEXT_ONLY}",
+                fix="take records of texts",
+                place=where,
+            )
+    if fields.get("tools"):
+        raise DataError(
+            "found something in 'tools', which a prompt would not show: tools are not"
+            " supported yet",
+            fix="take records without, or remove the column",
+            place=where,
+        )
+
+
+def excerpt(value: object) -> str:
+    """Return the type of a value and its beginning, for errors."""
+    return f"{type(value).__name__} {str(value)[:_EXCERPT_LENGTH]!r}"
+
+
+# -------------------------------------------------------------------------------- names
+
+
+def missing_field(name: str, fields: Fields, where: str) -> DataError:
+    """Return the error about a field that is missing or null.
+
+    Args:
+        name: The field, or the path of one in an object.
+        fields: The record.
+        where: The place of the record.
+    """
+    section, _, inner = name.rpartition(".")
+    outer = fields.get(section)
+    if name in fields or (isinstance(outer, dict) and inner in outer):
+        return DataError(
+            f"{name} is null", fix="expected a value, or no such record", place=where
+        )
+
+    present = ", ".join(repr(other) for other in fields) or "none"
+    similar = difflib.get_close_matches(name, fields, n=1)
+    hint = f"add {name!r} to every record"
+    if similar:
+        hint = f"rename {similar[0]!r} to {name!r}"
+    rule = f"no field {name!r}; the fields found are {present}"
+    return DataError(rule, fix=hint, place=where)
+
+
+def refuse_misspelt(
+    where: str, present: tuple[str, ...], optional: tuple[str, ...]
+) -> None:
+    """Raise DataError if a field looks like a misspelt optional one.
+
+    Nobody would notice otherwise: the record is complete without it.
+    """
+    pair = _similar_field(present, optional)
+    if pair is not None:
+        misspelt, intended = pair
+        raise DataError(
+            f"found field {misspelt!r}",
+            expected=f"{intended!r}",
+            fix="rename it, or it would be ignored",
+            place=where,
+        )
+
+
+# Cached, because a file has few distinct sets of fields, and many rows.
+@functools.lru_cache(maxsize=256)
+def _similar_field(
+    present: tuple[str, ...], optional: tuple[str, ...]
+) -> tuple[str, str] | None:
+    """Return (field of the record, optional field that it resembles), if any."""
+    for name in optional:
+        if name in present:
+            continue
+        similar = difflib.get_close_matches(name, present, n=1, cutoff=0.85)
+        if similar:
+            return similar[0], name
+    return None
+
+
+# --------------------------------------------------------------------------------- JSON
+
+
+def json_text(value: object) -> str:
+    """Return a value as a line of JSON.
+
+    What JSON has is written as it is, and nothing else stops the writing. Dates and
+    times are texts in ISO 8601, bytes are their UTF-8 text or null, numbers that are
+    not finite are null, and all else is the text that Python prints. Images and sounds,
+    which `datasets` stores as objects with bytes, are left out.
+    """
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError):
+        return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
+
+
+def _plain(value: object) -> object:
+    """Return a value as JSON can hold it."""
+    if isinstance(value, dict):
+        items = value.items()
+        return {str(key): _plain(part) for key, part in items if not _is_media(part)}
+    if isinstance(value, list | tuple | set):
+        return [_plain(part) for part in value if not _is_media(part)]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            return None
+    return str(value)
+
+
+def _is_media(value: object) -> bool:
+    """Return whether a value is an image or a sound, stored or decoded."""
+    if isinstance(value, dict):
+        return isinstance(value.get("bytes"), bytes)
+    return type(value).__module__.partition(".")[0] in ("PIL", "torchcodec")

@@ -1,0 +1,207 @@
+"""Tables for people: the memory plan, and the values that each `auto` becomes.
+
+Invariant: all figures are those of `memory_plan.py`, and a table shows only what was
+resolved, each key once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, get_args
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.table import Table
+
+from verl_ray.backends.base import MemoryPart
+from verl_ray.preflight.machine import GIB, MIB
+from verl_ray.preflight.memory_plan import MemoryPlan
+from verl_ray.preflight.role_memory import Phase, RoleMemory
+
+if TYPE_CHECKING:  # tables alone need no more
+    from verl_ray.preflight.resolve import Resolution
+
+# Columns of a table that is not printed to a terminal.
+_WIDTH = 110
+
+# No table is wider.
+_WIDEST = 1000
+
+
+def print_tables(*tables: RenderableType) -> None:
+    """Print tables, and lines that are as long as they are, to stdout."""
+    # rich measures a terminal itself, and reads COLUMNS.
+    knows_width = sys.stdout.isatty() or "COLUMNS" in os.environ
+    console = Console(force_jupyter=False, width=None if knows_width else _WIDTH)
+    for table in tables:
+        # A path that is not cut can be copied.
+        console.print(table, soft_wrap=isinstance(table, str), highlight=False)
+
+
+def compact_table(title: str) -> Table:
+    """Return an empty table without frames, whose first column begins a line."""
+    return Table(
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+
+
+class _MemoryTables:
+    """The table of a memory plan, which becomes two where it would be too wide."""
+
+    def __init__(self, plan: MemoryPlan, nodes: int) -> None:
+        self._plan = plan
+        self._nodes = nodes
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        parts = _parts_of(self._plan)
+        whole = _table(self._plan, parts, self._plan.phases, self._nodes)
+        if console.measure(whole, options=options.update(width=_WIDEST)).maximum <= (
+            options.max_width
+        ):
+            yield whole
+            return
+
+        yield _table(self._plan, parts, (), self._nodes)
+        yield _table(self._plan, (), self._plan.phases, self._nodes)
+
+
+def memory_table(plan: MemoryPlan, *, nodes: int = 1) -> RenderableType:
+    """Return the memory of one rank of each role, and of a device and the hosts.
+
+    A row of a role has the largest size of each part in any phase, and the memory that
+    the role needs in each phase while it computes.
+
+    Args:
+        plan: Memory plan of a run.
+        nodes: Number of hosts, whose memory is shown as a sum.
+    """
+    return _MemoryTables(plan, nodes)
+
+
+def _parts_of(plan: MemoryPlan) -> tuple[MemoryPart, ...]:
+    """Return the parts of memory that some role has."""
+    parts: tuple[MemoryPart, ...] = get_args(MemoryPart)
+    memory = [each for phases in plan.by_role.values() for each in phases.values()]
+    return tuple(part for part in parts if any(each.of(part) for each in memory))
+
+
+def _table(
+    plan: MemoryPlan,
+    parts: tuple[MemoryPart, ...],
+    phases: tuple[Phase, ...],
+    nodes: int,
+) -> Table:
+    """Return a table with some of the parts, and some of the phases."""
+    phase, most = plan.fullest(on_device=plan.on_gpus, nodes=nodes)
+    # One unit for the whole table, so that figures can be compared.
+    unit = MIB
+    unit_name = "MiB"
+    if most >= 10 * GIB:
+        unit = GIB
+        unit_name = "GiB"
+
+    place = "a device" if plan.on_gpus else "the machine"
+    title = f"memory in {unit_name} per rank, predicted"
+    if phases:
+        title += f": {place} is fullest in the phase {phase}, {most / GIB:.2f} GiB"
+    table = compact_table(title)
+    # The edge between numbers is enough, and 80 columns hold all parts.
+    table.padding = 0
+    table.add_column("role", no_wrap=True)
+    for heading in (*parts, *phases):
+        table.add_column(heading, justify="right", no_wrap=True)
+
+    for role, by_phase in plan.by_role.items():
+        sizes = _sizes_of(by_phase, parts, phases)
+        table.add_row(role, *[_text(size, unit) for size in sizes])
+
+    # A device and the host have phases alone.
+    if not phases:
+        return table
+
+    table.add_section()
+    blank = [""] * len(parts)
+    if plan.on_gpus:
+        of_device = [_text(plan.device_bytes(phase), unit) for phase in phases]
+        table.add_row("device", *blank, *of_device)
+    of_host = [_text(plan.host_bytes(phase, nodes=nodes), unit) for phase in phases]
+    hosts = "host" if nodes == 1 else f"{nodes} hosts"
+    table.add_row(hosts, *blank, *of_host)
+    return table
+
+
+def _sizes_of(
+    by_phase: Mapping[Phase, RoleMemory],
+    parts: tuple[MemoryPart, ...],
+    phases: tuple[Phase, ...],
+) -> list[int]:
+    """Return the largest size of each part, then the need of each phase, in bytes."""
+    largest = [max(memory.of(part) for memory in by_phase.values()) for part in parts]
+    needed = [by_phase[phase].computing() for phase in phases]
+    return largest + needed
+
+
+def _text(nbytes: int, unit: int) -> str:
+    """Return a size in a unit, with three digits."""
+    if not nbytes:
+        return "-"
+    if nbytes < 100 * unit:
+        return f"{nbytes / unit:.3g}"
+    return f"{nbytes / unit:.0f}"
+
+
+# ----------------------------------------------------------------------- values of auto
+
+
+def print_resolutions(resolutions: Sequence[Resolution], place: str = "here") -> None:
+    """Print what each `auto` becomes and why to stdout; nothing where there is none.
+
+    Args:
+        resolutions: What was resolved.
+        place: The machine, as the end of the title.
+    """
+    if resolutions:
+        print_tables(_auto_table(resolutions, place))
+
+
+def _auto_table(resolutions: Sequence[Resolution], place: str) -> Table:
+    table = compact_table(f"auto: what these settings become {place}")
+    # The first column has names, which are not cut.
+    table.add_column("key", no_wrap=True)
+    # Most values are words, and reasons are sentences.
+    table.add_column("value", overflow="fold", max_width=24)
+    table.add_column("because", overflow="fold")
+
+    # Roles mostly share their settings, so these share a line.
+    sections: dict[tuple[str, str, str], list[str]] = {}
+    for resolution in resolutions:
+        # Without quotes a value reads as the user would type it.
+        value = json.dumps(resolution.value).replace('"', "")
+        section, name = _section_and_name(resolution.key)
+        sections.setdefault((name, value, resolution.because), []).append(section)
+
+    for (name, value, because), names in sections.items():
+        key = f"{names[0]}.{name}"
+        if len(names) > 1:
+            key = f"{name} of\n{', '.join(names)}"
+        table.add_row(key, value, because)
+
+    return table
+
+
+def _section_and_name(key: str) -> tuple[str, str]:
+    """Return the role and the rest of a key of a backend, else section and name."""
+    role, separator, name = key.partition(".backend.")
+    if separator:
+        return role, f"backend.{name}"
+    section, _, name = key.rpartition(".")
+    return section, name
