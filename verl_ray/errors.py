@@ -157,7 +157,10 @@ class InputError(VerlRayError):
 
     def rule_in(self, path: str) -> str:
         """Return the rule and its place in a file or folder that is named already."""
-        return self._beginning().removeprefix(path).lstrip(":, ") + self.rule
+        beginning = self._beginning()
+        if beginning.startswith(path):
+            beginning = beginning.removeprefix(path).lstrip(":, /")
+        return beginning + self.rule
 
     def _beginning(self) -> str:
         if self.place:

@@ -67,7 +67,7 @@ def test_a_run_whose_checkpoints_are_all_torn_does_not_start_anew(
         Resumption(config)
     (problem,) = caught.value.problems
     assert (problem.key, problem.value) == ("run.dir", str(tmp_path))
-    assert "no usable checkpoint" in problem.rule
+    assert problem.rule.startswith("checkpoints has no usable checkpoint: ")
     assert "actor/shard is missing" in problem.rule
     assert problem.fix.startswith("Restore one of them, or start anew")
 
