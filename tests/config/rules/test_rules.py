@@ -23,6 +23,7 @@ from tests.config.rules import (
     test_spread,
 )
 from tests.config.rules.cases import Case
+from verl_ray.config.correction import correction_problems
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
 from verl_ray.config.tasks.reward_model import RewardModelConfig
@@ -61,9 +62,10 @@ def test_every_rule_has_a_case() -> None:
     for source in (Config, RolloutTaskConfig, RLConfig, SFTConfig):
         code = inspect.getsource(source.problems)
         rules |= set(re.findall(r"yield from ([a-z]\w+)\(", code)) - {"super"}
-    rules |= set(
-        re.findall(r"yield from ([a-z]\w+)\(", inspect.getsource(_inputs_can_be_made))
-    )
+    for several in (_inputs_can_be_made, correction_problems):
+        code = inspect.getsource(several)
+        rules |= set(re.findall(r"yield from ([a-z]\w+)\(", code))
+    rules.remove("correction_problems")
     assert "problems" not in vars(RewardModelConfig)
     assert {case.rule for case in CASES} == rules
 
