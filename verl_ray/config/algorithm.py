@@ -90,6 +90,9 @@ MismatchMetric = Literal[
 USUAL_MISMATCH: MismatchMetric = "rollout_corr/k3_kl"
 """The metric that messages recommend to limit."""
 
+_STEP_OF_BFLOAT16 = 2**-8
+"""Half the distance between 1 and the next number."""
+
 
 class KLConfig(Section):
     """The penalty for divergence from the reference policy."""
@@ -137,7 +140,7 @@ class CorrectionConfig(Section):
 
     tis: weights up to upper. mis: tokens above upper are left out. icepop: tokens below
     lower are left out as well. reject: the same without weights. null with two_policy:
-    only the ratio is used, which ppo_clip bounds.
+    only the ratio is used, which losses such as ppo_clip bound.
     """
     level: CorrectionLevel | None
     """The ratio that is bounded: of each token, of the response as a whole, or the
@@ -276,6 +279,12 @@ class AlgorithmConfig(_Additions):
         return has_selection or self.entropy_share is not None
 
     @property
+    def clips_finer_than_bfloat16(self) -> bool:
+        """Whether ratios are clipped closer to 1 than bfloat16 rounds what it adds."""
+        bounds = [getattr(self, name) for name in ("clip_low", "clip_high")]
+        return any(bound is not None and bound < _STEP_OF_BFLOAT16 for bound in bounds)
+
+    @property
     def judges_trajectories(self) -> bool:
         """Whether all rows of a trajectory are one sequence."""
         return self.sequence == "trajectory"
@@ -336,6 +345,59 @@ def settings_are_read(
         if usual is not None:
             recommended = overridden.follow_reference(usual)
             yield from set_exactly_when(True, key, value, because, recommended)
+
+
+def shared_bounds_are_of_the_loss(
+    algorithm: AlgorithmConfig, overridden: OverriddenKeys
+) -> Iterator[Problem]:
+    """Yield a problem for each bound that a loss was given by the one it replaces.
+
+    Losses share settings, and the usual values differ by orders of magnitude.
+    """
+    key_of_loss = "algorithm.policy_loss"
+    loss = POLICY_LOSSES[algorithm.policy_loss]
+    replaced = overridden.replaced(key_of_loss)
+    # Nothing is published about a function of the user's own.
+    if replaced is None or is_own(loss.name):
+        return
+
+    for setting, usual in loss.reads.items():
+        key = f"algorithm.{setting.name}"
+        value = getattr(algorithm, setting.name)
+        if usual is None or value in (None, usual) or overridden.under(key):
+            continue
+        rule = f"it is what {replaced} had, and {key_of_loss}={loss.name} reads it, too"
+        fix = f"Set it; {usual} is usual for {loss.name} ({loss.paper})."
+        yield Problem(key, value, rule, fix)
+
+
+def bounds_leave_a_range(algorithm: AlgorithmConfig) -> Iterator[Problem]:
+    """Yield a problem for each bound of a ratio or a covariance that leaves nothing."""
+    values = {
+        setting.name: getattr(algorithm, setting.name)
+        for setting in POLICY_LOSSES[algorithm.policy_loss].reads
+    }
+    of_ratio = "it bounds the ratio itself, which is 1 where the policies agree"
+
+    smallest = values.get("ratio_min")
+    if smallest is not None and smallest >= 1:
+        fix = "Use a number below 1, or null."
+        yield Problem("algorithm.ratio_min", smallest, of_ratio, fix)
+
+    largest = values.get("ratio_max")
+    if largest is not None and largest <= 1:
+        key = "algorithm.ratio_max"
+        fix = (
+            f"Use a number above 1, such as 5.0; {largest:g} as a distance from 1 is"
+            f" {key}={1 + largest:g}."
+        )
+        yield Problem(key, largest, of_ratio, fix)
+
+    cov_min, cov_max = values.get("cov_min"), values.get("cov_max")
+    if cov_min is not None and cov_max is not None and cov_min >= cov_max:
+        rule = f"no covariance is above it and below algorithm.cov_max={cov_max:g}"
+        fix = "Use a smaller one, or a larger algorithm.cov_max; 1.0 and 5.0 are usual."
+        yield Problem("algorithm.cov_min", cov_min, rule, fix)
 
 
 def critic_matches_the_advantage(algorithm: AlgorithmConfig) -> Iterator[Problem]:

@@ -159,7 +159,58 @@ CASES = [
         "algorithm=gspo actor.mini_batch_size=null",
         "algorithm.policy_loss",
         "the ratio of gspo is 1 at every token",
-        "algorithm.correction.form=two_policy",
+        "Make several updates, as its paper does: actor.mini_batch_size=64.",
+    ),
+    Case(
+        "ratios_are_not_one",
+        "algorithm=sapo actor.mini_batch_size=null",
+        "algorithm.policy_loss",
+        "the ratio of sapo is 1 at every token",
+        "actor.mini_batch_size=64. Or compare with the sampler's policy:"
+        " algorithm.correction.form=two_policy.",
+    ),
+    Case(
+        "shared_bounds_are_of_the_loss",
+        "algorithm=dr_grpo algorithm.policy_loss=gspo algorithm.clip_high=4e-4 actor.mini_batch_size=64"
+        " algorithm.aggregation=seq_mean_token_mean algorithm.aggregation_horizon=null",
+        "algorithm.clip_low",
+        "it is what ppo_clip had, and algorithm.policy_loss=gspo reads it, too",
+        "Set it; 0.0003 is usual for gspo (GSPO",
+    ),
+    Case(
+        "shared_bounds_are_of_the_loss",
+        "algorithm=dppo algorithm.policy_loss=dppo_kl algorithm.divergence_low=0.1",
+        "algorithm.divergence_high",
+        "it is what dppo_tv had",
+        "0.05 is usual",
+    ),
+    Case(
+        "shared_bounds_are_of_the_loss",
+        "algorithm=dppo algorithm.policy_loss=cispo",
+        "algorithm.ratio_max",
+        "it is what dppo_tv had",
+        "5.0 is usual",
+    ),
+    Case(
+        "bounds_leave_a_range",
+        "algorithm=cispo algorithm.ratio_min=8",
+        "algorithm.ratio_min",
+        "1 where the policies agree",
+        "below 1, or null",
+    ),
+    Case(
+        "bounds_leave_a_range",
+        "algorithm=cispo algorithm.ratio_max=0.28",
+        "algorithm.ratio_max",
+        "1 where the policies agree",
+        "0.28 as a distance from 1 is algorithm.ratio_max=1.28.",
+    ),
+    Case(
+        "bounds_leave_a_range",
+        "algorithm=clip_cov algorithm.cov_min=6",
+        "algorithm.cov_min",
+        "below algorithm.cov_max=5",
+        "1.0 and 5.0 are usual",
     ),
     Case(
         "trajectories_are_judged",
@@ -250,3 +301,17 @@ def test_every_algorithm_goes_with_every_root(root: str, algorithm: str) -> None
     assert isinstance(config, RLConfig)
     assert config.algorithm.name == algorithm
     assert config.has_critic == (algorithm in ("ppo", "vapo"))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "algorithm=dapo algorithm.policy_loss=ppo_clip",
+        "algorithm=luspo algorithm.policy_loss=gspo actor.mini_batch_size=64",
+        "algorithm=grpo algorithm.clip_low=0.1",
+        "algorithm=dppo algorithm.policy_loss=dppo_kl algorithm.divergence_low=0.2 algorithm.divergence_high=0.05",
+        "algorithm=cispo algorithm.ratio_min=0.5 algorithm.ratio_max=1.28",
+    ],
+)
+def test_bounds_that_a_loss_has_or_was_given(overrides: str) -> None:
+    assert compose("quickstart", overrides.split())

@@ -14,6 +14,7 @@ from verl_ray.config.algorithm import (
     AlgorithmConfig,
     algorithm_is_chosen_as_a_group,
     bootstrapping_needs_values,
+    bounds_leave_a_range,
     critic_matches_the_advantage,
     entropy_control_is_complete,
     kl_controller_is_complete,
@@ -23,6 +24,7 @@ from verl_ray.config.algorithm import (
     own_shaping_reads_its_settings,
     sequences_are_weighted_as_such,
     settings_are_read,
+    shared_bounds_are_of_the_loss,
     trajectories_are_judged,
     value_losses_have_no_horizon,
 )
@@ -220,6 +222,8 @@ class RLConfig(RolloutTaskConfig):
 
         yield from group_baseline_has_a_group(self)
         yield from settings_are_read(algorithm, overridden)
+        yield from shared_bounds_are_of_the_loss(algorithm, overridden)
+        yield from bounds_leave_a_range(algorithm)
         yield from critic_matches_the_advantage(algorithm)
         yield from critic_settings_are_used(self, overridden)
         yield from reference_settings_are_used(self, overridden)
@@ -341,10 +345,9 @@ def ratios_are_not_one(config: RLConfig) -> Iterator[Problem]:
         f"with one update per step the ratio of {loss.name} is 1 at every token, so it"
         " is the plain policy gradient"
     )
-    fix = (
-        f"Make several updates, as its paper does: actor.mini_batch_size={quarter}."
-        " Or compare with the sampler's policy: algorithm.correction.form=two_policy."
-    )
+    fix = f"Make several updates, as its paper does: actor.mini_batch_size={quarter}."
+    if not config.algorithm.clips_finer_than_bfloat16:
+        fix += f" Or compare with the sampler's policy: {_CORRECTION}.form=two_policy."
     yield Problem("algorithm.policy_loss", loss.name, rule, fix)
 
 
