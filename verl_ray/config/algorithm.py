@@ -98,7 +98,8 @@ class KLConfig(Section):
     """The penalty for divergence from the reference policy."""
 
     place: Literal["none", "reward", "loss"]
-    """Place where the divergence is charged; none = no reference role is created."""
+    """Place where the divergence is charged; none = no reference role is created.
+    algorithm.kl=none sets all of the section so."""
     estimator: KLEstimator | None
     """Estimator of the divergence per token."""
     importance_weighted: bool
@@ -424,7 +425,6 @@ def critic_matches_the_advantage(algorithm: AlgorithmConfig) -> Iterator[Problem
 
 def kl_is_complete(kl: KLConfig) -> Iterator[Problem]:
     """Yield a problem for each setting of the penalty that is missing or not used."""
-    is_charged = kl.place != "none"
     because = f"algorithm.kl.place={kl.place}"
     usual_values: dict[str, object] = {
         "estimator": "k3",
@@ -435,7 +435,16 @@ def kl_is_complete(kl: KLConfig) -> Iterator[Problem]:
     for field, usual in usual_values.items():
         key = f"algorithm.kl.{field}"
         value = getattr(kl, field)
-        yield from set_exactly_when(is_charged, key, value, because, usual)
+        if kl.place != "none":
+            yield from set_exactly_when(True, key, value, because, usual)
+        elif value is not None:
+            fix = "Set it to null, as algorithm.kl=none does with all of them."
+            yield Problem(key, value, f"{because} does not use it", fix)
+
+    if kl.place != "none" and kl.coefficient == 0:
+        rule = "it charges nothing, and a reference would be loaded and computed for it"
+        fix = "Turn the divergence off with algorithm.kl=none, or use 0.001."
+        yield Problem("algorithm.kl.coefficient", kl.coefficient, rule, fix)
 
 
 def kl_in_the_loss_has_a_gradient(kl: KLConfig) -> Iterator[Problem]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from controllers.compose.composition import compose
+from controllers.compose.composition import compose, examine
 from controllers.compose.listing import groups
 from tests.algorithms.choices import with_updates
 from tests.config.rules.cases import INPUTS, Case
@@ -83,6 +83,20 @@ CASES = [
         "algorithm.kl.coefficient",
         "algorithm.kl.place=none does not use it",
         "null",
+    ),
+    Case(
+        "kl_is_complete",
+        "algorithm=grpo algorithm.kl.place=none",
+        "algorithm.kl.estimator",
+        "algorithm.kl.place=none does not use it",
+        "as algorithm.kl=none does with all of them",
+    ),
+    Case(
+        "kl_is_complete",
+        "algorithm=grpo algorithm.kl.coefficient=0",
+        "algorithm.kl.coefficient",
+        "it charges nothing",
+        "algorithm.kl=none",
     ),
     Case(
         "kl_controller_is_complete",
@@ -315,3 +329,25 @@ def test_every_algorithm_goes_with_every_root(root: str, algorithm: str) -> None
 )
 def test_bounds_that_a_loss_has_or_was_given(overrides: str) -> None:
     assert compose("quickstart", overrides.split())
+
+
+@pytest.mark.parametrize("name", groups()["algorithm.kl"])
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo", "dr_grpo"])
+def test_the_divergence_is_one_choice(algorithm: str, name: str) -> None:
+    """The order of overrides does not matter, and its keys can still be set."""
+    choice = [f"algorithm.kl={name}", f"algorithm={algorithm}"]
+    config = compose("quickstart", choice)
+    assert isinstance(config, RLConfig) and config == compose(
+        "quickstart", [choice[1], f"algorithm/kl={name}", f"run.name={config.run.name}"]
+    )
+    assert config.algorithm.kl.place == name.partition("_")[0]
+    assert config.has_reference == (name != "none")
+    if name != "none":
+        config = compose("quickstart", [*choice, "algorithm.kl.coefficient=0.1"])
+        assert isinstance(config, RLConfig) and config.algorithm.kl.coefficient == 0.1
+
+
+def test_a_divergence_that_there_is_not() -> None:
+    (problem,) = examine("quickstart", ["algorithm.kl=off"]).problems
+    assert (problem.key, problem.rule) == ("algorithm.kl", "there is no such choice")
+    assert "loss, loss_k2, none" in problem.fix
