@@ -7,13 +7,12 @@ import pytest
 from controllers.commands.check import algorithm_lines
 from controllers.compose.composition import compose
 from controllers.compose.listing import groups
-from tests.algorithms.choices import with_updates
 from tests.controllers.runs import ROOT, Inputs
 
 
 @pytest.mark.parametrize("name", groups()["algorithm"])
 def test_two_lines_explain_an_algorithm(name: str) -> None:
-    config = compose("quickstart", with_updates(name))
+    config = compose("quickstart", [f"algorithm={name}"])
     about, parts = algorithm_lines(config)
     assert about == f"algorithm {name}: {groups()['algorithm'][name]}"
     assert parts.startswith("  advantage ") and "; loss " in parts and "; sum " in parts

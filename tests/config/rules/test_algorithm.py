@@ -8,7 +8,7 @@ import pytest
 
 from controllers.compose.composition import compose, examine
 from controllers.compose.listing import groups
-from tests.algorithms.choices import with_updates
+from tests.algorithms.choices import TAKES_SEVERAL_UPDATES
 from tests.config.rules.cases import INPUTS, Case
 from verl_ray.config.tasks.rl import RLConfig
 
@@ -311,9 +311,11 @@ CASES = [
 @pytest.mark.parametrize("root", ["quickstart", "ppo", "grpo"])
 def test_every_algorithm_goes_with_every_root(root: str, algorithm: str) -> None:
     inputs = [] if root == "quickstart" else INPUTS
-    config = compose(root, [*with_updates(algorithm), *inputs])
+    config = compose(root, [f"algorithm={algorithm}", *inputs])
     assert isinstance(config, RLConfig)
     assert config.algorithm.name == algorithm
+    updates = config.actor.updates_per_step(config.rows_per_step)
+    assert updates == (4 if algorithm in TAKES_SEVERAL_UPDATES else 1)
     assert config.has_critic == (algorithm in ("ppo", "vapo"))
 
 
@@ -351,3 +353,27 @@ def test_a_divergence_that_there_is_not() -> None:
     (problem,) = examine("quickstart", ["algorithm.kl=off"]).problems
     assert (problem.key, problem.rule) == ("algorithm.kl", "there is no such choice")
     assert "loss, loss_k2, none" in problem.fix
+
+
+@pytest.mark.parametrize(
+    ("size", "prompts", "group"),
+    [(64, 32, 8), (16, 16, 4), (3, 7, 3), (1, 1, 3), (1, 1, 2), (5, 10, 2)],
+)
+def test_several_updates_follow_the_rows_of_a_step(
+    size: int, prompts: int, group: int
+) -> None:
+    rows = [f"data.prompts_per_step={prompts}", f"rollout.group_size={group}"]
+    config = compose("quickstart", ["algorithm=gspo", *rows])
+    assert isinstance(config, RLConfig) and config.actor.mini_batch_size == size
+
+
+def test_a_size_of_the_users_own_comes_before_that_of_the_algorithm() -> None:
+    own = "actor.mini_batch_size=32"
+    config = compose("quickstart", ["algorithm=gspo", own])
+    assert isinstance(config, RLConfig) and config.actor.mini_batch_size == 32
+    config = compose("recipes/qwen3_8b", ["algorithm=gspo"])
+    assert isinstance(config, RLConfig) and config.actor.mini_batch_size == 256
+    (problem,) = examine(
+        "quickstart", ["algorithm=gspo", "data.prompts_per_step=many"]
+    ).problems
+    assert problem.key == "data.prompts_per_step"

@@ -14,7 +14,7 @@ import yaml
 
 from controllers.trainers.rl import Trainer
 from controllers.watch.measures import response_scores
-from tests.algorithms.choices import TAKES_SEVERAL_UPDATES, with_updates
+from tests.algorithms.choices import TAKES_SEVERAL_UPDATES, learning_at_once
 from tests.controllers.conftest import MakeTrainer
 from tests.controllers.runs import (
     Inputs,
@@ -172,7 +172,7 @@ def allows(name: str, setting: str) -> bool:
 def test_every_algorithm_takes_steps(
     trainer: MakeTrainer, name: str, setting: str
 ) -> None:
-    choice = [*with_updates(name), "actor.mini_batch_size=null"]
+    choice = [*learning_at_once(name), "actor.mini_batch_size=null"]
     run = trainer("ppo", *choice, *SETTINGS[setting])
     run.publish(0)
     for number in (1, 2):
