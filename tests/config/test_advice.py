@@ -98,6 +98,7 @@ def test_units_that_differ_are_converted() -> None:
         ("norm_adv_by_std_in_grpo", "algorithm.advantage=dr_grpo does not"),
         ("loss_type", "algorithm=NAME chooses the loss: cispo, gspo, sapo"),
         ("loss_type", "algorithm.aggregation the sum"),
+        ("epsilon_high", "algorithm.ratio_max, the bound of the ratio itself"),
         ("policy.dtensor_cfg.enabled", "Choose backend=fsdp."),
         ("load_best_model_at_end", "export RUN --best"),
         ("cliprange_value", "With a critic (algorithm=ppo)"),

@@ -170,7 +170,11 @@ ALGORITHM_ANSWERS: tuple[tuple[str, str], ...] = (
     ("algorithm.kl.horizon", "kl_horizon kl_ctrl.horizon"),
     (_CLIP, "clip_ratio cliprange eps_clip epsilon clip_eps eps_clip_low_high"),
     ("algorithm.clip_low", "clip_ratio_low ratio_clip_min epsilon_low"),
-    ("algorithm.clip_high", "clip_ratio_high ratio_clip_max epsilon_high"),
+    (
+        "Here it is algorithm.clip_high; with algorithm=cispo algorithm.ratio_max, the"
+        " bound of the ratio itself: 1.28 for a distance of 0.28.",
+        "clip_ratio_high ratio_clip_max epsilon_high",
+    ),
     ("algorithm.dual_clip", "clip_ratio_c ratio_clip_c delta"),
     (
         _OF_CRITIC.format(key="algorithm.value_loss.clip"),

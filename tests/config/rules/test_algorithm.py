@@ -319,6 +319,14 @@ def test_every_algorithm_goes_with_every_root(root: str, algorithm: str) -> None
     assert config.has_critic == (algorithm in ("ppo", "vapo"))
 
 
+def test_a_ratio_of_rows_is_not_to_be_compared_with_the_sampler() -> None:
+    """The mean over a row is nearer to 1 than two programs are to each other."""
+    overrides = ["algorithm=gspo", "actor.mini_batch_size=null"]
+    (problem,) = examine("quickstart", overrides).problems
+    assert problem.fix.startswith("Make several updates")
+    assert "two_policy" not in problem.fix
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
