@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 from controllers.compose.listing import groups
-from tests.algorithms.choices import with_updates
+from tests.algorithms.choices import learning_at_once
 from tests.controllers.runs import Inputs, command, command_here, make_inputs
 from verl_ray.cluster.session import Session
 from verl_ray.tracking.jsonl import read_metrics
@@ -51,7 +51,7 @@ def run(
         steps: Number of its steps.
     """
     arguments = [
-        "train", "--config-name", "grpo", *inputs.rl(folder), *with_updates(algorithm),
+        "train", "--config-name", "grpo", *inputs.rl(folder), *learning_at_once(algorithm),
         f"backend={backend}", f"run.total_steps={steps}", *changes,
     ]  # fmt: skip
     if cluster is None:

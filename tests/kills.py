@@ -42,8 +42,7 @@ SCHEDULES = {
 }
 # No reference, whose process would only take time to start.
 NO_DIVERGENCE = (
-    "algorithm.kl.place=none",
-    *(f"algorithm.kl.{name}=null" for name in ("estimator", "coefficient", "controller")),
+    "algorithm.kl=none",
 )  # fmt: skip
 OF_RESTARTS = ("rollout/restarts", "rollout/reissued")
 """Metrics that say what happened to replicas."""

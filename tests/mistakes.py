@@ -187,6 +187,11 @@ def _of_keys_and_values(inputs: Inputs) -> list[Mistake]:
         ),
         ("older tokens alone", "rollout.staleness=1", "choose schedule=carry_over"),
         ("a key of before", "rollout.in_flight=8", "is now rollout.concurrency"),
+        (
+            "a divergence that charges nothing",
+            "algorithm.kl.coefficient=0",
+            "algorithm.kl=none",
+        ),
     ]
     return [
         Mistake(name, _check(inputs, override), fix) for name, override, fix in table
@@ -201,6 +206,9 @@ def _of_other_systems(inputs: Inputs) -> list[Mistake]:
         ("algorithm.adv_estimator=grpo", "algorithm=grpo"),
         ("num_generations=8", "rollout.group_size"),
         ("beta=0.04", "algorithm.kl"),
+        ("beta=0", "0 is algorithm.kl=none"),
+        ("scale_rewards=false", "algorithm.advantage=dr_grpo"),
+        ("loss_type=cispo", "algorithm=NAME chooses the loss"),
         ("learning_rate=1e-6", "actor.optimizer.lr"),
         ("per_device_train_batch_size=4", "data.prompts_per_step"),
         ("trainer.save_freq=10", "run.checkpoint_every"),

@@ -54,6 +54,9 @@ TABLES = {
     ("docs/algorithms.md", "| `algorithm=` | what it is |"): [
         row(f"`{name}`", about) for name, about in groups()["algorithm"].items()
     ],
+    ("docs/algorithms.md", "| `algorithm.kl=` | what it is |"): [
+        row(f"`{name}`", about) for name, about in groups()["algorithm.kl"].items()
+    ],
     (
         "ARCHITECTURE.md",
         "| `algorithm.advantage` | paper | one per | needs | reads |",

@@ -420,6 +420,8 @@ def _parts(config: RLConfig) -> Iterator[str]:
         unit = algorithm.sequence if loss.sequence == "row" else loss.sequence
         ratio = f", ratio of a {unit} to {_old_policy(config)}"
     yield f"loss {loss.name}{_settings(algorithm, 'policy_loss')}{ratio}"
+    if algorithm.correction.form != "none":
+        yield _correction_in_words(algorithm)
 
     yield f"sum {algorithm.aggregation}"
     kl = algorithm.kl
@@ -431,6 +433,23 @@ def _parts(config: RLConfig) -> Iterator[str]:
     additions = [name for name in ADDITIONS if getattr(algorithm, name) is not None]
     if additions:
         yield ", ".join(_in_words(algorithm, name) for name in additions)
+
+
+def _correction_in_words(algorithm: AlgorithmConfig) -> str:
+    """Return how tokens of another policy are corrected for, rejections included."""
+    correction = algorithm.correction
+    waits = " beyond algorithm.mismatch.limit" if algorithm.corrects_later else ""
+    words = [f"correction {correction.form}{waits}"]
+    if correction.kind is not None:
+        bounds = {"lower": correction.lower, "upper": correction.upper}
+        mean = ", normalised" if correction.normalise else ""
+        words.append(f"{correction.kind} per {correction.level}{_named(bounds)}{mean}")
+    elif correction.form == "two_policy":
+        words.append("by the ratio of the loss alone")
+    for name, (lower, upper) in (correction.rejections or {}).items():
+        bounds = {"lower": lower, "upper": upper}
+        words.append(f"rejection {name}{_named(bounds)}")
+    return ", ".join(words)
 
 
 def _in_words(algorithm: AlgorithmConfig, name: str) -> str:
@@ -453,6 +472,11 @@ def _settings(algorithm: AlgorithmConfig, key: str) -> str:
     values = {
         setting.name: getattr(algorithm, setting.name) for setting in choice.reads
     }
+    return _named(values)
+
+
+def _named(values: Mapping[str, float | None]) -> str:
+    """Return the values that are not null with their names, in brackets."""
     named = [f"{name}={value:g}" for name, value in values.items() if value is not None]
     return f" ({', '.join(named)})" if named else ""
 

@@ -33,7 +33,9 @@ from controllers.compose.trees import (
     as_typed,
     interpolations,
     is_within,
+    key_exists,
     resolve,
+    value_at,
 )
 from verl_ray.config.schema import Config, rule_violations
 from verl_ray.config.suggest import did_you_mean
@@ -148,8 +150,7 @@ def _compose_into(
         result.config = with_auto_again(result.config)
 
     if result.config is not None:
-        touched = {key for override in parsed for key in touched_keys(override)}
-        violations = rule_violations(result.config, touched, evaluates=evaluates)
+        violations = _violations(result.config, parsed, base, evaluates=evaluates)
         bad_keys = {problem.key for problem in result.problems}
         result.problems += [
             violation for violation in violations if violation.key not in bad_keys
@@ -162,6 +163,16 @@ def _compose_into(
         for problem in result.problems
         if not is_within(_causes(problem.key, sources), bad_keys)
     ]
+
+
+def _violations(
+    config: Config, parsed: Sequence[Override], base: DictConfig, *, evaluates: bool
+) -> list[Problem]:
+    """Return the problems of every rule, which know what the user replaced by what."""
+    touched = {key for override in parsed for key in touched_keys(override)}
+    tree = as_plain(base)
+    before = {key: value_at(tree, key) for key in touched if key_exists(tree, key)}
+    return rule_violations(config, touched, evaluates=evaluates, before=before)
 
 
 def _replaced_lengths(overrides: Sequence[str]) -> dict[str, str]:

@@ -38,12 +38,19 @@ def root_configs() -> dict[str, str]:
 
 
 def groups() -> dict[str, dict[str, str]]:
-    """Return the choices of each group, each with what it is."""
+    """Return the choices of each group, each with what it is.
+
+    A group inside of another one has the key of the section that it fills.
+    """
     choices_of = {}
 
     for folder in importlib.resources.files("configs").iterdir():
-        if folder.is_dir() and folder.name not in (_COMMON_FOLDER, RECIPES):
-            choices_of[folder.name] = _choices(folder)
+        if not folder.is_dir() or folder.name in (_COMMON_FOLDER, RECIPES):
+            continue
+        choices_of[folder.name] = _choices(folder)
+        for inner in folder.iterdir():
+            if inner.is_dir():
+                choices_of[f"{folder.name}.{inner.name}"] = _choices(inner)
 
     return {name: choices_of[name] for name in sorted(choices_of) if choices_of[name]}
 

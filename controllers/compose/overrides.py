@@ -79,7 +79,9 @@ def choose(
     # `backend@reward.backend`. The loop ends when no override chooses from a group of
     # the tree and no group is left to follow the shared backend.
     while True:
-        choosing = [override for override in remaining if key_of(override) in choices]
+        choosing = [
+            override for override in remaining if _group_of(override) in choices
+        ]
         remaining = [override for override in remaining if override not in choosing]
         chosen |= _valid_choices(choosing, problems)
 
@@ -102,6 +104,19 @@ def choose(
     return base, choices, values
 
 
+def _group_of(override: Override) -> str:
+    """Return the key of the group that an override may choose from.
+
+    A group inside of another one is named as the section that it fills: a text for
+    `algorithm.kl` is a choice of `algorithm/kl`, whose keys can also be set.
+    """
+    key = key_of(override)
+    is_text = not override.is_delete() and isinstance(override.value(), str)
+    if override.package is None and is_text:
+        return key.replace(".", "/")
+    return key
+
+
 def _groups_following_the_backend(
     choices: Mapping[str, str], chosen: Mapping[str, str]
 ) -> list[str]:
@@ -121,14 +136,15 @@ def _valid_choices(
 
     for override in overrides:
         key = key_of(override)
+        group = _group_of(override)
         choice = override.value()
-        options = options_of(override.key_or_group)
+        options = options_of(group.partition("@")[0])
 
         if override.is_delete():
             rule = "a choice cannot be left out"
             problems.append(Problem(f"~{key}", None, rule, f"Choose: {key}=..."))
         elif isinstance(choice, str) and choice in options:
-            valid[key] = choice
+            valid[group] = choice
         else:
             rule = "there is no such choice"
             fix = foreign_choice(override.key_or_group, str(choice))
@@ -192,7 +208,7 @@ def accept(
     tree = as_plain(base)
     composed = _ComposedTree(
         tree=tree,
-        keys=sorted([*leaves(tree), *choices]),
+        keys=sorted([*leaves(tree), *(key.replace("/", ".") for key in choices)]),
         backend_roles=_backend_roles(choices),
         null_sections=[_key(override) for override in values if _sets_null(override)],
     )

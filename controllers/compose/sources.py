@@ -25,9 +25,10 @@ from yaml import MarkedYAMLError, YAMLError
 
 from controllers.compose.trees import as_plain, first_line
 from verl_ray.algorithms.catalogue import declared_settings
+from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
 from verl_ray.config.algorithm import ADDITIONS
 from verl_ray.config.renamed import migrated
-from verl_ray.config.suggest import did_you_mean
+from verl_ray.config.suggest import did_you_mean, nearest_divisors
 from verl_ray.errors import ConfigError, Problem
 from verl_ray.paths import in_ray_package
 
@@ -55,6 +56,34 @@ def outputs_root() -> str:
 
 
 OmegaConf.register_new_resolver("outputs_root", outputs_root, replace=True)
+
+
+def for_loss(policy_loss: str, values: Mapping[str, object]) -> object:
+    """Return the value for a loss, by the way in which its older tokens are corrected.
+
+    Args:
+        policy_loss: The value of algorithm.policy_loss, which may be a mistake.
+        values: A value for each of `PolicyLoss.corrected_as`.
+    """
+    declared = POLICY_LOSSES.get(policy_loss)
+    return values["tokens" if declared is None else declared.corrected_as]
+
+
+OmegaConf.register_new_resolver("for_loss", for_loss, replace=True)
+
+
+def quarter_of_rows(prompts_per_step: object, group_size: object) -> int:
+    """Return the largest size of four or more equal mini-batches of a step's rows.
+
+    Where a number is a mistake, which is reported, any size does.
+    """
+    if not isinstance(prompts_per_step, int) or not isinstance(group_size, int):
+        return 1
+    rows = prompts_per_step * group_size
+    return nearest_divisors(rows, max(rows // 4, 1))[0] if rows > 0 else 1
+
+
+OmegaConf.register_new_resolver("quarter_of_rows", quarter_of_rows, replace=True)
 
 
 def config_sources(config_dir: str | None) -> AbstractContextManager[None]:

@@ -154,11 +154,15 @@ def program_words() -> list[str]:
     if os.environ.get(SCRIPT):
         return [program(PROGRAM)]
 
-    if Path(sys.argv[0]).name != PROGRAM:
+    started = Path(sys.argv[0])
+    if started.parts[-2:] == ("controllers", "__main__.py"):
         return [sys.orig_argv[0], "-m", "controllers"]
+    # A file or a notebook of the user's has called the functions of `verl_ray`.
+    if started.name != PROGRAM:
+        return [program(PROGRAM)]
 
     on_path = shutil.which(PROGRAM)
-    if on_path is not None and Path(on_path).resolve() == Path(sys.argv[0]).resolve():
+    if on_path is not None and Path(on_path).resolve() == started.resolve():
         return [PROGRAM]
     return [sys.argv[0]]
 

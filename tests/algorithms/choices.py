@@ -13,11 +13,9 @@ TAKES_SEVERAL_UPDATES = ("gspo", "luspo", "gmpo", "sapo", "kl_cov")
 """Their ratio is 1 with one update per step."""
 
 
-def with_updates(algorithm: str) -> list[str]:
-    """Return overrides that choose an algorithm, with the updates that it needs."""
+def learning_at_once(algorithm: str) -> list[str]:
+    """Return overrides that choose an algorithm for a run of a few steps."""
     choice = [f"algorithm={algorithm}"]
-    if algorithm in TAKES_SEVERAL_UPDATES:
-        choice.append("actor.mini_batch_size=4")
     if algorithm == "vapo":
         choice.append("algorithm.critic_warmup_steps=0")
     return choice

@@ -9,7 +9,6 @@ import pytest
 
 from controllers.compose.composition import compose, examine
 from controllers.compose.listing import groups
-from tests.algorithms.choices import with_updates
 from verl_ray.algorithms.advantages import ADVANTAGES, EMA_DECAY
 from verl_ray.algorithms.catalogue import CHOICES, KL_ESTIMATORS, declared_settings
 from verl_ray.algorithms.correction import CORRECTIONS, LEVELS
@@ -45,7 +44,7 @@ def test_functions_take_the_settings_that_are_declared() -> None:
 @pytest.mark.parametrize("name", groups()["algorithm"])
 def test_an_algorithm_has_the_settings_that_it_reads(name: str) -> None:
     """Its file sets them; a setting that it does not read is null and must stay so."""
-    config = compose("quickstart", with_updates(name))
+    config = compose("quickstart", [f"algorithm={name}"])
     assert isinstance(config, RLConfig)
     algorithm = config.algorithm
     read = {
@@ -60,7 +59,7 @@ def test_an_algorithm_has_the_settings_that_it_reads(name: str) -> None:
     overrides = [
         f"algorithm.{setting.name}={values.get(setting, 1)}" for setting in unread
     ]
-    problems = examine("quickstart", [*with_updates(name), *overrides]).problems
+    problems = examine("quickstart", [f"algorithm={name}", *overrides]).problems
     fixes = {problem.key: problem.fix for problem in problems}
     assert len(problems) == len(unread)
     assert fixes == {

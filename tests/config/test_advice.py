@@ -86,13 +86,19 @@ def test_units_that_differ_are_converted() -> None:
         "actor_rollout_ref.actor.ppo_mini_batch_size", RL
     )
     assert "in GiB" in advice_on("rollout.gpu_memory_utilization", RL)
-    assert "algorithm.kl.place=loss" in advice_on("actor.use_kl_loss", RL)
+    assert "algorithm.kl=loss for true" in advice_on("actor.use_kl_loss", RL)
+    assert "0 is algorithm.kl=none" in advice_on("beta", RL)
 
 
 @pytest.mark.parametrize(
     ("typed", "words"),
     [
-        ("grpo.normalize_rewards", "algorithm=dr_grpo does not"),
+        ("grpo.normalize_rewards", "algorithm.advantage=dr_grpo does not"),
+        ("scale_rewards", "algorithm.advantage=dr_grpo does not"),
+        ("norm_adv_by_std_in_grpo", "algorithm.advantage=dr_grpo does not"),
+        ("loss_type", "algorithm=NAME chooses the loss: cispo, gspo, sapo"),
+        ("loss_type", "algorithm.aggregation the sum"),
+        ("epsilon_high", "algorithm.ratio_max, the bound of the ratio itself"),
         ("policy.dtensor_cfg.enabled", "Choose backend=fsdp."),
         ("load_best_model_at_end", "export RUN --best"),
         ("cliprange_value", "With a critic (algorithm=ppo)"),

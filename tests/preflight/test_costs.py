@@ -94,3 +94,15 @@ def test_trajectories_of_one_row(model: Path, data: Path) -> None:
     (warning,) = preflight(ppo(model, data, *together), BIG).warnings
     assert warning.startswith("algorithm.sequence=trajectory: every trajectory that")
     assert preflight(ppo(model, data, *together[1:]), BIG).warnings == []
+
+
+def test_clips_that_are_finer_than_rounding(model: Path, data: Path) -> None:
+    gspo = (
+        "algorithm=gspo", "actor.mini_batch_size=null", "algorithm.correction.form=two_policy",
+    )  # fmt: skip
+    (warning,) = preflight(ppo(model, data, *gspo), GPU).warnings
+    assert "the ratio of gspo is the one to the sampler" in warning
+    exact = ("backend.dtype=float32", "rollout.dtype=float32")
+    wide = ("algorithm=gmpo", *gspo[1:])
+    for settings in ((*gspo, *exact), wide):
+        assert preflight(ppo(model, data, *settings), BIG).warnings == []

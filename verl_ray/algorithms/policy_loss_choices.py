@@ -113,6 +113,8 @@ class PolicyLoss(Declaration):
             old policy is the one that learns.
         sequence: What it judges as a whole: a token, or a row.
         is_per_row: True if a row has one loss, which each of its tokens bears.
+        bounds_ratio: True if it bounds the effect of any ratio itself, large or small,
+            so that a mask of such tokens would make another loss of it.
         selection: What chooses tokens from the whole mini-batch before it is learned
             from; None if the loss needs no choice. It maps SelectableTokens and its
             settings to a mask.
@@ -125,8 +127,16 @@ class PolicyLoss(Declaration):
     needs_another_policy: bool = True
     sequence: Literal["token", "row"] = "token"
     is_per_row: bool = False
+    bounds_ratio: bool = False
     selection: Callable[..., Bool] | None = None
     selection_reads: tuple[Setting, ...] = ()
+
+    @property
+    def corrected_as(self) -> Literal["tokens", "rows", "itself"]:
+        """The unit that a correction of older tokens judges, if the loss needs one."""
+        if self.bounds_ratio:
+            return "itself"
+        return "rows" if self.is_per_row else "tokens"
 
     def settings(self, algorithm: object) -> dict[str, Any]:
         of_selection = {setting.name for setting in self.selection_reads}
@@ -163,24 +173,28 @@ _DECLARED = by_name(
         name="cispo",
         paper="MiniMax-M1 (arXiv:2506.13585)",
         function=policy_losses.cispo,
+        bounds_ratio=True,
         reads={RATIO_MIN: None, RATIO_MAX: 5.0},
     ),
     PolicyLoss(
         name="sapo",
         paper="SAPO (arXiv:2511.20347)",
         function=policy_losses.sapo,
+        bounds_ratio=True,
         reads={TEMPERATURE_POSITIVE: 1.0, TEMPERATURE_NEGATIVE: 1.05},
     ),
     PolicyLoss(
         name="dppo_tv",
         paper="DPPO (arXiv:2602.04879)",
         function=policy_losses.dppo_tv,
+        bounds_ratio=True,
         reads={DIVERGENCE_LOW: 0.2, DIVERGENCE_HIGH: 0.2, RATIO_MAX: 20.0},
     ),
     PolicyLoss(
         name="dppo_kl",
         paper="DPPO (arXiv:2602.04879)",
         function=policy_losses.dppo_kl,
+        bounds_ratio=True,
         reads={DIVERGENCE_LOW: 0.05, DIVERGENCE_HIGH: 0.05, RATIO_MAX: 20.0},
     ),
     PolicyLoss(
@@ -209,6 +223,7 @@ _DECLARED = by_name(
         name="vespo",
         paper="VESPO (arXiv:2602.10693)",
         function=sequence_losses.vespo,
+        bounds_ratio=True,
         sequence="row",
         reads={
             POWER_POSITIVE: 2.0,
@@ -221,6 +236,7 @@ _DECLARED = by_name(
         name="m2po",
         paper="M2PO (arXiv:2510.01161)",
         function=policy_losses.m2po,
+        bounds_ratio=True,
         needs_another_policy=False,
         selection=token_selection.smallest_second_moment,
         selection_reads=(SECOND_MOMENT,),

@@ -130,7 +130,8 @@ def foreign_choice(group: str, choice: str) -> str | None:
 _CLIP = "Here they are two: algorithm.clip_low and algorithm.clip_high."
 _OF_CRITIC = "With a critic (algorithm=ppo) it is {key}; other algorithms have none."
 _STD = (
-    "algorithm=grpo divides by the deviation of the group, algorithm=dr_grpo does not."
+    "algorithm.advantage=grpo divides by the deviation of the group,"
+    " algorithm.advantage=dr_grpo does not, and lite_ppo divides by that of the batch."
 )
 _FILTER = (
     "algorithm.dynamic_sampling=10 draws groups of equal scores again, up to 10 groups"
@@ -148,15 +149,15 @@ ALGORITHM_ANSWERS: tuple[tuple[str, str], ...] = (
         "adv_estimator advantage_estimator",
     ),
     (
-        "Write algorithm.kl.place=loss for true, algorithm.kl.place=none for false.",
+        "Write algorithm.kl=loss for true, algorithm.kl=none for false.",
         "use_kl_loss",
     ),
     (
-        "Write algorithm.kl.place=reward for true, algorithm.kl.place=none for false.",
+        "Write algorithm.kl=reward for true, algorithm.kl=none for false.",
         "use_kl_in_reward",
     ),
     (
-        "Here it is algorithm.kl.coefficient; without any, algorithm.kl.place=none.",
+        "Here it is algorithm.kl.coefficient; 0 is algorithm.kl=none.",
         "beta kl_loss_coef kl_coef init_kl_coef kl_beta reference_policy_kl_penalty",
     ),
     (
@@ -169,7 +170,11 @@ ALGORITHM_ANSWERS: tuple[tuple[str, str], ...] = (
     ("algorithm.kl.horizon", "kl_horizon kl_ctrl.horizon"),
     (_CLIP, "clip_ratio cliprange eps_clip epsilon clip_eps eps_clip_low_high"),
     ("algorithm.clip_low", "clip_ratio_low ratio_clip_min epsilon_low"),
-    ("algorithm.clip_high", "clip_ratio_high ratio_clip_max epsilon_high"),
+    (
+        "Here it is algorithm.clip_high; with algorithm=cispo algorithm.ratio_max, the"
+        " bound of the ratio itself: 1.28 for a distance of 0.28.",
+        "clip_ratio_high ratio_clip_max epsilon_high",
+    ),
     ("algorithm.dual_clip", "clip_ratio_c ratio_clip_c delta"),
     (
         _OF_CRITIC.format(key="algorithm.value_loss.clip"),
@@ -181,7 +186,13 @@ ALGORITHM_ANSWERS: tuple[tuple[str, str], ...] = (
     (
         "algorithm.aggregation is token_mean (token-mean, dapo), seq_mean_token_mean"
         " (grpo), seq_mean_token_sum, or seq_mean_token_sum_norm (dr_grpo).",
-        "loss_agg_mode loss_type token_level_loss",
+        "loss_agg_mode token_level_loss",
+    ),
+    (
+        "It has two parts here. algorithm=NAME chooses the loss: cispo, gspo, sapo,"
+        " luspo, vespo, dapo, dr_grpo and so on; algorithm.aggregation the sum of its"
+        " tokens: token_mean (dapo), seq_mean_token_mean (grpo) and so on.",
+        "loss_type",
     ),
     (_STD, "norm_adv_by_std_in_grpo scale_rewards normalize_rewards"),
     ("Choose algorithm=rloo.", "use_leave_one_out_baseline"),

@@ -3,14 +3,13 @@
 Invariant: names, and the settings that formulas read, are those that
 `verl_ray/algorithms` declares, and a rule names no algorithm. Each bound has a value
 exactly when its formula reads it, and no token is weighed twice. Deliberately not here:
-the functions behind the names, and rules that also read rollouts or the actor
-(`tasks/rl.py`).
+the functions behind the names, rules of the correction (`correction.py`), and rules
+that also read rollouts or the actor (`tasks/rl.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from math import inf
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, create_model
@@ -35,7 +34,6 @@ from verl_ray.config.section import (
     Section,
     set_exactly_when,
 )
-from verl_ray.config.suggest import either
 from verl_ray.errors import Problem
 
 
@@ -92,15 +90,16 @@ MismatchMetric = Literal[
 USUAL_MISMATCH: MismatchMetric = "rollout_corr/k3_kl"
 """The metric that messages recommend to limit."""
 
-_CORRECTION = "algorithm.correction"
-_MISMATCH = "algorithm.mismatch"
+_STEP_OF_BFLOAT16 = 2**-8
+"""Half the distance between 1 and the next number."""
 
 
 class KLConfig(Section):
     """The penalty for divergence from the reference policy."""
 
     place: Literal["none", "reward", "loss"]
-    """Place where the divergence is charged; none = no reference role is created."""
+    """Place where the divergence is charged; none = no reference role is created.
+    algorithm.kl=none sets all of the section so."""
     estimator: KLEstimator | None
     """Estimator of the divergence per token."""
     importance_weighted: bool
@@ -143,7 +142,7 @@ class CorrectionConfig(Section):
 
     tis: weights up to upper. mis: tokens above upper are left out. icepop: tokens below
     lower are left out as well. reject: the same without weights. null with two_policy:
-    only the ratio is used, which ppo_clip bounds.
+    only the ratio is used, which losses such as ppo_clip bound.
     """
     level: CorrectionLevel | None
     """The ratio that is bounded: of each token, of the response as a whole, or the
@@ -282,6 +281,12 @@ class AlgorithmConfig(_Additions):
         return has_selection or self.entropy_share is not None
 
     @property
+    def clips_finer_than_bfloat16(self) -> bool:
+        """Whether ratios are clipped closer to 1 than bfloat16 rounds what it adds."""
+        bounds = [getattr(self, name) for name in ("clip_low", "clip_high")]
+        return any(bound is not None and bound < _STEP_OF_BFLOAT16 for bound in bounds)
+
+    @property
     def judges_trajectories(self) -> bool:
         """Whether all rows of a trajectory are one sequence."""
         return self.sequence == "trajectory"
@@ -344,6 +349,59 @@ def settings_are_read(
             yield from set_exactly_when(True, key, value, because, recommended)
 
 
+def shared_bounds_are_of_the_loss(
+    algorithm: AlgorithmConfig, overridden: OverriddenKeys
+) -> Iterator[Problem]:
+    """Yield a problem for each bound that a loss was given by the one it replaces.
+
+    Losses share settings, and the usual values differ by orders of magnitude.
+    """
+    key_of_loss = "algorithm.policy_loss"
+    loss = POLICY_LOSSES[algorithm.policy_loss]
+    replaced = overridden.replaced(key_of_loss)
+    # Nothing is published about a function of the user's own.
+    if replaced is None or is_own(loss.name):
+        return
+
+    for setting, usual in loss.reads.items():
+        key = f"algorithm.{setting.name}"
+        value = getattr(algorithm, setting.name)
+        if usual is None or value in (None, usual) or overridden.under(key):
+            continue
+        rule = f"it is what {replaced} had, and {key_of_loss}={loss.name} reads it, too"
+        fix = f"Set it; {usual} is usual for {loss.name} ({loss.paper})."
+        yield Problem(key, value, rule, fix)
+
+
+def bounds_leave_a_range(algorithm: AlgorithmConfig) -> Iterator[Problem]:
+    """Yield a problem for each bound of a ratio or a covariance that leaves nothing."""
+    values = {
+        setting.name: getattr(algorithm, setting.name)
+        for setting in POLICY_LOSSES[algorithm.policy_loss].reads
+    }
+    of_ratio = "it bounds the ratio itself, which is 1 where the policies agree"
+
+    smallest = values.get("ratio_min")
+    if smallest is not None and smallest >= 1:
+        fix = "Use a number below 1, or null."
+        yield Problem("algorithm.ratio_min", smallest, of_ratio, fix)
+
+    largest = values.get("ratio_max")
+    if largest is not None and largest <= 1:
+        key = "algorithm.ratio_max"
+        fix = (
+            f"Use a number above 1, such as 5.0; {largest:g} as a distance from 1 is"
+            f" {key}={1 + largest:g}."
+        )
+        yield Problem(key, largest, of_ratio, fix)
+
+    cov_min, cov_max = values.get("cov_min"), values.get("cov_max")
+    if cov_min is not None and cov_max is not None and cov_min >= cov_max:
+        rule = f"no covariance is above it and below algorithm.cov_max={cov_max:g}"
+        fix = "Use a smaller one, or a larger algorithm.cov_max; 1.0 and 5.0 are usual."
+        yield Problem("algorithm.cov_min", cov_min, rule, fix)
+
+
 def critic_matches_the_advantage(algorithm: AlgorithmConfig) -> Iterator[Problem]:
     """Yield a problem unless there is a value loss exactly when a critic is needed."""
     key = "algorithm.value_loss"
@@ -368,7 +426,6 @@ def critic_matches_the_advantage(algorithm: AlgorithmConfig) -> Iterator[Problem
 
 def kl_is_complete(kl: KLConfig) -> Iterator[Problem]:
     """Yield a problem for each setting of the penalty that is missing or not used."""
-    is_charged = kl.place != "none"
     because = f"algorithm.kl.place={kl.place}"
     usual_values: dict[str, object] = {
         "estimator": "k3",
@@ -379,7 +436,16 @@ def kl_is_complete(kl: KLConfig) -> Iterator[Problem]:
     for field, usual in usual_values.items():
         key = f"algorithm.kl.{field}"
         value = getattr(kl, field)
-        yield from set_exactly_when(is_charged, key, value, because, usual)
+        if kl.place != "none":
+            yield from set_exactly_when(True, key, value, because, usual)
+        elif value is not None:
+            fix = "Set it to null, as algorithm.kl=none does with all of them."
+            yield Problem(key, value, f"{because} does not use it", fix)
+
+    if kl.place != "none" and kl.coefficient == 0:
+        rule = "it charges nothing, and a reference would be loaded and computed for it"
+        fix = "Turn the divergence off with algorithm.kl=none, or use 0.001."
+        yield Problem("algorithm.kl.coefficient", kl.coefficient, rule, fix)
 
 
 def kl_in_the_loss_has_a_gradient(kl: KLConfig) -> Iterator[Problem]:
@@ -534,131 +600,3 @@ def algorithm_is_chosen_as_a_group(
         rule = "the name is a label and changes nothing"
         fix = f"Choose an algorithm with algorithm={name}."
         yield Problem("algorithm.name", name, rule, fix)
-
-
-# -------------------------------------------------------------- rules of the correction
-
-
-def kind_matches_the_form(
-    algorithm: AlgorithmConfig, *, may_be_stale: bool
-) -> Iterator[Problem]:
-    """Yield a problem unless there is a kind exactly when the form needs one.
-
-    Args:
-        algorithm: The settings.
-        may_be_stale: Whether tokens may be older than the policy.
-    """
-    form = algorithm.correction.form
-    kind = algorithm.correction.kind
-    policy_loss = algorithm.policy_loss
-    key = f"{_CORRECTION}.kind"
-    because = f"{_CORRECTION}.form={form}"
-
-    if form == "none":
-        # Where tokens are older, the form itself is refused.
-        if not may_be_stale:
-            yield from set_exactly_when(False, key, kind, because, None)
-        return
-
-    if form == "two_policy":
-        # The loss's own ratio to the sampler's policy is correction enough.
-        if POLICY_LOSSES[policy_loss].has_ratio:
-            return
-        because += f" with algorithm.policy_loss={policy_loss}"
-
-    yield from set_exactly_when(True, key, kind, because, "tis")
-
-
-def correction_is_complete(correction: CorrectionConfig) -> Iterator[Problem]:
-    """Yield a problem for each setting of the correction that is missing or unused."""
-    kind = correction.kind
-
-    # Every kind has a level and an upper bound, and some have a lower one as well.
-    has_kind = kind is not None
-    has_lower = kind is not None and CORRECTIONS[kind].two_sided
-    because = f"{_CORRECTION}.kind={kind if has_kind else 'null'}"
-
-    key = f"{_CORRECTION}.level"
-    yield from set_exactly_when(has_kind, key, correction.level, because, "token")
-    key = f"{_CORRECTION}.lower"
-    may_have_lower = kind is not None and CORRECTIONS[kind].may_have_lower
-    if not may_have_lower:
-        yield from set_exactly_when(has_lower, key, correction.lower, because, 0.5)
-    key = f"{_CORRECTION}.upper"
-    yield from set_exactly_when(has_kind, key, correction.upper, because, 2.0)
-
-
-def rejections_have_bounds(correction: CorrectionConfig) -> Iterator[Problem]:
-    """Yield a problem for each rejection without effect, or with wrong bounds."""
-    key = f"{_CORRECTION}.rejections"
-    if correction.rejections is None:
-        return
-
-    if correction.form == "none":
-        rule = f"they compare with the sampler, and {_CORRECTION}.form is none"
-        fix = f"Set it to null, or {_CORRECTION}.form=three_policy."
-        yield Problem(key, correction.rejections, rule, fix)
-
-    for name, (lower, upper) in correction.rejections.items():
-        bounds = [lower, upper]
-        if lower is None and upper is None:
-            rule = "a rejection without a bound leaves nothing out"
-            yield Problem(f"{key}.{name}", bounds, rule, "Give it a bound.")
-        elif not REJECTIONS[name].two_sided and (lower is not None or upper is None):
-            rule = "it is never negative and 0 where the policies agree"
-            fix = "Use null and an upper bound: [null, 0.1]."
-            yield Problem(f"{key}.{name}", bounds, rule, fix)
-        elif REJECTIONS[name].two_sided and not (lower or 0) < 1 < (upper or inf):
-            rule = "it is a ratio, and 1 where the policies agree"
-            fix = "Use bounds on both sides of 1: [0.5, 2.0]."
-            yield Problem(f"{key}.{name}", bounds, rule, fix)
-
-
-def weights_are_not_applied_twice(algorithm: AlgorithmConfig) -> Iterator[Problem]:
-    """Yield a problem if both the loss and the correction weigh by the same ratio."""
-    correction = algorithm.correction
-    policy_loss = algorithm.policy_loss
-    if correction.form != "two_policy" or correction.kind is None:
-        return
-    if not POLICY_LOSSES[policy_loss].has_ratio:
-        return
-
-    # A correction that drops tokens leaves the weight to the loss.
-    if CORRECTIONS[correction.kind].drops_tokens:
-        return
-
-    rule = (
-        f"in the two-policy form the ratio of {policy_loss} is the weight already, and"
-        " the loss bounds it"
-    )
-    dropping = [name for name, choice in CORRECTIONS.items() if choice.drops_tokens]
-    fix = (
-        f"Use null; {either(dropping)} to leave tokens out; or"
-        " algorithm.correction.form=three_policy."
-    )
-    yield Problem(f"{_CORRECTION}.kind", correction.kind, rule, fix)
-
-
-def mismatch_is_complete(mismatch: MismatchConfig) -> Iterator[Problem]:
-    """Yield a problem for each setting of the limit that is missing or not used."""
-    has_limit = mismatch.limit is not None
-    because = f"{_MISMATCH}.limit={mismatch.limit if has_limit else 'null'}"
-
-    key_of_metric = f"{_MISMATCH}.metric"
-    yield from set_exactly_when(
-        has_limit, key_of_metric, mismatch.metric, because, USUAL_MISMATCH
-    )
-    key = f"{_MISMATCH}.then"
-    yield from set_exactly_when(has_limit, key, mismatch.then, because, "stop")
-
-
-def mismatch_has_a_correction(algorithm: AlgorithmConfig) -> Iterator[Problem]:
-    """Yield a problem if a mismatch is to turn on a correction that there is not."""
-    mismatch = algorithm.mismatch
-    if mismatch.then == "correct" and algorithm.correction.form == "none":
-        rule = "there is no correction to turn on: algorithm.correction.form is none"
-        fix = (
-            "Set algorithm.correction (form=three_policy, kind=tis, level=token,"
-            " upper=2.0), or use stop."
-        )
-        yield Problem(f"{_MISMATCH}.then", "correct", rule, fix)

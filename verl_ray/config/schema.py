@@ -19,7 +19,7 @@ files and memory (`verl_ray/preflight/findings.py`).
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Literal
 
 from verl_ray.config.data import (
@@ -313,7 +313,11 @@ class Config(Section):
 
 
 def rule_violations(
-    config: Config, overridden: Collection[str] = (), *, evaluates: bool = False
+    config: Config,
+    overridden: Collection[str] = (),
+    *,
+    evaluates: bool = False,
+    before: Mapping[str, object] | None = None,
 ) -> list[Problem]:
     """Return the problems of every rule that `config` breaks.
 
@@ -321,9 +325,11 @@ def rule_violations(
         config: the configuration of any task.
         overridden: the dotted keys that the user set on the command line.
         evaluates: whether the command is a single evaluation instead of training.
+        before: the values that these keys had before, where they are known.
     """
     # No rule stops the others, so that all problems are reported at once.
-    return list(config.problems(OverriddenKeys(overridden, evaluates, config)))
+    keys = OverriddenKeys(overridden, evaluates, config, before or {})
+    return list(config.problems(keys))
 
 
 def _models(config: Config) -> dict[str, ModelConfig]:

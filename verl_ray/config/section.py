@@ -8,8 +8,8 @@ setting.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -102,6 +102,13 @@ class OverriddenKeys:
     """Whether the command is a single evaluation, whatever run.evaluate_every says."""
     config: Section
     """The configuration as a whole, which holds the values."""
+    before: Mapping[str, object] = field(default_factory=dict)
+    """The values that the keys had before, where they are known."""
+
+    def replaced(self, key: str) -> object:
+        """Return the value of a key that the user's replaces; None if none does."""
+        before = self.before.get(key)
+        return None if before == value_of(self.config, key) else before
 
     def under(self, section: str) -> list[str]:
         """Return the overridden keys that are `section` or lie inside it, sorted."""

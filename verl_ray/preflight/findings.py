@@ -394,6 +394,7 @@ def cost_warnings(
     yield from _endless_warmups(config)
     yield from _still_learners(config)
     yield from _trajectories_of_one_row(config)
+    yield from _clips_of_rounding(config)
 
 
 def _different_types(config: Config) -> Iterator[str]:
@@ -529,4 +530,24 @@ def _trajectories_of_one_row(config: Config) -> Iterator[str]:
             "algorithm.sequence=trajectory: every trajectory that rollout samples has"
             " one row, so losses are those of algorithm.sequence=row, and rows are"
             " shared out by trajectories for nothing; use row"
+        )
+
+
+def _clips_of_rounding(config: Config) -> Iterator[str]:
+    """Yield a warning if ratios to the sampler are clipped closer than they are known.
+
+    What rounding adds to them is then most of what is clipped.
+    """
+    if not isinstance(config, RLConfig):
+        return
+    algorithm = config.algorithm
+    is_rounded = "bfloat16" in (config.rollout.dtype, config.actor.backend.dtype)
+    has_sampler = algorithm.correction.form == "two_policy"
+    if is_rounded and has_sampler and algorithm.clips_finer_than_bfloat16:
+        yield (
+            "algorithm.correction.form=two_policy: the ratio of"
+            f" {algorithm.policy_loss} is the one to the sampler, which in bfloat16 is"
+            " further from 1 than algorithm.clip_low and algorithm.clip_high, so most"
+            " is clipped for its rounding; use three_policy, or none, and several"
+            " updates per step (actor.mini_batch_size)"
         )

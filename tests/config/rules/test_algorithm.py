@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from controllers.compose.composition import compose
+from controllers.compose.composition import compose, examine
 from controllers.compose.listing import groups
-from tests.algorithms.choices import with_updates
+from tests.algorithms.choices import TAKES_SEVERAL_UPDATES
 from tests.config.rules.cases import INPUTS, Case
 from verl_ray.config.tasks.rl import RLConfig
 
@@ -85,6 +85,20 @@ CASES = [
         "null",
     ),
     Case(
+        "kl_is_complete",
+        "algorithm=grpo algorithm.kl.place=none",
+        "algorithm.kl.estimator",
+        "algorithm.kl.place=none does not use it",
+        "as algorithm.kl=none does with all of them",
+    ),
+    Case(
+        "kl_is_complete",
+        "algorithm=grpo algorithm.kl.coefficient=0",
+        "algorithm.kl.coefficient",
+        "it charges nothing",
+        "algorithm.kl=none",
+    ),
+    Case(
         "kl_controller_is_complete",
         "algorithm.kl.controller=adaptive algorithm.kl.horizon=100",
         "algorithm.kl.target",
@@ -159,7 +173,58 @@ CASES = [
         "algorithm=gspo actor.mini_batch_size=null",
         "algorithm.policy_loss",
         "the ratio of gspo is 1 at every token",
-        "algorithm.correction.form=two_policy",
+        "Make several updates, as its paper does: actor.mini_batch_size=64.",
+    ),
+    Case(
+        "ratios_are_not_one",
+        "algorithm=sapo actor.mini_batch_size=null",
+        "algorithm.policy_loss",
+        "the ratio of sapo is 1 at every token",
+        "actor.mini_batch_size=64. Or compare with the sampler's policy:"
+        " algorithm.correction.form=two_policy.",
+    ),
+    Case(
+        "shared_bounds_are_of_the_loss",
+        "algorithm=dr_grpo algorithm.policy_loss=gspo algorithm.clip_high=4e-4 actor.mini_batch_size=64"
+        " algorithm.aggregation=seq_mean_token_mean algorithm.aggregation_horizon=null",
+        "algorithm.clip_low",
+        "it is what ppo_clip had, and algorithm.policy_loss=gspo reads it, too",
+        "Set it; 0.0003 is usual for gspo (GSPO",
+    ),
+    Case(
+        "shared_bounds_are_of_the_loss",
+        "algorithm=dppo algorithm.policy_loss=dppo_kl algorithm.divergence_low=0.1",
+        "algorithm.divergence_high",
+        "it is what dppo_tv had",
+        "0.05 is usual",
+    ),
+    Case(
+        "shared_bounds_are_of_the_loss",
+        "algorithm=dppo algorithm.policy_loss=cispo",
+        "algorithm.ratio_max",
+        "it is what dppo_tv had",
+        "5.0 is usual",
+    ),
+    Case(
+        "bounds_leave_a_range",
+        "algorithm=cispo algorithm.ratio_min=8",
+        "algorithm.ratio_min",
+        "1 where the policies agree",
+        "below 1, or null",
+    ),
+    Case(
+        "bounds_leave_a_range",
+        "algorithm=cispo algorithm.ratio_max=0.28",
+        "algorithm.ratio_max",
+        "1 where the policies agree",
+        "0.28 as a distance from 1 is algorithm.ratio_max=1.28.",
+    ),
+    Case(
+        "bounds_leave_a_range",
+        "algorithm=clip_cov algorithm.cov_min=6",
+        "algorithm.cov_min",
+        "below algorithm.cov_max=5",
+        "1.0 and 5.0 are usual",
     ),
     Case(
         "trajectories_are_judged",
@@ -246,7 +311,77 @@ CASES = [
 @pytest.mark.parametrize("root", ["quickstart", "ppo", "grpo"])
 def test_every_algorithm_goes_with_every_root(root: str, algorithm: str) -> None:
     inputs = [] if root == "quickstart" else INPUTS
-    config = compose(root, [*with_updates(algorithm), *inputs])
+    config = compose(root, [f"algorithm={algorithm}", *inputs])
     assert isinstance(config, RLConfig)
     assert config.algorithm.name == algorithm
+    updates = config.actor.updates_per_step(config.rows_per_step)
+    assert updates == (4 if algorithm in TAKES_SEVERAL_UPDATES else 1)
     assert config.has_critic == (algorithm in ("ppo", "vapo"))
+
+
+def test_a_ratio_of_rows_is_not_to_be_compared_with_the_sampler() -> None:
+    """The mean over a row is nearer to 1 than two programs are to each other."""
+    overrides = ["algorithm=gspo", "actor.mini_batch_size=null"]
+    (problem,) = examine("quickstart", overrides).problems
+    assert problem.fix.startswith("Make several updates")
+    assert "two_policy" not in problem.fix
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "algorithm=dapo algorithm.policy_loss=ppo_clip",
+        "algorithm=luspo algorithm.policy_loss=gspo actor.mini_batch_size=64",
+        "algorithm=grpo algorithm.clip_low=0.1",
+        "algorithm=dppo algorithm.policy_loss=dppo_kl algorithm.divergence_low=0.2 algorithm.divergence_high=0.05",
+        "algorithm=cispo algorithm.ratio_min=0.5 algorithm.ratio_max=1.28",
+    ],
+)
+def test_bounds_that_a_loss_has_or_was_given(overrides: str) -> None:
+    assert compose("quickstart", overrides.split())
+
+
+@pytest.mark.parametrize("name", groups()["algorithm.kl"])
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo", "dr_grpo"])
+def test_the_divergence_is_one_choice(algorithm: str, name: str) -> None:
+    """The order of overrides does not matter, and its keys can still be set."""
+    choice = [f"algorithm.kl={name}", f"algorithm={algorithm}"]
+    config = compose("quickstart", choice)
+    assert isinstance(config, RLConfig) and config == compose(
+        "quickstart", [choice[1], f"algorithm/kl={name}", f"run.name={config.run.name}"]
+    )
+    assert config.algorithm.kl.place == name.partition("_")[0]
+    assert config.has_reference == (name != "none")
+    if name != "none":
+        config = compose("quickstart", [*choice, "algorithm.kl.coefficient=0.1"])
+        assert isinstance(config, RLConfig) and config.algorithm.kl.coefficient == 0.1
+
+
+def test_a_divergence_that_there_is_not() -> None:
+    (problem,) = examine("quickstart", ["algorithm.kl=off"]).problems
+    assert (problem.key, problem.rule) == ("algorithm.kl", "there is no such choice")
+    assert "loss, loss_k2, none" in problem.fix
+
+
+@pytest.mark.parametrize(
+    ("size", "prompts", "group"),
+    [(64, 32, 8), (16, 16, 4), (3, 7, 3), (1, 1, 3), (1, 1, 2), (5, 10, 2)],
+)
+def test_several_updates_follow_the_rows_of_a_step(
+    size: int, prompts: int, group: int
+) -> None:
+    rows = [f"data.prompts_per_step={prompts}", f"rollout.group_size={group}"]
+    config = compose("quickstart", ["algorithm=gspo", *rows])
+    assert isinstance(config, RLConfig) and config.actor.mini_batch_size == size
+
+
+def test_a_size_of_the_users_own_comes_before_that_of_the_algorithm() -> None:
+    own = "actor.mini_batch_size=32"
+    config = compose("quickstart", ["algorithm=gspo", own])
+    assert isinstance(config, RLConfig) and config.actor.mini_batch_size == 32
+    config = compose("recipes/qwen3_8b", ["algorithm=gspo"])
+    assert isinstance(config, RLConfig) and config.actor.mini_batch_size == 256
+    (problem,) = examine(
+        "quickstart", ["algorithm=gspo", "data.prompts_per_step=many"]
+    ).problems
+    assert problem.key == "data.prompts_per_step"

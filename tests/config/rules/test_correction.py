@@ -112,6 +112,28 @@ CASES = [
         "form=three_policy",
     ),
     Case(
+        "rows_are_corrected_as_a_whole",
+        f"algorithm=gspo actor.mini_batch_size=64 {TIS}",
+        f"{KEY}.level",
+        "gspo has one loss per row",
+        "Use geometric",
+    ),
+    Case(
+        "rows_are_corrected_as_a_whole",
+        f"algorithm=gmpo {KEY}.form=two_policy {KEY}.kind=reject {KEY}.level=token {KEY}.lower=0.5 {KEY}.upper=2.0",
+        f"{KEY}.level",
+        "gmpo has one loss per row",
+        "Use geometric",
+    ),
+    Case(
+        "rows_are_corrected_as_a_whole",
+        f"algorithm=gspo actor.mini_batch_size=64 {KEY}.form=three_policy {KEY}.kind=tis {KEY}.level=sequence"
+        f" {KEY}.upper=2.0 {KEY}.rejections={{token_k3:[null,0.1]}}",
+        f"{KEY}.rejections.token_k3",
+        "gspo has one loss per row",
+        "Use seq_mean_k3",
+    ),
+    Case(
         "normalised_weights_are_known",
         f"{TIS} {KEY}.kind=reject {KEY}.lower=0.5 {KEY}.normalise=true",
         f"{KEY}.normalise",
@@ -191,6 +213,7 @@ def keys(overrides: str) -> set[str]:
         f"{TIS} {KEY}.kind=icepop {KEY}.lower=0.5 {KEY}.level=sequence",
         f"{TIS} {KEY}.form=two_policy {KEY}.kind=mis",
         f"{KEY}.form=two_policy",
+        f"algorithm=gspo actor.mini_batch_size=64 {TIS} {KEY}.level=geometric {KEY}.rejections={{seq_max_k3:[null,0.1]}}",
         f"algorithm=rloo {TIS} {KEY}.form=two_policy",
         f"{TIS} algorithm.mismatch.limit=0.1 algorithm.mismatch.metric=rollout_corr/kl algorithm.mismatch.then=correct",
     ],

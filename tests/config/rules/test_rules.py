@@ -23,6 +23,7 @@ from tests.config.rules import (
     test_spread,
 )
 from tests.config.rules.cases import Case
+from verl_ray.config.correction import correction_problems
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
 from verl_ray.config.tasks.reward_model import RewardModelConfig
@@ -58,9 +59,11 @@ def test_message(case: Case) -> None:
 
 def test_every_rule_has_a_case() -> None:
     tasks = (Config, RolloutTaskConfig, RLConfig, SFTConfig)
-    callers = [task.problems for task in tasks] + [_inputs_can_be_made]
+    callers = [task.problems for task in tasks]
+    callers += [_inputs_can_be_made, correction_problems]
     code = "".join(map(inspect.getsource, callers))
-    rules = set(re.findall(r"yield from ([a-z]\w+)\(", code)) - {"super"}
+    rules = set(re.findall(r"yield from ([a-z]\w+)\(", code))
+    rules -= {"super", "correction_problems"}
     assert "problems" not in vars(RewardModelConfig)
     assert {case.rule for case in CASES} == rules
 

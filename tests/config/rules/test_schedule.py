@@ -6,6 +6,7 @@ import pytest
 
 from controllers.compose.composition import compose, examine
 from tests.config.rules.cases import Case
+from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
 from verl_ray.config.tasks.rl import RLConfig
 
 OFF = "schedule=one_step_off placement=separate"
@@ -94,6 +95,20 @@ CASES = [
         f"{CORRECTION}.form",
         "tokens may be 1 policy versions old (rollout.staleness), and nothing corrects",
         "Use two_policy with algorithm.correction.kind=icepop",
+    ),
+    Case(
+        "stale_tokens_are_corrected",
+        f"{OFF} algorithm=cispo {CORRECTION}.form=none actor.mini_batch_size=64",
+        f"{CORRECTION}.form",
+        "nothing corrects",
+        "cispo bounds the ratio to the sampler itself",
+    ),
+    Case(
+        "stale_tokens_are_corrected",
+        f"{OFF} algorithm=gspo {CORRECTION}.form=none actor.mini_batch_size=64",
+        f"{CORRECTION}.form",
+        "nothing corrects",
+        "level=geometric",
     ),
     Case(
         "stale_tokens_are_corrected",
@@ -190,6 +205,38 @@ def test_the_correction_holds_for_every_algorithm_in_either_order(
     correction = composed(overrides).algorithm.correction
     assert (correction.form, correction.kind) == ("two_policy", "icepop")
     assert (correction.level, correction.lower, correction.upper) == ("token", 0.5, 5.0)
+
+
+BY_LOSS = {
+    ("two_policy", "icepop", "token", 0.5, 5.0): "ppo_clip reinforce dro clip_cov kl_cov",
+    ("three_policy", "icepop", "geometric", 0.5, 5.0): "gspo gmpo",
+    ("two_policy", None, None, None, None): "cispo sapo dppo_tv dppo_kl vespo m2po",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", [OFF, ASYNCHRONOUS, "schedule=carry_over"])
+def test_the_correction_leaves_the_loss_what_it_is(schedule: str) -> None:
+    """One that bounds every ratio is not masked besides, and a row keeps one weight."""
+    found = {}
+    for loss in POLICY_LOSSES:
+        overrides = [*schedule.split(), f"algorithm.policy_loss={loss}"]
+        config = examine("quickstart", overrides).config
+        assert isinstance(config, RLConfig)
+        one = config.algorithm.correction
+        found[loss] = (one.form, one.kind, one.level, one.lower, one.upper)
+    assert found == {
+        loss: correction
+        for correction, losses in BY_LOSS.items()
+        for loss in losses.split()
+    }
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["cispo", "dppo", "vespo", "m2po", "gspo", "luspo", "gmpo", "sapo"]
+)
+def test_every_schedule_goes_with_a_loss_of_its_own_bounds(algorithm: str) -> None:
+    for schedule in (OFF, ASYNCHRONOUS, "schedule=carry_over"):
+        assert composed(f"{schedule} algorithm={algorithm} actor.mini_batch_size=64")
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,7 @@ def test_a_poisoned_prompt_is_rejected_and_the_run_goes_on(
     config = inputs.config(
         "grpo", tmp_path, "data.prompts_per_step=4", "rollout.stream_rows=1",
         "run.recovery.max_restarts=1", "actor.mini_batch_size=null",
-        "rollout.max_response_tokens=24", "algorithm.kl.place=none",
-        *(f"algorithm.kl.{name}=null" for name in ("estimator", "coefficient", "controller")),
+        "rollout.max_response_tokens=24", "algorithm.kl=none",
     )  # fmt: skip
     config = resolve_on(config, SHAPE)
     poison = tmp_path / "logs" / POISON

@@ -344,5 +344,15 @@ def test_the_program_is_called_as_the_user_can_call_it(
     assert program_words() == [str(program)]
     monkeypatch.setenv("PATH", str(tmp_path))
     assert program_words() == ["verl-ray"]
+    monkeypatch.setattr(sys, "argv", ["/a/controllers/__main__.py"])
+    monkeypatch.setattr(sys, "orig_argv", ["python3", "-m", "controllers"])
+    assert program_words() == ["python3", "-m", "controllers"]
+
+    # A program of the user's own has called the Python functions.
+    installed = tmp_path / "python"
+    monkeypatch.setattr(sys, "executable", str(installed))
+    for own in ("my_training.py", "ipykernel_launcher.py", "-c", ""):
+        monkeypatch.setattr(sys, "argv", [own])
+        assert program_words() == ["verl-ray"]
     monkeypatch.setenv("VERL_RAY_SCRIPT", "../scripts/quickstart")
     assert program_words() == [str(Path(sys.executable).with_name("verl-ray"))]

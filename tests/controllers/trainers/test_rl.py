@@ -14,7 +14,7 @@ import yaml
 
 from controllers.trainers.rl import Trainer
 from controllers.watch.measures import response_scores
-from tests.algorithms.choices import TAKES_SEVERAL_UPDATES, with_updates
+from tests.algorithms.choices import TAKES_SEVERAL_UPDATES, learning_at_once
 from tests.controllers.conftest import MakeTrainer
 from tests.controllers.runs import (
     Inputs,
@@ -172,7 +172,7 @@ def allows(name: str, setting: str) -> bool:
 def test_every_algorithm_takes_steps(
     trainer: MakeTrainer, name: str, setting: str
 ) -> None:
-    choice = [*with_updates(name), "actor.mini_batch_size=null"]
+    choice = [*learning_at_once(name), "actor.mini_batch_size=null"]
     run = trainer("ppo", *choice, *SETTINGS[setting])
     run.publish(0)
     for number in (1, 2):
@@ -188,12 +188,10 @@ def test_every_algorithm_takes_steps(
         )  # parameters: 2 x 11, embeddings, norm
         has_critic = "gae" in ALGORITHMS[name]["advantage"]
         assert ("critic/vf_loss" in metrics) == has_critic
-        assert ("actor/kl_loss" in metrics) == (
-            ALGORITHMS[name]["kl"]["place"] == "loss"
-        )
-        assert ("actor/reward_kl_penalty" in metrics) == (
-            ALGORITHMS[name]["kl"]["place"] == "reward"
-        )
+        _, divergence, _ = ALGORITHMS[name]["defaults"]
+        place = divergence["kl"].partition("_")[0]
+        assert ("actor/kl_loss" in metrics) == (place == "loss")
+        assert ("actor/reward_kl_penalty" in metrics) == (place == "reward")
 
 
 def apart(metrics: dict[str, float]) -> float:
@@ -445,8 +443,7 @@ def test_older_rollouts_beyond_the_limit_end_the_run(trainer: MakeTrainer) -> No
 def test_two_policies_need_no_old_log_probs_and_compare_before_anything_is_learned(
     trainer: MakeTrainer,
 ) -> None:
-    several = ["algorithm.kl.place=none", *(f"algorithm.kl.{name}=null" for name in ("estimator", "coefficient")),
-               "algorithm.kl.controller=null", *SETTINGS["four updates"]]  # fmt: skip
+    several = ["algorithm.kl=none", *SETTINGS["four updates"]]
     run = trainer(
         "grpo",
         *correction("two_policy", "icepop", level="token", lower=0.999, upper=1.001),
