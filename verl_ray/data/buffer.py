@@ -194,8 +194,8 @@ class RolloutBuffer:
                 until no row of these groups is missing.
 
         Raises:
-            DataError: a token is older than `staleness` versions, or of a version that
-                is yet to come.
+            DataError: a token is older than `staleness` versions, of a version that is
+                yet to come, or of none that was recorded.
         """
         # Each round waits for rows and stores them; ends when every group is whole.
         while self.missing(ordinals):
@@ -294,6 +294,12 @@ class RolloutBuffer:
 
         oldest = int(oldest_versions.min())
         newest = int(newest_versions.max())
+        if oldest < 0:
+            number = np.count_nonzero(oldest_versions < 0)
+            raise DataError(
+                f"{number} responses have tokens without a policy version, so nobody"
+                " knows how old they are"
+            )
         if newest > policy_version or policy_version - oldest > self.staleness:
             raise DataError(
                 f"tokens of the policy versions {oldest} to {newest} were taken for"
