@@ -176,6 +176,10 @@ class Supply:
         self.draw()
         return self._admission.is_full
 
+    def _first_undecided(self) -> Int64:
+        """Return the ordinal that is decided next; later ones cannot fill the batch."""
+        return self._admission.undecided[:1]
+
     def take(self, policy_version: int, timers: Timers) -> Experience:
         """Return the scored groups of this step.
 
@@ -185,7 +189,9 @@ class Supply:
         """
         self.draw()
         if not self._admission.is_full:
-            self.producer.advance_until(self._is_full, self.buffer, timers)
+            self.producer.advance_until(
+                self._is_full, self._first_undecided, self.buffer, timers
+            )
         self._taken = self.producer.take(
             self._admission.oldest, self.buffer, policy_version, timers
         )
