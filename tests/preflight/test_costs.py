@@ -94,3 +94,14 @@ def test_trajectories_of_one_row(model: Path, data: Path) -> None:
     (warning,) = preflight(ppo(model, data, *together), BIG).warnings
     assert warning.startswith("algorithm.sequence=trajectory: every trajectory that")
     assert preflight(ppo(model, data, *together[1:]), BIG).warnings == []
+
+
+def test_staleness_that_only_makes_tokens_older(model: Path, data: Path) -> None:
+    def warnings(*settings: str) -> list[str]:
+        config = ppo(model, data, "placement=separate", *settings)
+        return list(cost_warnings(settled(config), BIG, evaluates=False))
+
+    (warning,) = warnings("schedule=one_step_off", "rollout.staleness=2")
+    assert warning.startswith("rollout.staleness=2 with rollout.updates=between: a")
+    assert warnings("schedule=one_step_off") == []
+    assert warnings("schedule=asynchronous", "rollout.staleness=2") == []

@@ -394,6 +394,7 @@ def cost_warnings(
     yield from _endless_warmups(config)
     yield from _still_learners(config)
     yield from _trajectories_of_one_row(config)
+    yield from _stale_for_nothing(config)
 
 
 def _different_types(config: Config) -> Iterator[str]:
@@ -529,4 +530,21 @@ def _trajectories_of_one_row(config: Config) -> Iterator[str]:
             "algorithm.sequence=trajectory: every trajectory that rollout samples has"
             " one row, so losses are those of algorithm.sequence=row, and rows are"
             " shared out by trajectories for nothing; use row"
+        )
+
+
+def _stale_for_nothing(config: Config) -> Iterator[str]:
+    """Yield a warning if tokens become older and no step becomes faster.
+
+    With dynamic sampling further batches hold groups in the place of rejected ones.
+    """
+    if not isinstance(config, RLConfig) or config.rollout.updates != "between":
+        return
+    staleness = config.rollout.staleness
+    if staleness > 1 and config.algorithm.dynamic_sampling is None:
+        yield (
+            f"rollout.staleness={staleness} with rollout.updates=between: a publication"
+            " waits until all batches that are drawn are generated and scored, one more"
+            " in each step, so tokens are older than with 1 and no step is faster; use"
+            " rollout.staleness=1, or schedule=asynchronous"
         )
