@@ -87,6 +87,8 @@ class RolloutBuffer:
         """When each group that is here became complete, on the monotonic clock."""
         self._queue_s: list[float] = []
         """How long the groups that were taken had been complete."""
+        self.num_waiting = 0
+        """Groups that were complete and stayed here when others were last taken."""
 
     def reserve(self, ordinals: Int64) -> None:
         """Note that these groups, int64 [groups], are being generated.
@@ -213,6 +215,7 @@ class RolloutBuffer:
             self._queue_s.append(now_s - self._whole_since.pop(ordinal))
             if ordinal not in self._finished:
                 del self._versions[ordinal]
+        self.num_waiting = len(self.whole_groups)
 
         # Rows arrive in any order; a step must not depend on it.
         order = np.argsort(stored.rollouts.row("row_id")[rows], kind="stable")
