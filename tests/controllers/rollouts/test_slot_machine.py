@@ -72,8 +72,16 @@ def test_every_order_with_a_lost_trainer(schedule: str, staleness: int) -> None:
     """The run goes back to its last step in memory, and uses finished groups again."""
     scenario = Scenario(schedule, staleness, steps=2, group_size=2, crashes=1)
     assert explore(scenario) > 30
+    # A batch that is newer than the snapshot: of version 3, when it is of step 2. With
+    # open rows it comes with 4 steps, and further ones make too many states.
+    steps = 4 if schedule in ("asynchronous", "carry_over") else staleness + 4
     scenario = one_row_each(
-        schedule, staleness, steps=4, length=lambda _: 1, crashes=1, snapshot_every=2
+        schedule,
+        staleness,
+        steps=steps,
+        length=lambda _: 1,
+        crashes=1,
+        snapshot_every=2,
     )
     assert explore(scenario) > 30
 
