@@ -289,7 +289,10 @@ def check(
 
     if machine is not None:
         print_tables(memory_table(planned_memory, nodes=machine.nodes))
-    for line in pool_lines(planned, machine, rates):
+    for line in (
+        *repetition_lines(planned, machine),
+        *pool_lines(planned, machine, rates),
+    ):
         print(line)
     print_data(config, checked.data.files, checked.trials.trials)
     print(_resources(machine))
@@ -388,6 +391,23 @@ def print_warnings(warnings: Sequence[str], stream: TextIO) -> None:
     """Print a line per warning."""
     for warning in warnings:
         print(f"warning: {warning}", file=stream)
+
+
+def repetition_lines(config: Config, machine: Machine | None) -> list[str]:
+    """Return a line about equal bits, where a schedule has them on a CPU alone.
+
+    None stands for a machine of which nothing is known.
+    """
+    if not isinstance(config, RLConfig) or machine is None or not machine.gpus:
+        return []
+    rollout = config.rollout
+    if rollout.updates != "between" or not rollout.staleness:
+        return []
+    return [
+        f"schedule {rollout.schedule}: each row has a fixed policy version, but equal"
+        " bits in two runs are promised on a CPU alone. On GPUs the last bits of"
+        " log-probs depend on which rows are computed together"
+    ]
 
 
 # ------------------------------------------------------------ an algorithm of one's own

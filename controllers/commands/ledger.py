@@ -1,8 +1,9 @@
 """The command `ledger`: what happened to each prompt of a run.
 
 Invariant: every figure comes from the events in the run's ledger. The exit code is 0
-only if each ordinal was trained or rejected once, over all restarts, and none is
-missing below the last trained one. Nothing is started or changed.
+only if each ordinal was trained or rejected once, over all restarts, in the step of its
+batch, and none is missing below the last trained one, nor of the steps of a finished
+run. Nothing is started or changed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
+import yaml
 from rich import box
 from rich.table import Table
 
@@ -21,6 +23,7 @@ from controllers.commands.run_argument import OUTPUTS, RUN_HELP, RUN_HINT, run_f
 from verl_ray.data.batch import Array, Int64
 from verl_ray.data.ledger import (
     LEDGER,
+    NO_SPREAD,
     NONE,
     Event,
     History,
@@ -28,8 +31,9 @@ from verl_ray.data.ledger import (
     has_parts,
     read_parts,
 )
-from verl_ray.errors import ConfigError, Problem
+from verl_ray.errors import ConfigError, Problem, TrackingError
 from verl_ray.preflight.tables import print_tables
+from verl_ray.tracking.history import read_history
 
 _BLANK = "-"
 
@@ -55,7 +59,8 @@ def main(argv: list[str]) -> int:
         TrackingError: a part of the ledger cannot be read.
     """
     arguments = _parser().parse_args(argv)
-    history = read_parts(_folder(arguments.run))
+    folder = _folder(arguments.run)
+    history = read_parts(folder)
     if arguments.ordinal is not None:
         print_tables(_ordinal_table(history, arguments.ordinal))
         return 0
@@ -69,6 +74,8 @@ def main(argv: list[str]) -> int:
         print(f"{num_replayed} groups were learned from once more (algorithm.replay)")
 
     problems = faults(history)
+    problems += misplaced(history, _prompts_per_step(folder.parent))
+    problems += unfinished(history, _finished_step(folder.parent))
     for problem in problems:
         print(problem)
     if problems:
@@ -106,6 +113,73 @@ def faults(history: History) -> list[str]:
             f" the last trained one, {last}"
         )
     return lines
+
+
+def misplaced(history: History, prompts_per_step: int | None) -> list[str]:
+    """Return a line if ordinals were trained in another step than that of their batch.
+
+    Batches are trained in the order of their ordinals, B of them in each step. Where
+    rejected groups were replaced by later ones, batches are not those of the ordinals.
+
+    Args:
+        history: The history.
+        prompts_per_step: B; None where it is not known, so that the order is checked.
+    """
+    trained = history.of(Event.TRAINED)
+    trained = trained[np.argsort(trained["ordinal"], kind="stable")]
+    steps = trained["step"]
+    # Replacements before the first event are in another folder.
+    begins_here = not (history.begins_at.frontier or history.begins_at.holes)
+    if prompts_per_step and begins_here and NO_SPREAD not in history.reasons:
+        expected = trained["ordinal"] // prompts_per_step + 1
+    else:
+        expected = np.maximum.accumulate(steps)
+    others = np.flatnonzero(steps != expected)
+    if not len(others):
+        return []
+    first = others[0]
+    return [
+        f"trained in another step than that of their batch:"
+        f" {_numbered(trained['ordinal'][others])}; expected step {expected[first]} for"
+        f" the first of them, and found {steps[first]}"
+    ]
+
+
+def unfinished(history: History, last_step: int | None) -> list[str]:
+    """Return a line if a run is finished, and groups of its last step are not here.
+
+    Args:
+        history: The history.
+        last_step: The last step of a finished run; None for one that is not.
+    """
+    trained = history.of(Event.TRAINED)
+    rejected = history.of(Event.REJECTED)["ordinal"]
+    last = int(trained["step"].max(initial=NONE))
+    # A step may have learned from none of its groups, which are rejected then.
+    is_explained = (rejected > _last_trained(history)).any()
+    if last_step is None or last >= last_step or is_explained:
+        return []
+    newest = "none was" if last == NONE else f"the last trained ones are of step {last}"
+    return [f"step {last_step}, the last of the finished run, is missing: {newest}"]
+
+
+def _prompts_per_step(run_dir: Path) -> int | None:
+    """Return the number of ordinals of a batch; None where the run does not say it."""
+    path = run_dir / "config.yaml"
+    tree = yaml.safe_load(path.read_text()) if path.is_file() else None
+    data = tree.get("data") if isinstance(tree, dict) else None
+    number = data.get("prompts_per_step") if isinstance(data, dict) else None
+    return number if isinstance(number, int) else None
+
+
+def _finished_step(run_dir: Path) -> int | None:
+    """Return the last step of a finished run; None for one that is not, or unknown."""
+    try:
+        stints = read_history(run_dir)
+    except TrackingError:
+        return None
+    is_finished = stints and stints[-1].ending == "finished"
+    return stints[-1].last_step if is_finished else None
 
 
 def _numbered(ordinals: Int64) -> str:

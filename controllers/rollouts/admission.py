@@ -149,9 +149,6 @@ class Admission:
 # draws exactly the groups that are missing.
 
 
-NO_SPREAD = "all scores of the group are equal"
-"""Why the ledger rejects a group."""
-
 Settled = Callable[[Int64], Bool]
 """Tells of ordinals whether they were trained or rejected, as the ledger does."""
 

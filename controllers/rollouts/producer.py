@@ -171,17 +171,28 @@ class Producer:
         return failures
 
     def advance_until(
-        self, is_enough: Callable[[], bool], buffer: RolloutBuffer, timers: Timers
+        self,
+        is_enough: Callable[[], bool],
+        awaited: Callable[[], Int64],
+        buffer: RolloutBuffer,
+        timers: Timers,
     ) -> None:
-        """Advance until `is_enough`, which may begin more; it raises as `take` does."""
+        """Advance until `is_enough`, which may begin more; it raises as `take` does.
+
+        Args:
+            is_enough: Whether the wait is over.
+            awaited: Groups without which it cannot end, int64 [groups].
+            buffer: The buffer of the groups.
+            timers: See `take`.
+        """
         with (
             self._abandoning_on_error(),
-            phase(self._phase),
+            phase(lambda: self._in_words(awaited(), buffer)),
             timers("gen"),
             timers.waiting(),
         ):
             while not is_enough():
-                self._advance_for(buffer, TICK_S)
+                self._advance_for(awaited(), buffer, TICK_S)
 
     def take(
         self,
@@ -203,39 +214,57 @@ class Producer:
                 from there until all is scored ("reward").
 
         Raises:
-            RewardError: More scores fail than max_failed_fraction allows.
+            RewardError: More scores of these groups fail than max_failed_fraction
+                allows.
             DataError: The policy that generated the responses is too old.
         """
+
+        def in_words() -> str:
+            return self._in_words(ordinals, buffer)
+
+        def advance() -> None:
+            self._advance_for(ordinals, buffer, TICK_S)
+
         with self._abandoning_on_error():
             # The replicas begin now, also where all of these groups are there already.
-            self._advance_for(buffer, 0.0)
-            with phase(self._phase), timers("gen"), timers.waiting():
+            self._advance_for(ordinals, buffer, 0.0)
+            with phase(in_words), timers("gen"), timers.waiting():
                 while buffer.missing(ordinals) and not self._is_generated(
                     ordinals, buffer
                 ):
-                    self._advance_for(buffer, TICK_S)
+                    advance()
 
-            with phase(self._phase), timers("reward"), timers.waiting():
-                return buffer.take(
-                    ordinals, policy_version, lambda: self._advance_for(buffer, TICK_S)
-                )
+            with phase(in_words), timers("reward"), timers.waiting():
+                return buffer.take(ordinals, policy_version, advance)
 
-    def _advance_for(self, buffer: RolloutBuffer, timeout_s: float) -> None:
-        """Advance all productions; raise the failure of one for this buffer.
+    def _advance_for(
+        self, ordinals: Int64, buffer: RolloutBuffer, timeout_s: float
+    ) -> None:
+        """Advance all productions; raise the failure of one with some of these groups.
 
-        Those of others fail nobody but who waits for them: training rows no evaluation.
+        Others fail nobody but who waits for them: training rows no evaluation, and
+        those of a later step not this one, whichever comes first.
         """
         self.advance(timeout_s)
-        for production in self._productions:
-            if production.buffer is buffer and production.failure is not None:
+        for production in self._of(ordinals, buffer):
+            if production.failure is not None:
                 raise production.failure
+
+    def _of(self, ordinals: Int64, buffer: RolloutBuffer) -> list[Production]:
+        """Return the productions of some of these groups, int64 [groups]."""
+        return [
+            production
+            for production in self._productions
+            if production.buffer is buffer
+            and np.isin(production.ordinals, ordinals).any()
+        ]
 
     def finish(self) -> None:
         """Wait until everything that was begun is generated, scored and in its buffer.
 
         If the wait is interrupted or fails, all generation is abandoned.
         """
-        with self._abandoning_on_error(), phase(self._phase):
+        with self._abandoning_on_error(), phase(self._first_in_words):
             while not all(production.is_finished for production in self._productions):
                 self.advance(TICK_S)
 
@@ -251,21 +280,25 @@ class Producer:
             self._productions.clear()
             raise
 
-    def _phase(self) -> str:
-        """Return how far the oldest production is, for a person who waits."""
-        if not self._productions:
-            return ""
-        production = self._productions[0]
-        purpose = production.job.generation.purpose
-        return production.in_words(self._graders.deadlines_in_words(purpose))
+    def _in_words(self, ordinals: Int64, buffer: RolloutBuffer) -> str:
+        """Return how far these groups are, int64 [groups], for a person who waits."""
+        return self._progress(self._of(ordinals, buffer))
+
+    def _first_in_words(self) -> str:
+        """Return how far the oldest production is that goes on."""
+        return self._progress(self._productions)
+
+    def _progress(self, productions: Iterable[Production]) -> str:
+        """Return how far the first of these productions is that goes on."""
+        for production in productions:
+            if not production.is_finished:
+                purpose = production.job.generation.purpose
+                return production.in_words(self._graders.deadlines_in_words(purpose))
+        return ""
 
     def _is_generated(self, ordinals: Int64, buffer: RolloutBuffer) -> bool:
         """Return whether all responses of these groups, int64 [groups], are there."""
-        return all(
-            production.is_generated or not np.isin(production.ordinals, ordinals).any()
-            for production in self._productions
-            if production.buffer is buffer
-        )
+        return all(production.is_generated for production in self._of(ordinals, buffer))
 
     # ----------------------------------------------------------------------- background
 
@@ -365,7 +398,8 @@ class Producer:
             production.failures.add(scored)
         except RewardError as failure:
             # Whoever waits for the groups fails, and nobody else. A checkpoint has none
-            # of them, so that a resumed run asks what scores again.
+            # of them, so that a resumed run asks what scores again: responses of the
+            # version that it goes on from, where a later batch is concerned.
             production.failure = production.failure or failure
             production.buffer.discard(production.ordinals)
         else:

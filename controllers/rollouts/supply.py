@@ -2,11 +2,13 @@
 
 Invariant: step n gets the groups of batch n - 1, whichever were finished first, and
 each group once, over all restarts of the run. A checkpoint holds what is finished and
-not trained yet.
+not trained yet. With rollout.updates=between batch n is of version n minus
+rollout.staleness, except what a restart has to draw anew, which it says.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from controllers.rollouts.admission import NO_SPREAD, Admission, DynamicAdmission
+from controllers.rollouts.admission import Admission, DynamicAdmission
 from controllers.rollouts.graders import ScoreFailures
 from controllers.rollouts.producer import ENDS_REPLICAS, Producer
 from controllers.rollouts.replay import Exchange, Replay
@@ -32,10 +34,10 @@ from verl_ray.data.batch import Int64
 from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.data.curriculum import Curriculum
 from verl_ray.data.cursor import CursorState, drawn_rows
-from verl_ray.data.ledger import LEDGER, Event, Ledger
+from verl_ray.data.ledger import LEDGER, NO_SPREAD, Event, Ledger
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.stages import Bool, Prompts
-from verl_ray.errors import Interrupted
+from verl_ray.errors import DataError, Interrupted
 from verl_ray.profiling.timers import Timers
 from verl_ray.rewards.shaping import Shaping
 from workers.rollout import Generation
@@ -102,10 +104,15 @@ class Supply:
         self._metrics: Metrics = {}
         self._taken: Experience | None = None
         """Groups that the present step learns from."""
+        self._has_drawn = False
+        self.other_batches: list[int] = []
+        """Batches that a restart has left with other versions than those named."""
 
     def begin(self, done: int) -> None:
         """Begin behind `done` finished steps."""
         self._admission.begin(done)
+        self._has_drawn = False
+        self.other_batches = []
 
     def draw_ahead(self) -> None:
         """Draw prompts of later steps, of which a synchronous run has none.
@@ -130,9 +137,14 @@ class Supply:
             if is_finished.any():
                 finished = self.buffer.whole(batch.group_id)
             prompts = batch.select(np.flatnonzero(~is_finished))
+            if not self._has_drawn:
+                self._note_other(step - 1, finished, is_whole=not prompts.num_rows)
             if prompts.num_rows:
                 self.ledger.draw(prompts.group_id, self._admission.num_trained)
                 self._begin(prompts, generation, step, finished)
+        if not self._has_drawn:
+            self._has_drawn = True
+            self._warn_of_other()
 
     def _begin(
         self,
@@ -176,6 +188,10 @@ class Supply:
         self.draw()
         return self._admission.is_full
 
+    def _first_undecided(self) -> Int64:
+        """Return the ordinal that is decided next; later ones cannot fill the batch."""
+        return self._admission.undecided[:1]
+
     def take(self, policy_version: int, timers: Timers) -> Experience:
         """Return the scored groups of this step.
 
@@ -185,11 +201,14 @@ class Supply:
         """
         self.draw()
         if not self._admission.is_full:
-            self.producer.advance_until(self._is_full, self.buffer, timers)
+            self.producer.advance_until(
+                self._is_full, self._first_undecided, self.buffer, timers
+            )
         self._taken = self.producer.take(
             self._admission.oldest, self.buffer, policy_version, timers
         )
         self._note_finished()
+        self._refuse_other(self._taken)
         return self._taken
 
     def with_replayed(self, groups: Experience, policy_version: int) -> Experience:
@@ -264,6 +283,67 @@ class Supply:
         """Note in the ledger which groups were finished since the last call."""
         finished = self.buffer.take_finished()
         self.ledger.finish(finished.ordinals, finished.oldest, finished.newest)
+
+    # ------------------------------------------------------------------- named versions
+
+    def _named_version(self, batch: int) -> int | None:
+        """Return the version that a batch, from 0, is sampled from; None if any may be.
+
+        Weights that change under open rows, and groups that replace others, have none.
+        Without staleness the buffer takes the present version alone.
+        """
+        rollout = self._config.rollout
+        is_named = rollout.updates == "between" and rollout.staleness > 0
+        if not is_named or self._config.algorithm.dynamic_sampling is not None:
+            return None
+        return max(0, batch - rollout.staleness)
+
+    def _note_other(
+        self, batch: int, finished: Experience | None, *, is_whole: bool
+    ) -> None:
+        """Note whether a batch that a restart draws is of the version that it names.
+
+        Args:
+            batch: Number of the batch, from 0.
+            finished: Its groups that are here already.
+            is_whole: Whether these are all of them, so that nothing is drawn.
+        """
+        versions = set() if is_whole else {self._admission.num_trained}
+        if finished is not None:
+            versions |= _versions_of(finished)
+        named = self._named_version(batch)
+        if named is not None and versions - {named}:
+            self.other_batches.append(batch)
+
+    def _warn_of_other(self) -> None:
+        """Say on standard error which steps have other versions, if any has."""
+        if self.other_batches:
+            first, last = self.other_batches[0] + 1, self.other_batches[-1] + 1
+            steps = f"step {first}" if first == last else f"steps {first} to {last}"
+            print(
+                f"warning: {steps} learn from responses of newer policy versions than"
+                " in a run without this restart, which had not drawn them, or whose"
+                " responses are generated anew; the bits differ from here on",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _refuse_other(self, taken: Experience) -> None:
+        """Refuse the groups of a step that are not of the version that they name.
+
+        Raises:
+            DataError: They are not, and no restart explains it.
+        """
+        batch = self._admission.num_trained
+        named = self._named_version(batch)
+        if named is None or batch in self.other_batches:
+            return
+        others = _versions_of(taken) - {named}
+        if others:
+            raise DataError(
+                f"step {batch + 1} would learn from responses of policy version"
+                f" {min(others)}; with rollout.updates=between they are of {named}"
+            )
 
     # ------------------------------------------------------------------------- recovery
 
@@ -390,6 +470,13 @@ class Supply:
                 self.buffer.restore(usable)
         # The ledger knows them already.
         self.buffer.take_finished()
+
+
+def _versions_of(groups: Experience) -> set[int]:
+    """Return the oldest and newest versions of the rows, where they have tokens."""
+    has_tokens = groups.rollouts.row("response_length") > 0
+    columns = [groups.rollouts.row(f"{end}_version") for end in ("oldest", "newest")]
+    return {version for column in columns for version in column[has_tokens].tolist()}
 
 
 # ------------------------------------------------------------------ between the steps

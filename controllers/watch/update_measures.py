@@ -184,11 +184,11 @@ def version_metrics(rollouts: Sharded[Rollouts], staleness: int) -> Metrics:
 
 
 def queue_metrics(buffer: RolloutBuffer, staleness: int) -> Metrics:
-    """Return how many groups wait, and how long those did that were taken."""
+    """Return how many groups waited as others were taken, and how long those did."""
     if not staleness:
         return {}
     return {
-        "staleness/groups_waiting": float(len(buffer.whole_groups)),
+        "staleness/groups_waiting": float(buffer.num_waiting),
         "timing_s/queue": buffer.take_queue_s(),
     }
 

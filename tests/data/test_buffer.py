@@ -16,8 +16,8 @@ from verl_ray.data.sharded import Receipt, Sharded
 from verl_ray.data.stages import Rollouts, Scores, versions_of
 from verl_ray.errors import DataError
 
-SPANS = {"old": [[2, 3]], "new": [[2, 4]], "both": [[2, 3], [4, 4]]}
-"""A prompt of two tokens, and responses of versions 3, 4, or first 3 and then 4."""
+SPANS = {"old": [[2, 3]], "new": [[2, 4]], "both": [[2, 3], [4, 4]], "none": []}
+"""A prompt of two tokens, and responses of versions 3, 4, first 3 and then 4, or none."""
 
 
 def piece(*rows: int, spans: str = "new", tokens: int = 4) -> Experience:
@@ -243,6 +243,15 @@ def test_every_token_is_young_enough(
     else:
         with pytest.raises(DataError, match=refused):
             made.take(np.array([0]), version, never)
+
+
+@pytest.mark.parametrize("version", [0, 4])
+def test_tokens_without_a_version_are_refused_at_every_version(version: int) -> None:
+    made = buffer(0, staleness=1)
+    made.put(piece(0, spans="none"))
+    made.put(piece(1, tokens=0))
+    with pytest.raises(DataError, match="1 responses have tokens without a policy"):
+        made.take(np.array([0]), version, never)
 
 
 def test_a_response_without_tokens_has_no_age() -> None:

@@ -53,6 +53,22 @@ def test_tokens_outside_the_mask_are_left_out() -> None:
     assert versions_of_tokens(rows.replace(response_mask=mask)).tolist() == [5, 5, 6]
 
 
+@pytest.mark.parametrize(
+    ("spans", "message"),
+    [
+        ([[(2, 5)], [], [(2, 4)]], "2 of 7 response tokens have no policy version"),
+        ([[(2, 5)], [(2, 5)], [(3, 4)]], "1 of 7 response tokens have no"),
+        ([[], [], []], "7 of 7 response tokens have no"),
+    ],
+    ids=["a row without a span", "a span that begins late", "no span"],
+)
+def test_a_token_without_a_version_gets_none_of_another_row(
+    spans: list[list[tuple[int, int]]], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        versions_of_tokens(rows_of([2, 2, 3], *spans))
+
+
 _ROW = st.lists(st.tuples(st.integers(1, 3), st.integers(0, 4)), max_size=3)
 
 

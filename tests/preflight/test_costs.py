@@ -106,3 +106,14 @@ def test_clips_that_are_finer_than_rounding(model: Path, data: Path) -> None:
     wide = ("algorithm=gmpo", *gspo[1:])
     for settings in ((*gspo, *exact), wide):
         assert preflight(ppo(model, data, *settings), BIG).warnings == []
+
+
+def test_staleness_that_only_makes_tokens_older(model: Path, data: Path) -> None:
+    def warnings(*settings: str) -> list[str]:
+        config = ppo(model, data, "placement=separate", *settings)
+        return list(cost_warnings(settled(config), BIG, evaluates=False))
+
+    (warning,) = warnings("schedule=one_step_off", "rollout.staleness=2")
+    assert warning.startswith("rollout.staleness=2 with rollout.updates=between: a")
+    assert warnings("schedule=one_step_off") == []
+    assert warnings("schedule=asynchronous", "rollout.staleness=2") == []

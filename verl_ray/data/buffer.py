@@ -87,6 +87,8 @@ class RolloutBuffer:
         """When each group that is here became complete, on the monotonic clock."""
         self._queue_s: list[float] = []
         """How long the groups that were taken had been complete."""
+        self.num_waiting = 0
+        """Groups that were complete and stayed here when others were last taken."""
 
     def reserve(self, ordinals: Int64) -> None:
         """Note that these groups, int64 [groups], are being generated.
@@ -194,8 +196,8 @@ class RolloutBuffer:
                 until no row of these groups is missing.
 
         Raises:
-            DataError: a token is older than `staleness` versions, or of a version that
-                is yet to come.
+            DataError: a token is older than `staleness` versions, of a version that is
+                yet to come, or of none that was recorded.
         """
         # Each round waits for rows and stores them; ends when every group is whole.
         while self.missing(ordinals):
@@ -213,6 +215,7 @@ class RolloutBuffer:
             self._queue_s.append(now_s - self._whole_since.pop(ordinal))
             if ordinal not in self._finished:
                 del self._versions[ordinal]
+        self.num_waiting = len(self.whole_groups)
 
         # Rows arrive in any order; a step must not depend on it.
         order = np.argsort(stored.rollouts.row("row_id")[rows], kind="stable")
@@ -294,6 +297,12 @@ class RolloutBuffer:
 
         oldest = int(oldest_versions.min())
         newest = int(newest_versions.max())
+        if oldest < 0:
+            number = np.count_nonzero(oldest_versions < 0)
+            raise DataError(
+                f"{number} responses have tokens without a policy version, so nobody"
+                " knows how old they are"
+            )
         if newest > policy_version or policy_version - oldest > self.staleness:
             raise DataError(
                 f"tokens of the policy versions {oldest} to {newest} were taken for"

@@ -43,6 +43,9 @@ LEDGER = "ledger.parquet"
 NONE = -1
 """Value of a column that an event does not have; null in the files."""
 
+NO_SPREAD = "all scores of the group are equal"
+"""Why a group is rejected that another one replaces in its batch."""
+
 _NAME = re.compile(r"(?:step_(\d{8,})|unsaved)\.parquet")
 _BEGINS_AT = b"begins_at"  # key of a part's metadata
 

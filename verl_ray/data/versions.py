@@ -25,19 +25,27 @@ def versions_of_tokens(rows: Rollouts) -> Int64:
     """Return the version that each response token was sampled from, int64 [tokens].
 
     The tokens are those where `response_mask` is True, in their order.
+
+    Raises:
+        DataError: The engine recorded no version of a token, so its age is not known.
     """
     spans = rows.version_spans
-    if not len(spans.values):
-        return np.empty(0, np.int64)
     row_of_span = np.repeat(np.arange(rows.num_rows), np.diff(spans.offsets))
     starts = rows.offsets[:-1][row_of_span] + spans.values[:, 0]
 
-    # A version holds up to the next span. Prompts get any, and are left out.
+    # Each row begins without a version. A version holds up to the next span of the row.
+    first_spans = spans.offsets[:-1]
+    starts = np.insert(starts, first_spans, rows.offsets[:-1])
+    numbers = np.insert(spans.values[:, 1], first_spans, -1)
     ends = np.append(starts[1:], rows.num_tokens)
-    versions = np.empty(rows.num_tokens, np.int64)
-    versions[: starts[0]] = -1
-    versions[starts[0] :] = np.repeat(spans.values[:, 1], ends - starts)
-    return versions[rows.response_mask]
+    versions: Int64 = np.repeat(numbers, ends - starts)[rows.response_mask]
+    if versions.min(initial=0) < 0:
+        number = np.count_nonzero(versions < 0)
+        raise DataError(
+            f"{number} of {len(versions)} response tokens have no policy version: the"
+            " version spans of a row begin with its first response token"
+        )
+    return versions
 
 
 @dataclass(frozen=True)

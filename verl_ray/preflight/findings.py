@@ -395,6 +395,7 @@ def cost_warnings(
     yield from _still_learners(config)
     yield from _trajectories_of_one_row(config)
     yield from _clips_of_rounding(config)
+    yield from _stale_for_nothing(config)
 
 
 def _different_types(config: Config) -> Iterator[str]:
@@ -550,4 +551,21 @@ def _clips_of_rounding(config: Config) -> Iterator[str]:
             " further from 1 than algorithm.clip_low and algorithm.clip_high, so most"
             " is clipped for its rounding; use three_policy, or none, and several"
             " updates per step (actor.mini_batch_size)"
+        )
+
+
+def _stale_for_nothing(config: Config) -> Iterator[str]:
+    """Yield a warning if tokens become older and no step becomes faster.
+
+    With dynamic sampling further batches hold groups in the place of rejected ones.
+    """
+    if not isinstance(config, RLConfig) or config.rollout.updates != "between":
+        return
+    staleness = config.rollout.staleness
+    if staleness > 1 and config.algorithm.dynamic_sampling is None:
+        yield (
+            f"rollout.staleness={staleness} with rollout.updates=between: a publication"
+            " waits until all batches that are drawn are generated and scored, one more"
+            " in each step, so tokens are older than with 1 and no step is faster; use"
+            " rollout.staleness=1, or schedule=asynchronous"
         )

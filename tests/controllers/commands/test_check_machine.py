@@ -107,6 +107,30 @@ def test_the_machine_is_named_and_what_was_assumed_of_it(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("machine", "settings", "is_shown"),
+    [
+        ("gpus=8,gpu=H100-80G", ("schedule=one_step_off", "placement=separate"), True),
+        ("gpus=8,gpu=H100-80G", ("schedule=asynchronous", "placement=separate"), False),
+        ("gpus=8,gpu=H100-80G", (), False),
+        ("gpus=0,cores=64", ("schedule=one_step_off", "placement=separate"), False),
+    ],
+    ids=["one_step_off", "asynchronous", "synchronous", "a CPU"],
+)
+def test_equal_bits_are_promised_on_a_cpu_alone(
+    machine: str,
+    settings: tuple[str, ...],
+    is_shown: bool,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = check(
+        published("Qwen2.5-0.5B"), f"{machine},memory=2T", "backend=fsdp", *settings
+    )
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert ("equal bits in two runs are promised on a CPU alone" in out) == is_shown
+
+
 @pytest.mark.processes
 def test_data_and_tokenizer_that_are_here_are_read(
     tmp_path: Path, inputs: Inputs, capsys: pytest.CaptureFixture[str]

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from controllers.command_line import main
-from verl_ray.data.ledger import LEDGER, Ledger
+from verl_ray.data.ledger import LEDGER, NO_SPREAD, Ledger
+from verl_ray.tracking.history import begin_stint, end_stint
 
 
 def ids(*ordinals: int) -> np.ndarray:
@@ -243,3 +244,64 @@ def test_replayed_groups_are_counted_and_are_no_fault(
         "(algorithm.replay)",
     ] in cells
     assert last.startswith("every ordinal up to 3 was trained exactly once")
+
+
+def with_batches_of(prompts: int, run: Path) -> None:
+    (run / "config.yaml").write_text(f"data: {{prompts_per_step: {prompts}}}\n")
+
+
+def test_an_ordinal_that_was_trained_in_another_step_is_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Batches of 2: ordinals 2 and 3 are of step 2, and 4 and 5 of step 3."""
+    ledger = started(tmp_path)
+    for number, ordinals in ((1, (0, 1)), (2, (2, 4)), (3, (3, 5))):
+        step(ledger, number, *ordinals)
+    # The order alone tells of one, since 3 was trained before 4 would be.
+    printed(capsys, tmp_path, code=1)
+    with_batches_of(2, tmp_path)
+    assert main(["ledger", str(tmp_path)]) == 1
+    assert (
+        "trained in another step than that of their batch: 2 ordinals (3, 4); expected"
+        " step 2 for the first of them, and found 3"
+    ) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("prompts", "reason", "code"),
+    [(2, NO_SPREAD, 0), (2, "too long", 1), (3, NO_SPREAD, 0)],
+)
+def test_groups_that_replace_rejected_ones_are_of_their_batch(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    prompts: int,
+    reason: str,
+    code: int,
+) -> None:
+    ledger = started(tmp_path)
+    ledger.reject(ids(1), reason)
+    step(ledger, 1, 0, 2)
+    step(ledger, 2, 3, 4)
+    with_batches_of(prompts, tmp_path)
+    printed(capsys, tmp_path, code=code)
+
+
+def test_the_last_batch_of_a_finished_run_is_missed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger = started(tmp_path)
+    step(ledger, 1, 0, 1)
+    step(ledger, 2, 2, 3)
+    begin_stint(tmp_path, 0, 0.0)
+    printed(capsys, tmp_path)
+    end_stint(tmp_path, 3, "finished")
+    assert main(["ledger", str(tmp_path)]) == 1
+    assert (
+        "step 3, the last of the finished run, is missing: the last trained ones are"
+        " of step 2"
+    ) in capsys.readouterr().out
+    # Nothing was learned from its groups.
+    ledger.reject(ids(4, 5), "no score")
+    ledger.state()
+    ledger.write(3)
+    printed(capsys, tmp_path)

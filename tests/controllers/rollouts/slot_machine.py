@@ -565,7 +565,8 @@ class Machine:
         sampled = [version for row in rows for version in self.producer.sampled[row]]
         assert versions.tolist() == sampled
         assert batch - scenario.staleness <= versions.min() <= versions.max() <= batch
-        if scenario.config.rollout.updates == "between":
+        is_named = batch not in self.supply.other_batches
+        if scenario.config.rollout.updates == "between" and is_named:
             assert set(sampled) == {max(0, batch - scenario.staleness)}
             # What is learned again after a restart is the same.
             again = self.ever.setdefault(batch, sampled)
@@ -588,6 +589,8 @@ class Machine:
         if self.phase != "end":
             assert self.events(), "nothing can happen, and the run has not ended"
             return
+        if self.scenario.kills or self.scenario.crashes:
+            assert not self.supply.other_batches
         ledger = self.supply.ledger.state()
         prompts = self.scenario.steps * self.scenario.prompts
         assert (ledger["frontier"], ledger["holes"], ledger["finished"]) == (

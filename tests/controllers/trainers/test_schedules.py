@@ -83,7 +83,9 @@ def test_one_step_off_learns_from_the_version_that_the_ordinal_names(
         assert metrics["staleness/optimizer_steps_max"] == 2 * age + 1
         assert metrics[f"staleness/share_of_age_{age}"] == 1
         assert metrics["staleness/rows_of_several_versions"] == 0
-        assert metrics["staleness/groups_waiting"] == 8 * staleness
+        # The newest batch has just been drawn, the others are whole but at first.
+        least = 8 * (staleness - 1) if step > 1 else 0
+        assert least <= metrics["staleness/groups_waiting"] <= 8 * staleness
         assert shares(metrics) == pytest.approx(1)
         # The mismatch of fresh tokens is that of two programs.
         assert ("staleness/fresh_kl" in metrics) == (age == 0)

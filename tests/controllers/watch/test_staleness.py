@@ -69,7 +69,7 @@ def test_rows_over_which_the_weights_changed() -> None:
 
 
 def test_groups_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([10.0, 12.0, 15.0])
+    clock = iter([10.0, 12.0, 15.0, 16.0])
     monkeypatch.setattr("verl_ray.data.buffer.time.monotonic", lambda: next(clock))
     buffer = RolloutBuffer(2, staleness=1)
     buffer.reserve(np.array([0, 1, 2]))
@@ -78,6 +78,10 @@ def test_groups_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         scores = Scores.ok(np.zeros(3, np.float32))
         buffer.put(Experience(stored(rows), {"reward": stored(scores)}))
     buffer.take(np.array([0, 1]), 0, lambda: pytest.fail("all are there"))
+    # What is finished later, while the step learns, was not there.
+    buffer.reserve(np.array([3]))
+    rows = stored(rollouts_of([2] * 2, groups=[3, 3]))
+    buffer.put(Experience(rows, {"reward": stored(Scores.ok(np.zeros(2, np.float32)))}))
     assert queue_metrics(buffer, staleness=1) == {
         "staleness/groups_waiting": 1.0,
         "timing_s/queue": (5.0 + 3.0) / 2,
