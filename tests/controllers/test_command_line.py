@@ -19,6 +19,7 @@ from controllers.command_line import main
 from controllers.commands import multirun
 from controllers.commands.resume_hint import command_to_resume
 from verl_ray.cluster.signals import stoppable
+from verl_ray.paths import program
 
 
 @pytest.mark.parametrize(
@@ -173,7 +174,7 @@ def test_a_signal_that_a_compiled_call_swallowed_is_still_a_stop(
     lines = result.stderr.splitlines()
     assert lines[0] == "SIGTERM: stopping. Another one ends it at once"
     typed = ["train", "--config-name", "quickstart", f"run.dir={tmp_path}"]
-    command = shlex.join([sys.executable, "-m", "controllers", *typed])
+    command = shlex.join([program("verl-ray"), *typed])  # it is a program of the user's
     assert lines[-2:] == [
         "stopped by SIGTERM. To begin again:",
         command,

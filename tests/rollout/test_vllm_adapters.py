@@ -249,5 +249,5 @@ def test_a_model_that_came_from_disk_tells_what_shares_weights(
     head.weight = embedding.weight
     loader: Any = WeightLoader()
     loader.model_runner = SimpleNamespace(model=torch.nn.Sequential(embedding, head))
-    loader.weights_begin_update(brings_model=False)
+    loader.weights_begin_update(holds_model=False)
     assert loader.weights_repacked() == ["1"]

@@ -188,7 +188,7 @@ def test_every_algorithm_takes_steps(
         )  # parameters: 2 x 11, embeddings, norm
         has_critic = "gae" in ALGORITHMS[name]["advantage"]
         assert ("critic/vf_loss" in metrics) == has_critic
-        _, divergence, _ = ALGORITHMS[name]["defaults"]
+        _, divergence, *_ = ALGORITHMS[name]["defaults"]
         place = divergence["kl"].partition("_")[0]
         assert ("actor/kl_loss" in metrics) == (place == "loss")
         assert ("actor/reward_kl_penalty" in metrics) == (place == "reward")
