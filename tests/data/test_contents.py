@@ -11,8 +11,8 @@ import pyarrow.parquet
 import pytest
 
 from tests.data.original_schemas import assistant, user
-from tests.data.reading import read_preferences, read_supervised
-from verl_ray.data.records import read_prompts
+from tests.data.reading import read_preferences
+from verl_ray.data.records import read_prompts, read_supervised
 from verl_ray.errors import DataError
 
 SYSTEM = {"role": "system", "content": "Calculate."}

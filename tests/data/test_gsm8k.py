@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.data.reading import read_preferences, read_supervised
+from tests.data.reading import read_preferences
 from verl_ray.data.prepare import (
     INSTRUCTION,
     SOLUTIONS_FILE,
@@ -21,7 +21,7 @@ from verl_ray.data.prepare import (
     final_number,
     main,
 )
-from verl_ray.data.records import read_prompts
+from verl_ray.data.records import read_prompts, read_supervised
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import DataError
 

@@ -58,6 +58,7 @@ from verl_ray.data.schemas import Schema, choose_schema
 from verl_ray.errors import DataError
 
 Record = TypeVar("Record", covariant=True)
+_Read = TypeVar("_Read")
 
 Prompt = str | list[Message]
 
@@ -187,7 +188,29 @@ def preference_reading(
 def read_prompts(source: str | Path | DataSet) -> list[PromptRecord]:
     """Read the prompt records of a set, in its order.
 
+    Raises:
+        DataError: the path, a line or a field is not what it should be.
+    """
+    return read_records(source, prompt_reading)
+
+
+def read_supervised(source: str | Path | DataSet) -> list[SupervisedRecord]:
+    """Read the supervised records of a set, in its order.
+
+    Raises:
+        DataError: the path, a line or a field is not what it should be.
+    """
+    return read_records(source, supervised_reading)
+
+
+def read_records(
+    source: str | Path | DataSet,
+    reading_of: Callable[[DataSet, Fields, str], Reading[_Read]],
+) -> list[_Read]:
+    """Read the records of a set, in its order, as its first one says.
+
     Args:
+        reading_of: `prompt_reading` or one of its siblings.
 
     Raises:
         DataError: the path, a line or a field is not what it should be.
@@ -197,7 +220,7 @@ def read_prompts(source: str | Path | DataSet) -> list[PromptRecord]:
     reading = None
     for where, fields in read_rows(data_set):
         if reading is None:
-            reading = prompt_reading(data_set, fields, where)
+            reading = reading_of(data_set, fields, where)
         records.append(reading.record(where, fields))
     return records
 

@@ -15,9 +15,9 @@ from controllers.run.preparation import (
     supervised_job,
     write_problems,
 )
-from tests.data.reading import read_supervised
 from verl_ray.cluster.session import Session
 from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.data.records import read_supervised
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import ConfigError, DataError
 from verl_ray.preflight.findings import INPUTS_COMPLETE, INPUTS_STARTED, inputs_folder
