@@ -94,11 +94,14 @@ _SEPARATE = (
     "asynchronous_recompute",
     "asynchronous_keep",
 )
+_UNEQUAL = (SYNCHRONOUS, "one_step_off")
 _COLOCATED = (SYNCHRONOUS, "carry_over")
 
 CASES: Mapping[str, Comparison] = {
     "equal": Comparison("separate", Lengths("equal", 64), 10, _SEPARATE),
     "tail": Comparison("separate", Lengths("tail", 192), 44, _SEPARATE),
+    "long_updates": Comparison("separate", Lengths("equal", 12), 40, _UNEQUAL),
+    "long_rollouts": Comparison("separate", Lengths("equal", 192), 3, _UNEQUAL),
     "reactions": Comparison(
         "separate",
         Lengths("tail", 64),

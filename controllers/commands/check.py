@@ -36,10 +36,12 @@ from verl_ray.hub.models import fetch_models, pinned_in_words, pinned_models
 from verl_ray.preflight.data_files import DataFile, DataFindings, examine_data
 from verl_ray.preflight.facts import facts_here
 from verl_ray.preflight.findings import Findings, preflight
+from verl_ray.preflight.function_trial import FunctionTrials, try_functions
 from verl_ray.preflight.machine import Machine, machine_in_words, machine_of
 from verl_ray.preflight.memory_plan import memory_plan
 from verl_ray.preflight.model_directories import model_problems
 from verl_ray.preflight.model_files import has_tokenizer
+from verl_ray.preflight.model_sizes import model_size
 from verl_ray.preflight.resolve import (
     resolution_of_steps,
     resolutions,
@@ -61,37 +63,54 @@ class Checked:
         config: The configuration as the user gave it, which may hold `auto`.
         data: The data files; empty if they were not read.
         trials: The trials of the reward functions; empty without data.
+        functions: The trials of the user's functions of `algorithm`.
         warnings: What does not stop the run.
     """
 
     config: Config
     data: DataFindings
     trials: TrialFindings
+    functions: FunctionTrials
     warnings: list[str]
 
 
 class SeenData:
-    """The findings about data and rewards of the configurations that were checked.
+    """The findings about data and functions of the configurations that were checked.
 
-    Runs of a sweep often have the same, which are read once.
+    Runs of a sweep often have the same, which are read and tried once.
     """
 
     def __init__(self) -> None:
         self._findings: dict[str, tuple[DataFindings, TrialFindings]] = {}
+        self._functions: dict[str, FunctionTrials] = {}
 
     def examine(
-        self, config: Config, *, evaluates: bool
-    ) -> tuple[DataFindings, TrialFindings]:
-        """Read the data and try the rewards of a configuration without `auto`."""
-        settings = _settings_of_data(config)
-        if settings not in self._findings:
+        self, config: Config, problems: Sequence[Problem], *, evaluates: bool
+    ) -> tuple[DataFindings, TrialFindings, FunctionTrials]:
+        """Read the data of a configuration without `auto`, and try its functions.
+
+        Args:
+            config: the configuration.
+            problems: those that it has. One of the algorithm is no function's fault.
+            evaluates: whether the command is `evaluate`, which uses no algorithm.
+        """
+        settings_of_data = _settings_of_data(config)
+        if settings_of_data not in self._findings:
             data = examine_data(config, evaluates=evaluates)
             trials = TrialFindings()
             # Records that cannot be read cannot be scored.
             if not data.problems:
                 trials = try_rewards(config, data.files, evaluates=evaluates)
-            self._findings[settings] = data, trials
-        return self._findings[settings]
+            self._findings[settings_of_data] = data, trials
+
+        functions = FunctionTrials()
+        of_algorithm = any(each.key.startswith("algorithm") for each in problems)
+        if isinstance(config, RLConfig) and not evaluates and not of_algorithm:
+            settings = config.algorithm.model_dump_json()
+            if settings not in self._functions:
+                self._functions[settings] = try_functions(config.algorithm)
+            functions = self._functions[settings]
+        return *self._findings[settings_of_data], functions
 
 
 def _settings_of_data(config: Config) -> str:
@@ -121,7 +140,7 @@ def checked_config(
     seen: SeenData | None = None,
     described: Machine | None = None,
 ) -> Checked:
-    """Check a configuration, the machine, the data and the reward functions.
+    """Check a configuration, the machine, the data and the user's functions.
 
     Args:
         config_name: the root config.
@@ -129,7 +148,7 @@ def checked_config(
         config_dir: a folder of the user's own, or None.
         evaluates: whether the command is `evaluate`.
         trains: whether the command is `train`; a finished run reads nothing any more.
-        reads_data: whether to read the data files and to try the reward functions.
+        reads_data: whether to read the data files and to try the user's functions.
         seen: the findings of the other runs of a sweep.
         described: the machine to check for, in place of the one that would run it.
 
@@ -145,19 +164,19 @@ def checked_config(
     if config is not None:
         machine = described or machine_of(config)
         config, unavailable = _pinned(config, machine, reads_data=reads_data)
-        findings = preflight(
-            config, machine, evaluates=evaluates, reads_data=reads_data
-        )
+        kind = {"evaluates": evaluates, "reads_data": reads_data}
+        findings = preflight(config, machine, **kind)
         problems = _together(_together(problems, unavailable), findings.problems)
 
-    data, trials = DataFindings(), TrialFindings()
+    data, trials, functions = DataFindings(), TrialFindings(), FunctionTrials()
     is_finished = config is not None and trains and finished_step(config) is not None
     reads_data = reads_data and not is_finished
     if config is not None and reads_data and not _hide_data(problems):
         facts = facts_here(config, machine, learns=not evaluates)
         planned = resolve(config, facts)
-        data, trials = (seen or SeenData()).examine(planned, evaluates=evaluates)
-        problems += [*data.problems, *trials.problems]
+        seen = seen or SeenData()
+        data, trials, functions = seen.examine(planned, problems, evaluates=evaluates)
+        problems += [*data.problems, *trials.problems, *functions.problems]
 
         # Some rules compare the number of steps, which follows from the data.
         counted = _with_counted_steps(config, data.files)
@@ -169,7 +188,7 @@ def checked_config(
     if (trains or evaluates) and not is_finished:
         _fetch_models(config)
     warnings = findings.warnings + data.warnings + trials.warnings
-    return Checked(config, data, trials, warnings)
+    return Checked(config, data, trials, functions, warnings)
 
 
 def _pinned(
@@ -280,6 +299,8 @@ def check(
     width = shutil.get_terminal_size().columns
     for line in algorithm_lines(known):
         print(textwrap.fill(line, width, subsequent_indent="    "))
+    for line in checked.functions.lines:
+        print(line)
     if machine is not None:
         resolved = resolutions(config, facts)
         if described is not None:
@@ -290,6 +311,7 @@ def check(
     if machine is not None:
         print_tables(memory_table(planned_memory, nodes=machine.nodes))
     for line in (
+        *rate_lines(planned),
         *repetition_lines(planned, machine),
         *pool_lines(planned, machine, rates),
     ):
@@ -391,6 +413,25 @@ def print_warnings(warnings: Sequence[str], stream: TextIO) -> None:
     """Print a line per warning."""
     for warning in warnings:
         print(f"warning: {warning}", file=stream)
+
+
+def rate_lines(config: Config) -> list[str]:
+    """Return a line for each small model with a learning rate of large ones."""
+    lines = []
+    for name, learner in config.learners.items():
+        rate = learner.optimizer.lr
+        parameters = model_size(name, learner, config).parameters
+        if 0 < parameters < _SMALL_MODEL and 0 < rate <= _RATE_OF_LARGE_MODELS:
+            lines.append(
+                f"{name}.optimizer.lr={rate:g} is a rate for billions of parameters,"
+                f" and this model has {parameters / 1e6:.2g} million: it will hardly"
+                " move. The quickstart's, of a million, learns with 3e-4"
+            )
+    return lines
+
+
+_SMALL_MODEL = 30_000_000
+_RATE_OF_LARGE_MODELS = 1e-5
 
 
 def repetition_lines(config: Config, machine: Machine | None) -> list[str]:

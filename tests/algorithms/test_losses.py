@@ -48,6 +48,8 @@ def test_ppo_by_hand() -> None:
     assert found.loss.tolist() == pytest.approx([-1, -1.3, -0.5, 2, 0.8])
     assert grad == pytest.approx([-1, 0, -0.5, 2, 0])
     assert found.metrics["actor/pg_clipfrac"].tolist() == [0, 1, 0, 0, 1]
+    assert found.metrics["actor/clip_ratio/high"].tolist() == [0, 1, 0, 0, 0]
+    assert found.metrics["actor/clip_ratio/low"].tolist() == [0, 0, 0, 0, 1]
     assert found.metrics["actor/ppo_kl"].tolist() == pytest.approx(
         [0, -math.log(2), math.log(2), -math.log(2), math.log(2)]
     )

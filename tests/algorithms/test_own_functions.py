@@ -15,8 +15,10 @@ from verl_ray.algorithms.credit import response_rewards
 from verl_ray.algorithms.losses import TokenLoss
 from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
 from verl_ray.algorithms.policy_losses import PolicyTokens
+from verl_ray.config.load import parse, to_tree
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import ConfigError, DataError
+from verl_ray.preflight.function_trial import try_functions
 
 OWN = '''
 import numpy as np
@@ -62,6 +64,17 @@ def sloped(tokens, *, clip_high=0.3):
 
 def typo(tokens, *, clip_hihg):
     return tokens.log_probs
+
+def weighted(tokens, *, clip_high, beta, power=2.0):
+    print("a line of the user's", clip_high)
+    return -beta * tokens.advantages * tokens.log_ratio.exp() ** power
+
+def halved(score, group, valid, *, length, brevity=0.5):
+    return score * brevity - length
+
+def ends(tokens):
+    import os
+    os._exit(0)
 '''
 
 
@@ -189,14 +202,17 @@ def test_a_loss_that_is_none_is_named(file: Path, function: str, words: str) -> 
         ("advantage={own}:above", "defines no function 'above'", "Did you mean above_worst?"),
         ("advantage={own}x:short", "does not end in .py", "path/to/file.py:function"),
         ("advantage={folder}/other.py:short", "cannot be read", "Correct the path"),
-        ("policy_loss={own}:typo", "takes clip_hihg, which is no setting", "Did you mean clip_high"),
+        ("policy_loss={own}:typo", "takes clip_hihg, which is no setting and has no value", "Did you mean clip_high"),
+        ("policy_loss={own}:weighted", "takes beta, which is no setting", "give it one: {{function: {own}:weighted, beta: 1}}"),
+        ("policy_loss={{function:'{own}:weighted',beta:1,pover:2}}", "pover is given to weighted", "Did you mean power"),
+        ("policy_loss={{function:'{own}:weighted',beta:1,clip_high:2}}", "clip_high is given to weighted, and is a setting", "algorithm.clip_high"),
         ("policy_loss=ppo_clap", "there is no such choice", "ppo_clip"),
     ],
 )  # fmt: skip
 def test_a_function_is_read_before_anything_starts(
     file: Path, change: str, rule: str, fix: str
 ) -> None:
-    change = change.format(own=file, folder=file.parent)
+    change, fix = (text.format(own=file, folder=file.parent) for text in (change, fix))
     with pytest.raises(ConfigError) as caught:
         config(f"algorithm.{change}")
     (problem,) = caught.value.problems
@@ -212,6 +228,53 @@ def test_settings_of_a_function_are_checked_like_those_of_a_name(file: Path) -> 
         "algorithm.clip_low", "algorithm.clip_high",
     }  # fmt: skip
     assert "does not use it" in problems["algorithm.clip_low"]
+
+
+@pytest.mark.processes
+def test_functions_are_tried_on_four_rows_with_arguments_of_their_own(
+    file: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A loss of 0.5 A r^2 has 0.5 A 2 r^2 for its gradient in log r."""
+    changes = (
+        f"algorithm.policy_loss={{function:'{file}:weighted',beta:0.5}}",
+        *LOSS,
+        f"algorithm.advantage={file}:above_worst",
+        BASELINE,
+        f"algorithm.shaping={file}:halved",
+    )
+    found = config(*changes)
+    # What is written down is read again.
+    again = parse(to_tree(found), RLConfig)
+    assert again.algorithm == found.algorithm
+
+    tried = try_functions(found.algorithm)
+    assert not tried.problems
+    rows = {line.split()[0]: line.split()[1:] for line in tried.lines}
+    values = {
+        name: [float(number) for number in numbers]
+        for name, numbers in rows.items()
+        if not name.startswith("algorithm.")
+    }
+    assert values["reward"] == [0.5 - 3, -6, 0.25 - 2, -5]
+    e = np.exp(1.0)
+    assert values["loss"] == pytest.approx([-0.5, 0.5, -0.5 * e, 0.5 * e], rel=1e-3)
+    assert values["gradient"] == pytest.approx([-1, 1, -e, e], rel=1e-3)
+    assert f"policy_loss={file}:weighted (beta=0.5) on four rows" in tried.lines[7]
+    assert "a line of the user's 0.2" in capfd.readouterr().err
+
+
+@pytest.mark.processes
+def test_a_function_that_fails_on_four_rows_is_a_problem(file: Path) -> None:
+    unset = [f"{change.partition('=')[0]}=null" for change in LOSS]
+    for function, words in (
+        ("nowhere", "not finite"),
+        ("detached", "own.py:detached returned a loss without a gradient"),
+        ("ends", "its process ended"),
+    ):
+        own = config(f"algorithm.policy_loss={file}:{function}", *unset)
+        tried = try_functions(own.algorithm)
+        (problem,) = tried.problems
+        assert problem.key == "algorithm.policy_loss" and words in problem.rule
 
 
 def test_a_path_is_that_of_the_folder_of_the_driver(

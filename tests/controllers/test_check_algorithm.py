@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from controllers.commands.check import algorithm_lines
+from controllers.commands.check import algorithm_lines, rate_lines
 from controllers.compose.composition import compose
 from controllers.compose.listing import groups
 from tests.controllers.runs import ROOT, Inputs
@@ -63,3 +63,10 @@ def test_the_correction_is_one_of_the_parts() -> None:
 
 def test_supervised_training_has_no_algorithm(inputs: Inputs) -> None:
     assert algorithm_lines(inputs.supervised(ROOT / "outputs" / "none")) == []
+
+
+def test_a_small_model_is_told_the_rate_that_moves_it() -> None:
+    assert rate_lines(compose("quickstart", [])) == []
+    (line,) = rate_lines(compose("quickstart", ["actor.optimizer.lr=1e-6"]))
+    assert line.startswith("actor.optimizer.lr=1e-06 is a rate for billions")
+    assert "0.79 million" in line

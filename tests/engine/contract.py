@@ -668,6 +668,14 @@ def check_sequence(ranks: Ranks) -> dict[str, Any]:
     return found
 
 
+def check_context(ranks: Ranks) -> dict[str, Any]:
+    """Train all losses of the policy on two ranks that have half of each row."""
+    engine = ranks.engine(
+        "megatron", context_parallel=2, micro_batch_tokens_per_rank=20
+    )
+    return ranks.train(engine, ranks.of(engine, rows_of()), EveryLoss())
+
+
 CHECKS = (
     check_outputs,
     check_training,
@@ -753,6 +761,8 @@ def write(ranks: Ranks, family: str) -> dict[str, Any]:
             found |= check_four(ranks)
     if ranks.world == 4 and torch_alone:
         found["hybrid"] = check_hybrid(ranks)
+    if ranks.world == 2 and not torch_alone:
+        found["context"] = check_context(ranks)
     if ranks.world > 1 and torch_alone:
         found["sequence"] = check_sequence(ranks)
     for kind in FAMILIES[family] if ranks.world < 4 else ():

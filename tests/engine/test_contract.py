@@ -395,7 +395,8 @@ def every_loss(
     }
     if case != "every loss":
         return places
-    return places | {"sequence": found[2][0]["sequence"]["every loss"]}
+    slices = {name: found[2][0][name] for name in ("sequence", "context")}
+    return places | slices | {"sequence": slices["sequence"]["every loss"]}
 
 
 def test_sequences_of_several_rows_are_judged_as_a_whole_everywhere(

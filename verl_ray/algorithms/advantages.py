@@ -46,6 +46,7 @@ from verl_ray.algorithms.own_functions import (
     keywords_of,
 )
 from verl_ray.algorithms.token_baselines import optimal_token_baseline
+from verl_ray.config.function_specs import in_words
 from verl_ray.config.section import Fraction, PositiveFloat
 from verl_ray.data.batch import Int64
 from verl_ray.data.stages import Float32
@@ -263,7 +264,7 @@ def own_baseline(spec: str, settings: Mapping[Setting, object]) -> GroupBaseline
     """
     reads, others = keywords_of(spec, ("rewards", "group", "valid"), settings, _OF_ROWS)
     return GroupBaseline(
-        name=spec,
+        name=in_words(spec),
         paper="your own",
         function=OwnFunction(spec, as_numbers_of_rows),
         reads=reads,

@@ -1,8 +1,11 @@
 """Functions of a user's own: `path/to/file.py:function` in place of a name.
 
-Invariant: nothing of the user's runs before a step does; the file is only parsed. A
-function reads settings like the built-in ones: its keyword arguments are keys of
-`algorithm`.
+A function reads settings like the built-in ones: keyword arguments that the package
+knows are keys of `algorithm`. Its other ones stand beside its name: `{function:
+path/to/file.py:function, beta: 0.1}`.
+
+Invariant: nothing of the user's runs in the process that reads the configuration; the
+file is only parsed there.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ from typing import Any, Generic
 import numpy as np
 
 from verl_ray.algorithms.declaration import D, Setting
-from verl_ray.config.suggest import did_you_mean
+from verl_ray.config.function_specs import NAME, in_words, parts_of
+from verl_ray.config.suggest import closest, did_you_mean
 from verl_ray.data.batch import Int64
 from verl_ray.data.stages import Bool, Float32
 from verl_ray.errors import DataError
@@ -42,7 +46,7 @@ class OwnFunction:
     """A function of a user's own, which is imported when it is first called.
 
     Attributes:
-        spec: `path/to/file.py:function`.
+        spec: `path/to/file.py:function`, or a table of it and its arguments as text.
         as_result: Makes the result of what it returned and its positional arguments,
             or raises a ValueError that says what is wrong.
     """
@@ -57,18 +61,20 @@ class OwnFunction:
             DataError: Its file cannot be run, it raises, or it returns something else
                 than its kind of function does.
         """
-        path, _, name = self.spec.rpartition(":")
+        words = in_words(self.spec)
+        function, arguments = parts_of(self.spec)
+        path, _, name = function.rpartition(":")
         # A setting that is null leaves the default of the function.
-        overrides = {key: value for key, value in kwargs.items() if value is not None}
+        arguments |= {key: value for key, value in kwargs.items() if value is not None}
         try:
-            returned = getattr(run_file(Path(path)), name)(*args, **overrides)
+            returned = getattr(run_file(Path(path)), name)(*args, **arguments)
         except (Exception, SystemExit) as error:
-            words = words_of(error, (__file__, *_OUR_FILES))
-            raise DataError(f"{self.spec} failed: {words}") from error
+            reason = words_of(error, (__file__, *_OUR_FILES))
+            raise DataError(f"{words} failed: {reason}") from error
         try:
             return self.as_result(returned, *args)
         except ValueError as error:
-            raise DataError(f"{self.spec} returned {error}") from error
+            raise DataError(f"{words} returned {error}") from error
 
 
 def as_numbers_of_rows(
@@ -179,7 +185,7 @@ def keywords_of(
     """Return what a user's function takes as keyword arguments, without running it.
 
     Args:
-        spec: `path/to/file.py:function`.
+        spec: `path/to/file.py:function`, or a table of it and its arguments as text.
         positional: The names of its positional arguments.
         settings: The settings that it may read, with their usual values.
         others: Further keyword arguments that it may take.
@@ -191,7 +197,8 @@ def keywords_of(
     Raises:
         OwnFunctionMistake: There is no such function, or it takes other arguments.
     """
-    function = _definition(spec)
+    name, own_arguments = parts_of(spec)
+    function = _definition(name)
     arguments = function.args
     takes = [each.arg for each in (*arguments.posonlyargs, *arguments.args)]
     if takes != list(positional):
@@ -202,6 +209,11 @@ def keywords_of(
         )
 
     by_name = {setting.name: setting for setting in settings}
+    known = (*others, *by_name)
+    own = [each.arg for each in arguments.kwonlyargs if each.arg not in known]
+    for argument_name in own_arguments:
+        _require_own(function.name, argument_name, own, by_name)
+
     reads: dict[Setting, object] = {}
     also: set[str] = set()
     for argument, default in zip(
@@ -212,22 +224,56 @@ def keywords_of(
         elif argument.arg in by_name:
             setting = by_name[argument.arg]
             reads[setting] = settings[setting] if default is None else None
-        else:
-            known = sorted([*others, *by_name])
-            raise OwnFunctionMistake(
-                f"{function.name} takes {argument.arg}, which is no setting",
-                did_you_mean(argument.arg, known, "setting"),
-            )
+        elif default is None and argument.arg not in own_arguments:
+            raise _missing(name, own_arguments, argument.arg, known)
     return reads, also
 
 
-def _definition(spec: str) -> ast.FunctionDef:
+def _missing(
+    name: str, values: Mapping[str, object], argument: str, known: Sequence[str]
+) -> OwnFunctionMistake:
+    """Return the refusal of a function with an argument that has no value."""
+    similar = closest(argument, known, count=1)
+    meant = f"Did you mean {similar[0]}? " if similar else ""
+    table = {NAME: name, **values, argument: 1}
+    example = ", ".join(f"{key}: {value}" for key, value in table.items())
+    return OwnFunctionMistake(
+        f"{name.rpartition(':')[2]} takes {argument}, which is no setting and has no"
+        " value",
+        f"{meant}If it is the function's own, give it one: {{{example}}}.",
+    )
+
+
+def _require_own(
+    function: str, argument: str, own: Sequence[str], settings: Mapping[str, Setting]
+) -> None:
+    """Refuse an argument that the function does not take, or that is a setting.
+
+    Raises:
+        OwnFunctionMistake: It is one.
+    """
+    if argument in own:
+        return
+    if argument in settings:
+        raise OwnFunctionMistake(
+            f"{argument} is given to {function}, and is a setting",
+            f"Set algorithm.{argument} instead.",
+        )
+    raise OwnFunctionMistake(
+        f"{argument} is given to {function}, which does not take it",
+        did_you_mean(argument, own, "argument")
+        if own
+        else f"Leave it out, or let {function} take it behind a *.",
+    )
+
+
+def _definition(name: str) -> ast.FunctionDef:
     """Return the definition of a function at the top level of a file.
 
     Raises:
         OwnFunctionMistake: There is none.
     """
-    path_text, _, name = spec.rpartition(":")
+    path_text, _, function = name.rpartition(":")
     path = Path(path_text)
     if path.suffix != ".py":
         rule = f"{path_text} does not end in .py"
@@ -244,11 +290,11 @@ def _definition(spec: str) -> ast.FunctionDef:
     functions = {
         node.name: node for node in module.body if isinstance(node, ast.FunctionDef)
     }
-    if name not in functions:
-        rule = f"the file {path} defines no function {name!r} at its top level"
-        fix = did_you_mean(name, list(functions), "function")
-        raise OwnFunctionMistake(rule, fix if functions else f"Define {name}.")
-    return functions[name]
+    if function not in functions:
+        rule = f"the file {path} defines no function {function!r} at its top level"
+        fix = did_you_mean(function, list(functions), "function")
+        raise OwnFunctionMistake(rule, fix if functions else f"Define {function}.")
+    return functions[function]
 
 
 def _example(name: str, positional: Sequence[str]) -> str:

@@ -21,6 +21,7 @@ from verl_ray.algorithms.own_functions import (
     as_numbers_of_valid_rows,
     keywords_of,
 )
+from verl_ray.config.function_specs import in_words
 from verl_ray.config.section import PositiveFloat
 from verl_ray.data.batch import Int64
 from verl_ray.data.stages import Bool, Float32
@@ -107,7 +108,7 @@ def _own_shaping(spec: str, _: Mapping[Setting, object]) -> OwnShaping:
     positional = ("score", "group", "valid")
     reads, columns = keywords_of(spec, positional, LENGTH_SETTINGS, _COLUMNS)
     return OwnShaping(
-        name=spec,
+        name=in_words(spec),
         paper="your own",
         function=OwnFunction(spec, as_numbers_of_valid_rows),
         reads=reads,

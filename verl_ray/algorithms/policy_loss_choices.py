@@ -16,6 +16,7 @@ from verl_ray.algorithms import policy_losses, sequence_losses, token_selection
 from verl_ray.algorithms.declaration import Declaration, Setting, by_name
 from verl_ray.algorithms.losses import TokenLoss
 from verl_ray.algorithms.own_functions import Choices, OwnFunction, keywords_of
+from verl_ray.config.function_specs import in_words
 from verl_ray.config.section import PositiveFloat
 from verl_ray.data.stages import Bool
 
@@ -280,7 +281,7 @@ def own_loss(spec: str, settings: Mapping[Setting, object]) -> PolicyLoss:
     """
     reads, _ = keywords_of(spec, ("tokens",), settings)
     return PolicyLoss(
-        name=spec,
+        name=in_words(spec),
         paper="your own",
         function=OwnFunction(spec, policy_losses.as_token_loss),
         needs_another_policy=False,

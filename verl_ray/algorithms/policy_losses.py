@@ -119,7 +119,7 @@ def ppo_clip(
     past that the token has no gradient.
 
     Returns:
-        The loss, with the metrics actor/pg_clipfrac (the clipped side decides),
+        The loss, with the metrics of `clip_metrics` (the clipped side decides),
         actor/pg_clipfrac_lower (the dual clip decides) and actor/ppo_kl (k1 of pi_old
         from pi).
     """
@@ -127,7 +127,7 @@ def ppo_clip(
 
     ratio = tokens.log_ratio.exp()
     loss, is_clipped = clipped_surrogate(ratio, tokens.advantages, clip_low, clip_high)
-    metrics = tokens.metrics | {"actor/pg_clipfrac": is_clipped}
+    metrics = tokens.metrics | clip_metrics(is_clipped, tokens.advantages)
 
     if dual_clip is not None:
         worst = -tokens.advantages * dual_clip
@@ -153,6 +153,25 @@ def clipped_surrogate(
     # The minimum of the surrogates, negated.
     loss = torch.maximum(unclipped, clipped)
     return loss, (clipped > unclipped).float()
+
+
+def clip_metrics(is_clipped: Tensor, advantages: Tensor) -> dict[str, Tensor]:
+    """Return the metrics of a loss with an upper bound at A > 0, a lower one at A < 0.
+
+    Args:
+        is_clipped: float32 [T], 1 where a bound decides, else 0.
+        advantages: float32 [T].
+
+    Returns:
+        actor/pg_clipfrac, and its parts: actor/clip_ratio/high and
+        actor/clip_ratio/low.
+    """
+    at_upper = is_clipped * (advantages > 0)
+    return {
+        "actor/pg_clipfrac": is_clipped,
+        "actor/clip_ratio/high": at_upper,
+        "actor/clip_ratio/low": is_clipped - at_upper,
+    }
 
 
 def reinforce(tokens: PolicyTokens) -> TokenLoss:
@@ -235,7 +254,7 @@ def dppo_tv(
     in the implementations.
 
     Returns:
-        The loss, with the metrics actor/pg_clipfrac (tokens that are left out) and
+        The loss, with the metrics of `clip_metrics` (tokens that are left out) and
         actor/ppo_kl.
     """
     moved = tokens.log_probs.detach().exp() - tokens.old_log_probs.exp()
@@ -259,7 +278,7 @@ def dppo_kl(
     Source: DPPO with binary KL (arXiv:2602.04879).
 
     Returns:
-        The loss, with the metrics actor/pg_clipfrac (tokens that are left out) and
+        The loss, with the metrics of `clip_metrics` (tokens that are left out) and
         actor/ppo_kl.
     """
     new, old = tokens.log_probs.detach(), tokens.old_log_probs
@@ -282,7 +301,7 @@ def _trusted(tokens: PolicyTokens, left_out: Tensor, ratio_max: float) -> TokenL
     """Return the importance-weighted policy gradient, without some tokens."""
     weight = tokens.log_ratio.detach().exp().clamp(max=ratio_max)
     loss = -weight * tokens.advantages * tokens.log_probs
-    metrics = tokens.metrics | {"actor/pg_clipfrac": left_out.float()}
+    metrics = tokens.metrics | clip_metrics(left_out.float(), tokens.advantages)
     return TokenLoss(loss.masked_fill(left_out, 0.0), metrics)
 
 
@@ -325,15 +344,13 @@ def clip_cov(tokens: PolicyTokens, *, clip_low: float, clip_high: float) -> Toke
     `token_selection.py`.
 
     Returns:
-        The loss, with the metrics actor/pg_clipfrac (the clipped side decides),
+        The loss, with the metrics of `clip_metrics` (the clipped side decides),
         actor/selected (the chosen tokens) and actor/ppo_kl.
     """
     ratio = tokens.log_ratio.exp()
     loss, is_clipped = clipped_surrogate(ratio, tokens.advantages, clip_low, clip_high)
-    metrics = tokens.metrics | {
-        "actor/pg_clipfrac": is_clipped,
-        "actor/selected": tokens.choice,
-    }
+    metrics = tokens.metrics | clip_metrics(is_clipped, tokens.advantages)
+    metrics["actor/selected"] = tokens.choice
     return TokenLoss(loss.masked_fill(tokens.choice != 0, 0.0), metrics)
 
 

@@ -19,6 +19,7 @@ from verl_ray.algorithms.losses import TokenLoss
 from verl_ray.algorithms.policy_losses import (
     MAX_LOG_RATIO,
     PolicyTokens,
+    clip_metrics,
     clipped_surrogate,
 )
 from verl_ray.ops.rows import row_lengths, row_sums
@@ -38,13 +39,14 @@ def gspo(tokens: PolicyTokens, *, clip_low: float, clip_high: float) -> TokenLos
     seq_mean_token_sum, which weights a row by its length, LUSPO (arXiv:2602.05261).
 
     Returns:
-        The loss, with the metrics actor/pg_clipfrac (tokens of rows where the clipped
+        The loss, with the metrics of `clip_metrics` (tokens of rows where the clipped
         side decides) and actor/ppo_kl.
     """
     log_ratio = tokens.log_ratio
     ratio = _with_value_of_row(log_ratio, tokens.row)
     loss, is_clipped = clipped_surrogate(ratio, tokens.advantages, clip_low, clip_high)
-    return TokenLoss(loss, tokens.metrics | {"actor/pg_clipfrac": is_clipped})
+    metrics = clip_metrics(is_clipped, tokens.advantages)
+    return TokenLoss(loss, tokens.metrics | metrics)
 
 
 def gmpo(
@@ -58,7 +60,7 @@ def gmpo(
     Source: GMPO (arXiv:2507.20673, eq. 4), with log ratios clipped at 0.4.
 
     Returns:
-        The loss, with the metrics actor/pg_clipfrac (tokens that are clipped) and
+        The loss, with the metrics of `clip_metrics` (tokens that are clipped) and
         actor/ppo_kl.
     """
     import torch
@@ -71,9 +73,8 @@ def gmpo(
 
     advantage = _row_means(tokens.advantages, tokens.row)
     is_clipped = (clipped != log_ratio).float()
-    return TokenLoss(
-        -advantage * ratio, tokens.metrics | {"actor/pg_clipfrac": is_clipped}
-    )
+    metrics = clip_metrics(is_clipped, tokens.advantages)
+    return TokenLoss(-advantage * ratio, tokens.metrics | metrics)
 
 
 def vespo(

@@ -12,7 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, create_model
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    create_model,
+)
 from pydantic_core import PydanticCustomError
 
 from verl_ray.algorithms.advantages import ADVANTAGES
@@ -22,7 +28,12 @@ from verl_ray.algorithms.own_functions import OwnFunctionMistake, is_own
 from verl_ray.algorithms.own_shaping import LENGTH_SETTINGS, OWN_SHAPINGS
 from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
 from verl_ray.algorithms.row_weights import AGGREGATIONS, HORIZON
-from verl_ray.config.paths import UNKNOWN_PART, function_path
+from verl_ray.config.paths import (
+    UNKNOWN_PART,
+    function_here,
+    function_setting,
+    function_text,
+)
 from verl_ray.config.section import (
     NonNegative,
     NonNegativeFloat,
@@ -40,12 +51,15 @@ from verl_ray.errors import Problem
 def _own_function_of(
     choices: Mapping[str, object],
 ) -> Callable[[str], str | None]:
-    """Return what reads `path/to/file.py:function` in place of a choice."""
+    """Return what reads a function of the user's in place of a choice.
+
+    It is `path/to/file.py:function`, or a table of this and its arguments.
+    """
 
     def read(value: str) -> str | None:
         if not is_own(value):
             return None
-        spec = function_path(value)
+        spec = function_here(value)
         try:
             choices[spec]
         except OwnFunctionMistake as mistake:
@@ -67,9 +81,15 @@ def _own_shaping(value: str) -> str:
     return spec
 
 
-AdvantageName = Annotated[str, OneOf(ADVANTAGES, _own_function_of(ADVANTAGES))]
-PolicyLossName = Annotated[str, OneOf(POLICY_LOSSES, _own_function_of(POLICY_LOSSES))]
-OwnShapingName = Annotated[str, AfterValidator(_own_shaping)]
+_AS_TEXT = BeforeValidator(function_text), PlainSerializer(function_setting)
+
+AdvantageName = Annotated[
+    str, OneOf(ADVANTAGES, _own_function_of(ADVANTAGES)), *_AS_TEXT
+]
+PolicyLossName = Annotated[
+    str, OneOf(POLICY_LOSSES, _own_function_of(POLICY_LOSSES)), *_AS_TEXT
+]
+OwnShapingName = Annotated[str, AfterValidator(_own_shaping), *_AS_TEXT]
 AggregationName = Annotated[str, OneOf(AGGREGATIONS)]
 KLEstimator = Annotated[str, OneOf(KL_ESTIMATORS)]
 CorrectionKind = Annotated[str, OneOf(CORRECTIONS)]
@@ -229,8 +249,8 @@ class _Additions(_ReadByFormulas):
     than these are on average (prime-rl, whose weight of 1 at most doubles a score);
     null = none."""
     shaping: OwnShapingName | None = None
-    """Function of your own that makes rewards of scores, `path/to/file.py:function`, in
-    place of rewards of lengths; null = none."""
+    """Function of your own that makes rewards of scores, `path/to/file.py:function`, or
+    a table of it and its arguments, in place of rewards of lengths; null = none."""
 
 
 ADDITIONS = tuple(

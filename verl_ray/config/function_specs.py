@@ -1,4 +1,4 @@
-"""Forms in which a setting names a reward function, told apart by their spelling.
+"""Forms in which a setting names a function, told apart by their spelling.
 
 A setting is the name of a function, or a table of its name and its arguments:
 `{function: format, tags: [think, answer]}`. Past the configuration such a table is the
@@ -43,3 +43,11 @@ def parts_of(spec: str) -> tuple[str, dict[str, object]]:
     arguments = json.loads(spec)
     name: str = arguments.pop(NAME)
     return name, arguments
+
+
+def in_words(spec: str) -> str:
+    """Return a spec as messages show it: its name, and its arguments in brackets."""
+    name, arguments = parts_of(spec)
+    if not arguments:
+        return name
+    return f"{name} ({', '.join(f'{key}={arguments[key]}' for key in arguments)})"

@@ -82,7 +82,7 @@ def function_path(spec: str) -> str:
     return f"{_local(path)}:{function}"
 
 
-def _function_text(value: object) -> object:
+def function_text(value: object) -> object:
     """Return a table of a function and its arguments as a text, anything else as is."""
     if isinstance(value, str) and value.startswith("{"):
         # The text of such a table, or a mistake in one.
@@ -102,7 +102,8 @@ def _function_text(value: object) -> object:
     return spec_of(function, arguments)
 
 
-def _reward_function(spec: str) -> str:
+def function_here(spec: str) -> str:
+    """Return a spec whose paths, that of its file and of arguments, are absolute."""
     function, arguments = parts_of(spec)
     for name, argument in arguments.items():
         if name.endswith(_PATH) and isinstance(argument, str):
@@ -110,7 +111,7 @@ def _reward_function(spec: str) -> str:
     return spec_of(function_path(function), arguments)
 
 
-def _function_setting(spec: str) -> str | dict[str, object]:
+def function_setting(spec: str) -> str | dict[str, object]:
     """Return a spec as it stands in YAML."""
     function, arguments = parts_of(spec)
     return {NAME: function, **arguments} if arguments else function
@@ -131,9 +132,9 @@ the path of its file."""
 
 RewardFunction = Annotated[
     str,
-    BeforeValidator(_function_text),
-    AfterValidator(_reward_function),
-    PlainSerializer(_function_setting),
+    BeforeValidator(function_text),
+    AfterValidator(function_here),
+    PlainSerializer(function_setting),
 ]
 """The name of a reward function, with the path of its file or without, or a table of
 its name and its arguments; an argument whose name ends in `_path` is a path."""

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 # Bounds the memory of intermediate encodings; the throughput is flat from 4,096 on.
 _TEXTS_AT_ONCE = 16_384
 _SHOWN = 80  # characters of a text that an error shows
+_NAMED = 3  # characters that it says have no token
+_SEARCHED = 10_000  # characters of a text in which those are searched
 
 
 def encode(
@@ -108,16 +110,56 @@ def _encode(
         # The Rust library raises bare Exception, which does not name the text.
         except Exception:
             for index, text in enumerate(chunk):
-                try:
-                    encode_chunk(tokenizer, [text])
-                except Exception as error:
+                error = _failure(encode_chunk, tokenizer, text)
+                if error is not None:
+                    reason, fix = _unknown_characters(encode_chunk, tokenizer, text)
                     raise DataError(
                         f"the tokenizer in {tokenizer.name_or_path} cannot encode"
-                        f" {text[:_SHOWN]!r} ({error})",
+                        f" {text[:_SHOWN]!r} ({reason or error})",
+                        fix=fix,
                         place=where(start + index),
                     ) from None
             raise
     return [Ragged.concat(column) for column in zip(*parts, strict=True)]
+
+
+def _failure(
+    encode_chunk: Callable[[PreTrainedTokenizerBase, list[str]], list[Ragged]],
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+) -> Exception | None:
+    """Return what encoding a text raises; None if it can be encoded."""
+    try:
+        encode_chunk(tokenizer, [text])
+    except Exception as error:
+        return error
+    return None
+
+
+def _unknown_characters(
+    encode_chunk: Callable[[PreTrainedTokenizerBase, list[str]], list[Ragged]],
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+) -> tuple[str, str]:
+    """Return which characters of a text have no token, and what to do about it.
+
+    Both are empty if each has one.
+    """
+    # Those of a long text in another script say no more than the first ones.
+    unknown = [
+        character
+        for character in dict.fromkeys(text[:_SEARCHED])
+        if _failure(encode_chunk, tokenizer, character)
+    ]
+    if not unknown:
+        return "", ""
+    named = ", ".join(f"{each!r} (U+{ord(each):04X})" for each in unknown[:_NAMED])
+    more = f" and {len(unknown) - _NAMED} more" if len(unknown) > _NAMED else ""
+    return (
+        f"it has no token for {named}{more}",
+        "Leave such characters out of the texts, or take a model whose tokenizer"
+        " has a token for unknown ones, or for bytes.",
+    )
 
 
 def _chunk(

@@ -1,0 +1,236 @@
+"""A trial of the user's own functions of `algorithm`, on four rows.
+
+Each function is called as a step would call it: an advantage and a shaping with the
+scores 1, 0, 0.5 and 0 of one group, a loss with advantages of 1 and -1 at ratios of 1
+and of e^0.5. What it returns is checked as in a step, and shown.
+
+Invariant: user's code runs in a process that is killed at its deadline, never in this
+one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl_ray.algorithms.own_functions import is_own
+from verl_ray.config.algorithm import AlgorithmConfig
+from verl_ray.config.function_specs import in_words
+from verl_ray.errors import DataError, Problem
+from verl_ray.profiling.phases import blocking
+
+DEADLINE_S = 120.0
+"""Longest time that the import of torch and the calls of all functions may take."""
+
+SCORES = (1.0, 0.0, 0.5, 0.0)
+LENGTHS = (3, 6, 2, 5)
+ADVANTAGES_OF_LOSS = (1.0, -1.0, 1.0, -1.0)
+LOG_RATIOS = (0.0, 0.0, 0.5, 0.5)
+
+_STDERR = 2
+_RESULTS_BYTES = 2**16  # what a pipe holds, and more than the results are
+
+
+@dataclass(frozen=True)
+class FunctionTrials:
+    """Results of the functions on four rows, and problems that they have.
+
+    Attributes:
+        lines: What `check` prints.
+    """
+
+    lines: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def try_functions(algorithm: AlgorithmConfig) -> FunctionTrials:
+    """Try the functions of `algorithm` that are the user's own.
+
+    Args:
+        algorithm: The section `algorithm` of the configuration, which breaks no rule.
+    """
+    specs = dict(_own_functions(algorithm))
+    if not specs:
+        return FunctionTrials()
+
+    lines: list[str] = []
+    problems: list[Problem] = []
+    with blocking(f"trying {' and '.join(specs)} on four rows"):
+        tried = _in_a_process(algorithm)
+    for key, spec in specs.items():
+        outcome = tried.get(key)
+        if outcome is None:
+            rule = (
+                f"its process ended, or took more than {DEADLINE_S:g} s, on four rows"
+            )
+            fix = "Let it return at once; it may not end its process."
+            problems.append(Problem(key, in_words(spec), rule, fix))
+        elif "failure" in outcome:
+            fix = "Correct it: a step would call it like this."
+            rule = f"on four rows {outcome['failure']}"
+            problems.append(Problem(key, in_words(spec), rule, fix))
+        else:
+            lines.append(f"{key}={in_words(spec)} on four rows:")
+            lines += _table(outcome)
+    return FunctionTrials(lines, problems)
+
+
+def _own_functions(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:
+    """Yield the key and the spec of each function that is the user's own."""
+    for name in ("shaping", "advantage", "policy_loss"):
+        spec = getattr(algorithm, name)
+        if spec is not None and is_own(spec):
+            yield f"algorithm.{name}", spec
+
+
+def _table(columns: Mapping[str, list[float]]) -> Iterator[str]:
+    """Yield a line for each column, numbers under each other."""
+    width = max(map(len, columns))
+    for name, values in columns.items():
+        numbers = " ".join(f"{value:>9.4g}" for value in values)
+        yield f"  {name:<{width}} {numbers}"
+
+
+def _in_a_process(algorithm: AlgorithmConfig) -> dict[str, dict[str, Any]]:
+    """Return what the functions made of their rows, by key.
+
+    A function that ended the process, or was not finished in time, is not in it, nor
+    are those behind it.
+    """
+    reading, writing = os.pipe()
+    # A session of its own, so that what the user's code starts is ended with it.
+    process = subprocess.Popen(
+        [sys.executable, "-m", __name__, str(writing)],
+        stdin=subprocess.PIPE,
+        # What it prints is no part of a command's output.
+        stdout=_STDERR,
+        pass_fds=(writing,),
+        start_new_session=True,
+    )
+    os.close(writing)
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(algorithm.model_dump_json().encode(), DEADLINE_S)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    # Something that has left the session may still hold the other end.
+    os.set_blocking(reading, False)
+    try:
+        text = os.read(reading, _RESULTS_BYTES).decode()
+    except BlockingIOError:
+        text = ""
+    finally:
+        os.close(reading)
+    outcomes = [json.loads(line) for line in text.splitlines()]
+    return {outcome.pop("key"): outcome for outcome in outcomes}
+
+
+# -------------------------------------------------------------------- in that process
+
+
+def _main(descriptor: int) -> None:
+    algorithm = AlgorithmConfig.model_validate_json(sys.stdin.read())
+    calls = {
+        "algorithm.shaping": _shaped,
+        "algorithm.advantage": _advantages,
+        "algorithm.policy_loss": _losses,
+    }
+    with open(descriptor, "w", encoding="utf-8") as results:
+        for key, _ in _own_functions(algorithm):
+            try:
+                outcome: dict[str, Any] = calls[key](algorithm)
+            except DataError as error:
+                outcome = {"failure": str(error)}
+            print(json.dumps({"key": key, **outcome}), file=results, flush=True)
+
+
+def _shaped(algorithm: AlgorithmConfig) -> dict[str, list[float]]:
+    import numpy as np
+
+    from verl_ray.algorithms.own_shaping import OWN_SHAPINGS, ScoredResponses
+
+    score = np.array(SCORES, np.float32)
+    assert algorithm.shaping is not None
+    reward = OWN_SHAPINGS[algorithm.shaping].shape(
+        algorithm,
+        ScoredResponses(
+            score=score,
+            group=np.zeros(len(score), np.int64),
+            valid=np.ones(len(score), bool),
+            trajectory=np.arange(len(score)),
+            length=np.array(LENGTHS, np.int64),
+            truncated=np.arange(len(score)) == np.argmax(LENGTHS),
+            parts=[(1.0, score)],
+            max_tokens=max(LENGTHS),
+        ),
+    )
+    return {
+        "length": list(map(float, LENGTHS)),
+        "score": list(SCORES),
+        "reward": reward.tolist(),
+    }
+
+
+def _advantages(algorithm: AlgorithmConfig) -> dict[str, list[float]]:
+    import numpy as np
+
+    from verl_ray.algorithms.credit import response_rewards
+    from verl_ray.algorithms.estimators import ResponseColumns
+    from verl_ray.data.stages import Finish
+
+    rows = np.arange(len(SCORES))
+    score = np.array(SCORES, np.float32)
+    rewards = response_rewards(
+        algorithm,
+        score,
+        np.ones(len(rows), bool),
+        ResponseColumns(
+            group_id=np.zeros(len(rows), np.int64),
+            trajectory_id=rows,
+            length=np.array(LENGTHS, np.int64),
+            finish=np.full(len(rows), Finish.STOP, np.int8),
+            is_last=rows == len(rows) - 1,
+        ),
+        None,
+        parts=[(1.0, score)],
+    )
+    return {"score": list(SCORES), "advantage": rewards.advantage.tolist()}
+
+
+def _losses(algorithm: AlgorithmConfig) -> dict[str, list[float]]:
+    import torch
+
+    from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
+    from verl_ray.algorithms.policy_losses import PolicyTokens
+
+    choice = POLICY_LOSSES[algorithm.policy_loss]
+    advantages = torch.tensor(ADVANTAGES_OF_LOSS)
+    old = torch.full_like(advantages, -1.0)
+    log_probs = (old + torch.tensor(LOG_RATIOS)).requires_grad_()
+    tokens = PolicyTokens(log_probs, old, advantages, torch.arange(len(old)))
+    loss = choice.function(tokens, **choice.settings(algorithm)).loss
+    (gradient,) = torch.autograd.grad(loss.sum(), log_probs)
+    if not torch.isfinite(torch.stack([loss.detach(), gradient])).all():
+        raise DataError(
+            f"{choice.name} has a loss or a gradient that is not finite:"
+            f" {loss.tolist()}, {gradient.tolist()}"
+        )
+    return {
+        "advantage": advantages.tolist(),
+        "ratio": torch.tensor(LOG_RATIOS).exp().tolist(),
+        "loss": loss.tolist(),
+        "gradient": gradient.tolist(),
+    }
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]))
