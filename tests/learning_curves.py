@@ -122,7 +122,7 @@ def draw(path: Path, curves: dict[str, dict[int, float]]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    at_once = 7
+    at_once = 8
     names = list(curves)
     parts = [names[i : i + at_once] for i in range(0, len(names), at_once)]
     figure, panels = pyplot.subplots(

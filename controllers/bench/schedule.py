@@ -130,8 +130,13 @@ TINY: Mapping[str, Comparison] = {
 
 def main(argv: list[str]) -> int:
     """Run the suite and print its figures; return the exit code, 0."""
-    options = _flags().parse_args(argv)
+    flags = _flags()
+    options = flags.parse_args(argv)
     cases = TINY if options.tiny else CASES
+    if options.only is not None:
+        cases = {name: case for name, case in cases.items() if name in options.only}
+    if not cases:
+        flags.error(f"--tiny has the cases {', '.join(TINY)}")
     load_before = os.getloadavg()[0]
 
     blocks: dict[str, dict[str, list[Block]]] = {}
@@ -140,7 +145,7 @@ def main(argv: list[str]) -> int:
         contextlib.redirect_stdout(sys.stderr),  # stdout is for the figures
         cluster(first) as (session, shape),
     ):
-        for placement in ("separate", "colocated"):
+        for placement in dict.fromkeys(case.placement for case in cases.values()):
             blocks |= _measure(options, session, shape, cases, placement)
 
     cases_measured = {name: figures(blocks[name]) for name in blocks}
@@ -263,6 +268,7 @@ def _flags() -> Flags:
         " rollouts on another, with responses of one length and with heavy-tailed"
         " lengths; and on all cores, with the same tail.",
     )
+    flags.only([*CASES], "cases")
     flags.number("--rounds", 3, "rounds")
     about = "steps that count, of each schedule in each round"
     flags.number("--steps", 5, about)

@@ -44,7 +44,9 @@ SHAPE = ClusterShape(cores=(4,), gpus_per_node=(0,))
 
 # Metrics that say how fast something was or where it ran; all others must be the same
 # wherever a run runs.
-MEASURED = ("timing_", "perf/", "memory", "weight_sync/bytes_per_s", "global_seqlen/")
+MEASURED = (
+    "timing_", "perf/", "memory", "weight_sync/bytes_per_s", "global_seqlen/", "staleness/groups_waiting",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -276,7 +276,7 @@ def _definition(name: str) -> ast.FunctionDef:
     path_text, _, function = name.rpartition(":")
     path = Path(path_text)
     if path.suffix != ".py":
-        rule = f"{path_text} does not end in .py"
+        rule = f"{path_text or name} does not end in .py"
         raise OwnFunctionMistake(rule, "Expected path/to/file.py:function.")
     try:
         module = ast.parse(path.read_text(encoding="utf-8"))

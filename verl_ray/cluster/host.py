@@ -50,6 +50,7 @@ from verl_ray.cluster.thread_stacks import own_line, progress_and_waits, thread_
 from verl_ray.data.batch import Batch
 from verl_ray.data.sharded import Receipt, Sharded
 from verl_ray.errors import ClusterError, StaleIncarnation, VerlRayError
+from verl_ray.ops.vector_math import choose_vector_program
 from verl_ray.ownership import remove_stale
 from verl_ray.parallel.topology import Topology
 from verl_ray.profiling.memory import CallPeaks, PeakWatch
@@ -376,6 +377,7 @@ class WorkerHost:
         torch = sys.modules.get("torch")
         if torch is not None:
             torch.set_num_threads(self._rank_spec.threads)
+            choose_vector_program()
 
     def _failure(self, error: Exception) -> Failure:
         message = f"{type(error).__name__}: {error}"
