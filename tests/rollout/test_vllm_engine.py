@@ -182,17 +182,39 @@ def test_seeds_decide_whatever_runs_beside(engine: VllmEngine) -> None:
         GenerationRequest(i, prompt, _sampling(), seed=100 + i)
         for i, prompt in enumerate(_prompts(12))
     ]
-    together = [chunk.tokens.tolist() for chunk in _run(engine, requests)]
+
+    def bits(chunk: Chunk) -> list[list[float]]:
+        return [chunk.tokens.tolist(), chunk.log_probs.tolist()]
+
+    together = [bits(chunk) for chunk in _run(engine, requests)]
     reordered = {
-        chunk.request_id: chunk.tokens.tolist()
-        for chunk in _run(engine, requests[::-1])
+        chunk.request_id: bits(chunk) for chunk in _run(engine, requests[::-1])
     }
-    alone = [_run(engine, [request])[0].tokens.tolist() for request in requests]
+    alone = [bits(_run(engine, [request])[0]) for request in requests]
     assert together == alone == [reordered[i] for i in range(12)]
     same_prompt = [
         GenerationRequest(i, requests[0].tokens, _sampling(), seed=i) for i in range(12)
     ]
     assert len({tuple(chunk.tokens) for chunk in _run(engine, same_prompt)}) > 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_of_one_row_has_the_bits_that_it_has_beside_others(
+    engine: VllmEngine, dtype: torch.dtype
+) -> None:
+    from vllm import _custom_ops as ops
+
+    # oneDNN's own differ from 1,025 numbers on.
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(3, 1280, generator=generator).to(dtype)
+    weight = torch.randn(1024, 1280, generator=generator).to(dtype)
+    handler = ops.create_onednn_mm(weight.t(), 32)
+    together = ops.onednn_mm(handler, rows, None)
+    alone = [ops.onednn_mm(handler, row, None) for row in rows.split(1)]
+    assert torch.equal(torch.cat(alone), together)
+    torch.testing.assert_close(
+        together.float(), rows.float() @ weight.float().t(), rtol=1e-2, atol=0.3
+    )
 
 
 def test_what_was_under_way_at_a_pause_belongs_to_it_even_if_the_request_is_ended(
@@ -464,6 +486,8 @@ def test_the_environment_pins_each_rank_of_a_cpu_engine() -> None:
         environment("cpu", 1, tensor_parallel=2)["VLLM_CPU_OMP_THREADS_BIND"].count("|")
         == 1
     )
+    # With vLLM's own setting, bits at contexts of 600 tokens depend on what else runs.
+    assert environment("cpu", 2)["VLLM_CPU_ATTN_SPLIT_KV"] == "0"
     assert "VLLM_CPU_OMP_THREADS_BIND" not in environment("cuda", 4)
 
 

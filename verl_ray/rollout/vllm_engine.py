@@ -23,7 +23,6 @@ from verl_ray.config.rollout import RolloutEngineConfig
 from verl_ray.data.stages import Finish
 from verl_ray.data.tokenizers import end_tokens, load_tokenizer
 from verl_ray.errors import RolloutError, VerlRayError, WeightSyncError
-from verl_ray.ops.vector_math import choose_vector_program
 from verl_ray.rollout.base import RolloutEngine
 from verl_ray.rollout.engine_state import EngineMemoryPart
 from verl_ray.rollout.requests import (
@@ -93,8 +92,6 @@ class VllmEngine(RolloutEngine):
         _require_environment()
         _require_model(model_path)
         require_supported()
-        # The ranks of tensor parallelism are processes of vLLM's, which do not.
-        choose_vector_program()
 
         self._max_model_len = max_model_len
         self._has_processes = config.tensor_parallel > 1

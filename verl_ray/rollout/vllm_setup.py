@@ -65,6 +65,9 @@ def environment(
 
     # Otherwise the first request waits 8 to 15 s for a compiler.
     variables["TORCHDYNAMO_DISABLE"] = "1"
+    # Otherwise threads share out a long context by what else is computed, and the last
+    # bits of a response depend on that.
+    variables["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
     if tensor_parallel == 1:
         variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     else:
