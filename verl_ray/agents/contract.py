@@ -1,0 +1,290 @@
+"""Parts of an episode: its task, its environment, its policy, and how it ends.
+
+Invariant: plain values, without a framework. A user's environment needs nothing but
+this module, and what was sampled reaches it as tokens and as text.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+Message = dict[str, Any]
+"""A message as chat templates take it: role, content, and possibly tool_calls."""
+
+ToolSchema = dict[str, Any]
+"""A tool as chat templates take it: {"type": "function", "function": {...}}."""
+
+
+class End(enum.StrEnum):
+    """Why an episode ended."""
+
+    # The environment is done, or the policy answered without calling a tool.
+    COMPLETED = "completed"
+    # A tool ended it.
+    TOOL_STOPPED = "tool_stopped"
+    MAX_TURNS = "max_turns"
+    # agent.max_tokens: the sampled tokens of the whole episode.
+    MAX_TOKENS = "max_tokens"
+    MAX_TOOL_CALLS = "max_tool_calls"
+    # The next turn has no place in the model's context.
+    CONTEXT_OVERFLOW = "context_overflow"
+    # A tool call that could not be parsed.
+    PARSE_ERROR = "parse_error"
+    MODEL_TIMEOUT = "model_timeout"
+    TOOL_TIMEOUT = "tool_timeout"
+    TURN_TIMEOUT = "turn_timeout"
+    EPISODE_TIMEOUT = "episode_timeout"
+    # The environment or a tool raised an exception, or its process died.
+    ENVIRONMENT_FAILED = "environment_failed"
+    # The run stopped generating.
+    ABORTED = "aborted"
+
+
+class Treatment(enum.StrEnum):
+    """The fate of an episode that ended in some way."""
+
+    # Its reward counts in its group, and its tokens are learned from.
+    TRAIN = "train"
+    # Its reward counts in its group, but its tokens are not learned from.
+    MASK = "mask"
+    # It is no member of its group: it says nothing of the policy.
+    DROP = "drop"
+
+
+TREATMENTS: Mapping[End, Treatment] = {
+    End.COMPLETED: Treatment.TRAIN,
+    End.TOOL_STOPPED: Treatment.TRAIN,
+    End.MAX_TURNS: Treatment.TRAIN,
+    End.MAX_TOKENS: Treatment.TRAIN,
+    End.MAX_TOOL_CALLS: Treatment.TRAIN,
+    End.CONTEXT_OVERFLOW: Treatment.TRAIN,
+    End.PARSE_ERROR: Treatment.TRAIN,
+    End.MODEL_TIMEOUT: Treatment.DROP,
+    End.TOOL_TIMEOUT: Treatment.DROP,
+    End.TURN_TIMEOUT: Treatment.DROP,
+    End.EPISODE_TIMEOUT: Treatment.DROP,
+    End.ENVIRONMENT_FAILED: Treatment.DROP,
+    End.ABORTED: Treatment.DROP,
+}
+"""The usual treatment of each end; `agent.ends` changes it."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """The record of a data set that an episode is about.
+
+    Attributes:
+        messages: The prompt, as messages.
+        answer: What the record expects; None where it has no answer.
+        extra: The other fields of the record.
+        data_source: The data source of the record.
+    """
+
+    messages: Sequence[Message]
+    answer: str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    data_source: str = ""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool, as the model's own format says it.
+
+    Attributes:
+        name: Name of the tool.
+        arguments: Its keyword arguments.
+    """
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Action:
+    """One turn of the policy.
+
+    Attributes:
+        tokens: The sampled token ids.
+        text: The same as text, without the token that ended the turn; tool calls are
+            not part of it.
+        tool_calls: The parsed tool calls, in order.
+        finish: "stop" where the policy ended its turn, "length" where it was cut.
+        parse_error: Why tool calls could not be parsed; None where they could.
+    """
+
+    tokens: Sequence[int]
+    text: str
+    tool_calls: Sequence[ToolCall] = ()
+    finish: str = "stop"
+    parse_error: str | None = None
+
+
+@dataclass(frozen=True)
+class Observation:
+    """The beginning of an episode, as the policy sees it.
+
+    Attributes:
+        messages: The conversation so far.
+        tools: Schemas of the tools that the policy may call.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[ToolSchema] = ()
+
+
+@dataclass(frozen=True)
+class Step:
+    """The environment's answer to an action.
+
+    Attributes:
+        messages: What the policy sees next, after its own action; empty where `done`.
+        reward: The reward of the action. The rewards of an episode add up to its score.
+        done: Whether the episode ends.
+        end: Why it ends, where it is `done`.
+    """
+
+    messages: Sequence[Message] = ()
+    reward: float = 0.0
+    done: bool = False
+    end: End = End.COMPLETED
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """A world in which the policy acts. Each episode has an object of its own."""
+
+    async def reset(self, task: Task, seed: int) -> Observation:
+        """Begin an episode. The same task and seed make the same world."""
+
+    async def step(self, action: Action) -> Step:
+        """Take an action of the policy."""
+
+    async def close(self) -> None:
+        """Give back whatever the episode held. It is called once, however it ends."""
+
+
+class Policy(Protocol):
+    """The policy in an episode: it answers conversations."""
+
+    async def respond(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()
+    ) -> Action:
+        """Return the policy's next turn after these messages.
+
+        A conversation that continues an earlier one with the policy's own action, as
+        `message_of` writes it, and further messages keeps its sampled tokens. Any other
+        begins a row of its own.
+
+        Raises:
+            EpisodeEnded: A limit of the episode is reached.
+        """
+
+
+class EpisodeEnded(Exception):
+    """The episode is over; `end` says why. An environment need not catch it."""
+
+    def __init__(self, end: End) -> None:
+        """Take the reason."""
+        super().__init__(end.value)
+        self.end = end
+
+
+def message_of(action: Action) -> Message:
+    """Return an action as the message that stands for it in a conversation."""
+    message: Message = {"role": "assistant", "content": action.text}
+    if action.tool_calls:
+        message["tool_calls"] = [
+            {
+                "type": "function",
+                "function": {"name": call.name, "arguments": dict(call.arguments)},
+            }
+            for call in action.tool_calls
+        ]
+    return message
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One sampled turn, as an engine returns it.
+
+    Attributes:
+        tokens: Token ids; the token that ended the turn is included.
+        log_probs: Log-prob of each token at sampling.
+        versions: Pairs of the index in `tokens` where a span begins and its policy
+            version.
+        action: The same as the environment sees it.
+    """
+
+    tokens: Sequence[int]
+    log_probs: Sequence[float]
+    versions: Sequence[tuple[int, int]]
+    action: Action
+
+
+class Sampler(Protocol):
+    """The engine's side of a policy: token ids in, token ids out."""
+
+    async def sample(
+        self,
+        tokens: Sequence[int],
+        *,
+        seed: int,
+        max_tokens: int,
+        tools: Sequence[ToolSchema],
+    ) -> Sampled:
+        """Continue these token ids by a turn of at most `max_tokens` tokens.
+
+        The same tokens, seed and policy version have the same continuation.
+        """
+
+
+@dataclass
+class EpisodeRow:
+    """One token path of an episode: context and sampled tokens in turn.
+
+    Attributes:
+        tokens: Token ids of the whole path.
+        mask: True on tokens that were sampled in this row and are not another row's.
+        log_probs: Log-prob at sampling; 0 outside the mask.
+        versions: Pairs of the index in `tokens` where a span begins and its policy
+            version, for the tokens under the mask.
+        rewards: Pairs of the index in `tokens` of the last token of a turn, and that
+            turn's reward, in the order of time.
+        finish: "stop" or "length", of the last turn.
+    """
+
+    tokens: list[int]
+    mask: list[bool]
+    log_probs: list[float]
+    versions: list[tuple[int, int]]
+    rewards: list[tuple[int, float]]
+    finish: str = "stop"
+
+
+@dataclass
+class Episode:
+    """An episode that has ended.
+
+    Attributes:
+        rows: Its token paths, in the order of time; each sampled token is under the
+            mask of exactly one.
+        end: Why it ended.
+        score: The sum of its rewards.
+        detail: For a person: what failed; empty where nothing did.
+        num_turns: Turns of the policy.
+        num_tool_calls: Tool calls of the policy.
+        messages: The conversation, for records.
+        seconds: Seconds by what they went to: "model", "environment".
+    """
+
+    rows: list[EpisodeRow]
+    end: End
+    score: float
+    detail: str = ""
+    num_turns: int = 0
+    num_tool_calls: int = 0
+    messages: list[Message] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
