@@ -157,7 +157,7 @@ class ActorWorker(ModelWorker):
             mean = mean_weight(algorithm, rows, credit, old, self.total)
             objective = replace(objective, mean_weight=mean)
         sequence = rows.trajectory_id if algorithm.judges_trajectories else None
-        weights = loss_weights(rows, credit, mini_batch, sequence)
+        weights = loss_weights(rows, credit, mini_batch)
         batch = TrainingBatch(
             offsets=rows.offsets,
             tokens=rows.tokens,

@@ -43,8 +43,8 @@ class MiniBatch:
     """Totals of a whole mini-batch over all ranks, which its losses need."""
 
     total_tokens: int
-    total_rows: int
-    """Rows with response tokens; sequences, where these are trajectories."""
+    total_trajectories: int
+    """Trajectories with response tokens."""
     aggregation: AggregationName
     horizon: int | None
     ages: VersionAges | None = None
@@ -292,36 +292,29 @@ class ModelWorker:
             self.engine.close()
 
 
-def loss_weights(
-    rows: Rollouts,
-    credit: Credit,
-    mini_batch: MiniBatch,
-    sequence: Int64 | None = None,
-) -> np.ndarray:
+def loss_weights(rows: Rollouts, credit: Credit, mini_batch: MiniBatch) -> np.ndarray:
     """Return the weight of each token loss of a row, float32 [rows].
 
-    It is 0 for rows that are not learned from.
+    A trajectory weighs the same however it is cut into rows: the weights are those of
+    the tokens of all of its rows together. Rows that are not learned from weigh 0.
 
     Args:
-        rows: The rows of a rank.
+        rows: The rows of a rank, in whole trajectories.
         credit: Their credit.
         mini_batch: Totals of the mini-batch.
-        sequence: int64 [rows], equal for rows of one sequence, all of which are here;
-            None where each row is one.
     """
     num_tokens = np.where(credit.in_loss, rows.response_length, 0).astype(np.int64)
-    if sequence is not None:
-        _, number = np.unique(sequence, return_inverse=True)
-        number = number.reshape(-1)
-        num_tokens = np.bincount(number, weights=num_tokens)[number].astype(np.int64)
+    _, trajectory = np.unique(rows.trajectory_id, return_inverse=True)
+    of_trajectories = np.bincount(trajectory, weights=num_tokens).astype(np.int64)
 
-    return row_weights(
+    weights = row_weights(
         mini_batch.aggregation,
-        num_tokens,
+        of_trajectories[trajectory],
         total_tokens=mini_batch.total_tokens,
-        total_rows=mini_batch.total_rows,
+        total_rows=mini_batch.total_trajectories,
         horizon=mini_batch.horizon,
     )
+    return np.where(num_tokens > 0, weights, 0).astype(np.float32)
 
 
 class ReferenceWorker(ModelWorker):

@@ -64,7 +64,8 @@ class GenerationJob:
         self._groups = {ordinal: PromptGroup(self, ordinal) for ordinal in ordinals}
 
         self._unassigned: dict[int, set[int]] = {}
-        """Row ids without a replica, by the ordinal of their group."""
+        """Responses without a replica, by the ordinal of their group: the ids of their
+        trajectories."""
         for ordinal in ordinals:
             first_row = ordinal * group_size
             self._unassigned[ordinal] = set(range(first_row, first_row + group_size))
@@ -109,22 +110,22 @@ class GenerationJob:
         """
         replica, _ = incarnation
 
-        pending_rows: set[int] = set()
+        pending_responses: set[int] = set()
         for group in groups:
-            pending_rows |= self._unassigned[group.ordinal]
+            pending_responses |= self._unassigned[group.ordinal]
 
         prompt_rows = [self._row_of_prompt[group.ordinal] for group in groups]
         stream = replica.open_stream(
             RolloutWorker.generate,
             self._prompts.select(np.array(prompt_rows)),
             self.generation,
-            np.array(sorted(pending_rows)),
+            np.array(sorted(pending_responses)),
         )
 
         # The groups have a replica only now: the call may have been refused.
         for group in groups:
             del self._unassigned[group.ordinal]
-        return ReplicaCall(self, incarnation, stream, pending_rows)
+        return ReplicaCall(self, incarnation, stream, pending_responses)
 
     def take_back(self, rows: Iterable[int]) -> list[WorkItem[PromptGroup]]:
         """Return rows that a lost replica left pending, as items to assign again."""
@@ -146,16 +147,16 @@ class GenerationJob:
 
 @dataclass(eq=False)
 class ReplicaCall:
-    """One call to a replica, and the row ids that it has not delivered yet."""
+    """One call to a replica, and the responses that it has not delivered yet."""
 
     job: GenerationJob
     incarnation: ReplicaIncarnation
     stream: Stream[Rollouts]
-    pending_rows: set[int]
+    pending_responses: set[int]
 
     def open_groups(self) -> list[PromptGroup]:
         """Return the groups that rows are pending of."""
-        return self.job.groups_of(self.pending_rows)
+        return self.job.groups_of(self.pending_responses)
 
 
 MAX_CALLS = CONCURRENCY_GROUPS[SERVING] - 8
@@ -207,7 +208,7 @@ class GenerationScheduler:
         return {
             call.incarnation
             for call in self._calls
-            if call.pending_rows and purpose in (None, call.job.generation.purpose)
+            if call.pending_responses and purpose in (None, call.job.generation.purpose)
         }
 
     def pending(self, incarnation: ReplicaIncarnation) -> int:
@@ -385,10 +386,10 @@ class GenerationScheduler:
         """Hand a piece to its job; None is the end of the call."""
         if piece is None:
             self._calls.remove(call)
-            if call.pending_rows:
-                missing = sorted(call.pending_rows)
+            if call.pending_responses:
+                missing = sorted(call.pending_responses)
                 raise RolloutError(
-                    f"a replica ended its reply without the responses to rows {missing}"
+                    f"a replica ended its reply without the responses {missing}"
                 )
             others = (other.incarnation for other in self._calls)
             if (
@@ -398,15 +399,16 @@ class GenerationScheduler:
                 self._trials.acquit()
             return
 
-        row_ids = piece.row("row_id").tolist()
-        call.pending_rows.difference_update(row_ids)
-        call.job.num_pending -= len(piece)
+        # A trajectory comes as a whole, whatever number of rows it has.
+        responses = np.unique(piece.row("trajectory_id"))
+        call.pending_responses.difference_update(responses.tolist())
+        call.job.num_pending -= len(responses)
         call.job.finished.append(piece)
         if not call.job.num_pending:
             self._balancer.forget(call.job.groups)
             self._trials.forget(call.job.groups)
         # The replica has capacity for as many further responses.
-        self._balancer.finish(call.incarnation, len(piece))
+        self._balancer.finish(call.incarnation, len(responses))
 
     def _remove(
         self, replica: ReplicaIncarnation, *, is_lost: bool
@@ -420,8 +422,8 @@ class GenerationScheduler:
         # In the order of the calls: the oldest groups come first again.
         for call in [call for call in self._calls if call.incarnation == replica]:
             self._calls.remove(call)
-            self._reissued += len(call.pending_rows)
-            items += call.job.take_back(call.pending_rows)
+            self._reissued += len(call.pending_responses)
+            items += call.job.take_back(call.pending_responses)
         groups = [item.session for item in items]
 
         if is_lost:

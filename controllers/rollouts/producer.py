@@ -63,17 +63,16 @@ class GroupCollector:
     """Rollouts of groups that are not whole yet."""
 
     def __init__(self, group_size: int) -> None:
-        """Start without rollouts; `group_size` is the number of rows of a group."""
+        """Start without rollouts; a group has `group_size` trajectories."""
         self._group_size = group_size
         self._parts: list[Sharded[Rollouts]] = []
 
     def add(self, piece: Sharded[Rollouts]) -> Sharded[Rollouts] | None:
         """Add a piece, and return the groups that it completes; None without any."""
         held = Sharded.concat([*self._parts, piece])
-        _, group, sizes = np.unique(
-            held.row("group_id"), return_inverse=True, return_counts=True
-        )
-        is_whole = sizes[group] == self._group_size
+        trajectory = np.unique(held.row("trajectory_id"))
+        groups, sizes = np.unique(trajectory // self._group_size, return_counts=True)
+        is_whole = np.isin(held.row("group_id"), groups[sizes == self._group_size])
         remaining = np.flatnonzero(~is_whole)
         self._parts = [held.select(remaining)] if len(remaining) else []
 
@@ -403,7 +402,9 @@ class Producer:
             production.failure = production.failure or failure
             production.buffer.discard(production.ordinals)
         else:
-            production.num_scored += len(scored.rollouts)
+            production.num_scored += len(
+                np.unique(scored.rollouts.row("trajectory_id"))
+            )
             if production.failure is None:
                 production.put(scored)
         production.scoring.remove(piece)

@@ -24,6 +24,7 @@ from controllers.trainers.updates import (
     mismatch_of_updates,
     start_actor_updates,
     start_critic_updates,
+    whole_trajectories,
 )
 from controllers.watch import measures, update_measures
 from controllers.watch.measures import Metrics
@@ -199,8 +200,9 @@ class Learner:
                 estimator, settings, rewards, columns, agents
             )
 
-        # Baselines of tokens compare the tokens of a group, so that is on one rank.
-        assignment = None
+        # Credit goes on from row to row of a trajectory, so that is on one rank.
+        assignment = whole_trajectories(actor, rollouts)
+        # Baselines of tokens compare the tokens of a group, and so is that.
         if isinstance(estimator, GroupTokenBaseline):
             group = rollouts.row("group_id")
             assignment = assignment_of_units(actor.partition, rollouts.lengths, group)
@@ -442,5 +444,5 @@ def response_columns(rollouts: Sharded[Rollouts], group_size: int) -> ResponseCo
         group_id=rollouts.row("group_id"),
         trajectory_id=rollouts.row("trajectory_id"),
         length=rollouts.row("response_length"),
-        is_last=is_last_of_group(rollouts.row("row_id"), group_size),
+        is_last=is_last_of_group(rollouts.row("trajectory_id"), group_size),
     )

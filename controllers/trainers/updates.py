@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -78,13 +78,15 @@ def start_critic_updates(
     objective = ValueObjective(loss)
     calls: UpdateCalls = []
     for rows, mini_batch in cut_mini_batches(config, config.critic, loss, batch):
+        rollouts = batch.rollouts.select(rows)
         call = critic.scatter(
             CriticWorker.update,
-            batch.rollouts.select(rows),
+            rollouts,
             batch.credit.select(rows),
             values.select(rows),
             replace(mini_batch, ages=optimizer_steps.ages(len(calls))),
             objective,
+            assignment=whole_trajectories(critic, rollouts),
         )
         calls.append(call)
     return calls
@@ -109,12 +111,6 @@ def start_actor_updates(
     calls: UpdateCalls = []
     for rows, mini_batch in cut_mini_batches(config, config.actor, algorithm, batch):
         rollouts = batch.rollouts.select(rows)
-        assignment = None
-        if algorithm.judges_trajectories:
-            trajectory = rollouts.row("trajectory_id")
-            assignment = assignment_of_units(
-                actor.partition, rollouts.lengths, trajectory
-            )
         call = actor.scatter(
             ActorWorker.update,
             rollouts,
@@ -124,7 +120,7 @@ def start_actor_updates(
             replace(mini_batch, ages=optimizer_steps.ages(len(calls))),
             whitening,
             objective,
-            assignment=assignment,
+            assignment=whole_trajectories(actor, rollouts),
         )
         calls.append(call)
     return calls
@@ -175,9 +171,9 @@ def cut_mini_batches(
 ) -> Iterator[tuple[Int64, MiniBatch]]:
     """Yield the rows of each optimizer step, and the global denominators of its loss.
 
-    Rows are shuffled where there is more than one optimizer step, and a sequence goes
-    into that of its first row. A mini-batch without a row to learn from is left out:
-    momentum alone would move the parameters.
+    A trajectory is never cut: sizes count trajectories, which are shuffled where there
+    is more than one optimizer step. A mini-batch without a row to learn from is left
+    out: momentum alone would move the parameters.
 
     Args:
         config: Configuration of the run.
@@ -189,44 +185,59 @@ def cut_mini_batches(
         Row numbers, int64 [rows of the mini-batch], and what the loss must know of the
         whole mini-batch.
     """
-    row_count = len(batch.rollouts)
-    size = role.mini_batch_size or row_count
-    shuffles = size < row_count or role.epochs > 1
+    # The number of each row's trajectory, int64 [rows].
+    trajectories, trajectory = np.unique(
+        batch.rollouts.row("trajectory_id"), return_inverse=True
+    )
+    count = len(trajectories)
+    size = role.mini_batch_size or count
+    shuffles = size < count or role.epochs > 1
 
     # Response tokens of each row that are learned from, [rows].
     response_length = batch.rollouts.row("response_length")
     learned_tokens = np.where(batch.credit.row("in_loss"), response_length, 0)
     is_positive = batch.credit.row("is_positive")
-    sequence = _sequences(loss, batch.rollouts)
 
     # Only some aggregations use this setting; for the others it is None.
     horizon: int | None = getattr(config.algorithm, HORIZON.name)
 
     for epoch in range(role.epochs):
-        order = np.arange(row_count)
+        place = np.arange(count)
         if shuffles:
             seed = [config.run.seed, batch.number, epoch]
-            order = np.random.default_rng(seed).permutation(row_count)
-        step = np.arange(row_count) // size
-        if sequence is not None:
-            step = _of_first_rows(step, sequence[order])
+            place[np.random.default_rng(seed).permutation(count)] = np.arange(count)
+        place_of_row = place[trajectory]
+        order = np.argsort(place_of_row, kind="stable")
+        step = place_of_row[order] // size
 
-        for number in range(-(-row_count // size)):
+        for number in range(-(-count // size)):
             rows = order[step == number]
             tokens = learned_tokens[rows]
             if not tokens.any():
                 continue
 
-            learned = rows[tokens > 0]
             mini_batch = MiniBatch(
                 total_tokens=int(tokens.sum()),
-                total_rows=_num_sequences(learned, sequence),
+                total_trajectories=len(np.unique(trajectory[rows[tokens > 0]])),
                 aggregation=loss.aggregation,
                 horizon=horizon,
                 positive_tokens=int(tokens[is_positive[rows]].sum()),
                 seed=(config.run.seed, batch.number, epoch, number * size),
             )
             yield rows, mini_batch
+
+
+def whole_trajectories(
+    role: WorkerGroup[Any], rollouts: Sharded[Rollouts]
+) -> list[Int64] | None:
+    """Return the row numbers of each data-parallel rank, in whole trajectories.
+
+    None where every trajectory is one row, which any assignment keeps whole.
+    """
+    trajectory = rollouts.row("trajectory_id")
+    if len(np.unique(trajectory)) == len(trajectory):
+        return None
+    return assignment_of_units(role.partition, rollouts.lengths, trajectory)
 
 
 def assignment_of_units(
@@ -250,31 +261,6 @@ def assignment_of_units(
         rank_of_unit[share] = rank
     rank_of_row = rank_of_unit[number]
     return [np.flatnonzero(rank_of_row == rank) for rank in range(len(shares))]
-
-
-def _sequences(
-    loss: AlgorithmConfig | ValueLossConfig, rollouts: Sharded[Rollouts]
-) -> Int64 | None:
-    """Return the sequence of each row, int64 [rows]; None where each row is one."""
-    if isinstance(loss, AlgorithmConfig) and loss.judges_trajectories:
-        trajectory: Int64 = rollouts.row("trajectory_id")
-        return trajectory
-    return None
-
-
-def _num_sequences(rows: Int64, sequence: Int64 | None) -> int:
-    return len(rows if sequence is None else np.unique(sequence[rows]))
-
-
-def _of_first_rows(step: Int64, sequence: Int64) -> Int64:
-    """Return the step of the first row of each row's sequence, int64 [rows].
-
-    Args:
-        step: int64 [rows], ascending.
-        sequence: int64 [rows].
-    """
-    _, first, number = np.unique(sequence, return_index=True, return_inverse=True)
-    return step[first][number.reshape(-1)]
 
 
 def _select(batch: Sharded[B] | None, rows: Int64) -> Sharded[B] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,6 +18,7 @@ from verl_ray.algorithms.credit import (
 )
 from verl_ray.algorithms.group_baselines import RewardPart
 from verl_ray.config.algorithm import AlgorithmConfig
+from verl_ray.data.batch import Ragged
 from verl_ray.data.stages import Finish, Rollouts, RowRewards
 from verl_ray.errors import DataError
 
@@ -162,10 +164,9 @@ def test_an_aborted_row_takes_its_trajectory_with_it() -> None:
     found = rewarded(algorithm("dr_grpo"), rows, [8.0, 8.0, 1.0, 0.0])
     assert found.advantage.tolist() == [0.0, 0.0, 0.5, -0.5]
     assert found.in_loss.tolist() == [False, False, True, True]
-    # A baseline per token has no members: there only the aborted row itself is left
-    # out.
+    # So does a baseline per token, which would pay a part of the reward otherwise.
     assert rewarded(GAE, rows, [8.0, 8.0, 1.0, 0.0]).in_loss.tolist() == [
-        True,
+        False,
         False,
         True,
         True,
@@ -403,3 +404,113 @@ def test_a_trajectory_is_learned_from_as_a_whole_or_not_at_all() -> None:
         found = rewarded(config, rows, [0.0, 3.0, 0.0, 0.0])
         assert found.in_loss.tolist() == learned
         assert found.advantage.tolist() == pytest.approx([2, 2, -1, -1])
+
+
+# ------------------------------------------------------------------ several rows of one
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GAE,
+        GAE_KL,
+        algorithm("gae", gamma=0.5, lam=0.5, truncated="bootstrap"),
+        algorithm("length_adaptive_gae", gamma=1.0, lam_alpha=0.5, lam_critic=1.0),
+        algorithm("reinforce_plus_plus", IN_REWARD, gamma=0.5),
+    ],
+)
+def test_credit_does_not_depend_on_how_a_trajectory_is_cut(
+    config: AlgorithmConfig,
+) -> None:
+    # Trajectory 4 has five sampled tokens, and trajectory 9 has three.
+    numbers = {4: [0, 1, 2, 3, 4], 9: [5, 6, 7]}
+    policy = [-1.0, -2.0, -0.5, -1.0, -3.0, -1.0, -0.25, -2.0]
+    reference = [-1.5, -1.0, -0.5, -2.0, -1.0, -3.0, -1.25, -2.5]
+    values = [0.5, 0.25, 1.5, -0.5, 0.75, 1.0, -1.0, 0.5]
+
+    charges = config.kl.place == "reward"
+
+    def credited(
+        trajectories: list[int], lengths: list[int], rewards: list[float]
+    ) -> dict[int, list[list[float]]]:
+        # The tokens of the rows, in the order of time within each trajectory.
+        remaining = {name: list(tokens) for name, tokens in numbers.items()}
+        order = [
+            remaining[name].pop(0)
+            for name, length in zip(trajectories, lengths, strict=True)
+            for _ in range(length)
+        ]
+        cut = Finish.LENGTH
+        rows = rollouts_of(lengths, finish=[cut] * len(lengths))
+        rows = rows.replace(trajectory_id=np.array(trajectories))
+
+        def pick(column: list[float]) -> list[float]:
+            return [column[token] for token in order]
+
+        # Only the value after the last row counts.
+        lasts = (
+            len(trajectories) - 1 - np.unique(trajectories[::-1], return_index=True)[1]
+        )
+        final = [2.0 if row in lasts else 99.0 for row in range(len(lengths))]
+        credit = token_credit(
+            config,
+            0.5,
+            rows,
+            rewards_of(rewards),
+            log_probs_of(rows, pick(policy)),
+            log_probs_of(rows, pick(reference)) if charges else None,
+            values_of(rows, pick(values), final),
+        )
+        columns = [credit.advantages] + (
+            [] if credit.returns is None else [credit.returns]
+        )
+        of_tokens = [
+            dict(zip(order, c[rows.response_mask].tolist(), strict=True))
+            for c in columns
+        ]
+        total = np.bincount(trajectories, weights=credit.reward)
+        return {
+            name: [[column[token] for token in tokens] for column in of_tokens]
+            + [[total[name]]]
+            for name, tokens in numbers.items()
+        }
+
+    whole = credited([4, 9], [5, 3], [3.0, -1.0])
+    # Rows of two trajectories in turn; the reward stands on one row, or in parts.
+    cut = credited([9, 4, 9, 4, 4], [1, 2, 2, 0, 3], [-1.0, 1.0, 0.0, 1.5, 0.5])
+    for name, columns in whole.items():
+        for column, same in zip(columns, cut[name], strict=True):
+            assert same == pytest.approx(column, abs=1e-6)
+
+
+def test_the_reward_of_a_turn_is_paid_where_it_was_earned() -> None:
+    rows = rollouts_of([3, 2, 1]).replace(
+        trajectory_id=np.array([5, 5, 6]),
+        end=np.zeros(3, np.int8),
+        # Rows begin with two tokens of their prompts.
+        turn_rewards=Ragged.of_rows([[[2, 0.5]], [[2, 0.25]], [[2, 8.0]]], np.float64),
+    )
+    config = algorithm("reinforce_plus_plus", gamma=1.0)
+    rewards = rewards_of([0.5, 0.5, 0.0])
+    is_member = np.array([True, True, False])
+    credit = token_credit(
+        config,
+        0.0,
+        rows,
+        dataclasses.replace(rewards, is_member=is_member),
+        None,
+        None,
+        None,
+    )
+    # 0.5 at the first token, 0.25 at the fourth, and the rest, 0.25, at the last one.
+    assert credit.advantages[rows.response_mask].tolist() == [
+        1.0, 0.5, 0.5, 0.5, 0.25, 0.0,
+    ]  # fmt: skip
+    assert credit.reward.tolist() == [0.5, 0.5, 0.0]
+
+    empty = np.zeros((0, 2))
+    wrong = rows.replace(
+        turn_rewards=Ragged.of_rows([[[1, 0.5]], empty, empty], np.float64)
+    )
+    with pytest.raises(DataError, match="was not sampled"):
+        token_credit(config, 0.0, wrong, rewards, None, None, None)

@@ -77,11 +77,11 @@ def test_take_waits_for_what_is_missing() -> None:
 
 def test_each_row_is_put_once() -> None:
     made = buffer(0)
-    with pytest.raises(DataError, match="group 0 gets 1 rows more than it waits for"):
+    with pytest.raises(DataError, match="the rows 1 came twice"):
         made.put(piece(0, 1, 1))
-    with pytest.raises(DataError, match="group 7 gets 1 rows more"):
+    with pytest.raises(DataError, match="group 7 gets 1 responses more"):
         made.put(piece(14))  # nobody asked for it
-    with pytest.raises(DataError, match="group 7 gets 1 rows more"):
+    with pytest.raises(DataError, match="group 7 gets 1 responses more"):
         made.put(piece(0, 14))
     assert made.missing(np.array([0])) == 2  # what was refused counts for nothing
     with pytest.raises(DataError, match="these are reserved already: 0"):
@@ -130,7 +130,7 @@ def test_unfinished_groups_may_be_generated_again() -> None:
     made.put(piece(0, 2, 3, spans="old"))
     made.drop_unfinished()
     assert made.whole_groups.tolist() == [1]
-    with pytest.raises(DataError, match="group 0 gets 1 rows more"):
+    with pytest.raises(DataError, match="group 0 gets 1 responses more"):
         made.put(piece(1))
     with pytest.raises(DataError, match="these are reserved already: 1"):
         made.reserve(np.array([0, 1]))

@@ -137,13 +137,17 @@ def test_a_synchronous_update_has_nothing_to_tell_apart(actor: ActorWorker) -> N
 
 
 @pytest.mark.parametrize(
-    ("sequence", "log_ratios"),
-    [("row", [0.3, 0.1, -0.2]), ("trajectory", [(3 * 0.3 - 2 * 0.2) / 5, 0.1])],
+    ("sequence", "log_ratios", "weights"),
+    [
+        # Of the five tokens of a trajectory, three are in one row and two in another.
+        ("row", [0.3, 0.1, -0.2], [0.3, 0.5, 0.2]),
+        ("trajectory", [(3 * 0.3 - 2 * 0.2) / 5, 0.1], [0.5, 0.5]),
+    ],
 )
 def test_the_sequence_of_a_loss_is_a_row_or_a_trajectory(
-    actor: ActorWorker, sequence: str, log_ratios: list[float]
+    actor: ActorWorker, sequence: str, log_ratios: list[float], weights: list[float]
 ) -> None:
-    """GSPO's loss is the mean of the sequences' ratios; rows 0 and 2 are one."""
+    """GSPO's loss is a mean over trajectories; rows 0 and 2 are one of two."""
     rows = rows_of_versions([6, 6, 6], [6], [6, 6])
     rows = rows.replace(trajectory_id=np.array([8, 5, 8]))
     fresh = actor.compute_log_probs(rows, 1.0)
@@ -153,10 +157,10 @@ def test_the_sequence_of_a_loss_is_a_row_or_a_trajectory(
         policy_loss="gspo", clip_low=0.9, clip_high=9.0, aggregation="seq_mean_token_mean",
         sequence=sequence,
     )  # fmt: skip
-    mini_batch = MiniBatch(6, len(log_ratios), "seq_mean_token_mean", None)
+    mini_batch = MiniBatch(6, 2, "seq_mean_token_mean", None)
     objective = PolicyObjective(config, 1.0, 0.0)
     report = actor.update(rows, credit_of(rows), old, None, mini_batch, None, objective)
-    expected = -float(np.exp(log_ratios).mean())
+    expected = -float(np.exp(log_ratios) @ weights)
     assert report.loss.loss == pytest.approx(expected, rel=1e-5)
 
 

@@ -35,7 +35,9 @@ def credit(in_loss: list[bool]) -> Credit:
 def test_rows_out_of_the_loss_weigh_nothing_in_every_mode(
     mode: AggregationName, expected: list[float]
 ) -> None:
-    mini_batch = MiniBatch(total_tokens=6, total_rows=2, aggregation=mode, horizon=10)
+    mini_batch = MiniBatch(
+        total_tokens=6, total_trajectories=2, aggregation=mode, horizon=10
+    )
     assert loss_weights(
         ROWS, credit([True, True, False]), mini_batch
     ).tolist() == pytest.approx(expected)
@@ -43,7 +45,7 @@ def test_rows_out_of_the_loss_weigh_nothing_in_every_mode(
 
 def test_denominators_are_those_of_all_ranks() -> None:
     mini_batch = MiniBatch(
-        total_tokens=70, total_rows=9, aggregation="token_mean", horizon=None
+        total_tokens=70, total_trajectories=9, aggregation="token_mean", horizon=None
     )
     assert loss_weights(ROWS, credit([True] * 3), mini_batch).tolist() == pytest.approx(
         [1 / 70] * 3
@@ -54,15 +56,17 @@ def test_denominators_are_those_of_all_ranks() -> None:
     ("mode", "expected"),
     [
         ("token_mean", [1 / 7, 1 / 7, 1 / 7]),
-        # Sequences of 2 + 1 and 4 tokens.
+        # Trajectories of 2 + 1 and 4 tokens.
         ("seq_mean_token_sum", [1 / 2, 1 / 2, 1 / 2]),
         ("seq_mean_token_mean", [1 / 6, 1 / 8, 1 / 6]),
     ],
 )
-def test_the_rows_of_a_sequence_weigh_the_same(
+def test_a_trajectory_weighs_the_same_however_it_is_cut(
     mode: AggregationName, expected: list[float]
 ) -> None:
-    mini_batch = MiniBatch(total_tokens=7, total_rows=2, aggregation=mode, horizon=None)
-    sequence = np.array([8, 3, 8])
-    found = loss_weights(ROWS, credit([True] * 3), mini_batch, sequence)
-    assert found.tolist() == pytest.approx(expected)
+    mini_batch = MiniBatch(
+        total_tokens=7, total_trajectories=2, aggregation=mode, horizon=None
+    )
+    rows = ROWS.replace(trajectory_id=np.array([8, 3, 8]))
+    weights = loss_weights(rows, credit([True] * 3), mini_batch)
+    assert weights.tolist() == pytest.approx(expected)

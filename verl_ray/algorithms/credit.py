@@ -26,7 +26,7 @@ from verl_ray.algorithms.estimators import (
 )
 from verl_ray.algorithms.group_baselines import RewardPart
 from verl_ray.algorithms.groups import complete_trajectories
-from verl_ray.algorithms.token_baselines import gradient_energy
+from verl_ray.algorithms.token_baselines import gradient_energy, tokens_of_rows
 from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.data.batch import Int64, offsets_of
 from verl_ray.data.stages import (
@@ -76,10 +76,10 @@ def response_rewards(
     """Return the reward of each response, its advantage, and if it is learned from.
 
     A response without a score, or one that was aborted, is no evidence about the
-    policy: it has no reward and is not learned from. Group baselines compare
-    trajectories, so with them the whole trajectory has no reward, and is no member of
-    its group. A response that was cut at the length limit is a member, unless
-    algorithm.truncated is drop; it is not learned from if that is mask or drop.
+    policy: it has no reward and is not learned from, nor is any other row of its
+    trajectory, which is no member of its group. A response that was cut at the length
+    limit is a member, unless algorithm.truncated is drop; it is not learned from if
+    that is mask or drop.
 
     Args:
         algorithm: The section `algorithm` of the configuration.
@@ -94,9 +94,9 @@ def response_rewards(
         graded: float32 [rows], the scores by which responses are positive; None: score.
     """
     estimator = ADVANTAGES[algorithm.advantage]
-    rewarded = ok & says_something(algorithm, responses.finish)
-    if estimator.rewards_whole_trajectories:
-        rewarded = complete_trajectories(rewarded, responses.trajectory_id)
+    rewarded = complete_trajectories(
+        ok & says_something(algorithm, responses.finish), responses.trajectory_id
+    )
 
     charged_score = score
     if charge is not None:
@@ -129,6 +129,8 @@ def _is_learned_from(
     """Return which responses with a reward are learned from, bool [rows]."""
     # A response that was cut, or is greedy, still counts in its group's baseline.
     in_loss = rewarded
+    if responses.is_masked is not None:
+        in_loss = in_loss & ~responses.is_masked
     if algorithm.truncated == "mask":
         in_loss = in_loss & (responses.finish != Finish.LENGTH)
     if ADVANTAGES[algorithm.advantage].reads_greedy:
@@ -164,15 +166,17 @@ def token_credit(
 ) -> Credit:
     """Return the advantages of every response token, and returns if there is a critic.
 
-    The reward of a response is paid at its last token. If the baseline is per token and
-    algorithm.kl.place is reward, every token also pays kl_coefficient times its
-    divergence (arXiv:1909.08593, section 2.1). With a group baseline,
+    The response tokens of a trajectory are one sequence: the critic's next value and
+    the discount go on from row to row. Its reward is paid once, at its last token, but
+    for `Rollouts.turn_rewards`, which are paid where they were earned. If the baseline
+    is per token and algorithm.kl.place is reward, every token also pays kl_coefficient
+    times its divergence (arXiv:1909.08593, section 2.1). With a group baseline,
     `response_rewards` has charged the response as a whole.
 
     Args:
         algorithm: The section `algorithm` of the configuration.
         kl_coefficient: The present cost of a nat of divergence.
-        rollouts: The rows.
+        rollouts: Whole trajectories, with their rows in the order of time.
         rewards: Their rewards and, with a group baseline, advantages.
         policy: Log-probs of the policy, or None if they are not computed. A penalty in
             the reward takes the sampler's then.
@@ -180,21 +184,23 @@ def token_credit(
         values: Values of the critic, or None if there is none.
 
     Raises:
-        DataError: The estimator needs values and there are none, or there is a
-            reference but algorithm.kl.estimator is null.
+        DataError: Values or algorithm.kl.estimator are needed and are not there.
     """
-    # Positions of the response tokens among all tokens, row by row.
+    # Places of the response tokens among all tokens, row by row.
     places = np.flatnonzero(rollouts.response_mask)
     offsets = offsets_of(rollouts.response_length)
+    order = TimeOrder.of(rollouts)
     divergence = np.zeros(len(places), np.float32)
     is_penalty = algorithm.kl.place == "reward"
     if reference is not None and (policy is not None or is_penalty):
         divergence = _token_divergence(algorithm, places, rollouts, policy, reference)
 
     token_rewards = _token_rewards(
-        algorithm, kl_coefficient, rewards, divergence, offsets
+        algorithm, kl_coefficient, rollouts, rewards, divergence, order
     )
-    tokens = _estimate(algorithm, rollouts, rewards, token_rewards, values, policy)
+    tokens = _estimate(
+        algorithm, rollouts, rewards, token_rewards, values, policy, order
+    )
     return Credit(
         offsets=rollouts.offsets,
         advantages=_spread(tokens.advantages, places, rollouts.num_tokens),
@@ -209,6 +215,53 @@ def token_credit(
         value_statistics=optional_statistics(tokens.values, offsets),
         residual_statistics=optional_statistics(tokens.residuals, offsets),
     )
+
+
+@dataclass(frozen=True)
+class TimeOrder:
+    """The response tokens of each trajectory, in the order of time.
+
+    Attributes:
+        tokens: int64 [response tokens], the place of each among those of all rows; None
+            where these stand in this order already.
+        offsets: int64 [trajectories + 1].
+        last_rows: int64 [trajectories], the last row of each.
+    """
+
+    tokens: Int64 | None
+    offsets: Int64
+    last_rows: Int64
+
+    @classmethod
+    def of(cls, rollouts: Rollouts) -> TimeOrder:
+        """Return the order for whole trajectories, whose rows are in that of time."""
+        offsets = offsets_of(rollouts.response_length)
+        trajectories, trajectory = np.unique(
+            rollouts.trajectory_id, return_inverse=True
+        )
+        if len(trajectories) == len(trajectory):
+            return cls(None, offsets, np.arange(len(trajectory)))
+
+        rows = np.argsort(trajectory, kind="stable")
+        ends = np.cumsum(np.bincount(trajectory))
+        lengths = np.bincount(trajectory, weights=rollouts.response_length)
+        return cls(
+            tokens_of_rows(offsets, rows),
+            offsets_of(lengths.astype(np.int64)),
+            rows[ends - 1],
+        )
+
+    def of_time(self, values: Float32) -> Float32:
+        """Return values of the rows' tokens in this order, float32 [T]."""
+        return values if self.tokens is None else values[self.tokens]
+
+    def of_rows(self, values: Float32) -> Float32:
+        """Return values in this order in that of the rows' tokens, float32 [T]."""
+        if self.tokens is None:
+            return values
+        in_rows = np.empty_like(values)
+        in_rows[self.tokens] = values
+        return in_rows
 
 
 @dataclass(frozen=True)
@@ -240,6 +293,7 @@ def _estimate(
     token_rewards: Float32,
     values: Values | None,
     policy: LogProbs | None,
+    order: TimeOrder,
 ) -> _TokenCredit:
     """Return what the estimator makes of the rewards.
 
@@ -271,14 +325,21 @@ def _estimate(
             )
         token_values = values.values[rollouts.response_mask]
         bootstrap = _bootstrap_values(algorithm, rollouts, values)
-        settings = estimator.settings(algorithm)
         advantages, returns = estimator.function(
-            token_rewards, token_values, offsets, bootstrap, **settings
+            order.of_time(token_rewards),
+            order.of_time(token_values),
+            order.offsets,
+            bootstrap[order.last_rows],
+            **estimator.settings(algorithm),
         )
-        return _TokenCredit(advantages, returns, token_values)
+        return _TokenCredit(
+            order.of_rows(advantages), order.of_rows(returns), token_values
+        )
 
-    settings = estimator.settings(algorithm)
-    return _TokenCredit(estimator.function(token_rewards, offsets, **settings))
+    advantages = estimator.function(
+        order.of_time(token_rewards), order.offsets, **estimator.settings(algorithm)
+    )
+    return _TokenCredit(order.of_rows(advantages))
 
 
 def _token_divergence(
@@ -322,18 +383,20 @@ def _bounded_tokens(
 def _token_rewards(
     algorithm: AlgorithmConfig,
     kl_coefficient: float,
+    rollouts: Rollouts,
     rewards: RowRewards,
     divergence: Float32,
-    offsets: Int64,
+    order: TimeOrder,
 ) -> Float32:
-    """Return the reward of each response token: at the last one, less the divergence.
+    """Return the reward of each response token, float32 [response tokens].
 
     Args:
         algorithm: The section `algorithm` of the configuration.
         kl_coefficient: The present cost of a nat of divergence.
-        rewards: The rewards of the rows.
+        rollouts: The rows.
+        rewards: Their rewards.
         divergence: float32 [response tokens].
-        offsets: int64 [rows + 1], of the response tokens.
+        order: The order of the tokens in time.
     """
     estimator = ADVANTAGES[algorithm.advantage]
     token_rewards = np.zeros(len(divergence), np.float32)
@@ -341,10 +404,40 @@ def _token_rewards(
     if algorithm.kl.place == "reward" and not estimator.rewards_whole_trajectories:
         token_rewards = (-kl_coefficient * divergence).astype(np.float32)
 
-    has_tokens = np.diff(offsets) > 0
-    last_tokens = offsets[1:][has_tokens] - 1
-    token_rewards[last_tokens] += rewards.reward[has_tokens]
+    # The rest of each row's reward, once turns have theirs.
+    rest = rewards.reward.astype(np.float64)
+    if rollouts.turn_rewards is not None:
+        row, token, earned = _earned_in_turns(rollouts, rewards.is_member)
+        np.add.at(token_rewards, token, earned.astype(np.float32))
+        np.subtract.at(rest, row, earned)
+
+    with_tokens = np.flatnonzero(np.diff(order.offsets) > 0)
+    last_tokens = order.offsets[1:][with_tokens] - 1
+    if order.tokens is not None:
+        last_tokens = order.tokens[last_tokens]
+        _, trajectory = np.unique(rollouts.trajectory_id, return_inverse=True)
+        rest = np.bincount(trajectory, weights=rest).astype(np.float64)
+    token_rewards[last_tokens] += rest[with_tokens].astype(np.float32)
     return token_rewards
+
+
+def _earned_in_turns(
+    rollouts: Rollouts, is_member: Bool
+) -> tuple[Int64, Int64, npt.NDArray[np.float64]]:
+    """Return the rewards of turns: their rows, response tokens and amounts, [turns].
+
+    Raises:
+        DataError: A reward stands at a token that the policy did not choose.
+    """
+    earned = rollouts.turn_rewards
+    assert earned is not None
+    row = np.repeat(np.arange(rollouts.num_rows), earned.lengths)
+    place = rollouts.offsets[row] + earned.values[:, 0].astype(np.int64)
+    if not rollouts.response_mask[place].all():
+        raise DataError("the reward of a turn stands at a token that was not sampled")
+    number = np.cumsum(rollouts.response_mask) - 1
+    counts = is_member[row]
+    return row[counts], number[place][counts], earned.values[counts, 1]
 
 
 def _bootstrap_values(

@@ -29,6 +29,8 @@ class ResponseColumns:
         trajectory_id: int64.
         length: int64, response tokens.
         is_last: bool, whether it is the last one of its group.
+        is_masked: bool, whether it is a member of its group that is not learned from;
+            None if none is.
     """
 
     finish: npt.NDArray[np.int8]
@@ -36,6 +38,7 @@ class ResponseColumns:
     trajectory_id: Int64
     length: Int64
     is_last: Bool
+    is_masked: Bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -135,17 +135,17 @@ class GroupMembers:
 
 
 @overload
-def is_last_of_group(row_id: int, group_size: int) -> bool: ...
+def is_last_of_group(trajectory_id: int, group_size: int) -> bool: ...
 @overload
-def is_last_of_group(row_id: Int64, group_size: int) -> Bool: ...
-def is_last_of_group(row_id: int | Int64, group_size: int) -> bool | Bool:
-    """Return whether a row is the last of its group, which ReMax decodes greedily.
+def is_last_of_group(trajectory_id: Int64, group_size: int) -> Bool: ...
+def is_last_of_group(trajectory_id: int | Int64, group_size: int) -> bool | Bool:
+    """Return whether a trajectory is its group's last, which ReMax decodes greedily.
 
     Args:
-        row_id: A row id, or int64 [rows].
-        group_size: Rows of a group.
+        trajectory_id: A trajectory's id, or int64 [rows].
+        group_size: Trajectories of a group.
     """
-    return row_id % group_size == group_size - 1
+    return trajectory_id % group_size == group_size - 1
 
 
 def _number_trajectories(

@@ -1,5 +1,8 @@
 """The weight of each token's loss: one number per row of a mini-batch, in NumPy.
 
+Where a trajectory has several rows, the caller counts it as one row that has the tokens
+of all of them, so "rows" are trajectories here.
+
 Invariant: the weights of a mini-batch are computed once, from its global totals, before
 its rows are split. So the sum over any micro-batches, ranks and orders is the same, and
 no part of a mini-batch needs to know the others. Deliberately not here: the sums

@@ -51,7 +51,7 @@ def optimal_token_baseline(
     """
     # The rows of a trajectory one after another, as one sequence.
     order = np.argsort(trajectory, kind="stable")
-    token_order = _tokens_of_rows(offsets, order)
+    token_order = tokens_of_rows(offsets, order)
     members = GroupMembers(rewards, group, valid, trajectory)
     number = members.number_of_rows[order]
     lengths = np.bincount(
@@ -124,7 +124,7 @@ def _weighted_means(
     return means[cell]
 
 
-def _tokens_of_rows(offsets: Int64, order: Int64) -> Int64:
+def tokens_of_rows(offsets: Int64, order: Int64) -> Int64:
     """Return the places of the tokens of these rows, one row after another."""
     lengths = np.diff(offsets)[order]
     starts = offsets[:-1][order]

@@ -550,18 +550,14 @@ def trajectories_are_judged(algorithm: AlgorithmConfig) -> Iterator[Problem]:
     if (
         not algorithm.judges_trajectories
         or POLICY_LOSSES[algorithm.policy_loss].sequence == "row"
-        or AGGREGATIONS[algorithm.aggregation].is_over_rows
         or correction.level not in (None, "token")
         or rejects
         or algorithm.negative_drift is not None
     ):
         return
 
-    rule = (
-        f"{algorithm.policy_loss}, {algorithm.aggregation} and the correction judge"
-        " each token by itself"
-    )
-    fix = "Use row, or a loss, an aggregation or a correction of sequences."
+    rule = f"{algorithm.policy_loss} and the correction judge each token by itself"
+    fix = "Use row, or a loss or a correction of sequences."
     yield Problem("algorithm.sequence", "trajectory", rule, fix)
 
 

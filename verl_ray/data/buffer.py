@@ -2,10 +2,10 @@
 
 The ordinal of a group is the running number of its prompt in the run (`group_id`).
 Invariant: a taken group is whole, and every token of it was sampled from a policy at
-most `staleness` versions behind the one that learns. Whole means: every row of every
-requested group, each once, in the order of the row ids. With staleness 0 a step learns
-from its own rollouts alone, which is the synchronous run. Rollouts are held by
-reference.
+most `staleness` versions behind the one that learns. Whole means: every trajectory of
+every requested group, each once, with all of its rows, in the order of the row ids.
+With staleness 0 a step learns from its own rollouts alone, which is the synchronous
+run. Rollouts are held by reference.
 """
 
 from __future__ import annotations
@@ -71,13 +71,14 @@ class RolloutBuffer:
         """Create an empty buffer.
 
         Args:
-            group_size: Rows of a group.
+            group_size: Trajectories of a group.
             staleness: How many policy versions a token may be behind.
         """
         self._group_size = group_size
         self.staleness = staleness
         self._missing: dict[int, int] = {}
-        """Pending rows, by the ordinal of each group that is reserved and not taken."""
+        """Pending trajectories, by the ordinal of each group that is reserved and not
+        taken."""
         self._stored: list[Experience] = []
         self._versions: dict[int, tuple[int, int]] = {}
         """Oldest and newest version of a token, by the ordinal of each group here."""
@@ -106,23 +107,35 @@ class RolloutBuffer:
         self._missing.update(dict.fromkeys(requested, self._group_size))
 
     def put(self, experience: Experience) -> None:
-        """Store rows that are generated and scored, of any reserved groups.
+        """Store trajectories that are generated and scored, of any reserved groups.
 
-        Either all rows are stored or none.
+        All rows of a trajectory come at once. Either all rows are stored or none.
 
         Raises:
-            DataError: a row belongs to no reserved group, or a group gets more rows
-                than it has.
+            DataError: a row belongs to no reserved group or comes twice, or a group
+                gets more trajectories than it has.
         """
+        row_ids, counts = np.unique(
+            experience.rollouts.row("row_id"), return_counts=True
+        )
+        if (counts > 1).any():
+            twice = row_ids[counts > 1].tolist()
+            raise DataError(
+                f"the rows {_first_few(twice)} came twice; each of them is generated"
+                " once"
+            )
         group_ids = experience.rollouts.row("group_id")
-        ordinals, counts = np.unique(group_ids, return_counts=True)
+        _, first_rows = np.unique(
+            experience.rollouts.row("trajectory_id"), return_index=True
+        )
+        ordinals, counts = np.unique(group_ids[first_rows], return_counts=True)
         still_missing: dict[int, int] = {}
         for ordinal, count in zip(ordinals.tolist(), counts.tolist(), strict=True):
             missing = self._missing.get(ordinal, 0) - count
             if missing < 0:
                 raise DataError(
-                    f"group {ordinal} gets {-missing} rows more than it waits"
-                    " for; each row is generated once"
+                    f"group {ordinal} gets {-missing} responses more than it waits"
+                    " for; each of them is generated once"
                 )
             still_missing[ordinal] = missing
 
@@ -171,7 +184,7 @@ class RolloutBuffer:
         )
 
     def missing(self, ordinals: Int64) -> int:
-        """Number of pending rows of these groups, int64 [groups].
+        """Number of pending trajectories of these groups, int64 [groups].
 
         Raises:
             DataError: a group is not reserved, so its rows would never come.

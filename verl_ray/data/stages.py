@@ -55,6 +55,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -143,13 +144,23 @@ class Rollouts(Rows):
     data_source: Ragged = ragged(np.uint8)
     answer: Ragged = ragged(np.uint8)
     extra: Ragged = ragged(np.uint8)
+    # Number of the episode's End, in the order of that enumeration; absent without
+    # environments, and -1 in a row that is no episode's.
+    end: Int8 | None = row(np.int8, optional=True)
+    # (last token of a turn, reward of the turn): what an environment paid; absent
+    # without environments. A row's entries add up to its score.
+    turn_rewards: Ragged | None = ragged(np.float64, 2, optional=True)
 
 
-def versions_of(spans: Ragged) -> dict[str, Int64]:
-    """Return the columns `oldest_version` and `newest_version` for these version spans.
+class RowVersions(TypedDict):
+    """Two columns of `Rollouts`."""
 
-    Both are int64 [rows]; -1 for a row without spans.
-    """
+    oldest_version: Int64
+    newest_version: Int64
+
+
+def versions_of(spans: Ragged) -> RowVersions:
+    """Return the oldest and newest version of each row; -1 for a row without spans."""
     num_rows = len(spans)
     starts = spans.offsets[:-1]
     ends = spans.offsets[1:]

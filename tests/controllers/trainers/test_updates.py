@@ -41,33 +41,29 @@ def steps(*changes: str, left_out: int | None = None) -> list[tuple[Int64, MiniB
     return [*cut_mini_batches(config, config.actor, config.algorithm, batch)]
 
 
-def test_a_trajectory_goes_into_one_optimizer_step() -> None:
-    size = "actor.mini_batch_size=2"
-    alone = steps(size)
-    whole = steps(size, "algorithm.sequence=trajectory")
-    order = np.concatenate([rows for rows, _ in alone])
-    assert [len(rows) for rows, _ in alone] == [2, 2, 2, 2]
-    assert [mini_batch.total_rows for _, mini_batch in alone] == [2, 2, 2, 2]
-
-    # Each trajectory is in the step that its first row in the random order has.
-    firsts: dict[int, int] = {}
-    for place, row in enumerate(order):
-        firsts.setdefault(TRAJECTORIES[row], place // 2)
-    numbers = sorted(set(firsts.values()))
-    assert len(whole) == len(numbers)
-    for number, (rows, mini_batch) in zip(numbers, whole, strict=True):
-        expected = [row for row in order if firsts[TRAJECTORIES[row]] == number]
-        assert rows.tolist() == expected
-        assert mini_batch.total_rows == len({TRAJECTORIES[row] for row in rows})
+@pytest.mark.parametrize("judged", ["row", "trajectory"])
+def test_optimizer_steps_are_cut_between_trajectories(judged: str) -> None:
+    # In each of two epochs, two of the four trajectories and then the others.
+    cut = steps(
+        "actor.mini_batch_size=2", "actor.epochs=2", f"algorithm.sequence={judged}"
+    )
+    assert [mini_batch.total_trajectories for _, mini_batch in cut] == [2, 2, 2, 2]
+    for epoch in (cut[:2], cut[2:]):
+        in_step = [{TRAJECTORIES[row] for row in rows} for rows, _ in epoch]
+        assert not in_step[0] & in_step[1]
+        assert sorted(np.concatenate([rows for rows, _ in epoch])) == list(range(8))
+    for rows, mini_batch in cut:
         assert mini_batch.total_tokens == sum(LENGTHS[row] for row in rows)
-        assert mini_batch.seed[-1] == 2 * number
+    assert [mini_batch.seed[2:] for _, mini_batch in cut] == [
+        (0, 0), (0, 2), (1, 0), (1, 2),
+    ]  # fmt: skip
 
 
 def test_what_is_not_learned_from_is_no_sequence() -> None:
     ((rows, mini_batch),) = steps(
         "actor.mini_batch_size=8", "algorithm.sequence=trajectory", left_out=4
     )
-    assert len(rows) == 8 and mini_batch.total_rows == 3
+    assert len(rows) == 8 and mini_batch.total_trajectories == 3
     assert mini_batch.total_tokens == sum(LENGTHS) - 3 - 2 - 1
 
 
