@@ -209,8 +209,8 @@ def _advantages(algorithm: AlgorithmConfig) -> dict[str, list[float]]:
 def _losses(algorithm: AlgorithmConfig) -> dict[str, list[float]]:
     import torch
 
-    from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
-    from verl_ray.algorithms.policy_losses import PolicyTokens
+    from verl_ray.algorithms.losses import PolicyTokens
+    from verl_ray.algorithms.policy_losses import POLICY_LOSSES
 
     choice = POLICY_LOSSES[algorithm.policy_loss]
     advantages = torch.tensor(ADVANTAGES_OF_LOSS)
