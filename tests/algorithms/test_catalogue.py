@@ -9,7 +9,8 @@ import pytest
 
 from controllers.compose.composition import compose, examine
 from controllers.compose.listing import groups
-from verl_ray.algorithms.advantages import ADVANTAGES, EMA_DECAY
+from verl_ray.algorithms.advantages import ADVANTAGES
+from verl_ray.algorithms.agent_baselines import EMA_DECAY
 from verl_ray.algorithms.catalogue import CHOICES, KL_ESTIMATORS, declared_settings
 from verl_ray.algorithms.correction import CORRECTIONS, LEVELS
 from verl_ray.algorithms.declaration import Declaration

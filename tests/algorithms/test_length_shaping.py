@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.algorithms.test_objectives import algorithm
-from verl_ray.algorithms.group_baselines import RewardPart
+from verl_ray.algorithms.estimators import RewardPart
 from verl_ray.algorithms.length_shaping import (
     LENGTH_REWARDS,
     brevity,

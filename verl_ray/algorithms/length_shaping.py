@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from verl_ray.algorithms.declaration import Declaration, by_name
-from verl_ray.algorithms.group_baselines import RewardPart
+from verl_ray.algorithms.estimators import RewardPart
 from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.data.batch import Int64
 from verl_ray.data.stages import Bool, Float32

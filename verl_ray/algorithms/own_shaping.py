@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from verl_ray.algorithms.declaration import Declaration, Setting
-from verl_ray.algorithms.group_baselines import RewardPart
+from verl_ray.algorithms.estimators import RewardPart
 from verl_ray.algorithms.own_functions import (
     Choices,
     OwnFunction,
