@@ -156,7 +156,7 @@ def _main(descriptor: int) -> None:
 def _shaped(algorithm: AlgorithmConfig) -> dict[str, list[float]]:
     import numpy as np
 
-    from verl_ray.algorithms.own_shaping import OWN_SHAPINGS, ScoredResponses
+    from verl_ray.algorithms.reward_shaping import OWN_SHAPINGS, ScoredResponses
 
     score = np.array(SCORES, np.float32)
     assert algorithm.shaping is not None
