@@ -24,20 +24,7 @@ from verl_ray.algorithms.estimators import (
     GroupBaseline,
     NoBaseline,
 )
-from verl_ray.algorithms.group_baselines import (
-    DR_GRPO,
-    GDPO,
-    GPG,
-    GRPO,
-    LITE_PPO,
-    MAXRL,
-    OPO,
-    OPTIMAL_TOKEN_BASELINE,
-    PASS_AT_K,
-    REINFORCE_PLUS_PLUS_BASELINE,
-    REMAX,
-    RLOO,
-)
+from verl_ray.algorithms.group_baselines import GROUP_BASELINES
 from verl_ray.algorithms.own_functions import (
     Choices,
     OwnFunction,
@@ -208,22 +195,7 @@ def own_baseline(spec: str, settings: Mapping[Setting, object]) -> GroupBaseline
 
 
 _DECLARED: dict[str, Advantage] = by_name(
-    GAE,
-    LENGTH_ADAPTIVE_GAE,
-    GRPO,
-    DR_GRPO,
-    RLOO,
-    REINFORCE_PLUS_PLUS,
-    REINFORCE_PLUS_PLUS_BASELINE,
-    MAXRL,
-    OPO,
-    PASS_AT_K,
-    GPG,
-    LITE_PPO,
-    REMAX,
-    GDPO,
-    OPTIMAL_TOKEN_BASELINE,
-    RAE,
+    GAE, LENGTH_ADAPTIVE_GAE, *GROUP_BASELINES, REINFORCE_PLUS_PLUS, RAE
 )
 
 ADVANTAGES: Choices[Advantage] = Choices(_DECLARED, own_baseline)

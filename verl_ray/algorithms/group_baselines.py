@@ -456,3 +456,20 @@ def _sums_so_far(values: Float64, offsets: Int64) -> Float64:
     """Return the sum up to and with each token of a row, float64 [T]."""
     backwards = len(values) - offsets[::-1]
     return discounted_sums(values[::-1].copy(), backwards, 1.0)[::-1]
+
+
+GROUP_BASELINES = (
+    GRPO,
+    DR_GRPO,
+    RLOO,
+    REINFORCE_PLUS_PLUS_BASELINE,
+    MAXRL,
+    OPO,
+    PASS_AT_K,
+    GPG,
+    LITE_PPO,
+    REMAX,
+    GDPO,
+    OPTIMAL_TOKEN_BASELINE,
+)
+"""The baselines above, for the table in `advantages.py`."""
