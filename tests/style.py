@@ -333,7 +333,6 @@ WALKS = {
         "workers/model_worker.py ModelWorker.learn",
         "verl_ray/engine/packed_engine.py PackedEngine.forward_backward",
         "verl_ray/algorithms/policy_objective.py PolicyObjective.__call__",
-        "verl_ray/algorithms/policy_loss_choices.py ",
         "verl_ray/algorithms/policy_losses.py ppo_clip",
     ),
     "actor.optimizer.lr in YAML to AdamW": (

@@ -12,7 +12,7 @@ from controllers.compose.composition import compose
 from controllers.compose.listing import groups
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.algorithms.declaration import Declaration
-from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
+from verl_ray.algorithms.policy_losses import POLICY_LOSSES
 from verl_ray.algorithms.row_weights import AGGREGATIONS
 from verl_ray.backends import BACKENDS
 from verl_ray.config.reward import MixedReward

@@ -24,7 +24,7 @@ from controllers.run.finished import finished_step
 from controllers.run.resumption import Resumption
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.algorithms.catalogue import CHOICES
-from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
+from verl_ray.algorithms.policy_losses import POLICY_LOSSES
 from verl_ray.checkpoint.store import CheckpointStore
 from verl_ray.config.algorithm import ADDITIONS, AlgorithmConfig
 from verl_ray.config.load import parse, to_tree

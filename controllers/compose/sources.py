@@ -25,7 +25,7 @@ from yaml import MarkedYAMLError, YAMLError
 
 from controllers.compose.trees import as_plain, first_line
 from verl_ray.algorithms.catalogue import declared_settings
-from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
+from verl_ray.algorithms.policy_losses import POLICY_LOSSES
 from verl_ray.config.algorithm import ADDITIONS
 from verl_ray.config.renamed import migrated
 from verl_ray.config.suggest import did_you_mean, nearest_divisors

@@ -36,8 +36,11 @@ from controllers.watch.measures import Metrics
 from controllers.watch.memory import MemoryRecord
 from controllers.watch.update_measures import version_metrics
 from verl_ray.algorithms.credit import says_something
-from verl_ray.algorithms.length_shaping import length_rewards
-from verl_ray.algorithms.own_shaping import OWN_SHAPINGS, ScoredResponses
+from verl_ray.algorithms.reward_shaping import (
+    OWN_SHAPINGS,
+    ScoredResponses,
+    length_rewards,
+)
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.signals import pass_point_of_no_return
 from verl_ray.config.tasks.rl import RLConfig

@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.corrections import NO_CORRECTION, NO_LIMIT
 from verl_ray.algorithms.catalogue import declared_settings
-from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
+from verl_ray.algorithms.policy_losses import POLICY_LOSSES
 from verl_ray.config.algorithm import AlgorithmConfig
 
 TAKES_SEVERAL_UPDATES = ("gspo", "luspo", "gmpo", "sapo", "kl_cov")

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from verl_ray.algorithms.aggregation import aggregate, surface_non_finite
-from verl_ray.algorithms.policy_losses import PolicyTokens, ppo_clip, reinforce
+from verl_ray.algorithms.losses import PolicyTokens
+from verl_ray.algorithms.policy_losses import ppo_clip, reinforce
 from verl_ray.algorithms.row_weights import AGGREGATIONS, row_weights
 from verl_ray.data.batch import offsets_of
 from verl_ray.ops.kl import k3

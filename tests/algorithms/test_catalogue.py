@@ -9,11 +9,12 @@ import pytest
 
 from controllers.compose.composition import compose, examine
 from controllers.compose.listing import groups
-from verl_ray.algorithms.advantages import ADVANTAGES, EMA_DECAY
+from verl_ray.algorithms.advantages import ADVANTAGES
+from verl_ray.algorithms.agent_baselines import EMA_DECAY
 from verl_ray.algorithms.catalogue import CHOICES, KL_ESTIMATORS, declared_settings
 from verl_ray.algorithms.correction import CORRECTIONS, LEVELS
 from verl_ray.algorithms.declaration import Declaration
-from verl_ray.algorithms.policy_loss_choices import COV_SHARE, DUAL_CLIP, POLICY_LOSSES
+from verl_ray.algorithms.policy_losses import COV_SHARE, DUAL_CLIP, POLICY_LOSSES
 from verl_ray.config.tasks.rl import RLConfig
 
 OTHERS: tuple[Mapping[str, Declaration], ...] = (KL_ESTIMATORS, CORRECTIONS, LEVELS)

@@ -16,7 +16,7 @@ from verl_ray.algorithms.credit import (
     row_statistics,
     token_credit,
 )
-from verl_ray.algorithms.group_baselines import RewardPart
+from verl_ray.algorithms.estimators import RewardPart
 from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.data.batch import Ragged
 from verl_ray.data.stages import Finish, Rollouts, RowRewards

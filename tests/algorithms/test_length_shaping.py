@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tests.algorithms.test_objectives import algorithm
-from verl_ray.algorithms.group_baselines import RewardPart
-from verl_ray.algorithms.length_shaping import (
+from verl_ray.algorithms.estimators import RewardPart
+from verl_ray.algorithms.reward_shaping import (
     LENGTH_REWARDS,
     brevity,
     efficiency,

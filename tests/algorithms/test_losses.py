@@ -10,12 +10,12 @@ from torch import Tensor
 
 from tests.corrections import NO_CORRECTION, NO_LIMIT
 from verl_ray.algorithms.losses import (
+    PolicyTokens,
     TokenLoss,
     bradley_terry,
     value_loss,
 )
-from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
-from verl_ray.algorithms.policy_losses import PolicyTokens, ppo_clip, reinforce
+from verl_ray.algorithms.policy_losses import POLICY_LOSSES, ppo_clip, reinforce
 from verl_ray.config.algorithm import AlgorithmConfig, KLConfig
 
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from verl_ray.algorithms.losses import TokenLoss
-from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
-from verl_ray.algorithms.policy_losses import PolicyTokens
+from verl_ray.algorithms.losses import PolicyTokens, TokenLoss
+from verl_ray.algorithms.policy_losses import POLICY_LOSSES
 
 Array = NDArray[np.float64]
 

@@ -22,7 +22,7 @@ from verl_ray.algorithms.objectives import (
     ValueObjective,
     without_uncounted,
 )
-from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
+from verl_ray.algorithms.policy_losses import POLICY_LOSSES
 from verl_ray.algorithms.policy_objective import PolicyObjective
 from verl_ray.algorithms.row_weights import AGGREGATIONS, row_weights
 from verl_ray.config.algorithm import (

@@ -31,14 +31,13 @@ from verl_ray.algorithms.correction import (
     rejections,
 )
 from verl_ray.algorithms.estimators import ResponseColumns
-from verl_ray.algorithms.losses import value_loss
+from verl_ray.algorithms.group_baselines import gradient_energy
+from verl_ray.algorithms.losses import PolicyTokens, value_loss
 from verl_ray.algorithms.mismatch import compare_log_probs, mismatch_metrics
 from verl_ray.algorithms.objectives import LossInputs
-from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
-from verl_ray.algorithms.policy_losses import PolicyTokens
+from verl_ray.algorithms.policy_losses import POLICY_LOSSES
 from verl_ray.algorithms.policy_objective import PolicyObjective, mean_weight
 from verl_ray.algorithms.row_weights import row_weights
-from verl_ray.algorithms.token_baselines import gradient_energy
 from verl_ray.algorithms.token_selection import (
     SelectableTokens,
     largest_covariance,

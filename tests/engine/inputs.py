@@ -22,7 +22,7 @@ from verl_ray.algorithms.objectives import (
     SupervisedObjective,
     ValueObjective,
 )
-from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
+from verl_ray.algorithms.policy_losses import POLICY_LOSSES
 from verl_ray.algorithms.policy_objective import PolicyObjective
 from verl_ray.backends import Backend
 from verl_ray.backends.engine import EngineBackend

@@ -29,7 +29,7 @@ from tests.engine.naive import (
     with_adapter,
 )
 from tests.rank_processes import four_ranks_asked, run_ranks
-from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
+from verl_ray.algorithms.policy_losses import POLICY_LOSSES
 from verl_ray.engine.module_engine import ModuleEngine
 
 pytestmark = [

@@ -1,9 +1,10 @@
 """Advantages: how much better than expected each response, or each token, was.
 
-Rewards become advantages here, in `group_baselines.py` and in `token_baselines.py`, in
-NumPy. Token functions
-take the response tokens of many rows laid end to end, row r at [offsets[r],
-offsets[r + 1]). No function loops over rows or tokens.
+Here are those that look at single responses, and the table of all. Others compare with
+the responses to the same prompt (`group_baselines.py`) or with earlier ones of the same
+agent (`agent_baselines.py`). Below each function stand its settings and its
+declaration. Functions take the response tokens of many rows laid end to end, row r at
+[offsets[r], offsets[r + 1]), in NumPy, and loop over neither rows nor tokens.
 
 Invariant: a pure function of its rows.
 """
@@ -11,47 +12,29 @@ Invariant: a pure function of its rows.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
 
 import numpy as np
-from pydantic import Field
 
-from verl_ray.algorithms.agent_baselines import rae
+from verl_ray.algorithms.agent_baselines import RAE
 from verl_ray.algorithms.declaration import Setting, by_name
 from verl_ray.algorithms.discounting import Float64, discounted_sums
 from verl_ray.algorithms.estimators import (
     Advantage,
-    AgentBaseline,
     CriticBaseline,
     GroupBaseline,
-    GroupTokenBaseline,
     NoBaseline,
 )
-from verl_ray.algorithms.group_baselines import (
-    gdpo,
-    gpg,
-    grpo,
-    lite_ppo,
-    maxrl,
-    opo,
-    pass_at_k,
-    remax,
-    rloo,
-    subtract_group_mean,
-)
+from verl_ray.algorithms.group_baselines import GROUP_BASELINES
 from verl_ray.algorithms.own_functions import (
     Choices,
     OwnFunction,
     as_numbers_of_rows,
     keywords_of,
 )
-from verl_ray.algorithms.token_baselines import optimal_token_baseline
 from verl_ray.config.function_specs import in_words
 from verl_ray.config.section import Fraction, PositiveFloat
 from verl_ray.data.batch import Int64
 from verl_ray.data.stages import Float32
-
-# ------------------------------------------------------------------------- token level
 
 
 def gae(
@@ -88,6 +71,17 @@ def gae(
     return advantages.astype(np.float32), returns.astype(np.float32)
 
 
+GAMMA = Setting("gamma", Fraction, "Discount.")
+LAM = Setting("lam", Fraction, "GAE's lambda.")
+
+GAE = CriticBaseline(
+    name="gae",
+    paper="GAE (arXiv:1506.02438)",
+    function=gae,
+    reads={GAMMA: 1.0, LAM: 0.95},
+)
+
+
 def length_adaptive_gae(
     rewards: Float32,
     values: Float32,
@@ -113,6 +107,21 @@ def length_adaptive_gae(
     advantages = discounted_sums(errors, offsets, gamma * lam)
     returns = discounted_sums(errors, offsets, float(gamma * lam_critic)) + baseline
     return advantages.astype(np.float32), returns.astype(np.float32)
+
+
+LAM_ALPHA = Setting(
+    "lam_alpha",
+    PositiveFloat,
+    "The policy's lambda is 1 - 1 / (lam_alpha * response length).",
+)
+LAM_CRITIC = Setting("lam_critic", Fraction, "Lambda of the critic's targets.")
+
+LENGTH_ADAPTIVE_GAE = CriticBaseline(
+    name="length_adaptive_gae",
+    paper="VAPO (arXiv:2504.05118)",
+    function=length_adaptive_gae,
+    reads={GAMMA: 1.0, LAM_ALPHA: 0.05, LAM_CRITIC: 1.0},
+)
 
 
 def _prediction_errors(
@@ -150,104 +159,15 @@ def discounted_returns(rewards: Float32, offsets: Int64, gamma: float) -> Float3
     return returns.astype(np.float32)
 
 
-# ----------------------------------------------------------------------------- by name
-
-
-GAMMA = Setting("gamma", Fraction, "Discount.")
-LAM = Setting("lam", Fraction, "GAE's lambda.")
-LAM_ALPHA = Setting(
-    "lam_alpha",
-    PositiveFloat,
-    "The policy's lambda is 1 - 1 / (lam_alpha * response length).",
+REINFORCE_PLUS_PLUS = NoBaseline(
+    name="reinforce_plus_plus",
+    paper="REINFORCE++ (arXiv:2501.03262)",
+    function=discounted_returns,
+    reads={GAMMA: 1.0},
 )
-EMA_DECAY = Setting(
-    "ema_decay",
-    Annotated[float, Field(ge=0, lt=1)],
-    "Decay of the mean of an agent's rewards.",
-)
-LAM_CRITIC = Setting("lam_critic", Fraction, "Lambda of the critic's targets.")
 
 
-_DECLARED: dict[str, Advantage] = by_name(
-    CriticBaseline(
-        name="gae",
-        paper="GAE (arXiv:1506.02438)",
-        function=gae,
-        reads={GAMMA: 1.0, LAM: 0.95},
-    ),
-    CriticBaseline(
-        name="length_adaptive_gae",
-        paper="VAPO (arXiv:2504.05118)",
-        function=length_adaptive_gae,
-        reads={GAMMA: 1.0, LAM_ALPHA: 0.05, LAM_CRITIC: 1.0},
-    ),
-    GroupBaseline(
-        name="grpo",
-        paper="DeepSeekMath (arXiv:2402.03300)",
-        function=grpo,
-        divides_by_spread=True,
-    ),
-    GroupBaseline(
-        name="dr_grpo",
-        paper="Dr. GRPO (arXiv:2503.20783)",
-        function=subtract_group_mean,
-    ),
-    GroupBaseline(name="rloo", paper="RLOO (arXiv:2402.14740)", function=rloo),
-    NoBaseline(
-        name="reinforce_plus_plus",
-        paper="REINFORCE++ (arXiv:2501.03262)",
-        function=discounted_returns,
-        reads={GAMMA: 1.0},
-    ),
-    GroupBaseline(
-        name="reinforce_plus_plus_baseline",
-        paper="REINFORCE++ (arXiv:2501.03262)",
-        function=subtract_group_mean,
-    ),
-    GroupBaseline(
-        name="maxrl",
-        paper="MaxRL (arXiv:2602.02710)",
-        function=maxrl,
-        needs_positive_scores=True,
-    ),
-    GroupBaseline(
-        name="opo", paper="OPO (arXiv:2505.23585)", function=opo, reads_length=True
-    ),
-    GroupBaseline(
-        name="pass_at_k", paper="Tang et al. (arXiv:2503.19595)", function=pass_at_k
-    ),
-    GroupBaseline(name="gpg", paper="GPG (arXiv:2504.02546)", function=gpg),
-    GroupBaseline(
-        name="lite_ppo",
-        paper="LitePPO (arXiv:2508.08221)",
-        function=lite_ppo,
-        divides_by_spread=True,
-    ),
-    GroupBaseline(
-        name="remax",
-        paper="ReMax (arXiv:2310.10505)",
-        function=remax,
-        reads_greedy=True,
-    ),
-    GroupBaseline(
-        name="gdpo",
-        paper="GDPO (arXiv:2601.05242)",
-        function=gdpo,
-        divides_by_spread=True,
-        reads_parts=True,
-    ),
-    GroupTokenBaseline(
-        name="optimal_token_baseline",
-        paper="verl, optimal token baseline",
-        function=optimal_token_baseline,
-    ),
-    AgentBaseline(
-        name="rae",
-        paper="SPIRAL (arXiv:2506.24119)",
-        function=rae,
-        reads={EMA_DECAY: 0.95},
-    ),
-)
+# -------------------------------------------------------------------------- all of them
 
 
 _OF_ROWS = ("trajectory", "length", "parts")
@@ -273,6 +193,10 @@ def own_baseline(spec: str, settings: Mapping[Setting, object]) -> GroupBaseline
         reads_trajectory="trajectory" in others,
     )
 
+
+_DECLARED: dict[str, Advantage] = by_name(
+    GAE, LENGTH_ADAPTIVE_GAE, *GROUP_BASELINES, REINFORCE_PLUS_PLUS, RAE
+)
 
 ADVANTAGES: Choices[Advantage] = Choices(_DECLARED, own_baseline)
 """Every choice of `algorithm.advantage`, by its name."""

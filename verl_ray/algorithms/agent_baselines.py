@@ -7,9 +7,12 @@ baselines, to the bit.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
+from verl_ray.algorithms.declaration import Setting
 from verl_ray.algorithms.discounting import Float64, discounted_sums
 from verl_ray.algorithms.estimators import AgentBaseline, ResponseColumns
 from verl_ray.algorithms.groups import GroupMembers
@@ -56,6 +59,20 @@ def rae(
     final[has_rewards] *= ema_decay ** counts[has_rewards]
     final[has_rewards] += (1 - ema_decay) * last
     return rewards - expected, final
+
+
+EMA_DECAY = Setting(
+    "ema_decay",
+    Annotated[float, Field(ge=0, lt=1)],
+    "Decay of the mean of an agent's rewards.",
+)
+
+RAE = AgentBaseline(
+    name="rae",
+    paper="SPIRAL (arXiv:2506.24119)",
+    function=rae,
+    reads={EMA_DECAY: 0.95},
+)
 
 
 class AgentBaselines:

@@ -1,8 +1,8 @@
 """The estimators of a divergence, and the settings that all choices read.
 
 Invariant: light, since the configuration is made of it. The other choices are declared
-next to their functions (`advantages.py`, `row_weights.py`, `correction.py`) or in
-`policy_loss_choices.py`.
+next to their functions (`advantages.py`, `policy_losses.py`, `row_weights.py`,
+`correction.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.algorithms.declaration import Declaration, Setting, by_name
-from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
+from verl_ray.algorithms.policy_losses import POLICY_LOSSES
 from verl_ray.algorithms.row_weights import AGGREGATIONS
 from verl_ray.ops import kl
 

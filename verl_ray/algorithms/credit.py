@@ -23,10 +23,10 @@ from verl_ray.algorithms.estimators import (
     GroupBaseline,
     GroupTokenBaseline,
     ResponseColumns,
+    RewardPart,
 )
-from verl_ray.algorithms.group_baselines import RewardPart
+from verl_ray.algorithms.group_baselines import gradient_energy, tokens_of_rows
 from verl_ray.algorithms.groups import complete_trajectories
-from verl_ray.algorithms.token_baselines import gradient_energy, tokens_of_rows
 from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.data.batch import Int64, offsets_of
 from verl_ray.data.stages import (

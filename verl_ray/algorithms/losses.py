@@ -1,4 +1,7 @@
-"""Losses per token or pair, and those of the critic and the reward model.
+"""Losses of the critic and of the reward model, and what all losses share.
+
+Those of the policy are in `policy_losses.py` and `sequence_losses.py`, each with its
+settings and its paper.
 
 Invariant: losses and metrics are not reduced; weights and sums belong to the caller
 (`row_weights.py`), so no mean depends on how a mini-batch was cut. Nothing here makes
@@ -8,8 +11,13 @@ the policy's losses is read by the configuration, which imports no framework.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
+
+from verl_ray.algorithms.declaration import Declaration, Setting
+from verl_ray.config.section import PositiveFloat
+from verl_ray.data.stages import Bool
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,6 +42,191 @@ class TokenLoss:
     metrics: dict[str, Tensor]
     maxima: dict[str, Tensor] = field(default_factory=dict)
     terms: dict[str, Tensor] = field(default_factory=dict)
+
+
+# ----------------------------------------------------------------- losses of the policy
+
+
+MAX_LOG_RATIO = 20.0
+"""The bound of log ratios. exp overflows float32 past 88, and inf times an advantage of
+0 is NaN; e^20 is far beyond any clip range. `PolicyObjective` counts what lies past
+it."""
+
+
+@dataclass(frozen=True)
+class PolicyTokens:
+    """The tokens of whole rows, as losses of the policy see them.
+
+    Tensors are float32 [T] unless noted.
+
+    Attributes:
+        log_probs: Log-probs of the policy that learns, differentiable.
+        old_log_probs: Log-probs of the policy that it is compared with. With one update
+            per batch these are `log_probs.detach()`.
+        advantages: Advantages.
+        row: int64, the row of each token.
+        selected: 1 where the token was chosen from its whole mini-batch, else 0; None
+            if nothing was chosen.
+    """
+
+    log_probs: Tensor
+    old_log_probs: Tensor
+    advantages: Tensor
+    row: Tensor
+    selected: Tensor | None = None
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """The log of pi / pi_old; past +-20 it has no gradient."""
+        return _bounded(self.log_probs - self.old_log_probs)
+
+    @property
+    def choice(self) -> Tensor:
+        """`selected`, of a loss that needs it.
+
+        Raises:
+            ValueError: Nothing was chosen.
+        """
+        if self.selected is None:
+            raise ValueError("the loss needs a choice of tokens, which the rows lack")
+        return self.selected
+
+    @property
+    def metrics(self) -> dict[str, Tensor]:
+        """Metrics of every loss: actor/ppo_kl, k1 of pi_old from pi."""
+        return {"actor/ppo_kl": self.old_log_probs - self.log_probs.detach()}
+
+
+def importance_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
+    """Return pi / pi_old of each token, at least e^-20 and at most e^20.
+
+    Past these bounds it has no gradient.
+    """
+    return _bounded(log_probs - old_log_probs).exp()
+
+
+def _bounded(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor]:
+    """Return PPO's loss of ratios, and where the clipped side decides.
+
+    Returns:
+        float32 [T] each; the second is 1 or 0, and detached.
+    """
+    import torch
+
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    # The minimum of the surrogates, negated.
+    loss = torch.maximum(unclipped, clipped)
+    return loss, (clipped > unclipped).float()
+
+
+def clip_metrics(is_clipped: Tensor, advantages: Tensor) -> dict[str, Tensor]:
+    """Return the metrics of a loss with an upper bound at A > 0, a lower one at A < 0.
+
+    Args:
+        is_clipped: float32 [T], 1 where a bound decides, else 0.
+        advantages: float32 [T].
+
+    Returns:
+        actor/pg_clipfrac, and its parts: actor/clip_ratio/high and
+        actor/clip_ratio/low.
+    """
+    at_upper = is_clipped * (advantages > 0)
+    return {
+        "actor/pg_clipfrac": is_clipped,
+        "actor/clip_ratio/high": at_upper,
+        "actor/clip_ratio/low": is_clipped - at_upper,
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLoss(Declaration):
+    """A choice of `algorithm.policy_loss`.
+
+    Attributes:
+        function: Maps PolicyTokens and its settings to a TokenLoss.
+        has_ratio: True if tokens are weighted by their ratio to the old policy, which
+            corrects for several updates on the same rollouts.
+        needs_another_policy: True if it is nothing but the policy gradient while the
+            old policy is the one that learns.
+        sequence: What it judges as a whole: a token, or a row.
+        is_per_row: True if a row has one loss, which each of its tokens bears.
+        bounds_ratio: True if it bounds the effect of any ratio itself, large or small,
+            so that a mask of such tokens would make another loss of it.
+        selection: What chooses tokens from the whole mini-batch before it is learned
+            from; None if the loss needs no choice. It maps SelectableTokens and its
+            settings to a mask.
+        selection_reads: The settings of `reads` that the selection takes, and not the
+            loss.
+    """
+
+    function: Callable[..., TokenLoss]
+    has_ratio: bool = True
+    needs_another_policy: bool = True
+    sequence: Literal["token", "row"] = "token"
+    is_per_row: bool = False
+    bounds_ratio: bool = False
+    selection: Callable[..., Bool] | None = None
+    selection_reads: tuple[Setting, ...] = ()
+
+    @property
+    def corrected_as(self) -> Literal["tokens", "rows", "itself"]:
+        """The unit that a correction of older tokens judges, if the loss needs one."""
+        if self.bounds_ratio:
+            return "itself"
+        return "rows" if self.is_per_row else "tokens"
+
+    def settings(self, algorithm: object) -> dict[str, Any]:
+        of_selection = {setting.name for setting in self.selection_reads}
+        return {
+            name: value
+            for name, value in super().settings(algorithm).items()
+            if name not in of_selection
+        }
+
+    def selection_settings(self, algorithm: object) -> dict[str, Any]:
+        """Return the keyword arguments of the selection."""
+        values = super().settings(algorithm)
+        return {setting.name: values[setting.name] for setting in self.selection_reads}
+
+
+CLIP_LOW = Setting(
+    "clip_low", PositiveFloat, "The ratio is clipped to [1 - clip_low, 1 + clip_high]."
+)
+CLIP_HIGH = Setting(
+    "clip_high", PositiveFloat, "The ratio is clipped to [1 - clip_low, 1 + clip_high]."
+)
+
+
+def as_token_loss(returned: object, tokens: PolicyTokens) -> TokenLoss:
+    """Return the loss that a user's function has returned, with the usual metrics.
+
+    Raises:
+        ValueError: It is no loss of these tokens.
+    """
+    from torch import Tensor
+
+    if isinstance(returned, Tensor):
+        returned = TokenLoss(returned, tokens.metrics)
+    if not isinstance(returned, TokenLoss):
+        raise ValueError(f"{type(returned).__name__}; expected a tensor or a TokenLoss")
+    if returned.loss.shape != tokens.log_probs.shape:
+        raise ValueError(
+            f"a loss of shape {tuple(returned.loss.shape)}; expected one number per"
+            f" token, {tuple(tokens.log_probs.shape)}"
+        )
+    if not returned.loss.requires_grad and tokens.log_probs.requires_grad:
+        raise ValueError("a loss without a gradient")
+    return returned
+
+
+# -------------------------------------------------------------- critic and reward model
 
 
 def value_loss(

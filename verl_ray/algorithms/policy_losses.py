@@ -1,103 +1,45 @@
-"""Losses of the policy that judge each token by itself.
+"""Losses of the policy that judge each token by itself, and the table of all.
+
+Below each function stand its settings and its declaration: its paper, what it needs,
+and the usual values of what it reads. Settings of several losses stand at the first one
+or, if sequences have them too, in `losses.py`. Losses that judge sequences are in
+`sequence_losses.py`.
 
 Invariant: those of `losses.py`. At log_probs = old_log_probs, where all ratios are 1,
 every loss has the gradient -A of the plain policy gradient. A value that is not finite
-is not masked, so that the step is skipped and reported. Losses that judge sequences are
-in `sequence_losses.py`.
+is not masked, so that the step is skipped and reported.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated
 
-from verl_ray.algorithms.losses import TokenLoss
+from pydantic import Field
+
+from verl_ray.algorithms.declaration import Setting, by_name
+from verl_ray.algorithms.losses import (
+    CLIP_HIGH,
+    CLIP_LOW,
+    PolicyLoss,
+    PolicyTokens,
+    TokenLoss,
+    as_token_loss,
+    clip_metrics,
+    clipped_surrogate,
+)
+from verl_ray.algorithms.own_functions import Choices, OwnFunction, keywords_of
+from verl_ray.algorithms.sequence_losses import SEQUENCE_LOSSES
+from verl_ray.algorithms.token_selection import (
+    largest_covariance,
+    smallest_second_moment,
+    some_of_covariance,
+)
+from verl_ray.config.function_specs import in_words
+from verl_ray.config.section import PositiveFloat
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-MAX_LOG_RATIO = 20.0
-"""The bound of log ratios. exp overflows float32 past 88, and inf times an advantage of
-0 is NaN; e^20 is far beyond any clip range. `PolicyObjective` counts what lies past
-it."""
-
-
-@dataclass(frozen=True)
-class PolicyTokens:
-    """The tokens of whole rows, as losses of the policy see them.
-
-    Tensors are float32 [T] unless noted.
-
-    Attributes:
-        log_probs: Log-probs of the policy that learns, differentiable.
-        old_log_probs: Log-probs of the policy that it is compared with. With one update
-            per batch these are `log_probs.detach()`.
-        advantages: Advantages.
-        row: int64, the row of each token.
-        selected: 1 where the token was chosen from its whole mini-batch, else 0; None
-            if nothing was chosen.
-    """
-
-    log_probs: Tensor
-    old_log_probs: Tensor
-    advantages: Tensor
-    row: Tensor
-    selected: Tensor | None = None
-
-    @property
-    def log_ratio(self) -> Tensor:
-        """The log of pi / pi_old; past +-20 it has no gradient."""
-        return _bounded(self.log_probs - self.old_log_probs)
-
-    @property
-    def choice(self) -> Tensor:
-        """`selected`, of a loss that needs it.
-
-        Raises:
-            ValueError: Nothing was chosen.
-        """
-        if self.selected is None:
-            raise ValueError("the loss needs a choice of tokens, which the rows lack")
-        return self.selected
-
-    @property
-    def metrics(self) -> dict[str, Tensor]:
-        """Metrics of every loss: actor/ppo_kl, k1 of pi_old from pi."""
-        return {"actor/ppo_kl": self.old_log_probs - self.log_probs.detach()}
-
-
-def as_token_loss(returned: object, tokens: PolicyTokens) -> TokenLoss:
-    """Return the loss that a user's function has returned, with the usual metrics.
-
-    Raises:
-        ValueError: It is no loss of these tokens.
-    """
-    from torch import Tensor
-
-    if isinstance(returned, Tensor):
-        returned = TokenLoss(returned, tokens.metrics)
-    if not isinstance(returned, TokenLoss):
-        raise ValueError(f"{type(returned).__name__}; expected a tensor or a TokenLoss")
-    if returned.loss.shape != tokens.log_probs.shape:
-        raise ValueError(
-            f"a loss of shape {tuple(returned.loss.shape)}; expected one number per"
-            f" token, {tuple(tokens.log_probs.shape)}"
-        )
-    if not returned.loss.requires_grad and tokens.log_probs.requires_grad:
-        raise ValueError("a loss without a gradient")
-    return returned
-
-
-def importance_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
-    """Return pi / pi_old of each token, at least e^-20 and at most e^20.
-
-    Past these bounds it has no gradient.
-    """
-    return _bounded(log_probs - old_log_probs).exp()
-
-
-def _bounded(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def ppo_clip(
@@ -138,40 +80,20 @@ def ppo_clip(
     return TokenLoss(loss, metrics)
 
 
-def clipped_surrogate(
-    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
-) -> tuple[Tensor, Tensor]:
-    """Return PPO's loss of ratios, and where the clipped side decides.
+DUAL_CLIP = Setting(
+    "dual_clip",
+    Annotated[float, Field(gt=1)],
+    "Lower bound of the surrogate at negative advantages, as a multiple of the"
+    " advantage; null = none.",
+)
 
-    Returns:
-        float32 [T] each; the second is 1 or 0, and detached.
-    """
-    import torch
-
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    # The minimum of the surrogates, negated.
-    loss = torch.maximum(unclipped, clipped)
-    return loss, (clipped > unclipped).float()
-
-
-def clip_metrics(is_clipped: Tensor, advantages: Tensor) -> dict[str, Tensor]:
-    """Return the metrics of a loss with an upper bound at A > 0, a lower one at A < 0.
-
-    Args:
-        is_clipped: float32 [T], 1 where a bound decides, else 0.
-        advantages: float32 [T].
-
-    Returns:
-        actor/pg_clipfrac, and its parts: actor/clip_ratio/high and
-        actor/clip_ratio/low.
-    """
-    at_upper = is_clipped * (advantages > 0)
-    return {
-        "actor/pg_clipfrac": is_clipped,
-        "actor/clip_ratio/high": at_upper,
-        "actor/clip_ratio/low": is_clipped - at_upper,
-    }
+PPO_CLIP = PolicyLoss(
+    name="ppo_clip",
+    paper="PPO (arXiv:1707.06347)",
+    function=ppo_clip,
+    needs_another_policy=False,
+    reads={CLIP_LOW: 0.2, CLIP_HIGH: 0.2, DUAL_CLIP: None},
+)
 
 
 def reinforce(tokens: PolicyTokens) -> TokenLoss:
@@ -184,6 +106,15 @@ def reinforce(tokens: PolicyTokens) -> TokenLoss:
         The loss, with the metric actor/ppo_kl.
     """
     return TokenLoss(-tokens.advantages * tokens.log_probs, tokens.metrics)
+
+
+REINFORCE = PolicyLoss(
+    name="reinforce",
+    paper="Williams, 1992",
+    function=reinforce,
+    has_ratio=False,
+    needs_another_policy=False,
+)
 
 
 def cispo(
@@ -207,6 +138,20 @@ def cispo(
     if ratio_min is not None:
         metrics["actor/pg_clipfrac_lower"] = (ratio < ratio_min).float()
     return TokenLoss(-weight * tokens.advantages * tokens.log_probs, metrics)
+
+
+RATIO_MIN = Setting(
+    "ratio_min", PositiveFloat, "Lower bound of the ratio itself; null = none."
+)
+RATIO_MAX = Setting("ratio_max", PositiveFloat, "Upper bound of the ratio itself.")
+
+CISPO = PolicyLoss(
+    name="cispo",
+    paper="MiniMax-M1 (arXiv:2506.13585)",
+    function=cispo,
+    bounds_ratio=True,
+    reads={RATIO_MIN: None, RATIO_MAX: 5.0},
+)
 
 
 def sapo(
@@ -235,6 +180,26 @@ def sapo(
     return TokenLoss(loss, tokens.metrics | {"actor/gate": slope})
 
 
+TEMPERATURE_POSITIVE = Setting(
+    "temperature_positive",
+    PositiveFloat,
+    "How fast the gate closes at positive advantages.",
+)
+TEMPERATURE_NEGATIVE = Setting(
+    "temperature_negative",
+    PositiveFloat,
+    "How fast the gate closes at negative advantages.",
+)
+
+SAPO = PolicyLoss(
+    name="sapo",
+    paper="SAPO (arXiv:2511.20347)",
+    function=sapo,
+    bounds_ratio=True,
+    reads={TEMPERATURE_POSITIVE: 1.0, TEMPERATURE_NEGATIVE: 1.05},
+)
+
+
 def dppo_tv(
     tokens: PolicyTokens,
     *,
@@ -261,6 +226,26 @@ def dppo_tv(
     too_high = (tokens.advantages > 0) & (moved > divergence_high)
     too_low = (tokens.advantages < 0) & (-moved > divergence_low)
     return _trusted(tokens, too_high | too_low, ratio_max)
+
+
+DIVERGENCE_LOW = Setting(
+    "divergence_low",
+    PositiveFloat,
+    "Largest divergence of a token that negative advantages have moved.",
+)
+DIVERGENCE_HIGH = Setting(
+    "divergence_high",
+    PositiveFloat,
+    "Largest divergence of a token that positive advantages have moved.",
+)
+
+DPPO_TV = PolicyLoss(
+    name="dppo_tv",
+    paper="DPPO (arXiv:2602.04879)",
+    function=dppo_tv,
+    bounds_ratio=True,
+    reads={DIVERGENCE_LOW: 0.2, DIVERGENCE_HIGH: 0.2, RATIO_MAX: 20.0},
+)
 
 
 def dppo_kl(
@@ -292,6 +277,15 @@ def dppo_kl(
     return _trusted(tokens, too_high | too_low, ratio_max)
 
 
+DPPO_KL = PolicyLoss(
+    name="dppo_kl",
+    paper="DPPO (arXiv:2602.04879)",
+    function=dppo_kl,
+    bounds_ratio=True,
+    reads={DIVERGENCE_LOW: 0.05, DIVERGENCE_HIGH: 0.05, RATIO_MAX: 20.0},
+)
+
+
 def _log_of_another(log_probs: Tensor) -> Tensor:
     """Return the log of the probability of any other token."""
     return (-log_probs.expm1()).clamp(min=1e-7).log()
@@ -321,6 +315,20 @@ def dro(tokens: PolicyTokens, *, distance_penalty: float) -> TokenLoss:
     return TokenLoss(loss, tokens.metrics)
 
 
+DISTANCE_PENALTY = Setting(
+    "distance_penalty",
+    PositiveFloat,
+    "Weight of the squared distance of log-probs from the old policy.",
+)
+
+DRO = PolicyLoss(
+    name="dro",
+    paper="DRO (arXiv:2405.19107)",
+    function=dro,
+    reads={DISTANCE_PENALTY: 0.1},  # ours: no value has been published
+)
+
+
 def m2po(tokens: PolicyTokens) -> TokenLoss:
     """-ratio * A of the chosen tokens, without a clip; the others are left out.
 
@@ -335,6 +343,24 @@ def m2po(tokens: PolicyTokens) -> TokenLoss:
     left_out = tokens.choice == 0
     metrics = tokens.metrics | {"actor/pg_clipfrac": left_out.float()}
     return TokenLoss(loss.masked_fill(left_out, 0.0), metrics)
+
+
+SECOND_MOMENT = Setting(
+    "second_moment",
+    PositiveFloat,
+    "Largest mean of squared log ratios to the sampler; tokens beyond are left out.",
+)
+
+M2PO = PolicyLoss(
+    name="m2po",
+    paper="M2PO (arXiv:2510.01161)",
+    function=m2po,
+    bounds_ratio=True,
+    needs_another_policy=False,
+    selection=smallest_second_moment,
+    selection_reads=(SECOND_MOMENT,),
+    reads={SECOND_MOMENT: 0.04},
+)
 
 
 def clip_cov(tokens: PolicyTokens, *, clip_low: float, clip_high: float) -> TokenLoss:
@@ -354,6 +380,31 @@ def clip_cov(tokens: PolicyTokens, *, clip_low: float, clip_high: float) -> Toke
     return TokenLoss(loss.masked_fill(tokens.choice != 0, 0.0), metrics)
 
 
+COV_SHARE = Setting(
+    "cov_share",
+    Annotated[float, Field(gt=0, lt=1)],
+    "Share of the tokens of a mini-batch that is chosen by covariance.",
+)
+COV_MIN = Setting("cov_min", float, "Covariances below are not chosen.")
+COV_MAX = Setting("cov_max", float, "Covariances above are not chosen.")
+
+CLIP_COV = PolicyLoss(
+    name="clip_cov",
+    paper="Cui et al. (arXiv:2505.22617)",
+    function=clip_cov,
+    needs_another_policy=False,
+    selection=some_of_covariance,
+    selection_reads=(COV_SHARE, COV_MIN, COV_MAX),
+    reads={
+        CLIP_LOW: 0.2,
+        CLIP_HIGH: 0.2,
+        COV_SHARE: 2e-4,
+        COV_MIN: 1.0,
+        COV_MAX: 5.0,
+    },
+)
+
+
 def kl_cov(tokens: PolicyTokens, *, cov_penalty: float) -> TokenLoss:
     """-ratio * A, and cov_penalty * |log pi - log pi_old| of the chosen tokens.
 
@@ -367,3 +418,58 @@ def kl_cov(tokens: PolicyTokens, *, cov_penalty: float) -> TokenLoss:
     penalty = cov_penalty * log_ratio.abs() * tokens.choice
     loss = -log_ratio.exp() * tokens.advantages + penalty
     return TokenLoss(loss, tokens.metrics | {"actor/selected": tokens.choice})
+
+
+COV_PENALTY = Setting(
+    "cov_penalty", PositiveFloat, "Weight of |log ratio| at the chosen tokens."
+)
+
+KL_COV = PolicyLoss(
+    name="kl_cov",
+    paper="Cui et al. (arXiv:2505.22617)",
+    function=kl_cov,
+    selection=largest_covariance,
+    selection_reads=(COV_SHARE,),
+    reads={COV_SHARE: 2e-4, COV_PENALTY: 1.0},
+)
+
+
+# -------------------------------------------------------------------------- all of them
+
+
+def own_loss(spec: str, settings: Mapping[Setting, object]) -> PolicyLoss:
+    """Return the loss of a user's own function.
+
+    It takes (tokens), PolicyTokens, then any settings as keyword arguments. It returns
+    float32 [T], or a TokenLoss with metrics. Each token is judged by itself, and its
+    ratio is taken to be in the loss.
+
+    Raises:
+        OwnFunctionMistake: It cannot be one.
+    """
+    reads, _ = keywords_of(spec, ("tokens",), settings)
+    return PolicyLoss(
+        name=in_words(spec),
+        paper="your own",
+        function=OwnFunction(spec, as_token_loss),
+        needs_another_policy=False,
+        reads=reads,
+    )
+
+
+_DECLARED = by_name(
+    PPO_CLIP,
+    REINFORCE,
+    CISPO,
+    SAPO,
+    DPPO_TV,
+    DPPO_KL,
+    DRO,
+    *SEQUENCE_LOSSES,
+    M2PO,
+    CLIP_COV,
+    KL_COV,
+)
+
+POLICY_LOSSES: Choices[PolicyLoss] = Choices(_DECLARED, own_loss)
+"""Every choice of `algorithm.policy_loss`, by its name."""

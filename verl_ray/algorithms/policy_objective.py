@@ -23,15 +23,15 @@ from verl_ray.algorithms.correction import (
     CorrectionWeights,
     correction_weights,
 )
-from verl_ray.algorithms.losses import TokenLoss
-from verl_ray.algorithms.mismatch import compare_log_probs, fresh_means
-from verl_ray.algorithms.objectives import LossInputs, required
-from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
-from verl_ray.algorithms.policy_losses import (
+from verl_ray.algorithms.losses import (
     MAX_LOG_RATIO,
     PolicyTokens,
+    TokenLoss,
     importance_ratio,
 )
+from verl_ray.algorithms.mismatch import compare_log_probs, fresh_means
+from verl_ray.algorithms.objectives import LossInputs, required
+from verl_ray.algorithms.policy_losses import POLICY_LOSSES
 from verl_ray.algorithms.token_selection import (
     SelectableTokens,
     largest_entropy,

@@ -15,13 +15,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from verl_ray.algorithms.losses import TokenLoss
-from verl_ray.algorithms.policy_losses import (
+from verl_ray.algorithms.declaration import Setting
+from verl_ray.algorithms.losses import (
+    CLIP_HIGH,
+    CLIP_LOW,
     MAX_LOG_RATIO,
+    PolicyLoss,
     PolicyTokens,
+    TokenLoss,
     clip_metrics,
     clipped_surrogate,
 )
+from verl_ray.config.section import PositiveFloat
 from verl_ray.ops.rows import row_lengths, row_sums
 
 if TYPE_CHECKING:
@@ -47,6 +52,16 @@ def gspo(tokens: PolicyTokens, *, clip_low: float, clip_high: float) -> TokenLos
     loss, is_clipped = clipped_surrogate(ratio, tokens.advantages, clip_low, clip_high)
     metrics = clip_metrics(is_clipped, tokens.advantages)
     return TokenLoss(loss, tokens.metrics | metrics)
+
+
+GSPO = PolicyLoss(
+    name="gspo",
+    paper="GSPO (arXiv:2507.18071)",
+    function=gspo,
+    sequence="row",
+    is_per_row=True,
+    reads={CLIP_LOW: 3e-4, CLIP_HIGH: 4e-4},
+)
 
 
 def gmpo(
@@ -75,6 +90,27 @@ def gmpo(
     is_clipped = (clipped != log_ratio).float()
     metrics = clip_metrics(is_clipped, tokens.advantages)
     return TokenLoss(-advantage * ratio, tokens.metrics | metrics)
+
+
+LOG_CLIP_LOW = Setting(
+    "log_clip_low",
+    PositiveFloat,
+    "At negative advantages a log ratio is clipped at -log_clip_low.",
+)
+LOG_CLIP_HIGH = Setting(
+    "log_clip_high",
+    PositiveFloat,
+    "At positive advantages a log ratio is clipped at log_clip_high.",
+)
+
+GMPO = PolicyLoss(
+    name="gmpo",
+    paper="GMPO (arXiv:2507.20673)",
+    function=gmpo,
+    sequence="row",
+    is_per_row=True,
+    reads={LOG_CLIP_LOW: 0.4, LOG_CLIP_HIGH: 0.4},
+)
 
 
 def vespo(
@@ -114,6 +150,33 @@ def vespo(
 _LOG_SMALLEST = -18.420680743952367
 """The logarithm of 1e-8."""
 
+POWER_POSITIVE = Setting(
+    "power_positive", PositiveFloat, "Power of the ratio at advantages >= 0."
+)
+RATE_POSITIVE = Setting(
+    "rate_positive", PositiveFloat, "Decay in the ratio at advantages >= 0."
+)
+POWER_NEGATIVE = Setting(
+    "power_negative", PositiveFloat, "Power of the ratio at negative advantages."
+)
+RATE_NEGATIVE = Setting(
+    "rate_negative", PositiveFloat, "Decay in the ratio at negative advantages."
+)
+
+VESPO = PolicyLoss(
+    name="vespo",
+    paper="VESPO (arXiv:2602.10693)",
+    function=vespo,
+    bounds_ratio=True,
+    sequence="row",
+    reads={
+        POWER_POSITIVE: 2.0,
+        RATE_POSITIVE: 3.0,
+        POWER_NEGATIVE: 3.0,
+        RATE_NEGATIVE: 2.0,
+    },
+)
+
 
 def _row_means(values: Tensor, row: Tensor) -> Tensor:
     """Return the mean over each token's row, float32 [T]."""
@@ -128,3 +191,7 @@ def _with_value_of_row(log_ratio: Tensor, row: Tensor) -> Tensor:
     mean = _row_means(log_ratio.detach(), row)
     own = log_ratio - log_ratio.detach()
     return (mean + own).exp()
+
+
+SEQUENCE_LOSSES = (GSPO, GMPO, VESPO)
+"""The losses above, for the table in `policy_losses.py`."""

@@ -25,8 +25,8 @@ from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.algorithms.catalogue import CHOICES, KL_ESTIMATORS, declared_settings
 from verl_ray.algorithms.correction import CORRECTIONS, LEVELS, REJECTIONS
 from verl_ray.algorithms.own_functions import OwnFunctionMistake, is_own
-from verl_ray.algorithms.own_shaping import LENGTH_SETTINGS, OWN_SHAPINGS
-from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
+from verl_ray.algorithms.policy_losses import POLICY_LOSSES
+from verl_ray.algorithms.reward_shaping import LENGTH_SETTINGS, OWN_SHAPINGS
 from verl_ray.algorithms.row_weights import AGGREGATIONS, HORIZON
 from verl_ray.config.paths import (
     UNKNOWN_PART,

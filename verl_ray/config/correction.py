@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from math import inf
 
 from verl_ray.algorithms.correction import CORRECTIONS, REJECTIONS
-from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
+from verl_ray.algorithms.policy_losses import POLICY_LOSSES
 from verl_ray.config.algorithm import (
     USUAL_MISMATCH,
     AlgorithmConfig,

@@ -156,7 +156,7 @@ def _main(descriptor: int) -> None:
 def _shaped(algorithm: AlgorithmConfig) -> dict[str, list[float]]:
     import numpy as np
 
-    from verl_ray.algorithms.own_shaping import OWN_SHAPINGS, ScoredResponses
+    from verl_ray.algorithms.reward_shaping import OWN_SHAPINGS, ScoredResponses
 
     score = np.array(SCORES, np.float32)
     assert algorithm.shaping is not None
@@ -209,8 +209,8 @@ def _advantages(algorithm: AlgorithmConfig) -> dict[str, list[float]]:
 def _losses(algorithm: AlgorithmConfig) -> dict[str, list[float]]:
     import torch
 
-    from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
-    from verl_ray.algorithms.policy_losses import PolicyTokens
+    from verl_ray.algorithms.losses import PolicyTokens
+    from verl_ray.algorithms.policy_losses import POLICY_LOSSES
 
     choice = POLICY_LOSSES[algorithm.policy_loss]
     advantages = torch.tensor(ADVANTAGES_OF_LOSS)

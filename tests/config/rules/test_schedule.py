@@ -6,7 +6,7 @@ import pytest
 
 from controllers.compose.composition import compose, examine
 from tests.config.rules.cases import Case
-from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
+from verl_ray.algorithms.policy_losses import POLICY_LOSSES
 from verl_ray.config.tasks.rl import RLConfig
 
 OFF = "schedule=one_step_off placement=separate"

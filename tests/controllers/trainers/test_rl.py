@@ -25,7 +25,7 @@ from tests.controllers.runs import (
     start_some,
     training,
 )
-from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
+from verl_ray.algorithms.policy_losses import POLICY_LOSSES
 from verl_ray.cluster.store import read
 from verl_ray.errors import MismatchError, RewardError
 from verl_ray.rewards.health import ScoreHealth

@@ -7,8 +7,8 @@ from typing import Literal
 
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.algorithms.correction import CORRECTIONS
-from verl_ray.algorithms.length_shaping import LENGTH_REWARDS
-from verl_ray.algorithms.policy_loss_choices import POLICY_LOSSES
+from verl_ray.algorithms.policy_losses import POLICY_LOSSES
+from verl_ray.algorithms.reward_shaping import LENGTH_REWARDS
 from verl_ray.config.algorithm import (
     USUAL_MISMATCH,
     AlgorithmConfig,
