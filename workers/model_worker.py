@@ -22,7 +22,6 @@ from verl_ray.checkpoint.manifest import FileRecord
 from verl_ray.cluster.context import WorkerContext, concurrent
 from verl_ray.cluster.rendezvous import share_timeout
 from verl_ray.config.algorithm import AggregationName
-from verl_ray.data.batch import Int64
 from verl_ray.data.stages import Credit, LogProbs, Rollouts, Rows, TrainingBatch
 from verl_ray.data.versions import VersionAges
 from verl_ray.engine.base import EngineSpec, LossReport, StepReport

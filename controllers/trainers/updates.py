@@ -191,7 +191,6 @@ def cut_mini_batches(
     )
     count = len(trajectories)
     size = role.mini_batch_size or count
-    shuffles = size < count or role.epochs > 1
 
     # Response tokens of each row that are learned from, [rows].
     response_length = batch.rollouts.row("response_length")
@@ -203,12 +202,11 @@ def cut_mini_batches(
 
     for epoch in range(role.epochs):
         place = np.arange(count)
-        if shuffles:
+        if size < count or role.epochs > 1:
             seed = [config.run.seed, batch.number, epoch]
-            place[np.random.default_rng(seed).permutation(count)] = np.arange(count)
-        place_of_row = place[trajectory]
-        order = np.argsort(place_of_row, kind="stable")
-        step = place_of_row[order] // size
+            place = np.argsort(np.random.default_rng(seed).permutation(count))
+        order = np.argsort(place[trajectory], kind="stable")
+        step = place[trajectory][order] // size
 
         for number in range(-(-count // size)):
             rows = order[step == number]
