@@ -1,0 +1,235 @@
+"""The tree of token paths: which turn continues which, and the rows that come of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.agents.templates import PRESERVING, STRIPPING, tokenizer_with
+from verl_ray.agents.contract import (
+    Action,
+    EpisodeRow,
+    Message,
+    Sampled,
+    ToolCall,
+    ToolSchema,
+    message_of,
+)
+from verl_ray.agents.template import Renderer
+from verl_ray.agents.transcript import SampledTurn, Transcript
+
+ADD: ToolSchema = {"type": "function", "function": {"name": "add", "parameters": {}}}
+
+
+def user(content: str) -> Message:
+    return {"role": "user", "content": content}
+
+
+class Conversation:
+    """A transcript, and turns that are sampled for it."""
+
+    def __init__(self, template: str = PRESERVING) -> None:
+        self.tokenizer = tokenizer_with(template)
+        self.renderer = Renderer(self.tokenizer)
+        self.transcript = Transcript(self.renderer)
+
+    def say(
+        self,
+        messages: list[Message],
+        text: str,
+        *,
+        finish: str = "stop",
+        tools: tuple[ToolSchema, ...] = (),
+        calls: tuple[ToolCall, ...] = (),
+        versions: tuple[tuple[int, int], ...] = ((0, 0),),
+    ) -> list[Message]:
+        """The conversation after the policy has said something in it."""
+        prompt = self.transcript.prompt(messages, tools)
+        tokens = self.tokenizer(text)["input_ids"]
+        if finish == "stop":
+            tokens.append(self.tokenizer.eos_token_id)
+        action = Action(tokens, text, calls, finish)
+        number = len(self.transcript.turns) + 1
+        sampled = Sampled(tokens, [-float(number)] * len(tokens), versions, action)
+        self.transcript.record(prompt, sampled, 1000)
+        return [*messages, message_of(action)]
+
+    def learned(self) -> list[list[str]]:
+        """The texts under the mask of each row, turn by turn."""
+        return [
+            [self.tokenizer.decode(part) for part in parts(row)]
+            for row in self.transcript.rows()
+        ]
+
+
+def parts(row: EpisodeRow) -> list[list[int]]:
+    """The runs of tokens under the mask."""
+    runs: list[list[int]] = []
+    before = False
+    for token, is_learned in zip(row.tokens, row.mask, strict=True):
+        if is_learned and not before:
+            runs.append([])
+        if is_learned:
+            runs[-1].append(token)
+        before = is_learned
+    return runs
+
+
+def test_a_conversation_that_goes_on_is_one_row() -> None:
+    talk = Conversation()
+    messages = talk.say([user("1?")], "one", versions=((0, 4), (1, 5)))
+    messages = talk.say([*messages, user("2?")], "two", versions=((0, 5),))
+    turns = talk.transcript.turns
+    turns[0].reward, turns[1].reward = 0.25, 1.0
+    (row,) = talk.transcript.rows()
+
+    whole = talk.renderer.text(messages, add_generation_prompt=False)
+    # The line break behind the last turn is not part of it.
+    assert talk.tokenizer.decode(row.tokens) + "\n" == whole
+    assert talk.learned() == [["one<|im_end|>", "two<|im_end|>"]]
+    assert len(row.mask) == len(row.log_probs) == len(row.tokens)
+
+    first, second = len(turns[0].sampled.tokens), len(turns[1].sampled.tokens)
+    start = len(turns[0].context)
+    later = start + first + len(turns[1].context)
+    assert row.log_probs == [
+        *[0.0] * start, *[-1.0] * first, *[0.0] * (later - start - first), *[-2.0] * second,
+    ]  # fmt: skip
+    assert row.versions == [(start, 4), (start + 1, 5), (later, 5)]
+    assert row.rewards == [(start + first - 1, 0.25), (later + second - 1, 1.0)]
+    assert row.tokens[start + first - 1] == talk.tokenizer.eos_token_id
+    assert row.finish == "stop"
+
+
+def test_a_branch_has_what_was_before_as_context() -> None:
+    talk = Conversation()
+    messages = talk.say([user("1?")], "one")
+    talk.say([*messages, user("2?")], "two")
+    other = talk.say([*messages, user("3?")], "three")
+    talk.say([*other, user("4?")], "four")
+
+    rows = talk.transcript.rows()
+    assert talk.learned() == [
+        ["one<|im_end|>", "two<|im_end|>"],
+        ["three<|im_end|>", "four<|im_end|>"],
+    ]
+    # The second row begins as the first one does, up to the end of the shared turn.
+    shared = len(talk.transcript.turns[0].context) + 4
+    assert rows[0].tokens[:shared] == rows[1].tokens[:shared]
+    assert not any(rows[1].mask[:shared])
+    assert not any(rows[1].log_probs[:shared])
+    assert len(rows[1].rewards) == len(rows[1].versions) == 2
+    assert all(rows[1].mask[at] for at, _ in [*rows[1].rewards, *rows[1].versions])
+
+
+def test_every_sampled_token_is_learned_once() -> None:
+    talk = Conversation()
+    trunk = talk.say([user("1?")], "one")
+    for question in "abc":
+        branch = talk.say([*trunk, user(question)], f"to {question}")
+        for further in "de":
+            talk.say([*branch, user(further)], f"to {question}{further}")
+
+    rows = talk.transcript.rows()
+    sampled = sum(len(turn.sampled.tokens) for turn in talk.transcript.turns)
+    assert sum(sum(row.mask) for row in rows) == sampled
+    assert [len(turns) for turns in talk.learned()] == [3, 1, 2, 1, 2, 1]
+    assert all(len(row.mask) == len(row.tokens) for row in rows)
+
+
+def test_rows_stand_in_the_order_of_their_last_turns() -> None:
+    talk = Conversation()
+    trunk = talk.say([user("1?")], "one")
+    aside = talk.say([user("an aside?")], "aside")
+    talk.say([*aside, user("more?")], "more")
+    talk.say([*trunk, user("2?")], "two")
+    assert talk.learned() == [
+        ["aside<|im_end|>", "more<|im_end|>"],
+        ["one<|im_end|>", "two<|im_end|>"],
+    ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda messages: [user("1?!"), *messages[1:]],
+        lambda messages: [messages[0], {"role": "assistant", "content": "One"}, *messages[2:]],
+        lambda messages: messages[1:],
+        lambda messages: [{"role": "system", "content": "Be brief."}, *messages],
+    ],
+)  # fmt: skip
+def test_a_conversation_with_another_past_begins_a_row(change) -> None:
+    talk = Conversation()
+    messages = [*talk.say([user("1?")], "one"), user("2?")]
+    talk.say(change(messages), "two")
+    assert talk.learned() == [["one<|im_end|>"], ["two<|im_end|>"]]
+
+
+def test_other_tools_begin_a_row() -> None:
+    talk = Conversation()
+    messages = talk.say([user("1?")], "one", tools=(ADD,))
+    talk.say([*messages, user("2?")], "two", tools=(ADD,))
+    talk.say([*messages, user("2?")], "three")
+    assert [len(turns) for turns in talk.learned()] == [2, 1]
+
+
+def test_a_turn_that_was_cut_begins_a_row() -> None:
+    talk = Conversation()
+    messages = talk.say([user("1?")], "on", finish="length")
+    talk.say([*messages, user("2?")], "two")
+    assert talk.learned() == [["on"], ["two<|im_end|>"]]
+    rows = talk.transcript.rows()
+    assert [row.finish for row in rows] == ["length", "stop"]
+    assert "on<|im_end|>\n<|im_start|>user" in talk.tokenizer.decode(rows[1].tokens)
+
+
+def test_thinking_that_is_left_out_begins_a_row() -> None:
+    talk = Conversation(STRIPPING)
+    messages = talk.say([user("1?")], "<think>\nhm\n</think>\n\none")
+    talk.say([*messages, user("2?")], "two")
+    rows = talk.transcript.rows()
+    assert "hm" in talk.tokenizer.decode(rows[0].tokens)
+    assert "hm" not in talk.tokenizer.decode(rows[1].tokens)
+    assert [len(turns) for turns in talk.learned()] == [1, 1]
+
+
+def test_an_agent_may_write_tool_calls_in_its_own_way() -> None:
+    talk = Conversation()
+    calls = (ToolCall("add", {"a": 1, "b": [2]}),)
+    talk.say([user("1?")], "", calls=calls)
+    theirs: Message = {
+        "role": "assistant",
+        "content": None,
+        "refusal": None,
+        "tool_calls": [
+            {
+                "id": "call_1",
+                "type": "function",
+                "function": {"name": "add", "arguments": '{"b": [2], "a": 1}'},
+            }
+        ],
+    }
+    prompt = talk.transcript.prompt([user("1?"), theirs, user("2?")], ())
+    assert prompt.parent is talk.transcript.turns[0]
+
+
+def test_a_repeated_turn_is_continued_where_it_was_sampled_last() -> None:
+    talk = Conversation()
+    messages = talk.say([user("1?")], "one")
+    talk.say([user("1?")], "one")
+    talk.say([*messages, user("2?")], "two")
+    assert talk.learned() == [["one<|im_end|>"], ["one<|im_end|>", "two<|im_end|>"]]
+    assert isinstance(talk.transcript.turns[2].parent, SampledTurn)
+    assert talk.transcript.turns[2].parent is talk.transcript.turns[1]
+
+
+@pytest.mark.parametrize(
+    "num_tokens, num_log_probs, words",
+    [(0, 0, "a turn of 0 tokens"), (3, 3, "expected 1 to 2"), (2, 1, "2 tokens and 1 log-probs")],
+)  # fmt: skip
+def test_what_is_no_turn_is_refused(num_tokens, num_log_probs, words) -> None:
+    talk = Conversation()
+    prompt = talk.transcript.prompt([user("1?")], ())
+    tokens = [5] * num_tokens
+    sampled = Sampled(tokens, [0.0] * num_log_probs, [(0, 0)], Action(tokens, ""))
+    with pytest.raises(ValueError, match=words):
+        talk.transcript.record(prompt, sampled, 2)

@@ -1,0 +1,492 @@
+"""An episode: a policy and an environment in turn, until one of many ends.
+
+Invariant: every end has a type, and `close` is called once, whatever the end. No reward
+is invented: a score is the sum of what the environment said, and an environment that
+fails says nothing more.
+
+An environment runs in the event loop of its episodes. A call that awaits is stopped by
+its deadline; one that computes without awaiting stops the whole loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import inspect
+import math
+import numbers
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from verl_ray.agents.contract import (
+    Action,
+    End,
+    Environment,
+    Episode,
+    EpisodeEnded,
+    Message,
+    Observation,
+    Policy,
+    Sampled,
+    Sampler,
+    Step,
+    Task,
+    ToolSchema,
+    message_of,
+)
+from verl_ray.agents.template import Renderer
+from verl_ray.agents.transcript import Transcript, TurnPrompt
+from verl_ray.user_files import short_traceback
+
+Run = Callable[[Task, Policy], Awaitable[float]]
+"""An environment as a coroutine function: it asks the policy, and returns the score."""
+
+EnvironmentFactory = Callable[[], Environment]
+"""Makes the environment of one episode."""
+
+T = TypeVar("T")
+
+_OUR_FILES = (str(Path(__file__).parent), asyncio.__path__[0])
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of an episode.
+
+    Attributes:
+        max_turns: Turns of the policy.
+        max_tokens: Sampled tokens of all turns together.
+        context_tokens: Tokens of a prompt with the turn that follows it.
+        max_tool_calls: Tool calls of all turns together; None is no limit.
+        model_s: Seconds of one turn of the model; infinity is no limit, here and below.
+        tool_s: Seconds of one call of the environment. A step may take this long for
+            each of its tool calls.
+        turn_s: Seconds of a turn of the model with the step that follows it.
+        episode_s: Seconds of everything but `close`.
+        close_s: Seconds of `close`, and of the cleaning up in a call that is stopped.
+    """
+
+    max_turns: int
+    max_tokens: int
+    context_tokens: int
+    max_tool_calls: int | None = None
+    model_s: float = math.inf
+    tool_s: float = math.inf
+    turn_s: float = math.inf
+    episode_s: float = math.inf
+    close_s: float = 10.0
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """Return the seed of a turn, in [0, 2^63).
+
+    Args:
+        seed: The seed of the episode.
+        turn: The number of the turn, from 0.
+    """
+    digest = hashlib.blake2b(f"{seed}:turn:{turn}".encode(), digest_size=8).digest()
+    # Seeds are signed, so the highest bit is left out.
+    return int.from_bytes(digest, "little") >> 1
+
+
+class EpisodePolicy:
+    """The policy in one episode, which counts its turns and keeps their tokens.
+
+    Turns are sampled one after the other, also if an environment asks for several at a
+    time. So each has its number, and what remains of the tokens is known.
+    """
+
+    def __init__(
+        self, seed: int, sampler: Sampler, renderer: Renderer, limits: Limits
+    ) -> None:
+        """Begin an episode.
+
+        Args:
+            seed: The seed of the episode.
+        """
+        self.transcript = Transcript(renderer)
+        self.messages: list[Message] = []
+        """The conversation of the last turn, itself included."""
+        self.num_tool_calls = 0
+        self.end: End | None = None
+        """Why no further turn is sampled; None while one may be."""
+        self.cut: End | None = None
+        """The limit that cut the last turn; None if it was not cut."""
+        self.failure: Exception | None = None
+        """What the sampler raised."""
+        self.score = 0.0
+        self.model_s = 0.0
+        """Seconds of sampling."""
+
+        self._seed = seed
+        self._sampler = sampler
+        self._limits = limits
+        self._num_tokens = 0
+        self._turn = asyncio.Lock()
+
+    @property
+    def num_turns(self) -> int:
+        """Turns that were sampled."""
+        return len(self.transcript.turns)
+
+    async def respond(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()
+    ) -> Action:
+        """Return the policy's next turn after these messages.
+
+        Raises:
+            EpisodeEnded: A limit of the episode is reached.
+            DataError: The chat template refuses the messages.
+            Exception: Whatever the sampler raises.
+        """
+        async with self._turn:
+            self._require_open()
+            if self.num_turns >= self._limits.max_turns:
+                raise self.over(End.MAX_TURNS)
+            remaining = self._limits.max_tokens - self._num_tokens
+            if remaining < 1:
+                raise self.over(End.MAX_TOKENS)
+
+            prompt = self.transcript.prompt(messages, tools)
+            places = self._limits.context_tokens - len(prompt.tokens)
+            if places < 1:
+                raise self.over(End.CONTEXT_OVERFLOW)
+
+            max_tokens = min(remaining, places)
+            sampled = await self._sample(prompt, tools, max_tokens)
+            # The episode may have ended meanwhile; its rows do not change any more.
+            self._require_open()
+            self._record(prompt, sampled, max_tokens)
+            action = sampled.action
+            self.messages = [*messages, message_of(action)]
+            self.cut = None
+            if action.finish == "length":
+                is_full = places < remaining
+                self.cut = End.CONTEXT_OVERFLOW if is_full else End.MAX_TOKENS
+
+            self.num_tool_calls += len(action.tool_calls)
+            most = self._limits.max_tool_calls
+            if most is not None and self.num_tool_calls > most:
+                raise self.over(End.MAX_TOOL_CALLS)
+            return action
+
+    def pay(self, reward: float) -> None:
+        """Add a reward to the last turn."""
+        self.score += reward
+        turns = self.transcript.turns
+        if turns:
+            turns[-1].reward += reward
+
+    def over(self, end: End) -> EpisodeEnded:
+        """End the episode, unless it has ended, and return the exception for it."""
+        if self.end is None:
+            self.end = end
+        return EpisodeEnded(self.end)
+
+    def _require_open(self) -> None:
+        if self.end is not None:
+            raise EpisodeEnded(self.end)
+
+    async def _sample(
+        self, prompt: TurnPrompt, tools: Sequence[ToolSchema], max_tokens: int
+    ) -> Sampled:
+        loop = asyncio.get_running_loop()
+        started_s = loop.time()
+        seconds = self._limits.model_s
+        deadline = asyncio.timeout(None if math.isinf(seconds) else seconds)
+        try:
+            async with deadline:
+                return await self._sampler.sample(
+                    prompt.tokens,
+                    seed=turn_seed(self._seed, self.num_turns),
+                    max_tokens=max_tokens,
+                    tools=tools,
+                )
+        except EpisodeEnded as ended:
+            raise self.over(ended.end) from None
+        except Exception as error:
+            if isinstance(error, TimeoutError) and deadline.expired():
+                raise self.over(End.MODEL_TIMEOUT) from None
+            self.failure = error
+            raise
+        finally:
+            self.model_s += loop.time() - started_s
+
+    def _record(self, prompt: TurnPrompt, sampled: Sampled, max_tokens: int) -> None:
+        try:
+            self.transcript.record(prompt, sampled, max_tokens)
+        except ValueError as error:
+            self.failure = error
+            raise
+        self._num_tokens += len(sampled.tokens)
+
+
+# ------------------------------------------------------------------------ the course
+
+
+async def run_episode(
+    environment: EnvironmentFactory | Run,
+    task: Task,
+    seed: int,
+    sampler: Sampler,
+    renderer: Renderer,
+    limits: Limits,
+) -> Episode:
+    """Run an episode to its end.
+
+    A coroutine function that lets the end of a limit through has said no number, so its
+    score is 0, like that of an environment that has not paid anything. One that catches
+    `EpisodeEnded` may return its score as ever.
+
+    Args:
+        environment: A coroutine function `run(task, policy)`, or what makes an
+            environment.
+        seed: The seed of the episode, for the policy and the environment.
+
+    Raises:
+        CancelledError: The caller was cancelled. `close` was called all the same.
+        Exception: The sampler raised it. It says nothing of the environment.
+    """
+    loop = asyncio.get_running_loop()
+    policy = EpisodePolicy(seed, sampler, renderer, limits)
+    started_s = loop.time()
+    course = _Course(task, seed, policy, limits, started_s + limits.episode_s)
+    try:
+        if inspect.iscoroutinefunction(environment):
+            ending = await course.settled(course.run(environment))
+        else:
+            ending = await course.play(environment)  # type: ignore[arg-type]
+    finally:
+        # A task that an environment left behind gets no further turn.
+        policy.over(End.ABORTED)
+    if policy.failure is not None:
+        raise policy.failure
+
+    elapsed_s = loop.time() - started_s
+    return Episode(
+        rows=policy.transcript.rows(),
+        end=ending.end,
+        score=policy.score,
+        detail=ending.detail,
+        num_turns=policy.num_turns,
+        num_tool_calls=policy.num_tool_calls,
+        messages=policy.messages,
+        seconds={"model": policy.model_s, "environment": elapsed_s - policy.model_s},
+    )
+
+
+@dataclass(frozen=True)
+class _Ending:
+    end: End
+    detail: str = ""
+
+
+@dataclass
+class _Course:
+    """Everything between the beginning of an episode and its end."""
+
+    task: Task
+    seed: int
+    policy: EpisodePolicy
+    limits: Limits
+    deadline: float
+    """When the episode ends at the latest, by the clock of the event loop."""
+
+    async def settled(self, course: Awaitable[End]) -> _Ending:
+        """Return how a course ended, also if by an exception."""
+        policy = self.policy
+        try:
+            end = await course
+        except EpisodeEnded as ended:
+            policy.over(ended.end)
+            return _Ending(ended.end)
+        except Exception as error:
+            # Frameworks of agents raise errors of their own about those of the policy.
+            if policy.end is not None and _is_about_end(error):
+                return _Ending(policy.end)
+            detail = short_traceback(error, skip_files=_OUR_FILES)
+            return _Ending(End.ENVIRONMENT_FAILED, detail)
+        return _Ending(end)
+
+    async def run(self, run: Run) -> End:
+        """Run a coroutine function, and pay what it returns."""
+        episode = (self.deadline, End.EPISODE_TIMEOUT)
+        result = await self._within(lambda: run(self.task, self.policy), episode)
+        self.policy.pay(_number(result, "the coroutine returned"))
+        return self.policy.end or self.policy.cut or End.COMPLETED
+
+    async def play(self, factory: EnvironmentFactory) -> _Ending:
+        """Make an environment, act in it, and close it."""
+        try:
+            world = factory()
+        except (Exception, SystemExit) as error:
+            detail = short_traceback(error, skip_files=_OUR_FILES)
+            return _Ending(End.ENVIRONMENT_FAILED, detail)
+
+        trouble = ""
+        try:
+            ending = await self.settled(self._act(world))
+        finally:
+            trouble = await self._close(world)
+        detail = "\n".join(filter(None, (ending.detail, trouble)))
+        return _Ending(ending.end, detail)
+
+    async def _act(self, world: Environment) -> End:
+        """Let the policy and an environment act in turn."""
+        policy = self.policy
+        now_s = asyncio.get_running_loop().time()
+        episode = (self.deadline, End.EPISODE_TIMEOUT)
+        first_call = (now_s + self.limits.tool_s, End.TOOL_TIMEOUT)
+        observation = await self._within(
+            lambda: world.reset(self.task, self.seed), first_call, episode
+        )
+        _require(observation, Observation, "reset")
+        messages = list(observation.messages)
+
+        while True:
+            action, step = await self._turn(world, messages, observation.tools)
+            policy.pay(_number(step.reward, "step returned the reward"))
+            messages = [*messages, message_of(action), *step.messages]
+            policy.messages = messages
+            if step.done:
+                # An environment does not know which limit cut the turn.
+                is_usual = step.end in (End.COMPLETED, End.MAX_TOKENS)
+                return (policy.cut if is_usual else None) or End(step.end)
+            if not step.messages:
+                raise ValueError("step returned no messages, and the episode goes on")
+
+    async def _turn(
+        self,
+        world: Environment,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema],
+    ) -> tuple[Action, Step]:
+        """Let the policy act, and the environment answer."""
+        limits = self.limits
+        now = asyncio.get_running_loop().time
+        episode = (self.deadline, End.EPISODE_TIMEOUT)
+        turn = (now() + limits.turn_s, End.TURN_TIMEOUT)
+        action = await self._within(
+            lambda: self.policy.respond(messages, tools), turn, episode
+        )
+
+        calls = max(1, len(action.tool_calls))
+        call = (now() + calls * limits.tool_s, End.TOOL_TIMEOUT)
+        step = await self._within(lambda: world.step(action), call, turn, episode)
+        _require(step, Step, "step")
+        return action, step
+
+    async def _close(self, world: Environment) -> str:
+        """Close an environment, and return what went wrong."""
+        seconds = self.limits.close_s
+        try:
+            await _bounded(lambda: world.close(), seconds, grace_s=seconds)
+        except _Late:
+            return f"close did not return within {seconds} s"
+        except Exception as error:
+            return short_traceback(error, skip_files=_OUR_FILES)
+        return ""
+
+    async def _within(
+        self, call: Callable[[], Awaitable[T]], *deadlines: tuple[float, End]
+    ) -> T:
+        """Return what a call returns.
+
+        Raises:
+            EpisodeEnded: The first of the deadlines passed before.
+        """
+        when, end = min(deadlines, key=lambda deadline: deadline[0])
+        seconds = when - asyncio.get_running_loop().time()
+        try:
+            return await _bounded(call, seconds, grace_s=self.limits.close_s)
+        except _Late:
+            raise self.policy.over(end) from None
+
+
+def _is_about_end(error: BaseException | None) -> bool:
+    """Return whether an exception came of the end of the episode."""
+    while error is not None:
+        if isinstance(error, EpisodeEnded):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+# ---------------------------------------------------------------- calls of users' code
+
+
+class _Late(Exception):
+    """A call did not return in time."""
+
+
+async def _bounded(
+    call: Callable[[], Awaitable[T]], seconds: float, grace_s: float
+) -> T:
+    """Return what a call returns.
+
+    It runs in a task of its own. One that does not end when it is cancelled is left to
+    itself, so that it cannot keep its episode.
+
+    Args:
+        grace_s: Seconds that a cancelled call may take.
+
+    Raises:
+        _Late: It has not returned within `seconds`.
+        RuntimeError: It tried to end the process, or cancelled itself.
+        Exception: Whatever it raises.
+    """
+    task = asyncio.ensure_future(_contained(call))
+    timeout = None if math.isinf(seconds) else max(0.0, seconds)
+    try:
+        await asyncio.wait({task}, timeout=timeout)
+    except asyncio.CancelledError:
+        with contextlib.suppress(asyncio.CancelledError):
+            await _stop(task, grace_s)
+        raise
+    if not task.done():
+        await _stop(task, grace_s)
+        raise _Late
+    if task.cancelled():
+        raise RuntimeError("the call cancelled itself")
+    return task.result()
+
+
+async def _contained(call: Callable[[], Awaitable[T]]) -> T:
+    try:
+        return await call()
+    # In a task it would end the event loop.
+    except SystemExit as error:
+        raise RuntimeError("the environment tried to end its process") from error
+
+
+async def _stop(task: asyncio.Future[T], grace_s: float) -> None:
+    """Cancel a task, and wait for it a while."""
+    task.cancel()
+    # Nobody else looks at its exception.
+    task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+    await asyncio.wait({task}, timeout=grace_s)
+
+
+def _number(value: object, what: str) -> float:
+    """Return a reward as a float.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is not finite.
+    """
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"{what} {value!r}, which is no number")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{what} {number}, which is not finite")
+    return number
+
+
+def _require(value: object, kind: type, method: str) -> None:
+    """Raise TypeError if a method of an environment returned something else."""
+    if not isinstance(value, kind):
+        name = type(value).__name__
+        raise TypeError(f"{method} returned {name}, expected {kind.__name__}")

@@ -1,0 +1,216 @@
+"""Specs of environments: from the words of a configuration to what makes episodes.
+
+A spec is `path/to/file.py:name` or `package.module:name`. What it names is
+
+- a class with `reset`, `step` and `close`: an `Environment`, built for each episode;
+- a coroutine function `run(task, policy)`, which returns the score;
+- a function, or a list of functions: the tools of a `ToolEnvironment`.
+
+Invariant: `spec_problem` runs nothing of the user's. `load_environment` runs the file,
+so it belongs into a process that can be killed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import symtable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from verl_ray.agents.contract import Environment
+from verl_ray.agents.episode import EnvironmentFactory, Run
+from verl_ray.agents.tools import Tool, ToolEnvironment, as_tool
+from verl_ray.config.function_specs import names_module
+from verl_ray.config.suggest import did_you_mean
+from verl_ray.errors import ConfigError, Problem
+from verl_ray.paths import path_suggestion
+from verl_ray.user_files import run_file, words_of
+
+KEY = "agent.environments"
+"""The section of the configuration: data source -> spec."""
+
+EXPECTED = "Expected path/to/file.py:name or package.module:name."
+
+_METHODS = ("reset", "step", "close")
+_RUN = ("task", "policy")
+_KINDS = (
+    "Name a class with async methods reset, step and close, a coroutine function"
+    " run(task, policy), or functions with type hints and docstrings as tools."
+)
+_OUR_FRAMES = (__file__, "<frozen", importlib.__file__)
+
+
+def spec_problem(spec: str, key: str) -> Problem | None:
+    """Return what is wrong with a spec, without running what it names.
+
+    Args:
+        key: The configuration key that the problem will name.
+    """
+    place, colon, name = spec.rpartition(":")
+    if not colon or not name.isidentifier():
+        return Problem(key, spec, "names no environment", EXPECTED)
+    if names_module(spec):
+        package = place.partition(".")[0]
+        if importlib.util.find_spec(package) is not None:
+            return None
+        fix = f"Install it, put its folder on PYTHONPATH, or correct it. {EXPECTED}"
+        return Problem(key, spec, f"there is no package {package!r}", fix)
+
+    path = Path(place).expanduser()
+    if not path.is_file():
+        rule = f"the file {path} does not exist"
+        if not path.is_absolute():
+            rule += f" (the current folder is {Path.cwd()})"
+        return Problem(key, spec, rule, path_suggestion(path, EXPECTED))
+    if path.suffix != ".py":
+        return Problem(key, spec, f"{path.name} does not end in .py", EXPECTED)
+    return _name_problem(path, name, spec, key)
+
+
+def _name_problem(path: Path, name: str, spec: str, key: str) -> Problem | None:
+    """Return a problem if a file does not define a name at its top level."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        module = symtable.symtable(text, str(path), "exec")
+    except (SyntaxError, ValueError, OSError) as error:
+        rule = f"the file {path} cannot be read as Python: {error}"
+        return Problem(key, spec, rule, "Correct the file.")
+
+    names = {symbol.get_name(): symbol for symbol in module.get_symbols()}
+    # A module may define its names in ways that nobody sees without running it.
+    if "__getattr__" in names or "import *" in text:
+        return None
+    symbol = names.get(name)
+    if symbol is not None and (symbol.is_assigned() or symbol.is_imported()):
+        return None
+    defined = [each for each, other in names.items() if other.is_namespace()]
+    rule = f"the file {path} defines no {name!r} at its top level"
+    return Problem(key, spec, rule, did_you_mean(name, defined, "class or function"))
+
+
+def load_environment(
+    spec: str, options: Mapping[str, Any] | None = None, key: str = KEY
+) -> EnvironmentFactory | Run:
+    """Return what `run_episode` takes, of what a spec names.
+
+    A user's file is run, once per process, with its folder importable.
+
+    Args:
+        options: Keyword arguments of the class or the coroutine function; for tools,
+            those of `ToolEnvironment`.
+        key: The configuration key, `agent.environments.SOURCE`, for errors.
+
+    Raises:
+        ConfigError: There is no such thing, its file cannot be run, it is none of the
+            three kinds, or it does not take the options.
+    """
+    problem = spec_problem(spec, key)
+    if problem is not None:
+        raise ConfigError([problem])
+    target = _imported(spec, key)
+    arguments = dict(options or {})
+
+    def refused(rule: str, fix: str) -> ConfigError:
+        return ConfigError([Problem(key, spec, rule, fix)])
+
+    if inspect.isclass(target):
+        _require_environment(target, refused)
+        _require_options(target, 0, arguments, refused)
+        build = cast("Callable[..., Environment]", target)
+        return functools.partial(build, **arguments)
+    if _is_run(target):
+        _require_options(target, len(_RUN), arguments, refused)
+        run: Run = functools.partial(target, **arguments)
+        return run
+
+    functions = target if isinstance(target, list | tuple) else [target]
+    if not functions or not all(map(inspect.isroutine, functions)):
+        kind = type(target).__name__
+        raise refused(f"is a {kind}, and no environment", _KINDS)
+    tools: Sequence[Tool] = [as_tool(function, key, spec) for function in functions]
+    _require_options(ToolEnvironment, 1, arguments, refused)
+    factory = functools.partial(ToolEnvironment, tools, **arguments)
+    # Two tools of a name are refused now, and not in each episode.
+    factory()
+    return factory
+
+
+def _imported(spec: str, key: str) -> Any:
+    """Return the object that a spec names.
+
+    Raises:
+        ConfigError: It cannot be imported.
+    """
+    place, _, name = spec.rpartition(":")
+    path = Path(place).expanduser().resolve()
+    is_module = names_module(spec)
+    try:
+        module = importlib.import_module(place) if is_module else run_file(path)
+        return getattr(module, name)
+    # SystemExit at import is a failure like any other.
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        cause = words_of(error, _OUR_FRAMES)
+        subject = f"the module {place}" if is_module else f"the file {path}"
+        rule = f"{subject} cannot be imported: {cause}"
+        raise ConfigError([Problem(key, spec, rule, "Correct it.")]) from error
+
+
+def _is_run(target: Any) -> bool:
+    """Return whether something is a coroutine function of a task and a policy."""
+    if not inspect.iscoroutinefunction(target):
+        return False
+    return tuple(inspect.signature(target).parameters)[: len(_RUN)] == _RUN
+
+
+def _require_environment(
+    target: type, refused: Callable[[str, str], ConfigError]
+) -> None:
+    """Raise ConfigError if a class is no `Environment`."""
+    missing = [name for name in _METHODS if not hasattr(target, name)]
+    if missing:
+        rule = f"is a class without {' and '.join(missing)}"
+        raise refused(rule, f"Add what {Environment.__module__}.Environment has.")
+    for name in _METHODS:
+        if not inspect.iscoroutinefunction(getattr(target, name)):
+            rule = f"has a method {name} that is not asynchronous"
+            raise refused(rule, f"Write async def {name}.")
+    if inspect.isabstract(target):
+        raise refused("is an abstract class", "Name one that can be built.")
+
+
+def _require_options(
+    target: Callable[..., object],
+    num_given: int,
+    options: Mapping[str, object],
+    refused: Callable[[str, str], ConfigError],
+) -> None:
+    """Raise ConfigError if something does not take these options, or needs others.
+
+    Args:
+        num_given: Number of its first parameters that are no options.
+    """
+    signature = inspect.signature(target)
+    parameters = list(signature.parameters.values())[num_given:]
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    named = [
+        each
+        for each in parameters
+        if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+    ]
+    names = [each.name for each in named]
+
+    for option in options:
+        if option not in names and not takes_any:
+            fix = did_you_mean(option, names, "option") if names else "Leave it out."
+            raise refused(f"takes no option {option}", fix)
+    needed = [each.name for each in named if each.default is each.empty]
+    missing = [name for name in needed if name not in options]
+    if missing:
+        fix = f"Give it a value beside the spec, or a default: {missing[0]}=None."
+        raise refused(f"needs the option {missing[0]}", fix)

@@ -1,0 +1,355 @@
+"""Conversations as token ids: the prompt of a turn, and what follows a sampled turn.
+
+Invariant: ids that were sampled are never made again from a text. What follows them is
+the difference of two texts that the chat template writes, and it is only taken where
+the longer text begins with the shorter one.
+
+Templates differ in what they do to earlier turns. Some leave out thinking once the user
+writes again, and some write a date or an empty thought. A conversation to which that
+happens cannot be continued: a new row begins with it, as it would in deployment.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from verl_ray.agents.contract import Message, ToolSchema
+from verl_ray.data.chat_templates import TemplateArguments, guarded_arguments
+from verl_ray.data.encoding import SpelledTokens
+from verl_ray.data.tokenizers import (
+    applied_template,
+    end_names,
+    end_tokens,
+    render,
+    require_chat_template,
+)
+from verl_ray.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Halves of surrogate pairs have no encoding. The other two mark special tokens.
+_NO_CHARACTERS = re.compile("[\ud800-\udfff\ufdd0\ufdd1]")
+_REPLACEMENT = "\ufffd"
+
+
+class Renderer:
+    """Writer of conversations, by the chat template of a tokenizer."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template_arguments: TemplateArguments | None = None,
+        *,
+        special_tokens: Literal["escape", "allow"] = "escape",
+    ) -> None:
+        """Take the tokenizer, and what its template gets with every conversation.
+
+        Args:
+            special_tokens: What happens if a text spells a special token, see
+                `data.special_tokens`. Nothing is refused here, since texts come from
+                tools and from the policy itself.
+
+        Raises:
+            DataError: The tokenizer has no chat template.
+        """
+        require_chat_template(tokenizer)
+        self.end_tokens = frozenset(end_tokens(tokenizer))
+        self._tokenizer = tokenizer
+        self._spelled = SpelledTokens(tokenizer, special_tokens)
+        self._arguments = guarded_arguments(
+            template_arguments or {}, "arguments of the chat template", self._spelled
+        )
+
+        names = end_names(tokenizer)
+        self._end = re.compile("|".join(map(re.escape, names)))
+        self._closing = re.compile(rf"(?:\s|{self._end.pattern})*\Z")
+
+    @property
+    def writes_tools(self) -> bool:
+        """Whether the template shows tools to the policy."""
+        return "tools" in applied_template(self._tokenizer)
+
+    def begin(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()
+    ) -> list[int]:
+        """Return the ids of a conversation, up to the beginning of the next turn.
+
+        Raises:
+            DataError: The template refuses the messages, or does not write tools.
+        """
+        return self._encode(self.text(messages, tools, add_generation_prompt=True))
+
+    def continuation(
+        self,
+        history: Sequence[Message],
+        new_messages: Sequence[Message],
+        tools: Sequence[ToolSchema],
+        sampled_tokens: Sequence[int],
+        *,
+        finish: str = "stop",
+    ) -> list[int] | None:
+        """Return the ids between a sampled turn and the next one.
+
+        They are the end of the turn if it was not sampled, what the template writes
+        behind it, the new messages, and the beginning of the next turn.
+
+        Args:
+            history: The conversation up to the sampled turn, itself included.
+            new_messages: What came after it.
+            sampled_tokens: The ids of the turn, as they were sampled.
+            finish: How it ended, "stop" or "length".
+
+        Returns:
+            The ids; None if the conversation cannot be continued. That is so if the
+            turn was cut by length, if it ended by another token than the template's, or
+            if the template writes the history otherwise now.
+
+        Raises:
+            DataError: The template refuses the messages.
+        """
+        if finish == "length":
+            return None
+        rest = self._rest(history, new_messages, tools)
+        if rest is None:
+            return None
+
+        following = self._encode(rest)
+        last = sampled_tokens[-1] if len(sampled_tokens) else None
+        if last not in self.end_tokens:
+            return following
+        return following[1:] if following[:1] == [last] else None
+
+    def text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        *,
+        add_generation_prompt: bool,
+    ) -> str:
+        """Return a conversation as the template writes it.
+
+        Special tokens that a message spells are stand-ins.
+
+        Raises:
+            DataError: The template refuses the messages, or does not write tools.
+        """
+        arguments = dict(self._arguments)
+        if tools:
+            if not self.writes_tools:
+                raise DataError(
+                    "there are tools, which the chat template of the model does not"
+                    " show to the policy",
+                    fix="take a model whose template does, or give it one with"
+                    " data.chat_template",
+                    place="a conversation",
+                )
+            arguments["tools"] = self._spelled.guard(_plain(tools), "tools")
+
+        conversation = self._spelled.guard(_plain(messages), "a conversation")
+        (text,) = render(
+            self._tokenizer,
+            [conversation],
+            add_generation_prompt=add_generation_prompt,
+            where=lambda _: "a conversation",
+            arguments=[arguments],
+        )
+        return text
+
+    def _rest(
+        self,
+        history: Sequence[Message],
+        new_messages: Sequence[Message],
+        tools: Sequence[ToolSchema],
+    ) -> str | None:
+        """Return what the template writes from the end of the history's last turn on.
+
+        It begins with the token that ends the turn, if the template writes one there.
+        None if the template changes what it has written before.
+        """
+        before = self.text(history[:-1], tools, add_generation_prompt=False)
+        past = self.text(history, tools, add_generation_prompt=False)
+        messages = [*history, *new_messages]
+        whole = self.text(messages, tools, add_generation_prompt=True)
+        if not past.startswith(before) or not whole.startswith(past):
+            return None
+
+        # Nothing but ends of turns and white space stands behind the words of a turn.
+        closing = self._closing.search(past, len(before))
+        end = closing and self._end.search(past, closing.start())
+        return whole[end.start() if end else len(past) :]
+
+    def _encode(self, text: str) -> list[int]:
+        encoded = self._spelled.encode(
+            [text], special=False, where=lambda _: "a conversation"
+        )
+        tokens: list[int] = encoded.values.tolist()
+        return tokens
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of mappings and sequences as dicts and lists, with texts that have
+    an encoding.
+    """
+    if isinstance(value, str):
+        return value if value.isascii() else _NO_CHARACTERS.sub(_REPLACEMENT, value)
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return [_plain(part) for part in value]
+    return value
+
+
+# ---------------------------------------------------------------------------- preflight
+
+_USER: Message = {"role": "user", "content": "1 + 1 = ?"}
+_MORE: Message = {"role": "user", "content": "And 2 + 2?"}
+_ANSWER: Message = {"role": "assistant", "content": "two"}
+_THOUGHT = "<think>\nIt is easy.\n</think>\n\ntwo"
+_CUT = "<think>\nIt is ea"
+_NON_ASCII = "zwölf 漢字 🙂"
+_ADD: ToolSchema = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {"of": {"type": "string", "description": "The numbers."}},
+            "required": ["of"],
+        },
+    },
+}
+
+
+def _calls(*arguments: str, content: str = "") -> Message:
+    calls = [
+        {"type": "function", "function": {"name": "add", "arguments": {"of": of}}}
+        for of in arguments
+    ]
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+def _result(content: str) -> Message:
+    return {"role": "tool", "name": "add", "content": content}
+
+
+_TURNS: Mapping[str, tuple[Message, list[Message]]] = {
+    "a plain answer": (_ANSWER, [_MORE]),
+    "an answer with thinking, and then the user": (
+        {"role": "assistant", "content": _THOUGHT},
+        [_MORE],
+    ),
+    "an answer without thinking, and then a tool's result": (
+        _calls("1, 1", content="I add."),
+        [_result("2")],
+    ),
+    "a tool call with thinking, and then its result": (
+        _calls("1, 1", content="<think>\nI add.\n</think>\n\n"),
+        [_result("2")],
+    ),
+    "a tool call without words": (_calls("1, 1"), [_result("2")]),
+    "two tool calls and their results": (
+        _calls("1, 1", "2, 2"),
+        [_result("2"), _result("4")],
+    ),
+    "an answer that is not ASCII": (
+        {"role": "assistant", "content": _NON_ASCII},
+        [{"role": "user", "content": _NON_ASCII}],
+    ),
+    "a tool call that is not ASCII": (_calls(_NON_ASCII), [_result(_NON_ASCII)]),
+    "an empty answer": ({"role": "assistant", "content": ""}, [_MORE]),
+    "an answer with white space around it": (
+        {"role": "assistant", "content": " two \n"},
+        [_MORE],
+    ),
+}
+"""The turn of the policy in words -> the turn, and what comes after it."""
+
+
+def prefix_problems(
+    tokenizer: PreTrainedTokenizerBase,
+    template_arguments: TemplateArguments | None = None,
+) -> list[str]:
+    """Return in plain words where a chat template would break a row of several turns.
+
+    Each case is a conversation of two turns. In a case without a problem the ids that
+    a row gathers turn by turn are those of the whole conversation.
+
+    Raises:
+        DataError: The tokenizer has no chat template.
+    """
+    renderer = Renderer(tokenizer, template_arguments)
+    problems = []
+    has_tools = renderer.writes_tools and "tool_calls" in applied_template(tokenizer)
+    if not has_tools:
+        problems.append("tools: the chat template does not write them and their calls")
+
+    for name, (turn, new_messages) in _TURNS.items():
+        if "tool" in name and not has_tools:
+            continue
+        problem = _turn_problem(renderer, turn, new_messages)
+        if problem is not None:
+            problems.append(f"{name}: {problem}")
+
+    cut: Message = {"role": "assistant", "content": _CUT}
+    try:
+        text = renderer.text([_USER, cut, _MORE], add_generation_prompt=True)
+    except DataError as error:
+        problems.append(f"an answer that was cut by length: {_reason(error)}")
+    else:
+        if _CUT.partition("\n")[2] not in text:
+            rule = "the template leaves out what there is of it"
+            problems.append(f"an answer that was cut by length: {rule}")
+    return problems
+
+
+def _turn_problem(
+    renderer: Renderer, turn: Message, new_messages: list[Message]
+) -> str | None:
+    """Return why a row cannot hold a turn and the next one; None if it can."""
+    tools = [_ADD] if turn.get("tool_calls") else []
+    history = [_USER, turn]
+    try:
+        opening = renderer.text([_USER], tools, add_generation_prompt=True)
+        past = renderer.text(history, tools, add_generation_prompt=False)
+        whole = renderer.text(
+            [*history, *new_messages], tools, add_generation_prompt=True
+        )
+    except DataError as error:
+        return _reason(error)
+
+    begins_row = "each such turn begins a new row"
+    rest = renderer._rest(history, new_messages, tools)
+    if rest is None:
+        parted = f"{_parted(past, whole)!r} becomes {_parted(whole, past)!r}"
+        return f"the template writes it otherwise afterwards ({parted}); {begins_row}"
+    if not any(renderer._encode(rest)[:1] == [end] for end in renderer.end_tokens):
+        return f"the template ends it by no token at which turns end; {begins_row}"
+
+    # The policy writes calls as the template does, as far as anybody knows.
+    words = str(turn["content"])
+    sampled = whole[len(opening) : len(whole) - len(rest)]
+    if not whole.startswith(opening) or (not tools and sampled != words):
+        written = sampled if whole.startswith(opening) else _parted(whole, opening)
+        return (
+            f"the policy writes {words!r} behind {opening[-20:]!r}, and the template"
+            f" {written!r}; rows hold what the policy wrote"
+        )
+    if tools and _NON_ASCII in str(turn) and _NON_ASCII not in sampled:
+        return "the template escapes its characters; rows hold what the policy wrote"
+    return None
+
+
+def _reason(error: DataError) -> str:
+    """Return in one line what a template has against messages."""
+    return f"the template refuses it: {error.__cause__ or error.rule}"
+
+
+def _parted(text: str, other: str) -> str:
+    """Return a piece of a text from where it parts from another one."""
+    pairs = enumerate(zip(text, other, strict=False))
+    shared = next((at for at, (own, others) in pairs if own != others), 0)
+    return text[shared : shared + 30]
