@@ -73,7 +73,7 @@ TREATMENTS: Mapping[End, Treatment] = {
 
 
 @dataclass(frozen=True)
-class Task:
+class EpisodeTask:
     """The record of a data set that an episode is about.
 
     Attributes:
@@ -156,7 +156,7 @@ class Step:
 class Environment(Protocol):
     """A world in which the policy acts. Each episode has an object of its own."""
 
-    async def reset(self, task: Task, seed: int) -> Observation:
+    async def reset(self, task: EpisodeTask, seed: int) -> Observation:
         """Begin an episode. The same task and seed make the same world."""
 
     async def step(self, action: Action) -> Step:

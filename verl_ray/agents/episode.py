@@ -27,13 +27,13 @@ from verl_ray.agents.contract import (
     Environment,
     Episode,
     EpisodeEnded,
+    EpisodeTask,
     Message,
     Observation,
     Policy,
     Sampled,
     Sampler,
     Step,
-    Task,
     ToolSchema,
     message_of,
 )
@@ -41,7 +41,7 @@ from verl_ray.agents.template import Renderer
 from verl_ray.agents.transcript import Transcript, TurnPrompt
 from verl_ray.user_files import short_traceback
 
-Run = Callable[[Task, Policy], Awaitable[float]]
+Run = Callable[[EpisodeTask, Policy], Awaitable[float]]
 """An environment as a coroutine function: it asks the policy, and returns the score."""
 
 EnvironmentFactory = Callable[[], Environment]
@@ -49,7 +49,7 @@ EnvironmentFactory = Callable[[], Environment]
 
 T = TypeVar("T")
 
-_OUR_FILES = (str(Path(__file__).parent), asyncio.__path__[0])
+OUR_FILES = (str(Path(__file__).parent), asyncio.__path__[0])
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ class EpisodePolicy:
 
 async def run_episode(
     environment: EnvironmentFactory | Run,
-    task: Task,
+    task: EpisodeTask,
     seed: int,
     sampler: Sampler,
     renderer: Renderer,
@@ -288,7 +288,7 @@ class _Ending:
 class _Course:
     """Everything between the beginning of an episode and its end."""
 
-    task: Task
+    task: EpisodeTask
     seed: int
     policy: EpisodePolicy
     limits: Limits
@@ -307,7 +307,7 @@ class _Course:
             # Frameworks of agents raise errors of their own about those of the policy.
             if policy.end is not None and _is_about_end(error):
                 return _Ending(policy.end)
-            detail = short_traceback(error, skip_files=_OUR_FILES)
+            detail = short_traceback(error, skip_files=OUR_FILES)
             return _Ending(End.ENVIRONMENT_FAILED, detail)
         return _Ending(end)
 
@@ -323,7 +323,7 @@ class _Course:
         try:
             world = factory()
         except (Exception, SystemExit) as error:
-            detail = short_traceback(error, skip_files=_OUR_FILES)
+            detail = short_traceback(error, skip_files=OUR_FILES)
             return _Ending(End.ENVIRONMENT_FAILED, detail)
 
         trouble = ""
@@ -387,7 +387,7 @@ class _Course:
         except _Late:
             return f"close did not return within {seconds} s"
         except Exception as error:
-            return short_traceback(error, skip_files=_OUR_FILES)
+            return short_traceback(error, skip_files=OUR_FILES)
         return ""
 
     async def _within(

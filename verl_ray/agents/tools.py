@@ -25,10 +25,10 @@ from typing import Any
 from verl_ray.agents.contract import (
     Action,
     End,
+    EpisodeTask,
     Message,
     Observation,
     Step,
-    Task,
     ToolCall,
     ToolSchema,
 )
@@ -243,7 +243,7 @@ class ToolEnvironment:
         self._max_parse_errors = max_parse_errors
         self._max_characters = max_characters
 
-    async def reset(self, task: Task, seed: int) -> Observation:
+    async def reset(self, task: EpisodeTask, seed: int) -> Observation:
         """Begin with the messages of the task."""
         schemas = [tool.schema for tool in self._tools.values()]
         return Observation(list(task.messages), schemas)

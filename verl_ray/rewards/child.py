@@ -11,16 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import dataclasses
 import inspect
 import json
 import math
-import os
 import pickle
-import resource
-import select
-import signal
 import socket
 import sys
 import time
@@ -30,6 +25,7 @@ from types import SimpleNamespace
 from typing import cast
 
 from verl_ray.errors import ConfigError
+from verl_ray.guard import guarded_connection
 from verl_ray.rewards import wire
 from verl_ray.rewards.built_in import PRED, answer_in
 from verl_ray.rewards.health import Score, ScoreHealth, score_of
@@ -44,10 +40,7 @@ _OUR_FILES = (str(Path(__file__).parent), asyncio.__path__[0])
 
 def main(descriptor: int) -> None:
     """Serve the pool at the other end of the socket `descriptor` until it hangs up."""
-    connection = socket.socket(fileno=descriptor)
-    # A program that a function starts must not keep the connection open.
-    connection.set_inheritable(False)
-    _stand_guard(connection)
+    connection = guarded_connection(descriptor)
     # The pool is gone then, and the guard is about to act.
     with contextlib.suppress(ConnectionError):
         _serve(connection)
@@ -330,140 +323,3 @@ def _completion(request: ScoreRequest) -> object:
     if isinstance(request.conversation, str):
         return request.response
     return [{"role": "assistant", "content": request.response}]
-
-
-# -------------------------------------------------------------------------------- guard
-
-
-# The guard is a process that runs no user code and starts the scorer. Whatever stops
-# first, no process stays behind. The guard kills every descendant, also those that
-# moved to another session, in two cases: the other side of the connection is gone (a
-# deadline, a closed pool, a kill -9 of the pool's process), or the scorer has died.
-# Then it exits the way the scorer did. It is no sandbox: it bounds how long user code
-# lives, not what it does. Linux only.
-#
-# PR_SET_PDEATHSIG alone would not do: it spares grandchildren, and it fires when the
-# *thread* that started the process ends. It is the second line of defence between
-# scorer and guard, which is a single thread that lives as long as its process.
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
-
-
-def _stand_guard(connection: socket.socket) -> None:
-    """Fork into the guard, which stays here, and the scorer, which returns.
-
-    The guard stays until the scorer or the other side of the connection is gone; it
-    never returns. Must be called before any user code and any thread. The guard holds
-    `connection` open but never reads it: the other side sees the end of the stream only
-    when every descendant is dead.
-    """
-    wake, waker = os.pipe()
-    _wake_on_child_exit(waker)
-    guard = os.getpid()
-    # Orphaned grandchildren become children of the guard, which can then find them.
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-    scorer = os.fork()
-    if scorer == 0:
-        _become_scorer(guard, wake, waker)
-        return
-
-    poller = select.poll()
-    poller.register(connection, select.POLLRDHUP)
-    poller.register(wake, select.POLLIN)
-    status = None
-    # Waits for the end of the connection or of any child; consumes the wake-up bytes;
-    # ends when the connection or the scorer is gone.
-    while status is None and connection.fileno() not in dict(poller.poll()):
-        os.read(wake, 4096)
-        status = _reap_the_dead(scorer)
-
-    _kill_descendants()
-    _exit_like(status or 0)
-
-
-def _wake_on_child_exit(waker: int) -> None:
-    """Write a byte to the pipe `waker` whenever a child exits."""
-    os.set_blocking(waker, False)
-    signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
-    # Without a handler no byte is written to the wake-up pipe.
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-
-
-def _become_scorer(guard: int, wake: int, waker: int) -> None:
-    """Turn the forked process into the scorer, which dies with its guard."""
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.close(wake)
-    os.close(waker)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The guard may have died before the line above, which would then never fire.
-    if os.getppid() != guard:
-        os._exit(1)
-
-
-def _reap_the_dead(scorer: int) -> int | None:
-    """Reap every child that has exited.
-
-    Returns:
-        The wait status of the scorer, if it was among them.
-    """
-    status = None
-    # Ends at a child that still runs, or with ChildProcessError without any children.
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            pid, child_status = os.waitpid(-1, os.WNOHANG)
-            if not pid:
-                break
-            if pid == scorer:
-                status = child_status
-    return status
-
-
-def _kill_descendants() -> None:
-    """Kill all children until there are none.
-
-    The children of each one that dies become children of the guard, and are next.
-    """
-    # Each round waits for one child to die; ends with ChildProcessError without any.
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            for child in _children_of(os.getpid()):
-                os.kill(child, signal.SIGKILL)
-            os.waitpid(-1, 0)
-
-
-def _children_of(parent: int) -> list[int]:
-    children = []
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        # A process may exit while its entry is read.
-        with contextlib.suppress(OSError):
-            # "pid (name) state parent ...", where the name may hold spaces and
-            # parentheses
-            fields = entry.read_text().rpartition(")")[2].split()
-            if int(fields[1]) == parent:
-                children.append(int(entry.parent.name))
-    return children
-
-
-def _exit_like(status: int) -> None:
-    """Exit the way `status` reports of the scorer.
-
-    The pool reads the cause of the scorer's end from the guard's exit code.
-    """
-    if os.WIFSIGNALED(status):
-        cause = os.WTERMSIG(status)
-        # One core file is enough.
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        # SIGKILL has no handler to reset.
-        with contextlib.suppress(OSError):
-            signal.signal(cause, signal.SIG_DFL)
-        os.kill(os.getpid(), cause)
-    os._exit(os.waitstatus_to_exitcode(status))
-
-
-def _prctl(option: int, value: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
-        error = ctypes.get_errno()
-        raise OSError(error, f"prctl({option}): {os.strerror(error)}")

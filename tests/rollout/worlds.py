@@ -1,0 +1,77 @@
+"""Environments of a user's own, named as path:class by the tests."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import time
+from pathlib import Path
+
+from verl_ray.agents.contract import Action, EpisodeTask, Observation, Step
+
+
+class Counting:
+    """Ends after three turns, and pays for two of them."""
+
+    async def reset(self, task: EpisodeTask, seed: int) -> Observation:
+        self.turns = 0
+        self.number = int(task.extra["number"])
+        return Observation(task.messages)
+
+    async def step(self, action: Action) -> Step:
+        self.turns += 1
+        rewards = {1: 0.0, 2: 1.0, 3: 0.5}
+        messages = [{"role": "user", "content": "on"}]
+        is_last = self.turns == 3
+        return Step([] if is_last else messages, rewards[self.turns], is_last)
+
+    async def close(self) -> None:
+        pass
+
+
+class Deadly(Counting):
+    """Ends the process in one of the episodes."""
+
+    def __init__(self, guilty: int) -> None:
+        self.guilty = guilty
+
+    async def step(self, action: Action) -> Step:
+        if self.number == self.guilty:
+            os.kill(os.getpid(), 9)
+        return await super().step(action)
+
+
+class Stuck(Counting):
+    """Stops the event loop, where its task says so."""
+
+    async def reset(self, task: EpisodeTask, seed: int) -> Observation:
+        if task.extra.get("stuck"):
+            time.sleep(3600)
+        return await super().reset(task, seed)
+
+
+class Endless(Counting):
+    """Leaves a file as it begins, and one as it is closed."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    async def step(self, action: Action) -> Step:
+        (self.folder / f"begun-{self.number}").touch()
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+    async def close(self) -> None:
+        (self.folder / f"closed-{self.number}").touch()
+
+
+class Parent(Endless):
+    """Starts a process, which it leaves alone."""
+
+    async def step(self, action: Action) -> Step:
+        child = subprocess.Popen(["sleep", "3600"], start_new_session=True)
+        path = self.folder / "written"
+        path.write_text(str(child.pid))
+        path.rename(self.folder / "child")
+        return await super().step(action)

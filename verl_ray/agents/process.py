@@ -1,0 +1,224 @@
+"""Program of a process of episodes: it runs environments, many at a time.
+
+Invariant: an episode ends with one frame, whatever its environment does, and nothing of
+it outlives the process. Whoever started the process notices one that is stuck: its
+event loop says every second that it is alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import socket
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from verl_ray.agents.contract import (
+    End,
+    Episode,
+    EpisodeEnded,
+    Sampled,
+    ToolSchema,
+)
+from verl_ray.agents.episode import (
+    OUR_FILES,
+    EnvironmentFactory,
+    Run,
+    run_episode,
+)
+from verl_ray.agents.specs import KEY, load_environment
+from verl_ray.agents.template import Renderer
+from verl_ray.agents.wire import (
+    EpisodeStart,
+    Frame,
+    FrameReader,
+    episode_frame,
+    frame,
+    sampled_of,
+    task_of,
+)
+from verl_ray.data.tokenizers import load_tokenizer
+from verl_ray.errors import ConfigError
+from verl_ray.user_files import short_traceback
+
+_ALIVE_S = 1.0
+_READ_BYTES = 1 << 16
+_DEFAULT = "default"
+
+
+def main(connection: socket.socket) -> None:
+    """Serve the pool at the other end of a connection until it hangs up.
+
+    The process has its guard already: what is imported here may start threads.
+    """
+    # The pool is gone then, and the guard is about to act.
+    with contextlib.suppress(ConnectionError):
+        asyncio.run(_serve(connection))
+
+
+async def _serve(connection: socket.socket) -> None:
+    connection.setblocking(False)
+    reader, writer = await asyncio.open_connection(sock=connection)
+    frames = FrameReader()
+
+    episodes: _Episodes | None = None
+    # Each round takes some bytes; ends when the pool hangs up.
+    while data := await reader.read(_READ_BYTES):
+        for message in frames.feed(data):
+            if episodes is None:
+                episodes = _started(message, writer)
+                if episodes is None:
+                    await writer.drain()
+                    return
+            else:
+                episodes.take(message)
+
+
+def _started(message: Frame, writer: asyncio.StreamWriter) -> _Episodes | None:
+    """Return the episodes of a frame `start`, none yet; None if they cannot be run."""
+    sys.path[:] = message.fields["sys_path"]
+    start = EpisodeStart.of(message.fields)
+    try:
+        episodes = _Episodes(start, writer)
+    except ConfigError as error:
+        problem = dataclasses.asdict(error.problems[0])
+        writer.write(frame("broken", {"problem": json.dumps(problem, default=str)}))
+        return None
+    writer.write(frame("ready", {}))
+    return episodes
+
+
+class _Episodes:
+    """The episodes of this process that go on."""
+
+    def __init__(self, start: EpisodeStart, writer: asyncio.StreamWriter) -> None:
+        """Import the environments.
+
+        Raises:
+            ConfigError: One cannot be imported.
+        """
+        self._writer = writer
+        self._limits = start.limits
+        self._environments: dict[str, EnvironmentFactory | Run] = {
+            source: load_environment(spec, options, f"{KEY}.{source}")
+            for source, (spec, options) in start.environments.items()
+        }
+        tokenizer = load_tokenizer(start.model_path, start.chat_template)
+        self._renderer = Renderer(tokenizer, start.template_arguments)
+        self._sampler = _RemoteSampler(writer)
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._beating = asyncio.create_task(self._beat())
+
+    def take(self, message: Frame) -> None:
+        """Act on a frame of the pool."""
+        number = message.fields.get("episode", -1)
+        if message.kind == "run":
+            task = asyncio.create_task(self._run(number, message.fields))
+            self._tasks[number] = task
+            task.add_done_callback(functools.partial(self._forget, number))
+        elif message.kind == "cancel":
+            if number in self._tasks:
+                self._tasks[number].cancel()
+        else:
+            self._sampler.take(message)
+
+    def _forget(self, number: int, _task: asyncio.Task[None]) -> None:
+        self._tasks.pop(number, None)
+
+    async def _run(self, number: int, fields: dict[str, Any]) -> None:
+        task = task_of(fields["task"])
+        source = task.data_source
+        name = source if source in self._environments else _DEFAULT
+        try:
+            episode = await run_episode(
+                self._environments[name],
+                task,
+                fields["seed"],
+                _SamplerOfEpisode(self._sampler, number),
+                self._renderer,
+                self._limits,
+            )
+            reply = episode_frame(number, episode)
+        # The sampler has failed, or a message cannot be written as JSON.
+        except Exception as error:
+            detail = short_traceback(error, skip_files=OUR_FILES)
+            failed = Episode([], End.ENVIRONMENT_FAILED, 0.0, detail)
+            reply = episode_frame(number, failed)
+        self._writer.write(reply)
+        await self._writer.drain()
+
+    async def _beat(self) -> None:
+        """Say every second that the event loop turns, and how late it was at most."""
+        loop = asyncio.get_running_loop()
+        # Ends with the process.
+        while True:
+            due_s = loop.time() + _ALIVE_S
+            await asyncio.sleep(_ALIVE_S)
+            lag_s = loop.time() - due_s
+            fields = {"lag_s": lag_s, "open": len(self._tasks)}
+            self._writer.write(frame("alive", fields))
+            await self._writer.drain()
+
+
+class _RemoteSampler:
+    """Calls of the engine at the other end, each by its number."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self._numbers = itertools.count()
+        self._pending: dict[int, asyncio.Future[Sampled]] = {}
+
+    async def sample(
+        self, episode: int, tokens: Sequence[int], fields: dict[str, Any]
+    ) -> Sampled:
+        """Return a turn that the engine samples after these tokens."""
+        number = next(self._numbers)
+        future = asyncio.get_running_loop().create_future()
+        self._pending[number] = future
+        request = {"call": number, "episode": episode, **fields}
+        self._writer.write(frame("sample", request, tokens))
+        try:
+            await self._writer.drain()
+            sampled: Sampled = await future
+            return sampled
+        finally:
+            del self._pending[number]
+            if future.cancelled() or not future.done():
+                self._writer.write(frame("give_up", {"call": number}))
+
+    def take(self, reply: Frame) -> None:
+        """Take the reply to a call, if somebody waits for it."""
+        future = self._pending.get(reply.fields["call"])
+        if future is None or future.done():
+            return
+        if reply.kind == "sampled":
+            future.set_result(sampled_of(reply))
+        elif reply.fields["end"] is not None:
+            future.set_exception(EpisodeEnded(End(reply.fields["end"])))
+        else:
+            future.set_exception(RuntimeError(reply.fields["detail"]))
+
+
+@dataclasses.dataclass(frozen=True)
+class _SamplerOfEpisode:
+    """The engine, for the policy of one episode."""
+
+    remote: _RemoteSampler
+    episode: int
+
+    async def sample(
+        self,
+        tokens: Sequence[int],
+        *,
+        seed: int,
+        max_tokens: int,
+        tools: Sequence[ToolSchema],
+    ) -> Sampled:
+        """Return a turn; see `Sampler`."""
+        fields = {"seed": seed, "max_tokens": max_tokens, "tools": list(tools)}
+        return await self.remote.sample(self.episode, tokens, fields)

@@ -1,0 +1,235 @@
+"""Frames between a replica and the processes of its episodes, over one stream socket.
+
+Invariant: nothing is unpickled on either side. A frame is a kind, fields in JSON, and
+token ids as numbers of 32 bits.
+
+To a process: `start` once, then `run` for each episode, `sampled` or `failed` for each
+call of its policy, and `cancel`. From it: `ready` or `broken` once, then `sample`,
+`give_up` for a call that nobody waits for any more, `ended` for each episode, and
+`alive` every second, with the longest delay of its event loop since the last one.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from verl_ray.agents.contract import (
+    Action,
+    End,
+    Episode,
+    EpisodeRow,
+    EpisodeTask,
+    Sampled,
+    ToolCall,
+)
+from verl_ray.agents.episode import Limits
+
+Tokens = npt.NDArray[np.int32]
+
+_HEAD = struct.Struct("<II")
+"""Bytes of the fields, and of the tokens."""
+
+MOST_BYTES = 1 << 30
+"""Bytes of a frame; more are a broken stream."""
+
+
+class Frame(NamedTuple):
+    """A message in either direction."""
+
+    kind: str
+    fields: dict[str, Any]
+    tokens: Tokens
+
+
+def frame(
+    kind: str, fields: Mapping[str, Any], tokens: Sequence[int] | Tokens = ()
+) -> bytes:
+    """Return the bytes of a frame."""
+    text = json.dumps([kind, fields]).encode()
+    ids = np.asarray(tokens, np.int32).tobytes()
+    return _HEAD.pack(len(text), len(ids)) + text + ids
+
+
+class FrameReader:
+    """Frames of a stream of bytes."""
+
+    def __init__(self) -> None:
+        """Begin at the start of a stream."""
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Frame]:
+        """Take bytes; yield the frames that are complete.
+
+        Raises:
+            ValueError: The bytes are no frames.
+        """
+        self._bytes += data
+        while len(self._bytes) >= _HEAD.size:
+            num_text, num_ids = _HEAD.unpack_from(self._bytes)
+            if num_text + num_ids > MOST_BYTES:
+                raise ValueError(f"a frame of {num_text + num_ids} bytes")
+            ids_at = _HEAD.size + num_text
+            end = ids_at + num_ids
+            if len(self._bytes) < end:
+                return
+            kind, fields = json.loads(self._bytes[_HEAD.size : ids_at])
+            tokens = np.frombuffer(bytes(self._bytes[ids_at:end]), np.int32)
+            del self._bytes[:end]
+            yield Frame(kind, fields, tokens)
+
+
+@dataclass(frozen=True)
+class EpisodeStart:
+    """Everything that a process of episodes must know before the first of them.
+
+    Attributes:
+        environments: Spec and options of the environment of each data source;
+            "default" is that of all others.
+        model_path: The model directory, for its tokenizer.
+        limits: Limits of an episode.
+        chat_template: Text of the chat template that replaces the model's.
+        template_arguments: Variables of the chat template.
+    """
+
+    environments: Mapping[str, tuple[str, Mapping[str, Any]]]
+    model_path: str
+    limits: Limits
+    chat_template: str | None = None
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def fields(self, sys_path: Sequence[str]) -> dict[str, Any]:
+        """Return the fields of the frame `start`."""
+        return asdict(self) | {"sys_path": list(sys_path)}
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> EpisodeStart:
+        """Return what `fields` is made of."""
+        environments = {
+            source: (spec, options)
+            for source, (spec, options) in fields["environments"].items()
+        }
+        return cls(
+            environments,
+            fields["model_path"],
+            Limits(**fields["limits"]),
+            fields["chat_template"],
+            fields["template_arguments"],
+        )
+
+
+def task_fields(task: EpisodeTask) -> dict[str, Any]:
+    """Return a task as fields."""
+    return asdict(task)
+
+
+def task_of(fields: Mapping[str, Any]) -> EpisodeTask:
+    """Return the task of its fields."""
+    return EpisodeTask(**fields)
+
+
+# ------------------------------------------------------------------------ sampled turns
+
+
+def sampled_frame(call: int, sampled: Sampled) -> bytes:
+    """Return the frame of a sampled turn.
+
+    Args:
+        call: Number of the call of the policy.
+    """
+    action = sampled.action
+    fields = {
+        "call": call,
+        "log_probs": [float(value) for value in sampled.log_probs],
+        "versions": [list(span) for span in sampled.versions],
+        "text": action.text,
+        "tool_calls": [[each.name, dict(each.arguments)] for each in action.tool_calls],
+        "finish": action.finish,
+        "parse_error": action.parse_error,
+    }
+    return frame("sampled", fields, sampled.tokens)
+
+
+def sampled_of(reply: Frame) -> Sampled:
+    """Return the sampled turn of its frame."""
+    fields = reply.fields
+    tokens = reply.tokens.tolist()
+    action = Action(
+        tokens,
+        fields["text"],
+        [ToolCall(name, arguments) for name, arguments in fields["tool_calls"]],
+        fields["finish"],
+        fields["parse_error"],
+    )
+    versions = [(first, version) for first, version in fields["versions"]]
+    return Sampled(tokens, fields["log_probs"], versions, action)
+
+
+# ----------------------------------------------------------------------- ended episodes
+
+
+def episode_frame(number: int, episode: Episode) -> bytes:
+    """Return the frame of an episode that has ended.
+
+    Args:
+        number: Number of the episode.
+    """
+    rows = [
+        {
+            "length": len(row.tokens),
+            "sampled": np.flatnonzero(row.mask).tolist(),
+            "log_probs": [
+                value for value, own in zip(row.log_probs, row.mask, strict=True) if own
+            ],
+            "versions": [list(span) for span in row.versions],
+            "rewards": [list(reward) for reward in row.rewards],
+            "finish": row.finish,
+        }
+        for row in episode.rows
+    ]
+    fields = {
+        "episode": number,
+        "rows": rows,
+        "end": episode.end,
+        "score": episode.score,
+        "detail": episode.detail,
+        "num_turns": episode.num_turns,
+        "num_tool_calls": episode.num_tool_calls,
+        "messages": episode.messages,
+        "seconds": episode.seconds,
+    }
+    return frame(
+        "ended", fields, [token for row in episode.rows for token in row.tokens]
+    )
+
+
+def episode_of(reply: Frame) -> Episode:
+    """Return the episode of its frame."""
+    fields = dict(reply.fields)
+    del fields["episode"]
+    rows = []
+    first = 0
+    for row in fields.pop("rows"):
+        length = row["length"]
+        log_probs = np.zeros(length)
+        mask = np.zeros(length, np.bool_)
+        mask[row["sampled"]] = True
+        log_probs[row["sampled"]] = row["log_probs"]
+        rows.append(
+            EpisodeRow(
+                reply.tokens[first : first + length].tolist(),
+                mask.tolist(),
+                log_probs.tolist(),
+                [(place, version) for place, version in row["versions"]],
+                [(place, reward) for place, reward in row["rewards"]],
+                row["finish"],
+            )
+        )
+        first += length
+    return Episode(rows=rows, end=End(fields.pop("end")), **fields)

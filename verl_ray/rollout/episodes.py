@@ -1,0 +1,518 @@
+"""Processes of episodes beside a replica, whose engine samples their turns.
+
+Invariant: every episode that was begun ends once, or its stream fails. The tokens of an
+episode depend on its task and its seed, not on the process that runs it: one that is
+lost with its process is run again from the beginning. Whoever is lost with a process is
+suspect, and goes on among few others, then alone; only who is lost alone has ended its
+process, and has the end `environment_failed`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from verl_ray.agents.contract import Action, End, Episode, EpisodeTask, Sampled
+from verl_ray.agents.wire import (
+    EpisodeStart,
+    Frame,
+    FrameReader,
+    episode_of,
+    frame,
+    sampled_frame,
+    task_fields,
+)
+from verl_ray.data.stages import Finish
+from verl_ray.errors import ConfigError, EngineFailed, Problem, RolloutError
+from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling
+from verl_ray.rollout.server import RolloutServer
+
+_PROGRAM = (
+    "import sys; sys.path.insert(0, {root!r});"
+    " from verl_ray.guard import guarded_connection;"
+    " connection = guarded_connection({descriptor});"
+    " from verl_ray.agents.process import main; main(connection)"
+)
+_ROOT = str(Path(__file__).parents[2])
+_READ_BYTES = 1 << 16
+
+START_S = 120.0
+"""Seconds that a process may take to import the environments."""
+
+_FEW = 8
+"""Episodes that a process runs at a time of those that were lost with one once."""
+
+ReadAction = Callable[[Sequence[int], Finish, Sequence[Any]], Action]
+"""Makes an action of sampled tokens, why they end, and the tools that may be called."""
+
+
+@dataclass(frozen=True, eq=False)
+class EpisodeRequest:
+    """An episode to run.
+
+    Attributes:
+        number: Number of the episode, unique in one call.
+        task: What it is about.
+        seed: Seed of its turns and of its environment.
+        sampling: How its turns are sampled. `max_tokens` is that of a turn.
+        session: Episodes of a session share a prefix.
+    """
+
+    number: int
+    task: EpisodeTask
+    seed: int
+    sampling: Sampling
+    session: str
+
+
+@dataclass(frozen=True)
+class EpisodeCounts:
+    """Events since they were last taken.
+
+    Attributes:
+        lost_processes: Processes that died or were stuck.
+        run_again: Episodes that were begun again for it.
+        lag_s: Longest delay of an event loop, in seconds.
+    """
+
+    lost_processes: int = 0
+    run_again: int = 0
+    lag_s: float = 0.0
+
+
+class EpisodeStream:
+    """Episodes of a call, in the order in which they end."""
+
+    def __init__(self, numbers: set[int], close: Callable[[], None]) -> None:
+        """Begin with all of them open.
+
+        Args:
+            close: Cancels the open episodes, from any thread, without waiting.
+        """
+        self.close = close
+        self._open = numbers
+        self._replies: queue.SimpleQueue[tuple[int, Episode] | Exception] = (
+            queue.SimpleQueue()
+        )
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no episode is open."""
+        return not self._open
+
+    def put(self, reply: tuple[int, Episode] | Exception) -> None:
+        """Deliver an episode, or the error after which none follows."""
+        self._replies.put(reply)
+
+    def take(self, timeout_s: float | None = None) -> list[tuple[int, Episode]]:
+        """Return episodes that have ended; none if none has within `timeout_s`.
+
+        Raises:
+            EngineFailed: The engine failed.
+        """
+        taken: list[tuple[int, Episode]] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                reply = (
+                    self._replies.get(timeout=None if taken else timeout_s)
+                    if (not taken)
+                    else self._replies.get_nowait()
+                )
+                if isinstance(reply, Exception):
+                    self._open.clear()
+                    raise reply
+                self._open.discard(reply[0])
+                taken.append(reply)
+        return taken
+
+
+@dataclass(eq=False)
+class _OpenEpisode:
+    """An episode that has not ended, and how often a process was lost with it."""
+
+    request: EpisodeRequest
+    stream: EpisodeStream
+    losses: int = 0
+
+
+class EpisodePool:
+    """Processes that run episodes on one engine."""
+
+    def __init__(
+        self,
+        server: RolloutServer,
+        start: EpisodeStart,
+        read: ReadAction,
+        *,
+        num_processes: int,
+        most_open: int,
+        stall_s: float,
+    ) -> None:
+        """Start the processes, and wait until they have imported the environments.
+
+        Args:
+            server: The engine.
+            start: What the processes must know.
+            read: Makes the action of a turn.
+            num_processes: Number of processes.
+            most_open: Episodes that a process runs at a time.
+            stall_s: A process whose event loop does not turn for so long is lost.
+
+        Raises:
+            ConfigError: An environment cannot be imported.
+            RolloutError: A process did not start.
+        """
+        self._server = server
+        self.first_frame = frame("start", start.fields(sys.path))
+        self._read = read
+        self._capacity = (most_open, _FEW, 1)
+        self.stall_s = stall_s
+        self._numbers = itertools.count()
+        # Episodes without a process, by the number of times that they were lost.
+        self._waiting: tuple[deque[tuple[int, _OpenEpisode]], ...] = (
+            deque(), deque(), deque(),
+        )  # fmt: skip
+        self._counts = EpisodeCounts()
+        self._processes: list[_Process] = []
+        self._is_closed = False
+        self._failure: Exception | None = None
+
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="episodes", daemon=True
+        )
+        self._thread.start()
+        try:
+            self._call(self._launch(num_processes))
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, requests: Sequence[EpisodeRequest]) -> EpisodeStream:
+        """Begin episodes; return them as they end.
+
+        Raises:
+            RolloutError: Processes of episodes cannot be started again.
+        """
+        if self._failure is not None:
+            raise RolloutError(f"episodes cannot be run: {self._failure}")
+        numbers = {request.number for request in requests}
+        assert len(numbers) == len(requests), "numbers are unique in one call"
+
+        def close() -> None:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._cancel, stream)
+
+        stream = EpisodeStream(numbers, close)
+        self._loop.call_soon_threadsafe(self._begin, requests, stream)
+        return stream
+
+    def take_counts(self) -> EpisodeCounts:
+        """Return what happened since the last call."""
+        counts, self._counts = self._counts, EpisodeCounts()
+        return counts
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Ids of the processes."""
+        return [process.pid for process in self._processes]
+
+    def close(self) -> None:
+        """End all processes, with whatever they started."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._call(self._end_all())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _call(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    # ------------------------------------------------ on the loop: episodes of callers
+
+    def _begin(self, requests: Sequence[EpisodeRequest], stream: EpisodeStream) -> None:
+        opened = [
+            (next(self._numbers), _OpenEpisode(request, stream)) for request in requests
+        ]
+        self._waiting[0].extend(opened)
+        self.assign()
+
+    def _cancel(self, stream: EpisodeStream) -> None:
+        for episodes in self._waiting:
+            others = [item for item in episodes if item[1].stream is not stream]
+            episodes.clear()
+            episodes.extend(others)
+        for process in self._processes:
+            process.cancel(stream)
+        self.assign()
+
+    def assign(self) -> None:
+        """Begin as many waiting episodes as the processes may run."""
+        for process in self._processes:
+            if not process.is_ready:
+                continue
+            # Suspects are not mixed with others, and come first.
+            if not process.open:
+                levels = [n for n, waiting in enumerate(self._waiting) if waiting]
+                process.level = max(levels, default=0)
+            waiting = self._waiting[process.level]
+            while waiting and len(process.open) < self._capacity[process.level]:
+                process.run(*waiting.popleft())
+
+    def fail(self, error: Exception) -> None:
+        """Fail all streams: no episode goes on without the engine, or a process."""
+        self._failure = error
+        streams = {
+            episode.stream for waiting in self._waiting for _, episode in waiting
+        }
+        for waiting in self._waiting:
+            waiting.clear()
+        for process in self._processes:
+            streams |= {episode.stream for episode in process.open.values()}
+            process.open.clear()
+        for stream in streams:
+            stream.put(error)
+
+    # --------------------------------------------------------- on the loop: processes
+
+    async def _launch(self, count: int) -> None:
+        self._processes = [_Process(self) for _ in range(count)]
+        await asyncio.gather(*(process.start() for process in self._processes))
+
+    async def _end_all(self) -> None:
+        await asyncio.gather(*(process.end() for process in self._processes))
+
+    async def replace(self, lost: _Process, episodes: dict[int, _OpenEpisode]) -> None:
+        """Run the episodes of a lost process again, in another."""
+        self._counts = replace(
+            self._counts, lost_processes=self._counts.lost_processes + 1
+        )
+        for number, episode in episodes.items():
+            episode.losses += 1
+            # A process may be lost for other reasons, but hardly twice.
+            if len(episodes) > 1 or episode.losses == 1:
+                level = min(episode.losses, len(self._capacity) - 1)
+                self._waiting[level].append((number, episode))
+                again = self._counts.run_again + 1
+                self._counts = replace(self._counts, run_again=again)
+            else:
+                detail = f"it ended its process {episode.losses} times, at last alone"
+                ended = Episode([], End.ENVIRONMENT_FAILED, 0.0, detail)
+                episode.stream.put((episode.request.number, ended))
+
+        process = _Process(self)
+        self._processes[self._processes.index(lost)] = process
+        try:
+            await process.start()
+        except (ConfigError, RolloutError) as error:
+            self.fail(error)
+        self.assign()
+
+    def note_lag(self, lag_s: float) -> None:
+        """Note how late an event loop was."""
+        self._counts = replace(self._counts, lag_s=max(self._counts.lag_s, lag_s))
+
+    async def sample(self, episode: _OpenEpisode, call: Frame) -> bytes:
+        """Return the reply to a call of a policy.
+
+        Raises:
+            EngineFailed: The engine failed.
+        """
+        fields = call.fields
+        sampling = episode.request.sampling
+        max_tokens = min(fields["max_tokens"], sampling.max_tokens)
+        request = GenerationRequest(
+            0,
+            call.tokens,
+            replace(sampling, max_tokens=max_tokens),
+            fields["seed"],
+            session=episode.request.session,
+        )
+        chunks: list[Chunk] = []
+        try:
+            async for more in self._server.respond_async([request]):
+                chunks += more
+        except RolloutError as error:
+            reply = {"call": fields["call"], "end": None, "detail": str(error)}
+            return frame("failed", reply)
+
+        (chunk,) = chunks
+        if chunk.finish is None or chunk.finish is Finish.ABORTED:
+            reply = {"call": fields["call"], "end": End.ABORTED, "detail": ""}
+            return frame("failed", reply)
+        tokens = chunk.tokens.tolist()
+        action = self._read(tokens, chunk.finish, fields["tools"])
+        sampled = Sampled(tokens, chunk.log_probs.tolist(), chunk.version_spans, action)
+        return sampled_frame(fields["call"], sampled)
+
+
+@dataclass(eq=False)
+class _Process:
+    """One process of episodes, as the pool's event loop sees it."""
+
+    pool: EpisodePool
+    open: dict[int, _OpenEpisode] = field(default_factory=dict)
+    level: int = 0
+    is_ready: bool = False
+    _calls: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    _serving: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Id of the process."""
+        return self._process.pid
+
+    async def start(self) -> None:
+        """Start the process, and wait until it is ready.
+
+        Raises:
+            ConfigError: It cannot import an environment.
+            RolloutError: It ended, or took too long.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = _popen(theirs.fileno())
+        ours.setblocking(False)
+        self._reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._frames = FrameReader()
+        self._writer.write(self.pool.first_frame)
+        try:
+            async with asyncio.timeout(START_S):
+                while not self.is_ready:
+                    for message in await self._receive():
+                        self._take_first(message)
+        except (TimeoutError, EOFError, ConfigError) as error:
+            await self.end()
+            if isinstance(error, ConfigError):
+                raise
+            raise RolloutError(
+                "a process of episodes did not start; its output is in the log of the"
+                f" replica: {error!r}"
+            ) from error
+        self._serving = asyncio.create_task(self._serve())
+
+    def _take_first(self, message: Frame) -> None:
+        if message.kind == "broken":
+            problem = json.loads(message.fields["problem"])
+            raise ConfigError([Problem(**problem)])
+        self.is_ready = self.is_ready or message.kind == "ready"
+
+    async def _receive(self) -> list[Frame]:
+        data = await self._reader.read(_READ_BYTES)
+        if not data:
+            raise EOFError("it ended")
+        return list(self._frames.feed(data))
+
+    async def _serve(self) -> None:
+        """Act on the frames of the process until it ends, or is stuck."""
+        try:
+            while True:
+                async with asyncio.timeout(self.pool.stall_s):
+                    messages = await self._receive()
+                for message in messages:
+                    self._take(message)
+        except (EOFError, TimeoutError, ConnectionError, ValueError):
+            episodes = dict(self.open)
+            self.open.clear()
+            self.is_ready = False
+            self._serving = None
+            await self.end()
+            await self.pool.replace(self, episodes)
+
+    def run(self, number: int, episode: _OpenEpisode) -> None:
+        """Begin an episode."""
+        self.open[number] = episode
+        request = episode.request
+        fields = {
+            "episode": number,
+            "task": task_fields(request.task),
+            "seed": request.seed,
+        }
+        self._writer.write(frame("run", fields))
+
+    def cancel(self, stream: EpisodeStream) -> None:
+        """Cancel the episodes of a stream."""
+        for number, episode in list(self.open.items()):
+            if episode.stream is stream:
+                del self.open[number]
+                self._writer.write(frame("cancel", {"episode": number}))
+
+    def _take(self, message: Frame) -> None:
+        fields = message.fields
+        if message.kind == "alive":
+            self.pool.note_lag(fields["lag_s"])
+        elif message.kind == "give_up":
+            call = self._calls.get(fields["call"])
+            if call is not None:
+                call.cancel()
+        elif message.kind == "sample":
+            task = asyncio.create_task(self._sample(message))
+            self._calls[fields["call"]] = task
+        elif message.kind == "ended":
+            episode = self.open.pop(fields["episode"], None)
+            if episode is not None:
+                episode.stream.put((episode.request.number, episode_of(message)))
+                self.pool.assign()
+
+    async def _sample(self, call: Frame) -> None:
+        number = call.fields["call"]
+        try:
+            episode = self.open.get(call.fields["episode"])
+            # It was cancelled meanwhile.
+            if episode is not None:
+                self._writer.write(await self.pool.sample(episode, call))
+        except EngineFailed as error:
+            self.pool.fail(error)
+        finally:
+            self._calls.pop(number, None)
+
+    async def end(self) -> None:
+        """End the process with all that it started, and wait until it is gone."""
+        if self._serving is not None:
+            self._serving.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._serving
+        for call in list(self._calls.values()):
+            call.cancel()
+        # The guard of the process kills all of it once the connection is gone.
+        self._writer.close()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+        try:
+            await asyncio.to_thread(self._process.wait, 5.0)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            await asyncio.to_thread(self._process.wait)
+
+
+def _popen(descriptor: int) -> subprocess.Popen[bytes]:
+    """Start a process of episodes that is connected to the socket `descriptor`."""
+    program = _PROGRAM.format(root=_ROOT, descriptor=descriptor)
+    return subprocess.Popen(
+        [sys.executable, "-u", "-c", program],
+        stdin=subprocess.DEVNULL,
+        # What environments print goes to the log.
+        stdout=2,
+        pass_fds=[descriptor],
+        # Hash seeds decide about the worlds of some environments.
+        env={**os.environ, "PYTHONHASHSEED": "0"},
+        # The processes form one group, to kill together.
+        start_new_session=True,
+    )
