@@ -34,11 +34,11 @@ from controllers.compose.trees import MISSING, key_exists, value_at
 from controllers.run.finished import finished_step, show_finished
 from verl_ray.cluster.signals import (
     heed_signals,
+    outlast_full_disks,
     pointing,
     stop_on_signals,
     stoppable,
 )
-from verl_ray.cluster.terminals import outlast_full_disks
 from verl_ray.config.advice import advice_on
 from verl_ray.config.load import to_tree, value_keys
 from verl_ray.config.schema import Config

@@ -19,7 +19,7 @@ from controllers.bench.running import ActorAndReplicas, actor_and_replicas, clus
 from controllers.bench.suite import Flags, circumstances, print_json, rounds
 from controllers.rollouts.replicas import Replicas
 from controllers.system.plan import ClusterShape, resolve_on, rollout_spec
-from verl_ray.cluster.process_setup import thread_environment
+from verl_ray.cluster.process_control import thread_environment
 from verl_ray.cluster.waiting import TICK_S
 from verl_ray.config.rollout import VLLM_BATCHED_REQUESTS, VLLM_BATCHED_TOKENS
 from verl_ray.config.section import resolved

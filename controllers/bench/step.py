@@ -29,8 +29,8 @@ from controllers.rollouts.producer import Producer
 from controllers.system.build import System, start
 from controllers.system.plan import resolve_on
 from controllers.trainers.rl import Trainer
-from verl_ray.cluster.process_setup import thread_environment
-from verl_ray.cluster.store import read
+from verl_ray.cluster.process_control import thread_environment
+from verl_ray.cluster.waiting import read
 from verl_ray.config.section import resolved
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.batch import Int64

@@ -18,7 +18,7 @@ from controllers.watch.entries import held_out_entry_metrics, read_entries
 from controllers.watch.evaluation import Evaluation
 from controllers.watch.held_out_measures import CoreScores
 from controllers.watch.measures import Metrics
-from verl_ray.cluster.store import read
+from verl_ray.cluster.waiting import read
 from verl_ray.config.reward import HELD_OUT_GRADER, MixedReward
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.buffer import RolloutBuffer

@@ -29,8 +29,7 @@ from controllers.rollouts.replicas import Replicas
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.restarts import InPlaceRestarts
-from verl_ray.cluster.store import put, read
-from verl_ray.cluster.waiting import TICK_S, wait
+from verl_ray.cluster.waiting import TICK_S, put, read, wait
 from verl_ray.config.reward import EvaluationConfig
 from verl_ray.config.rollout import RolloutConfig
 from verl_ray.config.tasks.rl import RLConfig

@@ -19,7 +19,7 @@ from typing import TypeVar
 import numpy as np
 
 from verl_ray.checkpoint.manifest import read_object, write_json
-from verl_ray.cluster.store import put, read
+from verl_ray.cluster.waiting import put, read
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.batch import Batch, Int64, read_batch, write_batch
 from verl_ray.data.buffer import Experience

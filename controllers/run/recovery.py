@@ -25,9 +25,8 @@ from verl_ray.checkpoint.manifest import ContentsCheck, FileRecord, TornCheckpoi
 from verl_ray.checkpoint.store import CheckpointStore, torn_in_words
 from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.cluster.signals import finishing, heed_signals
+from verl_ray.cluster.signals import finishing, heed_signals, print_error
 from verl_ray.cluster.stalls import IDLE_PROCESSES
-from verl_ray.cluster.terminals import print_error
 from verl_ray.cluster.waiting import TICK_S, Background
 from verl_ray.config.load import to_tree
 from verl_ray.errors import CheckpointError, TrackingError

@@ -14,8 +14,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from controllers.devices import SharingPlan
-from verl_ray.cluster.packing import Resources
-from verl_ray.cluster.placement import ProcessSet, share_cpus
+from verl_ray.cluster.placement import ProcessSet, Resources, share_cpus
 from verl_ray.cluster.processes import Role
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.waiting import RAY_CALLS, wait

@@ -43,8 +43,7 @@ from verl_ray.algorithms.policy_objective import PolicyObjective
 from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.restarts import Pending
-from verl_ray.cluster.store import put
-from verl_ray.cluster.waiting import Background
+from verl_ray.cluster.waiting import Background, put
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Credit, Float32, LogProbs, Rollouts, Values

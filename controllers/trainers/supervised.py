@@ -25,7 +25,7 @@ from controllers.watch.update_measures import GradientWatch
 from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.signals import pass_point_of_no_return
-from verl_ray.cluster.store import put
+from verl_ray.cluster.waiting import put
 from verl_ray.config.schema import Config
 from verl_ray.data.cursor import CursorState
 from verl_ray.data.sharded import Sharded

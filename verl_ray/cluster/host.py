@@ -43,10 +43,9 @@ from verl_ray.cluster.messages import (
     Value,
     Whereabouts,
 )
-from verl_ray.cluster.process_setup import keep_output, process_environment, tail
+from verl_ray.cluster.process_control import keep_output, process_environment, tail
 from verl_ray.cluster.rendezvous import Rendezvous, join, listen, share_timeout
-from verl_ray.cluster.store import read
-from verl_ray.cluster.thread_stacks import own_line, progress_and_waits, thread_stacks
+from verl_ray.cluster.waiting import read
 from verl_ray.data.batch import Batch
 from verl_ray.data.sharded import Receipt, Sharded
 from verl_ray.errors import ClusterError, StaleIncarnation, VerlRayError
@@ -57,6 +56,9 @@ from verl_ray.profiling.memory import CallPeaks, PeakWatch
 from verl_ray.profiling.progress import (
     advance,
     begin,
+    own_line,
+    progress_and_waits,
+    thread_stacks,
     touch,
     waiting_for_others,
 )

@@ -22,7 +22,7 @@ from verl_ray.config.rollout import (
 from verl_ray.config.section import resolved
 from verl_ray.errors import RolloutError
 from verl_ray.models.settings import positions_of
-from verl_ray.profiling import allocator
+from verl_ray.profiling import memory
 from verl_ray.rollout.vllm_core import TRANSFER
 
 if TYPE_CHECKING:
@@ -79,14 +79,14 @@ def _without_expandable_segments(present: Mapping[str, str]) -> dict[str, str]:
     What vLLM puts to sleep lies in a memory pool of its own, and torch's expandable
     segments are not for such pools (pytorch#147851). vLLM 0.32 turns them off while it
     fills a pool; earlier versions refuse to start. Trainers have another environment,
-    and keep their segments (`profiling/allocator.py`).
+    and keep their segments (`profiling/memory.py`).
     """
     changed: dict[str, str] = {}
-    for name in allocator.VARIABLES:
+    for name in memory.ALLOCATOR_VARIABLES:
         settings = [setting.strip() for setting in present.get(name, "").split(",")]
         settings = [setting for setting in settings if setting]
         remaining = [
-            setting for setting in settings if not allocator.is_expandable(setting)
+            setting for setting in settings if not memory.is_expandable(setting)
         ]
         if remaining != settings:
             changed[name] = ",".join(remaining)

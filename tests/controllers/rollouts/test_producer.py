@@ -16,8 +16,7 @@ from tests.controllers import grader
 from tests.controllers.conftest import MakeTrainer
 from tests.controllers.runs import GRADER, SHAPE, Inputs, produced
 from verl_ray.cluster.launch import start_groups
-from verl_ray.cluster.store import read
-from verl_ray.cluster.waiting import TICK_S
+from verl_ray.cluster.waiting import TICK_S, read
 from verl_ray.data.batch import Ragged
 from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.data.stages import Finish, Prompts, Rollouts

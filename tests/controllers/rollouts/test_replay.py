@@ -13,7 +13,7 @@ from controllers.rollouts.replay import Replay
 from tests.controllers.rollouts.test_stored_groups import sharded
 from tests.rows import rollouts_of
 from verl_ray.cluster.session import Session
-from verl_ray.cluster.store import put, read
+from verl_ray.cluster.waiting import put, read
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.batch import Ragged
 from verl_ray.data.buffer import Experience

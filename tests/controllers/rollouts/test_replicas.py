@@ -32,8 +32,7 @@ from tests.controllers.runs import Inputs, Samplers, replicas_of, start_some, tr
 from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.processes import Role
 from verl_ray.cluster.session import Session
-from verl_ray.cluster.store import put, read
-from verl_ray.cluster.waiting import TICK_S
+from verl_ray.cluster.waiting import TICK_S, put, read
 from verl_ray.data.batch import offsets_of
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Finish, Requests, Responses, Rollouts

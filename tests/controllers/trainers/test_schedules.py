@@ -15,8 +15,7 @@ from controllers.watch.measures import Metrics
 from tests.controllers.conftest import MakeTrainer
 from tests.controllers.runs import Inputs, produced
 from tests.data.test_batch_files import bits
-from verl_ray.cluster.store import read
-from verl_ray.cluster.waiting import TICK_S, wait
+from verl_ray.cluster.waiting import TICK_S, read, wait
 from verl_ray.data.batch import Int64
 from verl_ray.data.buffer import Experience
 from verl_ray.data.ledger import Event
