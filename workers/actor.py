@@ -23,6 +23,7 @@ from verl_ray.cluster.context import WorkerContext, steering
 from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.config.rollout import WireName
 from verl_ray.data.batch import Int64
+from verl_ray.data.buffer import VersionAges, versions_of_tokens
 from verl_ray.data.stages import (
     Credit,
     Divergence,
@@ -35,7 +36,6 @@ from verl_ray.data.stages import (
     TrainingBatch,
     Values,
 )
-from verl_ray.data.versions import VersionAges, versions_of_tokens
 from verl_ray.engine.base import EngineSpec, LossAccumulator, LossReport
 from verl_ray.errors import WeightSyncError
 from verl_ray.models.probe import probe_rows

@@ -14,9 +14,12 @@ import numpy.typing as npt
 
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.config.reward import JudgeReward
-from verl_ray.data.chat_templates import TemplateArguments
 from verl_ray.data.stages import Finish, Rollouts, Scores
-from verl_ray.data.tokenizers import load_tokenizer, strip_special_tokens
+from verl_ray.data.tokenizers import (
+    TemplateArguments,
+    load_tokenizer,
+    strip_special_tokens,
+)
 from verl_ray.errors import DataError
 from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rewards.judge import Judgement, question_tokens

@@ -20,7 +20,6 @@ from verl_ray.cluster.context import WorkerContext
 from verl_ray.config.data import SpecialTokens
 from verl_ray.config.section import resolved
 from verl_ray.data.batch import Ragged, offsets_of
-from verl_ray.data.chat_templates import TemplateArguments
 from verl_ray.data.conversations import tokenize
 from verl_ray.data.fields import Message, as_messages
 from verl_ray.data.prompts import prompt_text
@@ -34,7 +33,12 @@ from verl_ray.data.stages import (
     Scores,
     TrainingBatch,
 )
-from verl_ray.data.tokenizers import load_tokenizer, same_tokens, strip_special_tokens
+from verl_ray.data.tokenizers import (
+    TemplateArguments,
+    load_tokenizer,
+    same_tokens,
+    strip_special_tokens,
+)
 from verl_ray.engine.base import EngineSpec
 from verl_ray.errors import DataError
 from verl_ray.ops.outputs import RequestedOutputs

@@ -35,7 +35,7 @@ from controllers.compose.listing import WIDTH
 from verl_ray.backends.base import FLOAT32, MOMENTS
 from verl_ray.engine.packages import missing_packages
 from verl_ray.preflight.machine import GIB, Machine
-from verl_ray.preflight.remaining_memory import USED_SHARE
+from verl_ray.preflight.memory_plan import USED_SHARE
 
 Status = Literal["passed", "failed", "timed out", "not run"]
 

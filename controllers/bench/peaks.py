@@ -285,7 +285,7 @@ def _predicted(
     case: PeakCase, role: ModelRole, config: RLConfig, folder: str
 ) -> dict[str, int]:
     from verl_ray.preflight.footprints import Workload, footprint
-    from verl_ray.preflight.model_sizes import size_of
+    from verl_ray.preflight.model_files import size_of
 
     tokens = case.rows * _ROW_TOKENS
     work = Workload(tokens, logit_tokens=tokens // 2, batches=case.batches)

@@ -24,9 +24,9 @@ from verl_ray.cluster.waiting import TICK_S
 from verl_ray.config.rollout import VLLM_BATCHED_REQUESTS, VLLM_BATCHED_TOKENS
 from verl_ray.config.section import resolved
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.data.chat_templates import policy_tokenizer
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.stages import Prompts
+from verl_ray.data.tokenizers import policy_tokenizer
 from verl_ray.rollout.requests import Sampling
 from verl_ray.rollout.vllm_setup import environment
 from workers.rollout import Generation

@@ -15,9 +15,9 @@ from typing import NoReturn
 
 import psutil
 
-from controllers.commands.run_argument import OUTPUTS, RUN_HELP, run_folder
 from verl_ray.errors import ConfigError, Problem
 from verl_ray.ownership import Owner
+from verl_ray.paths import OUTPUTS, RUN_HELP, run_folder
 from verl_ray.profiling.process_table import (
     STATUS,
     Located,

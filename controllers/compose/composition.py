@@ -37,10 +37,10 @@ from controllers.compose.trees import (
     resolve,
     value_at,
 )
+from verl_ray.config.load import with_auto_again
 from verl_ray.config.schema import Config, rule_violations
 from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import ConfigError, Problem
-from verl_ray.preflight.resolved_record import with_auto_again
 
 
 @dataclass

@@ -32,8 +32,7 @@ from controllers.watch.update_measures import queue_metrics
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.batch import Int64
 from verl_ray.data.buffer import Experience, RolloutBuffer
-from verl_ray.data.curriculum import Curriculum
-from verl_ray.data.cursor import CursorState, drawn_rows
+from verl_ray.data.cursor import Curriculum, CursorState, drawn_rows
 from verl_ray.data.ledger import LEDGER, NO_SPREAD, Event, Ledger
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.stages import Bool, Prompts

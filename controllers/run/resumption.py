@@ -20,7 +20,7 @@ from controllers.supervisor import reports
 from verl_ray.checkpoint.changes import Change, changed_keys
 from verl_ray.checkpoint.manifest import Checkpoint
 from verl_ray.checkpoint.store import CheckpointStore
-from verl_ray.config.load import to_tree
+from verl_ray.config.load import resolved_elsewhere, to_tree
 from verl_ray.config.renamed import migrated
 from verl_ray.config.schema import Config
 from verl_ray.config.tasks.rl import RLConfig
@@ -28,7 +28,6 @@ from verl_ray.data.cursor import drawn_rows
 from verl_ray.data.ledger import LEDGER, drop_later_parts
 from verl_ray.errors import CheckpointError, ConfigError, Problem
 from verl_ray.preflight.file_errors import problem_of
-from verl_ray.preflight.resolved_record import resolved_elsewhere
 from verl_ray.preflight.savings import in_words
 from verl_ray.tracking.jsonl import METRICS, RECORDED_STEPS
 from verl_ray.tracking.record import steps_of, unused_path

@@ -23,7 +23,7 @@ from verl_ray.config.roles import ModelRole, SupervisedRole
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
 from verl_ray.config.section import resolved
-from verl_ray.data.chat_templates import day_of_run, of_run, template_of
+from verl_ray.data.tokenizers import day_of_run, of_run, template_of
 from verl_ray.engine.base import EngineSpec
 from verl_ray.ownership import available_bytes
 from verl_ray.preflight.facts import ClusterFacts, facts_of

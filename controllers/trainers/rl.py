@@ -42,10 +42,10 @@ from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.signals import pass_point_of_no_return
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.buffer import Experience
-from verl_ray.data.chat_templates import policy_tokenizer
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Bool, Credit, Finish, Float32, Prompts, Rollouts
+from verl_ray.data.tokenizers import policy_tokenizer
 from verl_ray.profiling.memory import host_used_gib
 from verl_ray.profiling.phases import phase
 from verl_ray.profiling.timers import Timers

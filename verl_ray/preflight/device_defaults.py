@@ -17,22 +17,22 @@ from verl_ray.config.algebra import row_tokens_per_rank
 from verl_ray.config.load import to_tree, with_changes
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
+from verl_ray.preflight.assumptions import Links
 from verl_ray.preflight.facts import ClusterFacts
 from verl_ray.preflight.machine import ASSUMED_LINK_GBIT_PER_S, GIB, GPUS
-from verl_ray.preflight.memory_plan import memory_plan
-from verl_ray.preflight.model_sizes import model_size, remembered_sizes
-from verl_ray.preflight.remaining_memory import (
+from verl_ray.preflight.memory_plan import (
     MICRO_BATCH_TOKENS,
     UNKNOWN_KV_CACHE_GIB,
     USED_SHARE,
     cache_bounds_gib,
     growing_roles,
+    memory_plan,
     with_larger_batches,
     with_largest_batches,
     with_largest_caches,
 )
-from verl_ray.preflight.time_model.links import Links
-from verl_ray.preflight.time_model.step_time import step_time
+from verl_ray.preflight.model_files import model_size, remembered_sizes
+from verl_ray.preflight.step_time import step_time
 
 CPU_MICRO_BATCH_TOKENS = 8192
 CPU_KV_CACHE_GIB = 2.0

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from verl_ray.config.algebra import batch_algebra
 from verl_ray.config.data import in_words as paths_in_words
+from verl_ray.config.load import resolved_elsewhere, with_auto_again
 from verl_ray.config.reward import HttpReward
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
@@ -38,7 +39,6 @@ from verl_ray.preflight.facts import ClusterFacts, facts_here
 from verl_ray.preflight.machine import Machine
 from verl_ray.preflight.model_directories import model_problems
 from verl_ray.preflight.resolve import resolutions, resolve
-from verl_ray.preflight.resolved_record import resolved_elsewhere, with_auto_again
 from verl_ray.preflight.resources import resource_problems, resource_warnings
 from verl_ray.preflight.savings import in_words
 from verl_ray.rewards.remote import url_problem

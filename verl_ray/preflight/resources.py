@@ -31,7 +31,7 @@ from verl_ray.preflight.devices import (
 from verl_ray.preflight.footprints import CERTAIN, trained_parameters
 from verl_ray.preflight.machine import GIB, MIB, OPTION, Machine, as_described
 from verl_ray.preflight.memory_plan import Job, MemoryPlan
-from verl_ray.preflight.model_sizes import model_size
+from verl_ray.preflight.model_files import model_size
 from verl_ray.preflight.role_memory import ROLLOUT, Phase, RoleMemory
 from verl_ray.preflight.savings import as_overrides, cheapest_change, single_rows
 from verl_ray.preflight.shared_memory import shared_memory_bytes

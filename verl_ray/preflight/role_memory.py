@@ -35,7 +35,7 @@ from verl_ray.preflight.footprints import (
     snapshot_bytes,
     trained_parameters,
 )
-from verl_ray.preflight.model_sizes import model_size, size_of
+from verl_ray.preflight.model_files import model_size, size_of
 from verl_ray.weight_sync import SLOTS
 
 Phase = Literal["generate", "measure", "learn", "publish"]

@@ -13,19 +13,17 @@ from typing import TYPE_CHECKING
 from verl_ray.config.reward import JudgeReward, ModelReward, SingleReward
 from verl_ray.config.schema import Config
 from verl_ray.config.section import resolved
-from verl_ray.data.chat_templates import (
-    TemplateArguments,
-    day_of_run,
-    of_run,
-    template_of,
-)
 from verl_ray.data.fields import Message, excerpt
 from verl_ray.data.tokenizers import (
     CHAT_TEMPLATES,
+    TemplateArguments,
     applied_template,
+    day_of_run,
     load_tokenizer,
+    of_run,
     render,
     strip_special_tokens,
+    template_of,
 )
 from verl_ray.errors import ConfigError, DataError, ModelError, Problem
 from verl_ray.preflight.facts import writes_day

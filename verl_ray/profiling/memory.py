@@ -309,7 +309,11 @@ class TreeMemorySampler:
 
 # -------------------------------------------------------- settings of torch's allocator
 
-ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+ALLOCATOR_VARIABLES = (
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_HIP_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+)
 """Variables that torch 2.11 to 2.13 reads. The first that is set counts."""
 
 EXPANDABLE = ("expandable_segments:true", "expandable_segments:1")

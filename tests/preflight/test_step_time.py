@@ -17,10 +17,9 @@ from verl_ray.planning.candidates import (
     with_engines,
     with_ranks,
 )
+from verl_ray.preflight.assumptions import TRAINING_EFFICIENCY, Links
 from verl_ray.preflight.machine import Machine
-from verl_ray.preflight.time_model.assumptions import TRAINING_EFFICIENCY
-from verl_ray.preflight.time_model.links import Links
-from verl_ray.preflight.time_model.step_time import StepTime, step_time
+from verl_ray.preflight.step_time import StepTime, step_time
 
 H100 = machine("gpus=1,gpu=H100-80G")
 NODE = machine("gpus=8,gpu=H100-80G")
