@@ -38,7 +38,7 @@ from verl_ray.data.stages import (
 )
 from verl_ray.engine.base import EngineSpec, LossAccumulator, LossReport
 from verl_ray.errors import WeightSyncError
-from verl_ray.models.probe import probe_rows
+from verl_ray.models.export import probe_rows
 from verl_ray.ops.masked import Moments, whiten
 from verl_ray.ops.outputs import RequestedOutputs
 from verl_ray.rollout.update import Probe

@@ -24,11 +24,9 @@ from verl_ray.errors import DataError
 from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rewards.judge import Judgement, question_tokens
 from verl_ray.rollout.base import RolloutEngine
-from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling
-from verl_ray.rollout.seeds import row_seeds
+from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling, row_seeds
 from verl_ray.rollout.server import RolloutServer
-from workers.grader import Grader
-from workers.reward import requests_of, scores_of
+from workers.reward import Grader, requests_of, scores_of
 from workers.rollout import start_engine
 
 Tokens = npt.NDArray[np.int32]

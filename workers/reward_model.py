@@ -43,9 +43,8 @@ from verl_ray.engine.base import EngineSpec
 from verl_ray.errors import DataError
 from verl_ray.ops.outputs import RequestedOutputs
 from verl_ray.rewards.health import Score, ScoreHealth
-from workers.grader import Grader
 from workers.model_worker import ModelWorker, UpdateReport
-from workers.reward import response_texts, scores_of
+from workers.reward import Grader, response_texts, scores_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

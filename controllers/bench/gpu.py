@@ -33,7 +33,7 @@ from controllers.bench.inputs import FOLDER, MODELS, Size, tensors_of, with_laye
 from controllers.bench.suite import Flags, print_json, progress
 from controllers.compose.listing import WIDTH
 from verl_ray.backends.base import FLOAT32, MOMENTS
-from verl_ray.engine.packages import missing_packages
+from verl_ray.config.versions import missing_packages
 from verl_ray.preflight.machine import GIB, Machine
 from verl_ray.preflight.memory_plan import USED_SHARE
 

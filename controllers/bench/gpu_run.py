@@ -14,8 +14,7 @@ from typing import Any
 
 from controllers.bench.inputs import run_with_inputs
 from controllers.bench.suite import shown_versions
-from verl_ray.config.versions import problem_of
-from verl_ray.engine.packages import missing_packages
+from verl_ray.config.versions import missing_packages, problem_of
 from verl_ray.ops.installed_torch import varlen_attn_groups_heads
 from verl_ray.preflight.findings import inputs_folder
 from verl_ray.preflight.machine import Machine

@@ -21,8 +21,14 @@ import numpy as np
 import numpy.typing as npt
 
 from controllers.bench.inputs import Size, make_model
-from controllers.bench.processes import PATIENCE_S, fork, run_processes
-from controllers.bench.ranks import as_on_a_cpu, joined, training_rows
+from controllers.bench.processes import (
+    PATIENCE_S,
+    as_on_a_cpu,
+    fork,
+    joined,
+    run_processes,
+    training_rows,
+)
 from controllers.bench.suite import MIB, Flags, markdown, print_json, progress
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.packing import balance

@@ -29,7 +29,7 @@ from verl_ray.errors import RewardError, VerlRayError
 from verl_ray.rewards.failure_limit import FailureLimit
 from verl_ray.rewards.health import ScoreHealth
 from verl_ray.user_files import last_cause
-from workers.grader import Grader
+from workers.reward import Grader
 
 TRAINING = "train"
 """Purpose of rollouts to learn from. The purpose is part of every seed."""

@@ -43,8 +43,7 @@ from verl_ray.profiling.phases import phase
 from verl_ray.profiling.timers import Timers
 from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rollout.requests import Chunk, Sampling
-from workers.grader import Grader
-from workers.reward import scores_of
+from workers.reward import Grader, scores_of
 from workers.rollout import Generation, GenerationWithGreedyRow, whole_rollouts
 
 # ------------------------------------------------------------------------------- groups

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from controllers.devices import DeviceSharing
-from controllers.publishing.publisher import Publisher
-from controllers.publishing.wire import Receivers
+from controllers.publishing import Publisher, Receivers
 from controllers.rollouts.generation import (
     GenerationJob,
     GenerationScheduler,
@@ -35,8 +34,8 @@ from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.section import resolved
 from verl_ray.data.stages import Prompts
 from verl_ray.errors import RolloutError, VerlRayError, worker_error_of
-from verl_ray.rollout.engine_thread import PauseMode
 from verl_ray.rollout.requests import EngineLoad
+from verl_ray.rollout.server import PauseMode
 from workers.rollout import Generation, RolloutWorker
 
 

@@ -36,8 +36,8 @@ from verl_ray.errors import (
     WorkerError,
     worker_error_of,
 )
-from verl_ray.rollout.engine_thread import ServerHealth
 from verl_ray.rollout.requests import EngineLoad
+from verl_ray.rollout.server import ServerHealth
 from workers.rollout import RolloutWorker
 
 Replica = WorkerGroup[RolloutWorker]

@@ -16,12 +16,11 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from controllers.run.loop import Loop
-from controllers.run.persistence import NoPersistence, UnguardedSteps
+from controllers.run.loop import Loop, NoPersistence, UnguardedSteps
 from controllers.system.build import start
 from controllers.system.plan import ClusterShape, resolve_on
 from controllers.trainers.sft import ACCURACY, SFTTrainer
-from controllers.watch.evaluation import Evaluation
+from controllers.watch.held_out_measures import Evaluation
 from controllers.watch.measures import Metrics
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.session import Session

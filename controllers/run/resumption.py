@@ -29,8 +29,7 @@ from verl_ray.data.ledger import LEDGER, drop_later_parts
 from verl_ray.errors import CheckpointError, ConfigError, Problem
 from verl_ray.preflight.file_errors import problem_of
 from verl_ray.preflight.savings import in_words
-from verl_ray.tracking.jsonl import METRICS, RECORDED_STEPS
-from verl_ray.tracking.record import steps_of, unused_path
+from verl_ray.tracking.jsonl import METRICS, RECORDED_STEPS, steps_of, unused_path
 
 
 class Resumption:

@@ -27,8 +27,7 @@ from controllers.trainers.updates import (
 )
 from controllers.watch import measures, update_measures
 from controllers.watch.measures import Metrics
-from controllers.watch.mismatch import MismatchWatch
-from controllers.watch.update_measures import GradientWatch, age_metrics
+from controllers.watch.update_measures import GradientWatch, MismatchWatch, age_metrics
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.algorithms.agent_baselines import AgentBaselines
 from verl_ray.algorithms.coefficients import EntropyControl, make_kl_controller

@@ -30,7 +30,7 @@ from controllers.trainers.learner import Learner
 from controllers.trainers.updates import whitening_moments
 from controllers.watch import measures
 from controllers.watch.entries import scored_metrics
-from controllers.watch.evaluation import Evaluation
+from controllers.watch.held_out_measures import Evaluation
 from controllers.watch.learning import NUM_EXAMPLES
 from controllers.watch.measures import Metrics
 from controllers.watch.memory import MemoryRecord

@@ -16,7 +16,7 @@ import numpy as np
 from controllers.system.build import System
 from controllers.trainers.base import warn_skipped
 from controllers.trainers.supervised import SupervisedTask, SupervisedTrainer
-from controllers.watch.evaluation import Evaluation
+from controllers.watch.held_out_measures import Evaluation
 from controllers.watch.measures import Metrics
 from controllers.watch.memory import MemoryRecord
 from verl_ray.algorithms.objectives import SupervisedObjective

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from controllers.trainers.base import Resumable, Task, Trainable
 from controllers.watch import update_measures
-from controllers.watch.evaluation import Evaluation
+from controllers.watch.held_out_measures import Evaluation
 from controllers.watch.learning import NUM_EXAMPLES
 from controllers.watch.measures import Metrics
 from controllers.watch.memory import MemoryRecord

@@ -27,10 +27,9 @@ from verl_ray.cluster.processes import Processes, Restart
 from verl_ray.cluster.rank_calls import RankCall
 from verl_ray.cluster.waiting import RAY_CALLS, wait
 from verl_ray.data.batch import Batch, Int64
-from verl_ray.data.packing import balance, estimated_work
+from verl_ray.data.packing import Topology, balance, estimated_work
 from verl_ray.data.sharded import Receipt, Sharded, join
 from verl_ray.errors import DataError, DeadlineExceeded, WorkerDied, WorkerError
-from verl_ray.parallel.topology import Topology
 
 W = TypeVar("W")
 B = TypeVar("B", bound=Batch)

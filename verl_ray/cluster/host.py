@@ -47,11 +47,11 @@ from verl_ray.cluster.process_control import keep_output, process_environment, t
 from verl_ray.cluster.rendezvous import Rendezvous, join, listen, share_timeout
 from verl_ray.cluster.waiting import read
 from verl_ray.data.batch import Batch
+from verl_ray.data.packing import Topology
 from verl_ray.data.sharded import Receipt, Sharded
 from verl_ray.errors import ClusterError, StaleIncarnation, VerlRayError
-from verl_ray.ops.vector_math import choose_vector_program
+from verl_ray.ops.installed_torch import choose_vector_program
 from verl_ray.ownership import remove_stale
-from verl_ray.parallel.topology import Topology
 from verl_ray.profiling.memory import CallPeaks, PeakWatch
 from verl_ray.profiling.progress import (
     advance,

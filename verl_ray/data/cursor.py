@@ -32,7 +32,7 @@ from verl_ray.config.data import CurriculumConfig
 from verl_ray.data.batch import Array, Batch, Int64, Ragged
 from verl_ray.data.stages import Bool, Float32
 from verl_ray.errors import CheckpointError, DataError
-from verl_ray.rollout.seeds import row_seeds
+from verl_ray.rollout.requests import row_seeds
 
 # -------------------------------------------------------------------- the order of rows
 

@@ -24,8 +24,8 @@ from verl_ray.hub.snapshots import (
     not_cached,
     sizes_of,
 )
-from verl_ray.models.families import FAMILIES
 from verl_ray.models.names import INDEX
+from verl_ray.models.settings import FAMILIES
 from verl_ray.preflight.model_files import is_pending, json_object
 
 C = TypeVar("C", bound=Config)

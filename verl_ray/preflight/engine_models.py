@@ -19,7 +19,7 @@ from verl_ray.config.rollout import (
 )
 from verl_ray.config.schema import Config
 from verl_ray.config.suggest import either, nearest_divisors
-from verl_ray.engine.packages import INSTALL, missing_packages
+from verl_ray.config.versions import INSTALL, missing_packages
 from verl_ray.errors import Problem
 from verl_ray.models.settings import ACTIVATIONS, positions_of
 from verl_ray.preflight.machine import GIB, Machine

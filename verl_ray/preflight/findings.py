@@ -44,7 +44,7 @@ from verl_ray.preflight.savings import in_words
 from verl_ray.rewards.remote import url_problem
 from verl_ray.rewards.specs import spec_problems
 from verl_ray.rollout.vllm_core import installed_version
-from verl_ray.tracking.wandb_credentials import credentials_problem
+from verl_ray.tracking.wandb_run import credentials_problem
 
 INPUTS_STARTED = "made-by-verl_ray"
 """Marker in run.dir/inputs: a run made this folder and may delete it."""

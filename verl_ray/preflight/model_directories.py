@@ -19,15 +19,13 @@ from verl_ray.config.suggest import either
 from verl_ray.data.tokenizers import VOCABULARY_FILES
 from verl_ray.errors import Problem
 from verl_ray.hub.names import is_hub_id
-from verl_ray.models.families import (
+from verl_ray.models.names import TYPE_NAMES
+from verl_ray.models.settings import (
     EMBEDDINGS,
     FAMILIES,
     LANGUAGE_HEAD,
     VALUE_HEAD,
     WITH_EXPERTS,
-)
-from verl_ray.models.names import TYPE_NAMES
-from verl_ray.models.settings import (
     described_tensors,
     not_computed,
     positions_of,

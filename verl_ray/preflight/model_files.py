@@ -27,9 +27,15 @@ from verl_ray.config.schema import Config
 from verl_ray.data.arithmetic import ALPHABET, WORD_VOCABULARY
 from verl_ray.data.tokenizers import VOCABULARY_FILES
 from verl_ray.hub.names import snapshot_at
-from verl_ray.models.families import EMBEDDINGS, LANGUAGE_HEAD, VALUE_HEAD, WITH_EXPERTS
 from verl_ray.models.names import INDEX
-from verl_ray.models.settings import described_tensors, wrong_value
+from verl_ray.models.settings import (
+    EMBEDDINGS,
+    LANGUAGE_HEAD,
+    VALUE_HEAD,
+    WITH_EXPERTS,
+    described_tensors,
+    wrong_value,
+)
 from verl_ray.profiling.flops import ModelShape
 
 if TYPE_CHECKING:

@@ -27,10 +27,19 @@ from types import TracebackType
 from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import ConfigError, DataError, Problem, RewardError
 from verl_ray.profiling.progress import advance, touch
-from verl_ray.rewards import wire
 from verl_ray.rewards.failure_limit import FruitlessRun
 from verl_ray.rewards.health import Score, ScoreHealth
-from verl_ray.rewards.request import ScoreRequest
+from verl_ray.rewards.request import (
+    BROKEN,
+    READY,
+    STARTED,
+    Needs,
+    ScoreRequest,
+    Start,
+    message,
+    needs_from,
+    scores_from,
+)
 from verl_ray.rewards.scoring_process import (
     ScoringProcess,
     Unit,
@@ -95,7 +104,7 @@ class ScoringPool:
 
         # Before any unit was timed, units travel one by one.
         self._unit_s = _MESSAGE_S
-        self._needs: dict[str, wire.Needs] = {}
+        self._needs: dict[str, Needs] = {}
         """What the functions need, by data source."""
         self._requests: Sequence[ScoreRequest] = ()
         """The requests of this call."""
@@ -208,8 +217,8 @@ class ScoringPool:
     # ----------------------------------------------------------------- units and frames
 
     def _new_process(self) -> ScoringProcess:
-        start = wire.Start(module_path(), self._functions, self._key, self._deadline_s)
-        return ScoringProcess(wire.message(start))
+        start = Start(module_path(), self._functions, self._key, self._deadline_s)
+        return ScoringProcess(message(start))
 
     def _assign(self) -> None:
         """Send each idle process its share of the unassigned units.
@@ -267,18 +276,18 @@ class ScoringPool:
 
     def _take_frames(self, process: ScoringProcess) -> None:
         for kind, time_s, text in process.frames():
-            if kind == wire.BROKEN:
+            if kind == BROKEN:
                 raise ConfigError([Problem(**json.loads(text))])
             # Any other frame is progress, also that a process is ready or has begun.
             touch()
-            if kind == wire.READY:
+            if kind == READY:
                 process.ready = True
                 self._start_was_broken_off = False
-                self._needs = wire.needs_from(text)
-            elif kind == wire.STARTED:
+                self._needs = needs_from(text)
+            elif kind == STARTED:
                 process.has_begun = True
             else:
-                self._record(process, wire.scores_from(text))
+                self._record(process, scores_from(text))
                 self._update_unit_time(time_s - process.waiting_since)
             process.waiting_since = time_s
 

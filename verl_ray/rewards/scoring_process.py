@@ -30,8 +30,7 @@ from pathlib import Path
 import psutil
 
 from verl_ray.errors import ConfigError, Problem
-from verl_ray.rewards.request import RequestRow, ScoreRequest
-from verl_ray.rewards.wire import FRAME, Needs, message
+from verl_ray.rewards.request import FRAME, Needs, RequestRow, ScoreRequest, message
 
 # A guard kills within milliseconds; after this its process group is killed from here.
 _KILL_S = 5.0

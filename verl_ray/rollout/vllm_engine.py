@@ -23,7 +23,7 @@ from verl_ray.config.rollout import RolloutEngineConfig
 from verl_ray.data.stages import Finish
 from verl_ray.data.tokenizers import end_tokens, load_tokenizer
 from verl_ray.errors import RolloutError, VerlRayError, WeightSyncError
-from verl_ray.ops.vector_math import choose_vector_program
+from verl_ray.ops.installed_torch import choose_vector_program
 from verl_ray.rollout.base import RolloutEngine
 from verl_ray.rollout.engine_state import EngineMemoryPart
 from verl_ray.rollout.requests import (

@@ -22,8 +22,7 @@ import numpy as np
 import pytest
 
 from controllers.devices import DeviceSharing, SharingPlan
-from controllers.publishing.publisher import Publisher
-from controllers.publishing.wire import Receivers
+from controllers.publishing import Publisher, Receivers
 from controllers.rollouts.replicas import Replicas
 from controllers.rollouts.supervisor import Replica, ReplicaSupervisor
 from controllers.trainers.rl import Trainer

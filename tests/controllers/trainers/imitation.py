@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from controllers.system.build import System
 from controllers.trainers.supervised import SupervisedTask, SupervisedTrainer
-from controllers.watch.evaluation import Evaluation
+from controllers.watch.held_out_measures import Evaluation
 from verl_ray.algorithms.objectives import SupervisedObjective
 from verl_ray.cluster.calls import Call
 from verl_ray.config.roles import ModelRole, SupervisedRole
