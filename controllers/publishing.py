@@ -23,14 +23,14 @@ from typing import Any, Literal
 
 from controllers.devices import DeviceSharing
 from verl_ray.cluster.calls import Call, wait_all
+from verl_ray.cluster.context import PEER_TIMEOUT_FRACTION, ProcessInfo
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.cluster.messages import PEER_TIMEOUT_FRACTION, ProcessInfo
 from verl_ray.cluster.signals import finishing
 from verl_ray.cluster.waiting import Background
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.section import resolved
 from verl_ray.errors import VerlRayError, WeightSyncError, worker_error_of
-from verl_ray.rollout.update import Probe
+from verl_ray.rollout.engine_state import Probe
 from verl_ray.weight_sync import SLOTS
 from verl_ray.weight_sync.fingerprint import Fingerprint, Fingerprints
 from verl_ray.weight_sync.manifest import (

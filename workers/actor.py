@@ -41,7 +41,7 @@ from verl_ray.errors import WeightSyncError
 from verl_ray.models.export import probe_rows
 from verl_ray.ops.masked import Moments, whiten
 from verl_ray.ops.outputs import RequestedOutputs
-from verl_ray.rollout.update import Probe
+from verl_ray.rollout.engine_state import Probe
 from verl_ray.weight_sync.manifest import Manifest
 from verl_ray.weight_sync.transport import (
     Address,

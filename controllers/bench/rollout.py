@@ -28,7 +28,7 @@ from verl_ray.data.prompts import PromptSource
 from verl_ray.data.stages import Prompts
 from verl_ray.data.tokenizers import policy_tokenizer
 from verl_ray.rollout.requests import Sampling
-from verl_ray.rollout.vllm_setup import environment
+from verl_ray.rollout.vllm_core import environment
 from workers.rollout import Generation
 
 

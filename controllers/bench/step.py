@@ -39,8 +39,8 @@ from verl_ray.data.prompts import PromptSource
 from verl_ray.data.stages import Rollouts
 from verl_ray.data.tokenizers import policy_tokenizer
 from verl_ray.profiling.memory import GIB, TreeMemorySampler
-from verl_ray.profiling.timers import Timers
-from verl_ray.rollout.vllm_setup import environment
+from verl_ray.profiling.phases import Timers
+from verl_ray.rollout.vllm_core import environment
 from workers.rollout import Generation
 
 BLOCK = 5

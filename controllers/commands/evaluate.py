@@ -50,11 +50,10 @@ from verl_ray.tracking.comparison import (
     intervals,
     show_comparison,
 )
-from verl_ray.tracking.console import duration_text
+from verl_ray.tracking.console import HeldOut, Report, duration_text, show
 from verl_ray.tracking.evaluations import write_scores
 from verl_ray.tracking.history import TESTING
 from verl_ray.tracking.jsonl import finite, unused_path
-from verl_ray.tracking.report import HeldOut, Report, show
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.buffer import RolloutBuffer
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Finish, Float32, Prompts, Rollouts
-from verl_ray.profiling.timers import Timers
+from verl_ray.profiling.phases import Timers
 from verl_ray.rewards.built_in import is_accuracy
 from verl_ray.rewards.health import Entries
 from verl_ray.rewards.shaping import ResponseScores, Shaping

@@ -39,8 +39,7 @@ from verl_ray.data.prompts import prompt_text
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Finish, Prompts, Rollouts
 from verl_ray.errors import RewardError, VerlRayError
-from verl_ray.profiling.phases import phase
-from verl_ray.profiling.timers import Timers
+from verl_ray.profiling.phases import Timers, phase
 from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rollout.requests import Chunk, Sampling
 from workers.reward import Grader, scores_of

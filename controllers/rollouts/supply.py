@@ -37,7 +37,7 @@ from verl_ray.data.ledger import LEDGER, NO_SPREAD, Event, Ledger
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.stages import Bool, Prompts
 from verl_ray.errors import DataError, Interrupted
-from verl_ray.profiling.timers import Timers
+from verl_ray.profiling.phases import Timers
 from verl_ray.rewards.shaping import Shaping
 from workers.rollout import Generation
 

@@ -47,7 +47,7 @@ from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.buffer import OptimizerSteps
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Credit, Float32, LogProbs, Rollouts, Values
-from verl_ray.profiling.timers import Timers
+from verl_ray.profiling.phases import Timers
 from verl_ray.rewards.shaping import ResponseScores
 from verl_ray.rollout.requests import Sampling
 from workers.actor import ActorWorker

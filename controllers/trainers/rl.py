@@ -47,8 +47,7 @@ from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Bool, Credit, Finish, Float32, Prompts, Rollouts
 from verl_ray.data.tokenizers import policy_tokenizer
 from verl_ray.profiling.memory import host_used_gib
-from verl_ray.profiling.phases import phase
-from verl_ray.profiling.timers import Timers
+from verl_ray.profiling.phases import Timers, phase
 from verl_ray.rewards.shaping import ResponseScores, Shaping
 
 if TYPE_CHECKING:

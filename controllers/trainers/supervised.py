@@ -30,8 +30,7 @@ from verl_ray.config.schema import Config
 from verl_ray.data.cursor import CursorState
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import TrainingBatch
-from verl_ray.profiling.phases import phase
-from verl_ray.profiling.timers import Timers
+from verl_ray.profiling.phases import Timers, phase
 from verl_ray.tracking.evaluations import HeldOutScores, digest
 from workers.model_worker import ModelWorker, UpdateReport
 

@@ -1,6 +1,6 @@
 """The log files of the processes."""
 
-from verl_ray.cluster.messages import RankSpec
+from verl_ray.cluster.context import RankSpec
 from verl_ray.cluster.process_control import _log_name
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verl_ray.cluster.messages import RankSpec
+from verl_ray.cluster.context import RankSpec
 from verl_ray.cluster.process_control import process_environment
 from verl_ray.profiling.memory import exportable, is_expandable
 

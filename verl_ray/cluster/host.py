@@ -28,11 +28,6 @@ from verl_ray.cluster.context import (
     COLLECTIVE,
     SERVING,
     STEERING,
-    StreamState,
-    WorkerContext,
-    this_thread,
-)
-from verl_ray.cluster.messages import (
     CallRequest,
     Collective,
     Failure,
@@ -40,8 +35,11 @@ from verl_ray.cluster.messages import (
     RankSpec,
     Reply,
     Status,
+    StreamState,
     Value,
     Whereabouts,
+    WorkerContext,
+    this_thread,
 )
 from verl_ray.cluster.process_control import keep_output, process_environment, tail
 from verl_ray.cluster.rendezvous import Rendezvous, join, listen, share_timeout

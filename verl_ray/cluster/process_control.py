@@ -24,8 +24,8 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from verl_ray.cluster.context import ProcessInfo, RankSpec
 from verl_ray.cluster.members import Member
-from verl_ray.cluster.messages import ProcessInfo, RankSpec
 from verl_ray.cluster.waiting import RAY_CALLS, TICK_S, wait, wait_while_closing
 from verl_ray.profiling.memory import trainer_environment
 

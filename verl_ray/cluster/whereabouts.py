@@ -29,9 +29,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.core.generated.gcs_pb2 import ActorTableData
 
-from verl_ray.cluster.context import CONTROL
+from verl_ray.cluster.context import CONTROL, ProcessInfo, Whereabouts
 from verl_ray.cluster.members import Member
-from verl_ray.cluster.messages import ProcessInfo, Whereabouts
 from verl_ray.cluster.rank_calls import amount
 from verl_ray.cluster.waiting import CLUSTER_LOSS
 from verl_ray.ownership import Owner

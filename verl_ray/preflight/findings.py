@@ -21,18 +21,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from verl_ray.config.algebra import batch_algebra
 from verl_ray.config.data import in_words as paths_in_words
 from verl_ray.config.load import resolved_elsewhere, with_auto_again
 from verl_ray.config.reward import HttpReward
 from verl_ray.config.rollout_task import RolloutTaskConfig
-from verl_ray.config.schema import Config
+from verl_ray.config.schema import Config, batch_algebra
 from verl_ray.config.section import resolved
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.config.versions import problem_of
 from verl_ray.data.files import FORMATS, READERS, files_at, is_glob
 from verl_ray.errors import Problem
-from verl_ray.hub.names import is_hub_id
+from verl_ray.hub.snapshots import is_hub_id
 from verl_ray.paths import in_ray_package, nearest_existing, path_suggestion
 from verl_ray.preflight.engine_models import backend_problems
 from verl_ray.preflight.facts import ClusterFacts, facts_here

@@ -15,11 +15,10 @@ from functools import cached_property
 from typing import Literal, TypeVar
 
 from verl_ray.backends.base import BytesPerPart
-from verl_ray.config.algebra import row_tokens_per_rank
 from verl_ray.config.load import with_changes
 from verl_ray.config.rollout import ServedModel
 from verl_ray.config.rollout_task import RolloutTaskConfig
-from verl_ray.config.schema import Config
+from verl_ray.config.schema import Config, row_tokens_per_rank
 from verl_ray.config.section import resolved
 from verl_ray.preflight.engine_models import row_cache_bytes
 from verl_ray.preflight.footprints import CERTAIN

@@ -10,15 +10,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl_ray.config.algebra import batch_algebra
 from verl_ray.config.reward import JudgeReward
 from verl_ray.config.roles import ModelRole, SupervisedRole
-from verl_ray.config.schema import Config
+from verl_ray.config.schema import Config, batch_algebra
 from verl_ray.config.section import value_of
 from verl_ray.config.suggest import either
 from verl_ray.data.tokenizers import VOCABULARY_FILES
 from verl_ray.errors import Problem
-from verl_ray.hub.names import is_hub_id
+from verl_ray.hub.snapshots import is_hub_id
 from verl_ray.models.names import TYPE_NAMES
 from verl_ray.models.settings import (
     EMBEDDINGS,

@@ -26,7 +26,7 @@ from verl_ray.config.roles import ModelRole
 from verl_ray.config.schema import Config
 from verl_ray.data.arithmetic import ALPHABET, WORD_VOCABULARY
 from verl_ray.data.tokenizers import VOCABULARY_FILES
-from verl_ray.hub.names import snapshot_at
+from verl_ray.hub.snapshots import snapshot_at
 from verl_ray.models.names import INDEX
 from verl_ray.models.settings import (
     EMBEDDINGS,

@@ -25,16 +25,14 @@ from verl_ray.preflight.device_defaults import (
     CPU_KV_CACHE_GIB,
     CPU_MICRO_BATCH_TOKENS,
     LEVEL_SETTINGS,
+    SNAPSHOT_COPIES,
+    SNAPSHOT_EVERY,
     AutoValue,
     device_values,
+    host_values,
 )
 from verl_ray.preflight.facts import ClusterFacts
 from verl_ray.preflight.footprints import sent_width
-from verl_ray.preflight.shared_memory import (
-    SNAPSHOT_COPIES,
-    SNAPSHOT_EVERY,
-    host_values,
-)
 
 MIB = 2**20
 

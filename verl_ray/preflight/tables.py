@@ -17,8 +17,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 
 from verl_ray.backends.base import MemoryPart
-from verl_ray.config.algebra import RoleBatch, batch_algebra
-from verl_ray.config.schema import Config
+from verl_ray.config.schema import Config, RoleBatch, batch_algebra
 from verl_ray.preflight.machine import GIB, MIB
 from verl_ray.preflight.memory_plan import MemoryPlan
 from verl_ray.preflight.role_memory import Phase, RoleMemory

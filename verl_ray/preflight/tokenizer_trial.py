@@ -25,9 +25,8 @@ from verl_ray.data.tokenizers import (
     strip_special_tokens,
     template_of,
 )
-from verl_ray.errors import ConfigError, DataError, ModelError, Problem
+from verl_ray.errors import ConfigError, DataError, ModelError, Problem, file_problem
 from verl_ray.preflight.facts import writes_day
-from verl_ray.preflight.file_errors import problem_of
 from verl_ray.rewards.health import Score
 from verl_ray.rewards.judge import Judgement, question_tokens
 from verl_ray.rewards.request import ScoreRequest
@@ -116,7 +115,7 @@ def _tokenizer(
     try:
         tokenizer = load_tokenizer(path, template)
     except ModelError as error:
-        raise ConfigError([problem_of(key, path, error)]) from error
+        raise ConfigError([file_problem(key, path, error)]) from error
     except DataError as error:
         raise ConfigError([_template_problem(config, error)]) from error
 
@@ -141,7 +140,7 @@ def _template_problem(config: Config, error: DataError) -> Problem:
     """Return what is wrong with the run's own chat template."""
     named = str(config.data.chat_template)
     value = named if named in CHAT_TEMPLATES else excerpt(named)
-    return problem_of("data.chat_template", value, error)
+    return file_problem("data.chat_template", value, error)
 
 
 def _template_fault(

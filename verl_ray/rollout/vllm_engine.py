@@ -35,8 +35,7 @@ from verl_ray.rollout.requests import (
     Sampling,
     Tokens,
 )
-from verl_ray.rollout.vllm_core import VllmCore, require_supported
-from verl_ray.rollout.vllm_setup import engine_config
+from verl_ray.rollout.vllm_core import VllmCore, engine_config, require_supported
 from verl_ray.weight_sync.fingerprint import Fingerprints
 from verl_ray.weight_sync.manifest import Bucket, Manifest
 from verl_ray.weight_sync.transport import Address, WireSpec

@@ -22,9 +22,9 @@ from rich.table import Table
 
 from verl_ray.algorithms.intervals import Interval, bootstrap, prompt_means
 from verl_ray.tracking.base import HELD_OUT
+from verl_ray.tracking.console import plain_console
 from verl_ray.tracking.evaluations import HeldOutScores, with_group_metrics
 from verl_ray.tracking.jsonl import finite
-from verl_ray.tracking.report import plain_console
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

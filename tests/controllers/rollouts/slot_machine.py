@@ -34,7 +34,7 @@ from verl_ray.data.buffer import (
 from verl_ray.data.cursor import drawn_rows
 from verl_ray.data.sharded import Receipt, Sharded
 from verl_ray.data.stages import Prompts, Rollouts, Scores
-from verl_ray.profiling.timers import Timers
+from verl_ray.profiling.phases import Timers
 from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling
 from verl_ray.rollout.scripted import ScriptedEngine
 from verl_ray.weight_sync.manifest import Manifest

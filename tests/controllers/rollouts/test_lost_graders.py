@@ -30,7 +30,7 @@ from verl_ray.cluster.restarts import InPlaceRestarts
 from verl_ray.config.run import RecoveryConfig
 from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.errors import VerlRayError, WorkerDied, WorkerError
-from verl_ray.profiling.timers import Timers
+from verl_ray.profiling.phases import Timers
 from workers.actor import ActorWorker
 from workers.rollout import Generation
 

@@ -18,7 +18,7 @@ from verl_ray.cluster.waiting import read
 from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.data.ledger import LEDGER, Event, read_parts
 from verl_ray.data.stages import Finish
-from verl_ray.profiling.timers import Timers
+from verl_ray.profiling.phases import Timers
 
 pytestmark = [
     pytest.mark.cluster,

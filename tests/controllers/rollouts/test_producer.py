@@ -22,7 +22,7 @@ from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.data.stages import Finish, Prompts, Rollouts
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import RewardError
-from verl_ray.profiling.timers import Timers
+from verl_ray.profiling.phases import Timers
 from verl_ray.rewards.health import ScoreHealth
 from workers.actor import ActorWorker
 from workers.rollout import Generation

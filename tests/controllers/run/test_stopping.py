@@ -44,7 +44,7 @@ from verl_ray.cluster.signals import (
 )
 from verl_ray.cluster.waiting import Background
 from verl_ray.errors import Interrupted
-from verl_ray.profiling.timers import Timers
+from verl_ray.profiling.phases import Timers
 from verl_ray.tracking import Sample, Tracker, Trackers
 from verl_ray.tracking.jsonl import JsonlTracker, read_metrics
 

@@ -78,7 +78,7 @@ from verl_ray.weight_sync.manifest import (
     Slice,
     aligned_bytes,
 )
-from verl_ray.weight_sync.slots import parameter_view, sum_bytes_over_ranks
+from verl_ray.weight_sync.transport import parameter_view, sum_bytes_over_ranks
 
 
 class MegatronEngine(PackedEngine):

@@ -25,7 +25,7 @@ from verl_ray.engine.base import LossReport
 from verl_ray.engine.megatron.layout import Axis, ParallelLayout
 from verl_ray.engine.megatron.weight_map import share
 from verl_ray.engine.micro_batches import MicroBatch
-from verl_ray.models.experts import sum_by_row
+from verl_ray.models.role_model import sum_by_row
 from verl_ray.ops.outputs import RequestedOutputs
 
 if not moe_utils.HAVE_TE:
