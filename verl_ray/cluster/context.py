@@ -1,12 +1,13 @@
-"""Knowledge of a worker's class about the process that hosts it (`host.py`).
+"""Words between a worker's class, its process (`host.py`), and the driver.
 
 A worker is built with a context, and marks on its methods put these in concurrency
 groups. Ray gives each concurrency group of an actor its own threads. Calls in different
-groups therefore never wait for each other.
+groups therefore never wait for each other. Messages go between the driver and a worker
+process, besides rows.
 
-Invariant: a context holds plain values only. A method without a mark runs in the
-collective group, one call after another. This module imports neither Ray nor torch, so
-a worker can be built in a unit test.
+Invariant: contexts and messages are plain values, and messages survive pickling. A
+method without a mark runs in the collective group, one call after another. This module
+imports neither Ray nor torch, so a worker can be built in a unit test.
 """
 
 from __future__ import annotations

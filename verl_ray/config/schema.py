@@ -12,6 +12,10 @@ every task has those that are here. Every rule runs, and every problem is report
 once with its key, its value, the rule and what would be right. A setting that another
 one makes meaningless is refused, never ignored.
 
+The batch algebra says how the rows of a step become mini-batches and micro-batches.
+Sizes are global unless the name ends in `_per_rank`, and one unit, the row, runs
+through all of them.
+
 Deliberately not here: reading YAML (`load`), and what only the machine knows, such as
 files and memory (`verl_ray/preflight/findings.py`).
 """

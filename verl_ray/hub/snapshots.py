@@ -1,8 +1,10 @@
-"""Files of the hub, downloaded into the cache of `huggingface_hub`.
+"""Files of the hub: ids, the folders of commits in the cache, and downloads into it.
 
 Invariant: the name of a revision is asked for once, and everything after that is about
 its commit. A hub that does not answer is given up within seconds; the cache answers in
-its place, or an error that names the command which fills it.
+its place, or an error that names the command which fills it. Ids and folders are
+functions of texts and of the environment; nothing is asked and nothing is read for
+them, and no framework is imported here.
 """
 
 from __future__ import annotations

@@ -6,6 +6,14 @@ value head with one number per token.
 Invariant: a forward pass is a single call of this module on packed rows, so that
 wrappers (DDP, FSDP) see one module. Logits are never held for tokens that are not
 selected. Parameters carry the Hugging Face names of the model that they export to.
+
+Where layers have experts, the decisions of their routers are summarized: the load of
+each expert, and a loss that balances it. The balance of a row depends on that row
+alone, so the loss depends neither on the micro-batch size nor on the number of ranks.
+This deviates from Switch Transformer (Fedus et al. 2021, arXiv:2101.03961, equations 4
+to 6), which takes fractions over a batch. Per row it is the sequence-wise balance of
+DeepSeek-V3 (arXiv:2412.19437, equations 17 to 20) in the scale of Switch: top_k where
+experts are used evenly, up to the number of experts where they are not.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""The values of `auto` that depend on the memory of a device.
+"""The values of `auto` that depend on memory: of a device, and of a node in /dev/shm.
 
 Invariant: of all levels that leave a tenth of the device free by prediction, the
 fastest by the time model is taken. The search passes over no option that could be
 faster; of options that take equally long, an earlier one is preferred. On a CPU the
-values are constants.
+values are constants. The shared memory that a run needs of a node, and whether
+snapshots fit there, are pure functions of the configuration and of facts about the
+cluster.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Phases of the driver's work: what a run is doing, told where nothing else is.
+"""Phases of the driver's work, told where nothing else is, and the times of a step's.
 
 A phase is announced where it begins (`phase`), and may be a part of another one. Every
 wait of the driver ticks (`verl_ray/cluster/waiting.py`), so there is no thread, except
@@ -7,7 +7,10 @@ ten seconds without news a line on stderr says where the run is, and then after 
 and every 60 more. A live line on a terminal shows the phase instead (`show_on`).
 
 Invariant: text is made only when it is shown, in the thread of the driver. A phase
-changes nothing that the run computes.
+changes nothing that the run computes. The time of a name (`Timers`) is the length of
+the union of its spans. Nested and overlapping spans of one name (the reward during
+generation, calls in flight together) therefore never count a second twice. Not a
+profiler: it times what the driver names, and belongs to one thread.
 """
 
 from __future__ import annotations

@@ -6,7 +6,15 @@ of a unit can also be scored one by one, they are, and a response costs its own 
 alone. A process may also be killed or stopped from outside (by the kernel, when memory
 is short). Its unit is then scored again, once, so that what else happens on the machine
 does not change what a run learns. Where the first responses all miss the deadline, it
-raises instead (`FruitlessRun`).
+raises instead (`FruitlessRun`). Of one process, no call blocks but `terminate`, which
+is bounded; when it returns, the process and everything that it started are gone.
+
+A unit is what a process scores in one go, and what may cost its responses together. A
+function of one response scores responses one by one. Coroutines are awaited side by
+side, so some responses travel together. A batched function scores all responses to a
+prompt in one call: they are one unit, whatever else is scored at the time. The items of
+a unit have the same function and are consecutive requests of a call; those of a batched
+function are all consecutive requests of one prompt.
 
 It is no sandbox (functions run with the rights of the run), no Ray actor, and not for
 several callers at once.

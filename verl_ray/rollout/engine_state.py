@@ -1,7 +1,9 @@
-"""State of a rollout engine, the calls that it allows, and the requests in flight.
+"""State of a rollout engine: calls, requests in flight, and an open weight update.
 
 Invariant: a call that the state does not allow raises an error that names the call to
-make first.
+make first. A version is accepted only if every parameter of its manifest was received
+once, every fingerprint is the sender's, and, where a verification was announced, the
+engine computes with the weights what the sender computes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""vLLM's engine core in this process, and everything that depends on vLLM's version.
+"""vLLM's engine core in this process, its setup, and what depends on vLLM's version.
 
 Invariant: every use of vLLM's internals by the rollout engine is here, and differences
 between its versions are resolved here, once, by looking at the installed version. A
 version outside of `SUPPORTED` is refused before anything of it is used; a feature that
-a supported version lacks is refused when it is requested.
+a supported version lacks is refused when it is requested. The setup of vLLM fixes the
+environment of its process, and those of its arguments that the rest of this package
+relies on; `rollout.vllm_args` cannot change them.
 
 The tests run 0.32. With 0.22.1 on a CPU (torch 2.11) `pytest tests/rollout` passed,
 except for what that version lacks (a KV cache that is freed alone), for what it does

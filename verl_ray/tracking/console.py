@@ -1,10 +1,16 @@
-"""Progress of a run for a person: a live line on a terminal, else a line per step.
+"""A run as a person sees it: its progress while it lasts, and the report at its end.
 
-Above the live line stands the phase of the run that is under way. Evaluated steps, the
-last step and some others remain on the terminal when the live lines are gone.
+Progress is a live line on a terminal, else a line per step. Above the live line stands
+the phase of the run that is under way. Evaluated steps, the last step and some others
+remain on the terminal when the live lines are gone. The report says time, before and
+after, samples, and what to try next. It is no tracker: it is made from the record on
+disk after the trackers are closed (`controllers/run/conclusion.py`).
 
 Invariant: nothing of a rollout or a metric is interpreted as markup or sent to the
-terminal as a control sequence. Everything that is shown is in the other trackers, too.
+terminal as a control sequence; the report shows such text as it is, with control
+characters spelled out. Everything that is shown of a step is in the other trackers,
+too. Every line of the report fits into 80 columns but paths and commands, which are not
+wrapped, so that they can be copied.
 """
 
 from __future__ import annotations

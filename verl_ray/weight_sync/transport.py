@@ -13,7 +13,10 @@ Order of the calls:
    new address.
 
 Invariant: an address is small, can be pickled, and is never used twice. A receiver
-yields whole parameters.
+yields whole parameters. A slot is memory for one bucket: slices are written, whole
+parameters are read, and bucket i is in slot i modulo the number of slots. The place of
+each slice of a bucket is computed the first time, and reused as long as the same slices
+come in the same order.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Layers with experts whose routers see only slices of tokens, and their balance over
 the micro-batches and ranks of a call.
 
-Invariant: the balance is that of `models/experts.py`, of whole rows. Each slice adds
-its part, and the parts of all ranks add up to the whole. Routers are on all stages
+Invariant: the balance is that of `models/role_model.py`, of whole rows. Each slice
+adds its part, and the parts of all ranks add up to the whole. Routers are on all stages
 while the loss is on the last, so the gradient of the balance enters at the router.
 """
 
