@@ -19,8 +19,6 @@ from verl_ray.config.schema import Config
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import ConfigError, Problem
 from verl_ray.hub.models import pinned_in_words, pinned_models
-from verl_ray.planning.candidates import PLANNED_BACKENDS
-from verl_ray.planning.search import Misfit, Plan, search
 from verl_ray.preflight import assumptions
 from verl_ray.preflight.facts import facts_here
 from verl_ray.preflight.machine import (
@@ -36,6 +34,8 @@ from verl_ray.preflight.machine import (
 from verl_ray.preflight.memory_plan import USED_SHARE
 from verl_ray.preflight.model_directories import model_problems
 from verl_ray.preflight.model_files import model_size, remembered_sizes
+from verl_ray.preflight.plan_candidates import PLANNED_BACKENDS
+from verl_ray.preflight.plan_search import Misfit, Plan, search
 from verl_ray.preflight.resolve import resolve
 from verl_ray.preflight.step_time import StepTime
 from verl_ray.preflight.tables import memory_table, print_tables, role_table

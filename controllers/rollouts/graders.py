@@ -18,7 +18,7 @@ import numpy as np
 
 from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.cluster.restarts import InPlaceRestarts
+from verl_ray.cluster.launch import InPlaceRestarts
 from verl_ray.cluster.waiting import read
 from verl_ray.config.reward import HELD_OUT_GRADER
 from verl_ray.config.tasks.rl import RLConfig

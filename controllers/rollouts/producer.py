@@ -28,7 +28,7 @@ from controllers.rollouts.graders import (
 from controllers.rollouts.replicas import Replicas
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.cluster.restarts import InPlaceRestarts
+from verl_ray.cluster.launch import InPlaceRestarts
 from verl_ray.cluster.waiting import TICK_S, put, read, wait
 from verl_ray.config.reward import EvaluationConfig
 from verl_ray.config.rollout import RolloutConfig

@@ -19,9 +19,10 @@ import numpy as np
 from controllers.rollouts.admission import Admission, DynamicAdmission
 from controllers.rollouts.graders import ScoreFailures
 from controllers.rollouts.producer import ENDS_REPLICAS, Producer
-from controllers.rollouts.replay import Exchange, Replay
 from controllers.rollouts.stored_groups import (
     FOLDER,
+    Exchange,
+    Replay,
     read_groups,
     usable_groups,
     warn_of_unusable,

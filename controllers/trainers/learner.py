@@ -41,7 +41,7 @@ from verl_ray.algorithms.groups import is_last_of_group
 from verl_ray.algorithms.policy_objective import PolicyObjective
 from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.cluster.restarts import Pending
+from verl_ray.cluster.launch import Pending
 from verl_ray.cluster.waiting import Background, put
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.buffer import OptimizerSteps

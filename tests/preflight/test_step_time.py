@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from controllers.compose.composition import compose
-from tests.planning.bases import bases, machine
+from tests.preflight.plan_bases import bases, machine
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.planning.candidates import (
+from verl_ray.preflight.assumptions import TRAINING_EFFICIENCY, Links
+from verl_ray.preflight.machine import Machine
+from verl_ray.preflight.plan_candidates import (
     Space,
     offloaded,
     with_backend,
@@ -17,8 +19,6 @@ from verl_ray.planning.candidates import (
     with_engines,
     with_ranks,
 )
-from verl_ray.preflight.assumptions import TRAINING_EFFICIENCY, Links
-from verl_ray.preflight.machine import Machine
 from verl_ray.preflight.step_time import StepTime, step_time
 
 H100 = machine("gpus=1,gpu=H100-80G")

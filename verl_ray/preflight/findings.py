@@ -33,10 +33,9 @@ from verl_ray.data.files import FORMATS, READERS, files_at, is_glob
 from verl_ray.errors import Problem
 from verl_ray.hub.snapshots import is_hub_id
 from verl_ray.paths import in_ray_package, nearest_existing, path_suggestion
-from verl_ray.preflight.engine_models import backend_problems
 from verl_ray.preflight.facts import ClusterFacts, facts_here
 from verl_ray.preflight.machine import Machine
-from verl_ray.preflight.model_directories import model_problems
+from verl_ray.preflight.model_directories import backend_problems, model_problems
 from verl_ray.preflight.resolve import resolutions, resolve
 from verl_ray.preflight.resources import resource_problems, resource_warnings
 from verl_ray.preflight.savings import in_words

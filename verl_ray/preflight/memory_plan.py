@@ -20,9 +20,9 @@ from verl_ray.config.rollout import ServedModel
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config, row_tokens_per_rank
 from verl_ray.config.section import resolved
-from verl_ray.preflight.engine_models import row_cache_bytes
 from verl_ray.preflight.footprints import CERTAIN
 from verl_ray.preflight.machine import GIB, MIB, Machine
+from verl_ray.preflight.model_directories import row_cache_bytes
 from verl_ray.preflight.model_files import settings_of
 from verl_ray.preflight.role_memory import (
     ROLLOUT,

@@ -20,7 +20,6 @@ from verl_ray.config.schema import Config, row_tokens_per_rank, rule_violations
 from verl_ray.config.section import resolved
 from verl_ray.preflight.device_defaults import SNAPSHOT_COPIES, SNAPSHOT_EVERY
 from verl_ray.preflight.devices import device_problems, ranks_on_idle_gpus
-from verl_ray.preflight.engine_models import backend_problems, engine_problems
 from verl_ray.preflight.facts import ClusterFacts, facts_here
 from verl_ray.preflight.machine import GIB, Machine
 from verl_ray.preflight.memory_plan import (
@@ -32,6 +31,7 @@ from verl_ray.preflight.memory_plan import (
     cache_bounds_gib,
     memory_plan,
 )
+from verl_ray.preflight.model_directories import backend_problems, engine_problems
 from verl_ray.preflight.model_files import remembered_sizes
 from verl_ray.preflight.resolve import resolve
 from verl_ray.preflight.role_memory import ROLLOUT

@@ -46,9 +46,9 @@ from verl_ray.preflight.assumptions import (
     TRAINING_EFFICIENCY,
     Links,
 )
-from verl_ray.preflight.engine_models import cache_bytes_per_token
 from verl_ray.preflight.footprints import BFLOAT16, sent_bytes, trained_parameters
 from verl_ray.preflight.machine import GIB
+from verl_ray.preflight.model_directories import cache_bytes_per_token
 from verl_ray.preflight.model_files import ModelSize, model_size, size_of
 from verl_ray.preflight.role_memory import ROLLOUT, Phase, offloaded_parts, phases_of
 from verl_ray.profiling.flops import ModelShape, forward_flops

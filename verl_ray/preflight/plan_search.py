@@ -15,7 +15,20 @@ from verl_ray.config.rollout_task import Offloaded
 from verl_ray.config.schema import rule_violations
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import ConfigError, Problem
-from verl_ray.planning.candidates import (
+from verl_ray.preflight.assumptions import Links
+from verl_ray.preflight.device_defaults import fastest
+from verl_ray.preflight.footprints import BFLOAT16
+from verl_ray.preflight.machine import (
+    GIB,
+    GPUS,
+    Machine,
+    parse_machine,
+    with_host_memory,
+)
+from verl_ray.preflight.memory_plan import USED_SHARE, MemoryPlan, memory_plan
+from verl_ray.preflight.model_directories import engine_problems
+from verl_ray.preflight.model_files import model_size, remembered_sizes
+from verl_ray.preflight.plan_candidates import (
     OFFLOADS,
     Demand,
     Space,
@@ -26,19 +39,6 @@ from verl_ray.planning.candidates import (
     offloaded,
     with_least_cache,
 )
-from verl_ray.preflight.assumptions import Links
-from verl_ray.preflight.device_defaults import fastest
-from verl_ray.preflight.engine_models import engine_problems
-from verl_ray.preflight.footprints import BFLOAT16
-from verl_ray.preflight.machine import (
-    GIB,
-    GPUS,
-    Machine,
-    parse_machine,
-    with_host_memory,
-)
-from verl_ray.preflight.memory_plan import USED_SHARE, MemoryPlan, memory_plan
-from verl_ray.preflight.model_files import model_size, remembered_sizes
 from verl_ray.preflight.resources import resource_problems
 from verl_ray.preflight.step_time import StepTime, step_time
 
