@@ -99,7 +99,7 @@ def _generate_online(
     )
 
     start = time.perf_counter()
-    job = servers.generate(prompts, settings)
+    job = servers.scheduler.open(prompts, settings)
     while job.num_pending:
         servers.advance(TICK_S)
     lengths = [piece.row("response_length") for piece in job.finished]

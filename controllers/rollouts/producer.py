@@ -153,7 +153,7 @@ class Producer:
             groups = GroupCollector(generation.group_size)
         # The run waits for an evaluation, and not yet for later training steps.
         is_urgent = generation.purpose == EVALUATION
-        job = self._replicas.generate(prompts, generation, first=is_urgent)
+        job = self._replicas.scheduler.open(prompts, generation, first=is_urgent)
         self._productions.append(
             Production(
                 ordinals=prompts.group_id,

@@ -150,7 +150,7 @@ def _set_limit(replicas: Replicas, stall_s: float) -> None:
     """Set for how long the replica may make no progress, in open calls and in later
     ones.
     """
-    for call in replicas._scheduler._calls:
+    for call in replicas.scheduler._calls:
         call.stream.rank_call = replace(call.stream.rank_call, stall_s=stall_s)
     (replica,) = replicas.available
     replica._processes.stall_s = stall_s
@@ -168,7 +168,7 @@ def _begin(run: Trainer) -> GenerationJob:
     generation = run.producer.training_generation()
     sampling = replace(generation.sampling, stop_token_ids=())
     generation = replace(generation, sampling=sampling)
-    job = replicas.generate(run.prompts.all(16), generation)
+    job = replicas.scheduler.open(run.prompts.all(16), generation)
     while answers(replicas.available[0], "status")[0].health["rollout"].steps < 20:
         replicas.advance(TICK_S)
     assert job.num_pending

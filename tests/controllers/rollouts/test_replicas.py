@@ -79,7 +79,7 @@ def generated(
     """Return all rollouts by row id, and the pieces in which they arrived."""
     what = run.producer.training_generation()
     what = replace(what, sampling=replace(what.sampling, stop_token_ids=()))
-    job = run.replicas.generate(run.prompts.all(PROMPTS), what)
+    job = run.replicas.scheduler.open(run.prompts.all(PROMPTS), what)
     while not job.finished:
         run.replicas.advance(TICK_S)
     at_first_piece()

@@ -254,7 +254,7 @@ def test_paused_replicas_hand_over_what_they_had_finished(
     run = begun(trainer("grpo", *settings))
     replicas = run.replicas
     generation = run.producer.training_generation()
-    job = replicas.generate(run.prompts.all(8), generation)
+    job = replicas.scheduler.open(run.prompts.all(8), generation)
     replicas.advance()
     assert wait(replicas.references(), 1, 60)
 
