@@ -26,19 +26,19 @@ from controllers.commands.check import (
 from controllers.commands.check_data import print_readings
 from controllers.commands.check_pools import parse_rates
 from controllers.commands.multirun import multirun
-from controllers.commands.resume_hint import failure_hint, resume_hint
 from controllers.commands.usage import CHECKPOINTS, HELP, USAGE, parser_of, versions
 from controllers.compose.composition import examine
 from controllers.compose.listing import named_root
-from controllers.compose.trees import MISSING, key_exists, value_at
+from controllers.compose.sources import MISSING, key_exists, value_at
 from controllers.run.finished import finished_step, show_finished
+from controllers.run.next_command import failure_hint, resume_hint
 from verl_ray.cluster.signals import (
     heed_signals,
+    outlast_full_disks,
     pointing,
     stop_on_signals,
     stoppable,
 )
-from verl_ray.cluster.terminals import outlast_full_disks
 from verl_ray.config.advice import advice_on
 from verl_ray.config.load import to_tree, value_keys
 from verl_ray.config.schema import Config

@@ -308,7 +308,6 @@ WALKS = {
         "controllers/rollouts/supply.py Supply.draw",
         "controllers/rollouts/admission.py Admission.draw",
         "controllers/rollouts/producer.py Producer.advance",
-        "controllers/rollouts/replicas.py Replicas.generate",
         "controllers/rollouts/generation.py GenerationScheduler.dispatch",
         "verl_ray/cluster/group.py ",
         "workers/rollout.py RolloutWorker.generate",

@@ -424,3 +424,22 @@ class Interrupted(VerlRayError):
     """The run was stopped by a signal (Ctrl-C, SIGTERM, `ray job stop`)."""
 
     exit_code = 130
+
+
+def file_problem(key: str, value: str, error: InputError) -> Problem:
+    """Return an error about a file as a problem of the setting that names the file.
+
+    Args:
+        key: The setting.
+        value: Its value, the path of the file or of a folder around it.
+        error: What is wrong with the file.
+    """
+    if isinstance(error, HubError):
+        return Problem(key, value, error.rule, error.fix)
+
+    rule = error.rule_in(value)
+    fix = error.remedy.rstrip(".") or "correct it there, or name another one"
+    fix = f"{fix[0].upper()}{fix[1:]}."
+    if isinstance(error, OverlongRows):
+        return Problem(error.key, error.limit, rule, fix)
+    return Problem(key, value, rule, fix)

@@ -167,3 +167,30 @@ def shown_path(path: Path) -> str:
     if has_moved or in_ray_package(here) or not path.is_relative_to(here):
         return str(path)
     return str(path.relative_to(here))
+
+
+# --------------------------------------------------------- the argument RUN of commands
+
+OUTPUTS = Path("outputs")
+RUN_HELP = f"the folder of a run, or its name under {OUTPUTS}/"
+RUN_HINT = f"Give the folder of a run ({OUTPUTS}/NAME), or its NAME."
+
+
+def run_folder(run: str) -> Path:
+    """Return the folder of a run.
+
+    Args:
+        run: The folder, or the name of the run.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    folder = typed_path("RUN", run)
+    in_outputs = OUTPUTS / run
+    if not folder.is_dir() and in_outputs.is_dir():
+        folder = in_outputs
+
+    if not folder.is_dir():
+        fix = path_suggestion(folder, RUN_HINT)
+        raise ConfigError([Problem("RUN", run, "there is no such folder", fix)])
+    return folder

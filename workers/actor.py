@@ -23,6 +23,7 @@ from verl_ray.cluster.context import WorkerContext, steering
 from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.config.rollout import WireName
 from verl_ray.data.batch import Int64
+from verl_ray.data.buffer import VersionAges, versions_of_tokens
 from verl_ray.data.stages import (
     Credit,
     Divergence,
@@ -35,13 +36,12 @@ from verl_ray.data.stages import (
     TrainingBatch,
     Values,
 )
-from verl_ray.data.versions import VersionAges, versions_of_tokens
 from verl_ray.engine.base import EngineSpec, LossAccumulator, LossReport
 from verl_ray.errors import WeightSyncError
-from verl_ray.models.probe import probe_rows
+from verl_ray.models.export import probe_rows
 from verl_ray.ops.masked import Moments, whiten
 from verl_ray.ops.outputs import RequestedOutputs
-from verl_ray.rollout.update import Probe
+from verl_ray.rollout.engine_state import Probe
 from verl_ray.weight_sync.manifest import Manifest
 from verl_ray.weight_sync.transport import (
     Address,

@@ -14,18 +14,19 @@ import numpy.typing as npt
 
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.config.reward import JudgeReward
-from verl_ray.data.chat_templates import TemplateArguments
 from verl_ray.data.stages import Finish, Rollouts, Scores
-from verl_ray.data.tokenizers import load_tokenizer, strip_special_tokens
+from verl_ray.data.tokenizers import (
+    TemplateArguments,
+    load_tokenizer,
+    strip_special_tokens,
+)
 from verl_ray.errors import DataError
 from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rewards.judge import Judgement, question_tokens
 from verl_ray.rollout.base import RolloutEngine
-from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling
-from verl_ray.rollout.seeds import row_seeds
+from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling, row_seeds
 from verl_ray.rollout.server import RolloutServer
-from workers.grader import Grader
-from workers.reward import requests_of, scores_of
+from workers.reward import Grader, requests_of, scores_of
 from workers.rollout import start_engine
 
 Tokens = npt.NDArray[np.int32]

@@ -22,11 +22,11 @@ from verl_ray.checkpoint.manifest import FileRecord
 from verl_ray.cluster.context import WorkerContext, concurrent
 from verl_ray.cluster.rendezvous import share_timeout
 from verl_ray.config.algorithm import AggregationName
+from verl_ray.data.buffer import VersionAges
 from verl_ray.data.stages import Credit, LogProbs, Rollouts, Rows, TrainingBatch
-from verl_ray.data.versions import VersionAges
 from verl_ray.engine.base import EngineSpec, LossReport, StepReport
 from verl_ray.engine.build import build_engine
-from verl_ray.models.probe import plain_outputs, probe_rows
+from verl_ray.models.export import plain_outputs, probe_rows
 from verl_ray.ops.outputs import RequestedOutputs
 from verl_ray.profiling.flops import peak_flops_per_s, training_flops
 from verl_ray.profiling.memory import DeviceMemory, device_memory

@@ -1,4 +1,6 @@
-"""Reward role by functions or by a service: scores responses as texts.
+"""Reward role: the contract of its workers, and texts scored by functions or a service.
+
+Judges are in `judge.py`, models in `reward_model.py`.
 
 Invariant: every row gets a score or a typed failure, never a silent 0.
 """
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -23,10 +26,31 @@ from verl_ray.rewards.health import Score
 from verl_ray.rewards.pool import ScoringPool
 from verl_ray.rewards.remote import RemoteScorer
 from verl_ray.rewards.request import ScoreRequest
-from workers.grader import Grader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+class Grader(ABC):
+    """One rank of one component of the reward role."""
+
+    @abstractmethod
+    def score(self, rows: Rollouts, step: int, is_held_out: bool = False) -> Scores:
+        """Return a score for every row, or a typed failure of that row.
+
+        It raises only where no row can be scored.
+
+        Args:
+            rows: The rows to score.
+            step: The training step that is made; in an evaluation the last step of the
+                policy.
+            is_held_out: Whether it is an evaluation. Its scores also hold the answers
+                that were read out of the responses, where the grader reads any.
+        """
+
+    def needs_groups(self) -> bool:
+        """Return whether all responses to a prompt have to be scored in one call."""
+        return False
 
 
 Tokens = npt.NDArray[np.int32]

@@ -20,7 +20,6 @@ from verl_ray.cluster.context import WorkerContext
 from verl_ray.config.data import SpecialTokens
 from verl_ray.config.section import resolved
 from verl_ray.data.batch import Ragged, offsets_of
-from verl_ray.data.chat_templates import TemplateArguments
 from verl_ray.data.conversations import tokenize
 from verl_ray.data.fields import Message, as_messages
 from verl_ray.data.prompts import prompt_text
@@ -34,14 +33,18 @@ from verl_ray.data.stages import (
     Scores,
     TrainingBatch,
 )
-from verl_ray.data.tokenizers import load_tokenizer, same_tokens, strip_special_tokens
+from verl_ray.data.tokenizers import (
+    TemplateArguments,
+    load_tokenizer,
+    same_tokens,
+    strip_special_tokens,
+)
 from verl_ray.engine.base import EngineSpec
 from verl_ray.errors import DataError
 from verl_ray.ops.outputs import RequestedOutputs
 from verl_ray.rewards.health import Score, ScoreHealth
-from workers.grader import Grader
 from workers.model_worker import ModelWorker, UpdateReport
-from workers.reward import response_texts, scores_of
+from workers.reward import Grader, response_texts, scores_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

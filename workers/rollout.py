@@ -34,12 +34,9 @@ from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import EngineFailed, VerlRayError
 from verl_ray.profiling.progress import counting_reads, touch
 from verl_ray.rollout.base import RolloutEngine
-from verl_ray.rollout.engine_state import EngineMemoryPart
-from verl_ray.rollout.engine_thread import PauseMode, ServerHealth
-from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling
-from verl_ray.rollout.seeds import row_seeds
-from verl_ray.rollout.server import RolloutServer
-from verl_ray.rollout.update import Probe
+from verl_ray.rollout.engine_state import EngineMemoryPart, Probe
+from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling, row_seeds
+from verl_ray.rollout.server import PauseMode, RolloutServer, ServerHealth
 from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import Bucket, Manifest
 from verl_ray.weight_sync.transport import Address, WireSpec
@@ -399,8 +396,8 @@ def start_engine(
     chat_template: str | None = None,
 ) -> RolloutEngine:
     """Start vLLM in this process, which must not have imported it yet."""
+    from verl_ray.rollout.vllm_core import environment
     from verl_ray.rollout.vllm_engine import VllmEngine
-    from verl_ray.rollout.vllm_setup import environment
 
     device = context.device.partition(":")[0]
     variables = environment(

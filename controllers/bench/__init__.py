@@ -5,9 +5,9 @@ machines differ and are shared. Figures of other machines are in `README.md`.
 
 A suite is a module that says what is measured, and a line in `SUITES`. It takes flags,
 rounds and tables from `suite.py`, its inputs from `inputs.py`, and its processes from
-one of these: `running.py` (the actor and the replicas of a run), `ranks.py` (ranks of a
-training backend, without a cluster), `contest.py` (backends that take turns), `raw.py`
-(vLLM and PyTorch without us).
+one of these: `running.py` (the actor and the replicas of a run), `processes.py` (ranks
+of a training backend, without a cluster), `contest.py` (backends that take turns),
+`raw.py` (vLLM and PyTorch without us).
 """
 
 from __future__ import annotations

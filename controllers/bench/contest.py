@@ -357,7 +357,7 @@ def contend(task: ContenderTask) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from controllers.bench.ranks import joined
+    from controllers.bench.processes import joined
 
     with joined(
         task.rank,
@@ -407,7 +407,7 @@ def _peak_bytes(run: Callable[[], object], device: str) -> int:
 
 def _engine_passes(task: ContenderTask, device: torch.device) -> Passes:
     """Return the passes of a training backend, on packed micro-batches."""
-    from controllers.bench.ranks import learner, training_rows
+    from controllers.bench.processes import learner, training_rows
     from verl_ray.algorithms.objectives import SupervisedObjective
     from verl_ray.data.packing import balance
     from verl_ray.engine.base import EngineSpec
@@ -450,7 +450,7 @@ def _padded_passes(task: ContenderTask, device: torch.device) -> Passes:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from controllers.bench.ranks import training_rows
+    from controllers.bench.processes import training_rows
 
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32)

@@ -23,7 +23,7 @@ from verl_ray.cluster.placement import ProcessSet
 from verl_ray.cluster.processes import Role
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import stop_on_signals
-from verl_ray.cluster.store import put, read
+from verl_ray.cluster.waiting import put, read
 from verl_ray.data.batch import Int64, Kind, Ragged, offsets_of
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Finish, LogProbs, Rollouts, versions_of

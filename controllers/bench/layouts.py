@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from controllers.bench.processes import PATIENCE_S, fork, run_processes
-from controllers.bench.ranks import joined, learner
+from controllers.bench.processes import PATIENCE_S, fork, joined, learner, run_processes
 from controllers.bench.suite import Flags, markdown, print_json, progress
 from controllers.compose.composition import compose
 from verl_ray.config.load import parse, to_tree

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from controllers.bench.contest import made_apart
 from controllers.bench.inputs import MODELS, Size, tensors_of, with_layers
-from controllers.bench.processes import run_processes
-from controllers.bench.ranks import joined, learner, training_rows
+from controllers.bench.processes import joined, learner, run_processes, training_rows
 from controllers.bench.suite import MIB, Flags, markdown, print_json, progress
 from verl_ray.backends.base import ParameterCounts
 from verl_ray.backends.megatron_fsdp import MegatronFsdpBackend

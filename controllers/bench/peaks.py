@@ -21,8 +21,14 @@ import numpy as np
 import numpy.typing as npt
 
 from controllers.bench.inputs import Size, make_model
-from controllers.bench.processes import PATIENCE_S, fork, run_processes
-from controllers.bench.ranks import as_on_a_cpu, joined, training_rows
+from controllers.bench.processes import (
+    PATIENCE_S,
+    as_on_a_cpu,
+    fork,
+    joined,
+    run_processes,
+    training_rows,
+)
 from controllers.bench.suite import MIB, Flags, markdown, print_json, progress
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.packing import balance
@@ -285,7 +291,7 @@ def _predicted(
     case: PeakCase, role: ModelRole, config: RLConfig, folder: str
 ) -> dict[str, int]:
     from verl_ray.preflight.footprints import Workload, footprint
-    from verl_ray.preflight.model_sizes import size_of
+    from verl_ray.preflight.model_files import size_of
 
     tokens = case.rows * _ROW_TOKENS
     work = Workload(tokens, logit_tokens=tokens // 2, batches=case.batches)

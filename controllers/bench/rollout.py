@@ -19,16 +19,16 @@ from controllers.bench.running import ActorAndReplicas, actor_and_replicas, clus
 from controllers.bench.suite import Flags, circumstances, print_json, rounds
 from controllers.rollouts.replicas import Replicas
 from controllers.system.plan import ClusterShape, resolve_on, rollout_spec
-from verl_ray.cluster.process_setup import thread_environment
+from verl_ray.cluster.process_control import thread_environment
 from verl_ray.cluster.waiting import TICK_S
 from verl_ray.config.rollout import VLLM_BATCHED_REQUESTS, VLLM_BATCHED_TOKENS
 from verl_ray.config.section import resolved
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.data.chat_templates import policy_tokenizer
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.stages import Prompts
+from verl_ray.data.tokenizers import policy_tokenizer
 from verl_ray.rollout.requests import Sampling
-from verl_ray.rollout.vllm_setup import environment
+from verl_ray.rollout.vllm_core import environment
 from workers.rollout import Generation
 
 
@@ -99,7 +99,7 @@ def _generate_online(
     )
 
     start = time.perf_counter()
-    job = servers.generate(prompts, settings)
+    job = servers.scheduler.open(prompts, settings)
     while job.num_pending:
         servers.advance(TICK_S)
     lengths = [piece.row("response_length") for piece in job.finished]

@@ -29,12 +29,11 @@ from verl_ray.cluster.group import WorkerGroup
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.batch import Int64
 from verl_ray.data.buffer import Experience, RolloutBuffer
-from verl_ray.data.chat_templates import policy_tokenizer
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Prompts, Rollouts
-from verl_ray.rollout.requests import Sampling
-from verl_ray.rollout.seeds import row_seeds
+from verl_ray.data.tokenizers import policy_tokenizer
+from verl_ray.rollout.requests import Sampling, row_seeds
 from workers.rollout import Generation, RolloutSpec, RolloutWorker
 
 LEARNING = "learning"

@@ -29,18 +29,18 @@ from controllers.rollouts.producer import Producer
 from controllers.system.build import System, start
 from controllers.system.plan import resolve_on
 from controllers.trainers.rl import Trainer
-from verl_ray.cluster.process_setup import thread_environment
-from verl_ray.cluster.store import read
+from verl_ray.cluster.process_control import thread_environment
+from verl_ray.cluster.waiting import read
 from verl_ray.config.section import resolved
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.batch import Int64
 from verl_ray.data.buffer import Experience, RolloutBuffer
-from verl_ray.data.chat_templates import policy_tokenizer
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.stages import Rollouts
+from verl_ray.data.tokenizers import policy_tokenizer
 from verl_ray.profiling.memory import GIB, TreeMemorySampler
-from verl_ray.profiling.timers import Timers
-from verl_ray.rollout.vllm_setup import environment
+from verl_ray.profiling.phases import Timers
+from verl_ray.rollout.vllm_core import environment
 from workers.rollout import Generation
 
 BLOCK = 5

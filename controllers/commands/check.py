@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from controllers.commands.check_data import print_data
-from controllers.commands.check_pools import pool_lines
-from controllers.commands.check_tables import batch_table, role_table, source_lines
+from controllers.commands.check_pools import PoolTimes, pool_lines
 from controllers.compose.composition import examine
 from controllers.compose.listing import groups
 from controllers.run.finished import finished_step
@@ -40,8 +39,7 @@ from verl_ray.preflight.function_trial import FunctionTrials, try_functions
 from verl_ray.preflight.machine import Machine, machine_in_words, machine_of
 from verl_ray.preflight.memory_plan import memory_plan
 from verl_ray.preflight.model_directories import model_problems
-from verl_ray.preflight.model_files import has_tokenizer
-from verl_ray.preflight.model_sizes import model_size
+from verl_ray.preflight.model_files import has_tokenizer, model_size
 from verl_ray.preflight.resolve import (
     resolution_of_steps,
     resolutions,
@@ -49,8 +47,14 @@ from verl_ray.preflight.resolve import (
     with_total_steps,
 )
 from verl_ray.preflight.reward_trial import TrialFindings, try_rewards
-from verl_ray.preflight.tables import memory_table, print_resolutions, print_tables
-from verl_ray.preflight.time_model.pools import PoolTimes
+from verl_ray.preflight.tables import (
+    batch_table,
+    memory_table,
+    print_resolutions,
+    print_tables,
+    role_table,
+    source_lines,
+)
 
 GIB = 2**30
 

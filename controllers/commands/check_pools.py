@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+from verl_ray.config.rollout import ScheduleName
 from verl_ray.config.schema import Config
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import ConfigError, Problem, TrackingError
+from verl_ray.preflight.assumptions import Links
 from verl_ray.preflight.machine import Machine
-from verl_ray.preflight.model_sizes import model_size
-from verl_ray.preflight.time_model.links import Links
-from verl_ray.preflight.time_model.pools import PoolTimes, pool_use
-from verl_ray.preflight.time_model.step_time import step_time
+from verl_ray.preflight.model_files import model_size
+from verl_ray.preflight.step_time import step_time
 from verl_ray.tracking.jsonl import METRICS, read_metrics
 
 OPTION = "--rates"
@@ -143,4 +144,52 @@ def _estimated(config: RLConfig, machine: Machine) -> PoolTimes | None:
     train_s = time.seconds["measure"] + time.seconds["learn"]
     return PoolTimes(
         time.seconds["generate"], train_s, time.seconds["publish"], "estimated"
+    )
+
+
+# -------------------------------------------------------------------------- idle shares
+
+
+@dataclass(frozen=True)
+class PoolTimes:
+    """Seconds of a step in which each pool works.
+
+    Attributes:
+        generate_s: Generation of the responses of a step.
+        train_s: All that trainers do with them.
+        publish_s: The weight sync, during which neither pool works.
+        origin: Where the figures come from, in words.
+    """
+
+    generate_s: float
+    train_s: float
+    publish_s: float
+    origin: str
+
+
+@dataclass(frozen=True)
+class PoolUse:
+    """A step as a schedule makes it."""
+
+    step_s: float
+    trainers_idle: float
+    """Share of the step in which the trainers do not work."""
+    engines_idle: float
+    """Share of the step in which the engines do not work."""
+
+
+def pool_use(schedule: ScheduleName, times: PoolTimes) -> PoolUse:
+    """Return how long a step takes, and how long each pool is idle.
+
+    Pools that overlap wait for the slower one. Where they take turns, their times add
+    up; for `carry_over` this is an upper bound, since later batches are begun before.
+    """
+    work_s = times.generate_s + times.train_s
+    if schedule in ("one_step_off", "asynchronous"):
+        work_s = max(times.generate_s, times.train_s)
+    step_s = work_s + times.publish_s
+    return PoolUse(
+        step_s,
+        trainers_idle=1 - times.train_s / step_s,
+        engines_idle=1 - times.generate_s / step_s,
     )

@@ -21,14 +21,13 @@ from typing import Any
 from controllers.commands.usage import CHECKPOINTS
 from controllers.run.best import held_out_metrics
 from controllers.run.faults import FaultPolicy
-from controllers.run.restoring import load_model
+from controllers.run.open_run import open_session
+from controllers.run.recovery import load_model
 from controllers.run.resumption import Resumption
-from controllers.run.session import open_session
-from controllers.system.build import start
+from controllers.system.build import restart_lost, start
 from controllers.system.plan import ClusterShape, facts_on
-from controllers.system.restart import restart_lost
 from controllers.trainers.base import read_data, task_of
-from controllers.watch.evaluation import Evaluation
+from controllers.watch.held_out_measures import Evaluation
 from verl_ray.algorithms.intervals import Interval
 from verl_ray.checkpoint.changes import Change, changed_model
 from verl_ray.checkpoint.manifest import Checkpoint
@@ -51,12 +50,10 @@ from verl_ray.tracking.comparison import (
     intervals,
     show_comparison,
 )
-from verl_ray.tracking.console import duration_text
+from verl_ray.tracking.console import HeldOut, Report, duration_text, show
 from verl_ray.tracking.evaluations import write_scores
 from verl_ray.tracking.history import TESTING
-from verl_ray.tracking.jsonl import finite
-from verl_ray.tracking.record import unused_path
-from verl_ray.tracking.report import HeldOut, Report, show
+from verl_ray.tracking.jsonl import finite, unused_path
 
 
 @dataclass(frozen=True)

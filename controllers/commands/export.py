@@ -21,12 +21,12 @@ from verl_ray.checkpoint.store import (
     is_checkpoint_name,
 )
 from verl_ray.cluster.signals import stop_on_signals
+from verl_ray.config.load import with_auto_again
 from verl_ray.config.renamed import migrated
 from verl_ray.config.schema import Config
 from verl_ray.errors import CheckpointError, ConfigError, Problem
 from verl_ray.hub.models import fetch_models
 from verl_ray.paths import path_suggestion, typed_path
-from verl_ray.preflight.resolved_record import with_auto_again
 from verl_ray.profiling.phases import phase
 
 LARGEST_DIFFERENCE = {"float32": 1e-4, "bfloat16": 0.2}

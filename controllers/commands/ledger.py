@@ -19,7 +19,6 @@ import yaml
 from rich import box
 from rich.table import Table
 
-from controllers.commands.run_argument import OUTPUTS, RUN_HELP, RUN_HINT, run_folder
 from verl_ray.data.batch import Array, Int64
 from verl_ray.data.ledger import (
     LEDGER,
@@ -32,6 +31,7 @@ from verl_ray.data.ledger import (
     read_parts,
 )
 from verl_ray.errors import ConfigError, Problem, TrackingError
+from verl_ray.paths import OUTPUTS, RUN_HELP, RUN_HINT, run_folder
 from verl_ray.preflight.tables import print_tables
 from verl_ray.tracking.history import read_history
 

@@ -23,10 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 from controllers.commands.check import SeenData, checked_config
-from controllers.commands.resume_hint import typed_words
 from controllers.compose.grammar import SweptRun, swept_runs
 from controllers.run.best import BestEvaluation, best_of, evaluations_of
-from controllers.run.next_command import in_shell, next_in_words
+from controllers.run.next_command import in_shell, next_in_words, typed_words
 from verl_ray.config.schema import Config
 from verl_ray.disk import replace_file
 from verl_ray.errors import ConfigError, Interrupted, Problem, TrackingError

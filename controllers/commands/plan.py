@@ -13,15 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from rich.table import Table
 
-from controllers.commands.check_tables import role_table
 from controllers.compose.composition import examine
 from controllers.compose.listing import WIDTH, groups
 from verl_ray.config.schema import Config
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import ConfigError, Problem
 from verl_ray.hub.models import pinned_in_words, pinned_models
-from verl_ray.planning.candidates import PLANNED_BACKENDS
-from verl_ray.planning.search import Misfit, Plan, search
+from verl_ray.preflight import assumptions
 from verl_ray.preflight.facts import facts_here
 from verl_ray.preflight.machine import (
     EXAMPLE,
@@ -33,13 +31,14 @@ from verl_ray.preflight.machine import (
     machine_in_words,
     parse_machine,
 )
+from verl_ray.preflight.memory_plan import USED_SHARE
 from verl_ray.preflight.model_directories import model_problems
-from verl_ray.preflight.model_sizes import model_size, remembered_sizes
-from verl_ray.preflight.remaining_memory import USED_SHARE
+from verl_ray.preflight.model_files import model_size, remembered_sizes
+from verl_ray.preflight.plan_candidates import PLANNED_BACKENDS
+from verl_ray.preflight.plan_search import Misfit, Plan, search
 from verl_ray.preflight.resolve import resolve
-from verl_ray.preflight.tables import memory_table, print_tables
-from verl_ray.preflight.time_model import assumptions
-from verl_ray.preflight.time_model.step_time import StepTime
+from verl_ray.preflight.step_time import StepTime
+from verl_ray.preflight.tables import memory_table, print_tables, role_table
 from verl_ray.shell import for_shell, override_of
 
 _SETTINGS = {

@@ -15,11 +15,17 @@ from typing import NoReturn
 
 import psutil
 
-from controllers.commands.run_argument import OUTPUTS, RUN_HELP, run_folder
 from verl_ray.errors import ConfigError, Problem
 from verl_ray.ownership import Owner
-from verl_ray.profiling.process_table import numbers, table_text
-from verl_ray.profiling.status_file import STATUS, Located, RunStatus, read_status
+from verl_ray.paths import OUTPUTS, RUN_HELP, run_folder
+from verl_ray.profiling.process_table import (
+    STATUS,
+    Located,
+    RunStatus,
+    numbers,
+    read_status,
+    table_text,
+)
 
 _SAME_START_S = 1.0
 _LATE = 3

@@ -23,24 +23,22 @@ from controllers.compose.overrides import (
     touched_keys,
 )
 from controllers.compose.sources import (
-    backend_set_in_yaml,
-    config_sources,
-    roots_beside,
-)
-from controllers.compose.trees import (
     Tree,
     as_plain,
     as_typed,
+    backend_set_in_yaml,
+    config_sources,
     interpolations,
     is_within,
     key_exists,
     resolve,
+    roots_beside,
     value_at,
 )
+from verl_ray.config.load import with_auto_again
 from verl_ray.config.schema import Config, rule_violations
 from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import ConfigError, Problem
-from verl_ray.preflight.resolved_record import with_auto_again
 
 
 @dataclass

@@ -18,8 +18,8 @@ import cloudpickle
 from controllers.compose.composition import examine
 from controllers.compose.grammar import keys_of, overrides_of
 from controllers.compose.listing import named_root
-from controllers.python_api.types import Data, Reward, RewardFunction, RunRequest
-from controllers.run.claim import claim
+from controllers.python_api.calls import Data, Reward, RewardFunction, RunRequest
+from controllers.run.finished import claim
 from verl_ray.config.data import DataSet
 from verl_ray.data.files import as_jsonl
 from verl_ray.disk import replace_file

@@ -15,22 +15,20 @@ import numpy as np
 from controllers.rollouts.producer import Producer
 from controllers.watch import held_out_measures, measures
 from controllers.watch.entries import held_out_entry_metrics, read_entries
-from controllers.watch.evaluation import Evaluation
-from controllers.watch.held_out_measures import CoreScores
+from controllers.watch.held_out_measures import CoreScores, Evaluation
 from controllers.watch.measures import Metrics
-from verl_ray.cluster.store import read
+from verl_ray.cluster.waiting import read
 from verl_ray.config.reward import HELD_OUT_GRADER, MixedReward
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.buffer import RolloutBuffer
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Finish, Float32, Prompts, Rollouts
-from verl_ray.profiling.timers import Timers
+from verl_ray.profiling.phases import Timers
 from verl_ray.rewards.built_in import is_accuracy
 from verl_ray.rewards.health import Entries
 from verl_ray.rewards.shaping import ResponseScores, Shaping
 from verl_ray.tracking.base import HELD_OUT, HeldOutResponse, Sample
-from verl_ray.tracking.evaluations import HeldOutScores, digest
-from verl_ray.tracking.group_metrics import group_metric_means
+from verl_ray.tracking.evaluations import HeldOutScores, digest, group_metric_means
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

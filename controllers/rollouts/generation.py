@@ -19,7 +19,7 @@ import numpy as np
 from controllers.rollouts.supervisor import Replica
 from verl_ray.cluster.calls import Stream, ready_streams
 from verl_ray.cluster.context import CONCURRENCY_GROUPS, SERVING
-from verl_ray.cluster.store import put
+from verl_ray.cluster.waiting import put
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Prompts, Rollouts
 from verl_ray.errors import RolloutError, WorkerError
@@ -228,13 +228,17 @@ class GenerationScheduler:
         self._reissued = 0
         return count
 
-    def open(self, job: GenerationJob, *, first: bool) -> None:
-        """Queue the groups of a job.
+    def open(
+        self, prompts: Prompts, generation: Generation, *, first: bool = False
+    ) -> GenerationJob:
+        """Begin to generate responses to these prompts; `Replicas.advance` continues.
 
         Args:
-            job: The job.
-            first: Queue them before those that wait, instead of behind them.
+            prompts: The prompts.
+            generation: What is generated for each of them.
+            first: Whether they come before all prompts that wait for a replica.
         """
+        job = GenerationJob(prompts, generation)
         # Earlier prompts will not come again, so their cached prefixes are of no use.
         if self.is_idle:
             self._balancer.forget_sessions()
@@ -243,6 +247,7 @@ class GenerationScheduler:
             if (job.generation.purpose, group.ordinal) in self._guilty:
                 job.give_up(group)
         self._balancer.add(job.items, first=first)
+        return job
 
     def close(self) -> None:
         """Abandon all jobs."""

@@ -18,8 +18,8 @@ import numpy as np
 
 from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.cluster.restarts import InPlaceRestarts
-from verl_ray.cluster.store import read
+from verl_ray.cluster.launch import InPlaceRestarts
+from verl_ray.cluster.waiting import read
 from verl_ray.config.reward import HELD_OUT_GRADER
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.buffer import Experience
@@ -29,7 +29,7 @@ from verl_ray.errors import RewardError, VerlRayError
 from verl_ray.rewards.failure_limit import FailureLimit
 from verl_ray.rewards.health import ScoreHealth
 from verl_ray.user_files import last_cause
-from workers.grader import Grader
+from workers.reward import Grader
 
 TRAINING = "train"
 """Purpose of rollouts to learn from. The purpose is part of every seed."""

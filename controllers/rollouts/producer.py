@@ -28,9 +28,8 @@ from controllers.rollouts.graders import (
 from controllers.rollouts.replicas import Replicas
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.cluster.restarts import InPlaceRestarts
-from verl_ray.cluster.store import put, read
-from verl_ray.cluster.waiting import TICK_S, wait
+from verl_ray.cluster.launch import InPlaceRestarts
+from verl_ray.cluster.waiting import TICK_S, put, read, wait
 from verl_ray.config.reward import EvaluationConfig
 from verl_ray.config.rollout import RolloutConfig
 from verl_ray.config.tasks.rl import RLConfig
@@ -40,12 +39,10 @@ from verl_ray.data.prompts import prompt_text
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Finish, Prompts, Rollouts
 from verl_ray.errors import RewardError, VerlRayError
-from verl_ray.profiling.phases import phase
-from verl_ray.profiling.timers import Timers
+from verl_ray.profiling.phases import Timers, phase
 from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rollout.requests import Chunk, Sampling
-from workers.grader import Grader
-from workers.reward import scores_of
+from workers.reward import Grader, scores_of
 from workers.rollout import Generation, GenerationWithGreedyRow, whole_rollouts
 
 # ------------------------------------------------------------------------------- groups
@@ -155,7 +152,7 @@ class Producer:
             groups = GroupCollector(generation.group_size)
         # The run waits for an evaluation, and not yet for later training steps.
         is_urgent = generation.purpose == EVALUATION
-        job = self._replicas.generate(prompts, generation, first=is_urgent)
+        job = self._replicas.scheduler.open(prompts, generation, first=is_urgent)
         self._productions.append(
             Production(
                 ordinals=prompts.group_id,

@@ -16,10 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from controllers.devices import DeviceSharing
-from controllers.publishing.publisher import Publisher
-from controllers.publishing.wire import Receivers
+from controllers.publishing import Publisher, Receivers
 from controllers.rollouts.generation import (
-    GenerationJob,
     GenerationScheduler,
     ReplicaIncarnation,
 )
@@ -33,11 +31,10 @@ from verl_ray.cluster.waiting import TICK_S, Background
 from verl_ray.config.rollout import VLLM_BATCHED_REQUESTS, RolloutConfig
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.section import resolved
-from verl_ray.data.stages import Prompts
 from verl_ray.errors import RolloutError, VerlRayError, worker_error_of
-from verl_ray.rollout.engine_thread import PauseMode
 from verl_ray.rollout.requests import EngineLoad
-from workers.rollout import Generation, RolloutWorker
+from verl_ray.rollout.server import PauseMode
+from workers.rollout import RolloutWorker
 
 
 class Replicas:
@@ -72,8 +69,9 @@ class Replicas:
             endpoints,
         )
         self._concurrency = AdaptiveConcurrency(config.rollout)
-        self._scheduler = GenerationScheduler(self._concurrency.first)
-        self._supervisor.is_excused = self._scheduler.has_suspects
+        self.scheduler = GenerationScheduler(self._concurrency.first)
+        """Opens generation, which `advance` continues."""
+        self._supervisor.is_excused = self.scheduler.has_suspects
         self.occupancy = Occupancy()
         """The clock of trainers and engines, which the trainer reads."""
         self._takes_turns = config.rollout.schedule == "carry_over"
@@ -99,7 +97,7 @@ class Replicas:
     def take_counts(self) -> dict[str, float]:
         """Return metrics: restarts and reissued responses since the last call."""
         restarts = self._supervisor.take_restart_count()
-        reissued = self._scheduler.take_reissued_count()
+        reissued = self.scheduler.take_reissued_count()
         counts = {
             "rollout/restarts": float(restarts),
             "rollout/reissued": float(reissued),
@@ -111,7 +109,7 @@ class Replicas:
 
         The available replicas are stopped elsewhere.
         """
-        self._scheduler.close()
+        self.scheduler.close()
         self._supervisor.close()
 
     def abandon_sync(self) -> None:
@@ -171,7 +169,7 @@ class Replicas:
 
     def _pause_open_rows(self) -> None:
         """Let the replicas stop where they are, if rows are open and may stay so."""
-        if self._pause_mode is None or self._scheduler.is_idle:
+        if self._pause_mode is None or self.scheduler.is_idle:
             return
         self._set_paused(True)
         # Also again after a pause for training: another replica may be there.
@@ -186,7 +184,7 @@ class Replicas:
         if self._paused:
             self._supervisor.call_each(self.available, RolloutWorker.resume)
             self._set_paused(False)
-            self._scheduler.note_resumed()
+            self.scheduler.note_resumed()
             self._note_occupancy()
 
     def _set_paused(self, paused: bool) -> None:
@@ -197,7 +195,7 @@ class Replicas:
     def _note_occupancy(self) -> None:
         """Note which share of the replicas generates from now on."""
         num_replicas = max(len(self.available), 1)
-        busy, to_learn_from = self._scheduler.busy(), self._scheduler.busy(TRAINING)
+        busy, to_learn_from = self.scheduler.busy(), self.scheduler.busy(TRAINING)
         if self._paused:
             busy = to_learn_from = set()
         self.occupancy.note_rollouts(
@@ -229,27 +227,13 @@ class Replicas:
 
     # ----------------------------------------------------------------------- generation
 
-    def generate(
-        self, prompts: Prompts, generation: Generation, *, first: bool = False
-    ) -> GenerationJob:
-        """Begin to generate responses to these prompts; `advance` continues.
-
-        Args:
-            prompts: The prompts.
-            generation: What is generated for each of them.
-            first: Whether they come before all prompts that wait for a replica.
-        """
-        job = GenerationJob(prompts, generation)
-        self._scheduler.open(job, first=first)
-        return job
-
     def stop_generation(self) -> None:
         """Abandon all generation."""
-        self._scheduler.close()
+        self.scheduler.close()
 
     def references(self) -> list[Any]:
         """Return the object references of the next pieces."""
-        return self._scheduler.references()
+        return self.scheduler.references()
 
     def advance(
         self, timeout_s: float = 0.0, background: Background | None = None
@@ -269,7 +253,7 @@ class Replicas:
         heed_signals()
         IDLE_PROCESSES.raise_if_lost()
         self._supervisor.take_started()
-        if self._scheduler.is_idle:
+        if self.scheduler.is_idle:
             return
 
         # What paused replicas have finished is taken, but they get nothing new.
@@ -288,12 +272,12 @@ class Replicas:
             for incarnation in incarnations
             if incarnation in self._up_to_date
         ]
-        self._scheduler.set_replicas(ready, running=incarnations)
+        self.scheduler.set_replicas(ready, running=incarnations)
         self._excuse_losses()
         try:
             self._dispatch()
-            if self._scheduler.references():
-                self._scheduler.take(timeout_s, paused=self._paused)
+            if self.scheduler.references():
+                self.scheduler.take(timeout_s, paused=self._paused)
                 # Others take the place of what has ended.
                 self._dispatch()
             elif not self.available and not self._supervisor.restarting:
@@ -311,7 +295,7 @@ class Replicas:
     def _dispatch(self) -> None:
         """Send queued groups to replicas with capacity, unless they are paused."""
         if not self._paused:
-            self._scheduler.dispatch()
+            self.scheduler.dispatch()
 
     def _excuse_losses(self) -> None:
         """Let the losses of replicas that prompts are guilty of not count.
@@ -319,7 +303,7 @@ class Replicas:
         Raises:
             RolloutError: There are more such prompts than prompts may be guilty of.
         """
-        count = self._scheduler.take_given_up_count()
+        count = self.scheduler.take_given_up_count()
         self._supervisor.excuse_losses(count)
         self._given_up_since_publish += count
         if self._given_up_since_publish > self._max_restarts:
@@ -333,10 +317,10 @@ class Replicas:
         """Let each replica generate as many responses at a time as its cache allows."""
         for replica, load in self._supervisor.take_loads().items():
             incarnation = _incarnation(replica)
-            pending = self._scheduler.pending(incarnation)
+            pending = self.scheduler.pending(incarnation)
             limit = self._concurrency.observe(incarnation, load, pending)
             if limit is not None:
-                self._scheduler.set_limit(incarnation, limit)
+                self.scheduler.set_limit(incarnation, limit)
 
     def _catch_up_outdated(self, background: Background) -> None:
         """Send the present weights to every replica that does not hold them."""

@@ -18,11 +18,11 @@ from typing import Any
 
 from controllers.devices import DeviceSharing
 from verl_ray.cluster.calls import Call, wait_all
-from verl_ray.cluster.failures import stalled
+from verl_ray.cluster.context import Status
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.members import Member
-from verl_ray.cluster.messages import Status
 from verl_ray.cluster.processes import Restart
+from verl_ray.cluster.rank_calls import stalled
 from verl_ray.cluster.signals import heed_signals
 from verl_ray.cluster.stalls import IDLE_PROCESSES
 from verl_ray.cluster.waiting import TICK_S
@@ -36,8 +36,8 @@ from verl_ray.errors import (
     WorkerError,
     worker_error_of,
 )
-from verl_ray.rollout.engine_thread import ServerHealth
 from verl_ray.rollout.requests import EngineLoad
+from verl_ray.rollout.server import ServerHealth
 from workers.rollout import RolloutWorker
 
 Replica = WorkerGroup[RolloutWorker]

@@ -19,9 +19,10 @@ import numpy as np
 from controllers.rollouts.admission import Admission, DynamicAdmission
 from controllers.rollouts.graders import ScoreFailures
 from controllers.rollouts.producer import ENDS_REPLICAS, Producer
-from controllers.rollouts.replay import Exchange, Replay
 from controllers.rollouts.stored_groups import (
     FOLDER,
+    Exchange,
+    Replay,
     read_groups,
     usable_groups,
     warn_of_unusable,
@@ -32,13 +33,12 @@ from controllers.watch.update_measures import queue_metrics
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.batch import Int64
 from verl_ray.data.buffer import Experience, RolloutBuffer
-from verl_ray.data.curriculum import Curriculum
-from verl_ray.data.cursor import CursorState, drawn_rows
+from verl_ray.data.cursor import Curriculum, CursorState, drawn_rows
 from verl_ray.data.ledger import LEDGER, NO_SPREAD, Event, Ledger
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.stages import Bool, Prompts
 from verl_ray.errors import DataError, Interrupted
-from verl_ray.profiling.timers import Timers
+from verl_ray.profiling.phases import Timers
 from verl_ray.rewards.shaping import Shaping
 from workers.rollout import Generation
 

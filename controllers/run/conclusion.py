@@ -28,6 +28,7 @@ from verl_ray.errors import ConfigError, Interrupted, TrackingError
 from verl_ray.tracking import GLOBAL_STEP, Trackers
 from verl_ray.tracking.base import Sample
 from verl_ray.tracking.comparison import intervals, paired_differences
+from verl_ray.tracking.console import HeldOut, Report, show
 from verl_ray.tracking.evaluations import (
     HeldOutScores,
     read_scores,
@@ -46,7 +47,6 @@ from verl_ray.tracking.history import (
     wall_s,
 )
 from verl_ray.tracking.jsonl import METRICS, newest_samples, read_metrics
-from verl_ray.tracking.report import HeldOut, Report, show
 
 SHOWN_SAMPLES = 5
 

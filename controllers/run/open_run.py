@@ -1,7 +1,8 @@
 """A run with all that it needs: claimed, checked against its folder, and started.
 
 Invariant: one run at a time writes to a folder, and what it writes to is known before
-anything starts. Whatever is started ends with the block, and the report is made.
+anything starts. Whatever is started, its cluster and its trackers too, ends with the
+block, the trackers then know whether the run failed, and the report is made.
 """
 
 from __future__ import annotations
@@ -15,21 +16,19 @@ from typing import Any
 
 import yaml
 
-from controllers.run.claim import claim
 from controllers.run.conclusion import Conclusion
 from controllers.run.faults import Cure, FaultPolicy
-from controllers.run.finished import finished_step, show_finished
+from controllers.run.finished import claim, finished_step, show_finished
 from controllers.run.loop import Loop
 from controllers.run.preparation import prepare
 from controllers.run.recovery import CheckpointCheck, Recovery
 from controllers.run.resumption import Resumption
-from controllers.run.session import open_session, recording
 from controllers.run.snapshots import Snapshots
 from controllers.supervisor import reports
-from controllers.system.build import System, start
+from controllers.system.build import System, restart_lost, start
 from controllers.system.plan import ClusterShape, facts_on
-from controllers.system.restart import restart_lost
 from controllers.trainers.base import Task, Trainable, read_data, task_of
+from controllers.watch.learning import LearningWatch
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import (
     AtomicWork,
@@ -38,6 +37,8 @@ from verl_ray.cluster.signals import (
     announcing,
     deferring_signals,
     heed_signals,
+    raising_signals,
+    stop_on_signals,
 )
 from verl_ray.cluster.whereabouts import keeping_status
 from verl_ray.config.load import to_tree
@@ -52,7 +53,10 @@ from verl_ray.preflight.resolve import (
     with_total_steps,
 )
 from verl_ray.preflight.tables import memory_table, print_resolutions, print_tables
+from verl_ray.profiling.phases import blocking
 from verl_ray.shell import override_of
+from verl_ray.tracking import Trackers, open_trackers
+from verl_ray.tracking.jsonl import METRICS, read_metrics
 
 
 @dataclass
@@ -456,3 +460,53 @@ class Stopping:
 
         remaining_s = max(1.0, expected_s - elapsed_s)
         return f"about {remaining_s:.0f} s left"
+
+
+# ----------------------------------------------------------------- cluster and trackers
+
+
+def open_session(config: Config) -> Session:
+    """Open the cluster to run on, and make the run's folder.
+
+    The processes of the cluster keep their logs in this folder. Signals are handled
+    from here on.
+    """
+    Path(config.run.dir).mkdir(parents=True, exist_ok=True)
+    with (
+        announcing(lambda: Outlook("stopping as soon as Ray has started", "")),
+        blocking("starting Ray"),
+    ):
+        session = Session.open(
+            config.ray.address,
+            log_dir=Path(config.run.dir) / "logs",
+            stall_s=config.run.stall_s,
+        )
+
+    # `ray.init` has installed a signal handler of its own, which this call replaces.
+    stop_on_signals()
+    return session
+
+
+@contextlib.contextmanager
+def recording(config: Config, resumption: Resumption) -> Iterator[Trackers]:
+    """Yield the trackers of the run, and close them as failed if the block raises."""
+    trackers = Trackers([])
+    try:
+        # W&B may wait for its server, and knows nothing of signals.
+        with raising_signals(), blocking("opening the record (tracking)"):
+            trackers = open_trackers(
+                config.tracking,
+                config.run,
+                to_tree(config),
+                committed_step=resumption.recorded_step,
+                state=resumption.tracker_state,
+                follows=reports().restarts > 0,
+            )
+        # The record is repaired by now, and so are its last lines.
+        recorded = read_metrics(Path(config.run.dir) / METRICS)
+        trackers = Trackers([trackers, LearningWatch(config, recorded)])
+        yield trackers
+    except BaseException:
+        trackers.close(failed=True)
+        raise
+    trackers.close(failed=False)

@@ -16,17 +16,17 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from controllers.run.loop import Loop
-from controllers.run.persistence import NoPersistence, UnguardedSteps
+from controllers.run.loop import Loop, NoPersistence, UnguardedSteps
 from controllers.system.build import start
 from controllers.system.plan import ClusterShape, resolve_on
 from controllers.trainers.sft import ACCURACY, SFTTrainer
-from controllers.watch.evaluation import Evaluation
+from controllers.watch.held_out_measures import Evaluation
 from controllers.watch.measures import Metrics
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import Outlook, announcing, deferring_signals
 from verl_ray.config.data import DataFilesConfig
+from verl_ray.config.load import with_auto_again
 from verl_ray.config.preparation import PrepareConfig, WarmStartConfig
 from verl_ray.config.roles import ModelConfig, SupervisedRole
 from verl_ray.config.rollout_task import RolloutTaskConfig
@@ -45,8 +45,8 @@ from verl_ray.data.arithmetic import (
     write_arithmetic,
     write_word_problems,
 )
+from verl_ray.data.conversations import SupervisedSource
 from verl_ray.data.stages import TrainingBatch
-from verl_ray.data.supervised import SupervisedSource
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer, train_bpe
 from verl_ray.errors import ConfigError, DataError, Problem
 from verl_ray.models.tiny import make_tiny_qwen3
@@ -56,7 +56,6 @@ from verl_ray.preflight.findings import (
     foreign_inputs,
     inputs_folder,
 )
-from verl_ray.preflight.resolved_record import with_auto_again
 from verl_ray.profiling.phases import phase
 from verl_ray.tracking.base import Sample, Tracker
 from workers.actor import ActorWorker

@@ -16,18 +16,21 @@ from pathlib import Path
 from typing import Any
 
 from controllers.run.best import BestEvaluation
-from controllers.run.restoring import load_checkpoint
 from controllers.run.resumption import Resumption
 from controllers.run.snapshots import FinishedStep, Snapshots
 from controllers.supervisor import reports
 from controllers.trainers.base import Resumable, StateFiles
-from verl_ray.checkpoint.manifest import ContentsCheck, FileRecord, TornCheckpoint
+from verl_ray.checkpoint.manifest import (
+    Checkpoint,
+    ContentsCheck,
+    FileRecord,
+    TornCheckpoint,
+)
 from verl_ray.checkpoint.store import CheckpointStore, torn_in_words
 from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.cluster.signals import finishing, heed_signals
+from verl_ray.cluster.signals import finishing, heed_signals, print_error
 from verl_ray.cluster.stalls import IDLE_PROCESSES
-from verl_ray.cluster.terminals import print_error
 from verl_ray.cluster.waiting import TICK_S, Background
 from verl_ray.config.load import to_tree
 from verl_ray.errors import CheckpointError, TrackingError
@@ -642,3 +645,52 @@ class CheckpointCheck:
             if self._resumption.may_choose:
                 reports().retry(str(error))
         raise self._resumption.as_problem(error) from error
+
+
+# --------------------------------------------------------------- the state of a trainer
+
+
+def load_checkpoint(checkpoint: Checkpoint, trainer: Resumable) -> None:
+    """Load a checkpoint, and print its step.
+
+    Args:
+        checkpoint: The checkpoint.
+        trainer: Trainer that gets the state.
+    """
+    loads = []
+    for name, group in trainer.groups.items():
+        loads.append(group.broadcast(ModelWorker.load, checkpoint.role(name)))
+
+    # Every rank reports what it could not restore exactly.
+    notes: list[str] = []
+    for ranks in wait_all(loads):
+        for notes_of_rank in ranks:
+            notes.extend(notes_of_rank)
+
+    if notes:
+        others = f" (and {len(notes) - 1} more)" if len(notes) > 1 else ""
+        print(
+            f"warning: this run is not continued bit for bit: {notes[0]}{others}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    trainer.load_state(checkpoint.state["trainer"])
+    trainer.load_files(checkpoint.path)
+    print(f"continuing after step {checkpoint.step} from {checkpoint.path}", flush=True)
+
+
+def load_model(checkpoint: Checkpoint, trainer: Resumable, role: str) -> None:
+    """Load the model of a role to measure it, and print its step.
+
+    The rest of the checkpoint belongs to the run that wrote it: random streams, data
+    cursor, ledger, groups and what the trainer has adapted.
+
+    Args:
+        checkpoint: The checkpoint.
+        trainer: Trainer with the processes of the role.
+        role: The role that is measured.
+    """
+    group = trainer.groups[role]
+    group.broadcast(ModelWorker.load, checkpoint.role(role)).result()
+    print(f"measuring step {checkpoint.step} from {checkpoint.path}", flush=True)

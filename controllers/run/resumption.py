@@ -20,18 +20,15 @@ from controllers.supervisor import reports
 from verl_ray.checkpoint.changes import Change, changed_keys
 from verl_ray.checkpoint.manifest import Checkpoint
 from verl_ray.checkpoint.store import CheckpointStore
-from verl_ray.config.load import to_tree
+from verl_ray.config.load import resolved_elsewhere, to_tree
 from verl_ray.config.renamed import migrated
 from verl_ray.config.schema import Config
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.cursor import drawn_rows
 from verl_ray.data.ledger import LEDGER, drop_later_parts
-from verl_ray.errors import CheckpointError, ConfigError, Problem
-from verl_ray.preflight.file_errors import problem_of
-from verl_ray.preflight.resolved_record import resolved_elsewhere
+from verl_ray.errors import CheckpointError, ConfigError, Problem, file_problem
 from verl_ray.preflight.savings import in_words
-from verl_ray.tracking.jsonl import METRICS, RECORDED_STEPS
-from verl_ray.tracking.record import steps_of, unused_path
+from verl_ray.tracking.jsonl import METRICS, RECORDED_STEPS, steps_of, unused_path
 
 
 class Resumption:
@@ -287,7 +284,7 @@ class Resumption:
         key, value = "run.resume", run.resume
         if run.resume == "auto":
             key, value = "run.dir", run.dir
-        return ConfigError([problem_of(key, value, error)])
+        return ConfigError([file_problem(key, value, error)])
 
     def _find(self, resume: str) -> Checkpoint | None:
         """Return the checkpoint that `resume` (auto, none or a path) stands for."""

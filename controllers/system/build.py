@@ -1,21 +1,25 @@
-"""The running system of a job: its worker groups, started and connected.
+"""The running system of a job: its worker groups, started, connected, and restarted.
 
-Invariant: all processes of a plan start, or none of them stays.
+Invariant: all processes of a plan start, or none of them stays. After a restart of lost
+processes, beside those that are well, every process is as after the start of a run,
+apart from the state of models that survived: no replica generates, receives weights or
+is paused, engines that share devices with trainers are asleep, and all training state
+is on its devices.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from controllers.devices import DeviceSharing, SharingPlan
-from controllers.publishing.publisher import Publisher
+from controllers.publishing import Publisher
 from controllers.rollouts.replicas import Replicas
-from controllers.rollouts.supervisor import Endpoints
+from controllers.rollouts.supervisor import Endpoints, Replica
 from controllers.system.models import download_models
 from controllers.system.plan import (
     ROLLOUT,
@@ -25,18 +29,25 @@ from controllers.system.plan import (
     Workers,
     plan_processes,
 )
+from verl_ray.cluster.calls import wait_all
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.cluster.launch import Groups, start_groups
-from verl_ray.cluster.restarts import InPlaceRestarts, MayRestart, never
+from verl_ray.cluster.launch import (
+    Groups,
+    InPlaceRestarts,
+    MayRestart,
+    never,
+    start_groups,
+)
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import finishing
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
+from verl_ray.errors import VerlRayError, worker_error_of
 from verl_ray.profiling.phases import phase
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker
-from workers.grader import Grader
-from workers.model_worker import ReferenceWorker
+from workers.model_worker import ModelWorker, ReferenceWorker
+from workers.reward import Grader
 from workers.rollout import RolloutWorker
 
 
@@ -216,3 +227,89 @@ def build_replicas(
         endpoints = Endpoints(config)
 
     return Replicas(replicas, publisher, device_sharing, config, endpoints)
+
+
+# ------------------------------------------------------------------------------ restart
+
+
+def restart_lost(config: Config, system: System, also: Collection[str] = ()) -> None:
+    """Start lost processes again, and put the others into the state of a start.
+
+    Args:
+        config: Resolved configuration of the job.
+        system: The system, which has another `rollout` afterwards.
+        also: Model roles whose processes start again although they are well.
+
+    Raises:
+        VerlRayError: A process failed as it started. No lost process runs then.
+    """
+    # Those that are starting again are killed, and start with the other lost ones.
+    system.restarts.close()
+    offloads = False
+    if isinstance(config, RolloutTaskConfig):
+        plan = SharingPlan.of(config, on_gpus=system.has_gpus)
+        offloads = plan.trainers_offload != "nothing"
+        _calm_replicas(system, plan)
+
+    lost = system.groups.lost([system.models[name] for name in also])
+    survivors = [group for group in system.models.values() if not group.runs_in(lost)]
+    # An engine is awake when it starts, and takes the memory of the trainers.
+    if offloads:
+        _place(survivors, "host")
+    system.groups.restart(lost)
+    if offloads:
+        _place(survivors, "device")
+
+    if isinstance(config, RolloutTaskConfig):
+        _connect_replicas(config, system)
+
+
+def _calm_replicas(system: System, plan: SharingPlan) -> None:
+    """Let replicas forget their work, and sleep where they share devices."""
+    assert system.rollout is not None, "a task with rollouts has replicas"
+    replicas: Sequence[Replica] = [
+        replica for replica in system.rollout.available if not replica.has_failed
+    ]
+    # So are replicas that are starting again.
+    system.rollout.close()
+    system.rollout.abandon_sync()
+
+    replicas = _call_each(replicas, RolloutWorker.pause, "abort")
+    replicas = _call_each(replicas, RolloutWorker.abort_update)
+    replicas = _call_each(replicas, RolloutWorker.resume)
+    if plan.engines_free is not None:
+        _call_each(replicas, RolloutWorker.sleep, plan.engines_free)
+
+
+def _call_each(
+    replicas: Sequence[Replica], method: Callable[..., object], *args: object
+) -> list[Replica]:
+    """Call a method of each replica. Return those that survive it; kill the others."""
+    survivors = []
+    calls = {replica: replica.broadcast(method, *args) for replica in replicas}
+    for replica, call in calls.items():
+        try:
+            call.result()
+            survivors.append(replica)
+        except VerlRayError as error:
+            # A stop of the run is no failure of the replica.
+            if worker_error_of(error) is None:
+                raise
+            replica.kill()
+    return survivors
+
+
+def _place(groups: Sequence[WorkerGroup[Any]], where: str) -> None:
+    """Move all state of these models to "device" or "host"."""
+    wait_all([group.broadcast(ModelWorker.place, where, where) for group in groups])
+
+
+def _connect_replicas(config: RolloutTaskConfig, system: System) -> None:
+    """Give the system new replicas, which have no weights yet."""
+    system.rollout = build_replicas(
+        config,
+        system.groups.named(ROLLOUT),
+        system.models[config.evaluated_role],
+        list(system.models.values()),
+        on_gpus=system.has_gpus,
+    )

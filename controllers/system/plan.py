@@ -14,8 +14,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from controllers.devices import SharingPlan
-from verl_ray.cluster.packing import Resources
-from verl_ray.cluster.placement import ProcessSet, share_cpus
+from verl_ray.cluster.placement import ProcessSet, Resources, share_cpus
 from verl_ray.cluster.processes import Role
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.waiting import RAY_CALLS, wait
@@ -24,7 +23,7 @@ from verl_ray.config.roles import ModelRole, SupervisedRole
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
 from verl_ray.config.section import resolved
-from verl_ray.data.chat_templates import day_of_run, of_run, template_of
+from verl_ray.data.tokenizers import day_of_run, of_run, template_of
 from verl_ray.engine.base import EngineSpec
 from verl_ray.ownership import available_bytes
 from verl_ray.preflight.facts import ClusterFacts, facts_of

@@ -16,18 +16,17 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from controllers.system.build import System
 from controllers.system.plan import WORKERS, Workers
 from controllers.tasks import declared_class, task_module
-from controllers.watch.evaluation import Evaluation
+from controllers.watch.held_out_measures import Evaluation
 from controllers.watch.measures import Metrics
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.waiting import Background
 from verl_ray.config.schema import Config
 from verl_ray.errors import ConfigError, DataError
+from verl_ray.preflight.data_files import data_problem
 from verl_ray.preflight.facts import facts_here
-from verl_ray.preflight.file_errors import data_problem
 from verl_ray.preflight.machine import machine_of
 from verl_ray.preflight.resolve import resolve
-from verl_ray.profiling.phases import phase
-from verl_ray.profiling.timers import Timers
+from verl_ray.profiling.phases import Timers, phase
 
 C = TypeVar("C", bound=Config)
 D = TypeVar("D")

@@ -28,8 +28,7 @@ from controllers.trainers.updates import (
 )
 from controllers.watch import measures, update_measures
 from controllers.watch.measures import Metrics
-from controllers.watch.mismatch import MismatchWatch
-from controllers.watch.update_measures import GradientWatch, age_metrics
+from controllers.watch.update_measures import GradientWatch, MismatchWatch, age_metrics
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.algorithms.agent_baselines import AgentBaselines
 from verl_ray.algorithms.coefficients import EntropyControl, make_kl_controller
@@ -43,14 +42,13 @@ from verl_ray.algorithms.groups import is_last_of_group
 from verl_ray.algorithms.policy_objective import PolicyObjective
 from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.cluster.restarts import Pending
-from verl_ray.cluster.store import put
-from verl_ray.cluster.waiting import Background
+from verl_ray.cluster.launch import Pending
+from verl_ray.cluster.waiting import Background, put
 from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.data.buffer import OptimizerSteps
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Credit, Float32, LogProbs, Rollouts, Values
-from verl_ray.data.versions import OptimizerSteps
-from verl_ray.profiling.timers import Timers
+from verl_ray.profiling.phases import Timers
 from verl_ray.rewards.shaping import ResponseScores
 from verl_ray.rollout.requests import Sampling
 from workers.actor import ActorWorker

@@ -30,7 +30,7 @@ from controllers.trainers.learner import Learner
 from controllers.trainers.updates import whitening_moments
 from controllers.watch import measures
 from controllers.watch.entries import scored_metrics
-from controllers.watch.evaluation import Evaluation
+from controllers.watch.held_out_measures import Evaluation
 from controllers.watch.learning import NUM_EXAMPLES
 from controllers.watch.measures import Metrics
 from controllers.watch.memory import MemoryRecord
@@ -45,13 +45,12 @@ from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.signals import pass_point_of_no_return
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.buffer import Experience
-from verl_ray.data.chat_templates import policy_tokenizer
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Bool, Credit, Finish, Float32, Prompts, Rollouts
+from verl_ray.data.tokenizers import policy_tokenizer
 from verl_ray.profiling.memory import host_used_gib
-from verl_ray.profiling.phases import phase
-from verl_ray.profiling.timers import Timers
+from verl_ray.profiling.phases import Timers, phase
 from verl_ray.rewards.shaping import ResponseScores, Shaping
 
 if TYPE_CHECKING:

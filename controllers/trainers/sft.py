@@ -16,7 +16,7 @@ import numpy as np
 from controllers.system.build import System
 from controllers.trainers.base import warn_skipped
 from controllers.trainers.supervised import SupervisedTask, SupervisedTrainer
-from controllers.watch.evaluation import Evaluation
+from controllers.watch.held_out_measures import Evaluation
 from controllers.watch.measures import Metrics
 from controllers.watch.memory import MemoryRecord
 from verl_ray.algorithms.objectives import SupervisedObjective
@@ -24,10 +24,10 @@ from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.config.data import DataSet
 from verl_ray.config.tasks.sft import SFTConfig
-from verl_ray.data.chat_templates import policy_tokenizer
+from verl_ray.data.conversations import SupervisedSource
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import TrainingBatch
-from verl_ray.data.supervised import SupervisedSource
+from verl_ray.data.tokenizers import policy_tokenizer
 from verl_ray.tracking.comparison import LOSS, PERPLEXITY, perplexity_of
 from workers.actor import ActorWorker
 from workers.model_worker import UpdateReport

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from controllers.trainers.base import Resumable, Task, Trainable
 from controllers.watch import update_measures
-from controllers.watch.evaluation import Evaluation
+from controllers.watch.held_out_measures import Evaluation
 from controllers.watch.learning import NUM_EXAMPLES
 from controllers.watch.measures import Metrics
 from controllers.watch.memory import MemoryRecord
@@ -25,13 +25,12 @@ from controllers.watch.update_measures import GradientWatch
 from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.signals import pass_point_of_no_return
-from verl_ray.cluster.store import put
+from verl_ray.cluster.waiting import put
 from verl_ray.config.schema import Config
 from verl_ray.data.cursor import CursorState
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import TrainingBatch
-from verl_ray.profiling.phases import phase
-from verl_ray.profiling.timers import Timers
+from verl_ray.profiling.phases import Timers, phase
 from verl_ray.tracking.evaluations import HeldOutScores, digest
 from workers.model_worker import ModelWorker, UpdateReport
 

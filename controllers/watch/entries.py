@@ -12,7 +12,7 @@ import numpy as np
 
 from controllers.watch import measures
 from controllers.watch.measures import Metrics
-from verl_ray.cluster.store import read
+from verl_ray.cluster.waiting import read
 from verl_ray.data.buffer import Experience
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Finish, Scores

@@ -1,11 +1,13 @@
-"""Metrics of evaluations on held-out rows.
+"""Metrics of evaluations on held-out rows, and the result of one, of any task.
 
-Invariant: pure functions of the scores of held-out responses.
+Invariant: metrics are pure functions of the scores of held-out responses. Metrics,
+samples and scores are whole when the evaluation returns; responses are read from the
+cluster only when somebody goes through them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from math import nan
 
@@ -17,8 +19,25 @@ from verl_ray.algorithms.subsets import NO_ANSWER, Answers
 from verl_ray.rewards.built_in import PRED
 from verl_ray.rewards.health import Entries
 from verl_ray.rewards.shaping import ResponseScores
-from verl_ray.tracking.base import HELD_OUT
+from verl_ray.tracking.base import HELD_OUT, HeldOutResponse, Sample
 from verl_ray.tracking.evaluations import HeldOutScores
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The findings of an evaluation."""
+
+    metrics: Metrics
+
+    samples: Sequence[Sample] = ()
+    """Rollouts to read; none for a task that generates nothing."""
+
+    scores: HeldOutScores | None = None
+    """Scores of each problem; None for a task that has none to compare."""
+
+    responses: Iterable[HeldOutResponse] = ()
+    """Every response with its score. They can be read while the processes run."""
+
 
 Float64s = npt.NDArray[np.float64]
 

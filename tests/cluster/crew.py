@@ -32,9 +32,9 @@ from verl_ray.cluster.context import (
 )
 from verl_ray.cluster.placement import ProcessSet
 from verl_ray.data.batch import offsets_of
+from verl_ray.data.packing import Topology
 from verl_ray.data.stages import LogProbs, Rows
 from verl_ray.errors import CheckpointError, VerlRayError
-from verl_ray.parallel.topology import Topology
 from verl_ray.profiling.progress import reach
 
 if TYPE_CHECKING:  # its workers need none

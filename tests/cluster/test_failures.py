@@ -20,13 +20,13 @@ from controllers import command_line
 from tests.cluster.crew import Echo, Reducer, answers, processes, rows_of
 from verl_ray import errors
 from verl_ray.cluster.calls import check_progress, wait_all
+from verl_ray.cluster.context import ProcessInfo
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import start_groups
-from verl_ray.cluster.messages import ProcessInfo
 from verl_ray.cluster.process_control import terminate
 from verl_ray.cluster.processes import COLLECTIVE_TIMEOUT_FACTOR, Role
 from verl_ray.cluster.session import Session
-from verl_ray.cluster.store import put, read
+from verl_ray.cluster.waiting import put, read
 from verl_ray.data.sharded import Receipt, Sharded
 from verl_ray.errors import (
     CallRefused,

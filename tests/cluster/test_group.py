@@ -14,7 +14,7 @@ from tests.cluster.crew import Echo, Paired, answers, rows_of
 from verl_ray.cluster.calls import wait_all
 from verl_ray.cluster.context import CONCURRENCY_GROUPS, SERVING
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.cluster.store import put, read
+from verl_ray.cluster.waiting import put, read
 from verl_ray.data.packing import balance
 from verl_ray.errors import DataError
 

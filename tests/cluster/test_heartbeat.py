@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
+from verl_ray.cluster.context import Status
 from verl_ray.cluster.members import Heartbeat, Member, ProgressClock
-from verl_ray.cluster.messages import Status
 from verl_ray.cluster.rank_calls import RankCall
 from verl_ray.cluster.stalls import causes
 from verl_ray.profiling.progress import Progress

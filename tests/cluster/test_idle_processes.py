@@ -15,7 +15,7 @@ from verl_ray.cluster.calls import wait_all
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.members import Heartbeat, Member
 from verl_ray.cluster.stalls import IdleProcesses
-from verl_ray.cluster.store import put
+from verl_ray.cluster.waiting import put
 from verl_ray.cluster.whereabouts import ROSTER
 from verl_ray.errors import DeadlineExceeded, WorkerDied, WorkerError
 

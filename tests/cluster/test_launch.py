@@ -16,9 +16,9 @@ from tests.cluster.crew import Builds, Echo, NeverReady, Unbuildable, processes,
 from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.processes import Role, check_topologies
 from verl_ray.cluster.session import Session, ray_messages
-from verl_ray.cluster.store import put
+from verl_ray.cluster.waiting import put
+from verl_ray.data.packing import Topology
 from verl_ray.errors import ClusterError, DeadlineExceeded, ModelError, WorkerError
-from verl_ray.parallel.topology import Topology
 
 
 def free_cpus(cluster: Session) -> float:

@@ -11,9 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_ray.cluster import packing
-from verl_ray.cluster.packing import Bundles, fits, number_ranks
-from verl_ray.cluster.placement import ProcessSet, plan_bundles, share_cpus
+from verl_ray.cluster import placement
+from verl_ray.cluster.placement import (
+    Bundles,
+    ProcessSet,
+    fits,
+    number_ranks,
+    plan_bundles,
+    share_cpus,
+)
 from verl_ray.errors import ClusterError
 
 ROOT = Path(__file__).parents[2]
@@ -199,8 +205,8 @@ def test_sets_apart_take_whole_nodes_too(reserved: list[str]) -> None:
 def test_the_packing_is_that_of_the_installed_ray() -> None:
     # Of another release, compare bundle_scheduling_policy.cc and scorer.cc first.
     release = ".".join(version("ray").split(".")[:2])
-    assert packing.__doc__ is not None
-    assert f"PACK strategy of Ray {release} " in packing.__doc__
+    assert placement.__doc__ is not None
+    assert f"PACK strategy of Ray {release} " in placement.__doc__
 
 
 def test_what_fits_is_what_ray_packs() -> None:
@@ -234,7 +240,7 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util import placement_group, placement_group_table, remove_placement_group
 from tests.cluster.test_placement import BUNDLES, process_set
-from verl_ray.cluster.packing import fits
+from verl_ray.cluster.placement import fits
 from verl_ray.cluster.placement import place, release
 from verl_ray.cluster.placement import node_resources
 from verl_ray.cluster.session import Session

@@ -1,7 +1,7 @@
 """The log files of the processes."""
 
-from verl_ray.cluster.messages import RankSpec
-from verl_ray.cluster.process_setup import _log_name
+from verl_ray.cluster.context import RankSpec
+from verl_ray.cluster.process_control import _log_name
 
 
 def test_the_name_of_a_log_needs_no_quotes() -> None:

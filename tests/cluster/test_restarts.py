@@ -15,8 +15,8 @@ from tests.cluster.crew import Echo, hasten, rows_of
 from tests.waiting import PATIENCE_S, until
 from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.cluster.restarts import InPlaceRestarts, RepeatedCall
-from verl_ray.cluster.store import put, read
+from verl_ray.cluster.launch import InPlaceRestarts, RepeatedCall
+from verl_ray.cluster.waiting import put, read
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import LogProbs, Rows
 from verl_ray.errors import DeadlineExceeded, VerlRayError, WorkerDied, WorkerError

@@ -239,7 +239,7 @@ WITH_A_STOPPED_PROCESS = """
 import psutil
 from tests.cluster.crew import rows_of
 from verl_ray.cluster.placement import node_resources
-from verl_ray.cluster.store import put
+from verl_ray.cluster.waiting import put
 from verl_ray.errors import ClusterError
 children = psutil.Process().children(recursive=True)
 for name, call in [
@@ -345,7 +345,7 @@ ON_A_CLUSTER_OF_SOMEBODY_ELSES = """
 import time
 from tests.cluster.crew import rows_of
 from verl_ray.cluster.session import Session
-from verl_ray.cluster.store import put
+from verl_ray.cluster.waiting import put
 from verl_ray.errors import ClusterError
 try:
     with Session.open(None, stall_s=20.0):

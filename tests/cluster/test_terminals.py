@@ -13,7 +13,7 @@ import pytest
 # The limit on the size of a file stands for a full disk. The buffer has 8,192 bytes.
 PROGRAM = """
 import resource, sys
-from verl_ray.cluster.terminals import outlast_full_disks
+from verl_ray.cluster.signals import outlast_full_disks
 outlast_full_disks()
 print("first", flush=True)
 _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -57,7 +57,7 @@ def test_a_signal_between_a_write_and_its_return_does_not_repeat_a_line() -> Non
     # A timer of one microsecond finds every place between the calls of a print.
     program = """
 import signal, sys
-from verl_ray.cluster.terminals import outlast_full_disks
+from verl_ray.cluster.signals import outlast_full_disks
 outlast_full_disks()
 
 class Interrupted(Exception):
@@ -88,7 +88,7 @@ for number in range(20_000):
 @pytest.mark.processes
 def test_a_reader_that_has_seen_enough_is_not_hidden() -> None:
     program = (
-        "from verl_ray.cluster.terminals import outlast_full_disks\n"
+        "from verl_ray.cluster.signals import outlast_full_disks\n"
         "outlast_full_disks()\n"
         "import sys; sys.stdin.read(); print('x' * 100000, flush=True)"
     )
@@ -106,7 +106,7 @@ def test_a_reader_that_has_seen_enough_is_not_hidden() -> None:
 @pytest.mark.processes
 def test_lines_come_at_once_where_they_did_so_before() -> None:
     program = (
-        "from verl_ray.cluster.terminals import outlast_full_disks\n"
+        "from verl_ray.cluster.signals import outlast_full_disks\n"
         "outlast_full_disks()\n"
         "import os; print('a line'); os._exit(0)"
     )

@@ -13,8 +13,7 @@ from tests.cluster.crew import Echo, rows_of
 from tests.leftovers import left_in_shared_memory
 from verl_ray.cluster.calls import Stream, ready_streams, wait_all
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.cluster.store import put
-from verl_ray.cluster.waiting import TICK_S
+from verl_ray.cluster.waiting import TICK_S, put
 from verl_ray.data.stages import LogProbs
 from verl_ray.errors import WorkerError
 

@@ -15,8 +15,7 @@ from tests.cluster.crew import Echo
 from tests.waiting import PATIENCE_S
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.whereabouts import keeping_status
-from verl_ray.profiling.process_table import ProcessRow
-from verl_ray.profiling.status_file import read_status
+from verl_ray.profiling.process_table import ProcessRow, read_status
 
 pytestmark = pytest.mark.cluster
 

@@ -244,7 +244,7 @@ def test_the_configuration_is_frozen() -> None:
 @pytest.mark.processes
 def test_importing_it_imports_no_framework() -> None:
     code = (
-        "import sys, verl_ray.config.load, verl_ray.config.tasks.rl, verl_ray.config.algebra;"
+        "import sys, verl_ray.config.load, verl_ray.config.tasks.rl, verl_ray.config.schema;"
         "print([name for name in ('torch', 'ray', 'vllm', 'hydra', 'omegaconf') if name in sys.modules])"
     )
     assert (

@@ -33,7 +33,7 @@ from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
 from verl_ray.models.tiny import make_tiny_qwen3
-from verl_ray.profiling.timers import Timers
+from verl_ray.profiling.phases import Timers
 from workers.reward import RewardWorker
 from workers.rollout import Generation, RolloutWorker
 

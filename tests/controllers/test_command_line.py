@@ -17,7 +17,7 @@ import configs
 from controllers.bench import SUITES
 from controllers.command_line import main
 from controllers.commands import multirun
-from controllers.commands.resume_hint import command_to_resume
+from controllers.run.next_command import command_to_resume
 from verl_ray.cluster.signals import stoppable
 from verl_ray.paths import program
 

@@ -11,8 +11,8 @@ import pytest
 
 from verl_ray.config.data import DataFilesConfig, PreferenceDataConfig
 from verl_ray.data.arithmetic import ALPHABET
+from verl_ray.data.conversations import SupervisedSource
 from verl_ray.data.preferences import PreferenceSource
-from verl_ray.data.supervised import SupervisedSource
 from verl_ray.data.tokenizers import character_tokenizer, train_bpe
 from verl_ray.errors import DataError
 

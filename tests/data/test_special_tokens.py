@@ -22,10 +22,10 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.data.test_prompts import config as prompt_config
 from verl_ray.config.data import DataFilesConfig, PreferenceDataConfig
+from verl_ray.data.conversations import SupervisedSource
 from verl_ray.data.encoding import SpelledTokens, encode
 from verl_ray.data.preferences import PreferenceSource
 from verl_ray.data.prompts import PromptSource
-from verl_ray.data.supervised import SupervisedSource
 from verl_ray.data.tokenizers import CHATML, train_bpe
 from verl_ray.errors import DataError
 

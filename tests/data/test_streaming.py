@@ -10,10 +10,10 @@ import pytest
 
 from tests.data.test_prompts import config as prompt_config
 from verl_ray.config.data import DataSet
+from verl_ray.data.conversations import SupervisedSource
 from verl_ray.data.files import write_records
 from verl_ray.data.preferences import PreferenceSource
 from verl_ray.data.prompts import PromptSource
-from verl_ray.data.supervised import SupervisedSource
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.errors import DataError, OverlongRows
 

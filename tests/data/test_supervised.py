@@ -13,8 +13,8 @@ from tokenizers import AddedToken
 
 from tests.data.test_prompts import config as prompt_config
 from verl_ray.config.data import DataFilesConfig
+from verl_ray.data.conversations import SupervisedSource
 from verl_ray.data.prompts import PromptSource
-from verl_ray.data.supervised import SupervisedSource
 from verl_ray.data.tokenizers import (
     character_tokenizer,
     end_tokens,

@@ -252,7 +252,7 @@ def of_two_groups(model: nn.Module) -> torch.optim.AdamW:
 
 def check_package(ranks: inputs.Ranks) -> dict[str, Any]:
     """Record what the package does to an optimizer with two groups, alone and here."""
-    from verl_ray.engine.megatron_fsdp import package, sharding
+    from verl_ray.engine.megatron_fsdp import sharding
 
     found: dict[str, Any] = {}
     for name in ("alone", "mended"):
@@ -268,9 +268,9 @@ def check_package(ranks: inputs.Ranks) -> dict[str, Any]:
         }
         if name == "alone":
             optimizer = of_two_groups(model)
-            package.megatron_fsdp.fully_shard(model, optimizer, **how)
+            sharding.megatron_fsdp.fully_shard(model, optimizer, **how)
         else:
-            package.megatron_fsdp.fully_shard_model(model, **how)
+            sharding.megatron_fsdp.fully_shard_model(model, **how)
             optimizer = sharding.shard_optimizer(of_two_groups(model))
         norm = (
             dict(model.named_parameters())["1.weight"].detach().to_local()

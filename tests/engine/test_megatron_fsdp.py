@@ -26,7 +26,7 @@ from verl_ray.backends.base import ParameterCounts
 from verl_ray.backends.megatron_fsdp import MegatronFsdpBackend
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.tokenizers import character_tokenizer
-from verl_ray.engine.megatron_fsdp import package
+from verl_ray.engine.megatron_fsdp import sharding
 from verl_ray.models.tiny import make_tiny
 
 pytestmark = pytest.mark.ranks
@@ -310,7 +310,7 @@ print(sorted({field.name for field in fields(mine)} - {field.name for field in f
 
 
 def test_the_settings_of_the_package_are_its_own() -> None:
-    known = {field.name for field in fields(package.DistributedDataParallelConfig)}
+    known = {field.name for field in fields(sharding.DistributedDataParallelConfig)}
     assert {
         "fsdp_db_use_persist_buf_on_alloc_fail",
         "megatron_fsdp_main_params_dtype",
@@ -333,7 +333,7 @@ def test_shards_are_cut_between_rows_and_cover_each_element_once(
     unit = unit_of(elements)
     covered = [torch.zeros(shape.numel()) for shape in elements]
     for rank in range(world):
-        items, bucket, shard = package.bucket_index(
+        items, bucket, shard = sharding.bucket_index(
             elements, rank, world, True, Strategy, 0, unit
         )
         assert bucket.size % (unit * world) == 0 and {
@@ -363,9 +363,9 @@ def test_shards_are_cut_between_rows_and_cover_each_element_once(
 def test_the_package_alone_cuts_through_rows() -> None:
     """(2, 3) follows (2, 4) in units of 12, so 12 is a cut after its fourth element."""
     elements = [torch.Size((2, 4)), torch.Size((2, 3))]
-    items, _, shard = package._bucket_index(elements, 1, 2, True, Strategy, 0, 12)
+    items, _, shard = sharding._bucket_index(elements, 1, 2, True, Strategy, 0, 12)
     assert (shard.global_data_index - items[1].global_data_index) % 3 == 1
-    items, _, shard = package.bucket_index(elements, 1, 2, True, Strategy, 0, 12)
+    items, _, shard = sharding.bucket_index(elements, 1, 2, True, Strategy, 0, 12)
     assert (items[1].global_data_index, shard.global_data_index) == (12, 12)
 
 

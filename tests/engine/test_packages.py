@@ -9,9 +9,9 @@ import torch
 
 from verl_ray.backends import BACKENDS
 from verl_ray.backends.megatron import MegatronBackend
+from verl_ray.config.versions import missing_packages
 from verl_ray.engine.base import EngineSpec
 from verl_ray.engine.build import build_engine
-from verl_ray.engine.packages import missing_packages
 from verl_ray.errors import EngineError
 
 

@@ -11,7 +11,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
     load_balancing_loss_func,
 )
 
-from verl_ray.models.experts import RouterWatch, summarize_routing
+from verl_ray.models.role_model import RouterWatch, summarize_routing
 
 
 def said(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:

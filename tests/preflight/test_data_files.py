@@ -18,10 +18,9 @@ from controllers.compose.composition import compose
 from tests.preflight.configs import settled
 from verl_ray.config.schema import Config
 from verl_ray.data.tokenizers import train_bpe
-from verl_ray.errors import DataError, Problem
+from verl_ray.errors import DataError, Problem, file_problem
 from verl_ray.preflight import data_files, reward_trial
 from verl_ray.preflight.data_files import DataFile, examine_data
-from verl_ray.preflight.file_errors import problem_of
 from verl_ray.preflight.reward_trial import TrialFindings, try_rewards
 from verl_ray.preflight.tokenizer_trial import tried_tokenizer
 
@@ -199,15 +198,15 @@ def test_files_that_are_not_what_their_names_say(
 
 def test_an_error_becomes_a_problem_by_its_parts() -> None:
     error = DataError("found 3", expected="text", place="/a.jsonl, line 2")
-    found = problem_of("data.train_path", "/a.jsonl", error)
+    found = file_problem("data.train_path", "/a.jsonl", error)
     assert found.rule == "line 2: found 3"
     assert found.fix == "Expected text."
     error = DataError("does not exist", fix="set it", subject="/a.jsonl")
-    found = problem_of("data.train_path", "/a.jsonl", error)
+    found = file_problem("data.train_path", "/a.jsonl", error)
     assert (found.rule, found.fix) == ("does not exist", "Set it.")
     # The words of a library are no fix of ours, and neither are parts of a name.
     error = DataError("broken (3, expected f(); use it)", place="/a (b; use c).jsonl")
-    found = problem_of("data.train_path", "/a.jsonl", error)
+    found = file_problem("data.train_path", "/a.jsonl", error)
     assert found.rule == str(error)
     assert found.fix == "Correct it there, or name another one."
 

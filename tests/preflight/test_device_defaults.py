@@ -15,16 +15,15 @@ from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config, rule_violations
 from verl_ray.config.section import resolved
 from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.preflight.assumptions import Links
 from verl_ray.preflight.facts import ClusterFacts, facts_here
 from verl_ray.preflight.findings import preflight
 from verl_ray.preflight.machine import GIB, GPUS, Machine, parse_machine
-from verl_ray.preflight.memory_plan import memory_plan
-from verl_ray.preflight.model_sizes import remembered_sizes
-from verl_ray.preflight.remaining_memory import USED_SHARE
+from verl_ray.preflight.memory_plan import USED_SHARE, memory_plan
+from verl_ray.preflight.model_files import remembered_sizes
 from verl_ray.preflight.resolve import resolutions, resolve
 from verl_ray.preflight.resources import resource_problems
-from verl_ray.preflight.time_model.links import Links
-from verl_ray.preflight.time_model.step_time import step_time
+from verl_ray.preflight.step_time import step_time
 
 MODELS = Path(__file__).parents[1] / "model_configs"
 LONG = ("data.max_prompt_tokens=1024", "rollout.max_response_tokens=32768")

@@ -14,7 +14,7 @@ from tests.preflight.configs import settled
 from verl_ray.backends.base import BytesPerPart
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.preflight.footprints import Workload, engine_footprint, footprint
-from verl_ray.preflight.model_sizes import ModelSize
+from verl_ray.preflight.model_files import ModelSize
 from verl_ray.profiling.flops import ModelShape
 
 M = 10**6

@@ -11,7 +11,7 @@ from controllers.compose.composition import compose
 from tests.preflight.models import LLAMA, write_model
 from tests.preflight.published import published
 from verl_ray.config.preparation import TinyModelConfig
-from verl_ray.preflight.model_sizes import size_of
+from verl_ray.preflight.model_files import size_of
 
 
 @pytest.mark.parametrize("tie", [True, False])

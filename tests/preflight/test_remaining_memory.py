@@ -9,8 +9,7 @@ import pytest
 from tests.preflight.test_device_defaults import MODELS, facts, grpo
 from verl_ray.preflight.device_defaults import CPU_KV_CACHE_GIB
 from verl_ray.preflight.machine import GIB
-from verl_ray.preflight.memory_plan import memory_plan
-from verl_ray.preflight.remaining_memory import USED_SHARE
+from verl_ray.preflight.memory_plan import USED_SHARE, memory_plan
 from verl_ray.preflight.resolve import resolutions, resolve
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from controllers.compose.composition import compose
 from tests.preflight.test_resolve import LAPTOP, NODE, configured
+from verl_ray.config.load import resolved_elsewhere, with_auto_again
 from verl_ray.config.schema import Config
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.preflight.device_defaults import with_changes
 from verl_ray.preflight.resolve import resolve
-from verl_ray.preflight.resolved_record import resolved_elsewhere, with_auto_again
 
 
 def begun(config: Config) -> Config:

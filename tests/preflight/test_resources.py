@@ -15,7 +15,7 @@ from tests.preflight.configs import (
     settled,
     with_judge,
 )
-from verl_ray.config.algebra import batch_algebra
+from verl_ray.config.schema import batch_algebra
 from verl_ray.preflight.findings import preflight
 from verl_ray.preflight.machine import GIB, MIB, Machine
 from verl_ray.preflight.resources import resource_problems

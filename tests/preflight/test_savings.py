@@ -12,19 +12,18 @@ from typing import Any
 import pytest
 
 from controllers.compose.composition import examine
-from controllers.compose.trees import interpolations
+from controllers.compose.sources import interpolations
 from tests.preflight.configs import job_on
 from tests.preflight.published import published
-from verl_ray.config.load import to_tree, with_changes
+from verl_ray.config.load import to_tree, with_auto_again, with_changes
 from verl_ray.config.schema import rule_violations
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.preflight.devices import device_problems
 from verl_ray.preflight.facts import facts_here
 from verl_ray.preflight.machine import GIB
 from verl_ray.preflight.memory_plan import Job
-from verl_ray.preflight.model_sizes import remembered_sizes
+from verl_ray.preflight.model_files import remembered_sizes
 from verl_ray.preflight.resolve import resolve
-from verl_ray.preflight.resolved_record import with_auto_again
 from verl_ray.preflight.resources import (
     device_shortage,
     host_shortage,

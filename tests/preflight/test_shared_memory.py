@@ -8,17 +8,17 @@ import pytest
 
 from tests.preflight.configs import job_on
 from verl_ray.config.load import with_changes
-from verl_ray.preflight.facts import ClusterFacts, facts_here
-from verl_ray.preflight.footprints import snapshot_bytes
-from verl_ray.preflight.machine import GIB
-from verl_ray.preflight.resolve import resolutions
-from verl_ray.preflight.resources import memory_problems
-from verl_ray.preflight.shared_memory import (
+from verl_ray.preflight.device_defaults import (
     BYTES_PER_TOKEN_OF_A_ROW,
     SNAPSHOT_COPIES,
     SNAPSHOT_EVERY,
     shared_memory_bytes,
 )
+from verl_ray.preflight.facts import ClusterFacts, facts_here
+from verl_ray.preflight.footprints import snapshot_bytes
+from verl_ray.preflight.machine import GIB
+from verl_ray.preflight.resolve import resolutions
+from verl_ray.preflight.resources import memory_problems
 
 MACHINE = "gpus=8,gpu=H100-80G"
 FSDP = ("backend=fsdp", "actor.num_ranks=8")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verl_ray.cluster.messages import RankSpec
-from verl_ray.cluster.process_setup import process_environment
-from verl_ray.profiling.allocator import exportable, is_expandable
+from verl_ray.cluster.context import RankSpec
+from verl_ray.cluster.process_control import process_environment
+from verl_ray.profiling.memory import exportable, is_expandable
 
 
 def rank_spec(device: str, *, process_group: bool) -> RankSpec:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl_ray.profiling.timers import Timers
+from verl_ray.profiling.phases import Timers
 
 
 class Clock:

@@ -22,9 +22,8 @@ import pytest
 from tests.waiting import until
 from verl_ray.errors import ConfigError, DataError, RewardError
 from verl_ray.rewards.health import ScoreHealth
-from verl_ray.rewards.pool import ScoringPool
+from verl_ray.rewards.pool import ScoringPool, ScoringProcess, Unit
 from verl_ray.rewards.request import ScoreRequest
-from verl_ray.rewards.scoring_process import ScoringProcess, Unit
 
 pytestmark = pytest.mark.processes
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from verl_ray.rewards.health import ScoreHealth, entries_of, score_of
-from verl_ray.rewards.wire import scores_from, scores_text
+from verl_ray.rewards.request import scores_from, scores_text
 
 
 def test_a_dict_is_a_score_and_its_entries() -> None:

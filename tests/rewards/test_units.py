@@ -13,10 +13,8 @@ import pytest
 
 from verl_ray.errors import ConfigError
 from verl_ray.rewards.health import ScoreHealth, entries_of
-from verl_ray.rewards.pool import ScoringPool
-from verl_ray.rewards.request import ScoreRequest
-from verl_ray.rewards.scoring_process import MOST_CONCURRENT, units_of
-from verl_ray.rewards.wire import Needs
+from verl_ray.rewards.pool import MOST_CONCURRENT, ScoringPool, units_of
+from verl_ray.rewards.request import Needs, ScoreRequest
 
 PATIENCE_S = 60.0
 

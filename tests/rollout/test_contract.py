@@ -15,10 +15,9 @@ from tests.rollout.generation import drained, generate
 from verl_ray.data.stages import Finish
 from verl_ray.errors import CannotGenerate, RolloutError, WeightSyncError
 from verl_ray.rollout.base import RolloutEngine
-from verl_ray.rollout.engine_state import EnginePause
+from verl_ray.rollout.engine_state import EnginePause, Probe
 from verl_ray.rollout.requests import Chunk, EngineLoad, GenerationRequest, Sampling
 from verl_ray.rollout.scripted import ScriptedEngine
-from verl_ray.rollout.update import Probe
 from verl_ray.rollout.vllm_engine import VllmEngine
 from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice, plan_buckets

@@ -20,11 +20,11 @@ from tests.rollout.generation import generate
 from verl_ray.errors import EngineFailed, WeightSyncError
 from verl_ray.models.settings import positions_of
 from verl_ray.models.tiny import Architecture
+from verl_ray.rollout.engine_state import HIDDEN_MOVEMENT, Probe
 from verl_ray.rollout.requests import GenerationRequest, Sampling
 from verl_ray.rollout.server import RolloutServer
-from verl_ray.rollout.update import HIDDEN_MOVEMENT, Probe
+from verl_ray.rollout.vllm_core import environment
 from verl_ray.rollout.vllm_engine import VllmEngine
-from verl_ray.rollout.vllm_setup import environment
 from verl_ray.weight_sync.broadcast import BroadcastSender
 from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import Slice, plan_buckets

@@ -19,8 +19,14 @@ from hypothesis import strategies as st
 
 from verl_ray.errors import TrackingError
 from verl_ray.tracking.base import Sample, Trackers
-from verl_ray.tracking.jsonl import JsonlTracker, newest_samples, read_metrics
-from verl_ray.tracking.record import format_ranges, parse_ranges, repair
+from verl_ray.tracking.jsonl import (
+    JsonlTracker,
+    format_ranges,
+    newest_samples,
+    parse_ranges,
+    read_metrics,
+    repair,
+)
 
 SAMPLE = Sample(
     prompt="1+1=",

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from verl_ray.errors import WeightSyncError
 from verl_ray.weight_sync.delta import ALL, DeltaDecoder, DeltaEncoder
 from verl_ray.weight_sync.manifest import Bucket, Manifest, Parameter, plan_buckets
-from verl_ray.weight_sync.slots import parameter_view
+from verl_ray.weight_sync.transport import parameter_view
 
 (BUCKET,) = plan_buckets(
     Manifest((Parameter("a", (4, 5), "float32"), Parameter("b", (3,), "bfloat16"))),

@@ -21,9 +21,9 @@ from verl_ray.cluster.context import WorkerContext
 from verl_ray.config.algorithm import ValueLossConfig
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.batch import Ragged
+from verl_ray.data.buffer import OptimizerSteps
 from verl_ray.data.stages import Credit, Rollouts, Values, versions_of
 from verl_ray.data.tokenizers import character_tokenizer
-from verl_ray.data.versions import OptimizerSteps
 from verl_ray.engine.base import EngineSpec
 from verl_ray.errors import DataError
 from verl_ray.models.tiny import make_tiny

@@ -22,9 +22,14 @@ from verl_ray.data.stages import (
     Rollouts,
 )
 from verl_ray.errors import CannotGenerate, EngineFailed
-from verl_ray.rollout.requests import Chunk, EngineLoad, GenerationRequest, Sampling
+from verl_ray.rollout.requests import (
+    Chunk,
+    EngineLoad,
+    GenerationRequest,
+    Sampling,
+    row_seeds,
+)
 from verl_ray.rollout.scripted import ScriptedEngine
-from verl_ray.rollout.seeds import row_seeds
 from verl_ray.rollout.server import RolloutServer
 from workers.rollout import Generation, RolloutWorker
 

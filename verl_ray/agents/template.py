@@ -16,12 +16,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from verl_ray.agents.contract import Message, ToolSchema
-from verl_ray.data.chat_templates import TemplateArguments, guarded_arguments
 from verl_ray.data.encoding import SpelledTokens
 from verl_ray.data.tokenizers import (
+    TemplateArguments,
     applied_template,
     end_names,
     end_tokens,
+    guarded_arguments,
     render,
     require_chat_template,
 )

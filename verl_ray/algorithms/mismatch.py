@@ -4,7 +4,7 @@ Invariant: contributions of tokens are added up over micro-batches and ranks, an
 metrics are made of the sums alone, so they depend on neither. All distances are 0
 (perplexities: equal) up to rounding while both hold the same policy and compute it in
 the same way. Deliberately not here: what is done about it (`correction.py`), and when
-it is too large (`controllers/watch/mismatch.py`).
+it is too large (`controllers/watch/update_measures.py`).
 """
 
 from __future__ import annotations

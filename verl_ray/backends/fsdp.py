@@ -24,7 +24,7 @@ from verl_ray.backends.layouts import can_exchange
 from verl_ray.config.section import Auto, NonNegative, Positive, resolved
 from verl_ray.config.suggest import either
 from verl_ray.errors import Problem
-from verl_ray.models.families import LANGUAGE_HEAD, WITH_EXPERTS
+from verl_ray.models.settings import LANGUAGE_HEAD, WITH_EXPERTS
 
 
 class FsdpBackend(ModuleBackend):

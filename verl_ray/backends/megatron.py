@@ -33,13 +33,14 @@ from verl_ray.backends.layouts import (
 from verl_ray.config.section import Auto, Dtype, resolved
 from verl_ray.config.suggest import either
 from verl_ray.errors import Problem
-from verl_ray.models.families import (
+from verl_ray.models.settings import (
     ACTIVATIONS_IN_MEGATRON,
     FAMILIES,
     IN_MEGATRON,
     WITH_EXPERTS,
+    Settings,
+    rotary_types,
 )
-from verl_ray.models.settings import Settings, rotary_types
 
 BIASES = {
     "llama": ("attention_bias", "mlp_bias"),

@@ -18,19 +18,22 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 import numpy as np
 import ray
 
-from verl_ray.cluster import failures
 from verl_ray.cluster.calls import Call, Stream, iterate_streams
-from verl_ray.cluster.context import concurrency_group_of
+from verl_ray.cluster.context import (
+    PEER_TIMEOUT_FRACTION,
+    CallRequest,
+    Status,
+    Value,
+    concurrency_group_of,
+)
 from verl_ray.cluster.members import Member
-from verl_ray.cluster.messages import PEER_TIMEOUT_FRACTION, CallRequest, Status, Value
 from verl_ray.cluster.processes import Processes, Restart
-from verl_ray.cluster.rank_calls import RankCall
+from verl_ray.cluster.rank_calls import RankCall, died, stalled
 from verl_ray.cluster.waiting import RAY_CALLS, wait
 from verl_ray.data.batch import Batch, Int64
-from verl_ray.data.packing import balance, estimated_work
+from verl_ray.data.packing import Topology, balance, estimated_work
 from verl_ray.data.sharded import Receipt, Sharded, join
 from verl_ray.errors import DataError, DeadlineExceeded, WorkerDied, WorkerError
-from verl_ray.parallel.topology import Topology
 
 W = TypeVar("W")
 B = TypeVar("B", bound=Batch)
@@ -140,11 +143,11 @@ class RoleProcesses:
         try:
             if not member.heartbeat.poll(interval_s, deadline_s):
                 since = time.monotonic() - member.heartbeat.unanswered_s
-                raise failures.stalled(
+                raise stalled(
                     [member], "the control group", limit, since=since, mute=True
                 )
         except ray.exceptions.RayError as error:
-            raise failures.died(member, "status", error) from error
+            raise died(member, "status", error) from error
         return member.heartbeat.status
 
     # ------------------------------------------------------------ failures and restarts

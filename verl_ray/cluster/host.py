@@ -28,11 +28,6 @@ from verl_ray.cluster.context import (
     COLLECTIVE,
     SERVING,
     STEERING,
-    StreamState,
-    WorkerContext,
-    this_thread,
-)
-from verl_ray.cluster.messages import (
     CallRequest,
     Collective,
     Failure,
@@ -40,23 +35,28 @@ from verl_ray.cluster.messages import (
     RankSpec,
     Reply,
     Status,
+    StreamState,
     Value,
     Whereabouts,
+    WorkerContext,
+    this_thread,
 )
-from verl_ray.cluster.process_setup import keep_output, process_environment, tail
+from verl_ray.cluster.process_control import keep_output, process_environment, tail
 from verl_ray.cluster.rendezvous import Rendezvous, join, listen, share_timeout
-from verl_ray.cluster.store import read
-from verl_ray.cluster.thread_stacks import own_line, progress_and_waits, thread_stacks
+from verl_ray.cluster.waiting import read
 from verl_ray.data.batch import Batch
+from verl_ray.data.packing import Topology
 from verl_ray.data.sharded import Receipt, Sharded
 from verl_ray.errors import ClusterError, StaleIncarnation, VerlRayError
-from verl_ray.ops.vector_math import choose_vector_program
+from verl_ray.ops.installed_torch import choose_vector_program
 from verl_ray.ownership import remove_stale
-from verl_ray.parallel.topology import Topology
 from verl_ray.profiling.memory import CallPeaks, PeakWatch
 from verl_ray.profiling.progress import (
     advance,
     begin,
+    own_line,
+    progress_and_waits,
+    thread_stacks,
     touch,
     waiting_for_others,
 )

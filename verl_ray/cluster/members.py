@@ -21,7 +21,7 @@ from typing import Any
 
 import ray
 
-from verl_ray.cluster.messages import ProcessInfo, Status
+from verl_ray.cluster.context import ProcessInfo, Status
 from verl_ray.cluster.waiting import RAY_CALLS, wait
 
 QUERY_FRACTION = 0.125

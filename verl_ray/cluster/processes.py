@@ -23,15 +23,15 @@ from verl_ray.cluster.context import (
     COLLECTIVE,
     CONCURRENCY_GROUPS,
     CONTROL,
+    RankSpec,
 )
 from verl_ray.cluster.host import WorkerHost
 from verl_ray.cluster.members import Heartbeat, Member
-from verl_ray.cluster.messages import RankSpec
 from verl_ray.cluster.placement import Place, ProcessSet
 from verl_ray.cluster.rank_calls import START, RankCall
 from verl_ray.cluster.waiting import RAY_CALLS, TICK_S, wait, wait_while_closing
+from verl_ray.data.packing import Topology
 from verl_ray.errors import ClusterError
-from verl_ray.parallel.topology import Topology
 
 W = TypeVar("W")
 

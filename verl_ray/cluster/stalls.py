@@ -17,7 +17,7 @@ go to a file in the run's folder of logs, since there may be hundreds.
 Invariant: of several ranks that stand still, the error names those that hold up the
 others as far as that can be known. Where a pending call can report a failure, the call
 does so first. Groups whose owner looks at them are left to it: replicas
-(`controllers/rollouts/supervisor.py`) and groups without state (`restarts.py`). A group
+(`controllers/rollouts/supervisor.py`) and groups without state (`launch.py`). A group
 that is known to be lost is not looked at. A report that cannot be written or printed
 does not hide the error that it is about.
 """
@@ -35,10 +35,15 @@ from typing import TYPE_CHECKING
 import ray
 from ray.core.generated.gcs_pb2 import ActorTableData
 
-from verl_ray.cluster import failures
-from verl_ray.cluster.failures import stacks_of, stacks_text
 from verl_ray.cluster.members import QUERY_FRACTION, Member
-from verl_ray.cluster.rank_calls import RankCall
+from verl_ray.cluster.rank_calls import (
+    RankCall,
+    died,
+    reason_of_end,
+    stacks_of,
+    stacks_text,
+    stalled,
+)
 from verl_ray.cluster.waiting import TICK_S, wait
 from verl_ray.cluster.whereabouts import ROSTER, Census
 from verl_ray.errors import DeadlineExceeded
@@ -100,7 +105,7 @@ def _stall_error(
 
     first = culprits[0]
     hang = Hang()
-    error = failures.stalled(
+    error = stalled(
         named,
         first.method,
         f"run.stall_s = {first.stall_s:g}",
@@ -303,7 +308,7 @@ class IdleProcesses:
                 continue
             since = time.monotonic() - member.heartbeat.unanswered_s
             hang = Hang()
-            error = failures.stalled(
+            error = stalled(
                 [member],
                 "the control group",
                 f"run.stall_s = {group.stall_s:g}",
@@ -343,8 +348,8 @@ def _has_ended(member: Member) -> bool:
 
 def _report_end(group: RoleProcesses, member: Member) -> None:
     """Raise WorkerDied with Ray's reason, which a call of the process returns."""
-    reason = failures.reason_of_end(member)
-    error = failures.died(member, None, reason)
+    reason = reason_of_end(member)
+    error = died(member, None, reason)
     group.fail(error)
     raise error
 

@@ -2,8 +2,8 @@
 
 A group is listed from the end of its start to the beginning of its close. A census asks
 each process where it is. A thread of the driver keeps the answers in the status of the
-run (`verl_ray/profiling/status_file.py`), with a call per process each time. The pause
-between two rounds grows with the number of processes. A call was measured to take
+run (`verl_ray/profiling/process_table.py`), with a call per process each time. The
+pause between two rounds grows with the number of processes. A call was measured to take
 0.08 ms, so 512 processes take about a thousandth of the driver's time.
 
 Invariant: a process that has not answered is not asked again, and nothing here waits
@@ -29,16 +29,21 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.core.generated.gcs_pb2 import ActorTableData
 
-from verl_ray.cluster.context import CONTROL
+from verl_ray.cluster.context import CONTROL, ProcessInfo, Whereabouts
 from verl_ray.cluster.members import Member
-from verl_ray.cluster.messages import ProcessInfo, Whereabouts
 from verl_ray.cluster.rank_calls import amount
-from verl_ray.cluster.thread_stacks import innermost_own_line
 from verl_ray.cluster.waiting import CLUSTER_LOSS
 from verl_ray.ownership import Owner
 from verl_ray.profiling.phases import PHASES
-from verl_ray.profiling.process_table import ProcessRow, merged, numbers
-from verl_ray.profiling.status_file import Located, RunStatus, write_status
+from verl_ray.profiling.process_table import (
+    Located,
+    ProcessRow,
+    RunStatus,
+    merged,
+    numbers,
+    write_status,
+)
+from verl_ray.profiling.progress import innermost_own_line
 
 if TYPE_CHECKING:  # it imports the users of this module
     from verl_ray.cluster.group import RoleProcesses

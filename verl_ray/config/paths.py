@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BeforeValidator, PlainSerializer
 from pydantic_core import PydanticCustomError
 
 from verl_ray.config.function_specs import NAME, PICKLE, names_module, parts_of, spec_of
-from verl_ray.hub.names import is_hub_id
+from verl_ray.hub.snapshots import is_hub_id
 from verl_ray.paths import UnknownPart, expanded
 
 UNKNOWN_PART = "unknown_part"

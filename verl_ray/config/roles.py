@@ -25,7 +25,7 @@ from verl_ray.config.section import (
 )
 from verl_ray.config.suggest import either
 from verl_ray.errors import Problem
-from verl_ray.hub.names import COMMIT, is_hub_id, snapshot_of
+from verl_ray.hub.snapshots import COMMIT, is_hub_id, snapshot_of
 
 
 class ModelConfig(Section):

@@ -12,6 +12,10 @@ every task has those that are here. Every rule runs, and every problem is report
 once with its key, its value, the rule and what would be right. A setting that another
 one makes meaningless is refused, never ignored.
 
+The batch algebra says how the rows of a step become mini-batches and micro-batches.
+Sizes are global unless the name ends in `_per_rank`, and one unit, the row, runs
+through all of them.
+
 Deliberately not here: reading YAML (`load`), and what only the machine knows, such as
 files and memory (`verl_ray/preflight/findings.py`).
 """
@@ -20,6 +24,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 from verl_ray.config.data import (
@@ -63,7 +68,7 @@ from verl_ray.config.run import (
     run_has_one_length,
     wandb_settings_are_used,
 )
-from verl_ray.config.section import OverriddenKeys, Section
+from verl_ray.config.section import Auto, OverriddenKeys, Section
 from verl_ray.errors import Problem
 
 
@@ -392,3 +397,81 @@ def micro_batch_holds_the_longest_row(config: Config) -> Iterator[Problem]:
         fix = f"The nearest value that works is {least}; or shorten the rows."
         key = f"{name}.backend.micro_batch_tokens_per_rank"
         yield Problem(key, tokens_per_rank, rule, fix)
+
+
+# -------------------------------------------------------------------- the batch algebra
+
+
+@dataclass(frozen=True)
+class RoleBatch:
+    """The sizes of one role's batches within one step."""
+
+    role: str
+    ranks: int
+    """Number of processes."""
+    dp_size: int
+    """Number of data-parallel ranks, each of which has rows of its own."""
+    rows_per_rank: int
+    """Rows of one step on the rank that has the most."""
+    mini_batch_size: int | None
+    """Rows per optimizer step over all ranks; None if the role does not learn."""
+    mini_batch_size_per_rank: int | None
+    updates_per_step: int
+    """Optimizer steps per training step."""
+    micro_batch_tokens_per_rank: int | Auto
+    """The most tokens of one micro-batch."""
+
+
+@dataclass(frozen=True)
+class BatchAlgebra:
+    """The sizes of one training step."""
+
+    rows: int
+    """Number of rows that the step learns from."""
+    max_row_tokens: int
+    """Length of the longest row that can occur, in tokens."""
+    roles: tuple[RoleBatch, ...]
+
+
+def batch_algebra(config: Config) -> BatchAlgebra:
+    """Return the sizes that follow from `config`.
+
+    Divisions round up, because the rank with the most rows counts.
+    """
+    rows = config.rows_per_step
+    max_row_tokens, _ = config.longest_row
+    roles = tuple(
+        _role_batch(name, role, rows) for name, role in config.model_roles.items()
+    )
+    return BatchAlgebra(rows, max_row_tokens, roles)
+
+
+def row_tokens_per_rank(config: Config, role: str) -> int:
+    """Return the tokens on a rank of what must be computed at once, at its longest.
+
+    It is a row, or the rows that a loss compares.
+    """
+    longest, _ = config.longest_row
+    slices = config.model_roles[role].backend.token_slices
+    return -(-config.rows_per_unit * longest // slices)
+
+
+def _role_batch(name: str, role: ModelRole, rows: int) -> RoleBatch:
+    # Ranks that compute the same rows together count once.
+    dp_size = max(1, role.num_ranks // role.peers)
+
+    mini_batch_size = role.rows_per_update(rows)
+    mini_batch_size_per_rank = None
+    if mini_batch_size is not None:
+        mini_batch_size_per_rank = -(-mini_batch_size // dp_size)
+
+    return RoleBatch(
+        role=name,
+        ranks=role.num_ranks,
+        dp_size=dp_size,
+        rows_per_rank=-(-rows // dp_size),
+        mini_batch_size=mini_batch_size,
+        mini_batch_size_per_rank=mini_batch_size_per_rank,
+        updates_per_step=role.updates_per_step(rows),
+        micro_batch_tokens_per_rank=role.backend.micro_batch_tokens_per_rank,
+    )

@@ -1,14 +1,17 @@
-"""The table of which versions of torch and vLLM go together.
+"""Packages that a run needs: which versions of torch and vLLM go together, and others.
 
 Invariant: `pyproject.toml`, the tables of the documents, `verl-ray check` and the
 rollout engine agree with this table; a test compares them. Each vLLM names its torch
-exactly in the metadata of its wheels, and the rows are taken from there.
+exactly in the metadata of its wheels, and the rows are taken from there. Looking for a
+package imports neither the package nor torch.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 
 @dataclass(frozen=True)
@@ -69,3 +72,22 @@ def _release_of(torch: str) -> Release | None:
         if minor(release.torch) == minor(torch):
             return release
     return None
+
+
+# -------------------------------------------------------------------- optional packages
+
+INSTALL = "pip install 'verl_ray[megatron]'"
+"""The command that installs every optional package."""
+
+
+def missing_packages(needed: Iterable[str]) -> list[str]:
+    """Return the packages that are not installed for this Python."""
+    return [name for name in needed if not _is_installed(name)]
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:
+        # `find_spec` imports the parents of a dotted name; one of them is missing.
+        return False

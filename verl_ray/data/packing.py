@@ -1,11 +1,14 @@
 """Packing of rows into micro-batches, and their partition over ranks.
 
 Invariant: every row is in exactly one micro-batch, no micro-batch holds more tokens
-than the cap, and the result depends on nothing but the lengths.
+than the cap, and the result depends on nothing but the lengths. Ranks with the same
+`dp_rank` (tensor-, pipeline-, context- and sequence-parallel peers) get the same rows,
+and exactly one of them returns results.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -183,3 +186,27 @@ def balance(work: Int64 | Float64, parts: int) -> list[Int64]:
         load[receivers] += work[assigned]
 
     return [np.flatnonzero(part == index) for index in range(parts)]
+
+
+# ------------------------------------------------------------------ the place of a rank
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The rows that a rank gets, and whether it returns the results for them.
+
+    A worker may carry one as its attribute `topology`. Without it, every rank has its
+    own rows and returns results.
+    """
+
+    dp_rank: int
+    """Data-parallel rank, in [0, dp_size)."""
+
+    dp_size: int
+    """Number of parts that a batch's rows are partitioned into."""
+
+    returns_results: bool
+    """Whether this rank returns the results of its data-parallel rank."""
+
+    quadratic: float = 0.0
+    """Cost of a pair of tokens (attention) relative to the cost of one token."""

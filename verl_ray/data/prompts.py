@@ -15,17 +15,18 @@ import numpy as np
 from verl_ray.config.data import DataConfig, DataSet
 from verl_ray.config.section import resolved
 from verl_ray.data.batch import Int64, Ragged
-from verl_ray.data.chat_templates import (
-    TemplateArguments,
-    guarded_arguments,
-    template_arguments,
-)
 from verl_ray.data.encoding import SpelledTokens
 from verl_ray.data.fields import Fields, Message, as_messages
 from verl_ray.data.records import PromptRecord, Reading, prompt_reading
 from verl_ray.data.row_source import DataSets, Encoded, RowSource
 from verl_ray.data.stages import Prompts
-from verl_ray.data.tokenizers import render, require_chat_template
+from verl_ray.data.tokenizers import (
+    TemplateArguments,
+    guarded_arguments,
+    render,
+    require_chat_template,
+    template_arguments,
+)
 from verl_ray.errors import DataError, OverlongRows
 
 if TYPE_CHECKING:

@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from verl_ray.config.data import DataSet
-from verl_ray.data.chat_templates import TemplateArguments, arguments_of
 from verl_ray.data.fields import (
     Fields,
     Message,
@@ -55,6 +54,7 @@ from verl_ray.data.fields import (
 )
 from verl_ray.data.files import is_glob, read_rows
 from verl_ray.data.schemas import Schema, choose_schema
+from verl_ray.data.tokenizers import TemplateArguments, arguments_of
 from verl_ray.errors import DataError
 
 Record = TypeVar("Record", covariant=True)

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import torch
 
+from verl_ray.config.versions import INSTALL, missing_packages
 from verl_ray.engine.base import Engine, EngineSpec
-from verl_ray.engine.packages import INSTALL, missing_packages
 from verl_ray.errors import EngineError
 
 

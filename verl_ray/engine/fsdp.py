@@ -35,8 +35,7 @@ from verl_ray.errors import EngineError
 from verl_ray.models.role_model import RoleModel
 from verl_ray.models.weights import RankZeroReader, TensorSource
 from verl_ray.ops.outputs import RequestedOutputs
-from verl_ray.parallel.sharding_manager import ShardingManager
-from verl_ray.parallel.ulysses import UlyssesManager
+from verl_ray.parallel import ShardingManager, UlyssesManager
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam

@@ -26,7 +26,7 @@ from verl_ray.data.stages import Rows, TrainingBatch
 from verl_ray.errors import DataError
 from verl_ray.models.role_model import PackedRows
 from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
-from verl_ray.parallel.sharding_manager import PackedTokens
+from verl_ray.parallel import PackedTokens
 from verl_ray.profiling.progress import reach
 
 MICRO_BATCHES = "micro-batches"

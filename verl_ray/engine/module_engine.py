@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from verl_ray.backends.base import ModuleBackend
 from verl_ray.config.roles import OptimizerConfig
+from verl_ray.data.packing import Topology
 from verl_ray.engine.base import EngineSpec
 from verl_ray.engine.micro_batches import Loss, MicroBatch, MicroBatches
 from verl_ray.engine.offload import (
@@ -47,8 +48,7 @@ from verl_ray.models.names import Box, checkpoint_tensors, is_adapter
 from verl_ray.models.role_model import RoleModel, build_role_model, fill_role_model
 from verl_ray.models.weights import CheckpointReader, TensorSource, own_box
 from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
-from verl_ray.parallel.sharding_manager import ShardingManager
-from verl_ray.parallel.topology import Topology
+from verl_ray.parallel import ShardingManager
 from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice
 
 

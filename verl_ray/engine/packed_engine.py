@@ -54,7 +54,7 @@ from verl_ray.models.export import write_directory
 from verl_ray.models.role_model import PackedRows, RoleModel
 from verl_ray.models.settings import positions_of
 from verl_ray.ops.outputs import RequestedOutputs, Routing, TokenOutputs
-from verl_ray.parallel.sharding_manager import PackedTokens, ShardingManager
+from verl_ray.parallel import PackedTokens, ShardingManager
 from verl_ray.profiling.flops import ModelShape
 from verl_ray.profiling.progress import reach, touch
 from verl_ray.weight_sync.manifest import Manifest, Parameter

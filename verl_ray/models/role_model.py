@@ -6,13 +6,22 @@ value head with one number per token.
 Invariant: a forward pass is a single call of this module on packed rows, so that
 wrappers (DDP, FSDP) see one module. Logits are never held for tokens that are not
 selected. Parameters carry the Hugging Face names of the model that they export to.
+
+Where layers have experts, the decisions of their routers are summarized: the load of
+each expert, and a loss that balances it. The balance of a row depends on that row
+alone, so the loss depends neither on the micro-batch size nor on the number of ranks.
+This deviates from Switch Transformer (Fedus et al. 2021, arXiv:2101.03961, equations 4
+to 6), which takes fractions over a batch. Per row it is the sequence-wise balance of
+DeepSeek-V3 (arXiv:2412.19437, equations 17 to 20) in the scale of Switch: top_k where
+experts are used evenly, up to the number of experts where they are not.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +29,10 @@ from torch import Tensor, nn
 from verl_ray.config.roles import LoraConfig
 from verl_ray.errors import ModelError
 from verl_ray.models import attention, lora
-from verl_ray.models.experts import RouterDecisions, RouterWatch, summarize_routing
-from verl_ray.models.families import FAMILIES, LANGUAGE_HEAD, VALUE_HEAD, WITH_EXPERTS
+from verl_ray.models.settings import FAMILIES, LANGUAGE_HEAD, VALUE_HEAD, WITH_EXPERTS
 from verl_ray.models.weights import TensorSource, fill, materialize, parameters_on_meta
 from verl_ray.ops.log_probs import HeadOutputs, head_log_probs
-from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
+from verl_ray.ops.outputs import RequestedOutputs, Routing, TokenOutputs
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -326,3 +334,91 @@ def _refuse_unsupported(path: str, config: PretrainedConfig) -> None:
             f"model.path: {path} has sliding-window layers, which this version does not"
             " compute"
         )
+
+
+# ------------------------------------------------------------------- routers of experts
+
+RouterDecisions = list[tuple[Tensor, Tensor]]
+"""Logits [tokens, experts] and chosen experts int64 [tokens, k] of each layer."""
+
+
+class RouterWatch:
+    """A recorder of the decisions of a model's routers.
+
+    A router is a module that returns logits [tokens, experts], weights and choices
+    [tokens, k].
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._decisions: RouterDecisions | None = None
+        for module in model.modules():
+            if type(module).__name__.endswith("TopKRouter"):
+                module.register_forward_hook(self._record)
+
+    def _record(
+        self, module: nn.Module, inputs: Any, outputs: tuple[Tensor, ...]
+    ) -> None:
+        # Nothing is recorded when a checkpointed layer is computed again for the
+        # backward pass.
+        if self._decisions is not None:
+            logits = outputs[0]
+            chosen = outputs[2]
+            self._decisions.append((logits, chosen))
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[RouterDecisions]:
+        """Record the decisions of every router inside the block.
+
+        The list fills up in the order of the layers and remains valid after the block.
+        """
+        decisions: RouterDecisions = []
+        self._decisions = decisions
+        try:
+            yield decisions
+        finally:
+            self._decisions = None
+
+
+def summarize_routing(decisions: RouterDecisions, last_tokens: Tensor) -> Routing:
+    """Summarize the routing of packed rows.
+
+    Args:
+        decisions: The decisions of each layer.
+        last_tokens: int64 [rows], index of the last token of each row. Tokens behind
+            the last row are ignored.
+    """
+    num_tokens, num_experts = decisions[0][0].shape
+    num_rows = len(last_tokens)
+
+    # [tokens]: the row of each token, `num_rows` behind the last row.
+    token_index = torch.arange(num_tokens, device=last_tokens.device)
+    row = torch.bucketize(token_index, last_tokens)
+    # [rows, 1]
+    length = torch.bincount(row, minlength=num_rows + 1)[:num_rows, None].float()
+
+    balances = []
+    loads = []
+    for logits, chosen in decisions:
+        probabilities = torch.softmax(logits.float(), -1)
+        # 1 for the experts that a token is routed to, else 0.
+        picks = torch.zeros_like(probabilities).scatter_(1, chosen, 1.0)
+
+        # Means over each row: fractions of its tokens, and of its probability mass.
+        picked = sum_by_row(picks, row, num_rows) / length
+        mass = sum_by_row(probabilities, row, num_rows) / length
+        balances.append(num_experts * (picked * mass).sum(-1))
+        loads.append((picked.detach() * length).sum(0))
+
+    return Routing(torch.stack(balances).mean(0), torch.stack(loads))
+
+
+def sum_by_row(values: Tensor, row: Tensor, num_rows: int) -> Tensor:
+    """Sum [tokens, experts] over the tokens of each row to [rows, experts].
+
+    Args:
+        values: [tokens, experts].
+        row: int64 [tokens], the row of each token; `num_rows` for tokens of no row.
+        num_rows: The number of rows.
+    """
+    sums = values.new_zeros(num_rows + 1, values.shape[1])
+    return sums.index_add(0, row, values)[:num_rows]

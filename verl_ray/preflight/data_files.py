@@ -17,15 +17,14 @@ from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.batch import Int64
+from verl_ray.data.conversations import SupervisedSource
 from verl_ray.data.cursor import shares_in_words
 from verl_ray.data.files import size_bytes
 from verl_ray.data.preferences import PreferenceSource
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.row_source import RowSource, are_large, refuse_unstreamable
 from verl_ray.data.stages import Prompts
-from verl_ray.data.supervised import SupervisedSource
-from verl_ray.errors import ConfigError, DataError, OverlongRows, Problem
-from verl_ray.preflight.file_errors import data_problem, problem_of
+from verl_ray.errors import ConfigError, DataError, OverlongRows, Problem, file_problem
 from verl_ray.preflight.tokenizer_trial import tried_tokenizer
 
 if TYPE_CHECKING:
@@ -119,7 +118,7 @@ def examine_data(config: Config, *, evaluates: bool = False) -> DataFindings:
     if overlong:
         # One value of the setting serves every file.
         path = max(overlong, key=lambda name: overlong[name].longest)
-        findings.problems.append(problem_of("", path, overlong[path]))
+        findings.problems.append(file_problem("", path, overlong[path]))
     findings.warnings += _same_files(config, evaluates)
     return findings
 
@@ -263,3 +262,9 @@ def _warnings(file: DataFile, config: Config) -> Iterator[str]:
             f"{file.key} has {num_examples} examples, and {steps} steps of {per_step}"
             " draw none of them twice, so data.curriculum changes nothing"
         )
+
+
+def data_problem(key: str, data_sets: Sequence[DataSet], error: DataError) -> Problem:
+    """Return an error about one of several data sets as a problem of their setting."""
+    paths = [data_set.path for data_set in data_sets if error.is_about(data_set.path)]
+    return file_problem(key, paths[0] if paths else in_words(data_sets), error)

@@ -21,30 +21,28 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from verl_ray.config.algebra import batch_algebra
 from verl_ray.config.data import in_words as paths_in_words
+from verl_ray.config.load import resolved_elsewhere, with_auto_again
 from verl_ray.config.reward import HttpReward
 from verl_ray.config.rollout_task import RolloutTaskConfig
-from verl_ray.config.schema import Config
+from verl_ray.config.schema import Config, batch_algebra
 from verl_ray.config.section import resolved
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.config.versions import problem_of
 from verl_ray.data.files import FORMATS, READERS, files_at, is_glob
 from verl_ray.errors import Problem
-from verl_ray.hub.names import is_hub_id
+from verl_ray.hub.snapshots import is_hub_id
 from verl_ray.paths import in_ray_package, nearest_existing, path_suggestion
-from verl_ray.preflight.engine_models import backend_problems
 from verl_ray.preflight.facts import ClusterFacts, facts_here
 from verl_ray.preflight.machine import Machine
-from verl_ray.preflight.model_directories import model_problems
+from verl_ray.preflight.model_directories import backend_problems, model_problems
 from verl_ray.preflight.resolve import resolutions, resolve
-from verl_ray.preflight.resolved_record import resolved_elsewhere, with_auto_again
 from verl_ray.preflight.resources import resource_problems, resource_warnings
 from verl_ray.preflight.savings import in_words
 from verl_ray.rewards.remote import url_problem
 from verl_ray.rewards.specs import spec_problems
 from verl_ray.rollout.vllm_core import installed_version
-from verl_ray.tracking.wandb_credentials import credentials_problem
+from verl_ray.tracking.wandb_run import credentials_problem
 
 INPUTS_STARTED = "made-by-verl_ray"
 """Marker in run.dir/inputs: a run made this folder and may delete it."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
-from verl_ray.config.load import to_tree, with_changes
+from verl_ray.config.load import to_tree, with_changes, with_record
 from verl_ray.config.rollout import CONCURRENCY, HEAD, VLLM_LORA_RANKS
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
@@ -25,17 +25,14 @@ from verl_ray.preflight.device_defaults import (
     CPU_KV_CACHE_GIB,
     CPU_MICRO_BATCH_TOKENS,
     LEVEL_SETTINGS,
+    SNAPSHOT_COPIES,
+    SNAPSHOT_EVERY,
     AutoValue,
     device_values,
+    host_values,
 )
 from verl_ray.preflight.facts import ClusterFacts
 from verl_ray.preflight.footprints import sent_width
-from verl_ray.preflight.resolved_record import with_record
-from verl_ray.preflight.shared_memory import (
-    SNAPSHOT_COPIES,
-    SNAPSHOT_EVERY,
-    host_values,
-)
 
 MIB = 2**20
 

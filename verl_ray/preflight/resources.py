@@ -19,6 +19,7 @@ from verl_ray.config.schema import Config
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import Problem
 from verl_ray.paths import nearest_existing
+from verl_ray.preflight.device_defaults import shared_memory_bytes
 from verl_ray.preflight.devices import (
     as_sum,
     device_problems,
@@ -31,10 +32,9 @@ from verl_ray.preflight.devices import (
 from verl_ray.preflight.footprints import CERTAIN, trained_parameters
 from verl_ray.preflight.machine import GIB, MIB, OPTION, Machine, as_described
 from verl_ray.preflight.memory_plan import Job, MemoryPlan
-from verl_ray.preflight.model_sizes import model_size
+from verl_ray.preflight.model_files import model_size
 from verl_ray.preflight.role_memory import ROLLOUT, Phase, RoleMemory
 from verl_ray.preflight.savings import as_overrides, cheapest_change, single_rows
-from verl_ray.preflight.shared_memory import shared_memory_bytes
 from verl_ray.shell import for_shell
 
 BYTES_PER_SAVED_PARAMETER = 12

@@ -20,11 +20,10 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from verl_ray.backends.base import BytesPerPart, MemoryPart
-from verl_ray.config.algebra import batch_algebra
 from verl_ray.config.roles import ModelRole
 from verl_ray.config.rollout import SCORED_PROMPT_TOKENS, ServedModel
 from verl_ray.config.rollout_task import RolloutTaskConfig
-from verl_ray.config.schema import Config
+from verl_ray.config.schema import Config, batch_algebra
 from verl_ray.config.section import resolved
 from verl_ray.preflight.footprints import (
     Footprint,
@@ -35,7 +34,7 @@ from verl_ray.preflight.footprints import (
     snapshot_bytes,
     trained_parameters,
 )
-from verl_ray.preflight.model_sizes import model_size, size_of
+from verl_ray.preflight.model_files import model_size, size_of
 from verl_ray.weight_sync import SLOTS
 
 Phase = Literal["generate", "measure", "learn", "publish"]

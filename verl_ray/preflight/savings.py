@@ -14,26 +14,27 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from verl_ray.config.algebra import row_tokens_per_rank
-from verl_ray.config.load import Changes, with_changes
+from verl_ray.config.load import Changes, with_auto_again, with_changes
 from verl_ray.config.rollout_task import RolloutTaskConfig
-from verl_ray.config.schema import Config, rule_violations
+from verl_ray.config.schema import Config, row_tokens_per_rank, rule_violations
 from verl_ray.config.section import resolved
+from verl_ray.preflight.device_defaults import SNAPSHOT_COPIES, SNAPSHOT_EVERY
 from verl_ray.preflight.devices import device_problems, ranks_on_idle_gpus
-from verl_ray.preflight.engine_models import backend_problems, engine_problems
 from verl_ray.preflight.facts import ClusterFacts, facts_here
 from verl_ray.preflight.machine import GIB, Machine
-from verl_ray.preflight.memory_plan import PROCESS_BYTES, Job, MemoryPlan, memory_plan
-from verl_ray.preflight.model_sizes import remembered_sizes
-from verl_ray.preflight.remaining_memory import (
+from verl_ray.preflight.memory_plan import (
     MICRO_BATCH_TOKENS,
+    PROCESS_BYTES,
     USED_SHARE,
+    Job,
+    MemoryPlan,
     cache_bounds_gib,
+    memory_plan,
 )
+from verl_ray.preflight.model_directories import backend_problems, engine_problems
+from verl_ray.preflight.model_files import remembered_sizes
 from verl_ray.preflight.resolve import resolve
-from verl_ray.preflight.resolved_record import with_auto_again
 from verl_ray.preflight.role_memory import ROLLOUT
-from verl_ray.preflight.shared_memory import SNAPSHOT_COPIES, SNAPSHOT_EVERY
 from verl_ray.shell import for_shell
 
 Place = Literal["device", "host"]

@@ -13,23 +13,20 @@ from typing import TYPE_CHECKING
 from verl_ray.config.reward import JudgeReward, ModelReward, SingleReward
 from verl_ray.config.schema import Config
 from verl_ray.config.section import resolved
-from verl_ray.data.chat_templates import (
-    TemplateArguments,
-    day_of_run,
-    of_run,
-    template_of,
-)
 from verl_ray.data.fields import Message, excerpt
 from verl_ray.data.tokenizers import (
     CHAT_TEMPLATES,
+    TemplateArguments,
     applied_template,
+    day_of_run,
     load_tokenizer,
+    of_run,
     render,
     strip_special_tokens,
+    template_of,
 )
-from verl_ray.errors import ConfigError, DataError, ModelError, Problem
+from verl_ray.errors import ConfigError, DataError, ModelError, Problem, file_problem
 from verl_ray.preflight.facts import writes_day
-from verl_ray.preflight.file_errors import problem_of
 from verl_ray.rewards.health import Score
 from verl_ray.rewards.judge import Judgement, question_tokens
 from verl_ray.rewards.request import ScoreRequest
@@ -118,7 +115,7 @@ def _tokenizer(
     try:
         tokenizer = load_tokenizer(path, template)
     except ModelError as error:
-        raise ConfigError([problem_of(key, path, error)]) from error
+        raise ConfigError([file_problem(key, path, error)]) from error
     except DataError as error:
         raise ConfigError([_template_problem(config, error)]) from error
 
@@ -143,7 +140,7 @@ def _template_problem(config: Config, error: DataError) -> Problem:
     """Return what is wrong with the run's own chat template."""
     named = str(config.data.chat_template)
     value = named if named in CHAT_TEMPLATES else excerpt(named)
-    return problem_of("data.chat_template", value, error)
+    return file_problem("data.chat_template", value, error)
 
 
 def _template_fault(

@@ -26,10 +26,23 @@ from typing import cast
 
 from verl_ray.errors import ConfigError
 from verl_ray.guard import guarded_connection
-from verl_ray.rewards import wire
 from verl_ray.rewards.built_in import PRED, answer_in
 from verl_ray.rewards.health import Score, ScoreHealth, score_of
-from verl_ray.rewards.request import RequestRow, ScoreRequest
+from verl_ray.rewards.request import (
+    BROKEN,
+    READY,
+    SCORED,
+    STARTED,
+    Needs,
+    RequestRow,
+    ScoreRequest,
+    Start,
+    UnitKind,
+    frame,
+    needs_text,
+    read_message,
+    scores_text,
+)
 from verl_ray.rewards.signatures import MissingValue, Style
 from verl_ray.rewards.specs import LoadedFunction, load
 from verl_ray.user_files import short_traceback
@@ -48,40 +61,40 @@ def main(descriptor: int) -> None:
 
 def _serve(connection: socket.socket) -> None:
     def send(kind: int, text: str = "") -> None:
-        connection.sendall(wire.frame(kind, time.monotonic(), text))
+        connection.sendall(frame(kind, time.monotonic(), text))
 
     stream = connection.makefile("rb")
-    first = wire.read_message(stream)
+    first = read_message(stream)
     if first is None:
         return
-    start = cast(wire.Start, pickle.loads(first))
+    start = cast(Start, pickle.loads(first))
     sys.path[:] = start.sys_path
 
     try:
         functions = _load_all(start)
     except ConfigError as error:
         problem = dataclasses.asdict(error.problems[0])
-        send(wire.BROKEN, json.dumps(problem))
+        send(BROKEN, json.dumps(problem))
         return
     needs = {source: _needs_of(loaded) for source, loaded in functions.items()}
-    send(wire.READY, wire.needs_text(needs))
+    send(READY, needs_text(needs))
 
     # Each round waits for one message and scores its units; ends when the pool hangs up
     scorer = _Scorer(start.deadline_s)
     while True:
-        body = wire.read_message(stream)
+        body = read_message(stream)
         if body is None:
             return
         # Before the pickle is read, since reading it counts for the first unit.
-        send(wire.STARTED)
+        send(STARTED)
         for rows in cast(list[list[RequestRow]], pickle.loads(body)):
             unit = [ScoreRequest(*row) for row in rows]
             source = unit[0].data_source
             loaded = functions.get(source) or functions["default"]
-            send(wire.SCORED, wire.scores_text(scorer.score(loaded, unit)))
+            send(SCORED, scores_text(scorer.score(loaded, unit)))
 
 
-def _load_all(start: wire.Start) -> Mapping[str, LoadedFunction]:
+def _load_all(start: Start) -> Mapping[str, LoadedFunction]:
     """Return the function of each data source; each spec is loaded once."""
     loaded: dict[str, LoadedFunction] = {}
     for source, spec in start.functions.items():
@@ -90,11 +103,11 @@ def _load_all(start: wire.Start) -> Mapping[str, LoadedFunction]:
     return {source: loaded[spec] for source, spec in start.functions.items()}
 
 
-def _needs_of(loaded: LoadedFunction) -> wire.Needs:
+def _needs_of(loaded: LoadedFunction) -> Needs:
     signature = loaded.signature
     is_batched = signature.style is Style.TRL
-    unit: wire.UnitKind = "concurrent" if signature.is_async else "single"
-    return wire.Needs(
+    unit: UnitKind = "concurrent" if signature.is_async else "single"
+    return Needs(
         unit="group" if is_batched else unit,
         tokens=is_batched and signature.names("completion_ids"),
         conversation=is_batched,

@@ -17,10 +17,9 @@ from jinja2 import StrictUndefined
 from jinja2.sandbox import SandboxedEnvironment
 
 from verl_ray.config.reward import TEMPLATE_FIELDS, JudgeReward
-from verl_ray.data.chat_templates import TemplateArguments
 from verl_ray.data.encoding import encode
 from verl_ray.data.fields import Message
-from verl_ray.data.tokenizers import render
+from verl_ray.data.tokenizers import TemplateArguments, render
 from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rewards.request import ScoreRequest
 

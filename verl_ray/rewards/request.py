@@ -1,13 +1,27 @@
-"""One response to score, as every kind of scorer receives it.
+"""Responses to score, and the messages between the pool and a scoring process.
 
-Invariant: a request holds plain values alone, so that it can be pickled and sent as
-JSON.
+Messages travel over one stream socket. To the process: a length and a pickle; first a
+`Start`, then lists of units, each a list of rows of requests. From the process: frames,
+each a kind, a time on the monotonic clock that all processes of a machine share, and a
+text. The pool unpickles no data from the process, which runs user code.
+
+Invariant: a request, which every kind of scorer receives, holds plain values alone, so
+that it can be pickled and sent as JSON. The scores of a unit come together, and units
+come in their order, so the unit in hand is always the first one without scores, and its
+clock started at the time of the last frame.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import json
+import math
+import pickle
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, BinaryIO, Literal, NamedTuple
+
+from verl_ray.rewards.health import Score, ScoreHealth
 
 Conversation = str | list[dict[str, object]]
 """A prompt as the data set has it: a text or messages."""
@@ -70,3 +84,112 @@ class ScoreRequest:
             self.conversation if conversation else "",
             self.is_held_out,
         )
+
+
+# ----------------------------------------------------------------------------- messages
+
+LENGTH = struct.Struct("<Q")
+# Kind, time in seconds, bytes of UTF-8 that follow.
+FRAME = struct.Struct("<BdI")
+
+# Kinds of frames.
+READY = 255
+"""The functions are imported; the text is what they need."""
+BROKEN = 254
+"""A function cannot be imported; the text is a Problem in JSON."""
+STARTED = 253
+"""The first unit of a message is now in hand."""
+SCORED = 252
+"""A unit is scored; the text is its scores."""
+
+UnitKind = Literal["single", "concurrent", "group"]
+"""What a function scores at a time: one response; several, awaited side by side; or all
+responses to a prompt in one call."""
+
+
+class Start(NamedTuple):
+    """First message to a process: the functions to import, and their import path."""
+
+    sys_path: list[str]
+    functions: dict[str, str]
+    """Data source -> spec, as in the configuration."""
+    key: str
+    """The configuration's section that they are from, for errors to name."""
+    deadline_s: float
+    """How long a response may take; a coroutine is cancelled then."""
+
+
+class Needs(NamedTuple):
+    """Units in which a function scores, and the costly values that it names."""
+
+    unit: UnitKind
+    tokens: bool
+    """Whether it needs the token ids of responses."""
+    conversation: bool
+    """Whether it needs the prompt as the data set has it."""
+
+
+def frame(kind: int, time_s: float, text: str) -> bytes:
+    """Encode a frame."""
+    body = text.encode("utf-8", "backslashreplace")
+    return FRAME.pack(kind, time_s, len(body)) + body
+
+
+def message(content: Start | Sequence[Sequence[RequestRow]]) -> bytes:
+    """Encode a message to a process."""
+    body = pickle.dumps(content, protocol=pickle.HIGHEST_PROTOCOL)
+    return LENGTH.pack(len(body)) + body
+
+
+def read_message(stream: BinaryIO) -> bytes | None:
+    """Read the pickle of the next message; None when the pool has hung up."""
+    header = stream.read(LENGTH.size)
+    if len(header) < LENGTH.size:
+        return None
+    (length,) = LENGTH.unpack(header)
+    body = stream.read(length)
+    # A message that breaks off is as good as none.
+    return body if len(body) == length else None
+
+
+# ------------------------------------------------------------------ texts of the frames
+
+
+def scores_text(scores: Sequence[Score]) -> str:
+    """Return the scores of a unit as a text.
+
+    A score is a list of its fields; one that is nothing but a number is that number.
+    """
+    rows: list[object] = []
+    for score in scores:
+        if score.health is ScoreHealth.OK and not score.entries:
+            rows.append(score.value)
+            continue
+        value = score.value if score.health is ScoreHealth.OK else None
+        # A text without surrogates, which no column could hold.
+        detail = score.detail.encode("utf-8", "backslashreplace").decode()
+        rows.append((value, score.health, detail, score.entries))
+    return json.dumps(rows)
+
+
+def scores_from(text: str) -> list[Score]:
+    """Return the scores that `scores_text` has written."""
+    scores = []
+    for row in json.loads(text):
+        if isinstance(row, float):
+            scores.append(Score(row, ScoreHealth.OK))
+            continue
+        value, health, detail, entries = row
+        value = math.nan if value is None else value
+        scores.append(Score(value, ScoreHealth(health), detail, entries=entries))
+    return scores
+
+
+def needs_text(needs: Mapping[str, Needs]) -> str:
+    """Return the needs of all functions, by data source, as a text."""
+    return json.dumps(needs)
+
+
+def needs_from(text: str) -> dict[str, Needs]:
+    """Return the needs that `needs_text` has written."""
+    return {source: Needs(*fields) for source, fields in json.loads(text).items()}

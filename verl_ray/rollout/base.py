@@ -20,6 +20,10 @@ from verl_ray.rollout.engine_state import (
     EnginePause,
     EngineState,
     InFlight,
+    Probe,
+    ProbeHistory,
+    WeightUpdate,
+    aborting_on_error,
 )
 from verl_ray.rollout.requests import (
     Chunk,
@@ -29,7 +33,6 @@ from verl_ray.rollout.requests import (
     GenerationRequest,
     Tokens,
 )
-from verl_ray.rollout.update import Probe, ProbeHistory, WeightUpdate, aborting_on_error
 from verl_ray.weight_sync.fingerprint import Fingerprint, Fingerprints
 from verl_ray.weight_sync.manifest import Bucket, Manifest
 from verl_ray.weight_sync.transport import Address, WireSpec

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from verl_ray.config.rollout import SCORED_PROMPT_TOKENS
-from verl_ray.data.chat_templates import TemplateArguments
 from verl_ray.data.encoding import encode
 from verl_ray.data.stages import Finish
-from verl_ray.data.tokenizers import render
+from verl_ray.data.tokenizers import TemplateArguments, render
 from verl_ray.errors import CallRefused
 from verl_ray.rollout.openai_api import (
     FINISH_REASONS,

@@ -1,27 +1,33 @@
-"""State of a rollout engine, the calls that it allows, and the requests in flight.
+"""State of a rollout engine: calls, requests in flight, and an open weight update.
 
 Invariant: a call that the state does not allow raises an error that names the call to
-make first.
+make first. A version is accepted only if every parameter of its manifest was received
+once, every fingerprint is the sender's, and, where a verification was announced, the
+engine computes with the weights what the sender computes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
 from verl_ray.data.stages import Finish
-from verl_ray.errors import CannotGenerate, RolloutError, WeightSyncError
+from verl_ray.errors import CannotGenerate, RolloutError, VerlRayError, WeightSyncError
 from verl_ray.profiling.progress import advance
 from verl_ray.rollout.requests import (
     Chunk,
+    Float32,
     GenerationProgress,
     GenerationRequest,
     PromptLogProbs,
+    Tokens,
 )
-from verl_ray.rollout.update import WeightUpdate
+from verl_ray.weight_sync.fingerprint import Fingerprint, Fingerprints
+from verl_ray.weight_sync.manifest import Bucket
 
 EngineMemoryPart = Literal["weights", "kv_cache"]
 
@@ -344,3 +350,198 @@ def _spans_from(
     # The span that covers `first` is the last that does not begin after it.
     covering = max(index for index, (start, _) in enumerate(spans) if start <= first)
     return tuple((max(start, first), version) for start, version in spans[covering:])
+
+
+# ---------------------------------------------------------------- an open weight update
+
+HIDDEN_MOVEMENT = 0.01
+"""Largest movement of the trainer's log-probs that an engine may hide by rounding.
+
+If they move further, an engine that has the trainer's weights cannot have the same
+log-probs as before, to the bit.
+"""
+
+
+@dataclass
+class WeightUpdate:
+    """The engine's part of a weight sync, from `begin_update` until it is accepted.
+
+    Attributes:
+        version: The policy version that the weights belong to.
+        missing: Names of the parameters that were not received yet.
+        committed: Whether everything was received and loaded, and only the verification
+            is missing.
+    """
+
+    version: int
+    missing: set[str]
+    committed: bool = False
+
+    def require_expected(self, bucket: Bucket) -> None:
+        """Raise `WeightSyncError` unless all parameters of the bucket are missing."""
+        unexpected = sorted(name for name in bucket.names if name not in self.missing)
+        if unexpected:
+            raise WeightSyncError(
+                f"bucket {bucket.index} holds what is not expected, or came before:"
+                f" {unexpected}"
+            )
+
+    def require_complete(self) -> None:
+        """Raise `WeightSyncError` that names the parameters that are missing."""
+        if self.missing:
+            raise WeightSyncError(
+                f"version {self.version}: not received: {sorted(self.missing)}"
+            )
+
+    def require_equal(
+        self, sent: Mapping[str, Fingerprint], received: Sequence[Fingerprints]
+    ) -> None:
+        """Compare what was sent with what every rank of the engine received.
+
+        Args:
+            sent: The sender's fingerprint of each parameter.
+            received: The fingerprints of what the loader got, by rank of the engine.
+
+        Raises:
+            WeightSyncError: Fingerprints differ; their parameters are named.
+        """
+        for rank, fingerprints in enumerate(received):
+            names = sorted(sent.keys() | fingerprints.by_name.keys())
+            different = [
+                name
+                for name in names
+                if sent.get(name) != fingerprints.by_name.get(name)
+            ]
+            if not different:
+                continue
+
+            if len(received) > 1:
+                where = f" on rank {rank} of the {len(received)} of the engine"
+            else:
+                where = ""
+            raise WeightSyncError(
+                f"version {self.version}: sent and received differ in"
+                f" {different}{where}"
+            )
+
+
+@contextlib.contextmanager
+def aborting_on_error(abort_update: Callable[[], None]) -> Iterator[None]:
+    """Abort the open update when the block fails.
+
+    An exception that is not one of this project becomes a `WeightSyncError`.
+    """
+    try:
+        yield
+    except BaseException as error:
+        abort_update()
+        if isinstance(error, Exception) and not isinstance(error, VerlRayError):
+            raise WeightSyncError(
+                f"the weight update failed and was aborted: {error!r}"
+            ) from error
+        raise
+
+
+@dataclass(frozen=True, eq=False)
+class Probe:
+    """Fixed tokens with the log-probs that the sender's model gives them.
+
+    An engine that holds the sender's weights computes the same log-probs.
+
+    Attributes:
+        rows: Token ids of each row.
+        log_probs: The log-probs at temperature 1 of each row's tokens except the first.
+        tolerance: The largest difference that two implementations of the same model may
+            have.
+    """
+
+    rows: tuple[Tokens, ...]
+    log_probs: tuple[Float32, ...]
+    tolerance: float
+
+
+@dataclass(frozen=True, eq=False)
+class _Movement:
+    """The first probe for which the engine gave these log-probs."""
+
+    version: int
+    probe: Probe
+    log_probs: list[Float32]
+
+
+class ProbeHistory:
+    """Comparison of an engine's log-probs with probes, each with those before it.
+
+    A probe fails when the engine's log-probs differ from the sender's, and also when
+    they stand still while the sender's move.
+    """
+
+    def __init__(self) -> None:
+        self._last_movement: _Movement | None = None
+
+    def verify(self, version: int, probe: Probe, log_probs: list[Float32]) -> float:
+        """Return the largest difference of a log-prob.
+
+        Args:
+            version: The policy version whose weights the engine received.
+            probe: The tokens, and what the sender's model gives them.
+            log_probs: The log-probs that the engine gives the same tokens.
+
+        Raises:
+            WeightSyncError: The difference is above the tolerance, or the engine's
+                log-probs stand still while the sender's move.
+        """
+        differences = [
+            _largest_difference(ours, theirs)
+            for ours, theirs in zip(log_probs, probe.log_probs, strict=True)
+        ]
+        worst = int(np.argmax(differences))
+
+        # A comparison with a NaN is false, so the test must be for what is accepted.
+        if not differences[worst] <= probe.tolerance:
+            raise WeightSyncError(
+                f"version {version}: every weight arrived as it was sent, but the"
+                " engine computes with others: of fixed tokens"
+                f" {probe.rows[worst].tolist()} its log-probs differ from the trainer's"
+                f" by {differences[worst]:.3g}, more than {probe.tolerance:.3g}"
+            )
+
+        self._require_movement(version, probe, log_probs)
+        return float(differences[worst])
+
+    def _require_movement(
+        self, version: int, probe: Probe, log_probs: list[Float32]
+    ) -> None:
+        """Raise `WeightSyncError` if only the trainer's log-probs have moved.
+
+        Where rounding is larger than a training step, old weights are within the
+        tolerance of new ones. Log-probs that stay the same to the bit give them away.
+        """
+        last = self._last_movement
+        if last is None or not _repeats(last, probe, log_probs):
+            self._last_movement = _Movement(version, probe, log_probs)
+            return
+
+        pairs = zip(probe.log_probs, last.probe.log_probs, strict=True)
+        movement = max(_largest_difference(now, earlier) for now, earlier in pairs)
+        if movement > HIDDEN_MOVEMENT:
+            raise WeightSyncError(
+                f"version {version}: every weight arrived as it was sent, but"
+                " the engine computes with older ones: its log-probs of fixed"
+                f" tokens are to the bit those of version {last.version}, since when"
+                f" the trainer's have moved by {movement:.3g}"
+            )
+
+
+def _largest_difference(ours: Float32, theirs: Float32) -> np.float32:
+    difference: np.float32 = np.abs(ours - theirs).max(initial=0.0)
+    return difference
+
+
+def _repeats(last: _Movement, probe: Probe, log_probs: list[Float32]) -> bool:
+    """Whether the engine gives the same tokens the same log-probs, to the bit."""
+    if len(log_probs) != len(last.log_probs):
+        return False
+    if not all(map(np.array_equal, log_probs, last.log_probs)):
+        return False
+    return all(map(np.array_equal, probe.rows, last.probe.rows))

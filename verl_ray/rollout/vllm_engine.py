@@ -34,8 +34,7 @@ from verl_ray.rollout.requests import (
     Sampling,
     Tokens,
 )
-from verl_ray.rollout.vllm_core import VllmCore, require_supported
-from verl_ray.rollout.vllm_setup import engine_config
+from verl_ray.rollout.vllm_core import VllmCore, engine_config, require_supported
 from verl_ray.weight_sync.fingerprint import Fingerprints
 from verl_ray.weight_sync.manifest import Bucket, Manifest
 from verl_ray.weight_sync.transport import Address, WireSpec
@@ -373,7 +372,7 @@ def _require_environment() -> None:
     if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
         raise RolloutError(
             "the process of a rollout engine must be started with"
-            " rollout.vllm_setup.environment()"
+            " rollout.vllm_core.environment()"
         )
 
 

@@ -36,7 +36,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 
 from verl_ray.config.roles import LoraConfig
 from verl_ray.errors import WeightSyncError
-from verl_ray.ops.vector_math import choose_vector_program
+from verl_ray.ops.installed_torch import choose_vector_program
 from verl_ray.ownership import SHARED_FOLDER, prefix, remove_stale
 from verl_ray.rollout.vllm_core import (
     TRANSFER,

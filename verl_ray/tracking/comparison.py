@@ -22,10 +22,9 @@ from rich.table import Table
 
 from verl_ray.algorithms.intervals import Interval, bootstrap, prompt_means
 from verl_ray.tracking.base import HELD_OUT
-from verl_ray.tracking.evaluations import HeldOutScores
-from verl_ray.tracking.group_metrics import with_group_metrics
+from verl_ray.tracking.console import plain_console
+from verl_ray.tracking.evaluations import HeldOutScores, with_group_metrics
 from verl_ray.tracking.jsonl import finite
-from verl_ray.tracking.report import plain_console
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,7 +42,7 @@ LOWER_IS_BETTER = ("loss", "log_loss", "perplexity")
 def intervals(scores: HeldOutScores) -> dict[str, Interval]:
     """Return the interval of each metric of an evaluation, by its name.
 
-    Those of groups, such as pass@k, are among them (`group_metrics.py`).
+    Those of groups, such as pass@k, are among them (`evaluations.py`).
     """
     scores = with_group_metrics(scores)
     names = dict.fromkeys(scores.metrics)

@@ -15,6 +15,7 @@ statistics.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -30,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from verl_ray.config.run import WandbConfig
-from verl_ray.errors import ConfigError, TrackingError
+from verl_ray.errors import ConfigError, Problem, TrackingError
 from verl_ray.paths import program
 from verl_ray.shell import for_shell
 from verl_ray.tracking.base import (
@@ -41,11 +42,9 @@ from verl_ray.tracking.base import (
     UnhurriedTracker,
 )
 from verl_ray.tracking.jsonl import METRICS, read_metrics
-from verl_ray.tracking.wandb_credentials import no_credentials
 
 if TYPE_CHECKING:
     import wandb
-
 
 RUN_ID = "wandb_run_id"
 
@@ -516,3 +515,38 @@ def _tear_down() -> None:
     # It asks this process to exit with the code of a process that was killed.
     with contextlib.suppress(Exception, SystemExit):
         wandb.teardown(exit_code=1)
+
+
+# -------------------------------------------------------------------------- credentials
+
+
+def credentials_problem(config: WandbConfig) -> Problem | None:
+    """Return a problem if W&B is online and there are no credentials here.
+
+    W&B's server is not asked.
+    """
+    if config.mode != "online":
+        return None
+
+    # W&B takes half a second to import.
+    import wandb
+
+    # It prints where it looks for credentials.
+    with contextlib.redirect_stderr(io.StringIO()):
+        try:
+            if wandb.login(prompt=False, verify=False):
+                return None
+        except Exception as error:
+            fix = "Correct WANDB_API_KEY, run `wandb login`, or choose offline."
+            return Problem("tracking.wandb.mode", config.mode, f"W&B: {error}", fix)
+    return no_credentials()
+
+
+def no_credentials() -> Problem:
+    """Return the problem of a W&B run without credentials."""
+    return Problem(
+        "tracking.wandb.mode",
+        "online",
+        "there are no W&B credentials here, or WANDB_MODE keeps W&B from using them",
+        "Set WANDB_API_KEY, run `wandb login`, or choose offline.",
+    )

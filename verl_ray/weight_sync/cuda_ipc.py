@@ -19,14 +19,15 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from verl_ray.errors import WeightSyncError
-from verl_ray.profiling.allocator import exportable
+from verl_ray.profiling.memory import exportable
 from verl_ray.weight_sync import SLOTS
 from verl_ray.weight_sync.manifest import Bucket
-from verl_ray.weight_sync.slots import GatheredSlots, Slots
 from verl_ray.weight_sync.transport import (
     Address,
+    GatheredSlots,
     SendResult,
     Shards,
+    Slots,
     WireEndpoint,
     WireSpec,
 )

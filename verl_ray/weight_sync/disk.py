@@ -25,13 +25,14 @@ from verl_ray.errors import WeightSyncError
 from verl_ray.weight_sync import SLOTS
 from verl_ray.weight_sync.delta import DeltaDecoder, DeltaEncoder
 from verl_ray.weight_sync.manifest import Bucket, Entry
-from verl_ray.weight_sync.slots import GatheredSlots, parameters_in
 from verl_ray.weight_sync.transport import (
     Address,
+    GatheredSlots,
     SendResult,
     Shards,
     WireEndpoint,
     WireSpec,
+    parameters_in,
 )
 
 _KEY = "rollout.sync.folder"

@@ -20,11 +20,11 @@ from verl_ray.errors import WeightSyncError
 from verl_ray.ownership import SHARED_FOLDER, prefix, remove_stale
 from verl_ray.weight_sync import SLOTS
 from verl_ray.weight_sync.manifest import Bucket
-from verl_ray.weight_sync.slots import Slots
 from verl_ray.weight_sync.transport import (
     Address,
     SendResult,
     Shards,
+    Slots,
     WireEndpoint,
     WireSpec,
 )

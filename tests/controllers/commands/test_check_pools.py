@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from controllers.command_line import main
-from controllers.commands.check_pools import parse_rates
+from controllers.commands.check_pools import PoolTimes, parse_rates, pool_use
 from verl_ray.errors import ConfigError
-from verl_ray.preflight.time_model.pools import PoolTimes, pool_use
 
 RATES = PoolTimes(generate_s=30, train_s=24, publish_s=6, origin="given")
 

@@ -10,7 +10,7 @@ import pytest
 
 from controllers.commands.evaluate import _folder_name, _write, only_candidate
 from controllers.system.plan import resolve_on
-from controllers.watch.evaluation import Evaluation
+from controllers.watch.held_out_measures import Evaluation
 from tests.controllers.run.checkpoints import write_checkpoints
 from tests.controllers.runs import SHAPE, Inputs
 from verl_ray.preflight.data_files import examine_data

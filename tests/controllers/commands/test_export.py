@@ -117,7 +117,7 @@ def test_an_export_is_the_trained_model_and_is_compared_with_it(
 def test_a_directory_that_computes_something_else_is_told_apart(
     inputs: Inputs, tmp_path: Path
 ) -> None:
-    from verl_ray.models.probe import plain_outputs, probe_rows
+    from verl_ray.models.export import plain_outputs, probe_rows
 
     rows = probe_rows(14)
     assert rows.tokens.min() >= 0 and rows.tokens.max() < 14

@@ -12,9 +12,9 @@ import pytest
 
 from controllers.command_line import main
 from controllers.commands.plan import origin_lines, time_table
-from tests.planning.bases import bases
-from verl_ray.planning.search import Plan, search
+from tests.preflight.plan_bases import bases
 from verl_ray.preflight.machine import parse_machine
+from verl_ray.preflight.plan_search import Plan, search
 
 MODELS = Path(__file__).parents[2] / "model_configs"
 

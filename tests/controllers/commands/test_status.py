@@ -19,10 +19,10 @@ from controllers.command_line import main
 from tests.kills import ROOT
 from tests.waiting import PATIENCE_S, until
 from verl_ray.ownership import Owner
-from verl_ray.profiling.process_table import ProcessRow
-from verl_ray.profiling.status_file import (
+from verl_ray.profiling.process_table import (
     STATUS,
     Located,
+    ProcessRow,
     RunStatus,
     read_status,
     write_status,

@@ -13,15 +13,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from controllers.devices import DeviceSharing, SharingPlan
-from controllers.publishing.publisher import Publisher
-from controllers.publishing.wire import Receivers
+from controllers.publishing import Publisher, Receivers
 from controllers.rollouts.replicas import Replicas
 from controllers.trainers.rl import Trainer
 from tests.controllers.conftest import MakeTrainer
 from tests.controllers.runs import Samplers, produced
 from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.cluster.store import read
+from verl_ray.cluster.waiting import read
 from verl_ray.data.stages import Rollouts
 from verl_ray.errors import WeightSyncError, WorkerError
 from verl_ray.weight_sync.manifest import plan_buckets

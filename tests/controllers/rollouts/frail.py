@@ -16,7 +16,7 @@ import numpy as np
 from verl_ray.cluster.context import WorkerContext, concurrent
 from verl_ray.data.batch import Int64
 from verl_ray.data.stages import Prompts, Rollouts, Scores
-from workers.grader import Grader
+from workers.reward import Grader
 from workers.rollout import Generation, RolloutSpec, RolloutWorker
 
 SCORED = "scored.txt"

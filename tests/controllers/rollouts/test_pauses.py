@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
+from controllers import publishing
 from controllers.devices import DeviceSharing, SharingPlan
-from controllers.publishing import wire
-from controllers.publishing.publisher import Publisher
+from controllers.publishing import Publisher
 from controllers.rollouts.generation import GenerationJob
 from controllers.rollouts.replicas import Replicas
 from controllers.trainers.rl import Trainer
@@ -53,9 +53,9 @@ def run(
             shares_devices=True, engines_free="weights", trainers_offload="all"
         )
         sharing = DeviceSharing(plan, actor, [actor])
-        publisher = Publisher(actor, trainer.config, sharing, has_gpus=False)
+        publishing = Publisher(actor, trainer.config, sharing, has_gpus=False)
         trainer.replicas = Replicas(
-            trainer.replicas.available, publisher, sharing, trainer.config
+            trainer.replicas.available, publishing, sharing, trainer.config
         )
         yield trainer
         trainer.replicas.close()
@@ -112,24 +112,24 @@ def test_a_replica_that_is_lost_again_before_it_has_its_weights_comes_back(
     (replica,) = replicas.available
     os.kill(_pid(replica), signal.SIGKILL)
     # The sender waits for the replica for less time than it takes to start.
-    patience = wire.PEER_TIMEOUT_FRACTION
-    monkeypatch.setattr(wire, "PEER_TIMEOUT_FRACTION", 2.4 / replica.stall_s)
+    patience = publishing.PEER_TIMEOUT_FRACTION
+    monkeypatch.setattr(publishing, "PEER_TIMEOUT_FRACTION", 2.4 / replica.stall_s)
 
     opening = threading.Event()
-    wire_spec = wire.WeightWire._wire_spec
+    wire_spec = publishing.WeightWire._wire_spec
 
     def told_wire_spec(self: Any, replicas: Any) -> Any:
         spec = wire_spec(self, replicas)
         opening.set()
         return spec
 
-    monkeypatch.setattr(wire.WeightWire, "_wire_spec", told_wire_spec)
+    monkeypatch.setattr(publishing.WeightWire, "_wire_spec", told_wire_spec)
 
     def lose_it_again() -> None:
         try:
             # The replica has started again, and the actor was told to wait for it.
             assert opening.wait(PATIENCE_S)
-            monkeypatch.setattr(wire, "PEER_TIMEOUT_FRACTION", patience)
+            monkeypatch.setattr(publishing, "PEER_TIMEOUT_FRACTION", patience)
             lost = psutil.Process(_pid(replica))
             lost.kill()
             lost.wait(PATIENCE_S)
@@ -150,7 +150,7 @@ def _set_limit(replicas: Replicas, stall_s: float) -> None:
     """Set for how long the replica may make no progress, in open calls and in later
     ones.
     """
-    for call in replicas._scheduler._calls:
+    for call in replicas.scheduler._calls:
         call.stream.rank_call = replace(call.stream.rank_call, stall_s=stall_s)
     (replica,) = replicas.available
     replica._processes.stall_s = stall_s
@@ -168,7 +168,7 @@ def _begin(run: Trainer) -> GenerationJob:
     generation = run.producer.training_generation()
     sampling = replace(generation.sampling, stop_token_ids=())
     generation = replace(generation, sampling=sampling)
-    job = replicas.generate(run.prompts.all(16), generation)
+    job = replicas.scheduler.open(run.prompts.all(16), generation)
     while answers(replicas.available[0], "status")[0].health["rollout"].steps < 20:
         replicas.advance(TICK_S)
     assert job.num_pending

@@ -14,11 +14,11 @@ from tests.controllers.rollouts.frail import POISON, PoisonedReplica
 from tests.controllers.runs import SAMPLING, SHAPE, Inputs, Samplers, training
 from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.session import Session
-from verl_ray.cluster.store import read
+from verl_ray.cluster.waiting import read
 from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.data.ledger import LEDGER, Event, read_parts
 from verl_ray.data.stages import Finish
-from verl_ray.profiling.timers import Timers
+from verl_ray.profiling.phases import Timers
 
 pytestmark = [
     pytest.mark.cluster,

@@ -16,14 +16,13 @@ from tests.controllers import grader
 from tests.controllers.conftest import MakeTrainer
 from tests.controllers.runs import GRADER, SHAPE, Inputs, produced
 from verl_ray.cluster.launch import start_groups
-from verl_ray.cluster.store import read
-from verl_ray.cluster.waiting import TICK_S
+from verl_ray.cluster.waiting import TICK_S, read
 from verl_ray.data.batch import Ragged
 from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.data.stages import Finish, Prompts, Rollouts
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import RewardError
-from verl_ray.profiling.timers import Timers
+from verl_ray.profiling.phases import Timers
 from verl_ray.rewards.health import ScoreHealth
 from workers.actor import ActorWorker
 from workers.rollout import Generation

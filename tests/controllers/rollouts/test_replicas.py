@@ -22,8 +22,7 @@ import numpy as np
 import pytest
 
 from controllers.devices import DeviceSharing, SharingPlan
-from controllers.publishing.publisher import Publisher
-from controllers.publishing.wire import Receivers
+from controllers.publishing import Publisher, Receivers
 from controllers.rollouts.replicas import Replicas
 from controllers.rollouts.supervisor import Replica, ReplicaSupervisor
 from controllers.trainers.rl import Trainer
@@ -32,8 +31,7 @@ from tests.controllers.runs import Inputs, Samplers, replicas_of, start_some, tr
 from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.processes import Role
 from verl_ray.cluster.session import Session
-from verl_ray.cluster.store import put, read
-from verl_ray.cluster.waiting import TICK_S
+from verl_ray.cluster.waiting import TICK_S, put, read
 from verl_ray.data.batch import offsets_of
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Finish, Requests, Responses, Rollouts
@@ -81,7 +79,7 @@ def generated(
     """Return all rollouts by row id, and the pieces in which they arrived."""
     what = run.producer.training_generation()
     what = replace(what, sampling=replace(what.sampling, stop_token_ids=()))
-    job = run.replicas.generate(run.prompts.all(PROMPTS), what)
+    job = run.replicas.scheduler.open(run.prompts.all(PROMPTS), what)
     while not job.finished:
         run.replicas.advance(TICK_S)
     at_first_piece()

@@ -30,7 +30,7 @@ from tests.reward_models import (
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.session import Session
-from verl_ray.cluster.store import put, read
+from verl_ray.cluster.waiting import put, read
 from verl_ray.data.stages import Finish, Rollouts
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.models.tiny import make_tiny

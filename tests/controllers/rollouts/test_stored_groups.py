@@ -20,7 +20,7 @@ from controllers.rollouts.stored_groups import (
 from tests.data.test_batch_files import bits, rich
 from tests.rows import rollouts_of
 from verl_ray.cluster.session import Session
-from verl_ray.cluster.store import put, read
+from verl_ray.cluster.waiting import put, read
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.batch import Int64, Ragged
 from verl_ray.data.buffer import Experience, RolloutBuffer

@@ -20,7 +20,7 @@ from tests.data.test_prompts import sums
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.tokenizers import character_tokenizer
-from verl_ray.profiling.timers import Timers
+from verl_ray.profiling.phases import Timers
 
 ROWS = 8
 

@@ -23,8 +23,7 @@ from tests.controllers.rollouts.slot_machine import Scenario
 from tests.data.test_buffer import piece
 from verl_ray.data.buffer import RolloutBuffer
 from verl_ray.errors import RewardError
-from verl_ray.profiling.phases import PHASES
-from verl_ray.profiling.timers import Timers
+from verl_ray.profiling.phases import PHASES, Timers
 
 CONFIG = Scenario("one_step_off", 1).config
 

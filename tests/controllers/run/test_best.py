@@ -14,7 +14,7 @@ from controllers.run.loop import Loop
 from controllers.run.open_run import Stopping
 from controllers.run.recovery import Recovery
 from controllers.run.resumption import Resumption
-from controllers.watch.evaluation import Evaluation
+from controllers.watch.held_out_measures import Evaluation
 from tests.cluster.crew import SlowWriter, processes
 from tests.controllers.run.test_stopping import Cursor, forget
 from tests.controllers.run.test_stopping import stoppable as stoppable

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from controllers.run.claim import claim
+from controllers.run.finished import claim
 from tests.controllers.runs import ROOT
 from verl_ray.errors import ConfigError
 
 HOLD = """
 import sys
-from controllers.run.claim import claim
+from controllers.run.finished import claim
 with claim(sys.argv[1]):
     print("mine", flush=True)
     sys.stdin.read()

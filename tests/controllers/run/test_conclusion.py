@@ -13,13 +13,17 @@ import numpy as np
 import pytest
 
 from controllers.command_line import main
-from controllers.commands.resume_hint import failure_hint
 from controllers.compose.composition import compose
 from controllers.compose.grammar import parsed_override
 from controllers.run.best import BestEvaluation
 from controllers.run.conclusion import Conclusion
 from controllers.run.finished import finished_step
-from controllers.run.next_command import next_commands, next_in_words, program_words
+from controllers.run.next_command import (
+    failure_hint,
+    next_commands,
+    next_in_words,
+    program_words,
+)
 from controllers.trainers.base import task_of
 from controllers.trainers.rl import ReinforcementTask
 from tests.controllers.run.checkpoints import write_checkpoints

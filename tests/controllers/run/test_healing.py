@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from controllers.run.faults import Cure, FaultPolicy
-from controllers.run.loop import Loop
-from controllers.run.persistence import NoPersistence, UnguardedSteps
+from controllers.run.loop import Loop, NoPersistence, UnguardedSteps
 from controllers.trainers.base import Trainable
-from controllers.watch.evaluation import Evaluation
+from controllers.watch.held_out_measures import Evaluation
 from tests.controllers.run.test_stopping import Cursor
 from tests.controllers.runs import Inputs
 from verl_ray.config.run import RecoveryConfig

@@ -20,8 +20,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from controllers.run.loop import Loop
-from controllers.run.persistence import UnguardedSteps
+from controllers.run.loop import Loop, UnguardedSteps
 from controllers.run.recovery import Recovery
 from controllers.run.resumption import Resumption
 from tests.cluster.crew import Echo, SlowWriter, Writer, processes

@@ -18,13 +18,12 @@ from typing import Any
 import psutil
 import pytest
 
-from controllers.run.loop import Loop
+from controllers.run.loop import Loop, NoPersistence, UnguardedSteps
 from controllers.run.open_run import Stopping
-from controllers.run.persistence import NoPersistence, UnguardedSteps
 from controllers.run.recovery import Recovery
 from controllers.run.resumption import Resumption
 from controllers.trainers.base import Trainable
-from controllers.watch.evaluation import Evaluation
+from controllers.watch.held_out_measures import Evaluation
 from tests.cluster.crew import SlowWriter
 from tests.cluster.crew import processes as worker_processes
 from tests.controllers.conftest import MakeTrainer
@@ -45,7 +44,7 @@ from verl_ray.cluster.signals import (
 )
 from verl_ray.cluster.waiting import Background
 from verl_ray.errors import Interrupted
-from verl_ray.profiling.timers import Timers
+from verl_ray.profiling.phases import Timers
 from verl_ray.tracking import Sample, Tracker, Trackers
 from verl_ray.tracking.jsonl import JsonlTracker, read_metrics
 

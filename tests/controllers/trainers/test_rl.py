@@ -26,7 +26,7 @@ from tests.controllers.runs import (
     training,
 )
 from verl_ray.algorithms.policy_losses import POLICY_LOSSES
-from verl_ray.cluster.store import read
+from verl_ray.cluster.waiting import read
 from verl_ray.errors import MismatchError, RewardError
 from verl_ray.rewards.health import ScoreHealth
 from verl_ray.weight_sync.fingerprint import Fingerprint

@@ -15,13 +15,11 @@ from controllers.watch.measures import Metrics
 from tests.controllers.conftest import MakeTrainer
 from tests.controllers.runs import Inputs, produced
 from tests.data.test_batch_files import bits
-from verl_ray.cluster.store import read
-from verl_ray.cluster.waiting import TICK_S, wait
+from verl_ray.cluster.waiting import TICK_S, read, wait
 from verl_ray.data.batch import Int64
-from verl_ray.data.buffer import Experience
+from verl_ray.data.buffer import Experience, versions_of_tokens
 from verl_ray.data.ledger import Event
 from verl_ray.data.stages import Rollouts
-from verl_ray.data.versions import versions_of_tokens
 from verl_ray.errors import DataError
 from workers.actor import ActorWorker
 from workers.rollout import RolloutWorker
@@ -256,7 +254,7 @@ def test_paused_replicas_hand_over_what_they_had_finished(
     run = begun(trainer("grpo", *settings))
     replicas = run.replicas
     generation = run.producer.training_generation()
-    job = replicas.generate(run.prompts.all(8), generation)
+    job = replicas.scheduler.open(run.prompts.all(8), generation)
     replicas.advance()
     assert wait(replicas.references(), 1, 60)
 

@@ -13,7 +13,7 @@ from tests.controllers.runs import Inputs, start_some
 from verl_ray.cluster.session import Session
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.config.tasks.sft import SFTConfig
-from verl_ray.data.supervised import SupervisedSource
+from verl_ray.data.conversations import SupervisedSource
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.models.tiny import make_tiny
 

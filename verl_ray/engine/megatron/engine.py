@@ -62,12 +62,15 @@ from verl_ray.engine.offload import Offload, offloadable
 from verl_ray.engine.packed_engine import PackedEngine, RandomStream
 from verl_ray.errors import EngineError, ModelError
 from verl_ray.models.export import build_manifest
-from verl_ray.models.families import ACTIVATIONS_IN_MEGATRON, IN_MEGATRON
 from verl_ray.models.role_model import PackedRows, RoleModel, build_role_model
+from verl_ray.models.settings import ACTIVATIONS_IN_MEGATRON, IN_MEGATRON
 from verl_ray.models.weights import CheckpointReader
 from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
-from verl_ray.parallel.sharding_manager import PackedTokens, ShardingManager
-from verl_ray.parallel.ulysses import UlyssesManager
+from verl_ray.parallel import (
+    PackedTokens,
+    ShardingManager,
+    UlyssesManager,
+)
 from verl_ray.weight_sync.manifest import (
     Entry,
     Manifest,
@@ -75,7 +78,7 @@ from verl_ray.weight_sync.manifest import (
     Slice,
     aligned_bytes,
 )
-from verl_ray.weight_sync.slots import parameter_view, sum_bytes_over_ranks
+from verl_ray.weight_sync.transport import parameter_view, sum_bytes_over_ranks
 
 
 class MegatronEngine(PackedEngine):

@@ -1,8 +1,8 @@
 """Layers with experts whose routers see only slices of tokens, and their balance over
 the micro-batches and ranks of a call.
 
-Invariant: the balance is that of `models/experts.py`, of whole rows. Each slice adds
-its part, and the parts of all ranks add up to the whole. Routers are on all stages
+Invariant: the balance is that of `models/role_model.py`, of whole rows. Each slice
+adds its part, and the parts of all ranks add up to the whole. Routers are on all stages
 while the loss is on the last, so the gradient of the balance enters at the router.
 """
 
@@ -25,7 +25,7 @@ from verl_ray.engine.base import LossReport
 from verl_ray.engine.megatron.layout import Axis, ParallelLayout
 from verl_ray.engine.megatron.weight_map import share
 from verl_ray.engine.micro_batches import MicroBatch
-from verl_ray.models.experts import sum_by_row
+from verl_ray.models.role_model import sum_by_row
 from verl_ray.ops.outputs import RequestedOutputs
 
 if not moe_utils.HAVE_TE:

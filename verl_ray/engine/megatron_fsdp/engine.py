@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from verl_ray.backends.megatron_fsdp import MegatronFsdpBackend
 from verl_ray.config.roles import OptimizerConfig
-from verl_ray.engine.megatron_fsdp.package import uneven_dtensor
-from verl_ray.engine.megatron_fsdp.sharding import fully_shard
+from verl_ray.engine.megatron_fsdp.sharding import fully_shard, uneven_dtensor
 from verl_ray.engine.micro_batches import Loss, MicroBatches
 from verl_ray.engine.module_engine import ModuleEngine
 from verl_ray.engine.offload import (

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from controllers.compose.composition import compose
-from tests.planning.bases import bases, machine
+from tests.preflight.plan_bases import bases, machine
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.planning.candidates import (
+from verl_ray.preflight.assumptions import TRAINING_EFFICIENCY, Links
+from verl_ray.preflight.machine import Machine
+from verl_ray.preflight.plan_candidates import (
     Space,
     offloaded,
     with_backend,
@@ -17,10 +19,7 @@ from verl_ray.planning.candidates import (
     with_engines,
     with_ranks,
 )
-from verl_ray.preflight.machine import Machine
-from verl_ray.preflight.time_model.assumptions import TRAINING_EFFICIENCY
-from verl_ray.preflight.time_model.links import Links
-from verl_ray.preflight.time_model.step_time import StepTime, step_time
+from verl_ray.preflight.step_time import StepTime, step_time
 
 H100 = machine("gpus=1,gpu=H100-80G")
 NODE = machine("gpus=8,gpu=H100-80G")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from controllers.compose.composition import examine
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.planning.candidates import PLANNED_BACKENDS
 from verl_ray.preflight.machine import Machine, parse_machine
+from verl_ray.preflight.plan_candidates import PLANNED_BACKENDS
 
 MODELS = Path(__file__).parents[1] / "model_configs"
 

@@ -23,23 +23,24 @@ from verl_ray.backends.layouts import ModelSizes, can_exchange, obstacles
 from verl_ray.backends.megatron import MegatronBackend, sizes_of
 from verl_ray.config.rollout_task import Offloaded
 from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.preflight.assumptions import Links
 from verl_ray.preflight.facts import facts_here
 from verl_ray.preflight.machine import Machine
-from verl_ray.preflight.memory_plan import MemoryPlan, memory_plan
-from verl_ray.preflight.model_files import settings_of
-from verl_ray.preflight.remaining_memory import (
+from verl_ray.preflight.memory_plan import (
     MICRO_BATCH_TOKENS,
     USED_SHARE,
+    MemoryPlan,
     cache_bounds_gib,
     growing_roles,
+    memory_plan,
     with_larger_batches,
     with_largest_batches,
     with_largest_caches,
 )
+from verl_ray.preflight.model_files import settings_of
 from verl_ray.preflight.resolve import resolve
 from verl_ray.preflight.role_memory import ROLLOUT, Phase
-from verl_ray.preflight.time_model.links import Links
-from verl_ray.preflight.time_model.step_time import step_time
+from verl_ray.preflight.step_time import step_time
 
 PLANNED_BACKENDS = ("engine", "fsdp", "megatron")
 """The backends that a plan may propose."""

@@ -15,7 +15,20 @@ from verl_ray.config.rollout_task import Offloaded
 from verl_ray.config.schema import rule_violations
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import ConfigError, Problem
-from verl_ray.planning.candidates import (
+from verl_ray.preflight.assumptions import Links
+from verl_ray.preflight.device_defaults import fastest
+from verl_ray.preflight.footprints import BFLOAT16
+from verl_ray.preflight.machine import (
+    GIB,
+    GPUS,
+    Machine,
+    parse_machine,
+    with_host_memory,
+)
+from verl_ray.preflight.memory_plan import USED_SHARE, MemoryPlan, memory_plan
+from verl_ray.preflight.model_directories import engine_problems
+from verl_ray.preflight.model_files import model_size, remembered_sizes
+from verl_ray.preflight.plan_candidates import (
     OFFLOADS,
     Demand,
     Space,
@@ -26,22 +39,8 @@ from verl_ray.planning.candidates import (
     offloaded,
     with_least_cache,
 )
-from verl_ray.preflight.device_defaults import fastest
-from verl_ray.preflight.engine_models import engine_problems
-from verl_ray.preflight.footprints import BFLOAT16
-from verl_ray.preflight.machine import (
-    GIB,
-    GPUS,
-    Machine,
-    parse_machine,
-    with_host_memory,
-)
-from verl_ray.preflight.memory_plan import MemoryPlan, memory_plan
-from verl_ray.preflight.model_sizes import model_size, remembered_sizes
-from verl_ray.preflight.remaining_memory import USED_SHARE
 from verl_ray.preflight.resources import resource_problems
-from verl_ray.preflight.time_model.links import Links
-from verl_ray.preflight.time_model.step_time import StepTime, step_time
+from verl_ray.preflight.step_time import StepTime, step_time
 
 _SHAPES = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (4, 8), (8, 8), (16, 8), (32, 8))
 """Nodes, and GPUs of each, of the machines that a message may name."""

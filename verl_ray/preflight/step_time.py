@@ -31,12 +31,7 @@ from verl_ray.config.rollout import RolloutEngineConfig
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
 from verl_ray.config.section import resolved
-from verl_ray.preflight.engine_models import cache_bytes_per_token
-from verl_ray.preflight.footprints import BFLOAT16, sent_bytes, trained_parameters
-from verl_ray.preflight.machine import GIB
-from verl_ray.preflight.model_sizes import ModelSize, model_size, size_of
-from verl_ray.preflight.role_memory import ROLLOUT, Phase, offloaded_parts, phases_of
-from verl_ray.preflight.time_model.assumptions import (
+from verl_ray.preflight.assumptions import (
     DECODE_BANDWIDTH_SHARE,
     DECODE_STEP_S,
     DISK_BYTES_PER_S,
@@ -49,8 +44,13 @@ from verl_ray.preflight.time_model.assumptions import (
     PREFILL_EFFICIENCY,
     PROCESS_COPY_BYTES_PER_S,
     TRAINING_EFFICIENCY,
+    Links,
 )
-from verl_ray.preflight.time_model.links import Links
+from verl_ray.preflight.footprints import BFLOAT16, sent_bytes, trained_parameters
+from verl_ray.preflight.machine import GIB
+from verl_ray.preflight.model_directories import cache_bytes_per_token
+from verl_ray.preflight.model_files import ModelSize, model_size, size_of
+from verl_ray.preflight.role_memory import ROLLOUT, Phase, offloaded_parts, phases_of
 from verl_ray.profiling.flops import ModelShape, forward_flops
 
 _LENGTHS = 16

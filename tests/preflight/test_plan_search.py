@@ -9,22 +9,22 @@ from dataclasses import replace
 import pytest
 
 from controllers.commands.plan import misfit_lines
-from tests.planning.bases import bases, machine
+from tests.preflight.plan_bases import bases, machine
 from verl_ray.backends.base import BackendSettings
 from verl_ray.config.load import parse, to_tree
 from verl_ray.config.schema import rule_violations
 from verl_ray.config.section import resolved
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.planning.search import Misfit, Plan, search, smallest_machine
-from verl_ray.preflight.engine_models import backend_problems, engine_problems
+from verl_ray.preflight.assumptions import Links
 from verl_ray.preflight.facts import facts_of
 from verl_ray.preflight.machine import GIB, GPUS, Machine
 from verl_ray.preflight.memory_plan import memory_plan
-from verl_ray.preflight.model_sizes import remembered_sizes
+from verl_ray.preflight.model_directories import backend_problems, engine_problems
+from verl_ray.preflight.model_files import remembered_sizes
+from verl_ray.preflight.plan_search import Misfit, Plan, search, smallest_machine
 from verl_ray.preflight.resolve import resolve
 from verl_ray.preflight.resources import resource_problems
-from verl_ray.preflight.time_model.links import Links
-from verl_ray.preflight.time_model.step_time import step_time
+from verl_ray.preflight.step_time import step_time
 
 
 def planned(where: Machine, model: str, *overrides: str) -> Plan:

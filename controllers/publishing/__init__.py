@@ -1,4 +1,0 @@
-"""Publishing of new weights: from the actor's ranks to every rollout replica.
-
-A publication is one weight sync, with the verification that it arrived.
-"""

@@ -1,1 +1,0 @@
-"""The time model: estimated seconds of a step, by stated assumptions."""
