@@ -67,9 +67,10 @@ class GroupCollector:
     def add(self, piece: Sharded[Rollouts]) -> Sharded[Rollouts] | None:
         """Add a piece, and return the groups that it completes; None without any."""
         held = Sharded.concat([*self._parts, piece])
-        trajectory = np.unique(held.row("trajectory_id"))
-        groups, sizes = np.unique(trajectory // self._group_size, return_counts=True)
-        is_whole = np.isin(held.row("group_id"), groups[sizes == self._group_size])
+        group = held.row("group_id")
+        _, first_rows = np.unique(held.row("trajectory_id"), return_index=True)
+        groups, sizes = np.unique(group[first_rows], return_counts=True)
+        is_whole = np.isin(group, groups[sizes == self._group_size])
         remaining = np.flatnonzero(~is_whole)
         self._parts = [held.select(remaining)] if len(remaining) else []
 

@@ -13,7 +13,7 @@ from verl_ray.data.stages import Rollouts
 def piece(*rows: int) -> Sharded[Rollouts]:
     """Rows of groups of three."""
     batch = rollouts_of([2] * len(rows), groups=[row // 3 for row in rows])
-    batch = batch.replace(row_id=np.array(rows))
+    batch = batch.replace(row_id=np.array(rows), trajectory_id=np.array(rows))
     return Sharded.stored(batch, Receipt.of(batch))
 
 
