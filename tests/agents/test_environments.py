@@ -505,6 +505,13 @@ class ScriptedSet:
             return 1.0
         if answer == "nothing":
             return float("nan")
+        if answer == "key":
+            raise KeyError(answer)
+        if not answer:
+            return 0.05
+        # What nan and 1e999 are in a comparison, or in a loop.
+        if answer in ("nan", "-Inf", "1e999"):
+            return 1.0
         return 0.05 if int(answer) else 7.0
 
 
@@ -552,7 +559,18 @@ def test_reasoning_gym_scores_the_tagged_answer() -> None:
 @pytest.mark.usefixtures("sums")
 @pytest.mark.parametrize(
     "text",
-    ["", "five", "nothing", "nan", "-Inf", "1e999", "9" * 20_000, "\ud800", "[" * 9000],
+    [
+        "",
+        "five",
+        "key",
+        "nothing",
+        "nan",
+        "-Inf",
+        "1e999",
+        "9" * 20_000,
+        "\ud800",
+        "[" * 9000,
+    ],
 )
 def test_a_text_that_breaks_a_scorer_is_worth_nothing(text: str) -> None:
     assert gym_score(f"<answer>{text}</answer>") == 0.0
