@@ -284,8 +284,8 @@ def test_megatron_core_beside_the_package_does_no_harm() -> None:
     code = """
 import sys
 from dataclasses import fields
-from verl_ray.engine.megatron_fsdp import package
-mine = package.DistributedDataParallelConfig
+from verl_ray.engine.megatron_fsdp import sharding
+mine = sharding.DistributedDataParallelConfig
 assert not [name for name in sys.modules if name.startswith("megatron.")], "megatron-core is left alone"
 import megatron.core.distributed as core
 
@@ -294,8 +294,8 @@ def forget():
         del sys.modules[name]
 
 forget()
-from verl_ray.engine.megatron_fsdp import package
-assert package.DistributedDataParallelConfig is not core.DistributedDataParallelConfig, "it is hidden"
+from verl_ray.engine.megatron_fsdp import sharding
+assert sharding.DistributedDataParallelConfig is not core.DistributedDataParallelConfig, "it is hidden"
 assert sys.modules["megatron.core.distributed"] is core, "and back"
 forget()
 import megatron_fsdp
