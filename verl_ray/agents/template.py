@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from verl_ray.agents.contract import Message, ToolSchema
 from verl_ray.data.chat_templates import TemplateArguments, guarded_arguments
 from verl_ray.data.encoding import SpelledTokens
+from verl_ray.data.fields import excerpt
 from verl_ray.data.tokenizers import (
     applied_template,
     end_names,
@@ -148,6 +149,7 @@ class Renderer:
                 )
             arguments["tools"] = self._spelled.guard(_plain(tools), "tools")
 
+        _require_messages(messages)
         conversation = self._spelled.guard(_plain(messages), "a conversation")
         (text,) = render(
             self._tokenizer,
@@ -187,6 +189,26 @@ class Renderer:
         )
         tokens: list[int] = encoded.values.tolist()
         return tokens
+
+
+def _require_messages(messages: Sequence[Message]) -> None:
+    """Raise DataError if something is no message; a template would write nothing."""
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, Mapping) or not _has_texts(message):
+            raise DataError(
+                f"message {number} is {excerpt(message)}",
+                expected="a dict with the texts role and content",
+                place="a conversation",
+            )
+
+
+def _has_texts(message: Message) -> bool:
+    """Return whether a message has a role and a content."""
+    if not isinstance(message.get("role"), str):
+        return False
+    content = message.get("content")
+    # A turn may call tools without a word.
+    return isinstance(content, str) or (content is None and "tool_calls" in message)
 
 
 def _plain(value: Any) -> Any:
