@@ -272,13 +272,36 @@ def test_tool_calls_are_counted() -> None:
 
 def test_a_step_has_its_seconds_for_each_tool_call() -> None:
     async def slow() -> Step:
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(0.3)
         return Step(done=True)
 
-    bounds = limits(tool_s=0.3)
+    def read(tokens: Any, text: str, finish: str) -> Action:
+        return Action(tokens, text, [ToolCall("add", {})] * 1000, finish)
+
+    bounds = limits(tool_s=SHORT_S)
     assert play(Questions(step=slow), bounds)[0].end is End.TOOL_TIMEOUT
-    bounds = limits(tool_s=FOREVER / 2)
-    assert play(Questions(step=slow), bounds, read=calling)[0].end is End.COMPLETED
+    assert play(Questions(step=slow), bounds, read=read)[0].end is End.COMPLETED
+
+
+def test_a_turn_that_was_cut_is_forgotten_by_the_next() -> None:
+    """A conversation that no longer fits goes on with a shorter one."""
+
+    async def compacting(task: Task, policy: Policy) -> float:
+        long = [{"role": "user", "content": "many words of a long conversation"}]
+        action = await policy.respond(long)
+        assert action.finish == "length"
+        action = await policy.respond(task.messages)
+        assert action.finish == "stop"
+        return 1.0
+
+    prompt = len(
+        RENDERER.begin(
+            [{"role": "user", "content": "many words of a long conversation"}]
+        )
+    )
+    episode, _ = play(compacting, limits(context_tokens=prompt + 1))
+    assert (episode.end, len(episode.rows)) == (End.COMPLETED, 2)
+    assert [row.finish for row in episode.rows] == ["length", "stop"]
 
 
 def test_seeds_depend_on_episode_and_turn_alone() -> None:
@@ -323,6 +346,14 @@ def test_the_sampler_may_end_the_episode() -> None:
         run_episode(lambda: world, TASK, 7, Stopped(), RENDERER, WIDE)
     )
     assert (episode.end, world.calls) == (End.ABORTED, ["reset 7", "close"])
+
+    async def catching(task: Task, policy: Policy) -> float:
+        with contextlib.suppress(EpisodeEnded):
+            await policy.respond(task.messages)
+        return 0.0
+
+    run = run_episode(catching, TASK, 7, Stopped(), RENDERER, WIDE)
+    assert asyncio.run(run).end is End.ABORTED
 
 
 # ------------------------------------------------------------------------- cancellation
@@ -431,6 +462,14 @@ def test_an_end_in_a_frameworks_error_is_an_end() -> None:
         except EpisodeEnded as error:
             raise RuntimeError("the agent failed") from error
 
+    async def failing(task: Task, policy: Policy) -> float:
+        try:
+            return await ask_twice(task, policy)
+        except EpisodeEnded:
+            raise KeyError("no score")  # noqa: B904
+
+    # A score that could not be computed is none.
+    assert play(failing, limits(max_turns=1))[0].end is End.ENVIRONMENT_FAILED
     assert play(wrapping, limits(max_turns=1))[0].end is End.MAX_TURNS
     assert play(wrapping)[0].end is End.COMPLETED
 

@@ -259,28 +259,31 @@ def test_synchronous_tools_do_not_block_the_loop() -> None:
 
 
 def test_threads_are_bounded() -> None:
-    most = 0
+    gate = threading.Event()
+    running: list[int] = []
 
-    def count(number: int) -> int:
-        """Count threads.
+    def hold(number: int) -> int:
+        """Wait for the gate.
 
         Args:
             number: A number.
         """
-        nonlocal most
-        most = max(most, threading.active_count())
+        running.append(number)
+        gate.wait(30)
         return number
 
-    async def main() -> None:
-        action = Action([1], "", [ToolCall("count", {"number": 1})])
-        await asyncio.gather(
-            *[ToolEnvironment([count]).step(action) for _ in range(300)]
-        )
+    async def main() -> list[Step]:
+        action = Action([1], "", [ToolCall("hold", {"number": 1})])
+        steps = [ToolEnvironment([hold]).step(action) for _ in range(100)]
+        everything = asyncio.gather(*steps)
+        while len(running) < 64:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        assert len(running) == 64
+        gate.set()
+        return await everything
 
-    before = threading.active_count()
-    asyncio.run(main())
-    # A thread that has answered may not have ended yet.
-    assert 1 <= most - before <= 128
+    assert len(asyncio.run(main())) == 100
 
 
 # ----------------------------------------------------------------------------- episodes

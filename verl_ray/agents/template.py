@@ -106,10 +106,7 @@ class Renderer:
         Returns:
             The ids; None if the conversation cannot be continued. That is so if the
             turn was cut by length, if it ended by another token than the template's, or
-            if the template writes the history otherwise now.
-
-        Raises:
-            DataError: The template refuses the messages.
+            if the template writes the history otherwise now or refuses it.
         """
         if finish == "length":
             return None
@@ -171,10 +168,14 @@ class Renderer:
         It begins with the token that ends the turn, if the template writes one there.
         None if the template changes what it has written before.
         """
-        before = self.text(history[:-1], tools, add_generation_prompt=False)
-        past = self.text(history, tools, add_generation_prompt=False)
         messages = [*history, *new_messages]
-        whole = self.text(messages, tools, add_generation_prompt=True)
+        try:
+            before = self.text(history[:-1], tools, add_generation_prompt=False)
+            past = self.text(history, tools, add_generation_prompt=False)
+            whole = self.text(messages, tools, add_generation_prompt=True)
+        # Some templates refuse the beginning of a conversation that they take.
+        except DataError:
+            return None
         if not past.startswith(before) or not whole.startswith(past):
             return None
 
