@@ -173,6 +173,26 @@ def test_what_the_template_cannot_write_is_refused() -> None:
         renderer.begin([user("1?"), assistant("", {"a": 1})])
 
 
+def test_a_template_may_refuse_the_beginning_of_what_it_takes() -> None:
+    refusing = "{% if messages | length == 1 %}{{ raise_exception('too short') }}{% endif %}"  # fmt: skip
+    tokenizer = tokenizer_with(refusing + PRESERVING)
+    renderer = Renderer(tokenizer)
+    sampled = tokenizer(f"one{END}")["input_ids"]
+    history = [user("1?"), assistant("one")]
+    assert renderer.continuation(history, [user("2?")], [], sampled) is None
+    assert len(renderer.begin([*history, user("2?")])) > 0
+
+
+@pytest.mark.parametrize(
+    "message",
+    [{"content": "hi"}, {"role": "user"}, {"role": "user", "content": ["hi"]}, "hi"],
+)
+def test_what_is_no_message_is_refused(message) -> None:
+    renderer = Renderer(tokenizer_with(PRESERVING))
+    with pytest.raises(DataError, match=r"message 2 is .* the texts role and content"):
+        renderer.begin([user("1?"), message])
+
+
 def test_a_tokenizer_without_template_is_refused(tmp_path_factory) -> None:
     tokenizer = character_tokenizer(tmp_path_factory.mktemp("plain"), "01")
     with pytest.raises(DataError, match="has no chat template"):

@@ -169,7 +169,8 @@ def test_other_tools_begin_a_row() -> None:
     messages = talk.say([user("1?")], "one", tools=(ADD,))
     talk.say([*messages, user("2?")], "two", tools=(ADD,))
     talk.say([*messages, user("2?")], "three")
-    assert [len(turns) for turns in talk.learned()] == [2, 1]
+    first, second, third = talk.transcript.turns
+    assert (second.parent, third.parent) == (first, None)
 
 
 def test_a_turn_that_was_cut_begins_a_row() -> None:

@@ -65,7 +65,8 @@ class Limits:
         tool_s: Seconds of one call of the environment. A step may take this long for
             each of its tool calls.
         turn_s: Seconds of a turn of the model with the step that follows it.
-        episode_s: Seconds of everything but `close`.
+        episode_s: Seconds of everything but `close`. It alone bounds what a coroutine
+            function does between its turns.
         close_s: Seconds of `close`, and of the cleaning up in a call that is stopped.
     """
 
@@ -345,6 +346,7 @@ class _Course:
         )
         _require(observation, Observation, "reset")
         messages = list(observation.messages)
+        policy.messages = messages
 
         while True:
             action, step = await self._turn(world, messages, observation.tools)
@@ -411,7 +413,8 @@ def _is_about_end(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, EpisodeEnded):
             return True
-        error = error.__cause__ or error.__context__
+        # One that was raised while the end was handled is another matter.
+        error = error.__cause__
     return False
 
 

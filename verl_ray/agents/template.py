@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from verl_ray.agents.contract import Message, ToolSchema
 from verl_ray.data.encoding import SpelledTokens
+from verl_ray.data.fields import excerpt
 from verl_ray.data.tokenizers import (
     TemplateArguments,
     applied_template,
@@ -106,10 +107,7 @@ class Renderer:
         Returns:
             The ids; None if the conversation cannot be continued. That is so if the
             turn was cut by length, if it ended by another token than the template's, or
-            if the template writes the history otherwise now.
-
-        Raises:
-            DataError: The template refuses the messages.
+            if the template writes the history otherwise now or refuses it.
         """
         if finish == "length":
             return None
@@ -149,6 +147,7 @@ class Renderer:
                 )
             arguments["tools"] = self._spelled.guard(_plain(tools), "tools")
 
+        _require_messages(messages)
         conversation = self._spelled.guard(_plain(messages), "a conversation")
         (text,) = render(
             self._tokenizer,
@@ -170,10 +169,14 @@ class Renderer:
         It begins with the token that ends the turn, if the template writes one there.
         None if the template changes what it has written before.
         """
-        before = self.text(history[:-1], tools, add_generation_prompt=False)
-        past = self.text(history, tools, add_generation_prompt=False)
         messages = [*history, *new_messages]
-        whole = self.text(messages, tools, add_generation_prompt=True)
+        try:
+            before = self.text(history[:-1], tools, add_generation_prompt=False)
+            past = self.text(history, tools, add_generation_prompt=False)
+            whole = self.text(messages, tools, add_generation_prompt=True)
+        # Some templates refuse the beginning of a conversation that they take.
+        except DataError:
+            return None
         if not past.startswith(before) or not whole.startswith(past):
             return None
 
@@ -188,6 +191,26 @@ class Renderer:
         )
         tokens: list[int] = encoded.values.tolist()
         return tokens
+
+
+def _require_messages(messages: Sequence[Message]) -> None:
+    """Raise DataError if something is no message; a template would write nothing."""
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, Mapping) or not _has_texts(message):
+            raise DataError(
+                f"message {number} is {excerpt(message)}",
+                expected="a dict with the texts role and content",
+                place="a conversation",
+            )
+
+
+def _has_texts(message: Message) -> bool:
+    """Return whether a message has a role and a content."""
+    if not isinstance(message.get("role"), str):
+        return False
+    content = message.get("content")
+    # A turn may call tools without a word.
+    return isinstance(content, str) or (content is None and "tool_calls" in message)
 
 
 def _plain(value: Any) -> Any:

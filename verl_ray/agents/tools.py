@@ -144,7 +144,7 @@ def as_tool(function: Callable[..., Any], key: str, value: object) -> Tool:
         raise refused("has no docstring, from which the policy learns its use", fix)
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in _STARRED or parameter.kind is parameter.POSITIONAL_ONLY:
-            rule = f"has the parameter {parameter}, which has no name for the policy"
+            rule = f"has the parameter {parameter.name}, which no call can name"
             raise refused(rule, "Name each argument.")
         if parameter.annotation is inspect.Parameter.empty:
             fix = f"Add one, such as {parameter.name}: str."

@@ -1,0 +1,585 @@
+"""Episodes: each end by its cause, limits, seeds, and `close` once, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import math
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.agents.templates import PRESERVING, tokenizer_with
+from verl_ray.agents.contract import (
+    Action,
+    End,
+    Environment,
+    Episode,
+    EpisodeEnded,
+    Message,
+    Observation,
+    Policy,
+    Sampled,
+    Step,
+    Task,
+    ToolCall,
+)
+from verl_ray.agents.episode import EpisodePolicy, Limits, run_episode, turn_seed
+from verl_ray.agents.scripted import ScriptedSampler
+from verl_ray.agents.template import Renderer
+from verl_ray.agents.transcript import SampledTurn, Transcript
+from verl_ray.errors import DataError
+
+TOKENIZER = tokenizer_with(PRESERVING)
+RENDERER = Renderer(TOKENIZER)
+TASK = Task([{"role": "user", "content": "0?"}], answer="three")
+WIDE = Limits(max_turns=10, max_tokens=1000, context_tokens=1000, close_s=0.2)
+SHORT_S = 0.1
+FOREVER = 1000.0
+
+
+def limits(**changes: Any) -> Limits:
+    return Limits(**{**vars(WIDE), **changes})
+
+
+class Questions:
+    """An environment that asks three questions, and pays 0.5 for each answer."""
+
+    def __init__(self, **hooks: Callable[[], Awaitable[Any]]) -> None:
+        """Take coroutine functions that replace what a method does."""
+        self.calls: list[str] = []
+        self.actions: list[Action] = []
+        self._hooks = hooks
+
+    async def reset(self, task: Task, seed: int) -> Observation:
+        self.calls.append(f"reset {seed}")
+        if "reset" in self._hooks:
+            return await self._hooks["reset"]()
+        return Observation(task.messages)
+
+    async def step(self, action: Action) -> Step:
+        self.calls.append("step")
+        self.actions.append(action)
+        if "step" in self._hooks:
+            return await self._hooks["step"]()
+        number = len(self.actions)
+        if number == 3:
+            return Step(reward=0.5, done=True)
+        return Step([{"role": "user", "content": f"{number}?"}], reward=0.5)
+
+    async def close(self) -> None:
+        self.calls.append("close")
+        if "close" in self._hooks:
+            await self._hooks["close"]()
+
+
+def play(
+    environment: Any,
+    bounds: Limits = WIDE,
+    texts: tuple[str, ...] = ("one", "two", "three"),
+    **options: Any,
+) -> tuple[Episode, ScriptedSampler]:
+    sampler = ScriptedSampler(TOKENIZER, texts, **options)
+    make = (lambda: environment) if isinstance(environment, Questions) else environment
+    episode = asyncio.run(run_episode(make, TASK, 7, sampler, RENDERER, bounds))
+    return episode, sampler
+
+
+def test_an_episode_that_completes() -> None:
+    world = Questions()
+    episode, sampler = play(world)
+    assert (episode.end, episode.score, episode.num_turns) == (End.COMPLETED, 1.5, 3)
+    assert world.calls == ["reset 7", "step", "step", "step", "close"]
+    assert [action.text for action in world.actions] == ["one", "two", "three"]
+    assert [message["content"] for message in episode.messages] == [
+        "0?", "one", "1?", "two", "2?", "three",
+    ]  # fmt: skip
+
+    (row,) = episode.rows
+    assert [reward for _, reward in row.rewards] == [0.5, 0.5, 0.5]
+    ends = [
+        at for at, token in enumerate(row.tokens) if token == TOKENIZER.eos_token_id
+    ]
+    # Ends of the user's turns stand between those of the policy's.
+    assert [at for at, _ in row.rewards] == ends[1::2]
+    assert [len(call.tokens) for call in sampler.calls] == [
+        len(RENDERER.begin(episode.messages[:count])) for count in (1, 3, 5)
+    ]
+    assert row.tokens[: len(sampler.calls[2].tokens)] == sampler.calls[2].tokens
+    assert sum(episode.seconds.values()) > 0
+
+
+# --------------------------------------------------------------------------------- ends
+
+
+async def stuck() -> Any:
+    await asyncio.sleep(FOREVER)
+
+
+async def stubborn() -> Any:
+    """Ignore the first cancellation."""
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.sleep(FOREVER)
+    await asyncio.sleep(FOREVER)
+
+
+async def broken() -> Any:
+    raise KeyError("no such door")
+
+
+async def leaving() -> Any:
+    sys.exit(3)
+
+
+async def cancelled() -> Any:
+    raise asyncio.CancelledError
+
+
+def returns(value: Any) -> Callable[[], Awaitable[Any]]:
+    async def hook() -> Any:
+        return value
+
+    return hook
+
+
+ENDS: dict[str, tuple[Questions, dict[str, Any], End, int, float]] = {
+    "turns": (Questions(), {"max_turns": 2}, End.MAX_TURNS, 2, 1.0),
+    "tokens": (Questions(), {"max_tokens": 5}, End.MAX_TOKENS, 2, 1.0),
+    "context": (Questions(), {"context_tokens": 24}, End.CONTEXT_OVERFLOW, 1, 0.5),
+    "long prompt": (Questions(), {"context_tokens": 9}, End.CONTEXT_OVERFLOW, 0, 0.0),
+    "slow model": (Questions(), {"model_s": SHORT_S}, End.MODEL_TIMEOUT, 0, 0.0),
+    "slow reset": (Questions(reset=stuck), {"tool_s": SHORT_S}, End.TOOL_TIMEOUT, 0, 0.0),
+    "slow step": (Questions(step=stuck), {"tool_s": SHORT_S}, End.TOOL_TIMEOUT, 1, 0.0),
+    "slow turn": (Questions(step=stuck), {"turn_s": SHORT_S}, End.TURN_TIMEOUT, 1, 0.0),
+    "slow": (Questions(step=stuck), {"episode_s": SHORT_S}, End.EPISODE_TIMEOUT, 1, 0.0),
+    "stubborn": (Questions(step=stubborn), {"tool_s": SHORT_S}, End.TOOL_TIMEOUT, 1, 0.0),
+    "broken reset": (Questions(reset=broken), {}, End.ENVIRONMENT_FAILED, 0, 0.0),
+    "broken step": (Questions(step=broken), {}, End.ENVIRONMENT_FAILED, 1, 0.0),
+    "exit": (Questions(step=leaving), {}, End.ENVIRONMENT_FAILED, 1, 0.0),
+    "cancelled": (Questions(step=cancelled), {}, End.ENVIRONMENT_FAILED, 1, 0.0),
+    "nan": (Questions(step=returns(Step(reward=math.nan, done=True))), {}, End.ENVIRONMENT_FAILED, 1, 0.0),
+    "infinite": (Questions(step=returns(Step(reward=math.inf, done=True))), {}, End.ENVIRONMENT_FAILED, 1, 0.0),
+    "text": (Questions(step=returns(Step(reward="1", done=True))), {}, End.ENVIRONMENT_FAILED, 1, 0.0),  # type: ignore[arg-type]
+    "no step": (Questions(step=returns(None)), {}, End.ENVIRONMENT_FAILED, 1, 0.0),
+    "no observation": (Questions(reset=returns([])), {}, End.ENVIRONMENT_FAILED, 0, 0.0),
+    "silent": (Questions(step=returns(Step(reward=0.25))), {}, End.ENVIRONMENT_FAILED, 1, 0.25),
+    "odd message": (Questions(step=returns(Step([{"text": "hi"}]))), {}, End.ENVIRONMENT_FAILED, 1, 0.0),
+    "own end": (Questions(step=returns(Step(done=True, end=End.TOOL_STOPPED))), {}, End.TOOL_STOPPED, 1, 0.0),
+    "numpy": (Questions(step=returns(Step(reward=np.float32(0.5), done=True))), {}, End.COMPLETED, 1, 0.5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_each_end_is_reached_by_its_cause(name: str) -> None:
+    world, changes, end, num_turns, score = ENDS[name]
+    delay_s = FOREVER if end is End.MODEL_TIMEOUT else 0.0
+    episode, _ = play(world, limits(**changes), delay_s=delay_s)
+    assert (episode.end, episode.num_turns, episode.score) == (end, num_turns, score)
+    assert world.calls.count("close") == 1
+    assert world.calls[-1] == "close"
+    assert bool(episode.detail) == (end is End.ENVIRONMENT_FAILED)
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("broken step", "KeyError: 'no such door'"),
+        ("exit", "the environment tried to end its process"),
+        ("cancelled", "the call cancelled itself"),
+        ("nan", "step returned the reward nan, which is not finite"),
+        ("text", "step returned the reward '1', which is no number"),
+        ("no step", "step returned NoneType, expected Step"),
+        ("no observation", "reset returned list, expected Observation"),
+        ("silent", "step returned no messages, and the episode goes on"),
+    ],
+)
+def test_a_failure_says_what_happened(name: str, words: str) -> None:
+    episode, _ = play(Questions(**ENDS[name][0]._hooks))
+    assert words in episode.detail.splitlines()[-1]
+
+
+def test_a_factory_that_fails_is_a_failed_environment() -> None:
+    def make() -> Environment:
+        raise OSError("no such port")
+
+    episode, _ = play(make)
+    assert (episode.end, episode.rows) == (End.ENVIRONMENT_FAILED, [])
+    assert episode.detail.endswith("OSError: no such port")
+    assert __file__ in episode.detail
+
+
+@pytest.mark.parametrize(
+    "hook, words",
+    [
+        (broken, "KeyError: 'no such door'"),
+        (stuck, "close did not return within 0.2 s"),
+    ],
+)
+def test_an_episode_survives_a_close_that_fails(hook, words: str) -> None:
+    episode, _ = play(Questions(close=hook))
+    assert (episode.end, episode.score) == (End.COMPLETED, 1.5)
+    assert episode.detail.endswith(words)
+
+
+# ------------------------------------------------------------------------------- limits
+
+
+def test_a_turn_gets_the_tokens_that_remain() -> None:
+    # The words have 3 tokens each, and the end of the turn is another one.
+    episode, sampler = play(Questions(), limits(max_tokens=5, context_tokens=1000))
+    assert [call.max_tokens for call in sampler.calls] == [5, 1]
+    assert sum(map(sum, [row.mask for row in episode.rows])) == 5
+    assert episode.rows[0].finish == "length"
+
+    start = len(RENDERER.begin(TASK.messages))
+    _, sampler = play(Questions(), limits(context_tokens=start + 9))
+    assert sampler.calls[0].max_tokens == 9
+
+
+@pytest.mark.parametrize(
+    "changes, end",
+    [
+        ({"max_tokens": 2}, End.MAX_TOKENS),
+        ({"context_tokens": 12}, End.CONTEXT_OVERFLOW),
+    ],
+)
+def test_the_last_turn_is_scored_though_it_was_cut(changes, end: End) -> None:
+    assert len(RENDERER.begin(TASK.messages)) == 10
+    world = Questions(step=returns(Step(reward=0.25, done=True)))
+    episode, _ = play(world, limits(**changes), texts=("a long answer",))
+    assert (episode.end, episode.score) == (end, 0.25)
+    assert world.actions[0].finish == "length"
+
+
+def calling(tokens: Any, text: str, finish: str) -> Action:
+    return Action(tokens, text, (ToolCall("add", {}), ToolCall("add", {})), finish)
+
+
+def test_tool_calls_are_counted() -> None:
+    world = Questions()
+    episode, _ = play(world, limits(max_tool_calls=4), read=calling)
+    assert (episode.end, episode.num_tool_calls) == (End.MAX_TOOL_CALLS, 6)
+    # The calls that are too many are not executed, and their tokens were sampled.
+    assert (world.calls.count("step"), episode.num_turns) == (2, 3)
+    assert (episode.score, len(episode.rows[0].rewards)) == (1.0, 3)
+
+
+def test_a_step_has_its_seconds_for_each_tool_call() -> None:
+    async def slow() -> Step:
+        await asyncio.sleep(0.3)
+        return Step(done=True)
+
+    def read(tokens: Any, text: str, finish: str) -> Action:
+        return Action(tokens, text, [ToolCall("add", {})] * 1000, finish)
+
+    bounds = limits(tool_s=SHORT_S)
+    assert play(Questions(step=slow), bounds)[0].end is End.TOOL_TIMEOUT
+    assert play(Questions(step=slow), bounds, read=read)[0].end is End.COMPLETED
+
+
+def test_a_turn_that_was_cut_is_forgotten_by_the_next() -> None:
+    """A conversation that no longer fits goes on with a shorter one."""
+
+    async def compacting(task: Task, policy: Policy) -> float:
+        long = [{"role": "user", "content": "many words of a long conversation"}]
+        action = await policy.respond(long)
+        assert action.finish == "length"
+        action = await policy.respond(task.messages)
+        assert action.finish == "stop"
+        return 1.0
+
+    prompt = len(
+        RENDERER.begin(
+            [{"role": "user", "content": "many words of a long conversation"}]
+        )
+    )
+    episode, _ = play(compacting, limits(context_tokens=prompt + 1))
+    assert (episode.end, len(episode.rows)) == (End.COMPLETED, 2)
+    assert [row.finish for row in episode.rows] == ["length", "stop"]
+
+
+def test_seeds_depend_on_episode_and_turn_alone() -> None:
+    _, sampler = play(Questions())
+    seeds = [call.seed for call in sampler.calls]
+    assert seeds == [turn_seed(7, turn) for turn in range(3)]
+    _, sampler = play(Questions(), texts=("other", "words", "here"), delay_s=0.001)
+    assert [call.seed for call in sampler.calls] == seeds
+
+    many = {turn_seed(seed, turn) for seed in range(100) for turn in range(100)}
+    assert len(many) == 10_000
+    assert min(many) >= 0
+    assert max(many) < 2**63
+    # Another process has the same ones, whatever its hash seed is.
+    assert turn_seed(7, 0) == 7139497717793659302
+
+
+def test_the_sampler_fails_on_its_own_account() -> None:
+    world = Questions()
+    with pytest.raises(LookupError, match="the script has 1 texts"):
+        play(world, texts=("one",))
+    assert world.calls[-1] == "close"
+
+    class Broken(ScriptedSampler):
+        async def sample(self, *arguments: Any, **options: Any) -> Sampled:
+            sampled = await super().sample(*arguments, **options)
+            return Sampled(sampled.tokens, [], sampled.versions, sampled.action)
+
+    sampler = Broken(TOKENIZER, ["one"])
+    run = run_episode(Questions, TASK, 7, sampler, RENDERER, WIDE)
+    with pytest.raises(ValueError, match="4 tokens and 0 log-probs"):
+        asyncio.run(run)
+
+
+def test_the_sampler_may_end_the_episode() -> None:
+    class Stopped:
+        async def sample(self, *arguments: Any, **options: Any) -> Sampled:
+            raise EpisodeEnded(End.ABORTED)
+
+    world = Questions()
+    episode = asyncio.run(
+        run_episode(lambda: world, TASK, 7, Stopped(), RENDERER, WIDE)
+    )
+    assert (episode.end, world.calls) == (End.ABORTED, ["reset 7", "close"])
+
+    async def catching(task: Task, policy: Policy) -> float:
+        with contextlib.suppress(EpisodeEnded):
+            await policy.respond(task.messages)
+        return 0.0
+
+    run = run_episode(catching, TASK, 7, Stopped(), RENDERER, WIDE)
+    assert asyncio.run(run).end is End.ABORTED
+
+
+# ------------------------------------------------------------------------- cancellation
+
+
+@pytest.mark.parametrize("where", ["reset", "step", "model"])
+def test_a_cancelled_episode_is_closed(where: str) -> None:
+    world = Questions(**({} if where == "model" else {where: stuck}))
+    delay_s = FOREVER if where == "model" else 0.0
+
+    async def main() -> None:
+        sampler = ScriptedSampler(TOKENIZER, ["one"], delay_s=delay_s)
+        run = run_episode(lambda: world, TASK, 7, sampler, RENDERER, WIDE)
+        task = asyncio.create_task(run)
+        reached = {"reset": 1, "step": 2}.get(where)
+        while len(world.calls) != reached and not sampler.calls:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(main())
+    assert world.calls.count("close") == 1
+    assert world.calls[-1] == "close"
+
+
+def test_a_second_cancellation_does_not_wait_for_close() -> None:
+    world = Questions(step=stuck, close=stuck)
+
+    async def main() -> None:
+        sampler = ScriptedSampler(TOKENIZER, ["one"])
+        bounds = limits(close_s=FOREVER)
+        run = run_episode(lambda: world, TASK, 7, sampler, RENDERER, bounds)
+        task = asyncio.create_task(run)
+        for name in ("step", "close"):
+            while name not in world.calls:
+                await asyncio.sleep(0)
+            task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert world.calls.count("close") == 1
+
+
+# --------------------------------------------------------------------------- coroutines
+
+
+async def ask_twice(task: Task, policy: Policy) -> float:
+    messages: list[Message] = list(task.messages)
+    for question in ("1?", "2?"):
+        action = await policy.respond(messages)
+        messages.append({"role": "assistant", "content": action.text})
+        messages.append({"role": "user", "content": question})
+    return 0.75
+
+
+def test_a_coroutine_is_an_environment() -> None:
+    episode, _ = play(ask_twice)
+    assert (episode.end, episode.score, episode.num_turns) == (End.COMPLETED, 0.75, 2)
+    (row,) = episode.rows
+    # What it returns is paid to the last turn.
+    assert [reward for _, reward in row.rewards] == [0.0, 0.75]
+    assert [message["content"] for message in episode.messages] == ["0?", "one", "1?", "two"]  # fmt: skip
+
+
+def test_a_coroutine_that_returns_no_number_failed() -> None:
+    async def forgetful(task: Task, policy: Policy) -> Any:
+        await policy.respond(task.messages)
+
+    episode, _ = play(forgetful)
+    assert (episode.end, episode.score) == (End.ENVIRONMENT_FAILED, 0.0)
+    assert (
+        episode.detail == "TypeError: the coroutine returned None, which is no number"
+    )
+
+
+def test_a_coroutine_need_not_catch_the_end() -> None:
+    episode, _ = play(ask_twice, limits(max_turns=1))
+    assert (episode.end, episode.score, episode.num_turns) == (End.MAX_TURNS, 0.0, 1)
+
+
+def test_a_coroutine_may_score_what_a_limit_ended() -> None:
+    async def careful(task: Task, policy: Policy) -> float:
+        try:
+            return await ask_twice(task, policy)
+        except EpisodeEnded as ended:
+            assert ended.end is End.MAX_TURNS
+            # There is no way on.
+            with pytest.raises(EpisodeEnded):
+                await policy.respond(task.messages)
+            return 0.25
+
+    episode, sampler = play(careful, limits(max_turns=1))
+    assert (episode.end, episode.score) == (End.MAX_TURNS, 0.25)
+    assert episode.rows[0].rewards[0][1] == 0.25
+    assert len(sampler.calls) == 1
+
+
+def test_an_end_in_a_frameworks_error_is_an_end() -> None:
+    async def wrapping(task: Task, policy: Policy) -> float:
+        try:
+            return await ask_twice(task, policy)
+        except EpisodeEnded as error:
+            raise RuntimeError("the agent failed") from error
+
+    async def failing(task: Task, policy: Policy) -> float:
+        try:
+            return await ask_twice(task, policy)
+        except EpisodeEnded:
+            raise KeyError("no score")  # noqa: B904
+
+    # A score that could not be computed is none.
+    assert play(failing, limits(max_turns=1))[0].end is End.ENVIRONMENT_FAILED
+    assert play(wrapping, limits(max_turns=1))[0].end is End.MAX_TURNS
+    assert play(wrapping)[0].end is End.COMPLETED
+
+
+def test_a_coroutine_is_bounded() -> None:
+    async def waiting(task: Task, policy: Policy) -> float:
+        await policy.respond(task.messages)
+        await asyncio.sleep(FOREVER)
+        return 1.0
+
+    episode, _ = play(waiting, limits(episode_s=SHORT_S))
+    assert (episode.end, episode.num_turns) == (End.EPISODE_TIMEOUT, 1)
+
+
+def test_turns_that_are_asked_for_together_have_an_order() -> None:
+    async def both(task: Task, policy: Policy) -> float:
+        questions: list[list[Message]] = [
+            [{"role": "user", "content": content}] for content in ("a?", "b?")
+        ]
+        actions = await asyncio.gather(*map(policy.respond, questions))
+        return len({action.text for action in actions})
+
+    episode, sampler = play(both, limits(max_tokens=5), delay_s=0.001)
+    assert (len(episode.rows), episode.score) == (2, 2.0)
+    assert [call.seed for call in sampler.calls] == [turn_seed(7, 0), turn_seed(7, 1)]
+    # The second turn has what the first one has not used.
+    assert [call.max_tokens for call in sampler.calls] == [5, 1]
+    assert sum(sum(row.mask) for row in episode.rows) <= 5
+
+
+def test_a_task_that_stays_behind_gets_no_turn() -> None:
+    refused: list[End] = []
+
+    async def main() -> Episode:
+        async def later(policy: Policy) -> None:
+            try:
+                await policy.respond(TASK.messages)
+            except EpisodeEnded as ended:
+                refused.append(ended.end)
+
+        async def run(task: Task, policy: Policy) -> float:
+            tasks.append(asyncio.create_task(later(policy)))
+            await asyncio.sleep(0)
+            return 1.0
+
+        tasks: list[asyncio.Task[None]] = []
+        sampler = ScriptedSampler(TOKENIZER, ["one"], delay_s=0.05)
+        episode = await run_episode(run, TASK, 7, sampler, RENDERER, WIDE)
+        await tasks[0]
+        assert len(sampler.calls) == 1
+        return episode
+
+    episode = asyncio.run(main())
+    assert refused == [End.ABORTED]
+    assert (episode.rows, episode.num_turns, episode.score) == ([], 0, 1.0)
+
+
+def test_messages_that_the_template_refuses_are_the_environments_fault() -> None:
+    async def odd(task: Task, policy: Policy) -> float:
+        await policy.respond([{"role": "assistant", "content": "", "tool_calls": [{}]}])
+        return 1.0
+
+    episode, sampler = play(odd)
+    assert (episode.end, sampler.calls) == (End.ENVIRONMENT_FAILED, [])
+    assert DataError.__name__ in episode.detail
+
+
+# ------------------------------------------------------------------------------ numbers
+
+
+def test_a_thousand_episodes_at_a_time_leave_nothing_behind() -> None:
+    count = 1000
+    open_files = len(list(Path("/proc/self/fd").iterdir()))
+    worlds = [Questions() for _ in range(count)]
+    most_tasks = 0
+
+    class Gated(ScriptedSampler):
+        """All turns wait until every episode has asked for one."""
+
+        gate = asyncio.Event()
+        waiting = 0
+
+        async def sample(self, *arguments: Any, **options: Any) -> Sampled:
+            nonlocal most_tasks
+            self.waiting += 1
+            if self.waiting == count:
+                most_tasks = len(asyncio.all_tasks())
+                self.gate.set()
+            await self.gate.wait()
+            return await super().sample(*arguments, **options)
+
+    async def main() -> list[Episode]:
+        sampler = Gated(TOKENIZER, ["one"], repeats=True)
+        runs = [
+            run_episode(lambda world=world: world, TASK, 7, sampler, RENDERER, WIDE)
+            for world in worlds
+        ]
+        episodes = await asyncio.gather(*runs)
+        assert len(asyncio.all_tasks()) == 1
+        return episodes
+
+    episodes = asyncio.run(main())
+    assert {episode.end for episode in episodes} == {End.COMPLETED}
+    assert all(world.calls.count("close") == 1 for world in worlds)
+    # An episode is a task, and so is the call that it waits for.
+    assert count < most_tasks <= 2 * count + 1
+    assert threading.active_count() < 10
+    assert len(list(Path("/proc/self/fd").iterdir())) <= open_files + 2
+
+    # An episode holds its rows, and nothing that made them.
+    gc.collect()
+    kinds = {type(thing) for thing in gc.get_objects()}
+    assert kinds.isdisjoint({Transcript, SampledTurn, EpisodePolicy})

@@ -1,0 +1,166 @@
+"""Environments by their specs: the three kinds, their options, and mistakes."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_ray.agents.contract import Environment, Task
+from verl_ray.agents.specs import load_environment, spec_problem
+from verl_ray.agents.tools import ToolEnvironment
+from verl_ray.errors import ConfigError
+
+KEY = "agent.environments.maths"
+
+SOURCE = '''
+import asyncio
+from verl_ray.agents.contract import Observation, Step
+
+class Game:
+    def __init__(self, size, noise=0.0):
+        self.size, self.noise = size, noise
+    async def reset(self, task, seed):
+        return Observation(task.messages)
+    async def step(self, action):
+        return Step(done=True, reward=self.size)
+    async def close(self):
+        pass
+
+class Free(Game):
+    def __init__(self, **options):
+        self.options = options
+
+class Half:
+    async def reset(self, task, seed): ...
+
+class Blocking(Game):
+    def step(self, action): ...
+
+async def run(task, policy, bonus=0.5):
+    return bonus
+
+async def fetch(url: str) -> str:
+    """Fetch a page.
+
+    Args:
+        url: Its address.
+    """
+    return url
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+def bare(a): return a
+
+TOOLS = [add, fetch]
+TWICE = (add, add)
+NUMBER = 3
+'''
+
+
+@pytest.fixture(autouse=True)
+def _own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading a file makes its folder importable, which is for this test alone."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "my_env.py"
+    path.write_text(SOURCE)
+    return path
+
+
+def test_a_class_is_built_for_each_episode(file: Path) -> None:
+    make: Any = load_environment(f"{file}:Game", {"size": 3}, KEY)
+    first, second = make(), make()
+    assert isinstance(first, Environment)
+    assert first is not second
+    assert (first.size, first.noise) == (3, 0.0)
+    other: Any = load_environment(f"{file}:Free", {"anything": 1}, KEY)
+    assert other().options == {"anything": 1}
+
+
+def test_a_coroutine_function_is_told_from_a_tool(file: Path) -> None:
+    run: Any = load_environment(f"{file}:run", {"bonus": 0.75}, KEY)
+    assert inspect.iscoroutinefunction(run)
+    assert asyncio.run(run(Task([]), None)) == 0.75
+
+    for name, tools in {"fetch": ["fetch"], "add": ["add"], "TOOLS": ["add", "fetch"]}.items():  # fmt: skip
+        make: Any = load_environment(f"{file}:{name}", {"max_parse_errors": 2}, KEY)
+        assert not inspect.iscoroutinefunction(make)
+        environment = make()
+        assert isinstance(environment, ToolEnvironment)
+        observation = asyncio.run(environment.reset(Task([]), 0))
+        assert [each["function"]["name"] for each in observation.tools] == tools
+
+
+def test_a_module_is_named_with_points() -> None:
+    spec = "verl_ray.agents.tools:ToolEnvironment"
+    make: Any = load_environment(spec, {"functions": []}, KEY)
+    assert isinstance(make(), ToolEnvironment)
+
+
+@pytest.mark.parametrize(
+    "name, options, words",
+    [
+        ("Game", {}, "needs the option size"),
+        ("Game", {"size": 1, "nois": 2}, "takes no option nois"),
+        ("Game", {"size": 1, "nois": 2}, "fix:  Did you mean noise?"),
+        ("Half", {}, "is a class without step and close"),
+        ("Blocking", {"size": 1}, "has a method step that is not asynchronous"),
+        ("Blocking", {"size": 1}, "fix:  Write async def step."),
+        ("run", {"task": 1}, "takes no option task"),
+        ("add", {"size": 1}, "takes no option size"),
+        ("bare", {}, "the tool bare has no docstring"),
+        ("TWICE", {}, "two tools have the name add"),
+        ("NUMBER", {}, "is a int, and no environment"),
+        ("Gam", {}, "defines no 'Gam' at its top level"),
+        ("Gam", {}, "fix:  Did you mean Game?"),
+    ],
+)
+def test_a_mistake_names_key_and_remedy(file, name, options, words) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_environment(f"{file}:{name}", options, KEY)
+    assert words in str(caught.value)
+    assert KEY in str(caught.value) or name == "TWICE"
+
+
+def test_a_file_that_cannot_be_run_says_why(tmp_path: Path) -> None:
+    path = tmp_path / "broken_env.py"
+    path.write_text("class Game:\n    size = 1 // 0\n")
+    with pytest.raises(ConfigError, match=r"cannot be imported: ZeroDivisionError.*line 2"):  # fmt: skip
+        load_environment(f"{path}:Game", {}, KEY)
+    path.write_text("class Game(:\n")
+    assert "cannot be read as Python" in str(spec_problem(f"{path}:Game", KEY))
+
+
+@pytest.mark.parametrize(
+    "spec, words",
+    [
+        ("Game", "names no environment. Expected path/to/file.py:name"),
+        (
+            "nowhere.py:Game",
+            "the file nowhere.py does not exist (the current folder is",
+        ),
+        ("no_such_package.games:Game", "there is no package 'no_such_package'"),
+        ("{file}:Game!", "names no environment"),
+    ],
+)
+def test_a_spec_is_looked_at_without_running_anything(file, spec: str, words) -> None:
+    file.write_text("raise SystemExit\nclass Game: ...\n")
+    problem = spec_problem(spec.format(file=file), KEY)
+    assert words in str(problem)
+    assert str(problem).startswith(KEY)
+    assert spec_problem(f"{file}:Game", KEY) is None

@@ -1,0 +1,381 @@
+"""Functions as tools: their schemas, and what comes of a call, right or wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+from typing import Any, Literal
+
+import pytest
+from transformers.utils import get_json_schema
+
+from tests.agents.templates import PRESERVING, tokenizer_with
+from verl_ray.agents.contract import (
+    Action,
+    End,
+    Environment,
+    Episode,
+    Message,
+    Step,
+    Task,
+    ToolCall,
+)
+from verl_ray.agents.episode import Limits, run_episode
+from verl_ray.agents.scripted import ScriptedSampler
+from verl_ray.agents.template import Renderer
+from verl_ray.agents.tools import ToolEnvironment, ToolError, ToolStop, as_tool
+from verl_ray.errors import ConfigError
+
+TASK = Task([{"role": "user", "content": "1 + 2 = ?"}])
+WIDE = Limits(max_turns=10, max_tokens=1000, context_tokens=4000, close_s=0.2)
+
+
+def add(a: int, b: int = 1) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """
+    return a + b
+
+
+async def lookup(words: list[str], language: Literal["de", "en"] | None = None) -> Any:
+    """Look words up.
+
+    Args:
+        words: The words.
+        language: Their language.
+
+    Returns:
+        What they mean.
+    """
+    await asyncio.sleep(0)
+    return {"words": words, "language": language, "ünï": None}
+
+
+def guess(number: int) -> str:
+    """Guess the number.
+
+    Args:
+        number: The guess.
+    """
+    if number == 42:
+        raise ToolStop("right", reward=1.0)
+    if number < 0:
+        raise ToolError("numbers are not negative")
+    return str(1 // number)
+
+
+def act(*calls: ToolCall, environment: ToolEnvironment | None = None) -> Step:
+    environment = environment or ToolEnvironment([add, lookup, guess])
+    return asyncio.run(environment.step(Action([1], "", calls)))
+
+
+def results(step: Step) -> list[str]:
+    assert {message["role"] for message in step.messages} <= {"tool"}
+    return [str(message["content"]) for message in step.messages]
+
+
+# ------------------------------------------------------------------------------ schemas
+
+
+@pytest.mark.parametrize("function", [add, lookup, guess])
+def test_schemas_are_those_of_transformers(function: Callable[..., Any]) -> None:
+    assert as_tool(function, "key", "spec").schema == get_json_schema(function)
+
+
+def test_a_schema_in_full() -> None:
+    assert as_tool(add, "key", "spec").schema["function"] == {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "a": {"type": "integer", "description": "The first number."},
+                "b": {"type": "integer", "description": "The second number."},
+            },
+            "required": ["a"],
+        },
+        "return": {"type": "integer"},
+    }
+
+
+def bare(a: int) -> int:
+    return a
+
+
+def half_described(a: int, b: int) -> int:
+    """Add.
+
+    Args:
+        a: The first number.
+    """
+    return a + b
+
+
+def half_typed(a: int, b) -> int:  # type: ignore[no-untyped-def]
+    """Add.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """
+    return a
+
+
+def starred(*numbers: int) -> int:
+    """Add.
+
+    Args:
+        numbers: The numbers.
+    """
+    return sum(numbers)
+
+
+def odd(a: Callable[[int], int]) -> int:
+    """Call.
+
+    Args:
+        a: A function.
+    """
+    return a(1)
+
+
+@pytest.mark.parametrize(
+    "function, words",
+    [
+        (bare, "the tool bare has no docstring, from which the policy learns its use"),
+        (half_described, "no description for the argument 'b'"),
+        (half_described, "fix:  Add it under Args:, as in: def add(a: int, b: int)"),
+        (half_typed, "the tool half_typed has no type hint for b"),
+        (half_typed, "fix:  Add one, such as b: str."),
+        (starred, "has the parameter numbers, which no call can name"),
+        (odd, "the tool odd has a type hint that JSON has not"),
+        (3, "the tool 3 is no function"),
+    ],
+)
+def test_a_function_that_is_no_tool_is_refused(function: Any, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        as_tool(function, "agent.environments.maths", "tools.py:f")
+    assert words in str(caught.value)
+    assert "agent.environments.maths = tools.py:f" in str(caught.value)
+
+
+def test_two_tools_of_a_name_are_refused() -> None:
+    with pytest.raises(ConfigError, match="two tools have the name add"):
+        ToolEnvironment([add, guess, add])
+
+
+# -------------------------------------------------------------------------------- calls
+
+
+def test_calls_are_executed_in_order_and_results_are_texts() -> None:
+    step = act(
+        ToolCall("add", {"a": 1, "b": 2}),
+        ToolCall("add", {"a": 1}),
+        ToolCall("lookup", {"words": ["a", "é"], "language": "de"}),
+        ToolCall("guess", {"number": 1}),
+    )
+    assert results(step) == [
+        "3",
+        "2",
+        '{"words": ["a", "é"], "language": "de", "ünï": null}',
+        "1",
+    ]
+    assert [message["name"] for message in step.messages] == ["add", "add", "lookup", "guess"]  # fmt: skip
+    assert (step.done, step.reward) == (False, 0.0)
+
+
+@pytest.mark.parametrize(
+    "name, arguments, words",
+    [
+        ("ad", {}, "Error: there is no tool 'ad'. Did you mean add? There is add, guess, lookup."),
+        ("add", {"b": 1}, "Error: add needs the argument 'a'."),
+        ("add", {"a": 1, "c": 1}, "Error: add has no argument 'c'. There is a, b."),
+        ("add", {"a": "many"}, "Error: a: Input should be a valid integer"),
+        ("lookup", {"words": ["a", 3]}, "Error: words.1: Input should be a valid string."),
+        ("lookup", {"words": [], "language": "fr"}, "Error: language: Input should be 'de' or 'en'."),
+        ("guess", {"number": -1}, "Error: numbers are not negative"),
+    ],
+)  # fmt: skip
+def test_a_wrong_call_comes_back_and_is_counted(name, arguments, words) -> None:
+    environment = ToolEnvironment([add, lookup, guess])
+    step = act(
+        ToolCall(name, arguments), ToolCall("add", {"a": 1}), environment=environment
+    )
+    assert results(step)[0].startswith(words)
+    assert (results(step)[1], step.done, environment.num_refused) == ("2", False, 1)
+
+
+def test_a_number_as_text_is_a_number() -> None:
+    assert results(act(ToolCall("add", {"a": "3"}))) == ["4"]
+
+
+def test_a_tool_may_end_the_episode() -> None:
+    step = act(ToolCall("guess", {"number": 42}), ToolCall("guess", {"number": 0}))
+    # The second call would have failed.
+    assert (step.done, step.end, step.reward) == (True, End.TOOL_STOPPED, 1.0)
+    assert results(step) == ["right"]
+
+
+def test_a_tool_that_fails_fails_the_step() -> None:
+    with pytest.raises(ZeroDivisionError):
+        act(ToolCall("guess", {"number": 0}))
+
+
+def test_a_long_result_is_cut_and_says_so() -> None:
+    environment = ToolEnvironment([lookup], max_characters=10)
+    step = act(ToolCall("lookup", {"words": []}), environment=environment)
+    whole = '{"words": [], "language": null, "ünï": null}'
+    assert results(step) == [f"{whole[:10]}\n({len(whole) - 10} characters left out)"]
+
+
+def test_synchronous_tools_do_not_block_the_loop() -> None:
+    """Each of two tools waits until the other one runs."""
+    barrier = threading.Barrier(2, timeout=30)
+
+    def meet(number: int) -> int:
+        """Wait for another one.
+
+        Args:
+            number: A number.
+        """
+        barrier.wait()
+        return number
+
+    async def main() -> list[Step]:
+        steps = [
+            ToolEnvironment([meet]).step(
+                Action([1], "", [ToolCall("meet", {"number": n})])
+            )
+            for n in range(2)
+        ]
+        return await asyncio.gather(*steps)
+
+    assert [results(step) for step in asyncio.run(main())] == [["0"], ["1"]]
+
+
+def test_threads_are_bounded() -> None:
+    gate = threading.Event()
+    running: list[int] = []
+
+    def hold(number: int) -> int:
+        """Wait for the gate.
+
+        Args:
+            number: A number.
+        """
+        running.append(number)
+        gate.wait(30)
+        return number
+
+    async def main() -> list[Step]:
+        action = Action([1], "", [ToolCall("hold", {"number": 1})])
+        steps = [ToolEnvironment([hold]).step(action) for _ in range(100)]
+        everything = asyncio.gather(*steps)
+        while len(running) < 64:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        assert len(running) == 64
+        gate.set()
+        return await everything
+
+    assert len(asyncio.run(main())) == 100
+
+
+# ----------------------------------------------------------------------------- episodes
+
+
+def read(tokens: Any, text: str, finish: str) -> Action:
+    """Read calls as lines of JSON behind an exclamation mark."""
+    calls = []
+    for line in text.splitlines():
+        if line.startswith("!"):
+            try:
+                name, arguments = json.loads(line[1:])
+            except ValueError:
+                return Action(tokens, text, (), finish, "it is no JSON")
+            calls.append(ToolCall(name, arguments))
+    words = "\n".join(line for line in text.splitlines() if not line.startswith("!"))
+    return Action(tokens, words, calls, finish)
+
+
+def play(*texts: str, bounds: Limits = WIDE) -> Episode:
+    tokenizer = tokenizer_with(PRESERVING)
+    sampler = ScriptedSampler(tokenizer, texts, read=read)
+    make: Callable[[], Environment] = lambda: ToolEnvironment([add, lookup, guess])  # noqa: E731
+    renderer = Renderer(tokenizer)
+    return asyncio.run(run_episode(make, TASK, 7, sampler, renderer, bounds))
+
+
+def test_an_episode_with_tools_is_one_row() -> None:
+    first = 'I add.\n!["add", {"a": 1, "b": 2}]\n!["add", {"a": 3}]'
+    episode = play(first, "It is 3.")
+    assert (episode.end, episode.num_turns, episode.num_tool_calls) == (End.COMPLETED, 2, 2)  # fmt: skip
+    roles: list[Message] = episode.messages
+    assert [message["role"] for message in roles] == ["user", "assistant", "tool", "tool", "assistant"]  # fmt: skip
+
+    (row,) = episode.rows
+    text = tokenizer_with(PRESERVING).decode(row.tokens)
+    # What was sampled stays as it was, though the template writes calls otherwise.
+    assert f"assistant\n{first}<|im_end|>\n<|im_start|>tool\n3<|im_end|>" in text
+    assert '"description": "Add two numbers."' in text
+
+
+def test_a_call_that_cannot_be_read_comes_back_once() -> None:
+    episode = play("!add", "It is 3.")
+    assert (episode.end, episode.num_turns) == (End.COMPLETED, 2)
+    expected = {
+        "role": "user",
+        "content": "The tool call could not be read: it is no JSON",
+    }
+    assert episode.messages[2] == expected
+
+    episode = play("!add", '!["add", {"a": 1}]', "!add", "It is 3.")
+    assert (episode.end, episode.num_turns) == (End.PARSE_ERROR, 3)
+
+
+@pytest.mark.parametrize(
+    "text, end, score",
+    [
+        ('!["guess", {"number": 42}]', End.TOOL_STOPPED, 1.0),
+        ('!["guess", {"number": 0}]', End.ENVIRONMENT_FAILED, 0.0),
+        ("No.", End.COMPLETED, 0.0),
+    ],
+)
+def test_ends_of_episodes_with_tools(text: str, end: End, score: float) -> None:
+    episode = play(text)
+    assert (episode.end, episode.score) == (end, score)
+    assert ("ZeroDivisionError" in episode.detail) == (end is End.ENVIRONMENT_FAILED)
+
+
+def test_calls_of_a_turn_that_was_cut_are_not_executed() -> None:
+    bounds = Limits(max_turns=10, max_tokens=20, context_tokens=4000)
+    episode = play('!["guess", {"number": 0}]\nand so on and on', bounds=bounds)
+    assert (episode.end, episode.num_turns) == (End.MAX_TOKENS, 1)
+    assert episode.rows[0].finish == "length"
+
+
+def test_a_tool_that_hangs_is_left_behind() -> None:
+    gate = threading.Event()
+
+    def hang(seconds: int) -> int:
+        """Hang.
+
+        Args:
+            seconds: Seconds.
+        """
+        gate.wait(60)
+        return seconds
+
+    tokenizer = tokenizer_with(PRESERVING)
+    sampler = ScriptedSampler(tokenizer, ['!["hang", {"seconds": 1}]'], read=read)
+    bounds = Limits(max_turns=2, max_tokens=100, context_tokens=4000, tool_s=0.1)
+    run = run_episode(
+        lambda: ToolEnvironment([hang]), TASK, 7, sampler, Renderer(tokenizer), bounds
+    )
+    assert asyncio.run(run).end is End.TOOL_TIMEOUT
+    gate.set()
