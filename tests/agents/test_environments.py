@@ -20,9 +20,9 @@ from verl_ray.agents.contract import (
     Action,
     End,
     Environment,
+    EpisodeTask,
     Message,
     Step,
-    Task,
     ToolCall,
     ToolSchema,
     message_of,
@@ -45,7 +45,7 @@ from verl_ray.agents.environments.reasoning_gym import ReasoningGym
 from verl_ray.errors import DataError, InputError, InstallationError
 
 ROOT = Path(__file__).parents[2]
-TASK = Task([{"role": "user", "content": "Play."}])
+TASK = EpisodeTask([{"role": "user", "content": "Play."}])
 TEXTS = ("50", "right", "go down", "25", "", "left 12", "up", "down 75", "60", "right")
 
 
@@ -58,7 +58,7 @@ def last_text(messages: Sequence[Message]) -> str:
 
 
 async def play(
-    world: Environment, texts: Sequence[str], seed: int = 0, task: Task = TASK
+    world: Environment, texts: Sequence[str], seed: int = 0, task: EpisodeTask = TASK
 ) -> tuple[str, list[Step]]:
     """The world's first text, and its steps until it is done."""
     begun = await world.reset(task, seed)
@@ -72,7 +72,7 @@ async def play(
 
 
 def run(
-    world: Environment, *texts: str, seed: int = 0, task: Task = TASK
+    world: Environment, *texts: str, seed: int = 0, task: EpisodeTask = TASK
 ) -> tuple[str, list[Step]]:
     return asyncio.run(play(world, texts, seed, task))
 
@@ -347,7 +347,7 @@ def test_the_calculators_values_are_exact() -> None:
         assert together == a - b
 
 
-SUM = Task([{"role": "user", "content": "What is 17 * 3?"}], answer="51")
+SUM = EpisodeTask([{"role": "user", "content": "What is 17 * 3?"}], answer="51")
 
 
 def test_the_calculator_answers_calls_and_scores_the_last_turn() -> None:
@@ -402,7 +402,7 @@ def test_the_calculator_says_why_a_call_could_not_be_parsed() -> None:
 @pytest.mark.parametrize("answer", [None, "many"])
 def test_the_calculator_refuses_a_record_without_a_number(answer: str | None) -> None:
     with pytest.raises(DataError, match="expected a number"):
-        asyncio.run(Calculator().reset(Task([], answer=answer), 0))
+        asyncio.run(Calculator().reset(EpisodeTask([], answer=answer), 0))
 
 
 # --------------------------------------------------------------------- key-value memory
@@ -430,10 +430,10 @@ class Notetaker:
         return say(f"<think>Hm.</think>{notes}")
 
 
-def memory_task(record: dict[str, object]) -> Task:
+def memory_task(record: dict[str, object]) -> EpisodeTask:
     message = {"role": "user", "content": record["prompt"]}
     extra = {"facts": record["facts"]}
-    return Task([message], answer=str(record["answer"]), extra=extra)
+    return EpisodeTask([message], answer=str(record["answer"]), extra=extra)
 
 
 def test_memory_begins_a_conversation_for_each_part_of_the_facts() -> None:
@@ -468,7 +468,7 @@ def test_memory_has_the_later_code_and_bounded_notes() -> None:
     facts = [f"The code of the drum is {code}." for code in range(100, 113)]
     extra = {"facts": facts}
     asked = [{"role": "user", "content": "What is the code of the drum?"}]
-    task = Task(asked, answer="112", extra=extra)
+    task = EpisodeTask(asked, answer="112", extra=extra)
     assert asyncio.run(key_value_memory.run(task, Notetaker())) == 1.0
 
     class Talker(Notetaker):
@@ -485,7 +485,7 @@ def test_memory_has_the_later_code_and_bounded_notes() -> None:
 
 @pytest.mark.parametrize("facts", [None, [], "text", [1]])
 def test_memory_refuses_a_record_without_facts(facts: object) -> None:
-    task = Task([], answer="1", extra={"facts": facts})
+    task = EpisodeTask([], answer="1", extra={"facts": facts})
     with pytest.raises(DataError, match="facts are missing"):
         asyncio.run(key_value_memory.run(task, Notetaker()))
 
@@ -534,8 +534,8 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     reasoning_gym._dataset.cache_clear()
 
 
-def indexed(index: object, *messages: Message) -> Task:
-    return Task(messages, extra={"index": index})
+def indexed(index: object, *messages: Message) -> EpisodeTask:
+    return EpisodeTask(messages, extra={"index": index})
 
 
 def gym_score(text: str, **settings: object) -> float:

@@ -22,12 +22,12 @@ from verl_ray.agents.contract import (
     Environment,
     Episode,
     EpisodeEnded,
+    EpisodeTask,
     Message,
     Observation,
     Policy,
     Sampled,
     Step,
-    Task,
     ToolCall,
 )
 from verl_ray.agents.episode import EpisodePolicy, Limits, run_episode, turn_seed
@@ -38,7 +38,7 @@ from verl_ray.errors import DataError
 
 TOKENIZER = tokenizer_with(PRESERVING)
 RENDERER = Renderer(TOKENIZER)
-TASK = Task([{"role": "user", "content": "0?"}], answer="three")
+TASK = EpisodeTask([{"role": "user", "content": "0?"}], answer="three")
 WIDE = Limits(max_turns=10, max_tokens=1000, context_tokens=1000, close_s=0.2)
 SHORT_S = 0.1
 FOREVER = 1000.0
@@ -57,7 +57,7 @@ class Questions:
         self.actions: list[Action] = []
         self._hooks = hooks
 
-    async def reset(self, task: Task, seed: int) -> Observation:
+    async def reset(self, task: EpisodeTask, seed: int) -> Observation:
         self.calls.append(f"reset {seed}")
         if "reset" in self._hooks:
             return await self._hooks["reset"]()
@@ -286,7 +286,7 @@ def test_a_step_has_its_seconds_for_each_tool_call() -> None:
 def test_a_turn_that_was_cut_is_forgotten_by_the_next() -> None:
     """A conversation that no longer fits goes on with a shorter one."""
 
-    async def compacting(task: Task, policy: Policy) -> float:
+    async def compacting(task: EpisodeTask, policy: Policy) -> float:
         long = [{"role": "user", "content": "many words of a long conversation"}]
         action = await policy.respond(long)
         assert action.finish == "length"
@@ -347,7 +347,7 @@ def test_the_sampler_may_end_the_episode() -> None:
     )
     assert (episode.end, world.calls) == (End.ABORTED, ["reset 7", "close"])
 
-    async def catching(task: Task, policy: Policy) -> float:
+    async def catching(task: EpisodeTask, policy: Policy) -> float:
         with contextlib.suppress(EpisodeEnded):
             await policy.respond(task.messages)
         return 0.0
@@ -404,7 +404,7 @@ def test_a_second_cancellation_does_not_wait_for_close() -> None:
 # --------------------------------------------------------------------------- coroutines
 
 
-async def ask_twice(task: Task, policy: Policy) -> float:
+async def ask_twice(task: EpisodeTask, policy: Policy) -> float:
     messages: list[Message] = list(task.messages)
     for question in ("1?", "2?"):
         action = await policy.respond(messages)
@@ -423,7 +423,7 @@ def test_a_coroutine_is_an_environment() -> None:
 
 
 def test_a_coroutine_that_returns_no_number_failed() -> None:
-    async def forgetful(task: Task, policy: Policy) -> Any:
+    async def forgetful(task: EpisodeTask, policy: Policy) -> Any:
         await policy.respond(task.messages)
 
     episode, _ = play(forgetful)
@@ -439,7 +439,7 @@ def test_a_coroutine_need_not_catch_the_end() -> None:
 
 
 def test_a_coroutine_may_score_what_a_limit_ended() -> None:
-    async def careful(task: Task, policy: Policy) -> float:
+    async def careful(task: EpisodeTask, policy: Policy) -> float:
         try:
             return await ask_twice(task, policy)
         except EpisodeEnded as ended:
@@ -456,13 +456,13 @@ def test_a_coroutine_may_score_what_a_limit_ended() -> None:
 
 
 def test_an_end_in_a_frameworks_error_is_an_end() -> None:
-    async def wrapping(task: Task, policy: Policy) -> float:
+    async def wrapping(task: EpisodeTask, policy: Policy) -> float:
         try:
             return await ask_twice(task, policy)
         except EpisodeEnded as error:
             raise RuntimeError("the agent failed") from error
 
-    async def failing(task: Task, policy: Policy) -> float:
+    async def failing(task: EpisodeTask, policy: Policy) -> float:
         try:
             return await ask_twice(task, policy)
         except EpisodeEnded:
@@ -475,7 +475,7 @@ def test_an_end_in_a_frameworks_error_is_an_end() -> None:
 
 
 def test_a_coroutine_is_bounded() -> None:
-    async def waiting(task: Task, policy: Policy) -> float:
+    async def waiting(task: EpisodeTask, policy: Policy) -> float:
         await policy.respond(task.messages)
         await asyncio.sleep(FOREVER)
         return 1.0
@@ -485,7 +485,7 @@ def test_a_coroutine_is_bounded() -> None:
 
 
 def test_turns_that_are_asked_for_together_have_an_order() -> None:
-    async def both(task: Task, policy: Policy) -> float:
+    async def both(task: EpisodeTask, policy: Policy) -> float:
         questions: list[list[Message]] = [
             [{"role": "user", "content": content}] for content in ("a?", "b?")
         ]
@@ -510,7 +510,7 @@ def test_a_task_that_stays_behind_gets_no_turn() -> None:
             except EpisodeEnded as ended:
                 refused.append(ended.end)
 
-        async def run(task: Task, policy: Policy) -> float:
+        async def run(task: EpisodeTask, policy: Policy) -> float:
             tasks.append(asyncio.create_task(later(policy)))
             await asyncio.sleep(0)
             return 1.0
@@ -528,7 +528,7 @@ def test_a_task_that_stays_behind_gets_no_turn() -> None:
 
 
 def test_messages_that_the_template_refuses_are_the_environments_fault() -> None:
-    async def odd(task: Task, policy: Policy) -> float:
+    async def odd(task: EpisodeTask, policy: Policy) -> float:
         await policy.respond([{"role": "assistant", "content": "", "tool_calls": [{}]}])
         return 1.0
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from verl_ray.agents.contract import Environment, Task
+from verl_ray.agents.contract import Environment, EpisodeTask
 from verl_ray.agents.specs import load_environment, spec_problem
 from verl_ray.agents.tools import ToolEnvironment
 from verl_ray.errors import ConfigError
@@ -95,14 +95,14 @@ def test_a_class_is_built_for_each_episode(file: Path) -> None:
 def test_a_coroutine_function_is_told_from_a_tool(file: Path) -> None:
     run: Any = load_environment(f"{file}:run", {"bonus": 0.75}, KEY)
     assert inspect.iscoroutinefunction(run)
-    assert asyncio.run(run(Task([]), None)) == 0.75
+    assert asyncio.run(run(EpisodeTask([]), None)) == 0.75
 
     for name, tools in {"fetch": ["fetch"], "add": ["add"], "TOOLS": ["add", "fetch"]}.items():  # fmt: skip
         make: Any = load_environment(f"{file}:{name}", {"max_parse_errors": 2}, KEY)
         assert not inspect.iscoroutinefunction(make)
         environment = make()
         assert isinstance(environment, ToolEnvironment)
-        observation = asyncio.run(environment.reset(Task([]), 0))
+        observation = asyncio.run(environment.reset(EpisodeTask([]), 0))
         assert [each["function"]["name"] for each in observation.tools] == tools
 
 

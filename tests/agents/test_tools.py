@@ -17,9 +17,9 @@ from verl_ray.agents.contract import (
     End,
     Environment,
     Episode,
+    EpisodeTask,
     Message,
     Step,
-    Task,
     ToolCall,
 )
 from verl_ray.agents.episode import Limits, run_episode
@@ -28,7 +28,7 @@ from verl_ray.agents.template import Renderer
 from verl_ray.agents.tools import ToolEnvironment, ToolError, ToolStop, as_tool
 from verl_ray.errors import ConfigError
 
-TASK = Task([{"role": "user", "content": "1 + 2 = ?"}])
+TASK = EpisodeTask([{"role": "user", "content": "1 + 2 = ?"}])
 WIDE = Limits(max_turns=10, max_tokens=1000, context_tokens=4000, close_s=0.2)
 
 

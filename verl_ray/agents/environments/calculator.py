@@ -15,10 +15,10 @@ from fractions import Fraction
 
 from verl_ray.agents.contract import (
     Action,
+    EpisodeTask,
     Message,
     Observation,
     Step,
-    Task,
     ToolCall,
     ToolSchema,
 )
@@ -142,7 +142,7 @@ class Calculator:
         """Have no problem yet."""
         self._answer = ""
 
-    async def reset(self, task: Task, seed: int) -> Observation:
+    async def reset(self, task: EpisodeTask, seed: int) -> Observation:
         """Take the problem of a record; the seed has no effect.
 
         Raises:

@@ -10,7 +10,7 @@ import random
 import re
 from collections import deque
 
-from verl_ray.agents.contract import Action, Observation, Step, Task
+from verl_ray.agents.contract import Action, EpisodeTask, Observation, Step
 from verl_ray.agents.environments.conversation import opening, user
 from verl_ray.errors import InputError
 
@@ -128,7 +128,7 @@ class FrozenLake:
         self._cell: Cell = (0, 0)
         self._remaining = moves
 
-    async def reset(self, task: Task, seed: int) -> Observation:
+    async def reset(self, task: EpisodeTask, seed: int) -> Observation:
         """Make a map, which depends on the seed alone."""
         self._rng = random.Random(seed)
         self._holes = solvable_map(self._size, self._num_holes, self._rng)

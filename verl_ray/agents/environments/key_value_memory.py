@@ -13,7 +13,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from verl_ray.agents.contract import Policy, Task
+from verl_ray.agents.contract import EpisodeTask, Policy
 from verl_ray.agents.environments.conversation import opening, user
 from verl_ray.errors import DataError
 from verl_ray.rewards.functions import gsm8k
@@ -40,7 +40,7 @@ New facts:
 Write your notes anew, with all that a question may need."""
 
 
-async def run(task: Task, policy: Policy) -> float:
+async def run(task: EpisodeTask, policy: Policy) -> float:
     """Let the policy read the facts of a record, then ask the record's question.
 
     The record's messages are the question, its field `facts` is a list of texts, and
@@ -71,7 +71,7 @@ async def run(task: Task, policy: Policy) -> float:
     return gsm8k(action.text, task.answer)
 
 
-def _facts_of(task: Task) -> Sequence[str]:
+def _facts_of(task: EpisodeTask) -> Sequence[str]:
     facts = task.extra.get("facts")
     if isinstance(facts, list | tuple) and facts:
         texts = [fact for fact in facts if isinstance(fact, str)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 
-from verl_ray.agents.contract import Action, Observation, Step, Task
+from verl_ray.agents.contract import Action, EpisodeTask, Observation, Step
 from verl_ray.agents.environments.conversation import opening, user
 from verl_ray.errors import InputError
 from verl_ray.rewards.functions import final_number
@@ -54,7 +54,7 @@ class NumberGuessing:
         self._secret = low
         self._num_guesses = 0
 
-    async def reset(self, task: Task, seed: int) -> Observation:
+    async def reset(self, task: EpisodeTask, seed: int) -> Observation:
         """Think of a number, which depends on the seed alone."""
         self._secret = random.Random(seed).randint(self._low, self._high)
         self._num_guesses = 0

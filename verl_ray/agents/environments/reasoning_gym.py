@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from verl_ray.agents.contract import Action, Observation, Step, Task
+from verl_ray.agents.contract import Action, EpisodeTask, Observation, Step
 from verl_ray.agents.environments.calculator import NotComputable, evaluate
 from verl_ray.agents.environments.conversation import opening
 from verl_ray.errors import DataError, InputError, InstallationError
@@ -180,7 +180,7 @@ class ReasoningGym:
         }
         return record if answer is None else {**record, "answer": str(answer)}
 
-    async def reset(self, task: Task, seed: int) -> Observation:
+    async def reset(self, task: EpisodeTask, seed: int) -> Observation:
         """Make the problem.
 
         Raises:

@@ -21,7 +21,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from verl_ray.agents.contract import Action, Message, Task
+from verl_ray.agents.contract import Action, EpisodeTask, Message
 from verl_ray.agents.environments.reasoning_gym import ReasoningGym, _package
 
 NUM_PROBLEMS = 3
@@ -137,7 +137,7 @@ async def _report(name: str) -> dict[str, Any]:
 
 
 async def _reset(world: ReasoningGym, index: int) -> str:
-    begun = await world.reset(Task([], extra={"index": index}), seed=0)
+    begun = await world.reset(EpisodeTask([], extra={"index": index}), seed=0)
     return str(begun.messages[-1]["content"])
 
 
