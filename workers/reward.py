@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from verl_ray.agents.contract import End
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.config.reward import FunctionReward, HttpReward
 from verl_ray.data.batch import Ragged
 from verl_ray.data.prompts import prompt_text
 from verl_ray.data.stages import Finish, Rollouts, Scores
 from verl_ray.data.tokenizers import load_tokenizer
-from verl_ray.rewards.health import Score
+from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rewards.pool import ScoringPool
 from verl_ray.rewards.remote import RemoteScorer
 from verl_ray.rewards.request import ScoreRequest
@@ -99,7 +101,16 @@ class RewardWorker(Grader):
             requests = [
                 dataclasses.replace(request, is_held_out=True) for request in requests
             ]
-        return scores_of(self._grader.score(requests))
+        if rows.end is None:
+            return scores_of(self._grader.score(requests))
+
+        # An episode is scored once, on its last row, unless it has failed.
+        scores = scores_of_failed_episodes(rows)
+        scored = [row for row, score in enumerate(scores) if score is None]
+        replies = self._grader.score([requests[row] for row in scored])
+        for row, reply in zip(scored, replies, strict=True):
+            scores[row] = reply
+        return scores_of([score for score in scores if score is not None])
 
     def needs_groups(self) -> bool:
         """Return whether a function scores all responses to a prompt in one call."""
@@ -108,6 +119,36 @@ class RewardWorker(Grader):
     def close(self) -> None:
         """Close the pool or the connections."""
         self._grader.close()
+
+
+def scores_of_failed_episodes(rows: Rollouts) -> list[Score | None]:
+    """Return the scores of rows that no grader sees; None for all others.
+
+    An episode that is no member of its group has failed, and a row that is not the last
+    one of its episode adds nothing to the score.
+    """
+    assert rows.end is not None and rows.end_detail is not None
+    is_last = np.append(rows.trajectory_id[1:] != rows.trajectory_id[:-1], True)
+    ends = list(End)
+    scores: list[Score | None] = []
+    columns = zip(
+        is_last.tolist(),
+        rows.end.tolist(),
+        rows.finish.tolist(),
+        rows.end_detail.texts(),
+        strict=True,
+    )
+    for last, number, finish, detail in columns:
+        end = ends[number]
+        if not last:
+            scores.append(Score(0.0, ScoreHealth.OK))
+        elif finish == Finish.ABORTED and end is not End.ABORTED:
+            is_late = end.value.endswith("timeout")
+            health = ScoreHealth.TIMEOUT if is_late else ScoreHealth.EXCEPTION
+            scores.append(Score(math.nan, health, f"{end}: {detail}".rstrip(": ")))
+        else:
+            scores.append(None)
+    return scores
 
 
 def requests_of(
@@ -130,8 +171,10 @@ def requests_of(
         strict=True,
     )
     requests = []
-    for tokens, answer, has_answer, messages, source, extra, finish, group in columns:
+    for number, column in enumerate(columns):
+        tokens, answer, has_answer, messages, source, extra, finish, group = column
         request = ScoreRequest(
+            **_of_episode(rows, number),
             response=_text(tokens, tokenizer),
             answer=answer if has_answer else None,
             prompt=prompt_text(messages),
@@ -146,6 +189,16 @@ def requests_of(
         )
         requests.append(request)
     return requests
+
+
+def _of_episode(rows: Rollouts, row: int) -> dict[str, Any]:
+    """Return the fields of a request that episodes alone have."""
+    if rows.end is None or rows.episode_score is None:
+        return {}
+    return {
+        "episode_score": float(rows.episode_score[row]),
+        "episode_end": list(End)[rows.end[row]].value,
+    }
 
 
 def response_texts(rows: Rollouts, tokenizer: PreTrainedTokenizerBase) -> list[str]:

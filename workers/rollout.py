@@ -7,17 +7,29 @@ the engine.
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from verl_ray.agents.contract import (
+    End,
+    Episode,
+    EpisodeRow,
+    EpisodeTask,
+    Treatment,
+)
+from verl_ray.agents.episode import Limits
+from verl_ray.agents.wire import EpisodeStart
 from verl_ray.algorithms.groups import is_last_of_group
 from verl_ray.cluster.context import WorkerContext, concurrent, steering, when_abandoned
+from verl_ray.config.agent import AgentConfig
+from verl_ray.config.function_specs import parts_of
 from verl_ray.config.roles import LoraConfig
 from verl_ray.config.rollout import RolloutConfig, RolloutEngineConfig
 from verl_ray.data.batch import Int64, Ragged, offsets_of
@@ -35,6 +47,7 @@ from verl_ray.errors import EngineFailed, VerlRayError
 from verl_ray.profiling.progress import counting_reads, touch
 from verl_ray.rollout.base import RolloutEngine
 from verl_ray.rollout.engine_state import EngineMemoryPart, Probe
+from verl_ray.rollout.episodes import EpisodePool, EpisodeRequest
 from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling, row_seeds
 from verl_ray.rollout.server import PauseMode, RolloutServer, ServerHealth
 from verl_ray.weight_sync.fingerprint import Fingerprint
@@ -68,6 +81,8 @@ class RolloutSpec:
     """Variables of the chat template, for clients outside of the run."""
     chat_template: str | None = None
     """Text of the chat template that replaces the model's."""
+    agent: AgentConfig | None = None
+    """The environments of episodes; None where rollouts are single responses."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +141,10 @@ class RolloutWorker:
         self._waits_for_sender = False
         if spec.asleep is not None:
             self.sleep(spec.asleep)
+        self.episodes: EpisodePool | None = None
+        if spec.agent is not None:
+            self.episodes = start_episodes(self.server, spec, spec.agent)
+        self.agent = spec.agent
         self.endpoint: Endpoint | None = None
         if spec.config.endpoint.enabled:
             self.endpoint = start_endpoint(self.server, context, spec)
@@ -153,7 +172,12 @@ class RolloutWorker:
                 is lost.
         """
         try:
-            yield from self._generate(prompts, generation, requested_rows)
+            if self.episodes is None:
+                yield from self._generate(prompts, generation, requested_rows)
+            else:
+                yield from self._run_episodes(
+                    self.episodes, prompts, generation, requested_rows
+                )
         except VerlRayError:
             raise
         # A defect of this process, which another one may not have.
@@ -189,6 +213,37 @@ class RolloutWorker:
             is_late = time.monotonic() >= first_s + HELD_S
             if is_enough or is_late or stream.has_ended:
                 yield whole_rollouts(prompts, prompt_of, finished)
+                finished = []
+
+    def _run_episodes(
+        self,
+        episodes: EpisodePool,
+        prompts: Prompts,
+        generation: Generation,
+        requested_rows: Int64 | None,
+    ) -> Iterator[Rollouts]:
+        assert self.agent is not None
+        prompt_of = _prompt_of_rows(prompts, generation.group_size, requested_rows)
+        stream = episodes.run(episode_requests(prompts, generation, prompt_of))
+        when_abandoned(stream.close)
+        # As in `_generate`, episodes that end soon after another are yielded with it.
+        finished: list[tuple[int, Episode]] = []
+        first_s = 0.0
+        while not stream.has_ended:
+            timeout_s: float | None = None
+            if finished:
+                timeout_s = max(0.0, first_s + HELD_S - time.monotonic())
+            ended = stream.take(timeout_s)
+            if not finished:
+                first_s = time.monotonic()
+            finished += ended
+
+            is_enough = len(finished) >= generation.stream_rows
+            is_late = time.monotonic() >= first_s + HELD_S
+            if finished and (is_enough or is_late or stream.has_ended):
+                yield episode_rollouts(
+                    prompts, prompt_of, finished, self.agent.treatments
+                )
                 finished = []
 
     @concurrent
@@ -315,7 +370,9 @@ class RolloutWorker:
 
     def close(self) -> None:
         """Close the endpoint, then the server; the process exits afterwards."""
-        # The endpoint first, so that no new requests arrive.
+        # Who makes requests comes first, so that no new ones arrive.
+        if self.episodes is not None:
+            self.episodes.close()
         if self.endpoint is not None:
             self.endpoint.close()
         self.server.close(process_exits=True)
@@ -360,6 +417,44 @@ def _requests(
         )
         requests.append(request)
     return requests
+
+
+def start_episodes(
+    server: RolloutServer, spec: RolloutSpec, agent: AgentConfig
+) -> EpisodePool:
+    """Start the processes of episodes beside the server."""
+    # Imported here, because only a run with tools needs vLLM's parsers of their calls.
+    from verl_ray.rollout.tool_calls import ActionReader
+
+    tokenizer = load_tokenizer(spec.model_path, spec.chat_template)
+    limits = Limits(
+        max_turns=agent.max_turns,
+        # The tokens of a row, which is the longest path of an episode.
+        max_tokens=spec.max_model_len,
+        context_tokens=spec.max_model_len,
+        max_tool_calls=agent.max_tool_calls,
+        max_turn_tokens=agent.max_turn_tokens,
+        model_s=agent.model_timeout_s,
+        tool_s=agent.tool_timeout_s,
+        turn_s=agent.turn_timeout_s,
+        episode_s=agent.episode_timeout_s,
+    )
+    start = EpisodeStart(
+        {source: parts_of(function) for source, function in agent.environments.items()},
+        spec.model_path,
+        limits,
+        spec.chat_template,
+        spec.template_arguments,
+    )
+    return EpisodePool(
+        server,
+        start,
+        ActionReader(tokenizer, agent.tool_parser),
+        num_processes=agent.processes_per_replica,
+        most_open=agent.episodes_per_process,
+        # A call that does not await holds up all others of its process.
+        stall_s=agent.tool_timeout_s + 10.0,
+    )
 
 
 def start_endpoint(
@@ -469,6 +564,158 @@ def whole_rollouts(
         data_source=prompt_rows.data_source,
         answer=prompt_rows.answer,
         extra=prompt_rows.extra,
+    )
+
+
+MOST_ROWS = 64
+"""Rows of an episode. Row ids are those of its trajectory times this number, and on."""
+
+
+def episode_requests(
+    prompts: Prompts, generation: Generation, prompt_of: Mapping[int, int]
+) -> list[EpisodeRequest]:
+    """Return the episodes of the responses `prompt_of`, by the ids of these."""
+    numbers = np.array(list(prompt_of), np.int64)
+    run_seed, purpose = generation.run_seed, generation.purpose
+    seeds = row_seeds(run_seed, purpose, numbers).tolist()
+    worlds = row_seeds(run_seed, f"{purpose}:world", prompts.group_id).tolist()
+    columns = zip(
+        prompts.messages.texts(),
+        prompts.answer.texts(),
+        prompts.has_answer.tolist(),
+        prompts.extra.texts(),
+        prompts.data_source.texts(),
+        strict=True,
+    )
+    tasks = [
+        EpisodeTask(
+            messages_of(json.loads(messages)),
+            answer if has_answer else None,
+            json.loads(extra),
+            source,
+        )
+        for messages, answer, has_answer, extra, source in columns
+    ]
+
+    requests = []
+    for (number, prompt), seed in zip(prompt_of.items(), seeds, strict=True):
+        request = EpisodeRequest(
+            number,
+            tasks[prompt],
+            seed,
+            worlds[prompt],
+            generation.sampling_of(number),
+            # The episodes of one prompt share its prefix.
+            session=str(prompts.group_id[prompt]),
+        )
+        requests.append(request)
+    return requests
+
+
+def messages_of(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a prompt as messages."""
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return prompt
+
+
+def episode_rollouts(
+    prompts: Prompts,
+    prompt_of: Mapping[int, int],
+    episodes: Sequence[tuple[int, Episode]],
+    treatments: Mapping[End, Treatment],
+) -> Rollouts:
+    """Return the rows of episodes, one episode after another.
+
+    One that is no member of its group has a single row, its prompt, which is aborted.
+
+    Args:
+        prompts: The prompts.
+        prompt_of: The number of each episode's prompt, by the number of the episode.
+        episodes: Number and episode.
+        treatments: What becomes of an episode, by its end.
+    """
+    numbered: list[tuple[int, Episode, EpisodeRow]] = []
+    is_last: list[bool] = []
+    row_ids: list[int] = []
+    for number, episode in sorted(episodes, key=lambda pair: pair[0]):
+        prompt = prompts.tokens[prompts.offsets[prompt_of[number]] :][
+            : prompts.lengths[prompt_of[number]]
+        ].tolist()
+        nothing = [False] * len(prompt), [0.0] * len(prompt)
+        episode = _within_rows(episode)
+        rows = episode.rows
+        if treatments[episode.end] is Treatment.DROP or not rows:
+            rows = [EpisodeRow(prompt, *nothing, [], [], "aborted")]
+        for index, row in enumerate(rows):
+            numbered.append((number, episode, row))
+            row_ids.append(number * MOST_ROWS + index)
+            is_last.append(index == len(rows) - 1)
+    return _columns_of_rows(prompts, prompt_of, numbered, row_ids, is_last)
+
+
+def _within_rows(episode: Episode) -> Episode:
+    """Return an episode, or one that failed if it has too many rows."""
+    if len(episode.rows) <= MOST_ROWS:
+        return episode
+    detail = f"it has {len(episode.rows)} rows; at most {MOST_ROWS} are numbered"
+    return replace(episode, rows=[], end=End.ENVIRONMENT_FAILED, detail=detail)
+
+
+def _columns_of_rows(
+    prompts: Prompts,
+    prompt_of: Mapping[int, int],
+    numbered: Sequence[tuple[int, Episode, EpisodeRow]],
+    row_ids: Sequence[int],
+    is_last: Sequence[bool],
+) -> Rollouts:
+    """Return the rows of episodes as columns, one entry of each argument per row."""
+    rows = [row for _, _, row in numbered]
+    episodes = [episode for _, episode, _ in numbered]
+    prompt_rows = prompts.select([prompt_of[number] for number, _, _ in numbered])
+    offsets = offsets_of([len(row.tokens) for row in rows])
+    mask = np.concatenate([np.array(row.mask, np.bool_) for row in rows])
+    sampled = [np.flatnonzero(row.mask) for row in rows]
+    spans = Ragged.of_rows(
+        [np.array(row.versions, np.int64).reshape(-1, 2) for row in rows], np.int64
+    )
+    numbers = [list(End).index(episode.end) for episode in episodes]
+    finishes = [Finish[row.finish.upper()] for row in rows]
+    scores = np.array([episode.score for episode in episodes], np.float32)
+    return Rollouts(
+        offsets=offsets,
+        tokens=np.concatenate([np.array(row.tokens, np.int32) for row in rows]),
+        response_mask=mask,
+        row_id=np.array(row_ids, np.int64),
+        trajectory_id=np.array([number for number, _, _ in numbered], np.int64),
+        group_id=prompt_rows.group_id,
+        prompt_length=np.array(
+            [
+                places[0] if len(places) else len(row.tokens)
+                for places, row in zip(sampled, rows, strict=True)
+            ],
+            np.int32,
+        ),
+        response_length=np.array([len(places) for places in sampled], np.int32),
+        finish=np.array(finishes, np.int8),
+        rollout_log_probs=np.concatenate(
+            [np.array(row.log_probs, np.float32) for row in rows]
+        ),
+        version_spans=spans,
+        **versions_of(spans),
+        has_answer=prompt_rows.has_answer,
+        messages=prompt_rows.messages,
+        data_source=prompt_rows.data_source,
+        answer=prompt_rows.answer,
+        extra=prompt_rows.extra,
+        end=np.array(numbers, np.int8),
+        end_detail=Ragged.of_texts([episode.detail for episode in episodes]),
+        num_turns=np.array([episode.num_turns for episode in episodes], np.int32),
+        episode_score=np.where(is_last, scores, np.float32(0)),
+        turn_rewards=Ragged.of_rows(
+            [np.array(row.rewards, np.float64).reshape(-1, 2) for row in rows],
+            np.float64,
+        ),
     )
 
 

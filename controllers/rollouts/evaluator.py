@@ -89,6 +89,7 @@ class Evaluator:
             producer.begin(self._prompts, generation, buffer, policy_version)
             ordinals = self._prompts.group_id
             experience = producer.take(ordinals, buffer, policy_version, timers)
+            experience = experience.of_trajectories()
 
         raw_scores = measures.response_scores(experience.scores)
         scores = self._shaping.weigh(raw_scores)

@@ -26,10 +26,12 @@ from controllers.rollouts.graders import (
     ScoreFailures,
 )
 from controllers.rollouts.replicas import Replicas
+from verl_ray.agents.contract import End, Episode
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import InPlaceRestarts
 from verl_ray.cluster.waiting import TICK_S, put, read, wait
+from verl_ray.config.agent import AgentConfig
 from verl_ray.config.reward import EvaluationConfig
 from verl_ray.config.rollout import RolloutConfig
 from verl_ray.config.tasks.rl import RLConfig
@@ -43,7 +45,12 @@ from verl_ray.profiling.phases import Timers, phase
 from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rollout.requests import Chunk, Sampling
 from workers.reward import Grader, scores_of
-from workers.rollout import Generation, GenerationWithGreedyRow, whole_rollouts
+from workers.rollout import (
+    Generation,
+    GenerationWithGreedyRow,
+    episode_rollouts,
+    whole_rollouts,
+)
 
 # ------------------------------------------------------------------------------- groups
 
@@ -343,6 +350,7 @@ class Producer:
                     self._graders.names(generation.purpose),
                     purpose=generation.purpose,
                     stall_s=self._config.run.stall_s,
+                    agent=self._config.episodes,
                 )
                 production.give_up(ordinal, aborted)
                 if generation.purpose == TRAINING:
@@ -392,7 +400,7 @@ class Producer:
             scored = piece.poll()
             if scored is None:
                 return
-            production.failures.add(scored)
+            production.failures.add(scored.of_trajectories())
         except RewardError as failure:
             # Whoever waits for the groups fails, and nobody else. A checkpoint has none
             # of them, so that a resumed run asks what scores again: responses of the
@@ -589,6 +597,7 @@ def aborted_group(
     *,
     purpose: str,
     stall_s: float,
+    agent: AgentConfig | None = None,
 ) -> Experience:
     """Return the aborted responses to a prompt, and warn of it.
 
@@ -598,6 +607,7 @@ def aborted_group(
         graders: What would have scored them.
         purpose: Their purpose.
         stall_s: Limit in seconds of reading the prompt.
+        agent: The environments of episodes; None where responses are single ones.
     """
     prompts = read(stored, stall_s)
     (ordinal,) = prompts.group_id.tolist()
@@ -612,6 +622,7 @@ def aborted_group(
 
     first_row = ordinal * group_size
     rows = range(first_row, first_row + group_size)
+    failed_episode = Episode([], End.ENVIRONMENT_FAILED, 0.0, ENDS_REPLICAS)
     chunks = [
         Chunk(
             request_id=row,
@@ -623,7 +634,12 @@ def aborted_group(
         )
         for row in rows
     ]
-    rollouts = put(whole_rollouts(prompts, dict.fromkeys(rows, 0), chunks))
+    prompt_of = dict.fromkeys(rows, 0)
+    if agent is None:
+        rollouts = put(whole_rollouts(prompts, prompt_of, chunks))
+    else:
+        episodes = [(row, failed_episode) for row in rows]
+        rollouts = put(episode_rollouts(prompts, prompt_of, episodes, agent.treatments))
     failed = Score(math.nan, ScoreHealth.EXCEPTION, ENDS_REPLICAS)
     scores = {name: put(scores_of([failed] * group_size)) for name in graders}
     return Experience(rollouts, scores)

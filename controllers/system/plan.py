@@ -400,6 +400,7 @@ def rollout_spec(config: RolloutTaskConfig) -> RolloutSpec:
         config.rollout.freed_by_sleep,
         of_run(config.data),
         template_of(config.data),
+        config.episodes,
     )
 
 

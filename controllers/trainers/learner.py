@@ -29,6 +29,7 @@ from controllers.trainers.updates import (
 from controllers.watch import measures, update_measures
 from controllers.watch.measures import Metrics
 from controllers.watch.update_measures import GradientWatch, MismatchWatch, age_metrics
+from verl_ray.agents.contract import End, Treatment
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.algorithms.agent_baselines import AgentBaselines
 from verl_ray.algorithms.coefficients import EntropyControl, make_kl_controller
@@ -184,7 +185,7 @@ class Learner:
 
         # The responses of a group are on several ranks; only the driver has the scores
         # of all of them.
-        columns = response_columns(rollouts, self.config.rollout.group_size)
+        columns = response_columns(rollouts, self.config)
         graded = scores.as_graded
         rewards = response_rewards(
             algorithm, scores.score, scores.ok, columns, charge, scores.parts, graded
@@ -435,12 +436,19 @@ class Learner:
             return wait_all(calls, watch, self._background)
 
 
-def response_columns(rollouts: Sharded[Rollouts], group_size: int) -> ResponseColumns:
+def response_columns(rollouts: Sharded[Rollouts], config: RLConfig) -> ResponseColumns:
     """Return the columns of some rollouts."""
+    group_size = config.rollout.group_size
+    is_masked = None
+    if config.episodes is not None:
+        treatments = config.episodes.treatments
+        masks = [treatments[end] is Treatment.MASK for end in End]
+        is_masked = np.array(masks)[rollouts.row("end")]
     return ResponseColumns(
         finish=rollouts.row("finish"),
         group_id=rollouts.row("group_id"),
         trajectory_id=rollouts.row("trajectory_id"),
         length=rollouts.row("response_length"),
         is_last=is_last_of_group(rollouts.row("trajectory_id"), group_size),
+        is_masked=is_masked,
     )

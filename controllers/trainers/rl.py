@@ -220,7 +220,11 @@ class Trainer:
         algorithm = self.config.algorithm
         whitening = whitening_moments(algorithm, rollouts, credit)
         metrics |= measures.credit_metrics(
-            credit, response_length, whitening, algorithm.advantage_clip
+            credit,
+            response_length,
+            rollouts.row("trajectory_id"),
+            whitening,
+            algorithm.advantage_clip,
         )
         metrics |= version_metrics(rollouts, self.config.oldest_age)
         metrics |= timings

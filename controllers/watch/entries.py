@@ -68,6 +68,7 @@ def scored_metrics(groups: Experience, shaping: Shaping, stall_s: float) -> Metr
         shaping: How the scores of several graders are weighed.
         stall_s: Limit in seconds of reading from the store.
     """
+    groups = groups.of_trajectories()
     raw_scores = measures.response_scores(groups.scores)
     aborted = groups.rollouts.row("finish") == Finish.ABORTED
     weighed = shaping.weigh(raw_scores)

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from controllers.watch.learning import ZERO_STD
+from verl_ray.agents.contract import End
 from verl_ray.algorithms.groups import fraction_without_spread
 from verl_ray.data.batch import Int64
 from verl_ray.data.sharded import Sharded
@@ -84,9 +85,26 @@ def rollout_metrics(
         "response/aborted_ratio": float((~whole).mean()),
         **spread("prompt_length", prompt_length),
         "prompt_length/clip_ratio": float((prompt_length >= max_prompt_tokens).mean()),
-        **spread("num_turns", np.full(len(rollouts), TURNS)),
+        **_episode_metrics(rollouts),
         "perf/total_num_tokens": float(rollouts.num_tokens),
         **balance(rollouts.lengths, rows_of_ranks),
+    }
+
+
+def _episode_metrics(rollouts: Sharded[Rollouts]) -> Metrics:
+    """Return the turns of prompts and policy, and why episodes ended."""
+    if "end" not in rollouts.columns:
+        return spread("num_turns", np.full(len(rollouts), TURNS))
+    trajectory = rollouts.row("trajectory_id")
+    last_rows = np.flatnonzero(np.append(trajectory[1:] != trajectory[:-1], True))
+    ends = rollouts.row("end")[last_rows]
+    counts = np.bincount(ends, minlength=len(End)) / max(len(ends), 1)
+    # Each turn of the policy answers a message, which counts as well.
+    metrics = spread("num_turns", TURNS * rollouts.row("num_turns")[last_rows])
+    metrics["episode/rows"] = len(rollouts) / max(len(ends), 1)
+    return metrics | {
+        f"episode/ends/{end}": float(share)
+        for end, share in zip(End, counts, strict=True)
     }
 
 
@@ -222,6 +240,7 @@ def component_metrics(raw: Mapping[str, ResponseScores], prefix: str) -> Metrics
 def credit_metrics(
     credit: Sharded[Credit],
     response_length: npt.NDArray[np.generic],
+    trajectory: Int64,
     whitening: Moments | None,
     advantage_clip: float | None = None,
 ) -> Metrics:
@@ -230,6 +249,7 @@ def credit_metrics(
     Args:
         credit: Rewards and sums of each response.
         response_length: Tokens of each response, [rows].
+        trajectory: The trajectory of each row, [rows].
         whitening: Moments by which advantages are whitened before the policy learns
             from them; None if they are not. The metrics are of whitened advantages.
         advantage_clip: The bound of |advantage| in the loss, or None. It holds for the
@@ -237,7 +257,12 @@ def credit_metrics(
     """
     # Rows that are left out of the loss may hold no numbers.
     counted = credit.row("in_loss")
-    metrics = spread("critic/rewards", credit.row("reward")[counted])
+    reward = credit.row("reward")[counted]
+    _, number = np.unique(trajectory[counted], return_inverse=True)
+    if len(number) and number.max() < len(number) - 1:
+        # The reward of a trajectory is the sum over its rows.
+        reward = np.bincount(number, weights=reward).astype(np.float32)
+    metrics = spread("critic/rewards", reward)
     tokens = int(response_length[counted].sum())
 
     for name in ("advantage", "return", "value"):

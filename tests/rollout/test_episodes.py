@@ -87,6 +87,7 @@ def requests(count: int, **extra: Any) -> list[EpisodeRequest]:
                 [{"role": "user", "content": "go"}], extra=extra | {"number": number}
             ),
             seed=100 + number,
+            world_seed=7,
             sampling=SAMPLING,
             session="0",
         )

@@ -61,6 +61,8 @@ class Limits:
         max_tokens: Sampled tokens of all turns together.
         context_tokens: Tokens of a prompt with the turn that follows it.
         max_tool_calls: Tool calls of all turns together; None is no limit.
+        max_turn_tokens: Sampled tokens of one turn; None is no limit of its own. A turn
+            that it cuts ends like any other, and the next one begins a row.
         model_s: Seconds of one turn of the model; infinity is no limit, here and below.
         tool_s: Seconds of one call of the environment. A step may take this long for
             each of its tool calls.
@@ -74,6 +76,7 @@ class Limits:
     max_tokens: int
     context_tokens: int
     max_tool_calls: int | None = None
+    max_turn_tokens: int | None = None
     model_s: float = math.inf
     tool_s: float = math.inf
     turn_s: float = math.inf
@@ -156,7 +159,8 @@ class EpisodePolicy:
             if places < 1:
                 raise self.over(End.CONTEXT_OVERFLOW)
 
-            max_tokens = min(remaining, places)
+            most = min(remaining, places)
+            max_tokens = min(most, self._limits.max_turn_tokens or most)
             sampled = await self._sample(prompt, tools, max_tokens)
             # The episode may have ended meanwhile; its rows do not change any more.
             self._require_open()
@@ -164,13 +168,13 @@ class EpisodePolicy:
             action = sampled.action
             self.messages = [*messages, message_of(action)]
             self.cut = None
-            if action.finish == "length":
+            if action.finish == "length" and max_tokens == most:
                 is_full = places < remaining
                 self.cut = End.CONTEXT_OVERFLOW if is_full else End.MAX_TOKENS
 
             self.num_tool_calls += len(action.tool_calls)
-            most = self._limits.max_tool_calls
-            if most is not None and self.num_tool_calls > most:
+            most_calls = self._limits.max_tool_calls
+            if most_calls is not None and self.num_tool_calls > most_calls:
                 raise self.over(End.MAX_TOOL_CALLS)
             return action
 
@@ -235,6 +239,7 @@ async def run_episode(
     sampler: Sampler,
     renderer: Renderer,
     limits: Limits,
+    world_seed: int | None = None,
 ) -> Episode:
     """Run an episode to its end.
 
@@ -245,7 +250,9 @@ async def run_episode(
     Args:
         environment: A coroutine function `run(task, policy)`, or what makes an
             environment.
-        seed: The seed of the episode, for the policy and the environment.
+        seed: The seed of the policy's turns.
+        world_seed: The seed of the environment; that of the policy if None. Members of
+            a group act in the same world, or its baseline would compare worlds.
 
     Raises:
         CancelledError: The caller was cancelled. `close` was called all the same.
@@ -254,7 +261,9 @@ async def run_episode(
     loop = asyncio.get_running_loop()
     policy = EpisodePolicy(seed, sampler, renderer, limits)
     started_s = loop.time()
-    course = _Course(task, seed, policy, limits, started_s + limits.episode_s)
+    deadline_s = started_s + limits.episode_s
+    world_seed = seed if world_seed is None else world_seed
+    course = _Course(task, world_seed, policy, limits, deadline_s)
     try:
         if inspect.iscoroutinefunction(environment):
             ending = await course.settled(course.run(environment))

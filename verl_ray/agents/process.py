@@ -142,6 +142,7 @@ class _Episodes:
                 _SamplerOfEpisode(self._sampler, number),
                 self._renderer,
                 self._limits,
+                fields["world_seed"],
             )
             reply = episode_frame(number, episode)
         # The sampler has failed, or a message cannot be written as JSON.

@@ -52,6 +52,21 @@ ADDED: dict[str, Any] = {
 """Key that earlier versions did not have -> the value that keeps their behaviour."""
 
 
+_NO_AGENT: dict[str, Any] = {
+    "environments": {},
+    "tool_parser": None,
+    "max_turns": 8,
+    "max_turn_tokens": None,
+    "max_tool_calls": 32,
+    "model_timeout_s": 600.0,
+    "tool_timeout_s": 60.0,
+    "turn_timeout_s": 600.0,
+    "episode_timeout_s": 1800.0,
+    "processes_per_replica": 1,
+    "episodes_per_process": 128,
+    "ends": {},
+}
+
 _NO_CURRICULUM = {
     "hard_to": 0.25,
     "hard_share": 1.0,
@@ -105,6 +120,10 @@ def migrated(tree: Mapping[str, Any]) -> dict[str, Any]:
     data = result.get("data")
     if isinstance(data, dict) and "prompts_per_step" in data:
         data.setdefault("curriculum", copy.deepcopy(_NO_CURRICULUM))
+
+    # Only runs with rewards have episodes.
+    if "reward" in result:
+        result.setdefault("agent", copy.deepcopy(_NO_AGENT))
 
     # A section that the task does not have stays missing.
     for key, value in ADDED.items():

@@ -95,7 +95,8 @@ class FunctionReward(GraderConfig):
         dict[str, RewardFunction], Field(examples=["{default: exact_match}"])
     ]
     """Data source -> a built-in function (by_data_source, exact_match, gsm8k,
-    gsm8k_strict, math, multiple_choice, format, json_schema, f1, rouge, bleu),
+    gsm8k_strict, math, multiple_choice, format, json_schema, f1, rouge, bleu,
+    environment: what the environment of an episode paid),
     path/to/file.py:function or package.module:function, which may be a class, too;
     `default` serves the other data sources. A table gives a function arguments:
     {function: format, tags: [think, answer]}. A function names what it gets: response,

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from verl_ray.config.agent import AgentConfig
 from verl_ray.config.data import DataConfig, RowFormat
 from verl_ray.config.roles import TrainedRole
 from verl_ray.config.rollout import (
@@ -60,6 +61,11 @@ class RolloutTaskConfig(Config):
     rollout: RolloutConfig
     actor: TrainedRole
     placement: PlacementConfig
+
+    @property
+    def episodes(self) -> AgentConfig | None:
+        """Environments of episodes; None where rollouts are single responses."""
+        return None
 
     @property
     def examples_per_step(self) -> int:

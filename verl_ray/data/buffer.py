@@ -47,6 +47,16 @@ class Experience:
         scores = {name: scored.select(rows) for name, scored in self.scores.items()}
         return Experience(self.rollouts.select(rows), scores)
 
+    def of_trajectories(self) -> Experience:
+        """Return the last row of each trajectory, which has its score.
+
+        It is this object where every trajectory has one row. The rows of one are
+        adjacent.
+        """
+        trajectory = self.rollouts.row("trajectory_id")
+        is_last = np.append(trajectory[1:] != trajectory[:-1], True)[: len(trajectory)]
+        return self if is_last.all() else self.select(np.flatnonzero(is_last))
+
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self | None:
         """Return the rows of all parts, one part after another; None without parts."""

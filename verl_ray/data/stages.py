@@ -144,11 +144,17 @@ class Rollouts(Rows):
     data_source: Ragged = ragged(np.uint8)
     answer: Ragged = ragged(np.uint8)
     extra: Ragged = ragged(np.uint8)
-    # Number of the episode's End, in the order of that enumeration; absent without
-    # environments, and -1 in a row that is no episode's.
+    # The next five are absent where rollouts are single responses. Number of the
+    # episode's End, in the order of that enumeration.
     end: Int8 | None = row(np.int8, optional=True)
-    # (last token of a turn, reward of the turn): what an environment paid; absent
-    # without environments. A row's entries add up to its score.
+    # UTF-8: what failed in the episode; empty where nothing did.
+    end_detail: Ragged | None = ragged(np.uint8, optional=True)
+    # Turns of the policy in the whole episode.
+    num_turns: npt.NDArray[np.int32] | None = row(np.int32, optional=True)
+    # What the environment paid for the whole episode, on its last row; 0 on others.
+    episode_score: Float32 | None = row(np.float32, optional=True)
+    # (last token of a turn, reward of the turn); those of an episode add up to its
+    # score.
     turn_rewards: Ragged | None = ragged(np.float64, 2, optional=True)
 
 

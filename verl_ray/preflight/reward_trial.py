@@ -24,9 +24,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from verl_ray.agents.contract import End
 from verl_ray.config.function_specs import parts_of
 from verl_ray.config.reward import SingleReward
 from verl_ray.config.schema import Config
+from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.encoding import encode
 from verl_ray.data.prompts import prompt_text
 from verl_ray.data.stages import Prompts
@@ -126,6 +128,13 @@ def try_rewards(
         findings.problems += answers.problems
         findings.warnings += answers.warnings
         requests = requests_of(scored, functions)
+        if isinstance(config, RLConfig) and config.episodes is not None:
+            requests = {
+                source: replace(
+                    request, episode_score=0.0, episode_end=End.COMPLETED.value
+                )
+                for source, request in requests.items()
+            }
         findings.problems += _unserved(section, functions, requests)
         if not requests or findings.problems:
             continue
@@ -525,7 +534,12 @@ def _is_gradable(signature: Signature, record: _Record) -> bool:
 def _values(record: _Record) -> dict[str, object]:
     """Return the values of an empty response."""
     answer = {} if record.answer is None else {"answer": record.answer}
-    return {"response": "", "data_source": record.data_source, **answer}
+    return {
+        "response": "",
+        "data_source": record.data_source,
+        "episode_score": 0.0,
+        **answer,
+    }
 
 
 def _try_in_processes(

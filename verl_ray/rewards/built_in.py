@@ -84,6 +84,11 @@ def by_data_source(response: str, answer: str, data_source: str) -> float:
     return _built(usual_function(data_source))(response, answer)
 
 
+def environment(episode_score: float) -> float:
+    """Return what the environment paid for the episode."""
+    return episode_score
+
+
 BUILT_IN: Mapping[str, BuiltIn] = {
     BY_DATA_SOURCE: BuiltIn(
         by_data_source,
@@ -122,6 +127,12 @@ BUILT_IN: Mapping[str, BuiltIn] = {
         "1 if the response, or its last fenced block, is valid JSON under a schema, by"
         " default the answer; else 0",
         arguments=("schema", "schema_path"),
+        is_accuracy=False,
+        compares=False,
+    ),
+    "environment": BuiltIn(
+        environment,
+        "what the environment of an episode paid",
         is_accuracy=False,
         compares=False,
     ),

@@ -266,6 +266,10 @@ def response_values(request: ScoreRequest) -> dict[str, object]:
         values["answer"] = request.answer
         values["ground_truth"] = request.answer
 
+    if request.episode_score is not None:
+        values["episode_score"] = request.episode_score
+        values["episode_end"] = request.episode_end
+
     # In verl's files it may be any value; the answer is its text.
     reward_model = request.extra.get("reward_model")
     if isinstance(reward_model, dict) and "ground_truth" in reward_model:

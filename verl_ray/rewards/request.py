@@ -62,6 +62,10 @@ class ScoreRequest:
     is_held_out: bool = False
     """Whether the response is of an evaluation, whose scores also hold the answer that
     a built-in function reads (`built_in.py`)."""
+    episode_score: float | None = None
+    """What the environment paid; None where the response is no episode."""
+    episode_end: str = ""
+    """Why the episode ended; empty where the response is none."""
 
     def row(self, *, tokens: bool, conversation: bool) -> RequestRow:
         """Return what `ScoreRequest(*row)` is made of again.
@@ -83,6 +87,8 @@ class ScoreRequest:
             self.tokens if tokens else [],
             self.conversation if conversation else "",
             self.is_held_out,
+            self.episode_score,
+            self.episode_end,
         )
 
 

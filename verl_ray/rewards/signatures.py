@@ -6,7 +6,8 @@ A function is written in one of three styles. Its parameters tell which:
 |-------|-----------------------------------|------------------------------------------|
 | ours  | none of the names below           | one response: `response`, `answer`,      |
 |       |                                   | `prompt`, `data_source`, `extra`,        |
-|       |                                   | `num_tokens`, `finish_reason`, `step`    |
+|       |                                   | `num_tokens`, `finish_reason`, `step`,   |
+|       |                                   | `episode_score`, `episode_end`           |
 | verl  | `solution_str`                    | one response: `data_source`,             |
 |       |                                   | `solution_str`, `ground_truth`,          |
 |       |                                   | `extra_info`, and those above            |
@@ -44,6 +45,8 @@ OURS = (
     "num_tokens",
     "finish_reason",
     "step",
+    "episode_score",
+    "episode_end",
 )
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 TRL = (
@@ -55,6 +58,8 @@ TRL = (
     "log_metric",
 )
 OF_RESPONSES = ("num_tokens", "finish_reason", "step")
+OF_EPISODES = ("episode_score", "episode_end")
+"""Values that episodes alone have."""
 GIVEN = frozenset({*OURS, *VERL, *TRL})
 """Names of all values that a reward function gets in some style."""
 """What TRL's trainer does not tell, and ours does."""
@@ -248,6 +253,11 @@ def _unknown_parameter(name: str, known: tuple[str, ...]) -> SignatureMistake:
 
 def _missing(name: str, values: Mapping[str, object]) -> str:
     """Return what the record lacks, and what to change, in two sentences."""
+    if name in OF_EPISODES:
+        return (
+            f"the response is no episode, so there is no {name}. Set"
+            " agent.environments.default=my_env.py:NAME."
+        )
     if name in ANSWERS:
         return (
             f"{LACKS} answer, but the function has a parameter {name!r}. Set"

@@ -67,14 +67,16 @@ class EpisodeRequest:
     Attributes:
         number: Number of the episode, unique in one call.
         task: What it is about.
-        seed: Seed of its turns and of its environment.
-        sampling: How its turns are sampled. `max_tokens` is that of a turn.
+        seed: Seed of its turns.
+        world_seed: Seed of its environment.
+        sampling: How its turns are sampled, but for the number of their tokens.
         session: Episodes of a session share a prefix.
     """
 
     number: int
     task: EpisodeTask
     seed: int
+    world_seed: int
     sampling: Sampling
     session: str
 
@@ -336,7 +338,8 @@ class EpisodePool:
         """
         fields = call.fields
         sampling = episode.request.sampling
-        max_tokens = min(fields["max_tokens"], sampling.max_tokens)
+        # The limits of the episode know those of a turn.
+        max_tokens = fields["max_tokens"]
         request = GenerationRequest(
             0,
             call.tokens,
@@ -443,6 +446,7 @@ class _Process:
             "episode": number,
             "task": task_fields(request.task),
             "seed": request.seed,
+            "world_seed": request.world_seed,
         }
         self._writer.write(frame("run", fields))
 

@@ -172,7 +172,9 @@ def test_rewards_are_per_response_and_advantages_per_token() -> None:
         None,
         values_of(rows, [0.0, 0.5, 1.0, 0.0], [0.0] * 3),
     )
-    found = measures.credit_metrics(held(credit), rows.response_length, None)
+    found = measures.credit_metrics(
+        held(credit), rows.response_length, rows.trajectory_id, None
+    )
     assert [found[f"critic/rewards/{what}"] for what in ("mean", "max", "min")] == [
         2,
         3,
@@ -193,14 +195,14 @@ def test_rewards_are_per_response_and_advantages_per_token() -> None:
     # Whitened with a mean of 1 and a standard deviation of 0.5, as the policy learns
     # from them.
     whitened = measures.credit_metrics(
-        held(credit), rows.response_length, Moments(4, 4, 5)
+        held(credit), rows.response_length, rows.trajectory_id, Moments(4, 4, 5)
     )
     assert [
         whitened[f"critic/advantages/{what}"] for what in ("mean", "max", "min")
     ] == pytest.approx([1 / 3, 2, -1])
     # Clipped at 0.75 after that, as in the loss.
     clipped = measures.credit_metrics(
-        held(credit), rows.response_length, Moments(4, 4, 5), 0.75
+        held(credit), rows.response_length, rows.trajectory_id, Moments(4, 4, 5), 0.75
     )
     assert [
         clipped[f"critic/advantages/{what}"] for what in ("mean", "max", "min")

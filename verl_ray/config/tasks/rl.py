@@ -9,6 +9,12 @@ from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.algorithms.correction import CORRECTIONS
 from verl_ray.algorithms.policy_losses import POLICY_LOSSES
 from verl_ray.algorithms.reward_shaping import LENGTH_REWARDS
+from verl_ray.config.agent import (
+    AgentConfig,
+    agent_settings_work,
+    episodes_are_not_shaped,
+    episodes_have_scores,
+)
 from verl_ray.config.algorithm import (
     USUAL_MISMATCH,
     AlgorithmConfig,
@@ -66,9 +72,14 @@ class RLConfig(RolloutTaskConfig):
     critic: TrainedRole
     reference: ReferenceRole
     reward: Reward
+    agent: AgentConfig
     evaluation: EvaluationConfig
     algorithm: AlgorithmConfig
     prepare: PrepareConfig | None
+
+    @property
+    def episodes(self) -> AgentConfig | None:
+        return self.agent if self.agent.is_used else None
 
     # --------------------------------------------------------------------------- models
 
@@ -259,6 +270,10 @@ class RLConfig(RolloutTaskConfig):
         yield from held_out_deadline_is_used(evaluation, overridden)
         yield from normalised_scores_matter(self)
         yield from mixed_rewards_have_weights(self.reward)
+        yield from agent_settings_work(self.agent, overridden)
+        yield from episodes_are_not_shaped(self.agent, algorithm)
+        graders = self.active_graders(learns=True)
+        yield from episodes_have_scores(self.agent, graders)
         if self.prepare is not None:
             yield from _inputs_can_be_made(self, self.prepare, overridden)
 

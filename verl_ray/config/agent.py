@@ -1,0 +1,150 @@
+"""Episodes: environments, tools and several turns.
+
+Invariant: without an environment nothing here has an effect, and what is set is
+refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated
+
+from pydantic import Field
+
+from verl_ray.agents.contract import TREATMENTS, End, Treatment
+from verl_ray.algorithms.advantages import ADVANTAGES
+from verl_ray.algorithms.reward_shaping import LENGTH_REWARDS
+from verl_ray.config.algorithm import AlgorithmConfig
+from verl_ray.config.paths import RewardFunction
+from verl_ray.config.reward import ModelReward, SingleReward
+from verl_ray.config.section import (
+    OverriddenKeys,
+    Positive,
+    PositiveFloat,
+    Section,
+)
+from verl_ray.config.suggest import did_you_mean
+from verl_ray.errors import Problem
+
+DEFAULT = "default"
+"""The data source that stands for all without an environment of their own."""
+
+ENVIRONMENT = "environment"
+"""Name of the reward function whose score is that of the episode."""
+
+
+class AgentConfig(Section):
+    """Environments, and the limits of an episode in one."""
+
+    environments: Annotated[
+        dict[str, RewardFunction], Field(examples=["{default: my_env.py:Game}"])
+    ]
+    """Data source -> an environment: path/to/file.py:NAME or package.module:NAME, of a
+    class, a coroutine function run(task, policy), or tools; `default` serves the other
+    data sources. A table gives it options: {function: my_env.py:Game, size: 4}. {}:
+    every rollout is a single response."""
+    tool_parser: str | None
+    """Name of vLLM's parser of the model's tool calls, such as hermes; null = none are
+    parsed."""
+    max_turns: Positive
+    """Turns of the policy in an episode."""
+    max_turn_tokens: Positive | None
+    """Sampled tokens of one turn; null = what is left of the episode's.
+    rollout.max_response_tokens bounds all turns with what lies between them."""
+    max_tool_calls: Positive
+    """Tool calls of the policy in an episode."""
+    model_timeout_s: PositiveFloat
+    """Longest time of one turn of the model."""
+    tool_timeout_s: PositiveFloat
+    """Longest time of one call of a tool or an environment."""
+    turn_timeout_s: PositiveFloat
+    """Longest time of a turn of the model with what the environment makes of it."""
+    episode_timeout_s: PositiveFloat
+    """Longest time of an episode."""
+    processes_per_replica: Positive
+    """Processes that run episodes beside each rollout engine."""
+    episodes_per_process: Positive
+    """Episodes that a process runs at a time."""
+    ends: Annotated[dict[str, Treatment], Field(examples=["{max_turns: mask}"])]
+    """End of an episode -> train, mask (its reward counts, its tokens are not learned
+    from) or drop (it is no member of its group), where that differs from the usual."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether rollouts are episodes."""
+        return bool(self.environments)
+
+    @property
+    def treatments(self) -> Mapping[End, Treatment]:
+        """What becomes of an episode, by its end."""
+        changes = {End(end): each for end, each in self.ends.items()}
+        return {**TREATMENTS, **changes}
+
+
+# -------------------------------------------------------------------------------- rules
+
+
+def agent_settings_work(
+    agent: AgentConfig, overridden: OverriddenKeys
+) -> Iterator[Problem]:
+    """Yield a problem for each setting that has no effect, or cannot have one."""
+    names = [end.value for end in End]
+    for end in agent.ends:
+        if end not in names:
+            fix = did_you_mean(end, names, "end")
+            yield Problem("agent.ends", end, "no episode ends so", fix)
+
+    if agent.is_used:
+        if DEFAULT not in agent.environments:
+            rule = "a data source without an environment of its own would have none"
+            fix = "Add agent.environments.default."
+            yield Problem("agent.environments", sorted(agent.environments), rule, fix)
+        return
+    keys = [key for key in overridden.under("agent") if "environments" not in key]
+    reason = "agent.environments is {}, so every rollout is a single response"
+    yield from overridden.ignored(
+        keys, reason, "Set agent.environments.default=my_env.py:NAME, or leave it out."
+    )
+
+
+def episodes_are_not_shaped(
+    agent: AgentConfig, algorithm: AlgorithmConfig
+) -> Iterator[Problem]:
+    """Yield a problem for each setting that shapes the scores of single rows."""
+    if not agent.is_used:
+        return
+    for name in (*LENGTH_REWARDS, "shaping"):
+        value = getattr(algorithm, name)
+        if value is not None:
+            rule = (
+                "it shapes the scores of single rows, and an episode may have several"
+            )
+            fix = "Set it to null; the environment pays what an episode is worth."
+            yield Problem(f"algorithm.{name}", value, rule, fix)
+    if ADVANTAGES[algorithm.advantage].reads_greedy:
+        rule = "its greedy response is a single one, and rollouts are episodes"
+        yield Problem("algorithm.advantage", algorithm.advantage, rule, "Use rloo.")
+
+
+def episodes_have_scores(
+    agent: AgentConfig, graders: Mapping[str, SingleReward]
+) -> Iterator[Problem]:
+    """Yield a problem for each grader that cannot score episodes as they are."""
+    for key, grader in graders.items():
+        specs = grader.named_functions or {}
+        uses_episodes = {
+            source for source, spec in specs.items() if spec == ENVIRONMENT
+        }
+        if uses_episodes and not agent.is_used:
+            rule = "there are no episodes, whose scores it would be"
+            fix = "Set agent.environments.default=my_env.py:NAME."
+            source = min(uses_episodes)
+            yield Problem(f"{key}.functions.{source}", ENVIRONMENT, rule, fix)
+        if agent.is_used and isinstance(grader, ModelReward):
+            rule = "a reward model scores rows, and an episode may have several"
+            fix = "Use reward=function, or a judge or a service."
+            yield Problem(f"{key}.kind", grader.kind, rule, fix)
+        if agent.is_used and grader.normalise != "none":
+            rule = "an episode may have several rows, and its score stands on one"
+            fix = f"Set {key}.normalise=none."
+            yield Problem(f"{key}.normalise", grader.normalise, rule, fix)
