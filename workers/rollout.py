@@ -7,22 +7,17 @@ the engine.
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from verl_ray.agents.contract import (
-    End,
     Episode,
-    EpisodeRow,
-    EpisodeTask,
-    Treatment,
 )
 from verl_ray.agents.episode import Limits
 from verl_ray.agents.wire import EpisodeStart
@@ -47,12 +42,13 @@ from verl_ray.errors import EngineFailed, VerlRayError
 from verl_ray.profiling.progress import counting_reads, touch
 from verl_ray.rollout.base import RolloutEngine
 from verl_ray.rollout.engine_state import EngineMemoryPart, Probe
-from verl_ray.rollout.episodes import EpisodePool, EpisodeRequest
+from verl_ray.rollout.episodes import EpisodePool
 from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling, row_seeds
 from verl_ray.rollout.server import PauseMode, RolloutServer, ServerHealth
 from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import Bucket, Manifest
 from verl_ray.weight_sync.transport import Address, WireSpec
+from workers.episodes import episode_requests, episode_rollouts
 
 if TYPE_CHECKING:
     from verl_ray.rollout.endpoint import Endpoint
@@ -564,158 +560,6 @@ def whole_rollouts(
         data_source=prompt_rows.data_source,
         answer=prompt_rows.answer,
         extra=prompt_rows.extra,
-    )
-
-
-MOST_ROWS = 64
-"""Rows of an episode. Row ids are those of its trajectory times this number, and on."""
-
-
-def episode_requests(
-    prompts: Prompts, generation: Generation, prompt_of: Mapping[int, int]
-) -> list[EpisodeRequest]:
-    """Return the episodes of the responses `prompt_of`, by the ids of these."""
-    numbers = np.array(list(prompt_of), np.int64)
-    run_seed, purpose = generation.run_seed, generation.purpose
-    seeds = row_seeds(run_seed, purpose, numbers).tolist()
-    worlds = row_seeds(run_seed, f"{purpose}:world", prompts.group_id).tolist()
-    columns = zip(
-        prompts.messages.texts(),
-        prompts.answer.texts(),
-        prompts.has_answer.tolist(),
-        prompts.extra.texts(),
-        prompts.data_source.texts(),
-        strict=True,
-    )
-    tasks = [
-        EpisodeTask(
-            messages_of(json.loads(messages)),
-            answer if has_answer else None,
-            json.loads(extra),
-            source,
-        )
-        for messages, answer, has_answer, extra, source in columns
-    ]
-
-    requests = []
-    for (number, prompt), seed in zip(prompt_of.items(), seeds, strict=True):
-        request = EpisodeRequest(
-            number,
-            tasks[prompt],
-            seed,
-            worlds[prompt],
-            generation.sampling_of(number),
-            # The episodes of one prompt share its prefix.
-            session=str(prompts.group_id[prompt]),
-        )
-        requests.append(request)
-    return requests
-
-
-def messages_of(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a prompt as messages."""
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    return prompt
-
-
-def episode_rollouts(
-    prompts: Prompts,
-    prompt_of: Mapping[int, int],
-    episodes: Sequence[tuple[int, Episode]],
-    treatments: Mapping[End, Treatment],
-) -> Rollouts:
-    """Return the rows of episodes, one episode after another.
-
-    One that is no member of its group has a single row, its prompt, which is aborted.
-
-    Args:
-        prompts: The prompts.
-        prompt_of: The number of each episode's prompt, by the number of the episode.
-        episodes: Number and episode.
-        treatments: What becomes of an episode, by its end.
-    """
-    numbered: list[tuple[int, Episode, EpisodeRow]] = []
-    is_last: list[bool] = []
-    row_ids: list[int] = []
-    for number, episode in sorted(episodes, key=lambda pair: pair[0]):
-        prompt = prompts.tokens[prompts.offsets[prompt_of[number]] :][
-            : prompts.lengths[prompt_of[number]]
-        ].tolist()
-        nothing = [False] * len(prompt), [0.0] * len(prompt)
-        episode = _within_rows(episode)
-        rows = episode.rows
-        if treatments[episode.end] is Treatment.DROP or not rows:
-            rows = [EpisodeRow(prompt, *nothing, [], [], "aborted")]
-        for index, row in enumerate(rows):
-            numbered.append((number, episode, row))
-            row_ids.append(number * MOST_ROWS + index)
-            is_last.append(index == len(rows) - 1)
-    return _columns_of_rows(prompts, prompt_of, numbered, row_ids, is_last)
-
-
-def _within_rows(episode: Episode) -> Episode:
-    """Return an episode, or one that failed if it has too many rows."""
-    if len(episode.rows) <= MOST_ROWS:
-        return episode
-    detail = f"it has {len(episode.rows)} rows; at most {MOST_ROWS} are numbered"
-    return replace(episode, rows=[], end=End.ENVIRONMENT_FAILED, detail=detail)
-
-
-def _columns_of_rows(
-    prompts: Prompts,
-    prompt_of: Mapping[int, int],
-    numbered: Sequence[tuple[int, Episode, EpisodeRow]],
-    row_ids: Sequence[int],
-    is_last: Sequence[bool],
-) -> Rollouts:
-    """Return the rows of episodes as columns, one entry of each argument per row."""
-    rows = [row for _, _, row in numbered]
-    episodes = [episode for _, episode, _ in numbered]
-    prompt_rows = prompts.select([prompt_of[number] for number, _, _ in numbered])
-    offsets = offsets_of([len(row.tokens) for row in rows])
-    mask = np.concatenate([np.array(row.mask, np.bool_) for row in rows])
-    sampled = [np.flatnonzero(row.mask) for row in rows]
-    spans = Ragged.of_rows(
-        [np.array(row.versions, np.int64).reshape(-1, 2) for row in rows], np.int64
-    )
-    numbers = [list(End).index(episode.end) for episode in episodes]
-    finishes = [Finish[row.finish.upper()] for row in rows]
-    scores = np.array([episode.score for episode in episodes], np.float32)
-    return Rollouts(
-        offsets=offsets,
-        tokens=np.concatenate([np.array(row.tokens, np.int32) for row in rows]),
-        response_mask=mask,
-        row_id=np.array(row_ids, np.int64),
-        trajectory_id=np.array([number for number, _, _ in numbered], np.int64),
-        group_id=prompt_rows.group_id,
-        prompt_length=np.array(
-            [
-                places[0] if len(places) else len(row.tokens)
-                for places, row in zip(sampled, rows, strict=True)
-            ],
-            np.int32,
-        ),
-        response_length=np.array([len(places) for places in sampled], np.int32),
-        finish=np.array(finishes, np.int8),
-        rollout_log_probs=np.concatenate(
-            [np.array(row.log_probs, np.float32) for row in rows]
-        ),
-        version_spans=spans,
-        **versions_of(spans),
-        has_answer=prompt_rows.has_answer,
-        messages=prompt_rows.messages,
-        data_source=prompt_rows.data_source,
-        answer=prompt_rows.answer,
-        extra=prompt_rows.extra,
-        end=np.array(numbers, np.int8),
-        end_detail=Ragged.of_texts([episode.detail for episode in episodes]),
-        num_turns=np.array([episode.num_turns for episode in episodes], np.int32),
-        episode_score=np.where(is_last, scores, np.float32(0)),
-        turn_rewards=Ragged.of_rows(
-            [np.array(row.rewards, np.float64).reshape(-1, 2) for row in rows],
-            np.float64,
-        ),
     )
 
 

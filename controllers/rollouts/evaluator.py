@@ -61,10 +61,7 @@ class Evaluator:
         ]
 
     def evaluate(
-        self,
-        producer: Producer,
-        policy_version: int,
-        timers: Timers,
+        self, producer: Producer, policy_version: int, timers: Timers
     ) -> Evaluation:
         """Evaluate the present policy.
 
@@ -88,9 +85,9 @@ class Evaluator:
             generation = producer.evaluation_generation()
             producer.begin(self._prompts, generation, buffer, policy_version)
             ordinals = self._prompts.group_id
-            experience = producer.take(ordinals, buffer, policy_version, timers)
-            experience = experience.of_trajectories()
+            taken = producer.take(ordinals, buffer, policy_version, timers)
 
+        experience = taken.of_trajectories()
         raw_scores = measures.response_scores(experience.scores)
         scores = self._shaping.weigh(raw_scores)
         entries = read_entries(experience.scores, self._config.run.stall_s)

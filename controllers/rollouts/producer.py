@@ -44,11 +44,11 @@ from verl_ray.errors import RewardError, VerlRayError
 from verl_ray.profiling.phases import Timers, phase
 from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rollout.requests import Chunk, Sampling
+from workers.episodes import episode_rollouts
 from workers.reward import Grader, scores_of
 from workers.rollout import (
     Generation,
     GenerationWithGreedyRow,
-    episode_rollouts,
     whole_rollouts,
 )
 

@@ -76,12 +76,24 @@ class AgentConfig(Section):
 
     @property
     def treatments(self) -> Mapping[End, Treatment]:
-        """What becomes of an episode, by its end."""
+        """The treatment of an episode, by its end."""
         changes = {End(end): each for end, each in self.ends.items()}
         return {**TREATMENTS, **changes}
 
 
 # -------------------------------------------------------------------------------- rules
+
+
+def agent_problems(
+    agent: AgentConfig,
+    algorithm: AlgorithmConfig,
+    graders: Mapping[str, SingleReward],
+    overridden: OverriddenKeys,
+) -> Iterator[Problem]:
+    """Yield the problems of episodes, and of what is set for them without any."""
+    yield from agent_settings_work(agent, overridden)
+    yield from episodes_are_not_shaped(agent, algorithm)
+    yield from episodes_have_scores(agent, graders)
 
 
 def agent_settings_work(

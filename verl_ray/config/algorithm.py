@@ -26,7 +26,11 @@ from verl_ray.algorithms.catalogue import CHOICES, KL_ESTIMATORS, declared_setti
 from verl_ray.algorithms.correction import CORRECTIONS, LEVELS, REJECTIONS
 from verl_ray.algorithms.own_functions import OwnFunctionMistake, is_own
 from verl_ray.algorithms.policy_losses import POLICY_LOSSES
-from verl_ray.algorithms.reward_shaping import LENGTH_SETTINGS, OWN_SHAPINGS
+from verl_ray.algorithms.reward_shaping import (
+    LENGTH_REWARDS,
+    LENGTH_SETTINGS,
+    OWN_SHAPINGS,
+)
 from verl_ray.algorithms.row_weights import AGGREGATIONS, HORIZON
 from verl_ray.config.paths import (
     UNKNOWN_PART,
@@ -559,6 +563,25 @@ def trajectories_are_judged(algorithm: AlgorithmConfig) -> Iterator[Problem]:
     rule = f"{algorithm.policy_loss} and the correction judge each token by itself"
     fix = "Use row, or a loss or a correction of sequences."
     yield Problem("algorithm.sequence", "trajectory", rule, fix)
+
+
+def length_rewards_have_a_group(
+    algorithm: AlgorithmConfig, group_size: int
+) -> Iterator[Problem]:
+    """Yield a problem if lengths are to be compared and a group has one response."""
+    # A function of the user's own does with its settings what it likes.
+    if algorithm.shaping is not None or group_size > 1:
+        return
+
+    for name in LENGTH_REWARDS:
+        weight = getattr(algorithm, name)
+        if weight is not None:
+            rule = (
+                "it compares the lengths of responses to one prompt, and"
+                " rollout.group_size is 1"
+            )
+            fix = "Set it to null, or rollout.group_size=8."
+            yield Problem(f"algorithm.{name}", weight, rule, fix)
 
 
 def kl_controller_is_complete(kl: KLConfig) -> Iterator[Problem]:

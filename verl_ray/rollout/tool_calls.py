@@ -46,9 +46,9 @@ class ActionReader:
         if finish is Finish.STOP and written and written[-1] in self._ends:
             written.pop()
         # Names of special tokens that were sampled are no part of what was said.
-        said = str(self._tokenizer.decode(written, skip_special_tokens=True))
+        words = str(self._tokenizer.decode(written, skip_special_tokens=True))
         if self._parser is None or not tools:
-            return Action(tokens, said, finish=reason)
+            return Action(tokens, words, finish=reason)
 
         # Some models mark their calls by special tokens.
         text = str(self._tokenizer.decode(written, skip_special_tokens=False))
@@ -57,7 +57,7 @@ class ActionReader:
         read = parser.extract_tool_calls(text, _request(tools))
         if not read.tools_called:
             error = self._unread(parser, text)
-            return Action(tokens, said, finish=reason, parse_error=error)
+            return Action(tokens, words, finish=reason, parse_error=error)
         try:
             calls = [
                 ToolCall(call.function.name, _arguments(call.function.arguments))
@@ -65,7 +65,7 @@ class ActionReader:
             ]
         except ValueError as problem:
             error = f"the arguments of a call are no JSON object: {problem}"
-            return Action(tokens, said, finish=reason, parse_error=error)
+            return Action(tokens, words, finish=reason, parse_error=error)
         content = strip_special_tokens(read.content or "", self._tokenizer)
         return Action(tokens, content, calls, reason)
 

@@ -8,13 +8,7 @@ from typing import Literal
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.algorithms.correction import CORRECTIONS
 from verl_ray.algorithms.policy_losses import POLICY_LOSSES
-from verl_ray.algorithms.reward_shaping import LENGTH_REWARDS
-from verl_ray.config.agent import (
-    AgentConfig,
-    agent_settings_work,
-    episodes_are_not_shaped,
-    episodes_have_scores,
-)
+from verl_ray.config.agent import AgentConfig, agent_problems
 from verl_ray.config.algorithm import (
     USUAL_MISMATCH,
     AlgorithmConfig,
@@ -27,6 +21,7 @@ from verl_ray.config.algorithm import (
     kl_in_the_loss_has_a_gradient,
     kl_in_the_reward_has_no_gradient,
     kl_is_complete,
+    length_rewards_have_a_group,
     own_shaping_reads_its_settings,
     sequences_are_weighted_as_such,
     settings_are_read,
@@ -244,7 +239,7 @@ class RLConfig(RolloutTaskConfig):
         yield from losses_without_a_ratio_update_once(self)
         yield from own_shaping_reads_its_settings(algorithm)
         yield from ratios_are_not_one(self)
-        yield from length_rewards_have_a_group(self)
+        yield from length_rewards_have_a_group(algorithm, self.rollout.group_size)
         yield from dynamic_sampling_is_possible(self)
         yield from curriculum_is_consistent(self.data.curriculum, overridden)
         yield from curriculum_is_possible(self)
@@ -270,10 +265,8 @@ class RLConfig(RolloutTaskConfig):
         yield from held_out_deadline_is_used(evaluation, overridden)
         yield from normalised_scores_matter(self)
         yield from mixed_rewards_have_weights(self.reward)
-        yield from agent_settings_work(self.agent, overridden)
-        yield from episodes_are_not_shaped(self.agent, algorithm)
         graders = self.active_graders(learns=True)
-        yield from episodes_have_scores(self.agent, graders)
+        yield from agent_problems(self.agent, algorithm, graders, overridden)
         if self.prepare is not None:
             yield from _inputs_can_be_made(self, self.prepare, overridden)
 
@@ -634,24 +627,6 @@ def _rewards_beside_scores(config: RLConfig) -> Iterator[str]:
             yield f"algorithm.{name}"
     if algorithm.kl.place == "reward":
         yield "algorithm.kl.place=reward"
-
-
-def length_rewards_have_a_group(config: RLConfig) -> Iterator[Problem]:
-    """Yield a problem if lengths are to be compared and a group has one response."""
-    algorithm = config.algorithm
-    # A function of the user's own does with its settings what it likes.
-    if algorithm.shaping is not None or config.rollout.group_size > 1:
-        return
-
-    for name in LENGTH_REWARDS:
-        weight = getattr(algorithm, name)
-        if weight is not None:
-            rule = (
-                "it compares the lengths of responses to one prompt, and"
-                " rollout.group_size is 1"
-            )
-            fix = "Set it to null, or rollout.group_size=8."
-            yield Problem(f"algorithm.{name}", weight, rule, fix)
 
 
 def curriculum_is_possible(config: RLConfig) -> Iterator[Problem]:

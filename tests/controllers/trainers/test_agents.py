@@ -1,0 +1,96 @@
+"""Whole runs that learn from episodes of several turns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.controllers.runs import Inputs, command, lasting
+from verl_ray.cluster.session import Session
+
+pytestmark = [pytest.mark.cluster, pytest.mark.processes]
+
+WORLDS = Path(__file__).with_name("worlds.py")
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}"
+    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+
+
+def train(
+    cluster: Session, inputs: Inputs, run_dir: Path, world: str, *changes: str
+) -> list[dict[str, Any]]:
+    """The metrics of the lines of a run on episodes of two turns."""
+    template = run_dir.with_suffix(".jinja")
+    template.write_text(TEMPLATE)
+    command(
+        cluster, "train", "--config-name", "grpo", *inputs.rl(run_dir),
+        f"agent.environments.default={WORLDS}:{world}", "reward.functions.default=environment",
+        "agent.max_turn_tokens=6", "rollout.max_response_tokens=24", f"data.chat_template={template}", *changes,
+    )  # fmt: skip
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_a_policy_learns_from_episodes(
+    cluster: Session, inputs: Inputs, tmp_path: Path
+) -> None:
+    before, *steps = train(
+        cluster, inputs, tmp_path / "run", "TwoTurns", "run.total_steps=4", "run.evaluate_every=4"
+    )  # fmt: skip
+    core = "val-core/arithmetic/reward/mean@1"
+    assert before[core] < 1 < steps[-1][core] <= 12 / 8
+    for metrics in steps:
+        assert metrics["num_turns/mean"] == 4 and metrics["episode/ends/completed"] == 1
+        # A turn that is cut by its length begins a row.
+        assert 1 < metrics["episode/rows"] <= 2
+        assert metrics["critic/rewards/mean"] == pytest.approx(
+            metrics["critic/score/mean"], rel=1e-5
+        )
+        # A forward pass over whole rows gives the log-probs of turn by turn.
+        assert metrics["training/rollout_probs_diff_max"] < 1e-5
+
+
+def test_a_failed_episode_is_no_member_of_its_group(
+    cluster: Session, inputs: Inputs, tmp_path: Path
+) -> None:
+    (metrics,) = train(
+        cluster, inputs, tmp_path / "run", "Failing", "run.total_steps=1", "reward.max_failed_fraction=1"
+    )  # fmt: skip
+    failed = metrics["episode/ends/environment_failed"]
+    assert 0 < failed < 1
+    assert metrics["response/aborted_ratio"] > 0
+    assert metrics["reward_health/exception"] == 32 * failed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "resumes"),
+    [
+        # A run that is extended has not drawn ahead of its old end.
+        (("schedule=one_step_off", "placement=separate"), False),
+        (("algorithm=ppo", "critic.optimizer.lr=1e-3"), True),
+    ],
+)
+def test_episodes_have_the_same_bits_wherever_they_run_and_after_a_resume(
+    cluster: Session,
+    inputs: Inputs,
+    tmp_path: Path,
+    changes: tuple[str, ...],
+    resumes: bool,
+) -> None:
+    def run(name: str, *more: str) -> list[dict[str, Any]]:
+        return train(cluster, inputs, tmp_path / name, "TwoTurns", *changes, *more)
+
+    straight = run("straight", "run.total_steps=4")
+    saved = "run.checkpoint_every=2"
+    if resumes:
+        run("other", "run.total_steps=2", saved)
+    few = ("agent.processes_per_replica=2", "agent.episodes_per_process=3")
+    other = run("other", "run.total_steps=4", saved, *few)
+    assert len(straight) == len(other) == 4
+    for metrics, same in zip(straight, other, strict=True):
+        assert lasting(same) == lasting(metrics)

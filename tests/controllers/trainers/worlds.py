@@ -1,0 +1,32 @@
+"""Environments of a user's own, named as path:class by the tests of whole runs."""
+
+from __future__ import annotations
+
+from verl_ray.agents.contract import Action, EpisodeTask, Observation, Step
+
+
+class TwoTurns:
+    """Pays for each 1 or 2 that the policy writes, in two turns."""
+
+    async def reset(self, task: EpisodeTask, seed: int) -> Observation:
+        self.turns = 0
+        return Observation(task.messages)
+
+    async def step(self, action: Action) -> Step:
+        self.turns += 1
+        reward = sum(character in "12" for character in action.text) / 8
+        if self.turns == 2:
+            return Step(reward=reward, done=True)
+        return Step([{"role": "user", "content": "7+8="}], reward)
+
+    async def close(self) -> None:
+        pass
+
+
+class Failing(TwoTurns):
+    """Fails in the second turn, where the first one began with a 1."""
+
+    async def step(self, action: Action) -> Step:
+        if self.turns == 0 and action.text.startswith("1"):
+            raise LookupError("nothing begins with 1 here")
+        return await super().step(action)
