@@ -119,6 +119,9 @@ class RolloutWorker:
     another.
     """
 
+    episodes: EpisodePool | None = None
+    agent: AgentConfig | None = None
+
     def __init__(self, context: WorkerContext, spec: RolloutSpec) -> None:
         # Runs on the server's thread, the only one that touches the engine.
         def start() -> RolloutEngine:
@@ -137,7 +140,6 @@ class RolloutWorker:
         self._waits_for_sender = False
         if spec.asleep is not None:
             self.sleep(spec.asleep)
-        self.episodes: EpisodePool | None = None
         if spec.agent is not None:
             self.episodes = start_episodes(self.server, spec, spec.agent)
         self.agent = spec.agent

@@ -11,12 +11,64 @@ from verl_ray.config.reward import TEMPLATE_FIELDS
 from verl_ray.rewards.request import ScoreRequest
 
 MIXED = "reward=mixed reward.components.model.model.path=/rm"
+EPISODES = (
+    "agent.environments.default=my_env.py:Game reward.functions.default=environment"
+)
 FUNCTION = (
     "{kind: function, num_ranks: 1, processes_per_rank: 1, deadline_s: 1.0, functions: {default: exact_match}, "
     "normalise: none, clip: null, max_failed_fraction: 0.1}"
 )
 
 CASES = [
+    Case(
+        "agent_problems",
+        "agent.max_turns=3",
+        "agent.max_turns",
+        "every rollout is a single response",
+        "Set agent.environments.default",
+    ),
+    Case(
+        "agent_problems",
+        "reward.functions.default=environment",
+        "reward.functions.default",
+        "there are no episodes",
+        "Set agent.environments.default",
+    ),
+    Case(
+        "agent_problems",
+        "agent.environments.gsm8k=my_env.py:Game",
+        "agent.environments",
+        "a data source without an environment of its own would have none",
+        "Add agent.environments.default",
+    ),
+    Case(
+        "agent_problems",
+        f"{EPISODES} agent.ends.max_turn=mask",
+        "agent.ends",
+        "no episode ends so",
+        "Did you mean max_turns?",
+    ),
+    Case(
+        "agent_problems",
+        f"{EPISODES} reward.normalise=batch",
+        "reward.normalise",
+        "its score stands on one",
+        "reward.normalise=none",
+    ),
+    Case(
+        "agent_problems",
+        f"{EPISODES} algorithm.brevity=0.1",
+        "algorithm.brevity",
+        "an episode may have several",
+        "the environment pays",
+    ),
+    Case(
+        "agent_problems",
+        f"{EPISODES} algorithm=remax",
+        "algorithm.advantage",
+        "its greedy response is a single one",
+        "Use rloo",
+    ),
     Case(
         "rewards_have_a_function",
         "reward.functions={}",

@@ -166,7 +166,7 @@ def test_all_bad_overrides_are_reported_at_once() -> None:
     assert refused["run.seed"].fix == "Use a number of at least 0."
     assert "cannot be left out" in refused["~critic"].rule
     assert refused["foo"].fix.startswith(
-        "Every key begins with one of actor, algorithm"
+        "Every key begins with one of actor, agent, algorithm"
     )
     assert "nowhere" in refused["reference.model.path"].rule
     assert "--config-name" in refused["task"].fix
