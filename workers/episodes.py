@@ -115,6 +115,11 @@ def episode_rollouts(
     return _columns_of_rows(prompts, prompt_of, numbered, row_ids, is_last)
 
 
+def _encodable(text: str) -> str:
+    """Return a text without halves of characters, which a policy may have written."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def _within_rows(episode: Episode) -> Episode:
     """Return an episode, or one that failed if it has too many rows."""
     if len(episode.rows) <= MOST_ROWS:
@@ -170,7 +175,7 @@ def _columns_of_rows(
         answer=prompt_rows.answer,
         extra=prompt_rows.extra,
         end=np.array(numbers, np.int8),
-        end_detail=Ragged.of_texts([episode.detail for episode in episodes]),
+        end_detail=Ragged.of_texts([_encodable(each.detail) for each in episodes]),
         num_turns=np.array([episode.num_turns for episode in episodes], np.int32),
         episode_score=np.where(is_last, scores, np.float32(0)),
         turn_rewards=Ragged.of_rows(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from verl_ray.agents.contract import End
+from verl_ray.agents.contract import TREATMENTS, End, Treatment
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.config.reward import FunctionReward, HttpReward
 from verl_ray.data.batch import Ragged
@@ -141,6 +141,9 @@ def scores_of_failed_episodes(rows: Rollouts) -> list[Score | None]:
     for last, number, finish, detail in columns:
         end = ends[number]
         if not last:
+            scores.append(Score(0.0, ScoreHealth.OK))
+        elif finish == Finish.ABORTED and TREATMENTS[end] is not Treatment.DROP:
+            # It is no member of its group by choice, and nothing has failed.
             scores.append(Score(0.0, ScoreHealth.OK))
         elif finish == Finish.ABORTED and end is not End.ABORTED:
             is_late = end.value.endswith("timeout")

@@ -50,6 +50,12 @@ _SETTINGS = "settings.json"
 _OF_RESPONSES = ("temperature", "max_response_tokens", "kv")
 """Settings of rollouts that a response depends on."""
 
+_OF_PROCESSES = {
+    "model_timeout_s", "tool_timeout_s", "turn_timeout_s", "episode_timeout_s",
+    "processes_per_replica", "episodes_per_process",
+}  # fmt: skip
+"""Settings of episodes that a finished one does not depend on."""
+
 _OF_SCORES = {
     "kind", "functions", "url", "model", "template", "verdict", "lowest", "highest",
     "temperature", "max_prompt_tokens", "max_response_tokens",
@@ -102,8 +108,8 @@ def usable_groups(
 ) -> Experience:
     """Return the groups that a run with this configuration can learn from.
 
-    They have as many rows as a group has now, and no token is too old for its batch.
-    All of them were sampled and scored with the present settings.
+    They have as many trajectories as a group has now, and no token is too old for its
+    batch. All of them were sampled and scored with the present settings.
 
     Args:
         stored: The groups of a checkpoint.
@@ -117,7 +123,9 @@ def usable_groups(
     oldest = rollouts.row("oldest_version")
     is_old = (oldest >= 0) & (oldest < oldest_versions)
 
-    _, group, sizes = np.unique(ordinals, return_inverse=True, return_counts=True)
+    groups_here, group = np.unique(ordinals, return_inverse=True)
+    _, first_rows = np.unique(rollouts.row("trajectory_id"), return_index=True)
+    sizes = np.bincount(group[first_rows], minlength=len(groups_here))
     num_old = np.bincount(group, weights=is_old)
     is_usable = (sizes == config.rollout.group_size) & (num_old == 0)
     is_usable &= not changed_settings(stored, config)
@@ -172,6 +180,8 @@ def _settings_of(config: RLConfig) -> dict[str, object]:
     if curriculum.is_on:
         settings["data.curriculum"] = curriculum.model_dump(mode="json")
         settings["rollout.staleness"] = config.rollout.staleness
+    if config.episodes is not None:
+        settings["agent"] = config.agent.model_dump(mode="json", exclude=_OF_PROCESSES)
     for name, grader in config.graders.items():
         settings[name] = grader.model_dump(mode="json", include=_OF_SCORES)
     return settings

@@ -250,6 +250,7 @@ class Supply:
     def _note_scores(self, groups: Experience) -> None:
         """Note for the curriculum how whole groups were scored."""
         if self._curriculum is not None:
+            groups = groups.of_trajectories()
             scores = self._shaping.weigh(response_scores(groups.scores))
             self._curriculum.note_scores(
                 groups.rollouts.row("group_id"), scores.score, scores.ok

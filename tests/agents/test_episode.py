@@ -561,6 +561,8 @@ def test_a_thousand_episodes_at_a_time_leave_nothing_behind() -> None:
             await self.gate.wait()
             return await super().sample(*arguments, **options)
 
+    threads_before = threading.active_count()
+
     async def main() -> list[Episode]:
         sampler = Gated(TOKENIZER, ["one"], repeats=True)
         runs = [
@@ -576,7 +578,8 @@ def test_a_thousand_episodes_at_a_time_leave_nothing_behind() -> None:
     assert all(world.calls.count("close") == 1 for world in worlds)
     # An episode is a task, and so is the call that it waits for.
     assert count < most_tasks <= 2 * count + 1
-    assert threading.active_count() < 10
+    # Tests before this one may have left threads, which may end meanwhile.
+    assert threading.active_count() <= threads_before
     assert len(list(Path("/proc/self/fd").iterdir())) <= open_files + 2
 
     # An episode holds its rows, and nothing that made them.

@@ -16,7 +16,7 @@ from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.algorithms.reward_shaping import LENGTH_REWARDS
 from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.config.paths import RewardFunction
-from verl_ray.config.reward import ModelReward, SingleReward
+from verl_ray.config.reward import JudgeReward, ModelReward, SingleReward
 from verl_ray.config.section import (
     OverriddenKeys,
     Positive,
@@ -49,8 +49,8 @@ class AgentConfig(Section):
     max_turns: Positive
     """Turns of the policy in an episode."""
     max_turn_tokens: Positive | None
-    """Sampled tokens of one turn; null = what is left of the episode's.
-    rollout.max_response_tokens bounds all turns with what lies between them."""
+    """Sampled tokens of one turn; null = what is left of a row, which has at most
+    data.max_prompt_tokens + rollout.max_response_tokens tokens."""
     max_tool_calls: Positive
     """Tool calls of the policy in an episode."""
     model_timeout_s: PositiveFloat
@@ -133,6 +133,11 @@ def episodes_are_not_shaped(
             )
             fix = "Set it to null; the environment pays what an episode is worth."
             yield Problem(f"algorithm.{name}", value, rule, fix)
+    for name in ("dynamic_sampling", "replay", "positive_nll"):
+        value = getattr(algorithm, name)
+        if value is not None:
+            rule = "it compares scores of single rows, and an episode may have several"
+            yield Problem(f"algorithm.{name}", value, rule, "Set it to null.")
     if ADVANTAGES[algorithm.advantage].reads_greedy:
         rule = "its greedy response is a single one, and rollouts are episodes"
         yield Problem("algorithm.advantage", algorithm.advantage, rule, "Use rloo.")
@@ -152,9 +157,9 @@ def episodes_have_scores(
             fix = "Set agent.environments.default=my_env.py:NAME."
             source = min(uses_episodes)
             yield Problem(f"{key}.functions.{source}", ENVIRONMENT, rule, fix)
-        if agent.is_used and isinstance(grader, ModelReward):
-            rule = "a reward model scores rows, and an episode may have several"
-            fix = "Use reward=function, or a judge or a service."
+        if agent.is_used and isinstance(grader, ModelReward | JudgeReward):
+            rule = "it scores rows, and an episode may have several"
+            fix = "Use reward=function, or a service."
             yield Problem(f"{key}.kind", grader.kind, rule, fix)
         if agent.is_used and grader.normalise != "none":
             rule = "an episode may have several rows, and its score stands on one"

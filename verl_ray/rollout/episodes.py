@@ -38,6 +38,7 @@ from verl_ray.agents.wire import (
 )
 from verl_ray.data.stages import Finish
 from verl_ray.errors import ConfigError, EngineFailed, Problem, RolloutError
+from verl_ray.profiling.progress import touch
 from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling
 from verl_ray.rollout.server import RolloutServer
 
@@ -262,6 +263,8 @@ class EpisodePool:
             episodes.extend(others)
         for process in self._processes:
             process.cancel(stream)
+        # Whoever waits for the stream waits no longer.
+        stream.put(RolloutError("the episodes were abandoned"))
         self.assign()
 
     def assign(self) -> None:
@@ -351,6 +354,8 @@ class EpisodePool:
         try:
             async for more in self._server.respond_async([request]):
                 chunks += more
+        except EngineFailed:
+            raise
         except RolloutError as error:
             reply = {"call": fields["call"], "end": None, "detail": str(error)}
             return frame("failed", reply)
@@ -461,6 +466,9 @@ class _Process:
         fields = message.fields
         if message.kind == "alive":
             self.pool.note_lag(fields["lag_s"])
+            # Tools and environments may take long without a token of the engine.
+            if fields["open"]:
+                touch()
         elif message.kind == "give_up":
             call = self._calls.get(fields["call"])
             if call is not None:
@@ -483,6 +491,10 @@ class _Process:
                 self._writer.write(await self.pool.sample(episode, call))
         except EngineFailed as error:
             self.pool.fail(error)
+        # A defect of a parser, say: the policy of the episode must not wait for it.
+        except Exception as error:
+            reply = {"call": number, "end": None, "detail": repr(error)}
+            self._writer.write(frame("failed", reply))
         finally:
             self._calls.pop(number, None)
 

@@ -54,7 +54,12 @@ class ActionReader:
         text = str(self._tokenizer.decode(written, skip_special_tokens=False))
 
         parser = self._parser(self._tokenizer)
-        read = parser.extract_tool_calls(text, _request(tools))
+        try:
+            read = parser.extract_tool_calls(text, _request(tools))
+        # Parsers raise what they like about a text that they cannot read.
+        except Exception as problem:
+            why = f"{self._name} cannot read it: {problem}"
+            return Action(tokens, words, finish=reason, parse_error=why)
         if not read.tools_called:
             error = self._unread(parser, text)
             return Action(tokens, words, finish=reason, parse_error=error)
