@@ -508,6 +508,21 @@ def test_the_reward_of_a_turn_is_paid_where_it_was_earned() -> None:
     ]  # fmt: skip
     assert credit.reward.tolist() == [0.5, 0.5, 0.0]
 
+    # A turn counts what the environment's score counts beside others: 0.6 of game. The
+    # rest of the reward of 1 is 1 - 0.6 * 0.75.
+    of_game = rows.replace(data_source=Ragged.of_texts(["game", "game", "other"]))
+    weighed = token_credit(
+        config, 0.0, of_game, rewards, None, None, None, {"game": 0.6, "default": 0.0}
+    )
+    assert weighed.advantages[rows.response_mask].tolist() == pytest.approx(
+        [1.0, 0.7, 0.7, 0.7, 0.55, 0.0]
+    )
+    # Of a score that no environment made, all is paid at the end.
+    at_end = token_credit(
+        config, 0.0, of_game, rewards, None, None, None, {"game": 0.0, "default": 1.0}
+    )
+    assert at_end.advantages[rows.response_mask].tolist() == [1.0] * 5 + [0.0]
+
     empty = np.zeros((0, 2))
     wrong = rows.replace(
         turn_rewards=Ragged.of_rows([[[1, 0.5]], empty, empty], np.float64)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from verl_ray.config.agent import DEFAULT, ENVIRONMENT
 from verl_ray.config.reward import MixedReward, SingleReward
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.stages import Float32
@@ -56,12 +57,7 @@ class Shaping:
 
     def __init__(self, config: RLConfig) -> None:
         self._graders = config.graders
-        weights: Mapping[str, float] = {}
-        if isinstance(config.reward, MixedReward):
-            weights = config.reward.weights
-        self._weights = {
-            role: weights.get(component(role), 1.0) for role in self._graders
-        }
+        self._weights = _weights(config)
         self._moments = dict.fromkeys(self._graders, Moments(0, 0, 0))
 
     def shape(
@@ -142,6 +138,36 @@ class Shaping:
         if grader.clip is None:
             return score
         return np.clip(score, -grader.clip, grader.clip)
+
+
+def turn_weights(config: RLConfig) -> dict[str, float]:
+    """Return what the rewards of turns count in the reward, by data source.
+
+    The graders that take the score of the episode, the sum of these rewards, say so by
+    their weights. Of a score that any other function makes nobody knows which turn
+    earned it.
+    """
+    weights = _weights(config)
+    functions = {
+        role: grader.named_functions or {} for role, grader in config.graders.items()
+    }
+    sources = {DEFAULT}.union(*functions.values())
+    return {
+        source: sum(
+            weights[role]
+            for role, of_sources in functions.items()
+            if of_sources.get(source, of_sources.get(DEFAULT)) == ENVIRONMENT
+        )
+        for source in sources
+    }
+
+
+def _weights(config: RLConfig) -> dict[str, float]:
+    """Return the weight of each grader, by its role."""
+    weights: Mapping[str, float] = {}
+    if isinstance(config.reward, MixedReward):
+        weights = config.reward.weights
+    return {role: weights.get(component(role), 1.0) for role in config.graders}
 
 
 def component(role: str) -> str:
