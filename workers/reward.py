@@ -22,7 +22,7 @@ from verl_ray.cluster.context import WorkerContext
 from verl_ray.config.reward import FunctionReward, HttpReward
 from verl_ray.data.batch import Ragged
 from verl_ray.data.prompts import prompt_text
-from verl_ray.data.stages import Finish, Rollouts, Scores
+from verl_ray.data.stages import Finish, Rollouts, Scores, last_rows
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rewards.pool import ScoringPool
@@ -128,7 +128,7 @@ def scores_of_failed_episodes(rows: Rollouts) -> list[Score | None]:
     one of its episode adds nothing to the score.
     """
     assert rows.end is not None and rows.end_detail is not None
-    is_last = np.append(rows.trajectory_id[1:] != rows.trajectory_id[:-1], True)
+    is_last = np.isin(np.arange(rows.num_rows), last_rows(rows.trajectory_id))
     ends = list(End)
     scores: list[Score | None] = []
     columns = zip(

@@ -294,9 +294,9 @@ class AlgorithmConfig(_Additions):
     correction: CorrectionConfig
     mismatch: MismatchConfig
     truncated: Literal["score", "bootstrap", "mask", "drop"]
-    """Treatment of a response that was cut at the length limit: scored as it is, with
-    its value bootstrapped (gae), left out of the loss but not of its group's baseline
-    (mask), or of both (drop)."""
+    """Treatment of a response that was cut at the length limit, or of an episode that
+    any limit ended: scored as it is, with its value bootstrapped (gae), left out of the
+    loss but not of its group's baseline (mask), or of both (drop)."""
 
     @property
     def chooses_tokens(self) -> bool:

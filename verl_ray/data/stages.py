@@ -73,11 +73,11 @@ Statistics = npt.NDArray[np.float64]
 class Finish(enum.IntEnum):
     """Why a response ended."""
 
-    # By itself: with an end-of-sequence token or a stop string.
+    # By itself: with an end-of-sequence token or a stop string, or as its episode did.
     STOP = 0
-    # Cut at rollout.max_response_tokens.
+    # Cut at rollout.max_response_tokens, or by a limit of its episode.
     LENGTH = 1
-    # Cut by an abort.
+    # Cut by an abort, or of an episode that is no member of its group.
     ABORTED = 2
 
 
@@ -128,7 +128,7 @@ class Rollouts(Rows):
     prompt_length: npt.NDArray[np.int32] = row(np.int32)
     # Tokens where response_mask is True.
     response_length: npt.NDArray[np.int32] = row(np.int32)
-    # A Finish.
+    # A Finish; that of the whole episode on each of its rows.
     finish: npt.NDArray[np.int8] = row(np.int8)
     # Log-probabilities at sampling, after temperature; 0 outside the mask.
     rollout_log_probs: Float32 = token(np.float32)
@@ -156,6 +156,29 @@ class Rollouts(Rows):
     # (last token of a turn, reward of the turn); those of an episode add up to its
     # score.
     turn_rewards: Ragged | None = ragged(np.float64, 2, optional=True)
+
+
+def last_rows(trajectory_id: Int64) -> Int64:
+    """Return the number of the last row of each trajectory, int64 [trajectories].
+
+    Args:
+        trajectory_id: int64 [rows]; the rows of one are adjacent, in the order of time.
+    """
+    is_last = np.append(trajectory_id[1:] != trajectory_id[:-1], True)
+    return np.flatnonzero(is_last[: len(trajectory_id)])
+
+
+def sums_of_trajectories(trajectory_id: Int64, values: Array) -> Array:
+    """Return the sum over the rows of each trajectory, [trajectories].
+
+    Args:
+        trajectory_id: As in `last_rows`.
+        values: [rows]; the sums have its dtype.
+    """
+    ends = last_rows(trajectory_id) + 1
+    starts = np.append(0, ends)[: len(ends)]
+    sums: Array = np.add.reduceat(values, starts, dtype=values.dtype)
+    return sums
 
 
 class RowVersions(TypedDict):

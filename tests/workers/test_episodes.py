@@ -1,0 +1,84 @@
+"""Episodes as rows of a batch, and what is asked of their ends."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from controllers.watch import measures
+from tests.algorithms.test_credit import algorithm, rewarded
+from tests.controllers.watch.test_measures import held
+from tests.rows import rewards_of, values_of
+from tests.workers.test_rollout import prompts
+from verl_ray.agents.contract import TREATMENTS, End, Episode, EpisodeRow
+from verl_ray.algorithms.credit import token_credit
+from verl_ray.data.stages import Finish, Rollouts
+from workers.episodes import MOST_ROWS, episode_rollouts
+
+
+def row_of(context: int, sampled: int, *, reward: float, finish: str) -> EpisodeRow:
+    """A row of one turn."""
+    count = context + sampled
+    mask = [False] * context + [True] * sampled
+    paid = [(count - 1, reward)]
+    return EpisodeRow(
+        [1] * count, mask, [0.0] * count, [(context, 4)], paid, finish=finish
+    )
+
+
+def rows_of(*episodes: Episode) -> Rollouts:
+    """The rows of episodes 6 and on, all about the first prompt."""
+    numbered = list(enumerate(episodes, start=6))
+    prompt_of = dict.fromkeys(range(6, 6 + len(episodes)), 0)
+    return episode_rollouts(prompts(), prompt_of, numbered, TREATMENTS)
+
+
+def two_rows(end: End) -> Episode:
+    """An episode of two rows, whose turns were cut by agent.max_turn_tokens."""
+    rows = [
+        row_of(2, 2, reward=0.5, finish="length"),
+        row_of(3, 1, reward=0.5, finish="length"),
+    ]
+    return Episode(rows, end, 1.0, num_turns=2)
+
+
+def test_an_episode_is_cut_by_what_ends_it_and_not_by_what_ends_a_turn() -> None:
+    rows = rows_of(
+        two_rows(End.MAX_TURNS), two_rows(End.COMPLETED), two_rows(End.TOOL_TIMEOUT)
+    )
+    assert rows.trajectory_id.tolist() == [6, 6, 7, 7, 8]
+    assert rows.row_id.tolist() == [
+        6 * MOST_ROWS, 6 * MOST_ROWS + 1, 7 * MOST_ROWS, 7 * MOST_ROWS + 1, 8 * MOST_ROWS
+    ]  # fmt: skip
+    cut, stop = Finish.LENGTH, Finish.STOP
+    assert rows.finish.tolist() == [cut, cut, stop, stop, Finish.ABORTED]
+    assert rows.episode_score is not None
+    assert rows.episode_score.tolist() == [0, 1, 0, 1, 1]
+
+    # So does what is left out of the loss, and of the groups.
+    score = [0.0, 4.0, 0.0, 2.0, float("nan")]
+    for truncated, learned, advantage in (
+        ("score", [1, 1, 1, 1, 0], [1, 1, -1, -1, 0]),
+        ("mask", [0, 0, 1, 1, 0], [1, 1, -1, -1, 0]),
+        ("drop", [0, 0, 1, 1, 0], [0, 0, 0, 0, 0]),
+    ):
+        found = rewarded(algorithm("dr_grpo", truncated=truncated), rows, score)
+        assert found.in_loss.tolist() == learned
+        assert found.advantage.tolist() == advantage
+
+    # The value behind the last row of what was cut is what the rest is worth.
+    values = values_of(rows, [0.0] * 6, [8.0, 4.0, 8.0, 4.0, 8.0])
+    bootstrapped = algorithm("gae", gamma=1.0, lam=1.0, truncated="bootstrap")
+    paid = rewards_of([0.0, 1.0, 0.0, 1.0, 0.0])
+    credit = token_credit(bootstrapped, 0.0, rows, paid, None, None, values)
+    # Each turn pays 0.5.
+    assert credit.advantages[rows.response_mask].tolist() == [5, 5, 4.5, 1, 1, 0.5]
+
+
+def test_lengths_and_ends_are_those_of_episodes() -> None:
+    rows = rows_of(two_rows(End.MAX_TURNS), two_rows(End.COMPLETED))
+    found = measures.rollout_metrics(held(rows), 2, [np.arange(4)])
+    assert found["response_length/mean"] == found["response_length/min"] == 3
+    assert found["response_length/clip_ratio"] == 0.5
+    # Other rows begin with what the environment said, too.
+    assert found["prompt_length/max"] == 2
+    assert found["episode/rows"] == 2 and found["num_turns/mean"] == 4
