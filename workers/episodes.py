@@ -120,6 +120,22 @@ def episode_rollouts(
     return _columns_of_rows(prompts, prompt_of, numbered, row_ids, finishes, is_last)
 
 
+def _messages_on_last_rows(
+    episodes: Sequence[Episode], is_last: Sequence[bool]
+) -> Ragged:
+    """Return the conversations of episodes as JSON, empty on all but their last rows.
+
+    Args:
+        episodes: The episode of each row.
+        is_last: Whether it is the last row of its episode.
+    """
+    texts = [
+        json.dumps(episode.messages) if last else ""
+        for episode, last in zip(episodes, is_last, strict=True)
+    ]
+    return Ragged.of_texts(texts)
+
+
 def _encodable(text: str) -> str:
     """Return a text without halves of characters, which a policy may have written."""
     return text.encode("utf-8", "replace").decode()
@@ -183,6 +199,7 @@ def _columns_of_rows(
         end_detail=Ragged.of_texts([_encodable(each.detail) for each in episodes]),
         num_turns=np.array([episode.num_turns for episode in episodes], np.int32),
         episode_score=np.where(is_last, scores, np.float32(0)),
+        episode_messages=_messages_on_last_rows(episodes, is_last),
         turn_rewards=Ragged.of_rows(
             [np.array(row.rewards, np.float64).reshape(-1, 2) for row in rows],
             np.float64,

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 
 from controllers.watch import measures
@@ -12,7 +16,13 @@ from tests.workers.test_rollout import prompts
 from verl_ray.agents.contract import TREATMENTS, End, Episode, EpisodeRow
 from verl_ray.algorithms.credit import token_credit
 from verl_ray.data.stages import Finish, Rollouts
+from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
+from verl_ray.rewards.child import GroupLog, group_values, response_values
+from verl_ray.rewards.remote import RequestBatch
+from verl_ray.rewards.request import ScoreRequest
+from verl_ray.rewards.signatures import signature_of
 from workers.episodes import MOST_ROWS, episode_rollouts
+from workers.reward import requests_of, scores_without_grader
 
 
 def row_of(context: int, sampled: int, *, reward: float, finish: str) -> EpisodeRow:
@@ -32,13 +42,22 @@ def rows_of(*episodes: Episode) -> Rollouts:
     return episode_rollouts(prompts(), prompt_of, numbered, TREATMENTS)
 
 
+MESSAGES = [
+    {"role": "user", "content": "1+"},
+    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "ask"}}]},
+    {"role": "tool", "content": "2"},
+    {"role": "assistant", "content": "3"},
+    {"role": "user", "content": "right"},
+]
+
+
 def two_rows(end: End) -> Episode:
     """An episode of two rows, whose turns were cut by agent.max_turn_tokens."""
     rows = [
         row_of(2, 2, reward=0.5, finish="length"),
         row_of(3, 1, reward=0.5, finish="length"),
     ]
-    return Episode(rows, end, 1.0, num_turns=2)
+    return Episode(rows, end, 1.0, num_turns=2, messages=MESSAGES)
 
 
 def test_an_episode_is_cut_by_what_ends_it_and_not_by_what_ends_a_turn() -> None:
@@ -82,3 +101,48 @@ def test_lengths_and_ends_are_those_of_episodes() -> None:
     # Other rows begin with what the environment said, too.
     assert found["prompt_length/max"] == 2
     assert found["episode/rows"] == 2 and found["num_turns/mean"] == 4
+
+
+def test_graders_see_the_whole_conversation_of_an_episode(tmp_path: Path) -> None:
+    character_tokenizer(tmp_path, "0123456789+=")
+    turns = [
+        row_of(2, 2, reward=0.0, finish="stop"),
+        EpisodeRow(
+            tokens=[1, 2, 3, 4, 5, 6, 7],
+            mask=[False, False, True, True, False, True, True],
+            log_probs=[0.0] * 7,
+            versions=[(2, 0)],
+            rewards=[(3, 0.0), (6, 1.0)],
+        ),
+    ]
+    episode = Episode(turns, End.MAX_TURNS, 1.0, messages=MESSAGES)
+    rows = rows_of(episode, two_rows(End.ENVIRONMENT_FAILED))
+    # An episode is scored once, on its last row; a failed one has no grader.
+    known = scores_without_grader(rows)
+    assert {row: score.health.name for row, score in known.items()} == {
+        0: "OK", 2: "EXCEPTION",
+    }  # fmt: skip
+    assert known[0].value == 0
+
+    seen = requests_of(rows, 3, load_tokenizer(str(tmp_path)))[1]
+    # The response is the last turn, and all turns have 2 + 2 + 2 tokens.
+    assert (seen.response, seen.tokens, seen.num_tokens) == ("3", [6, 7], 6)
+    assert (seen.finish_reason, seen.episode_end) == ("length", "max_turns")
+    assert seen.episode_score == 1 and seen.episode_messages == MESSAGES
+    assert (seen.prompt, seen.conversation) == ("p", "p")
+
+    def ends(response: str, episode_messages: list[dict[str, str]]) -> str:
+        return response + episode_messages[-1]["content"]
+
+    _, named = signature_of(ends).bind(response_values(seen))
+    assert ends(**named) == "3right"  # type: ignore[arg-type]
+    # Where prompts are messages, one of TRL's style gets those behind the prompt.
+    of_messages = replace(seen, conversation=MESSAGES[:1])
+    values = group_values([of_messages], GroupLog(1))
+    assert values["completions"] == [MESSAGES[1:]]
+    assert values["episode_end"] == ["max_turns"]
+    sent = json.loads(RequestBatch.of([seen]).body)["items"]
+    assert sent[0]["episode_messages"] == MESSAGES
+    assert "episode_end" not in json.loads(
+        RequestBatch.of([ScoreRequest("r", "a", "p", "s", {})]).body
+    )["items"][0]  # fmt: skip

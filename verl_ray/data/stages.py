@@ -144,7 +144,7 @@ class Rollouts(Rows):
     data_source: Ragged = ragged(np.uint8)
     answer: Ragged = ragged(np.uint8)
     extra: Ragged = ragged(np.uint8)
-    # The next five are absent where rollouts are single responses. Number of the
+    # The next six are absent where rollouts are single responses. Number of the
     # episode's End, in the order of that enumeration.
     end: Int8 | None = row(np.int8, optional=True)
     # UTF-8: what failed in the episode; empty where nothing did.
@@ -153,6 +153,9 @@ class Rollouts(Rows):
     num_turns: npt.NDArray[np.int32] | None = row(np.int32, optional=True)
     # What the environment paid for the whole episode, on its last row; 0 on others.
     episode_score: Float32 | None = row(np.float32, optional=True)
+    # UTF-8 JSON: the conversation of the episode's last turn, itself and what the
+    # environment answered included, as messages; on its last row, empty on others.
+    episode_messages: Ragged | None = ragged(np.uint8, optional=True)
     # (last token of a turn, reward of the turn); those of an episode add up to its
     # score.
     turn_rewards: Ragged | None = ragged(np.float64, 2, optional=True)
