@@ -358,7 +358,7 @@ class Learner:
 
         # The controller acts on what was measured in this step, from the next one on.
         divergence = measures.ReferenceDivergence.of(
-            credit, rollouts.row("response_length")
+            credit, rollouts.row("response_length"), rollouts.row("trajectory_id")
         )
         if divergence.responses:
             self.kl.update(divergence.per_response, divergence.responses)

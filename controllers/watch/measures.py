@@ -341,19 +341,28 @@ class ReferenceDivergence:
 
     @classmethod
     def of(
-        cls, credit: Sharded[Credit], response_length: npt.NDArray[np.int32]
+        cls,
+        credit: Sharded[Credit],
+        response_length: npt.NDArray[np.int32],
+        trajectory: Int64,
     ) -> ReferenceDivergence:
         """Return the divergence of a step.
 
-        Responses without tokens have no mean and are left out.
+        The rows of a trajectory are one response. Those without tokens have no mean and
+        are left out.
+
+        Args:
+            credit: Sums over the tokens of each row.
+            response_length: Tokens of each row, [rows].
+            trajectory: The trajectory of each row, [rows]; its rows are adjacent.
         """
         counted = credit.row("in_loss") & (response_length > 0)
-        # Sums over the tokens of each response.
-        kl = credit.row("kl")[counted].astype(np.float64)
-        if not len(kl):
+        rows_kl = credit.row("kl")[counted].astype(np.float64)
+        if not len(rows_kl):
             return cls(0, nan, nan, nan)
 
-        tokens = response_length[counted]
+        kl = sums_of_trajectories(trajectory[counted], rows_kl)
+        tokens = sums_of_trajectories(trajectory[counted], response_length[counted])
         per_response = float(kl.mean())
         per_token = float((kl / tokens).mean())
         bounded = float(credit.row("kl_bounded")[counted].sum() / tokens.sum())
