@@ -483,6 +483,13 @@ def test_credit_does_not_depend_on_how_a_trajectory_is_cut(
             assert same == pytest.approx(column, abs=1e-6)
 
 
+def test_a_trajectory_is_positive_on_each_of_its_rows() -> None:
+    rows = rollouts_of([1] * 5, groups=[7] * 5)
+    rows = rows.replace(trajectory_id=np.array([1, 1, 2, 2, 3]))
+    found = rewarded(algorithm("grpo"), rows, [0.0, 2.0, 0.0, -1.0, float("nan")])
+    assert found.is_positive.tolist() == [True, True, False, False, False]
+
+
 def test_the_reward_of_a_turn_is_paid_where_it_was_earned() -> None:
     rows = rollouts_of([3, 2, 1]).replace(
         trajectory_id=np.array([5, 5, 6]),

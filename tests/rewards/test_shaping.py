@@ -148,6 +148,21 @@ def test_turns_weigh_what_the_score_of_their_episode_weighs() -> None:
     mixed = MixedReward(kind="mixed", components=graders, weights=weights)
     of_both = single.model_copy(update={"reward": mixed})
     assert turn_weights(of_both) == {"default": 2.0, "gsm8k": 0.0}
+    normalised = [f"reward.functions={functions}", "reward.normalise=batch"]
+    assert turn_weights(composed(*episodes, *normalised)) == {"default": 0.0}
+
+
+def test_a_trajectory_is_scored_as_a_whole_on_its_last_row() -> None:
+    """Trajectories of 2, 1 and 3 rows, whose scores of 1, none and 3 have mean 2."""
+    one = shaping("reward.normalise=batch")
+    shaped = one.shape({"reward": scored(1.0, math.nan, 3.0)})
+    found = shaped.on_rows(np.array([1, 2, 5]))
+    np.testing.assert_allclose(found.score, [0, -1, math.nan, 0, 0, 1], rtol=1e-6)
+    assert found.ok.tolist() == [True, True, False, True, True, True]
+    np.testing.assert_array_equal(found.as_graded, [0, 1, math.nan, 0, 0, 3])
+    ((weight, part),) = found.parts
+    assert weight == 1 and part.tolist()[3:] == [0, 0, pytest.approx(1)]
+    assert shaped.on_rows(np.arange(3)) is shaped
 
 
 def test_scores_are_judged_as_they_were_graded() -> None:

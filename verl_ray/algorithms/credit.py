@@ -26,7 +26,7 @@ from verl_ray.algorithms.estimators import (
     RewardPart,
 )
 from verl_ray.algorithms.group_baselines import gradient_energy, tokens_of_rows
-from verl_ray.algorithms.groups import complete_trajectories
+from verl_ray.algorithms.groups import complete_trajectories, sums_on_rows
 from verl_ray.config.agent import DEFAULT
 from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.data.batch import Int64, offsets_of
@@ -114,13 +114,16 @@ def response_rewards(
         advantage = estimator.function(reward, responses.group_id, rewarded, **settings)
 
     in_loss = _is_learned_from(algorithm, rewarded, responses)
+    # The grade of a trajectory stands on one of its rows.
+    grade = np.where(rewarded, score if graded is None else graded, 0)
+    is_positive = sums_on_rows(grade, responses.trajectory_id) > 0
     return RowRewards(
         offsets=np.zeros(len(reward) + 1, np.int64),
         reward=reward,
         advantage=advantage,
         in_loss=in_loss,
         is_member=rewarded,
-        is_positive=rewarded & ((score if graded is None else graded) > 0),
+        is_positive=is_positive,
     )
 
 

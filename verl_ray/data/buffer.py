@@ -23,7 +23,7 @@ from typing import Self
 
 import numpy as np
 
-from verl_ray.data.batch import Array, Int64
+from verl_ray.data.batch import Int64
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Rollouts, Scores, last_rows, sums_of_trajectories
 from verl_ray.errors import DataError
@@ -57,12 +57,11 @@ class Experience:
         return self if len(rows) == len(self.rollouts) else self.select(rows)
 
     @property
-    def response_lengths(self) -> Array:
-        """Response tokens of each trajectory, int32 [trajectories]."""
+    def response_lengths(self) -> Int64:
+        """Response tokens of each trajectory, int64 [trajectories]."""
         rollouts = self.rollouts
-        return sums_of_trajectories(
-            rollouts.row("trajectory_id"), rollouts.row("response_length")
-        )
+        lengths = rollouts.row("response_length").astype(np.int64)
+        return sums_of_trajectories(rollouts.row("trajectory_id"), lengths)
 
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self | None:
