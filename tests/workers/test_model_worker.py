@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.algorithms.test_normalised_weights import credit_of
 from tests.rows import rollouts_of
+from verl_ray.algorithms.row_weights import AGGREGATIONS
 from verl_ray.config.algorithm import AggregationName
 from verl_ray.data.stages import Credit
 from workers.model_worker import MiniBatch, loss_weights
@@ -56,8 +58,10 @@ def test_denominators_are_those_of_all_ranks() -> None:
     ("mode", "expected"),
     [
         ("token_mean", [1 / 7, 1 / 7, 1 / 7]),
+        ("token_sum", [1, 1, 1]),
         # Trajectories of 2 + 1 and 4 tokens.
         ("seq_mean_token_sum", [1 / 2, 1 / 2, 1 / 2]),
+        ("seq_mean_token_sum_norm", [1 / 20, 1 / 20, 1 / 20]),
         ("seq_mean_token_mean", [1 / 6, 1 / 8, 1 / 6]),
     ],
 )
@@ -65,8 +69,28 @@ def test_a_trajectory_weighs_the_same_however_it_is_cut(
     mode: AggregationName, expected: list[float]
 ) -> None:
     mini_batch = MiniBatch(
-        total_tokens=7, total_trajectories=2, aggregation=mode, horizon=None
+        total_tokens=7, total_trajectories=2, aggregation=mode, horizon=10
     )
     rows = ROWS.replace(trajectory_id=np.array([8, 3, 8]))
     weights = loss_weights(rows, credit([True] * 3), mini_batch)
     assert weights.tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+def test_the_weights_of_an_episode_add_up_to_the_same_however_it_is_cut(
+    mode: AggregationName,
+) -> None:
+    """Episodes of 6 and 2 tokens; the first in one row, one a turn, or branches."""
+    mini_batch = MiniBatch(
+        total_tokens=8, total_trajectories=2, aggregation=mode, horizon=10
+    )
+    sums = []
+    for cut in ([6], [2, 2, 2], [1, 0, 5], [1] * 6):
+        rows = rollouts_of([*cut, 2])
+        rows = rows.replace(trajectory_id=np.array([7] * len(cut) + [3]))
+        weights = loss_weights(
+            rows, credit_of(rows, [True] * rows.num_rows), mini_batch
+        )
+        of_tokens = weights * rows.response_length
+        sums.append([of_tokens[:-1].sum(), of_tokens[-1]])
+    assert all(of_cut == pytest.approx(sums[0]) for of_cut in sums)
