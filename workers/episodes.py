@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from verl_ray.agents.contract import (
     LIMITS,
@@ -136,6 +137,15 @@ def _messages_on_last_rows(
     return Ragged.of_texts(texts)
 
 
+def _turns(row: EpisodeRow) -> npt.NDArray[np.float64]:
+    """Return last token, reward and number of each turn of a row, [turns, 3]."""
+    turns = [
+        (token, reward, number)
+        for (token, reward), number in zip(row.rewards, row.turns, strict=True)
+    ]
+    return np.array(turns, np.float64).reshape(-1, 3)
+
+
 def _encodable(text: str) -> str:
     """Return a text without halves of characters, which a policy may have written."""
     return text.encode("utf-8", "replace").decode()
@@ -200,8 +210,5 @@ def _columns_of_rows(
         num_turns=np.array([episode.num_turns for episode in episodes], np.int32),
         episode_score=np.where(is_last, scores, np.float32(0)),
         episode_messages=_messages_on_last_rows(episodes, is_last),
-        turn_rewards=Ragged.of_rows(
-            [np.array(row.rewards, np.float64).reshape(-1, 2) for row in rows],
-            np.float64,
-        ),
+        turn_rewards=Ragged.of_rows([_turns(row) for row in rows], np.float64),
     )

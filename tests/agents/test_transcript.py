@@ -117,7 +117,10 @@ def test_a_branch_has_what_was_before_as_context() -> None:
     assert rows[0].tokens[:shared] == rows[1].tokens[:shared]
     assert not any(rows[1].mask[:shared])
     assert not any(rows[1].log_probs[:shared])
-    assert len(rows[1].rewards) == len(rows[1].versions) == 2
+    assert len(rows[1].rewards) == len(rows[1].versions) == len(rows[1].turns) == 2
+    assert sorted(number for row in rows for number in row.turns) == list(
+        range(sum(len(row.turns) for row in rows))
+    )
     assert all(rows[1].mask[at] for at, _ in [*rows[1].rewards, *rows[1].versions])
 
 

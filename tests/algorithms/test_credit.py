@@ -495,7 +495,14 @@ def test_the_reward_of_a_turn_is_paid_where_it_was_earned() -> None:
         trajectory_id=np.array([5, 5, 6]),
         end=np.zeros(3, np.int8),
         # Rows begin with two tokens of their prompts.
-        turn_rewards=Ragged.of_rows([[[2, 0.5]], [[2, 0.25]], [[2, 8.0]]], np.float64),
+        turn_rewards=Ragged.of_rows(
+            [
+                [[2, 0.5, 0], [4, 0, 1]],
+                [[2, 0.25, 2], [3, 0, 3]],
+                [[2, 8.0, 0]],
+            ],
+            np.float64,
+        ),
     )
     config = algorithm("reinforce_plus_plus", gamma=1.0)
     rewards = rewards_of([0.5, 0.5, 0.0])
@@ -530,9 +537,37 @@ def test_the_reward_of_a_turn_is_paid_where_it_was_earned() -> None:
     )
     assert at_end.advantages[rows.response_mask].tolist() == [1.0] * 5 + [0.0]
 
-    empty = np.zeros((0, 2))
     wrong = rows.replace(
-        turn_rewards=Ragged.of_rows([[[1, 0.5]], empty, empty], np.float64)
+        turn_rewards=Ragged.of_rows(
+            [[[1, 0.5, 0], [4, 0, 1]], [[3, 0, 2]], [[2, 0, 0]]], np.float64
+        )
     )
     with pytest.raises(DataError, match="was not sampled"):
         token_credit(config, 0.0, wrong, rewards, None, None, None)
+
+
+def test_branches_are_one_sequence_in_the_order_of_their_turns() -> None:
+    """The first branch has turns 0 and 2, of two tokens and one, the second turn 1."""
+    config = algorithm("gae", gamma=0.5, lam=0.5, truncated="bootstrap")
+    cut, values = Finish.LENGTH, [0.5, 0.25, 1.5, -0.5, 0.75]
+    whole = rollouts_of([5], finish=[cut])
+    expected = token_credit(
+        config, 0.0, whole, rewards_of([3.0]), None, None, values_of(whole, values, [2])
+    )
+
+    # Rows are in the order of their last turns.
+    rows = rollouts_of([2, 3], finish=[cut, cut]).replace(
+        trajectory_id=np.array([5, 5]),
+        end=np.zeros(2, np.int8),
+        turn_rewards=Ragged.of_rows(
+            [[[3, 0.0, 1]], [[3, 0.0, 0], [4, 0.0, 2]]], np.float64
+        ),
+    )
+    time = [2, 3, 0, 1, 4]
+    of_rows = [values[token] for token in time]
+    found = token_credit(
+        config, 0.0, rows, rewards_of([0.0, 3.0]), None, None, values_of(rows, of_rows, [9, 2])
+    )  # fmt: skip
+    for name in ("advantages", "returns"):
+        in_time = getattr(expected, name)[whole.response_mask]
+        assert getattr(found, name)[rows.response_mask] == pytest.approx(in_time[time])

@@ -25,13 +25,15 @@ from workers.episodes import MOST_ROWS, episode_rollouts
 from workers.reward import requests_of, scores_without_grader
 
 
-def row_of(context: int, sampled: int, *, reward: float, finish: str) -> EpisodeRow:
+def row_of(
+    context: int, sampled: int, *, reward: float, finish: str, turn: int = 0
+) -> EpisodeRow:
     """A row of one turn."""
     count = context + sampled
     mask = [False] * context + [True] * sampled
     paid = [(count - 1, reward)]
     return EpisodeRow(
-        [1] * count, mask, [0.0] * count, [(context, 4)], paid, finish=finish
+        [1] * count, mask, [0.0] * count, [(context, 4)], paid, finish, [turn]
     )
 
 
@@ -55,7 +57,7 @@ def two_rows(end: End) -> Episode:
     """An episode of two rows, whose turns were cut by agent.max_turn_tokens."""
     rows = [
         row_of(2, 2, reward=0.5, finish="length"),
-        row_of(3, 1, reward=0.5, finish="length"),
+        row_of(3, 1, reward=0.5, finish="length", turn=1),
     ]
     return Episode(rows, end, 1.0, num_turns=2, messages=MESSAGES)
 
@@ -113,6 +115,7 @@ def test_graders_see_the_whole_conversation_of_an_episode(tmp_path: Path) -> Non
             log_probs=[0.0] * 7,
             versions=[(2, 0)],
             rewards=[(3, 0.0), (6, 1.0)],
+            turns=[1, 2],
         ),
     ]
     episode = Episode(turns, End.MAX_TURNS, 1.0, messages=MESSAGES)

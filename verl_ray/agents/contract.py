@@ -263,6 +263,8 @@ class EpisodeRow:
         rewards: Pairs of the index in `tokens` of the last token of a turn, and that
             turn's reward, in the order of time.
         finish: "stop" or "length", of the last turn.
+        turns: Number of each of these turns in the episode, from 0. Those of several
+            rows may alternate.
     """
 
     tokens: list[int]
@@ -271,6 +273,7 @@ class EpisodeRow:
     versions: list[tuple[int, int]]
     rewards: list[tuple[int, float]]
     finish: str = "stop"
+    turns: list[int] = field(default_factory=list)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from verl_ray.agents.contract import (
@@ -133,10 +133,11 @@ class Transcript:
         """Return the rows, in the order in which their last turns were sampled."""
         rows = []
         earlier: set[SampledTurn] = set()
+        numbers = {turn: number for number, turn in enumerate(self.turns)}
 
         for turn in self.turns:
             if not turn.is_continued:
-                rows.append(_row(turn.path(), earlier))
+                rows.append(_row(turn.path(), earlier, numbers))
                 earlier.update(turn.path())
         return rows
 
@@ -165,7 +166,11 @@ class Transcript:
         return None, None
 
 
-def _row(path: Sequence[SampledTurn], earlier: set[SampledTurn]) -> EpisodeRow:
+def _row(
+    path: Sequence[SampledTurn],
+    earlier: set[SampledTurn],
+    numbers: Mapping[SampledTurn, int],
+) -> EpisodeRow:
     """Return a path as a row; the turns of earlier rows are context there."""
     row = EpisodeRow([], [], [], [], [], path[-1].sampled.action.finish)
 
@@ -180,6 +185,7 @@ def _row(path: Sequence[SampledTurn], earlier: set[SampledTurn]) -> EpisodeRow:
         _append(row, sampled.tokens, sampled.log_probs, is_sampled=True)
         row.versions += [(start + at, version) for at, version in sampled.versions]
         row.rewards.append((len(row.tokens) - 1, turn.reward))
+        row.turns.append(numbers[turn])
     return row
 
 

@@ -228,7 +228,7 @@ class TimeOrder:
         tokens: int64 [response tokens], the place of each among those of all rows; None
             where these stand in this order already.
         offsets: int64 [trajectories + 1].
-        last_rows: int64 [trajectories], the last row of each.
+        last_rows: int64 [trajectories], the row of the last turn of each.
     """
 
     tokens: Int64 | None
@@ -237,7 +237,11 @@ class TimeOrder:
 
     @classmethod
     def of(cls, rollouts: Rollouts) -> TimeOrder:
-        """Return the order for whole trajectories, whose rows are in that of time."""
+        """Return the order for whole trajectories, whose rows are in that of time.
+
+        The rows of an episode are in the order of their last turns. Their tokens are in
+        that of all turns: a branch may go on after another one has begun.
+        """
         offsets = offsets_of(rollouts.response_length)
         trajectories, trajectory = np.unique(
             rollouts.trajectory_id, return_inverse=True
@@ -248,11 +252,12 @@ class TimeOrder:
         rows = np.argsort(trajectory, kind="stable")
         ends = np.cumsum(np.bincount(trajectory))
         lengths = np.bincount(trajectory, weights=rollouts.response_length)
-        return cls(
-            tokens_of_rows(offsets, rows),
-            offsets_of(lengths.astype(np.int64)),
-            rows[ends - 1],
-        )
+        tokens = tokens_of_rows(offsets, rows)
+        if rollouts.turn_rewards is not None:
+            row_of_token = np.repeat(np.arange(len(trajectory)), np.diff(offsets))
+            turn = _turns_of_tokens(rollouts)
+            tokens = np.lexsort((turn, trajectory[row_of_token]))
+        return cls(tokens, offsets_of(lengths.astype(np.int64)), rows[ends - 1])
 
     def of_time(self, values: Float32) -> Float32:
         """Return values of the rows' tokens in this order, float32 [T]."""
@@ -265,6 +270,18 @@ class TimeOrder:
         in_rows = np.empty_like(values)
         in_rows[self.tokens] = values
         return in_rows
+
+
+def _turns_of_tokens(rollouts: Rollouts) -> Int64:
+    """Return the number of the turn of each response token, int64 [response tokens]."""
+    turns = rollouts.turn_rewards
+    assert turns is not None
+    row = np.repeat(np.arange(rollouts.num_rows), turns.lengths)
+    ends = rollouts.offsets[row] + turns.values[:, 0].astype(np.int64)
+    # The end of its turn is the first one that is not before a token.
+    turn = np.searchsorted(ends, np.flatnonzero(rollouts.response_mask))
+    numbers: Int64 = turns.values[:, 2].astype(np.int64)[turn]
+    return numbers
 
 
 @dataclass(frozen=True)

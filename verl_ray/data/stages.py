@@ -156,9 +156,9 @@ class Rollouts(Rows):
     # UTF-8 JSON: the conversation of the episode's last turn, itself and what the
     # environment answered included, as messages; on its last row, empty on others.
     episode_messages: Ragged | None = ragged(np.uint8, optional=True)
-    # (last token of a turn, reward of the turn); those of an episode add up to its
-    # score.
-    turn_rewards: Ragged | None = ragged(np.float64, 2, optional=True)
+    # (last token of a turn, reward of the turn, number of the turn in the episode); the
+    # rewards of an episode add up to its score. Turns of several rows may alternate.
+    turn_rewards: Ragged | None = ragged(np.float64, 3, optional=True)
 
 
 def last_rows(trajectory_id: Int64) -> Int64:
