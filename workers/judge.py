@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,7 @@ from verl_ray.rewards.judge import Judgement, question_tokens
 from verl_ray.rollout.base import RolloutEngine
 from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling, row_seeds
 from verl_ray.rollout.server import RolloutServer
-from workers.reward import Grader, requests_of, scores_of
+from workers.reward import Grader, requests_of, scores_of, scores_without_grader
 from workers.rollout import start_engine
 
 Tokens = npt.NDArray[np.int32]
@@ -77,9 +78,11 @@ class JudgeWorker(Grader):
     def score(self, rows: Rollouts, step: int, is_held_out: bool = False) -> Scores:
         """Return the judge's verdict on each response."""
         # Each step may give some rows a score; the others go on to the next.
-        scores: dict[int, Score] = {}
+        scores = scores_without_grader(rows)
         texts: dict[int, str] = {}
         for row, question in enumerate(self._questions(rows, step)):
+            if row in scores:
+                continue
             if isinstance(question, Score):
                 scores[row] = question
             else:
@@ -111,15 +114,28 @@ class JudgeWorker(Grader):
     def _questions(self, rows: Rollouts, step: int) -> list[str | Score]:
         """Question about each response, or the failure to make one.
 
-        The names of the judge's special tokens are removed from the responses. A
+        The names of the judge's special tokens are removed from what was written. A
         response could otherwise end the question, and write the reply itself.
         """
         questions = []
         for request in requests_of(rows, step, self._policy_tokenizer):
-            response = strip_special_tokens(request.response, self._judge_tokenizer)
-            shown = replace(request, response=response)
+            shown = replace(
+                request,
+                response=self._stripped(request.response),
+                episode_messages=self._stripped(request.episode_messages),
+            )
             questions.append(self._judgement.question(shown))
         return questions
+
+    def _stripped(self, value: Any) -> Any:
+        """Return a text, or values in JSON, without names of special tokens."""
+        if isinstance(value, str):
+            return strip_special_tokens(value, self._judge_tokenizer)
+        if isinstance(value, list):
+            return [self._stripped(each) for each in value]
+        if isinstance(value, dict):
+            return {name: self._stripped(each) for name, each in value.items()}
+        return value
 
     def _verdict(self, chunk: Chunk) -> Score:
         reply = self._judge_tokenizer.decode(chunk.tokens, skip_special_tokens=True)

@@ -19,12 +19,13 @@ from transformers import AutoModelForCausalLM
 
 from tests.rows import rollouts_of
 from tests.vllm_process import ready_for_vllm
+from verl_ray.agents.contract import End
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.config.reward import JudgeReward
 from verl_ray.config.rollout import RolloutEngineConfig
 from verl_ray.data.batch import Ragged
-from verl_ray.data.stages import Rollouts, Scores
+from verl_ray.data.stages import Finish, Rollouts, Scores
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer, train_bpe
 from verl_ray.models.tiny import make_tiny_qwen3
 from verl_ray.rewards.health import ScoreHealth
@@ -288,3 +289,39 @@ def test_an_answer_depends_on_its_question_and_its_seed_alone(
     assert [
         verdicts(worker.score(rows.select([row]), 1))[0] for row in range(4, 8)
     ] == together[4:8]
+
+
+def test_an_episode_is_judged_once_by_its_whole_conversation(
+    folder: Path, worker: JudgeWorker, says: Says
+) -> None:
+    plain = rows_of(folder, ROWS[:4])
+    say = [
+        {"role": "user", "content": "How?"},
+        {"role": "assistant", "content": "2<|im_end|>"},
+    ]
+    rows = plain.replace(
+        trajectory_id=np.array([7, 7, 8, 9]),
+        finish=np.array([0, 0, 0, Finish.ABORTED], np.int8),
+        end=np.array([0, 0, 0, list(End).index(End.TOOL_TIMEOUT)], np.int8),
+        end_detail=Ragged.of_texts([""] * 4),
+        episode_score=np.zeros(4, np.float32),
+        episode_messages=Ragged.of_texts(["", *[json.dumps(say)] * 2, "[]"]),
+        turn_rewards=Ragged.of_rows([[[3, 0, n]] for n in range(4)], np.float64),
+    )
+    scores = worker.score(rows, 1)
+    last_turns = [Row("2", ROWS[n].prompt).question for n in (1, 2)]
+    assert verdicts(scores)[1:3] == [read(says(question)) for question in last_turns]
+    # The first row adds nothing, and an episode that has failed has no judge.
+    assert verdicts(scores)[0] == (0, "")
+    assert healths(scores)[3] is ScoreHealth.TIMEOUT
+
+    template = (
+        "{% for m in episode_messages %}{{ m.role }} {{ m.content }} {% endfor %}"
+    )
+    config = worker._config.model_copy(update={"template": template})
+    whole = worker._judgement
+    worker._judgement = Judgement(config)
+    try:
+        assert worker._questions(rows, 1)[2] == "user How? assistant 2 "
+    finally:
+        worker._judgement = whole

@@ -15,7 +15,7 @@ from verl_ray.agents.contract import TREATMENTS, End, Treatment
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.config.paths import RewardFunction
-from verl_ray.config.reward import JudgeReward, ModelReward, SingleReward
+from verl_ray.config.reward import ModelReward, SingleReward
 from verl_ray.config.section import (
     OverriddenKeys,
     Positive,
@@ -141,7 +141,7 @@ def episodes_have_scores(
             fix = "Set agent.environments.default=my_env.py:NAME."
             source = min(uses_episodes)
             yield Problem(f"{key}.functions.{source}", ENVIRONMENT, rule, fix)
-        if agent.is_used and isinstance(grader, ModelReward | JudgeReward):
+        if agent.is_used and isinstance(grader, ModelReward):
             rule = "it scores rows, and an episode may have several"
-            fix = "Use reward=function, or a service."
+            fix = "Use reward=function, reward=judge or a service."
             yield Problem(f"{key}.kind", grader.kind, rule, fix)

@@ -30,7 +30,16 @@ from verl_ray.config.suggest import closest, either
 from verl_ray.errors import Problem
 from verl_ray.shell import table_override
 
-TEMPLATE_FIELDS = ("prompt", "response", "answer", "data_source", "extra")
+TEMPLATE_FIELDS = (
+    "prompt",
+    "response",
+    "answer",
+    "data_source",
+    "extra",
+    "episode_score",
+    "episode_end",
+    "episode_messages",
+)
 """Fields of a `rewards.request.ScoreRequest` that a judge's template may show."""
 
 HELD_OUT_GRADER = "evaluation"
@@ -368,7 +377,7 @@ def _template_problem(template: str) -> str | None:
         hint = f" (did you mean {either(near)}?)" if near else ""
         return f"there is no {name} to show{hint}"
 
-    if "response" not in variables:
+    if variables.isdisjoint({"response", "episode_messages"}):
         return "the judge would not see the response"
     return None
 

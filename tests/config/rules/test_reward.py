@@ -144,7 +144,7 @@ CASES = [
         f"{JUDGE} 'reward.template=\"{{{{ response }}}} {{% if %}}\"'",
         "reward.template",
         "this is no template (Expected an expression",
-        "prompt, response, answer, data_source or extra can be shown",
+        "extra, episode_score, episode_end or episode_messages can be shown",
     ),
     Case(
         "judge_settings_work",
