@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from verl_ray.agents.episode import Limits
 from verl_ray.agents.wire import EpisodeStart
 from verl_ray.data.stages import Finish
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
-from verl_ray.errors import ConfigError
+from verl_ray.errors import ConfigError, EngineFailed
 from verl_ray.rollout.episodes import EpisodePool, EpisodeRequest
 from verl_ray.rollout.requests import GenerationRequest, Sampling
 from verl_ray.rollout.scripted import ScriptedEngine
@@ -55,14 +56,19 @@ def start_pool(model: Path) -> Iterator[Callable[..., EpisodePool]]:
         return Action(tokens, text, calls, finish.name.lower())
 
     def start(
-        name: str, *, options: dict[str, Any] | None = None, **changes: Any
+        name: str,
+        *,
+        options: dict[str, Any] | None = None,
+        path: Path = WORLDS,
+        limits: Limits = LIMITS,
+        **changes: Any,
     ) -> EpisodePool:
         server = RolloutServer(lambda: ScriptedEngine(script, initial_version=3))
         arguments = {"num_processes": 2, "most_open": 16, "stall_s": 20.0} | changes
         spec = EpisodeStart(
-            {"default": (f"{WORLDS}:{name}", options or {})},
+            {"default": (f"{path}:{name}", options or {})},
             str(model),
-            LIMITS,
+            limits,
             chat_template="{% for m in messages %}<{{ m.role }}|{{ m.content }}{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}<assistant|{% endif %}",
         )
         try:
@@ -132,6 +138,31 @@ def test_episodes_depend_on_their_seeds_alone(
     assert len({tuple(episode.rows[0].tokens) for episode in many.values()}) == 40
 
 
+def test_a_pause_is_no_time_of_an_episode_and_changes_no_token(
+    start_pool: Callable[..., EpisodePool],
+) -> None:
+    limits = replace(LIMITS, model_s=2.0, turn_s=2.0)
+    pool = start_pool("Counting", num_processes=1, limits=limits)
+    server = pool._server
+    straight = ended(pool, requests(4))
+
+    pool.pause()
+    server.pause("keep")
+    stream = pool.run(requests(4))
+    # Longer than a turn may take.
+    assert stream.take(2.5) == []
+    episodes: dict[int, Episode] = {}
+    while not stream.has_ended:
+        server.resume()
+        pool.resume()
+        episodes |= dict(stream.take(0.001))
+        pool.pause()
+        server.pause("keep")
+    assert {episode.end for episode in episodes.values()} == {End.COMPLETED}
+    for number, episode in straight.items():
+        assert episodes[number].rows == episode.rows
+
+
 def test_an_episode_that_ends_its_process_costs_no_other_one(
     start_pool: Callable[..., EpisodePool],
 ) -> None:
@@ -191,6 +222,36 @@ def test_nothing_outlives_the_pool(
     gone, alive = psutil.wait_procs([child, *processes], timeout=20)
     assert not alive and not stream.has_ended
     assert os.getpid() not in {process.pid for process in gone}
+
+
+def test_a_process_that_cannot_start_again_fails_the_engine(
+    start_pool: Callable[..., EpisodePool], tmp_path: Path
+) -> None:
+    world = tmp_path / "world.py"
+    world.write_text(WORLDS.read_text())
+    pool = start_pool("Endless", path=world, options={"folder": str(tmp_path)})
+    stream = pool.run(requests(4))
+    world.unlink()
+    psutil.Process(pool.process_ids[0]).kill()
+    with pytest.raises(
+        EngineFailed, match=r"cannot start again[^!]*world.py does not exist"
+    ):
+        stream.take(60.0)
+    with pytest.raises(EngineFailed, match="episodes cannot be run"):
+        pool.run(requests(1))
+
+
+def test_a_pool_is_closed_while_it_starts_a_process_again(
+    start_pool: Callable[..., EpisodePool], tmp_path: Path
+) -> None:
+    pool = start_pool("Endless", options={"folder": str(tmp_path)})
+    before = pool.process_ids
+    psutil.Process(before[0]).kill()
+    while pool.process_ids == before:
+        time.sleep(0.001)
+    processes = [psutil.Process(pid) for pid in pool.process_ids]
+    pool.close()
+    assert not psutil.wait_procs(processes, timeout=20)[1]
 
 
 def test_what_cannot_be_imported_is_told_at_the_start(

@@ -154,7 +154,11 @@ class Step:
 
 @runtime_checkable
 class Environment(Protocol):
-    """A world in which the policy acts. Each episode has an object of its own."""
+    """A world in which the policy acts. Each episode has an object of its own.
+
+    One that also has `async def finish(self, end: End) -> float` is asked what its
+    state is worth when a limit of the policy ends the episode.
+    """
 
     async def reset(self, task: EpisodeTask, seed: int) -> Observation:
         """Begin an episode. The same task and seed make the same world."""

@@ -48,9 +48,12 @@ class AgentConfig(Section):
     parsed."""
     max_turns: Positive
     """Turns of the policy in an episode."""
+    max_tokens: Positive | None
+    """Sampled tokens of an episode; null = no limit. A row has at most
+    rollout.max_response_tokens more tokens than the first prompt of its episode, what
+    the environment says included."""
     max_turn_tokens: Positive | None
-    """Sampled tokens of one turn; null = what is left of a row, which has at most
-    data.max_prompt_tokens + rollout.max_response_tokens tokens."""
+    """Sampled tokens of one turn; null = what is left of its row."""
     max_tool_calls: Positive
     """Tool calls of the policy in an episode."""
     model_timeout_s: PositiveFloat

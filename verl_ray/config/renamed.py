@@ -56,6 +56,7 @@ _NO_AGENT: dict[str, Any] = {
     "environments": {},
     "tool_parser": None,
     "max_turns": 8,
+    "max_tokens": None,
     "max_turn_tokens": None,
     "max_tool_calls": 32,
     "model_timeout_s": 600.0,

@@ -191,6 +191,9 @@ class EpisodePool:
         )  # fmt: skip
         self._counts = EpisodeCounts()
         self._processes: list[_Process] = []
+        # Tasks that start another process for a lost one.
+        self._replacing: set[asyncio.Task[None]] = set()
+        self.is_paused = False
         self._is_closed = False
         self._failure: Exception | None = None
 
@@ -209,10 +212,10 @@ class EpisodePool:
         """Begin episodes; return them as they end.
 
         Raises:
-            RolloutError: Processes of episodes cannot be started again.
+            EngineFailed: The engine failed, or processes cannot be started again.
         """
         if self._failure is not None:
-            raise RolloutError(f"episodes cannot be run: {self._failure}")
+            raise EngineFailed(f"episodes cannot be run: {self._failure}")
         numbers = {request.number for request in requests}
         assert len(numbers) == len(requests), "numbers are unique in one call"
 
@@ -224,6 +227,14 @@ class EpisodePool:
         self._loop.call_soon_threadsafe(self._begin, requests, stream)
         return stream
 
+    def pause(self) -> None:
+        """Stop the clocks of the episodes: their engine is about to pause."""
+        self._loop.call_soon_threadsafe(self._set_paused, True)
+
+    def resume(self) -> None:
+        """Let the clocks of the episodes go on."""
+        self._loop.call_soon_threadsafe(self._set_paused, False)
+
     def take_counts(self) -> EpisodeCounts:
         """Return what happened since the last call."""
         counts, self._counts = self._counts, EpisodeCounts()
@@ -231,8 +242,9 @@ class EpisodePool:
 
     @property
     def process_ids(self) -> list[int]:
-        """Ids of the processes."""
-        return [process.pid for process in self._processes]
+        """Ids of the processes that have begun to start."""
+        ids = [process.pid for process in self._processes]
+        return [each for each in ids if each is not None]
 
     def close(self) -> None:
         """End all processes, with whatever they started."""
@@ -248,6 +260,11 @@ class EpisodePool:
         asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     # ------------------------------------------------ on the loop: episodes of callers
+
+    def _set_paused(self, is_paused: bool) -> None:
+        self.is_paused = is_paused
+        for process in self._processes:
+            process.tell_paused()
 
     def _begin(self, requests: Sequence[EpisodeRequest], stream: EpisodeStream) -> None:
         opened = [
@@ -301,10 +318,21 @@ class EpisodePool:
         await asyncio.gather(*(process.start() for process in self._processes))
 
     async def _end_all(self) -> None:
+        replacing = list(self._replacing)
+        for task in replacing:
+            task.cancel()
+        await asyncio.gather(*replacing, return_exceptions=True)
         await asyncio.gather(*(process.end() for process in self._processes))
 
-    async def replace(self, lost: _Process, episodes: dict[int, _OpenEpisode]) -> None:
+    def replace(self, lost: _Process, episodes: dict[int, _OpenEpisode]) -> None:
         """Run the episodes of a lost process again, in another."""
+        self._keep_lost(episodes)
+        task = asyncio.create_task(self._start_instead_of(lost))
+        self._replacing.add(task)
+        task.add_done_callback(self._replacing.discard)
+
+    def _keep_lost(self, episodes: dict[int, _OpenEpisode]) -> None:
+        """Queue the episodes of a lost process, but for one that has ended it."""
         self._counts = replace(
             self._counts, lost_processes=self._counts.lost_processes + 1
         )
@@ -321,12 +349,17 @@ class EpisodePool:
                 ended = Episode([], End.ENVIRONMENT_FAILED, 0.0, detail)
                 episode.stream.put((episode.request.number, ended))
 
+    async def _start_instead_of(self, lost: _Process) -> None:
+        await lost.end()
         process = _Process(self)
         self._processes[self._processes.index(lost)] = process
         try:
             await process.start()
+        # What started once says nothing against the configuration.
         except (ConfigError, RolloutError) as error:
-            self.fail(error)
+            failure = EngineFailed(f"a process of episodes cannot start again: {error}")
+            failure.__cause__ = error
+            self.fail(failure)
         self.assign()
 
     def note_lag(self, lag_s: float) -> None:
@@ -378,13 +411,16 @@ class _Process:
     open: dict[int, _OpenEpisode] = field(default_factory=dict)
     level: int = 0
     is_ready: bool = False
+    _frames: FrameReader = field(default_factory=FrameReader)
     _calls: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     _serving: asyncio.Task[None] | None = None
+    _process: subprocess.Popen[bytes] | None = None
+    _writer: asyncio.StreamWriter | None = None
 
     @property
-    def pid(self) -> int:
-        """Id of the process."""
-        return self._process.pid
+    def pid(self) -> int | None:
+        """Id of the process; None before it begins to start."""
+        return None if self._process is None else self._process.pid
 
     async def start(self) -> None:
         """Start the process, and wait until it is ready.
@@ -393,27 +429,37 @@ class _Process:
             ConfigError: It cannot import an environment.
             RolloutError: It ended, or took too long.
         """
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = _popen(theirs.fileno())
-        ours.setblocking(False)
-        self._reader, self._writer = await asyncio.open_connection(sock=ours)
-        self._frames = FrameReader()
-        self._writer.write(self.pool.first_frame)
         try:
             async with asyncio.timeout(START_S):
+                await self._connect()
                 while not self.is_ready:
                     for message in await self._receive():
                         self._take_first(message)
-        except (TimeoutError, EOFError, ConfigError) as error:
+        except BaseException as error:
             await self.end()
-            if isinstance(error, ConfigError):
-                raise
-            raise RolloutError(
-                "a process of episodes did not start; its output is in the log of the"
-                f" replica: {error!r}"
-            ) from error
+            if isinstance(error, TimeoutError | EOFError | OSError):
+                raise RolloutError(
+                    "a process of episodes did not start; its output is in the log of"
+                    f" the replica: {error!r}"
+                ) from error
+            raise
+        if self.pool.is_paused:
+            self.tell_paused()
         self._serving = asyncio.create_task(self._serve())
+
+    async def _connect(self) -> None:
+        """Start the program of the process, and send it the first frame."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                self._process = _popen(theirs.fileno())
+            ours.setblocking(False)
+            self._reader, self._writer = await asyncio.open_connection(sock=ours)
+        except BaseException:
+            # Nothing else would hang up.
+            ours.close()
+            raise
+        self._write(self.pool.first_frame)
 
     def _take_first(self, message: Frame) -> None:
         if message.kind == "broken":
@@ -439,9 +485,17 @@ class _Process:
             episodes = dict(self.open)
             self.open.clear()
             self.is_ready = False
-            self._serving = None
-            await self.end()
-            await self.pool.replace(self, episodes)
+            self.pool.replace(self, episodes)
+
+    def tell_paused(self) -> None:
+        """Tell the process whether the engine is paused."""
+        # One that starts is told later.
+        if self.is_ready:
+            self._write(frame("pause" if self.pool.is_paused else "resume", {}))
+
+    def _write(self, message: bytes) -> None:
+        assert self._writer is not None, "it is connected"
+        self._writer.write(message)
 
     def run(self, number: int, episode: _OpenEpisode) -> None:
         """Begin an episode."""
@@ -453,14 +507,14 @@ class _Process:
             "seed": request.seed,
             "world_seed": request.world_seed,
         }
-        self._writer.write(frame("run", fields))
+        self._write(frame("run", fields))
 
     def cancel(self, stream: EpisodeStream) -> None:
         """Cancel the episodes of a stream."""
         for number, episode in list(self.open.items()):
             if episode.stream is stream:
                 del self.open[number]
-                self._writer.write(frame("cancel", {"episode": number}))
+                self._write(frame("cancel", {"episode": number}))
 
     def _take(self, message: Frame) -> None:
         fields = message.fields
@@ -488,13 +542,14 @@ class _Process:
             episode = self.open.get(call.fields["episode"])
             # It was cancelled meanwhile.
             if episode is not None:
-                self._writer.write(await self.pool.sample(episode, call))
-        except EngineFailed as error:
+                self._write(await self.pool.sample(episode, call))
+        # No episode can go on.
+        except (EngineFailed, ConfigError) as error:
             self.pool.fail(error)
         # A defect of a parser, say: the policy of the episode must not wait for it.
         except Exception as error:
             reply = {"call": number, "end": None, "detail": repr(error)}
-            self._writer.write(frame("failed", reply))
+            self._write(frame("failed", reply))
         finally:
             self._calls.pop(number, None)
 
@@ -507,9 +562,12 @@ class _Process:
         for call in list(self._calls.values()):
             call.cancel()
         # The guard of the process kills all of it once the connection is gone.
-        self._writer.close()
-        with contextlib.suppress(OSError):
-            await self._writer.wait_closed()
+        if self._writer is not None:
+            self._writer.close()
+            with contextlib.suppress(OSError):
+                await self._writer.wait_closed()
+        if self._process is None:
+            return
         try:
             await asyncio.to_thread(self._process.wait, 5.0)
         except subprocess.TimeoutExpired:

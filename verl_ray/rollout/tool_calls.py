@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from verl_ray.agents.contract import Action, ToolCall
 from verl_ray.data.stages import Finish
 from verl_ray.data.tokenizers import end_tokens, strip_special_tokens
-from verl_ray.errors import RolloutError
+from verl_ray.errors import ConfigError, Problem, RolloutError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,15 +40,24 @@ class ActionReader:
     def __call__(
         self, tokens: Sequence[int], finish: Finish, tools: Sequence[Any]
     ) -> Action:
-        """Return what the environment sees of these tokens."""
+        """Return what the environment sees of these tokens.
+
+        Raises:
+            ConfigError: There are tools, and no parser of their calls.
+        """
         reason = finish.name.lower()
         written = list(tokens)
         if finish is Finish.STOP and written and written[-1] in self._ends:
             written.pop()
         # Names of special tokens that were sampled are no part of what was said.
         words = str(self._tokenizer.decode(written, skip_special_tokens=True))
-        if self._parser is None or not tools:
+        if not tools:
             return Action(tokens, words, finish=reason)
+        if self._parser is None:
+            names = ", ".join(tool["function"]["name"] for tool in tools)
+            rule = f"the environment offers tools ({names}), and no call would be read"
+            fix = "Name vLLM's parser of the model's format, such as hermes."
+            raise ConfigError([Problem("agent.tool_parser", None, rule, fix)])
 
         # Some models mark their calls by special tokens.
         text = str(self._tokenizer.decode(written, skip_special_tokens=False))
