@@ -75,3 +75,31 @@ class Parent(Endless):
         path.write_text(str(child.pid))
         path.rename(self.folder / "child")
         return await super().step(action)
+
+
+class Various(Counting):
+    """Answers each turn by something else, and offers a tool if its task says so."""
+
+    async def reset(self, task: EpisodeTask, seed: int) -> Observation:
+        self.num_turns = int(task.extra["num_turns"])
+        self.turns = 0
+        tool = {
+            "type": "function",
+            "function": {
+                "name": "add",
+                "description": "Adds ünd more.",
+                "parameters": {"type": "object", "properties": {}},
+            },
+        }
+        return Observation(task.messages, [tool] if task.extra["has_tool"] else [])
+
+    async def step(self, action: Action) -> Step:
+        self.turns += 1
+        if self.turns == self.num_turns:
+            return Step(reward=1.0, done=True)
+        results = ["", "半分 🙂", "two\n\nlines "]
+        messages = [
+            {"role": "tool", "content": results[(self.turns + at) % 3]}
+            for at in range(len(action.tool_calls))
+        ]
+        return Step(messages or [{"role": "user", "content": results[self.turns % 3]}])
