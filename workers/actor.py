@@ -6,6 +6,7 @@ step, and who receives the weights, is decided by `controllers`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -114,10 +115,18 @@ class ActorWorker(ModelWorker):
         values: Values | None,
         algorithm: AlgorithmConfig,
         kl_coefficient: float,
+        turn_weights: Mapping[str, float],
     ) -> Credit:
         """Return advantages and returns of these rows; no other row is needed."""
         return token_credit(
-            algorithm, kl_coefficient, rows, rewards, policy, reference, values
+            algorithm,
+            kl_coefficient,
+            rows,
+            rewards,
+            policy,
+            reference,
+            values,
+            turn_weights,
         )
 
     def data_sources(self, rows: Rollouts) -> list[str]:

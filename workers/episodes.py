@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from verl_ray.agents.contract import (
+    LIMITS,
     End,
     Episode,
     EpisodeRow,
@@ -97,6 +98,7 @@ def episode_rollouts(
         treatments: What becomes of an episode, by its end.
     """
     numbered: list[tuple[int, Episode, EpisodeRow]] = []
+    finishes: list[Finish] = []
     is_last: list[bool] = []
     row_ids: list[int] = []
     for number, episode in sorted(episodes, key=lambda pair: pair[0]):
@@ -106,13 +108,32 @@ def episode_rollouts(
         nothing = [False] * len(prompt), [0.0] * len(prompt)
         episode = _within_rows(episode)
         rows = episode.rows
+        finish = Finish.LENGTH if episode.end in LIMITS else Finish.STOP
         if treatments[episode.end] is Treatment.DROP or not rows:
-            rows = [EpisodeRow(prompt, *nothing, [], [], "aborted")]
+            rows = [EpisodeRow(prompt, *nothing, [], [])]
+            finish = Finish.ABORTED
+        finishes += [finish] * len(rows)
         for index, row in enumerate(rows):
             numbered.append((number, episode, row))
             row_ids.append(number * MOST_ROWS + index)
             is_last.append(index == len(rows) - 1)
-    return _columns_of_rows(prompts, prompt_of, numbered, row_ids, is_last)
+    return _columns_of_rows(prompts, prompt_of, numbered, row_ids, finishes, is_last)
+
+
+def _messages_on_last_rows(
+    episodes: Sequence[Episode], is_last: Sequence[bool]
+) -> Ragged:
+    """Return the conversations of episodes as JSON, empty on all but their last rows.
+
+    Args:
+        episodes: The episode of each row.
+        is_last: Whether it is the last row of its episode.
+    """
+    texts = [
+        json.dumps(episode.messages) if last else ""
+        for episode, last in zip(episodes, is_last, strict=True)
+    ]
+    return Ragged.of_texts(texts)
 
 
 def _encodable(text: str) -> str:
@@ -133,6 +154,7 @@ def _columns_of_rows(
     prompt_of: Mapping[int, int],
     numbered: Sequence[tuple[int, Episode, EpisodeRow]],
     row_ids: Sequence[int],
+    finishes: Sequence[Finish],
     is_last: Sequence[bool],
 ) -> Rollouts:
     """Return the rows of episodes as columns, one entry of each argument per row."""
@@ -146,7 +168,6 @@ def _columns_of_rows(
         [np.array(row.versions, np.int64).reshape(-1, 2) for row in rows], np.int64
     )
     numbers = [list(End).index(episode.end) for episode in episodes]
-    finishes = [Finish[row.finish.upper()] for row in rows]
     scores = np.array([episode.score for episode in episodes], np.float32)
     return Rollouts(
         offsets=offsets,
@@ -178,6 +199,7 @@ def _columns_of_rows(
         end_detail=Ragged.of_texts([_encodable(each.detail) for each in episodes]),
         num_turns=np.array([episode.num_turns for episode in episodes], np.int32),
         episode_score=np.where(is_last, scores, np.float32(0)),
+        episode_messages=_messages_on_last_rows(episodes, is_last),
         turn_rewards=Ragged.of_rows(
             [np.array(row.rewards, np.float64).reshape(-1, 2) for row in rows],
             np.float64,

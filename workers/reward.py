@@ -11,7 +11,7 @@ import dataclasses
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -22,7 +22,13 @@ from verl_ray.cluster.context import WorkerContext
 from verl_ray.config.reward import FunctionReward, HttpReward
 from verl_ray.data.batch import Ragged
 from verl_ray.data.prompts import prompt_text
-from verl_ray.data.stages import Finish, Rollouts, Scores
+from verl_ray.data.stages import (
+    Finish,
+    Rollouts,
+    Scores,
+    last_rows,
+    sums_of_trajectories,
+)
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rewards.pool import ScoringPool
@@ -101,16 +107,11 @@ class RewardWorker(Grader):
             requests = [
                 dataclasses.replace(request, is_held_out=True) for request in requests
             ]
-        if rows.end is None:
-            return scores_of(self._grader.score(requests))
-
-        # An episode is scored once, on its last row, unless it has failed.
-        scores = scores_of_failed_episodes(rows)
-        scored = [row for row, score in enumerate(scores) if score is None]
+        scores = scores_without_grader(rows)
+        scored = [row for row in range(rows.num_rows) if row not in scores]
         replies = self._grader.score([requests[row] for row in scored])
-        for row, reply in zip(scored, replies, strict=True):
-            scores[row] = reply
-        return scores_of([score for score in scores if score is not None])
+        scores |= zip(scored, replies, strict=True)
+        return scores_of([scores[row] for row in range(rows.num_rows)])
 
     def needs_groups(self) -> bool:
         """Return whether a function scores all responses to a prompt in one call."""
@@ -121,36 +122,36 @@ class RewardWorker(Grader):
         self._grader.close()
 
 
-def scores_of_failed_episodes(rows: Rollouts) -> list[Score | None]:
-    """Return the scores of rows that no grader sees; None for all others.
+def scores_without_grader(rows: Rollouts) -> dict[int, Score]:
+    """Return the scores of rows that no grader sees, by the number of the row.
 
-    An episode that is no member of its group has failed, and a row that is not the last
-    one of its episode adds nothing to the score.
+    An episode is scored once, on its last row. One that is no member of its group has
+    failed, and a row that is not the last one adds nothing to the score.
     """
-    assert rows.end is not None and rows.end_detail is not None
-    is_last = np.append(rows.trajectory_id[1:] != rows.trajectory_id[:-1], True)
+    if rows.end is None or rows.end_detail is None:
+        return {}
+    is_last = np.isin(np.arange(rows.num_rows), last_rows(rows.trajectory_id))
     ends = list(End)
-    scores: list[Score | None] = []
+    scores: dict[int, Score] = {}
     columns = zip(
+        range(rows.num_rows),
         is_last.tolist(),
         rows.end.tolist(),
         rows.finish.tolist(),
         rows.end_detail.texts(),
         strict=True,
     )
-    for last, number, finish, detail in columns:
+    for row, last, number, finish, detail in columns:
         end = ends[number]
         if not last:
-            scores.append(Score(0.0, ScoreHealth.OK))
+            scores[row] = Score(0.0, ScoreHealth.OK)
         elif finish == Finish.ABORTED and TREATMENTS[end] is not Treatment.DROP:
             # It is no member of its group by choice, and nothing has failed.
-            scores.append(Score(0.0, ScoreHealth.OK))
+            scores[row] = Score(0.0, ScoreHealth.OK)
         elif finish == Finish.ABORTED and end is not End.ABORTED:
             is_late = end.value.endswith("timeout")
             health = ScoreHealth.TIMEOUT if is_late else ScoreHealth.EXCEPTION
-            scores.append(Score(math.nan, health, f"{end}: {detail}".rstrip(": ")))
-        else:
-            scores.append(None)
+            scores[row] = Score(math.nan, health, f"{end}: {detail}".rstrip(": "))
     return scores
 
 
@@ -174,10 +175,9 @@ def requests_of(
         strict=True,
     )
     requests = []
-    for number, column in enumerate(columns):
+    for column in columns:
         tokens, answer, has_answer, messages, source, extra, finish, group = column
         request = ScoreRequest(
-            **_of_episode(rows, number),
             response=_text(tokens, tokenizer),
             answer=answer if has_answer else None,
             prompt=prompt_text(messages),
@@ -191,17 +191,49 @@ def requests_of(
             conversation=json.loads(messages),
         )
         requests.append(request)
-    return requests
+    return requests if rows.end is None else _of_episodes(rows, requests)
 
 
-def _of_episode(rows: Rollouts, row: int) -> dict[str, Any]:
-    """Return the fields of a request that episodes alone have."""
-    if rows.end is None or rows.episode_score is None:
-        return {}
-    return {
-        "episode_score": float(rows.episode_score[row]),
-        "episode_end": list(End)[rows.end[row]].value,
-    }
+def _of_episodes(rows: Rollouts, requests: list[ScoreRequest]) -> list[ScoreRequest]:
+    """Return requests about rows as requests about the episodes that end there.
+
+    The response is the policy's last turn.
+    """
+    assert rows.end is not None and rows.episode_score is not None
+    assert rows.episode_messages is not None and rows.turn_rewards is not None
+    texts = rows.episode_messages.texts()
+    lasts = last_rows(rows.trajectory_id)
+    lengths = sums_of_trajectories(rows.trajectory_id, rows.response_length)
+    of_episodes = list(requests)
+    for row, length in zip(lasts.tolist(), lengths.tolist(), strict=True):
+        messages = json.loads(texts[row])
+        of_episodes[row] = dataclasses.replace(
+            requests[row],
+            response=_last_turn(messages),
+            num_tokens=length,
+            tokens=requests[row].tokens[_first_of_last_turn(rows, row) :],
+            episode_score=float(rows.episode_score[row]),
+            episode_end=list(End)[rows.end[row]].value,
+            episode_messages=messages,
+        )
+    return of_episodes
+
+
+def _last_turn(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return what the policy wrote last; empty if it wrote nothing."""
+    turns = [each["content"] for each in messages if each["role"] == "assistant"]
+    return str(turns[-1] or "") if turns else ""
+
+
+def _first_of_last_turn(rows: Rollouts, row: int) -> int:
+    """Return the place of the first token of a row's last turn among its response."""
+    assert rows.turn_rewards is not None
+    start, end = rows.turn_rewards.offsets[row : row + 2].tolist()
+    if end - start < 2:
+        return 0
+    last_of_former = int(rows.turn_rewards.values[end - 2, 0])
+    first = rows.offsets[row]
+    return int(rows.response_mask[first : first + last_of_former + 1].sum())
 
 
 def response_texts(rows: Rollouts, tokenizer: PreTrainedTokenizerBase) -> list[str]:

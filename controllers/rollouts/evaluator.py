@@ -20,7 +20,7 @@ from controllers.watch.measures import Metrics
 from verl_ray.cluster.waiting import read
 from verl_ray.config.reward import HELD_OUT_GRADER, MixedReward
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.data.buffer import RolloutBuffer
+from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Finish, Float32, Prompts, Rollouts
 from verl_ray.profiling.phases import Timers
@@ -101,8 +101,7 @@ class Evaluator:
         )
 
         of_problems = self._scores_of_problems(core, entries)
-        lengths = self._lengths_of_problems(of_problems, experience.rollouts)
-        response_length = experience.rollouts.row("response_length")
+        lengths = self._lengths_of_problems(of_problems, taken)
         metrics = self._score_metrics(scores, raw_scores, core, entries)
         all_scores = HeldOutScores.joined([of_problems, *lengths])
         metrics |= group_metric_means(all_scores)
@@ -110,7 +109,7 @@ class Evaluator:
         metrics |= {
             "val-aux/failed_scores": float((~scores.ok).sum()),
             "val-aux/num_prompts": float(self._prompts.num_rows),
-            "val-aux/response_length/mean": float(response_length.mean()),
+            "val-aux/response_length/mean": float(taken.response_lengths.mean()),
         }
         return Evaluation(
             metrics,
@@ -172,14 +171,14 @@ class Evaluator:
         return metrics | measures.component_metrics(raw_scores, "val-aux/reward")
 
     def _lengths_of_problems(
-        self, of_problems: HeldOutScores, rollouts: Sharded[Rollouts]
+        self, of_problems: HeldOutScores, taken: Experience
     ) -> list[HeldOutScores]:
         """Return the lengths of the responses to each problem, see `length_scores`."""
         return held_out_measures.length_scores(
             of_problems,
             self._prompts.data_source.texts(),
-            rollouts.row("response_length"),
-            rollouts.row("finish") == Finish.LENGTH,
+            taken.response_lengths,
+            taken.of_trajectories().rollouts.row("finish") == Finish.LENGTH,
         )
 
     def _scores_of_problems(

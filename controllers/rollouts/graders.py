@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -338,13 +338,16 @@ class ScoreFailures:
         for watched in self._watched.values():
             watched.expect(num_responses)
 
-    def add_earlier(self, experience: Experience) -> None:
+    def add_earlier(self, experience: Experience, given_up: Set[int]) -> None:
         """Count scores of an earlier process of the run, which went on with them.
 
-        Responses without tokens, of prompts that were given up, had no grader.
+        Args:
+            experience: The last row of each response.
+            given_up: Ordinals of prompts that were given up, whose responses had no
+                grader.
         """
-        has_tokens = experience.rollouts.row("response_length") > 0
-        experience = experience.select(np.flatnonzero(has_tokens))
+        had_grader = ~np.isin(experience.rollouts.row("group_id"), list(given_up))
+        experience = experience.select(np.flatnonzero(had_grader))
         groups = experience.rollouts.row("group_id")
         for name, watched in self._watched.items():
             scores = experience.scores[name]
@@ -352,7 +355,7 @@ class ScoreFailures:
             self._count_kinds(name, scores)
 
     def add(self, experience: Experience) -> None:
-        """Count the scores of a piece of rollouts.
+        """Count the scores of a piece of rollouts, the last row of each response.
 
         Raises:
             RewardError: A grader fails more often than its max_failed_fraction allows.

@@ -145,7 +145,10 @@ class Producer:
             failures: What an earlier call for the same batch returned.
         """
         num_responses = prompts.num_rows * generation.group_size
-        num_finished = 0 if finished is None else len(finished.rollouts)
+        num_finished = 0
+        if finished is not None:
+            finished = finished.of_trajectories()
+            num_finished = len(finished.rollouts)
         if failures is None:
             failures = self._graders.watch_failures(
                 generation.purpose, num_responses + num_finished
@@ -153,7 +156,7 @@ class Producer:
         else:
             failures.expect(num_responses + num_finished)
         if finished is not None:
-            failures.add_earlier(finished)
+            failures.add_earlier(finished, self.given_up)
         buffer.reserve(prompts.group_id)
         groups = None
         if self._graders.needs_groups(generation.purpose, step):

@@ -157,7 +157,9 @@ def warn_of_unusable(
         config: Configuration of the run.
         effect: What happens to the others, in words.
     """
-    number = len(stored.groups.rollouts) - len(usable.rollouts)
+    parts = (stored.groups, usable)
+    before, here = (len(part.of_trajectories().rollouts) for part in parts)
+    number = before - here
     if not number:
         return
     # The others are too old for a smaller bound.
@@ -244,9 +246,10 @@ class Replay:
             batch: Whole groups.
             version: Version of the policy that learns.
         """
-        group_id = batch.rollouts.row("group_id")
-        scores = self._shaping.weigh(response_scores(batch.scores))
-        finish = batch.rollouts.row("finish")
+        responses = batch.of_trajectories()
+        group_id = responses.rollouts.row("group_id")
+        scores = self._shaping.weigh(response_scores(responses.scores))
+        finish = responses.rollouts.row("finish")
         teaches = with_spread(self._config, group_id, scores, finish)
         lacking = np.unique(group_id[~teaches])
 
@@ -307,11 +310,12 @@ class Replay:
         """
         if groups is None:
             return np.empty(0, np.int64)
-        scores = self._shaping.weigh(response_scores(groups.scores))
-        group_id = groups.rollouts.row("group_id")
+        responses = groups.of_trajectories()
+        scores = self._shaping.weigh(response_scores(responses.scores))
+        group_id = responses.rollouts.row("group_id")
         ordinals, group = np.unique(group_id, return_inverse=True)
 
-        finish = groups.rollouts.row("finish")
+        finish = responses.rollouts.row("finish")
         is_member = scores.ok & says_something(self._config.algorithm, finish)
         group, score = group[is_member], scores.score[is_member].astype(np.float64)
         counts = np.maximum(np.bincount(group, minlength=len(ordinals)), 1)

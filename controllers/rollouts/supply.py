@@ -171,14 +171,15 @@ class Supply:
             return
         groups = self.buffer.whole(whole)
         assert groups is not None, "whole groups are in the buffer"
-        scores = self._shaping.weigh(response_scores(groups.scores))
-        ordinals = groups.rollouts.row("group_id")
-        finish = groups.rollouts.row("finish")
+        responses = groups.of_trajectories()
+        scores = self._shaping.weigh(response_scores(responses.scores))
+        ordinals = responses.rollouts.row("group_id")
+        finish = responses.rollouts.row("finish")
         rejected = self._admission.decide(ordinals, scores, finish)
         if len(rejected):
             self._note_finished()
             self._note_scores(
-                groups.select(np.flatnonzero(np.isin(ordinals, rejected)))
+                responses.select(np.flatnonzero(np.isin(ordinals, rejected)))
             )
             self._reject(rejected, NO_SPREAD)
             self.buffer.discard(rejected)

@@ -50,7 +50,7 @@ from verl_ray.data.buffer import OptimizerSteps
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Credit, Float32, LogProbs, Rollouts, Values
 from verl_ray.profiling.phases import Timers
-from verl_ray.rewards.shaping import ResponseScores
+from verl_ray.rewards.shaping import ResponseScores, turn_weights
 from verl_ray.rollout.requests import Sampling
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker
@@ -214,6 +214,7 @@ class Learner:
             outputs.values,
             algorithm,
             kl_coefficient,
+            turn_weights(self.config),
             assignment=assignment,
         )
         return self._wait_for("adv", call)
@@ -357,7 +358,7 @@ class Learner:
 
         # The controller acts on what was measured in this step, from the next one on.
         divergence = measures.ReferenceDivergence.of(
-            credit, rollouts.row("response_length")
+            credit, rollouts.row("response_length"), rollouts.row("trajectory_id")
         )
         if divergence.responses:
             self.kl.update(divergence.per_response, divergence.responses)

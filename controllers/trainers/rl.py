@@ -44,10 +44,18 @@ from verl_ray.algorithms.reward_shaping import (
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.signals import pass_point_of_no_return
 from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.data.batch import Int64
 from verl_ray.data.buffer import Experience
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import Bool, Credit, Finish, Float32, Prompts, Rollouts
+from verl_ray.data.stages import (
+    Credit,
+    Finish,
+    Float32,
+    Prompts,
+    Rollouts,
+    last_rows,
+)
 from verl_ray.data.tokenizers import policy_tokenizer
 from verl_ray.profiling.memory import host_used_gib
 from verl_ray.profiling.phases import Timers, phase
@@ -124,7 +132,9 @@ class Trainer:
             # Groups of earlier steps may take the place of some.
             experience = self.supply.with_replayed(fresh, self.policy_version)
             rollouts = experience.rollouts
-            raw_scores = measures.response_scores(experience.scores)
+            # A trajectory of several rows is scored as a whole, on the last of them.
+            responses = experience.of_trajectories()
+            raw_scores = measures.response_scores(responses.scores)
 
             # Trainers return to the GPUs that they share with engines.
             with phase("switching to training"), self.timers("weight_sync/hand_back"):
@@ -133,11 +143,14 @@ class Trainer:
             with phase("computing log-probs"):
                 outputs = learner.compute_log_probs_and_values(number, rollouts)
 
-            aborted = rollouts.row("finish") == Finish.ABORTED
+            aborted = responses.rollouts.row("finish") == Finish.ABORTED
             scores = self.shaping.shape(raw_scores, aborted)
-            scores, of_shaping = with_shaping(self.config, scores, rollouts)
+            scores, of_shaping = with_shaping(
+                self.config, scores, responses.rollouts, experience.response_lengths
+            )
             with phase("assigning credit"), self.timers("adv"):
-                credit = learner.assign_credit(rollouts, scores, outputs)
+                on_rows = scores.on_rows(last_rows(rollouts.row("trajectory_id")))
+                credit = learner.assign_credit(rollouts, on_rows, outputs)
 
             # The update begins: from here on a stop waits for the end of the step.
             pass_point_of_no_return()
@@ -160,7 +173,7 @@ class Trainer:
         metrics |= scored_metrics(fresh, self.shaping, self.config.run.stall_s)
         metrics |= of_shaping
         if self.config.rollout.group_size > 1:
-            metrics |= measures.group_metrics(rollouts, scores, aborted)
+            metrics |= measures.group_metrics(responses.rollouts, scores, aborted)
         return metrics | self.step_metrics(rollouts, credit)
 
     @property
@@ -422,7 +435,10 @@ class ReinforcementTask(Task[RLConfig, Problems]):
 
 
 def with_shaping(
-    config: RLConfig, scores: ResponseScores, rollouts: Sharded[Rollouts]
+    config: RLConfig,
+    scores: ResponseScores,
+    rollouts: Sharded[Rollouts],
+    length: Int64,
 ) -> tuple[ResponseScores, Metrics]:
     """Return the rewards that shaping makes of scores, and means of what it adds.
 
@@ -433,20 +449,33 @@ def with_shaping(
     Args:
         config: Configuration of the run.
         scores: Normalised and weighted scores.
-        rollouts: Their responses, whole groups of them.
+        rollouts: Their responses, whole groups of them; of trajectories of several rows
+            the last one.
+        length: int64 [responses], sampled tokens of each.
     """
+    max_tokens = _most_tokens(config)
     valid = scores.ok & says_something(config.algorithm, rollouts.row("finish"))
     if config.algorithm.shaping is None:
         parts = length_rewards(
             config.algorithm,
             scores.as_graded,
             valid,
-            rollouts.row("response_length").astype(np.int64),
+            length,
             rollouts.row("group_id"),
-            config.rollout.max_response_tokens,
+            max_tokens,
         )
     else:
-        parts = {"shaping": (1.0, _own_addition(config, scores, valid, rollouts))}
+        responses = ScoredResponses(
+            score=scores.score,
+            group=rollouts.row("group_id"),
+            valid=valid,
+            trajectory=rollouts.row("trajectory_id"),
+            length=length,
+            truncated=rollouts.row("finish") == Finish.LENGTH,
+            parts=scores.parts,
+            max_tokens=max_tokens,
+        )
+        parts = {"shaping": (1.0, _own_addition(config, responses))}
     if not parts:
         return scores, {}
 
@@ -467,21 +496,17 @@ def with_shaping(
     return shaped, metrics
 
 
-def _own_addition(
-    config: RLConfig, scores: ResponseScores, valid: Bool, rollouts: Sharded[Rollouts]
-) -> Float32:
-    """Return what a user's own function adds to the scores, float32 [rows]."""
+def _most_tokens(config: RLConfig) -> int:
+    """Return how many tokens a response may have, or all turns of an episode."""
+    if config.episodes is None:
+        return config.rollout.max_response_tokens
+    return config.data.max_prompt_tokens + config.rollout.max_response_tokens
+
+
+def _own_addition(config: RLConfig, responses: ScoredResponses) -> Float32:
+    """Return what a user's own function adds to the scores, float32 [responses]."""
     algorithm = config.algorithm
     assert algorithm.shaping is not None
-    responses = ScoredResponses(
-        score=scores.score,
-        group=rollouts.row("group_id"),
-        valid=valid,
-        trajectory=rollouts.row("trajectory_id"),
-        length=rollouts.row("response_length").astype(np.int64),
-        truncated=rollouts.row("finish") == Finish.LENGTH,
-        parts=scores.parts,
-        max_tokens=config.rollout.max_response_tokens,
-    )
     shaped = OWN_SHAPINGS[algorithm.shaping].shape(algorithm, responses)
-    return np.where(valid, shaped - scores.score, 0).astype(np.float32)
+    added = np.where(responses.valid, shaped - responses.score, 0)
+    return added.astype(np.float32)

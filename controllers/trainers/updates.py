@@ -172,8 +172,8 @@ def cut_mini_batches(
     """Yield the rows of each optimizer step, and the global denominators of its loss.
 
     A trajectory is never cut: sizes count trajectories, which are shuffled where there
-    is more than one optimizer step. A mini-batch without a row to learn from is left
-    out: momentum alone would move the parameters.
+    is more than one optimizer step, see `shuffled_units`. A mini-batch without a row to
+    learn from is left out: momentum alone would move the parameters.
 
     Args:
         config: Configuration of the run.
@@ -203,8 +203,8 @@ def cut_mini_batches(
     for epoch in range(role.epochs):
         place = np.arange(count)
         if size < count or role.epochs > 1:
-            seed = [config.run.seed, batch.number, epoch]
-            place = np.argsort(np.random.default_rng(seed).permutation(count))
+            random = np.random.default_rng([config.run.seed, batch.number, epoch])
+            place = shuffled_places(shuffled_units(config, batch.rollouts), random)
         order = np.argsort(place[trajectory], kind="stable")
         step = place[trajectory][order] // size
 
@@ -223,6 +223,35 @@ def cut_mini_batches(
                 seed=(config.run.seed, batch.number, epoch, number * size),
             )
             yield rows, mini_batch
+
+
+def shuffled_units(config: RLConfig, rollouts: Sharded[Rollouts]) -> Int64:
+    """Return the unit that each trajectory is shuffled with, int64 [trajectories].
+
+    Of episodes it is the group. A group is then cut only where the size of mini-batches
+    is no multiple of its own. Single responses are shuffled one by one.
+    """
+    trajectories, first_row = np.unique(
+        rollouts.row("trajectory_id"), return_index=True
+    )
+    if config.episodes is None:
+        return trajectories
+    group: Int64 = rollouts.row("group_id")[first_row]
+    return group
+
+
+def shuffled_places(unit: Int64, random: np.random.Generator) -> Int64:
+    """Return the place of each item in a random order of the units, int64 [items].
+
+    The items of a unit stay adjacent, in their order.
+
+    Args:
+        unit: int64 [items], the unit of each item.
+        random: Where the order comes from.
+    """
+    units, number = np.unique(unit, return_inverse=True)
+    place_of_unit = np.argsort(random.permutation(len(units)))
+    return np.argsort(np.argsort(place_of_unit[number], kind="stable"))
 
 
 def whole_trajectories(

@@ -22,7 +22,15 @@ from verl_ray.agents.contract import End
 from verl_ray.algorithms.groups import fraction_without_spread
 from verl_ray.data.batch import Int64
 from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import Credit, Finish, Rollouts, Scores, Statistics
+from verl_ray.data.stages import (
+    Credit,
+    Finish,
+    Rollouts,
+    Scores,
+    Statistics,
+    last_rows,
+    sums_of_trajectories,
+)
 from verl_ray.ops.masked import Moments, explained_variance, whiten
 from verl_ray.rewards.health import health_metrics
 from verl_ray.rewards.shaping import ResponseScores, component
@@ -66,9 +74,12 @@ def rollout_metrics(
         max_prompt_tokens: Longest prompt that the configuration allows.
         rows_of_ranks: Row indices of each data-parallel rank of the actor.
     """
-    finish = rollouts.row("finish")
-    response_length = rollouts.row("response_length")
-    prompt_length = rollouts.row("prompt_length")
+    # A trajectory of several rows is one response to the prompt of its first row.
+    trajectory = rollouts.row("trajectory_id")
+    lasts = last_rows(trajectory)
+    finish = rollouts.row("finish")[lasts]
+    response_length = sums_of_trajectories(trajectory, rollouts.row("response_length"))
+    prompt_length = rollouts.row("prompt_length")[np.append(0, lasts + 1)[:-1]]
 
     # An aborted response is shorter than the policy would have made it.
     whole = finish != Finish.ABORTED
@@ -95,12 +106,11 @@ def _episode_metrics(rollouts: Sharded[Rollouts]) -> Metrics:
     """Return the turns of prompts and policy, and why episodes ended."""
     if "end" not in rollouts.columns:
         return spread("num_turns", np.full(len(rollouts), TURNS))
-    trajectory = rollouts.row("trajectory_id")
-    last_rows = np.flatnonzero(np.append(trajectory[1:] != trajectory[:-1], True))
-    ends = rollouts.row("end")[last_rows]
+    lasts = last_rows(rollouts.row("trajectory_id"))
+    ends = rollouts.row("end")[lasts]
     counts = np.bincount(ends, minlength=len(End)) / max(len(ends), 1)
     # Each turn of the policy answers a message, which counts as well.
-    metrics = spread("num_turns", TURNS * rollouts.row("num_turns")[last_rows])
+    metrics = spread("num_turns", TURNS * rollouts.row("num_turns")[lasts])
     metrics["episode/rows"] = len(rollouts) / max(len(ends), 1)
     return metrics | {
         f"episode/ends/{end}": float(share)
@@ -331,19 +341,28 @@ class ReferenceDivergence:
 
     @classmethod
     def of(
-        cls, credit: Sharded[Credit], response_length: npt.NDArray[np.int32]
+        cls,
+        credit: Sharded[Credit],
+        response_length: npt.NDArray[np.int32],
+        trajectory: Int64,
     ) -> ReferenceDivergence:
         """Return the divergence of a step.
 
-        Responses without tokens have no mean and are left out.
+        The rows of a trajectory are one response. Those without tokens have no mean and
+        are left out.
+
+        Args:
+            credit: Sums over the tokens of each row.
+            response_length: Tokens of each row, [rows].
+            trajectory: The trajectory of each row, [rows]; its rows are adjacent.
         """
         counted = credit.row("in_loss") & (response_length > 0)
-        # Sums over the tokens of each response.
-        kl = credit.row("kl")[counted].astype(np.float64)
-        if not len(kl):
+        rows_kl = credit.row("kl")[counted].astype(np.float64)
+        if not len(rows_kl):
             return cls(0, nan, nan, nan)
 
-        tokens = response_length[counted]
+        kl = sums_of_trajectories(trajectory[counted], rows_kl)
+        tokens = sums_of_trajectories(trajectory[counted], response_length[counted])
         per_response = float(kl.mean())
         per_token = float((kl / tokens).mean())
         bounded = float(credit.row("kl_bounded")[counted].sum() / tokens.sum())

@@ -483,6 +483,13 @@ def test_credit_does_not_depend_on_how_a_trajectory_is_cut(
             assert same == pytest.approx(column, abs=1e-6)
 
 
+def test_a_trajectory_is_positive_on_each_of_its_rows() -> None:
+    rows = rollouts_of([1] * 5, groups=[7] * 5)
+    rows = rows.replace(trajectory_id=np.array([1, 1, 2, 2, 3]))
+    found = rewarded(algorithm("grpo"), rows, [0.0, 2.0, 0.0, -1.0, float("nan")])
+    assert found.is_positive.tolist() == [True, True, False, False, False]
+
+
 def test_the_reward_of_a_turn_is_paid_where_it_was_earned() -> None:
     rows = rollouts_of([3, 2, 1]).replace(
         trajectory_id=np.array([5, 5, 6]),
@@ -507,6 +514,21 @@ def test_the_reward_of_a_turn_is_paid_where_it_was_earned() -> None:
         1.0, 0.5, 0.5, 0.5, 0.25, 0.0,
     ]  # fmt: skip
     assert credit.reward.tolist() == [0.5, 0.5, 0.0]
+
+    # A turn counts what the environment's score counts beside others: 0.6 of game. The
+    # rest of the reward of 1 is 1 - 0.6 * 0.75.
+    of_game = rows.replace(data_source=Ragged.of_texts(["game", "game", "other"]))
+    weighed = token_credit(
+        config, 0.0, of_game, rewards, None, None, None, {"game": 0.6, "default": 0.0}
+    )
+    assert weighed.advantages[rows.response_mask].tolist() == pytest.approx(
+        [1.0, 0.7, 0.7, 0.7, 0.55, 0.0]
+    )
+    # Of a score that no environment made, all is paid at the end.
+    at_end = token_credit(
+        config, 0.0, of_game, rewards, None, None, None, {"game": 0.0, "default": 1.0}
+    )
+    assert at_end.advantages[rows.response_mask].tolist() == [1.0] * 5 + [0.0]
 
     empty = np.zeros((0, 2))
     wrong = rows.replace(

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from controllers.compose.composition import compose
+from verl_ray.config.reward import MixedReward
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.rewards.health import ScoreHealth
-from verl_ray.rewards.shaping import ResponseScores, Shaping
+from verl_ray.rewards.shaping import ResponseScores, Shaping, turn_weights
 
 INPUTS = [
     "model.path=/m",
@@ -21,10 +22,14 @@ INPUTS = [
 ]
 
 
-def shaping(*changes: str) -> Shaping:
+def composed(*changes: str) -> RLConfig:
     config = compose("ppo", [*INPUTS, *changes])
     assert isinstance(config, RLConfig)
-    return Shaping(config)
+    return config
+
+
+def shaping(*changes: str) -> Shaping:
+    return Shaping(composed(*changes))
 
 
 def scored(*scores: float, failed: ScoreHealth = ScoreHealth.TIMEOUT) -> ResponseScores:
@@ -129,6 +134,35 @@ def test_components_are_weighted_and_one_that_fails_fails_the_response() -> None
     assert [weight for weight, _ in found.parts] == [2.0, 0.5]
     assert [values[:2].tolist() for _, values in found.parts] == [[1, 0], [3, -3]]
     assert found.as_graded[:2].tolist() == found.score[:2].tolist()
+
+
+def test_turns_weigh_what_the_score_of_their_episode_weighs() -> None:
+    """Of gsm8k an answer is compared, and all else is paid by an environment."""
+    functions = "{default: environment, gsm8k: gsm8k}"
+    episodes = ["agent.environments.default=game.py:Game"]
+    single = composed(*episodes, f"reward.functions={functions}")
+    assert turn_weights(single) == {"default": 1.0, "gsm8k": 0.0}
+
+    graders = {"game": single.reward, "form": composed().reward}
+    weights = {"game": 2.0, "form": 0.5}
+    mixed = MixedReward(kind="mixed", components=graders, weights=weights)
+    of_both = single.model_copy(update={"reward": mixed})
+    assert turn_weights(of_both) == {"default": 2.0, "gsm8k": 0.0}
+    normalised = [f"reward.functions={functions}", "reward.normalise=batch"]
+    assert turn_weights(composed(*episodes, *normalised)) == {"default": 0.0}
+
+
+def test_a_trajectory_is_scored_as_a_whole_on_its_last_row() -> None:
+    """Trajectories of 2, 1 and 3 rows, whose scores of 1, none and 3 have mean 2."""
+    one = shaping("reward.normalise=batch")
+    shaped = one.shape({"reward": scored(1.0, math.nan, 3.0)})
+    found = shaped.on_rows(np.array([1, 2, 5]))
+    np.testing.assert_allclose(found.score, [0, -1, math.nan, 0, 0, 1], rtol=1e-6)
+    assert found.ok.tolist() == [True, True, False, True, True, True]
+    np.testing.assert_array_equal(found.as_graded, [0, 1, math.nan, 0, 0, 3])
+    ((weight, part),) = found.parts
+    assert weight == 1 and part.tolist()[3:] == [0, 0, pytest.approx(1)]
+    assert shaped.on_rows(np.arange(3)) is shaped
 
 
 def test_scores_are_judged_as_they_were_graded() -> None:

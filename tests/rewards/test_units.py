@@ -101,9 +101,15 @@ def requests(
 
 def test_units_follow_what_functions_need() -> None:
     needs = {
-        "default": Needs("single", tokens=False, conversation=False),
-        "async": Needs("concurrent", tokens=False, conversation=False),
-        "batched": Needs("group", tokens=True, conversation=True),
+        "default": Needs(
+            "single", tokens=False, conversation=False, episode_messages=False
+        ),
+        "async": Needs(
+            "concurrent", tokens=False, conversation=False, episode_messages=False
+        ),
+        "batched": Needs(
+            "group", tokens=True, conversation=True, episode_messages=True
+        ),
     }
     items = [
         *requests("other", "a", "b"),

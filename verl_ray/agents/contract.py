@@ -43,6 +43,15 @@ class End(enum.StrEnum):
     ABORTED = "aborted"
 
 
+LIMITS = frozenset(
+    {
+        End.MAX_TURNS, End.MAX_TOKENS, End.MAX_TOOL_CALLS, End.CONTEXT_OVERFLOW,
+        End.MODEL_TIMEOUT, End.TOOL_TIMEOUT, End.TURN_TIMEOUT, End.EPISODE_TIMEOUT,
+    }
+)  # fmt: skip
+"""The ends by which a limit cuts an episode that would have gone on."""
+
+
 class Treatment(enum.StrEnum):
     """The fate of an episode that ended in some way."""
 

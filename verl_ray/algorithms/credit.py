@@ -9,7 +9,7 @@ reward, GAE) needs no other row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +26,8 @@ from verl_ray.algorithms.estimators import (
     RewardPart,
 )
 from verl_ray.algorithms.group_baselines import gradient_energy, tokens_of_rows
-from verl_ray.algorithms.groups import complete_trajectories
+from verl_ray.algorithms.groups import complete_trajectories, sums_on_rows
+from verl_ray.config.agent import DEFAULT
 from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.data.batch import Int64, offsets_of
 from verl_ray.data.stages import (
@@ -113,13 +114,16 @@ def response_rewards(
         advantage = estimator.function(reward, responses.group_id, rewarded, **settings)
 
     in_loss = _is_learned_from(algorithm, rewarded, responses)
+    # The grade of a trajectory stands on one of its rows.
+    grade = np.where(rewarded, score if graded is None else graded, 0)
+    is_positive = sums_on_rows(grade, responses.trajectory_id) > 0
     return RowRewards(
         offsets=np.zeros(len(reward) + 1, np.int64),
         reward=reward,
         advantage=advantage,
         in_loss=in_loss,
         is_member=rewarded,
-        is_positive=rewarded & ((score if graded is None else graded) > 0),
+        is_positive=is_positive,
     )
 
 
@@ -163,12 +167,14 @@ def token_credit(
     policy: LogProbs | None,
     reference: LogProbs | None,
     values: Values | None,
+    turn_weights: Mapping[str, float] | None = None,
 ) -> Credit:
     """Return the advantages of every response token, and returns if there is a critic.
 
     The response tokens of a trajectory are one sequence: the critic's next value and
     the discount go on from row to row. Its reward is paid once, at its last token, but
-    for `Rollouts.turn_rewards`, which are paid where they were earned. If the baseline
+    for `Rollouts.turn_rewards`, which are paid where they were earned, each times the
+    weight of its data source. So the sum of what is paid is the reward. If the baseline
     is per token and algorithm.kl.place is reward, every token also pays kl_coefficient
     times its divergence (arXiv:1909.08593, section 2.1). With a group baseline,
     `response_rewards` has charged the response as a whole.
@@ -182,6 +188,7 @@ def token_credit(
             the reward takes the sampler's then.
         reference: Log-probs of the reference, or None if there is no divergence.
         values: Values of the critic, or None if there is none.
+        turn_weights: See `verl_ray.rewards.shaping.turn_weights`; None for 1.
 
     Raises:
         DataError: Values or algorithm.kl.estimator are needed and are not there.
@@ -190,13 +197,9 @@ def token_credit(
     places = np.flatnonzero(rollouts.response_mask)
     offsets = offsets_of(rollouts.response_length)
     order = TimeOrder.of(rollouts)
-    divergence = np.zeros(len(places), np.float32)
-    is_penalty = algorithm.kl.place == "reward"
-    if reference is not None and (policy is not None or is_penalty):
-        divergence = _token_divergence(algorithm, places, rollouts, policy, reference)
-
+    divergence = _divergence_or_zeros(algorithm, places, rollouts, policy, reference)
     token_rewards = _token_rewards(
-        algorithm, kl_coefficient, rollouts, rewards, divergence, order
+        algorithm, kl_coefficient, rollouts, rewards, divergence, order, turn_weights
     )
     tokens = _estimate(
         algorithm, rollouts, rewards, token_rewards, values, policy, order
@@ -342,6 +345,20 @@ def _estimate(
     return _TokenCredit(order.of_rows(advantages))
 
 
+def _divergence_or_zeros(
+    algorithm: AlgorithmConfig,
+    places: Int64,
+    rollouts: Rollouts,
+    policy: LogProbs | None,
+    reference: LogProbs | None,
+) -> Float32:
+    """Return the divergence at these tokens; 0 where nobody needs it."""
+    is_penalty = algorithm.kl.place == "reward"
+    if reference is None or (policy is None and not is_penalty):
+        return np.zeros(len(places), np.float32)
+    return _token_divergence(algorithm, places, rollouts, policy, reference)
+
+
 def _token_divergence(
     algorithm: AlgorithmConfig,
     places: Int64,
@@ -387,6 +404,7 @@ def _token_rewards(
     rewards: RowRewards,
     divergence: Float32,
     order: TimeOrder,
+    turn_weights: Mapping[str, float] | None,
 ) -> Float32:
     """Return the reward of each response token, float32 [response tokens].
 
@@ -397,6 +415,7 @@ def _token_rewards(
         rewards: Their rewards.
         divergence: float32 [response tokens].
         order: The order of the tokens in time.
+        turn_weights: As in `token_credit`.
     """
     estimator = ADVANTAGES[algorithm.advantage]
     token_rewards = np.zeros(len(divergence), np.float32)
@@ -407,7 +426,7 @@ def _token_rewards(
     # The rest of each row's reward, once turns have theirs.
     rest = rewards.reward.astype(np.float64)
     if rollouts.turn_rewards is not None:
-        row, token, earned = _earned_in_turns(rollouts, rewards.is_member)
+        row, token, earned = _earned_in_turns(rollouts, rewards.is_member, turn_weights)
         np.add.at(token_rewards, token, earned.astype(np.float32))
         np.subtract.at(rest, row, earned)
 
@@ -422,7 +441,7 @@ def _token_rewards(
 
 
 def _earned_in_turns(
-    rollouts: Rollouts, is_member: Bool
+    rollouts: Rollouts, is_member: Bool, weights: Mapping[str, float] | None
 ) -> tuple[Int64, Int64, npt.NDArray[np.float64]]:
     """Return the rewards of turns: their rows, response tokens and amounts, [turns].
 
@@ -436,8 +455,14 @@ def _earned_in_turns(
     if not rollouts.response_mask[place].all():
         raise DataError("the reward of a turn stands at a token that was not sampled")
     number = np.cumsum(rollouts.response_mask) - 1
+    amount = earned.values[:, 1]
+    if weights is not None:
+        sources, source = np.unique(rollouts.data_source.texts(), return_inverse=True)
+        of_others = weights.get(DEFAULT, 0.0)
+        weight = np.array([weights.get(name, of_others) for name in sources.tolist()])
+        amount = amount * weight[source][row]
     counts = is_member[row]
-    return row[counts], number[place][counts], earned.values[counts, 1]
+    return row[counts], number[place][counts], amount[counts]
 
 
 def _bootstrap_values(

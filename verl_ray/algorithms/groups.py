@@ -182,6 +182,18 @@ def complete_trajectories(valid: Bool, trajectory: Int64 | None) -> Bool:
     return is_complete[number]
 
 
+def sums_on_rows(values: Float32, trajectory: Int64) -> Float64:
+    """Return for each row the sum over all rows of its trajectory, float64 [rows].
+
+    Args:
+        values: float32 [rows].
+        trajectory: Number of each row's trajectory, int64 [rows].
+    """
+    number, first_row = _number_trajectories(len(values), trajectory)
+    of_trajectories = _sums(values.astype(np.float64), number, len(first_row))
+    return of_trajectories[number]
+
+
 def fraction_without_spread(
     rewards: Float32, group: Int64, valid: Bool, trajectory: Int64 | None = None
 ) -> float:

@@ -13,7 +13,6 @@ from pydantic import Field
 
 from verl_ray.agents.contract import TREATMENTS, End, Treatment
 from verl_ray.algorithms.advantages import ADVANTAGES
-from verl_ray.algorithms.reward_shaping import LENGTH_REWARDS
 from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.config.paths import RewardFunction
 from verl_ray.config.reward import JudgeReward, ModelReward, SingleReward
@@ -95,7 +94,7 @@ def agent_problems(
 ) -> Iterator[Problem]:
     """Yield the problems of episodes, and of what is set for them without any."""
     yield from agent_settings_work(agent, overridden)
-    yield from episodes_are_not_shaped(agent, algorithm)
+    yield from episodes_are_not_greedy(agent, algorithm)
     yield from episodes_have_scores(agent, graders)
 
 
@@ -122,26 +121,11 @@ def agent_settings_work(
     )
 
 
-def episodes_are_not_shaped(
+def episodes_are_not_greedy(
     agent: AgentConfig, algorithm: AlgorithmConfig
 ) -> Iterator[Problem]:
-    """Yield a problem for each setting that shapes the scores of single rows."""
-    if not agent.is_used:
-        return
-    for name in (*LENGTH_REWARDS, "shaping"):
-        value = getattr(algorithm, name)
-        if value is not None:
-            rule = (
-                "it shapes the scores of single rows, and an episode may have several"
-            )
-            fix = "Set it to null; the environment pays what an episode is worth."
-            yield Problem(f"algorithm.{name}", value, rule, fix)
-    for name in ("dynamic_sampling", "replay", "positive_nll"):
-        value = getattr(algorithm, name)
-        if value is not None:
-            rule = "it compares scores of single rows, and an episode may have several"
-            yield Problem(f"algorithm.{name}", value, rule, "Set it to null.")
-    if ADVANTAGES[algorithm.advantage].reads_greedy:
+    """Yield a problem if the baseline is a greedy response, which is no episode."""
+    if agent.is_used and ADVANTAGES[algorithm.advantage].reads_greedy:
         rule = "its greedy response is a single one, and rollouts are episodes"
         yield Problem("algorithm.advantage", algorithm.advantage, rule, "Use rloo.")
 
@@ -164,7 +148,3 @@ def episodes_have_scores(
             rule = "it scores rows, and an episode may have several"
             fix = "Use reward=function, or a service."
             yield Problem(f"{key}.kind", grader.kind, rule, fix)
-        if agent.is_used and grader.normalise != "none":
-            rule = "an episode may have several rows, and its score stands on one"
-            fix = f"Set {key}.normalise=none."
-            yield Problem(f"{key}.normalise", grader.normalise, rule, fix)

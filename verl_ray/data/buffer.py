@@ -25,7 +25,7 @@ import numpy as np
 
 from verl_ray.data.batch import Int64
 from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import Rollouts, Scores
+from verl_ray.data.stages import Rollouts, Scores, last_rows, sums_of_trajectories
 from verl_ray.errors import DataError
 
 NO_VERSION = np.iinfo(np.int64).max
@@ -53,9 +53,15 @@ class Experience:
         It is this object where every trajectory has one row. The rows of one are
         adjacent.
         """
-        trajectory = self.rollouts.row("trajectory_id")
-        is_last = np.append(trajectory[1:] != trajectory[:-1], True)[: len(trajectory)]
-        return self if is_last.all() else self.select(np.flatnonzero(is_last))
+        rows = last_rows(self.rollouts.row("trajectory_id"))
+        return self if len(rows) == len(self.rollouts) else self.select(rows)
+
+    @property
+    def response_lengths(self) -> Int64:
+        """Response tokens of each trajectory, int64 [trajectories]."""
+        rollouts = self.rollouts
+        lengths = rollouts.row("response_length").astype(np.int64)
+        return sums_of_trajectories(rollouts.row("trajectory_id"), lengths)
 
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self | None:

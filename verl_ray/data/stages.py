@@ -73,11 +73,11 @@ Statistics = npt.NDArray[np.float64]
 class Finish(enum.IntEnum):
     """Why a response ended."""
 
-    # By itself: with an end-of-sequence token or a stop string.
+    # By itself: with an end-of-sequence token or a stop string, or as its episode did.
     STOP = 0
-    # Cut at rollout.max_response_tokens.
+    # Cut at rollout.max_response_tokens, or by a limit of its episode.
     LENGTH = 1
-    # Cut by an abort.
+    # Cut by an abort, or of an episode that is no member of its group.
     ABORTED = 2
 
 
@@ -128,7 +128,7 @@ class Rollouts(Rows):
     prompt_length: npt.NDArray[np.int32] = row(np.int32)
     # Tokens where response_mask is True.
     response_length: npt.NDArray[np.int32] = row(np.int32)
-    # A Finish.
+    # A Finish; that of the whole episode on each of its rows.
     finish: npt.NDArray[np.int8] = row(np.int8)
     # Log-probabilities at sampling, after temperature; 0 outside the mask.
     rollout_log_probs: Float32 = token(np.float32)
@@ -144,7 +144,7 @@ class Rollouts(Rows):
     data_source: Ragged = ragged(np.uint8)
     answer: Ragged = ragged(np.uint8)
     extra: Ragged = ragged(np.uint8)
-    # The next five are absent where rollouts are single responses. Number of the
+    # The next six are absent where rollouts are single responses. Number of the
     # episode's End, in the order of that enumeration.
     end: Int8 | None = row(np.int8, optional=True)
     # UTF-8: what failed in the episode; empty where nothing did.
@@ -153,9 +153,35 @@ class Rollouts(Rows):
     num_turns: npt.NDArray[np.int32] | None = row(np.int32, optional=True)
     # What the environment paid for the whole episode, on its last row; 0 on others.
     episode_score: Float32 | None = row(np.float32, optional=True)
+    # UTF-8 JSON: the conversation of the episode's last turn, itself and what the
+    # environment answered included, as messages; on its last row, empty on others.
+    episode_messages: Ragged | None = ragged(np.uint8, optional=True)
     # (last token of a turn, reward of the turn); those of an episode add up to its
     # score.
     turn_rewards: Ragged | None = ragged(np.float64, 2, optional=True)
+
+
+def last_rows(trajectory_id: Int64) -> Int64:
+    """Return the number of the last row of each trajectory, int64 [trajectories].
+
+    Args:
+        trajectory_id: int64 [rows]; the rows of one are adjacent, in the order of time.
+    """
+    is_last = np.append(trajectory_id[1:] != trajectory_id[:-1], True)
+    return np.flatnonzero(is_last[: len(trajectory_id)])
+
+
+def sums_of_trajectories(trajectory_id: Int64, values: Array) -> Array:
+    """Return the sum over the rows of each trajectory, [trajectories].
+
+    Args:
+        trajectory_id: As in `last_rows`.
+        values: [rows]; the sums have its dtype.
+    """
+    ends = last_rows(trajectory_id) + 1
+    starts = np.append(0, ends)[: len(ends)]
+    sums: Array = np.add.reduceat(values, starts, dtype=values.dtype)
+    return sums
 
 
 class RowVersions(TypedDict):

@@ -131,7 +131,13 @@ def try_rewards(
         if isinstance(config, RLConfig) and config.episodes is not None:
             requests = {
                 source: replace(
-                    request, episode_score=0.0, episode_end=End.COMPLETED.value
+                    request,
+                    episode_score=0.0,
+                    episode_end=End.COMPLETED.value,
+                    episode_messages=[
+                        {"role": "user", "content": request.prompt},
+                        {"role": "assistant", "content": request.response},
+                    ],
                 )
                 for source, request in requests.items()
             }
@@ -370,7 +376,10 @@ def pair_of(
         request: The request.
         tokenizer: Tokenizer of the policy; None where no function asks for tokens.
     """
-    empty = replace(request, response="", num_tokens=1)
+    # The last message of an episode is its response.
+    messages = [*request.episode_messages]
+    messages[-1:] = [{**message, "content": ""} for message in messages[-1:]]
+    empty = replace(request, response="", num_tokens=1, episode_messages=messages)
     if tokenizer is None:
         return request, empty
 
@@ -538,6 +547,8 @@ def _values(record: _Record) -> dict[str, object]:
         "response": "",
         "data_source": record.data_source,
         "episode_score": 0.0,
+        "episode_end": End.COMPLETED.value,
+        "episode_messages": [{"role": "assistant", "content": ""}],
         **answer,
     }
 

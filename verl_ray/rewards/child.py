@@ -43,7 +43,7 @@ from verl_ray.rewards.request import (
     read_message,
     scores_text,
 )
-from verl_ray.rewards.signatures import MissingValue, Style
+from verl_ray.rewards.signatures import OF_EPISODES, MissingValue, Style
 from verl_ray.rewards.specs import LoadedFunction, load
 from verl_ray.user_files import short_traceback
 
@@ -111,6 +111,7 @@ def _needs_of(loaded: LoadedFunction) -> Needs:
         unit="group" if is_batched else unit,
         tokens=is_batched and signature.names("completion_ids"),
         conversation=is_batched,
+        episode_messages=is_batched or signature.names("episode_messages"),
     )
 
 
@@ -267,8 +268,7 @@ def response_values(request: ScoreRequest) -> dict[str, object]:
         values["ground_truth"] = request.answer
 
     if request.episode_score is not None:
-        values["episode_score"] = request.episode_score
-        values["episode_end"] = request.episode_end
+        values |= {name: getattr(request, name) for name in OF_EPISODES}
 
     # In verl's files it may be any value; the answer is its text.
     reward_model = request.extra.get("reward_model")
@@ -319,6 +319,11 @@ def group_values(requests: Sequence[ScoreRequest], log: GroupLog) -> dict[str, o
         "finish_reason": [request.finish_reason for request in requests],
         "step": requests[0].step,
     }
+    if all(request.episode_score is not None for request in requests):
+        of_responses |= {
+            name: [getattr(request, name) for request in requests]
+            for name in OF_EPISODES
+        }
     # A column of such a name is what a function for TRL means.
     return (
         of_responses
@@ -336,7 +341,17 @@ def group_values(requests: Sequence[ScoreRequest], log: GroupLog) -> dict[str, o
 
 
 def _completion(request: ScoreRequest) -> object:
-    """Return a response in the form of its prompt: a text or messages."""
+    """Return a response in the form of its prompt: a text or messages.
+
+    Messages of an episode are those from the policy's first turn on.
+    """
     if isinstance(request.conversation, str):
         return request.response
+    if request.episode_messages:
+        messages = request.episode_messages
+        turns = [n for n, each in enumerate(messages) if each["role"] == "assistant"]
+        examples = [
+            each for each in request.conversation if each["role"] == "assistant"
+        ]
+        return messages[turns[min(len(examples), len(turns) - 1)] :] if turns else []
     return [{"role": "assistant", "content": request.response}]

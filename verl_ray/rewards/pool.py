@@ -481,11 +481,7 @@ class Unit:
         Args:
             requests: The requests of the call.
         """
-        tokens, conversation = self.needs.tokens, self.needs.conversation
-        return [
-            requests[item].row(tokens=tokens, conversation=conversation)
-            for item in self.items
-        ]
+        return [requests[item].row(self.needs) for item in self.items]
 
 
 def units_of(

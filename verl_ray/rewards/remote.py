@@ -6,8 +6,9 @@ Every entry of a reply is a score or a typed failure, and no reply raises. Each 
 has its own limits, and is not for several callers at once.
 
 A request is POST {"items": [{"prompt", "response", "answer", "data_source", "extra"},
-...]}; the answer is null where the record has none. Its reply is {"scores": [number or
-null, ...]} with one entry per item, in order; null declines to score an item.
+...]}; the answer is null where the record has none. An item about an episode also has
+"episode_score", "episode_end" and "episode_messages". The reply is {"scores": [number
+or null, ...]} with one entry per item, in order; null declines to score an item.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from verl_ray.errors import ConfigError, DataError, Problem, RewardError
 from verl_ray.profiling.progress import advance
 from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rewards.request import ScoreRequest
+from verl_ray.rewards.signatures import OF_EPISODES
 
 if TYPE_CHECKING:
     import httpx
@@ -472,6 +474,7 @@ class RequestBatch:
                 "answer": request.answer,
                 "data_source": request.data_source,
                 "extra": request.extra,
+                **_of_episode(request),
             }
             for request in requests
         ]
@@ -483,6 +486,13 @@ class RequestBatch:
                 expected="plain values",
             ) from None
         return RequestBatch(body, len(items))
+
+
+def _of_episode(request: ScoreRequest) -> dict[str, object]:
+    """Return what is sent of an episode besides; nothing where there is none."""
+    if request.episode_score is None:
+        return {}
+    return {name: getattr(request, name) for name in OF_EPISODES}
 
 
 # ------------------------------------------------------------------------------ replies

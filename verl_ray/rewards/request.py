@@ -35,7 +35,7 @@ class ScoreRequest:
     """One response to score, and what is known about it."""
 
     response: str
-    """The decoded response, without special tokens."""
+    """The decoded response, without special tokens; of an episode the last turn."""
     answer: str | None
     """The record's answer; None where it has none."""
     prompt: str
@@ -48,9 +48,11 @@ class ScoreRequest:
     scoring process.
     """
     num_tokens: int = 0
-    """Tokens of the response, the end token included."""
+    """Tokens of the response, the end token included; of an episode those of all of its
+    turns."""
     finish_reason: str = "stop"
-    """Why the response ended: stop, length or aborted."""
+    """Why the response ended: stop, length or aborted; for an episode length says that
+    a limit has ended it."""
     step: int = 0
     """The training step that is made; in an evaluation the last step of the policy."""
     group: int = 0
@@ -66,13 +68,15 @@ class ScoreRequest:
     """What the environment paid; None where the response is no episode."""
     episode_end: str = ""
     """Why the episode ended; empty where the response is none."""
+    episode_messages: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """The conversation of the episode's last turn, itself and what the environment
+    answered included; empty where no function needs it."""
 
-    def row(self, *, tokens: bool, conversation: bool) -> RequestRow:
+    def row(self, needs: Needs) -> RequestRow:
         """Return what `ScoreRequest(*row)` is made of again.
 
         Args:
-            tokens: Whether `tokens` are part of it, and not left empty.
-            conversation: Whether `conversation` is part of it, and not left empty.
+            needs: Which of the costly values are part of it, and not left empty.
         """
         return (
             self.response,
@@ -84,11 +88,12 @@ class ScoreRequest:
             self.finish_reason,
             self.step,
             self.group,
-            self.tokens if tokens else [],
-            self.conversation if conversation else "",
+            self.tokens if needs.tokens else [],
+            self.conversation if needs.conversation else "",
             self.is_held_out,
             self.episode_score,
             self.episode_end,
+            self.episode_messages if needs.episode_messages else [],
         )
 
 
@@ -133,6 +138,8 @@ class Needs(NamedTuple):
     """Whether it needs the token ids of responses."""
     conversation: bool
     """Whether it needs the prompt as the data set has it."""
+    episode_messages: bool
+    """Whether it needs the conversation of an episode."""
 
 
 def frame(kind: int, time_s: float, text: str) -> bytes:

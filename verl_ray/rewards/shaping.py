@@ -10,18 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from verl_ray.config.agent import DEFAULT, ENVIRONMENT
 from verl_ray.config.reward import MixedReward, SingleReward
 from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.data.batch import Int64
 from verl_ray.data.stages import Float32
 from verl_ray.ops.masked import Moments, whiten
 from verl_ray.rewards.health import ScoreHealth
 
 Healths = npt.NDArray[np.int8]
+
+Number = TypeVar("Number", bound=np.generic)
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,18 +54,36 @@ class ResponseScores:
         """The scores by which a response is right: those above 0, float32 [rows]."""
         return self.score if self.graded is None else self.graded
 
+    def on_rows(self, rows: Int64) -> ResponseScores:
+        """Return scores that stand on these rows, and 0 on all others up to the last.
+
+        Args:
+            rows: The row of each response, ascending, int64 [responses].
+        """
+        num_rows = int(rows.max(initial=-1)) + 1
+        if len(rows) == num_rows:
+            return self
+
+        def spread(values: npt.NDArray[Number]) -> npt.NDArray[Number]:
+            column = np.zeros(num_rows, values.dtype)
+            column[rows] = values
+            return column
+
+        return replace(
+            self,
+            score=spread(self.score),
+            health=spread(self.health),
+            parts=tuple((weight, spread(values)) for weight, values in self.parts),
+            graded=None if self.graded is None else spread(self.graded),
+        )
+
 
 class Shaping:
     """Rule of a run that turns the scores of its graders into rewards."""
 
     def __init__(self, config: RLConfig) -> None:
         self._graders = config.graders
-        weights: Mapping[str, float] = {}
-        if isinstance(config.reward, MixedReward):
-            weights = config.reward.weights
-        self._weights = {
-            role: weights.get(component(role), 1.0) for role in self._graders
-        }
+        self._weights = _weights(config)
         self._moments = dict.fromkeys(self._graders, Moments(0, 0, 0))
 
     def shape(
@@ -142,6 +164,38 @@ class Shaping:
         if grader.clip is None:
             return score
         return np.clip(score, -grader.clip, grader.clip)
+
+
+def turn_weights(config: RLConfig) -> dict[str, float]:
+    """Return what the rewards of turns count in the reward, by data source.
+
+    The graders that take the score of the episode, the sum of these rewards, say so by
+    their weights. Of a score that any other function makes, or of a normalised one,
+    nobody knows which turn earned it.
+    """
+    weights = _weights(config)
+    functions = {
+        role: grader.named_functions or {}
+        for role, grader in config.graders.items()
+        if grader.normalise == "none"
+    }
+    sources = {DEFAULT}.union(*functions.values())
+    return {
+        source: sum(
+            weights[role]
+            for role, of_sources in functions.items()
+            if of_sources.get(source, of_sources.get(DEFAULT)) == ENVIRONMENT
+        )
+        for source in sources
+    }
+
+
+def _weights(config: RLConfig) -> dict[str, float]:
+    """Return the weight of each grader, by its role."""
+    weights: Mapping[str, float] = {}
+    if isinstance(config.reward, MixedReward):
+        weights = config.reward.weights
+    return {role: weights.get(component(role), 1.0) for role in config.graders}
 
 
 def component(role: str) -> str:

@@ -7,7 +7,8 @@ A function is written in one of three styles. Its parameters tell which:
 | ours  | none of the names below           | one response: `response`, `answer`,      |
 |       |                                   | `prompt`, `data_source`, `extra`,        |
 |       |                                   | `num_tokens`, `finish_reason`, `step`,   |
-|       |                                   | `episode_score`, `episode_end`           |
+|       |                                   | `episode_score`, `episode_end`,          |
+|       |                                   | `episode_messages`                       |
 | verl  | `solution_str`                    | one response: `data_source`,             |
 |       |                                   | `solution_str`, `ground_truth`,          |
 |       |                                   | `extra_info`, and those above            |
@@ -18,7 +19,8 @@ A function is written in one of three styles. Its parameters tell which:
 |       |                                   | and `trainer_state` with its             |
 |       |                                   | `global_step`, `log_extra(column,        |
 |       |                                   | values)`, `log_metric(name, value)`;     |
-|       |                                   | `num_tokens`, `finish_reason`, `step`    |
+|       |                                   | `num_tokens`, `finish_reason`, `step`,   |
+|       |                                   | and the three of episodes                |
 
 Invariant: a function gets the values that its signature names and no others; `**kwargs`
 gets all of its style (of verl's, the four). A parameter before `/` of another name is
@@ -47,6 +49,7 @@ OURS = (
     "step",
     "episode_score",
     "episode_end",
+    "episode_messages",
 )
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 TRL = (
@@ -58,7 +61,7 @@ TRL = (
     "log_metric",
 )
 OF_RESPONSES = ("num_tokens", "finish_reason", "step")
-OF_EPISODES = ("episode_score", "episode_end")
+OF_EPISODES = ("episode_score", "episode_end", "episode_messages")
 """Values that episodes alone have."""
 GIVEN = frozenset({*OURS, *VERL, *TRL})
 """Names of all values that a reward function gets in some style."""

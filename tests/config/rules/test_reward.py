@@ -50,20 +50,6 @@ CASES = [
     ),
     Case(
         "agent_problems",
-        f"{EPISODES} reward.normalise=batch",
-        "reward.normalise",
-        "its score stands on one",
-        "reward.normalise=none",
-    ),
-    Case(
-        "agent_problems",
-        f"{EPISODES} algorithm.brevity=0.1",
-        "algorithm.brevity",
-        "an episode may have several",
-        "the environment pays",
-    ),
-    Case(
-        "agent_problems",
         f"{EPISODES} algorithm=remax",
         "algorithm.advantage",
         "its greedy response is a single one",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from controllers.rollouts.graders import FailureHistory, ScoreFailures
 from controllers.rollouts.producer import Producer
 from controllers.system.plan import plan_processes, resolve_on
 from controllers.trainers.rl import Trainer
@@ -15,16 +17,18 @@ from controllers.watch.entries import read_entries
 from tests.controllers import grader
 from tests.controllers.conftest import MakeTrainer
 from tests.controllers.runs import GRADER, SHAPE, Inputs, produced
+from tests.rows import rollouts_of
 from verl_ray.cluster.launch import start_groups
-from verl_ray.cluster.waiting import TICK_S, read
+from verl_ray.cluster.waiting import TICK_S, put, read
 from verl_ray.data.batch import Ragged
 from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.data.stages import Finish, Prompts, Rollouts
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import RewardError
 from verl_ray.profiling.phases import Timers
-from verl_ray.rewards.health import ScoreHealth
+from verl_ray.rewards.health import Score, ScoreHealth
 from workers.actor import ActorWorker
+from workers.reward import scores_of
 from workers.rollout import Generation
 
 pytestmark = [pytest.mark.cluster, pytest.mark.vllm]
@@ -77,6 +81,18 @@ def test_a_batch_has_one_limit_of_failed_scores_over_restarts(
     other = trainer("ppo", "reward.max_failed_fraction=0.2")
     other.producer.load_state(producer.state())
     assert other.producer.state() == producer.state()
+
+    # An episode of two rows is one response. One that has failed has no tokens, and
+    # counts; that of a prompt that was given up had no grader.
+    rows = rollouts_of([2, 1, 0, 0], groups=[2, 2, 2, 3])
+    rows = rows.replace(trajectory_id=np.array([8, 8, 9, 12]))
+    ok, wrong = Score(1.0, ScoreHealth.OK), Score(math.nan, ScoreHealth.EXCEPTION)
+    scores = {"reward": put(scores_of([ok, ok, wrong, wrong]))}
+    earlier = Experience(put(rows), scores).of_trajectories()
+    failures = ScoreFailures({"reward": 0.5}, 3, FailureHistory(), 60)
+    failures.add_earlier(earlier, given_up={3})
+    with pytest.raises(RewardError, match=r"2 of the first 3 .* \(exception 2\)"):
+        failures.add(earlier.select([1]))
 
     # By itself the group is above the limit.
     alone = RolloutBuffer(4, staleness=0)

@@ -46,6 +46,7 @@ def batch(
     spans = Ragged.of_rows([np.array([[2, version]])] * rows, np.int64)
     rollouts = rollouts_of([2] * rows, groups=ordinals.tolist()).replace(
         row_id=2 * ordinals + np.arange(rows) % 2,
+        trajectory_id=2 * ordinals + np.arange(rows) % 2,
         version_spans=spans,
         **versions_of(spans),
     )
@@ -60,6 +61,30 @@ def ordinals_of(groups: Experience | None) -> list[int]:
     if groups is None:
         return []
     return np.unique(groups.rollouts.row("group_id")).tolist()
+
+
+def test_a_trajectory_of_two_rows_has_one_score() -> None:
+    """Its first row has a score of 0, which makes no spread."""
+    replay = Replay(config())
+    replay.exchange(_of_two_rows({0: (1, 0), 1: (1, 0.75)}, 0), 0)
+    assert ordinals_of(replay.groups) == [0, 1]
+    exchanged = replay.exchange(_of_two_rows({2: (1, 1), 3: (0.5, 0)}, 1), 1)
+    assert (exchanged.replaced.tolist(), exchanged.replayed.tolist()) == ([2], [0])
+    assert len(exchanged.groups.rollouts) == 8
+    # The spreads are 0.125 and 0.25.
+    assert ordinals_of(replay.groups) == [1, 3]
+
+
+def _of_two_rows(groups: dict[int, tuple[float, float]], version: int) -> Experience:
+    """The rows of `batch`, each behind another one of the same trajectory."""
+    whole = batch(groups, version)
+    twice = whole.select(np.repeat(np.arange(len(whole.rollouts)), 2))
+    is_first = np.arange(len(twice.rollouts)) % 2 == 0
+    score = twice.scores["reward"].row("score")
+    score[is_first] = 0
+    row_id = twice.rollouts.row("row_id")
+    row_id[:] = 2 * row_id + ~is_first
+    return twice
 
 
 def test_the_largest_spread_first_and_each_group_once() -> None:

@@ -48,7 +48,8 @@ def test_a_policy_learns_from_episodes(
     cluster: Session, inputs: Inputs, tmp_path: Path
 ) -> None:
     before, *steps = train(
-        cluster, inputs, tmp_path / "run", "TwoTurns", "run.total_steps=4", "run.evaluate_every=4"
+        cluster, inputs, tmp_path / "run", "TwoTurns", "run.total_steps=4", "run.evaluate_every=4",
+        "algorithm.dynamic_sampling=20",
     )  # fmt: skip
     core = "val-core/arithmetic/reward/mean@1"
     assert before[core] < 1 < steps[-1][core] <= 12 / 8
@@ -56,6 +57,9 @@ def test_a_policy_learns_from_episodes(
         assert metrics["num_turns/mean"] == 4 and metrics["episode/ends/completed"] == 1
         # A turn that is cut by its length begins a row.
         assert 1 < metrics["episode/rows"] <= 2
+        # No episode ends by a limit, and groups whose scores are equal are drawn again.
+        assert metrics["response_length/clip_ratio"] == 0
+        assert metrics["frac_reward_zero_std"] == 0
         assert metrics["critic/rewards/mean"] == pytest.approx(
             metrics["critic/score/mean"], rel=1e-5
         )

@@ -35,7 +35,8 @@ def shaped(
 ) -> tuple[ResponseScores, Metrics]:
     values = np.array(score, np.float32)
     scores = ResponseScores(values, np.zeros(len(score), np.int8), parts=((1.0, values),))  # fmt: skip
-    return with_shaping(config, scores, Sharded.stored(None, Receipt.of(rows)))
+    length = rows.response_length.astype(np.int64)
+    return with_shaping(config, scores, Sharded.stored(None, Receipt.of(rows)), length)
 
 
 def rewarded(config: RLConfig, scores: ResponseScores, rows: Rollouts) -> RowRewards:
@@ -124,11 +125,17 @@ def test_what_is_right_is_judged_by_the_scores_of_the_graders() -> None:
     ):
         graded = ResponseScores(np.array(raw, np.float32), np.zeros(4, np.int8))
         scores = Shaping(settings).shape({"reward": graded})
-        scores, _ = with_shaping(settings, scores, Sharded.stored(None, Receipt.of(rows)))  # fmt: skip
+        length = rows.response_length.astype(np.int64)
+        scores, _ = with_shaping(settings, scores, Sharded.stored(None, Receipt.of(rows)), length)  # fmt: skip
         assert scores.score == pytest.approx(expected)
         assert rewarded(settings, scores, rows).is_positive.tolist() == positive
 
+    # All turns of an episode have as many tokens as a row: with 10 of a prompt, 10 of a
+    # response end before the last fifth.
+    world = ["agent.environments.default=my_env.py:Game", "data.max_prompt_tokens=10"]
     at_limit = rollouts_of([10, 2], groups=[0, 0])
+    settings = config("vapo", "algorithm.overlong_share=0.2", *world)
+    assert shaped(settings, [1, 0], at_limit)[0].score.tolist() == [1, 0]
     settings = config("vapo", "algorithm.overlong_share=0.2")
     scores, _ = shaped(settings, [1, 0], at_limit)
     assert scores.score.tolist() == [0, 0]

@@ -14,6 +14,7 @@ from controllers.trainers.updates import (
     ModelOutputs,
     assignment_of_units,
     cut_mini_batches,
+    shuffled_places,
 )
 from tests.algorithms.test_normalised_weights import credit_of
 from tests.rows import rollouts_of
@@ -34,7 +35,9 @@ def held(batch: Batch) -> Sharded[Any]:
 def steps(*changes: str, left_out: int | None = None) -> list[tuple[Int64, MiniBatch]]:
     config = compose("quickstart", ["algorithm=gspo", *changes])
     assert isinstance(config, RLConfig)
-    rows = rollouts_of(LENGTHS).replace(trajectory_id=np.array(TRAJECTORIES))
+    groups = [each % 2 for each in TRAJECTORIES]
+    rows = rollouts_of(LENGTHS, groups=groups)
+    rows = rows.replace(trajectory_id=np.array(TRAJECTORIES))
     credit = credit_of(rows, [each != left_out for each in TRAJECTORIES])
     outputs = ModelOutputs(None, None, None)
     batch = LearnerBatch(3, held(rows), held(credit), outputs)
@@ -57,6 +60,34 @@ def test_optimizer_steps_are_cut_between_trajectories(judged: str) -> None:
     assert [mini_batch.seed[2:] for _, mini_batch in cut] == [
         (0, 0), (0, 2), (1, 0), (1, 2),
     ]  # fmt: skip
+
+
+def test_optimizer_steps_of_episodes_are_cut_between_groups() -> None:
+    """Groups of 3, 2, 3 and 4 trajectories, in two epochs."""
+    group = np.repeat([9, 4, 7, 8], [3, 2, 3, 4])
+    places = shuffled_places(group, np.random.default_rng(1))
+    assert sorted(places.tolist()) == list(range(12))
+    for unit in (9, 4, 7, 8):
+        assert np.diff(places[group == unit]).tolist() == [1] * (sum(group == unit) - 1)
+    # Where each item is a unit, the order is that of a permutation of the items.
+    alone = shuffled_places(np.arange(12), np.random.default_rng(1))
+    order = np.random.default_rng(1).permutation(12)
+    assert np.argsort(alone).tolist() == order.tolist()
+
+    # Trajectories 1 and 3 are of one group, 2 and 4 of the other.
+    episodes = "agent.environments.default=my_env.py:Game"
+    changes = ("actor.mini_batch_size=2", "actor.epochs=8")
+    of_groups = {
+        tuple(sorted({TRAJECTORIES[row] for row in rows}))
+        for rows, _ in steps(*changes, episodes)
+    }
+    assert of_groups == {(1, 3), (2, 4)}
+    # Single responses are shuffled one by one.
+    pairs = {
+        tuple(sorted({TRAJECTORIES[row] for row in rows}))
+        for rows, _ in steps(*changes)
+    }
+    assert len(pairs) > 2
 
 
 def test_what_is_not_learned_from_is_no_sequence() -> None:

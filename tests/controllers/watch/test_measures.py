@@ -223,9 +223,8 @@ def test_the_kl_penalty_is_per_token() -> None:
         reward=nothing, kl=np.array([1.0, 0.25, 0.0, math.nan], np.float32),
         kl_bounded=np.array([1, 0, 0, 3]), is_positive=nothing > 0, advantage_statistics=np.zeros((4, 4)),
     )  # fmt: skip
-    charge = measures.ReferenceDivergence.of(
-        held(credit), np.array([2, 1, 0, 3], np.int32)
-    )
+    lengths = np.array([2, 1, 0, 3], np.int32)
+    charge = measures.ReferenceDivergence.of(held(credit), lengths, np.arange(4))
     assert charge.metrics(0.5) == {
         "actor/reward_kl_penalty": (0.5 + 0.25) / 2, "actor/reward_kl_per_response": (1.0 + 0.25) / 2,
         "actor/reward_kl_penalty_coeff": 0.5,
@@ -233,10 +232,16 @@ def test_the_kl_penalty_is_per_token() -> None:
         "actor/kl_clipfrac": 1 / 3,
     }  # fmt: skip
     assert charge.responses == 2
-    assert (
-        measures.ReferenceDivergence.of(held(credit), np.zeros(4, np.int32)).responses
-        == 0
+    # Of one trajectory they are one response, as if it had not been cut.
+    whole = measures.ReferenceDivergence.of(
+        held(credit), lengths, np.array([5, 5, 5, 6])
     )
+    assert (whole.responses, whole.per_response, whole.bounded) == (1, 1.25, 1 / 3)
+    assert whole.per_token == pytest.approx(1.25 / 3)
+    nothing_sampled = np.zeros(4, np.int32)
+    assert not measures.ReferenceDivergence.of(
+        held(credit), nothing_sampled, np.arange(4)
+    ).responses
 
 
 def test_updates_are_averaged_over_tokens_and_norms_over_steps() -> None:

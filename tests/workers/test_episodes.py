@@ -1,0 +1,148 @@
+"""Episodes as rows of a batch, and what is asked of their ends."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from controllers.watch import measures
+from tests.algorithms.test_credit import algorithm, rewarded
+from tests.controllers.watch.test_measures import held
+from tests.rows import rewards_of, values_of
+from tests.workers.test_rollout import prompts
+from verl_ray.agents.contract import TREATMENTS, End, Episode, EpisodeRow
+from verl_ray.algorithms.credit import token_credit
+from verl_ray.data.stages import Finish, Rollouts
+from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
+from verl_ray.rewards.child import GroupLog, group_values, response_values
+from verl_ray.rewards.remote import RequestBatch
+from verl_ray.rewards.request import ScoreRequest
+from verl_ray.rewards.signatures import signature_of
+from workers.episodes import MOST_ROWS, episode_rollouts
+from workers.reward import requests_of, scores_without_grader
+
+
+def row_of(context: int, sampled: int, *, reward: float, finish: str) -> EpisodeRow:
+    """A row of one turn."""
+    count = context + sampled
+    mask = [False] * context + [True] * sampled
+    paid = [(count - 1, reward)]
+    return EpisodeRow(
+        [1] * count, mask, [0.0] * count, [(context, 4)], paid, finish=finish
+    )
+
+
+def rows_of(*episodes: Episode) -> Rollouts:
+    """The rows of episodes 6 and on, all about the first prompt."""
+    numbered = list(enumerate(episodes, start=6))
+    prompt_of = dict.fromkeys(range(6, 6 + len(episodes)), 0)
+    return episode_rollouts(prompts(), prompt_of, numbered, TREATMENTS)
+
+
+MESSAGES = [
+    {"role": "user", "content": "1+"},
+    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "ask"}}]},
+    {"role": "tool", "content": "2"},
+    {"role": "assistant", "content": "3"},
+    {"role": "user", "content": "right"},
+]
+
+
+def two_rows(end: End) -> Episode:
+    """An episode of two rows, whose turns were cut by agent.max_turn_tokens."""
+    rows = [
+        row_of(2, 2, reward=0.5, finish="length"),
+        row_of(3, 1, reward=0.5, finish="length"),
+    ]
+    return Episode(rows, end, 1.0, num_turns=2, messages=MESSAGES)
+
+
+def test_an_episode_is_cut_by_what_ends_it_and_not_by_what_ends_a_turn() -> None:
+    rows = rows_of(
+        two_rows(End.MAX_TURNS), two_rows(End.COMPLETED), two_rows(End.TOOL_TIMEOUT)
+    )
+    assert rows.trajectory_id.tolist() == [6, 6, 7, 7, 8]
+    assert rows.row_id.tolist() == [
+        6 * MOST_ROWS, 6 * MOST_ROWS + 1, 7 * MOST_ROWS, 7 * MOST_ROWS + 1, 8 * MOST_ROWS
+    ]  # fmt: skip
+    cut, stop = Finish.LENGTH, Finish.STOP
+    assert rows.finish.tolist() == [cut, cut, stop, stop, Finish.ABORTED]
+    assert rows.episode_score is not None
+    assert rows.episode_score.tolist() == [0, 1, 0, 1, 1]
+
+    # So does what is left out of the loss, and of the groups.
+    score = [0.0, 4.0, 0.0, 2.0, float("nan")]
+    for truncated, learned, advantage in (
+        ("score", [1, 1, 1, 1, 0], [1, 1, -1, -1, 0]),
+        ("mask", [0, 0, 1, 1, 0], [1, 1, -1, -1, 0]),
+        ("drop", [0, 0, 1, 1, 0], [0, 0, 0, 0, 0]),
+    ):
+        found = rewarded(algorithm("dr_grpo", truncated=truncated), rows, score)
+        assert found.in_loss.tolist() == learned
+        assert found.advantage.tolist() == advantage
+
+    # The value behind the last row of what was cut is what the rest is worth.
+    values = values_of(rows, [0.0] * 6, [8.0, 4.0, 8.0, 4.0, 8.0])
+    bootstrapped = algorithm("gae", gamma=1.0, lam=1.0, truncated="bootstrap")
+    paid = rewards_of([0.0, 1.0, 0.0, 1.0, 0.0])
+    credit = token_credit(bootstrapped, 0.0, rows, paid, None, None, values)
+    # Each turn pays 0.5.
+    assert credit.advantages[rows.response_mask].tolist() == [5, 5, 4.5, 1, 1, 0.5]
+
+
+def test_lengths_and_ends_are_those_of_episodes() -> None:
+    rows = rows_of(two_rows(End.MAX_TURNS), two_rows(End.COMPLETED))
+    found = measures.rollout_metrics(held(rows), 2, [np.arange(4)])
+    assert found["response_length/mean"] == found["response_length/min"] == 3
+    assert found["response_length/clip_ratio"] == 0.5
+    # Other rows begin with what the environment said, too.
+    assert found["prompt_length/max"] == 2
+    assert found["episode/rows"] == 2 and found["num_turns/mean"] == 4
+
+
+def test_graders_see_the_whole_conversation_of_an_episode(tmp_path: Path) -> None:
+    character_tokenizer(tmp_path, "0123456789+=")
+    turns = [
+        row_of(2, 2, reward=0.0, finish="stop"),
+        EpisodeRow(
+            tokens=[1, 2, 3, 4, 5, 6, 7],
+            mask=[False, False, True, True, False, True, True],
+            log_probs=[0.0] * 7,
+            versions=[(2, 0)],
+            rewards=[(3, 0.0), (6, 1.0)],
+        ),
+    ]
+    episode = Episode(turns, End.MAX_TURNS, 1.0, messages=MESSAGES)
+    rows = rows_of(episode, two_rows(End.ENVIRONMENT_FAILED))
+    # An episode is scored once, on its last row; a failed one has no grader.
+    known = scores_without_grader(rows)
+    assert {row: score.health.name for row, score in known.items()} == {
+        0: "OK", 2: "EXCEPTION",
+    }  # fmt: skip
+    assert known[0].value == 0
+
+    seen = requests_of(rows, 3, load_tokenizer(str(tmp_path)))[1]
+    # The response is the last turn, and all turns have 2 + 2 + 2 tokens.
+    assert (seen.response, seen.tokens, seen.num_tokens) == ("3", [6, 7], 6)
+    assert (seen.finish_reason, seen.episode_end) == ("length", "max_turns")
+    assert seen.episode_score == 1 and seen.episode_messages == MESSAGES
+    assert (seen.prompt, seen.conversation) == ("p", "p")
+
+    def ends(response: str, episode_messages: list[dict[str, str]]) -> str:
+        return response + episode_messages[-1]["content"]
+
+    _, named = signature_of(ends).bind(response_values(seen))
+    assert ends(**named) == "3right"  # type: ignore[arg-type]
+    # Where prompts are messages, one of TRL's style gets those behind the prompt.
+    of_messages = replace(seen, conversation=MESSAGES[:1])
+    values = group_values([of_messages], GroupLog(1))
+    assert values["completions"] == [MESSAGES[1:]]
+    assert values["episode_end"] == ["max_turns"]
+    sent = json.loads(RequestBatch.of([seen]).body)["items"]
+    assert sent[0]["episode_messages"] == MESSAGES
+    assert "episode_end" not in json.loads(
+        RequestBatch.of([ScoreRequest("r", "a", "p", "s", {})]).body
+    )["items"][0]  # fmt: skip
