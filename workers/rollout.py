@@ -39,7 +39,7 @@ from verl_ray.errors import EngineFailed, VerlRayError
 from verl_ray.profiling.progress import counting_reads, touch
 from verl_ray.rollout.base import RolloutEngine
 from verl_ray.rollout.engine_state import EngineMemoryPart, Probe
-from verl_ray.rollout.episodes import EpisodePool
+from verl_ray.rollout.episodes import EpisodeCounts, EpisodePool
 from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling, row_seeds
 from verl_ray.rollout.server import PauseMode, RolloutServer, ServerHealth
 from verl_ray.weight_sync.fingerprint import Fingerprint
@@ -267,6 +267,13 @@ class RolloutWorker:
         """State of the engine and its requests."""
         return self.server.health()
 
+    @steering
+    def take_episode_counts(self) -> EpisodeCounts:
+        """Return what happened to episodes and their processes since the last call."""
+        if self.episodes is None:
+            return EpisodeCounts()
+        return self.episodes.take_counts()
+
     def endpoint_port(self) -> int | None:
         """Port for clients outside of the run; None without an endpoint."""
         if self.endpoint is None:
@@ -452,6 +459,8 @@ def start_episodes(
         ActionReader(tokenizer, agent.tool_parser),
         num_processes=agent.processes_per_replica,
         most_open=agent.episodes_per_process,
+        max_retries=agent.max_retries,
+        retried_ends=agent.retried_ends,
         # A call that does not await holds up all others of its process.
         stall_s=agent.tool_timeout_s + 10.0,
     )

@@ -80,6 +80,17 @@ TREATMENTS: Mapping[End, Treatment] = {
 }
 """The usual treatment of each end; `agent.ends` changes it."""
 
+FAULTS = frozenset(
+    {
+        End.MODEL_TIMEOUT,
+        End.TOOL_TIMEOUT,
+        End.TURN_TIMEOUT,
+        End.EPISODE_TIMEOUT,
+        End.ENVIRONMENT_FAILED,
+    }
+)
+"""The ends that are no doing of the policy, and may not come about a second time."""
+
 
 @dataclass(frozen=True)
 class EpisodeTask:

@@ -65,6 +65,7 @@ _NO_AGENT: dict[str, Any] = {
     "episode_timeout_s": 1800.0,
     "processes_per_replica": 1,
     "episodes_per_process": 128,
+    "max_retries": 1,
     "ends": {},
 }
 

@@ -21,12 +21,12 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from verl_ray.agents.contract import Action, End, Episode, EpisodeTask, Sampled
+from verl_ray.agents.contract import FAULTS, Action, End, Episode, EpisodeTask, Sampled
 from verl_ray.agents.wire import (
     EpisodeStart,
     Frame,
@@ -45,7 +45,7 @@ from verl_ray.rollout.server import RolloutServer
 _PROGRAM = (
     "import sys; sys.path.insert(0, {root!r});"
     " from verl_ray.guard import guarded_connection;"
-    " connection = guarded_connection({descriptor});"
+    " connection = guarded_connection({descriptor}, own_folder=True);"
     " from verl_ray.agents.process import main; main(connection)"
 )
 _ROOT = str(Path(__file__).parents[2])
@@ -89,12 +89,32 @@ class EpisodeCounts:
     Attributes:
         lost_processes: Processes that died or were stuck.
         run_again: Episodes that were begun again for it.
+        retries: Episodes that were begun again after a fault of their own.
         lag_s: Longest delay of an event loop, in seconds.
     """
 
     lost_processes: int = 0
     run_again: int = 0
+    retries: int = 0
     lag_s: float = 0.0
+
+    def __add__(self, others: EpisodeCounts) -> EpisodeCounts:
+        """Return the events of both together."""
+        return EpisodeCounts(
+            self.lost_processes + others.lost_processes,
+            self.run_again + others.run_again,
+            self.retries + others.retries,
+            max(self.lag_s, others.lag_s),
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Return them under the names that a run records."""
+        return {
+            "episode/lost_processes": float(self.lost_processes),
+            "episode/run_again": float(self.run_again),
+            "episode/retries": float(self.retries),
+            "episode/loop_lag_s": self.lag_s,
+        }
 
 
 class EpisodeStream:
@@ -145,11 +165,17 @@ class EpisodeStream:
 
 @dataclass(eq=False)
 class _OpenEpisode:
-    """An episode that has not ended, and how often a process was lost with it."""
+    """An episode that has not ended.
+
+    Attributes:
+        losses: How often a process was lost with it.
+        retries: How often it was run again after a fault of its own.
+    """
 
     request: EpisodeRequest
     stream: EpisodeStream
     losses: int = 0
+    retries: int = 0
 
 
 class EpisodePool:
@@ -164,6 +190,8 @@ class EpisodePool:
         num_processes: int,
         most_open: int,
         stall_s: float,
+        max_retries: int = 0,
+        retried_ends: Collection[End] = FAULTS,
     ) -> None:
         """Start the processes, and wait until they have imported the environments.
 
@@ -174,6 +202,8 @@ class EpisodePool:
             num_processes: Number of processes.
             most_open: Episodes that a process runs at a time.
             stall_s: A process whose event loop does not turn for so long is lost.
+            max_retries: How often an episode is run again that ended by a fault.
+            retried_ends: The faults for which it is.
 
         Raises:
             ConfigError: An environment cannot be imported.
@@ -184,12 +214,15 @@ class EpisodePool:
         self._read = read
         self._capacity = (most_open, _FEW, 1)
         self.stall_s = stall_s
+        self._max_retries = max_retries
+        self._retried_ends = frozenset(retried_ends)
         self._numbers = itertools.count()
         # Episodes without a process, by the number of times that they were lost.
         self._waiting: tuple[deque[tuple[int, _OpenEpisode]], ...] = (
             deque(), deque(), deque(),
         )  # fmt: skip
         self._counts = EpisodeCounts()
+        self._counting = threading.Lock()
         self._processes: list[_Process] = []
         # Tasks that start another process for a lost one.
         self._replacing: set[asyncio.Task[None]] = set()
@@ -237,8 +270,14 @@ class EpisodePool:
 
     def take_counts(self) -> EpisodeCounts:
         """Return what happened since the last call."""
-        counts, self._counts = self._counts, EpisodeCounts()
+        with self._counting:
+            counts, self._counts = self._counts, EpisodeCounts()
         return counts
+
+    def note(self, events: EpisodeCounts) -> None:
+        """Add events to those that are taken next."""
+        with self._counting:
+            self._counts += events
 
     @property
     def process_ids(self) -> list[int]:
@@ -297,6 +336,25 @@ class EpisodePool:
             while waiting and len(process.open) < self._capacity[process.level]:
                 process.run(*waiting.popleft())
 
+    def settle(self, episode: _OpenEpisode, ended: Episode) -> None:
+        """Deliver an episode that has ended, or run it again after a fault.
+
+        It has the same seeds then, so that what it becomes does not depend on when a
+        fault came about: only a cause outside of the episode can be gone by then.
+        """
+        is_retried = ended.end in self._retried_ends
+        if not is_retried or episode.retries >= self._max_retries:
+            episode.stream.put((episode.request.number, ended))
+            return
+        episode.retries += 1
+        self.note(EpisodeCounts(retries=1))
+        self._wait_again(next(self._numbers), episode)
+
+    def _wait_again(self, number: int, episode: _OpenEpisode) -> None:
+        """Let an episode wait among those that were lost as often as it was."""
+        level = min(episode.losses, len(self._waiting) - 1)
+        self._waiting[level].append((number, episode))
+
     def fail(self, error: Exception) -> None:
         """Fail all streams: no episode goes on without the engine, or a process."""
         self._failure = error
@@ -333,17 +391,13 @@ class EpisodePool:
 
     def _keep_lost(self, episodes: dict[int, _OpenEpisode]) -> None:
         """Queue the episodes of a lost process, but for one that has ended it."""
-        self._counts = replace(
-            self._counts, lost_processes=self._counts.lost_processes + 1
-        )
+        self.note(EpisodeCounts(lost_processes=1))
         for number, episode in episodes.items():
             episode.losses += 1
             # A process may be lost for other reasons, but hardly twice.
             if len(episodes) > 1 or episode.losses == 1:
-                level = min(episode.losses, len(self._capacity) - 1)
-                self._waiting[level].append((number, episode))
-                again = self._counts.run_again + 1
-                self._counts = replace(self._counts, run_again=again)
+                self._wait_again(number, episode)
+                self.note(EpisodeCounts(run_again=1))
             else:
                 detail = f"it ended its process {episode.losses} times, at last alone"
                 ended = Episode([], End.ENVIRONMENT_FAILED, 0.0, detail)
@@ -361,10 +415,6 @@ class EpisodePool:
             failure.__cause__ = error
             self.fail(failure)
         self.assign()
-
-    def note_lag(self, lag_s: float) -> None:
-        """Note how late an event loop was."""
-        self._counts = replace(self._counts, lag_s=max(self._counts.lag_s, lag_s))
 
     async def sample(self, episode: _OpenEpisode, call: Frame) -> bytes:
         """Return the reply to a call of a policy.
@@ -519,7 +569,7 @@ class _Process:
     def _take(self, message: Frame) -> None:
         fields = message.fields
         if message.kind == "alive":
-            self.pool.note_lag(fields["lag_s"])
+            self.pool.note(EpisodeCounts(lag_s=fields["lag_s"]))
             # Tools and environments may take long without a token of the engine.
             if fields["open"]:
                 touch()
@@ -533,7 +583,7 @@ class _Process:
         elif message.kind == "ended":
             episode = self.open.pop(fields["episode"], None)
             if episode is not None:
-                episode.stream.put((episode.request.number, episode_of(message)))
+                self.pool.settle(episode, episode_of(message))
                 self.pool.assign()
 
     async def _sample(self, call: Frame) -> None:

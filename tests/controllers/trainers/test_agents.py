@@ -77,6 +77,10 @@ def test_a_failed_episode_is_no_member_of_its_group(
     assert 0 < failed < 1
     assert metrics["response/aborted_ratio"] > 0
     assert metrics["reward_health/exception"] == 32 * failed
+    # Each was run once more, to the same end.
+    assert metrics["episode/retries"] == 32 * failed
+    assert metrics["episode/lost_processes"] == metrics["episode/run_again"] == 0
+    assert metrics["episode/loop_lag_s"] >= 0
 
 
 @pytest.mark.slow
