@@ -57,6 +57,7 @@ SHORTER = {
     "verl-ray evaluate --config-name reward_model": "evaluation.num_pairs=4 run.threads_per_rank=1",
     "verl-ray train --config-name gsm8k": f"{FEW} {SHORT} {QUIET}",
     "verl-ray train --config-name word_problems": f"{FEW} {PREPARED} {QUIET}",
+    "verl-ray train --config-name agent_quickstart": f"{FEW} {PREPARED} {QUIET}",
     "verl-ray train --config-name sft": f"{QUIET} run.total_steps=2 run.threads_per_rank=1",
     "verl-ray evaluate": "evaluation.num_prompts=5 run.threads_per_rank=1",
     "ray job submit": f"{FEW} {PREPARED}",

@@ -1,9 +1,10 @@
 """A guard for a process that runs users' code: whatever stops first, nothing stays.
 
 The guard is a process that runs no user code and starts the worker, which does. It
-kills every descendant, also those that moved to another session, in two cases: the
-other side of the worker's connection is gone (a deadline, a closed pool, a kill -9 of
-the pool's process), or the worker has died. Then it exits the way the worker did.
+kills every descendant, also those that moved to another session, and removes the
+folder of their temporary files where they have one, in two cases: the other side of the
+worker's connection is gone (a deadline, a closed pool, a kill -9 of the pool's
+process), or the worker has died. Then it exits the way the worker did.
 
 Invariant: it is no sandbox: it bounds how long user code lives, not what it does. Linux
 only.
@@ -16,9 +17,13 @@ import ctypes
 import os
 import resource
 import select
+import shutil
 import signal
 import socket
+import tempfile
 from pathlib import Path
+
+from verl_ray.ownership import prefix, remove_stale
 
 # PR_SET_PDEATHSIG alone would not do: it spares grandchildren, and it fires when the
 # *thread* that started the process ends. It is the second line of defence between
@@ -27,26 +32,29 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def guarded_connection(descriptor: int) -> socket.socket:
+def guarded_connection(descriptor: int, *, own_folder: bool = False) -> socket.socket:
     """Return the connection of a worker that has a guard from here on.
 
     Args:
         descriptor: The file descriptor of its socket.
+        own_folder: Whether temporary files of the worker, and of what it starts, lie in
+            a folder that the guard removes.
     """
+    folder = _temporary_folder() if own_folder else None
     connection = socket.socket(fileno=descriptor)
     # A program that user code starts must not keep the connection open.
     connection.set_inheritable(False)
-    stand_guard(connection)
+    stand_guard(connection, folder)
     return connection
 
 
-def stand_guard(connection: socket.socket) -> None:
+def stand_guard(connection: socket.socket, folder: str | None = None) -> None:
     """Fork into the guard, which stays here, and the worker, which returns.
 
     The guard stays until the worker or the other side of the connection is gone; it
     never returns. Must be called before any user code and any thread. The guard holds
     `connection` open but never reads it: the other side sees the end of the stream only
-    when every descendant is dead.
+    when every descendant is dead, and `folder` is removed.
     """
     wake, waker = os.pipe()
     _wake_on_child_exit(waker)
@@ -70,7 +78,19 @@ def stand_guard(connection: socket.socket) -> None:
         status = _reap_the_dead(worker)
 
     _kill_descendants()
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
     _exit_like(status or 0)
+
+
+def _temporary_folder() -> str:
+    """Make the folder of this process's temporary files; remove those of dead ones."""
+    remove_stale(Path(tempfile.gettempdir()))
+    folder = tempfile.mkdtemp(prefix=prefix("temporary"))
+    os.environ["TMPDIR"] = folder
+    # It is looked up again.
+    tempfile.tempdir = None
+    return folder
 
 
 def _wake_on_child_exit(waker: int) -> None:

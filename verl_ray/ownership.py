@@ -1,4 +1,4 @@
-"""Owners of things that may outlive a process: files in /dev/shm, folders of Ray.
+"""Owners of what may outlive a process: files in /dev/shm, temporary folders, Ray's.
 
 Invariant: an owner has ended only if this process would see it if it still ran. Process
 ids are reused, so an owner is a process id and the start time of its process. Both mean
@@ -128,9 +128,9 @@ def available_bytes() -> int:
     return shutil.disk_usage(SHARED_FOLDER).free
 
 
-def remove_stale() -> None:
-    """Remove the files and directories of owners that have exited."""
-    for path in SHARED_FOLDER.glob("verl_ray-*"):
+def remove_stale(folder: Path = SHARED_FOLDER) -> None:
+    """Remove the files and directories in a folder of owners that have exited."""
+    for path in folder.glob("verl_ray-*"):
         match = _NAME.fullmatch(path.name)
         if match is None:
             continue

@@ -11,14 +11,11 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from verl_ray.agents.contract import (
-    Episode,
-)
 from verl_ray.agents.episode import Limits
 from verl_ray.agents.wire import EpisodeStart
 from verl_ray.algorithms.groups import is_last_of_group
@@ -42,7 +39,7 @@ from verl_ray.errors import EngineFailed, VerlRayError
 from verl_ray.profiling.progress import counting_reads, touch
 from verl_ray.rollout.base import RolloutEngine
 from verl_ray.rollout.engine_state import EngineMemoryPart, Probe
-from verl_ray.rollout.episodes import EpisodePool
+from verl_ray.rollout.episodes import EpisodeCounts, EpisodePool
 from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling, row_seeds
 from verl_ray.rollout.server import PauseMode, RolloutServer, ServerHealth
 from verl_ray.weight_sync.fingerprint import Fingerprint
@@ -53,6 +50,8 @@ from workers.episodes import episode_requests, episode_rollouts
 if TYPE_CHECKING:
     from verl_ray.rollout.endpoint import Endpoint
 
+
+T = TypeVar("T")
 
 HELD_S = 1.0
 """Longest time that a finished response waits for others to be yielded with it."""
@@ -193,25 +192,8 @@ class RolloutWorker:
         stream = self.server.respond(requests)
         # Nobody would read the responses of an abandoned call: its requests are aborted
         when_abandoned(stream.close)
-        finished: list[Chunk] = []
-        first_s = 0.0
-        # Each round waits for finished responses and collects them. Enough of them are
-        # yielded together, or what there is after a while: other prompts take the place
-        # of these in the engine. The stream ends with the last response.
-        while not stream.has_ended:
-            timeout_s: float | None = None
-            if finished:
-                timeout_s = max(0.0, first_s + HELD_S - time.monotonic())
-            chunks = stream.take(timeout_s)
-            if not finished:
-                first_s = time.monotonic()
-            finished += chunks
-
-            is_enough = len(finished) >= generation.stream_rows
-            is_late = time.monotonic() >= first_s + HELD_S
-            if is_enough or is_late or stream.has_ended:
-                yield whole_rollouts(prompts, prompt_of, finished)
-                finished = []
+        for chunks in _batches(stream, generation.stream_rows):
+            yield whole_rollouts(prompts, prompt_of, chunks)
 
     def _run_episodes(
         self,
@@ -224,25 +206,8 @@ class RolloutWorker:
         prompt_of = _prompt_of_rows(prompts, generation.group_size, requested_rows)
         stream = episodes.run(episode_requests(prompts, generation, prompt_of))
         when_abandoned(stream.close)
-        # As in `_generate`, episodes that end soon after another are yielded with it.
-        finished: list[tuple[int, Episode]] = []
-        first_s = 0.0
-        while not stream.has_ended:
-            timeout_s: float | None = None
-            if finished:
-                timeout_s = max(0.0, first_s + HELD_S - time.monotonic())
-            ended = stream.take(timeout_s)
-            if not finished:
-                first_s = time.monotonic()
-            finished += ended
-
-            is_enough = len(finished) >= generation.stream_rows
-            is_late = time.monotonic() >= first_s + HELD_S
-            if finished and (is_enough or is_late or stream.has_ended):
-                yield episode_rollouts(
-                    prompts, prompt_of, finished, self.agent.treatments
-                )
-                finished = []
+        for ended in _batches(stream, generation.stream_rows):
+            yield episode_rollouts(prompts, prompt_of, ended, self.agent.treatments)
 
     @concurrent
     def respond(
@@ -276,6 +241,8 @@ class RolloutWorker:
     @steering
     def pause(self, mode: PauseMode) -> None:
         """Stop generating; see `RolloutServer.pause`."""
+        if self.episodes is not None:
+            self.episodes.pause()
         self.server.pause(mode)
 
     @steering
@@ -284,6 +251,8 @@ class RolloutWorker:
         # A pause as long as a training step is no stall.
         touch()
         self.server.resume()
+        if self.episodes is not None:
+            self.episodes.resume()
 
     @steering
     def abort_requests(self, request_ids: tuple[int, ...]) -> None:
@@ -297,6 +266,13 @@ class RolloutWorker:
     def health(self) -> ServerHealth:
         """State of the engine and its requests."""
         return self.server.health()
+
+    @steering
+    def take_episode_counts(self) -> EpisodeCounts:
+        """Return what happened to episodes and their processes since the last call."""
+        if self.episodes is None:
+            return EpisodeCounts()
+        return self.episodes.take_counts()
 
     def endpoint_port(self) -> int | None:
         """Port for clients outside of the run; None without an endpoint."""
@@ -376,6 +352,39 @@ class RolloutWorker:
         self.server.close(process_exits=True)
 
 
+class _Stream(Protocol[T]):
+    """Results of a call that end one by one."""
+
+    @property
+    def has_ended(self) -> bool: ...
+
+    def take(self, timeout_s: float | None = None) -> list[T]: ...
+
+
+def _batches(stream: _Stream[T], num_enough: int) -> Iterator[list[T]]:
+    """Yield what a stream has brought, once it is enough or has been held a while.
+
+    What ends together is yielded together: other prompts take its place in the engine.
+    """
+    held: list[T] = []
+    first_s = 0.0
+    # The stream ends with the last response.
+    while not stream.has_ended:
+        timeout_s: float | None = None
+        if held:
+            timeout_s = max(0.0, first_s + HELD_S - time.monotonic())
+        more = stream.take(timeout_s)
+        if not held:
+            first_s = time.monotonic()
+        held += more
+
+        is_enough = len(held) >= num_enough
+        is_late = time.monotonic() >= first_s + HELD_S
+        if held and (is_enough or is_late or stream.has_ended):
+            yield held
+            held = []
+
+
 def _prompt_of_rows(
     prompts: Prompts, group_size: int, requested_rows: Int64 | None
 ) -> dict[int, int]:
@@ -427,9 +436,9 @@ def start_episodes(
     tokenizer = load_tokenizer(spec.model_path, spec.chat_template)
     limits = Limits(
         max_turns=agent.max_turns,
-        # The tokens of a row, which is the longest path of an episode.
-        max_tokens=spec.max_model_len,
         context_tokens=spec.max_model_len,
+        row_tokens=spec.config.max_response_tokens,
+        max_tokens=agent.max_tokens,
         max_tool_calls=agent.max_tool_calls,
         max_turn_tokens=agent.max_turn_tokens,
         model_s=agent.model_timeout_s,
@@ -450,6 +459,8 @@ def start_episodes(
         ActionReader(tokenizer, agent.tool_parser),
         num_processes=agent.processes_per_replica,
         most_open=agent.episodes_per_process,
+        max_retries=agent.max_retries,
+        retried_ends=agent.retried_ends,
         # A call that does not await holds up all others of its process.
         stall_s=agent.tool_timeout_s + 10.0,
     )

@@ -32,6 +32,7 @@ from verl_ray.config.rollout import VLLM_BATCHED_REQUESTS, RolloutConfig
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.section import resolved
 from verl_ray.errors import RolloutError, VerlRayError, worker_error_of
+from verl_ray.rollout.episodes import EpisodeCounts
 from verl_ray.rollout.requests import EngineLoad
 from verl_ray.rollout.server import PauseMode
 from workers.rollout import RolloutWorker
@@ -74,6 +75,7 @@ class Replicas:
         self._supervisor.is_excused = self.scheduler.has_suspects
         self.occupancy = Occupancy()
         """The clock of trainers and engines, which the trainer reads."""
+        self._runs_episodes = config.episodes is not None
         self._takes_turns = config.rollout.schedule == "carry_over"
         self._pause_mode: PauseMode | None = config.rollout.kv
         self._paused = False
@@ -95,14 +97,27 @@ class Replicas:
         return self._supervisor.members()
 
     def take_counts(self) -> dict[str, float]:
-        """Return metrics: restarts and reissued responses since the last call."""
+        """Return metrics: what was started again since the last call.
+
+        They are of replicas, of responses and, where rollouts are episodes, of these.
+        What a lost replica had counted is lost with it.
+        """
         restarts = self._supervisor.take_restart_count()
         reissued = self.scheduler.take_reissued_count()
         counts = {
             "rollout/restarts": float(restarts),
             "rollout/reissued": float(reissued),
         }
-        return counts | self._concurrency.metrics()
+        counts |= self._concurrency.metrics()
+        return counts | self._episode_counts()
+
+    def _episode_counts(self) -> dict[str, float]:
+        if not self._runs_episodes:
+            return {}
+        counts = self._supervisor.call_each(
+            self.available, RolloutWorker.take_episode_counts
+        )
+        return sum(counts, EpisodeCounts()).metrics()
 
     def close(self) -> None:
         """Abandon all generation, and kill the replicas that are restarting.

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from controllers.devices import DeviceSharing
 from verl_ray.cluster.calls import Call, wait_all
@@ -39,6 +39,8 @@ from verl_ray.errors import (
 from verl_ray.rollout.requests import EngineLoad
 from verl_ray.rollout.server import ServerHealth
 from workers.rollout import RolloutWorker
+
+T = TypeVar("T")
 
 Replica = WorkerGroup[RolloutWorker]
 
@@ -149,15 +151,18 @@ class ReplicaSupervisor:
     def call_each(
         self,
         replicas: Sequence[Replica],
-        method: Callable[..., object],
+        method: Callable[..., T],
         *args: object,
-    ) -> None:
+    ) -> list[T]:
         """Call the same method of several replicas, and wait for all that survive it.
+
+        Returns:
+            What the method returned, for each replica that survived.
 
         Raises:
             VerlRayError: A call failed in a way that is no loss of a replica.
         """
-        calls: dict[Replica, Call[Any]] = {}
+        calls: dict[Replica, Call[list[Any]]] = {}
         for replica in replicas:
             try:
                 calls[replica] = replica.broadcast(method, *args)
@@ -170,11 +175,12 @@ class ReplicaSupervisor:
         while calls:
             check = functools.partial(self.check_health, list(calls))
             try:
-                wait_all(list(calls.values()), check)
-                return
+                replies = wait_all(list(calls.values()), check)
+                return [reply for (reply,) in replies]
             except VerlRayError as error:
                 lost = self.handle_failure(error)
                 del calls[lost]
+        return []
 
     def check_health(self, replicas: Sequence[Replica]) -> None:
         """Check replicas while their replies are waited for. Returns at once.

@@ -22,6 +22,7 @@ from controllers.system.plan import ClusterShape, resolve_on
 from controllers.trainers.sft import ACCURACY, SFTTrainer
 from controllers.watch.held_out_measures import Evaluation
 from controllers.watch.measures import Metrics
+from verl_ray.agents import calculations
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import Outlook, announcing, deferring_signals
@@ -128,6 +129,17 @@ def write_problems(
             **sizes,
             wordings=preparation.wordings,
             wrong_fraction=wrong_fraction,
+        )
+    if preparation.problems == "calculator":
+        train_bpe(
+            tokenizer,
+            calculations.sample_texts(),
+            calculations.VOCABULARY,
+            calculations.TEMPLATE,
+            single_digits=True,
+        )
+        return calculations.write_calculations(
+            folder, **sizes, wrong_fraction=wrong_fraction
         )
     character_tokenizer(tokenizer, ALPHABET)
     return write_arithmetic(folder, **sizes, wrong_fraction=wrong_fraction)

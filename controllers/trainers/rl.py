@@ -498,9 +498,8 @@ def with_shaping(
 
 def _most_tokens(config: RLConfig) -> int:
     """Return how many tokens a response may have, or all turns of an episode."""
-    if config.episodes is None:
-        return config.rollout.max_response_tokens
-    return config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    of_episode = None if config.episodes is None else config.episodes.max_tokens
+    return of_episode or config.rollout.max_response_tokens
 
 
 def _own_addition(config: RLConfig, responses: ScoredResponses) -> Float32:

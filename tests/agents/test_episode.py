@@ -30,7 +30,13 @@ from verl_ray.agents.contract import (
     Step,
     ToolCall,
 )
-from verl_ray.agents.episode import EpisodePolicy, Limits, run_episode, turn_seed
+from verl_ray.agents.episode import (
+    Clock,
+    EpisodePolicy,
+    Limits,
+    run_episode,
+    turn_seed,
+)
 from verl_ray.agents.scripted import ScriptedSampler
 from verl_ray.agents.template import Renderer
 from verl_ray.agents.transcript import SampledTurn, Transcript
@@ -152,6 +158,7 @@ ENDS: dict[str, tuple[Questions, dict[str, Any], End, int, float]] = {
     "turns": (Questions(), {"max_turns": 2}, End.MAX_TURNS, 2, 1.0),
     "tokens": (Questions(), {"max_tokens": 5}, End.MAX_TOKENS, 2, 1.0),
     "context": (Questions(), {"context_tokens": 24}, End.CONTEXT_OVERFLOW, 1, 0.5),
+    "row": (Questions(), {"row_tokens": 14}, End.CONTEXT_OVERFLOW, 1, 0.5),
     "long prompt": (Questions(), {"context_tokens": 9}, End.CONTEXT_OVERFLOW, 0, 0.0),
     "slow model": (Questions(), {"model_s": SHORT_S}, End.MODEL_TIMEOUT, 0, 0.0),
     "slow reset": (Questions(reset=stuck), {"tool_s": SHORT_S}, End.TOOL_TIMEOUT, 0, 0.0),
@@ -238,8 +245,25 @@ def test_a_turn_gets_the_tokens_that_remain() -> None:
     assert episode.rows[0].finish == "length"
 
     start = len(RENDERER.begin(TASK.messages))
-    _, sampler = play(Questions(), limits(context_tokens=start + 9))
-    assert sampler.calls[0].max_tokens == 9
+    for changes in ({"context_tokens": start + 9}, {"row_tokens": 9}):
+        _, sampler = play(Questions(), limits(**changes))
+        assert sampler.calls[0].max_tokens == 9
+    _, sampler = play(Questions(), limits(max_tokens=None))
+    assert sampler.calls[0].max_tokens == 1000 - start
+
+
+def test_a_row_has_the_places_of_its_episode() -> None:
+    """What begins a row in the middle of an episode gets no places of its own."""
+
+    async def forgetful(task: EpisodeTask, policy: Policy) -> float:
+        await policy.respond(task.messages)
+        await policy.respond([{"role": "user", "content": "0123456789?"}])
+        return 1.0
+
+    _, sampler = play(forgetful, limits(row_tokens=20))
+    lengths = [len(call.tokens) for call in sampler.calls]
+    assert lengths[1] == lengths[0] + 9
+    assert [call.max_tokens for call in sampler.calls] == [20, 11]
 
 
 @pytest.mark.parametrize(
@@ -354,6 +378,66 @@ def test_the_sampler_may_end_the_episode() -> None:
 
     run = run_episode(catching, TASK, 7, Stopped(), RENDERER, WIDE)
     assert asyncio.run(run).end is End.ABORTED
+
+
+class Valued(Questions):
+    """Says at a limit what its state is worth."""
+
+    value: float = 0.25
+
+    async def finish(self, end: End) -> float:
+        self.calls.append(f"finish {end.value}")
+        return self.value
+
+
+def test_an_environment_says_what_its_state_is_worth_at_a_limit() -> None:
+    world = Valued()
+    episode, _ = play(world, limits(max_turns=2))
+    assert (episode.end, episode.score) == (End.MAX_TURNS, 1.25)
+    assert world.calls[-2:] == ["finish max_turns", "close"]
+    assert [reward for _, reward in episode.rows[0].rewards] == [0.5, 0.75]
+
+    world = Valued()
+    assert play(world)[0].score == 1.5 and "finish completed" not in world.calls
+    world.value = math.nan
+    episode, _ = play(world, limits(max_turns=2))
+    assert (episode.end, episode.score) == (End.ENVIRONMENT_FAILED, 1.0)
+    assert "finish returned nan, which is not finite" in episode.detail
+
+
+class Leaping(asyncio.SelectorEventLoop):
+    """An event loop whose time may leap."""
+
+    leaps_s = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.leaps_s
+
+
+@pytest.mark.parametrize("is_paused", [True, False])
+def test_a_pause_of_the_engine_is_no_time_of_the_episode(is_paused: bool) -> None:
+    class Pausing(ScriptedSampler):
+        async def sample(self, *arguments: Any, **options: Any) -> Sampled:
+            if is_paused:
+                clock.stop()
+            runner.get_loop().leaps_s += FOREVER  # type: ignore[attr-defined]
+            # Each wait of the episode sees that its time would be over.
+            await asyncio.sleep(SHORT_S)
+            clock.go()
+            return await super().sample(*arguments, **options)
+
+    bounds = limits(**dict.fromkeys(("model_s", "turn_s", "episode_s"), FOREVER / 2))
+    with asyncio.Runner(loop_factory=Leaping) as runner:
+        clock = Clock()
+        sampler = Pausing(TOKENIZER, ["one", "two", "three"])
+        episode = runner.run(
+            run_episode(Questions, TASK, 7, sampler, RENDERER, bounds, clock=clock)
+        )
+    if is_paused:
+        assert episode.rows == play(Questions())[0].rows
+        assert episode.seconds["model"] < FOREVER / 2
+    else:
+        assert episode.end is End.EPISODE_TIMEOUT
 
 
 # ------------------------------------------------------------------------- cancellation
@@ -576,8 +660,8 @@ def test_a_thousand_episodes_at_a_time_leave_nothing_behind() -> None:
     episodes = asyncio.run(main())
     assert {episode.end for episode in episodes} == {End.COMPLETED}
     assert all(world.calls.count("close") == 1 for world in worlds)
-    # An episode is a task, and so is the call that it waits for.
-    assert count < most_tasks <= 2 * count + 1
+    # An episode is a task, and so are the call that it waits for and its model call.
+    assert count < most_tasks <= 3 * count + 1
     # Tests before this one may have left threads, which may end meanwhile.
     assert threading.active_count() <= threads_before
     assert len(list(Path("/proc/self/fd").iterdir())) <= open_files + 2

@@ -46,6 +46,7 @@ SHAPE = ClusterShape(cores=(4,), gpus_per_node=(0,))
 # wherever a run runs.
 MEASURED = (
     "timing_", "perf/", "memory", "weight_sync/bytes_per_s", "global_seqlen/", "staleness/groups_waiting",
+    "episode/loop_lag_s",
 )  # fmt: skip
 
 

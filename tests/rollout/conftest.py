@@ -93,6 +93,7 @@ def start_vllm(rollout_config: Callable[..., RolloutConfig]) -> Iterator[EngineS
         initial_version: int | None = None,
         lora: LoraConfig | None = None,
         asynchronous: bool = False,
+        max_model_len: int = MAX_MODEL_LEN,
         **changes: object,
     ) -> VllmEngine:
         while started:
@@ -101,7 +102,7 @@ def start_vllm(rollout_config: Callable[..., RolloutConfig]) -> Iterator[EngineS
             if asynchronous:
                 patch.setattr(vllm_engine, "engine_config", _asynchronous_config)
             engine = VllmEngine(
-                str(model), rollout_config(**changes), max_model_len=MAX_MODEL_LEN, seed=0, device="cpu",
+                str(model), rollout_config(**changes), max_model_len=max_model_len, seed=0, device="cpu",
                 initial_version=initial_version, lora=lora,
             )  # fmt: skip
         started.append(engine)

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import os
+import select
+import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +18,13 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.waiting import PATIENCE_S
 from verl_ray.agents.contract import Action, End, Episode, EpisodeTask, ToolCall
-from verl_ray.agents.episode import Limits
+from verl_ray.agents.episode import Limits, turn_seed
 from verl_ray.agents.wire import EpisodeStart
 from verl_ray.data.stages import Finish
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
-from verl_ray.errors import ConfigError
+from verl_ray.errors import ConfigError, EngineFailed
 from verl_ray.rollout.episodes import EpisodePool, EpisodeRequest
 from verl_ray.rollout.requests import GenerationRequest, Sampling
 from verl_ray.rollout.scripted import ScriptedEngine
@@ -39,39 +46,58 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def start_pool(model: Path) -> Iterator[Callable[..., EpisodePool]]:
-    pools: list[tuple[EpisodePool, RolloutServer]] = []
-    tokenizer = load_tokenizer(model)
+def letters(seed: int) -> list[int]:
+    """Three letters that the seed of a turn decides about."""
+    return np.random.default_rng(seed).integers(4, 20, 3).tolist()
 
-    def script(request: GenerationRequest) -> list[tuple[int, float]]:
-        # Three letters that the seed decides about.
-        letters = np.random.default_rng(request.seed).integers(4, 20, 3).tolist()
-        return [(token, -token / 8) for token in letters] + [(END, -0.5)]
+
+def script(request: GenerationRequest) -> list[tuple[int, float]]:
+    return [(token, -token / 8) for token in letters(request.seed)] + [(END, -0.5)]
+
+
+def sampled_by_seed(number: int) -> list[int]:
+    """The sampled tokens of the three turns of an episode of `requests`."""
+    seeds = [turn_seed(100 + number, turn) for turn in range(3)]
+    return [token for seed in seeds for token in (*letters(seed), END)]
+
+
+def make_pool(
+    model: Path,
+    name: str,
+    options: dict[str, Any] | None = None,
+    path: Path = WORLDS,
+    limits: Limits = LIMITS,
+    **changes: Any,
+) -> tuple[EpisodePool, RolloutServer]:
+    tokenizer = load_tokenizer(model)
 
     def read(tokens: Sequence[int], finish: Finish, tools: Sequence[Any]) -> Action:
         text = tokenizer.decode([token for token in tokens if token != END])
         calls = [ToolCall(tools[0]["function"]["name"], {})] if tools else []
         return Action(tokens, text, calls, finish.name.lower())
 
-    def start(
-        name: str, *, options: dict[str, Any] | None = None, **changes: Any
-    ) -> EpisodePool:
-        server = RolloutServer(lambda: ScriptedEngine(script, initial_version=3))
-        arguments = {"num_processes": 2, "most_open": 16, "stall_s": 20.0} | changes
-        spec = EpisodeStart(
-            {"default": (f"{WORLDS}:{name}", options or {})},
-            str(model),
-            LIMITS,
-            chat_template="{% for m in messages %}<{{ m.role }}|{{ m.content }}{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}<assistant|{% endif %}",
-        )
-        try:
-            pool = EpisodePool(server, spec, read, **arguments)
-        except BaseException:
-            server.close()
-            raise
-        pools.append((pool, server))
-        return pool
+    server = RolloutServer(lambda: ScriptedEngine(script, initial_version=3))
+    arguments = {"num_processes": 2, "most_open": 16, "stall_s": 20.0} | changes
+    spec = EpisodeStart(
+        {"default": (f"{path}:{name}", options or {})},
+        str(model),
+        limits,
+        chat_template="{% for m in messages %}<{{ m.role }}|{{ m.content }}{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}<assistant|{% endif %}",
+    )
+    try:
+        return EpisodePool(server, spec, read, **arguments), server
+    except BaseException:
+        server.close()
+        raise
+
+
+@pytest.fixture
+def start_pool(model: Path) -> Iterator[Callable[..., EpisodePool]]:
+    pools: list[tuple[EpisodePool, RolloutServer]] = []
+
+    def start(name: str, **arguments: Any) -> EpisodePool:
+        pools.append(make_pool(model, name, **arguments))
+        return pools[-1][0]
 
     yield start
     for pool, server in pools:
@@ -103,6 +129,39 @@ def ended(pool: EpisodePool, asked: list[EpisodeRequest]) -> dict[int, Episode]:
     return episodes
 
 
+def sampled_tokens(episode: Episode) -> list[int]:
+    (row,) = episode.rows
+    return [token for token, own in zip(row.tokens, row.mask, strict=True) if own]
+
+
+class Pipe:
+    """What worlds say, line by line; a line is waited for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "pipe"
+        os.mkfifo(self.path)
+        # A pipe that is also open for writing has no end between two writers.
+        self._descriptor = os.open(self.path, os.O_RDWR)
+
+    def take(self, count: int) -> list[str]:
+        data = b""
+        while data.count(b"\n") < count:
+            ready, _, _ = select.select([self._descriptor], [], [], PATIENCE_S)
+            assert ready, f"only {data!r}"
+            data += os.read(self._descriptor, 4096)
+        return sorted(data.decode().splitlines())
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Iterator[Pipe]:
+    pipe = Pipe(tmp_path)
+    yield pipe
+    pipe.close()
+
+
 def test_episodes_depend_on_their_seeds_alone(
     start_pool: Callable[..., EpisodePool],
 ) -> None:
@@ -122,7 +181,7 @@ def test_episodes_depend_on_their_seeds_alone(
             same.mask,
             same.log_probs,
         )
-        assert sum(row.mask) == 12
+        assert sampled_tokens(episode) == sampled_by_seed(number)
         assert [version for _, version in row.versions] == [3, 3, 3]
         sampled = [
             token for token, own in zip(row.tokens, row.mask, strict=True) if own
@@ -139,15 +198,32 @@ def test_an_episode_that_ends_its_process_costs_no_other_one(
     episodes = ended(pool, requests(20))
     assert episodes[7].end is End.ENVIRONMENT_FAILED
     assert "ended its process" in episodes[7].detail
-    assert all(
-        episode.end is End.COMPLETED
-        for number, episode in episodes.items()
-        if number != 7
-    )
+    del episodes[7]
+    for number, episode in episodes.items():
+        assert episode.end is End.COMPLETED
+        # Whoever was lost with it has the same tokens in another process.
+        assert sampled_tokens(episode) == sampled_by_seed(number)
     counts = pool.take_counts()
     # Once among all, once among few, and once alone.
     assert counts.lost_processes == 3 and counts.run_again >= 2
     assert pool.take_counts().lost_processes == 0
+
+
+def test_a_fault_is_retried_within_its_budget(
+    start_pool: Callable[..., EpisodePool], tmp_path: Path
+) -> None:
+    options = {"folder": str(tmp_path), "hopeless": 2}
+    pool = start_pool("Flaky", options=options, num_processes=1, max_retries=1)
+    episodes = ended(pool, requests(5))
+    assert episodes.pop(2).end is End.ENVIRONMENT_FAILED
+    for number, episode in episodes.items():
+        assert episode.end is End.COMPLETED and episode.score == 1.5
+        assert sampled_tokens(episode) == sampled_by_seed(number)
+    counts = pool.take_counts()
+    assert (counts.retries, counts.run_again, counts.lost_processes) == (5, 0, 0)
+    # None is begun a third time.
+    assert ended(pool, requests(3)[2:])[2].end is End.ENVIRONMENT_FAILED
+    assert pool.take_counts().retries == 1
 
 
 def test_a_process_that_is_stuck_is_lost(
@@ -162,35 +238,82 @@ def test_a_process_that_is_stuck_is_lost(
 
 
 def test_a_cancelled_stream_takes_its_episodes_with_it(
-    start_pool: Callable[..., EpisodePool], tmp_path: Path
+    start_pool: Callable[..., EpisodePool], pipe: Pipe
 ) -> None:
-    pool = start_pool("Endless", options={"folder": str(tmp_path)})
+    pool = start_pool("Endless", options={"pipe": str(pipe.path)})
     stream = pool.run(requests(6))
-    deadline = time.monotonic() + 60
-    while len(list(tmp_path.glob("begun-*"))) < 6 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert pipe.take(6) == [f"begun {number}" for number in range(6)]
     stream.close()
     # Each environment is closed.
-    while len(list(tmp_path.glob("closed-*"))) < 6 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert len(list(tmp_path.glob("closed-*"))) == 6
+    assert pipe.take(6) == [f"closed {number}" for number in range(6)]
     assert ended(pool, []) == {}
 
 
-def test_nothing_outlives_the_pool(
-    start_pool: Callable[..., EpisodePool], tmp_path: Path
+@dataclass
+class Things:
+    """What an episode of Parent has made."""
+
+    child: psutil.Process
+    port: int
+    folder: Path
+
+    @classmethod
+    def of(cls, line: str) -> Things:
+        child, port, folder = line.split()
+        things = cls(psutil.Process(int(child)), int(port), Path(folder))
+        assert things.folder.exists()
+        socket.create_connection(("127.0.0.1", things.port)).close()
+        return things
+
+    def require_gone(self, guards: Sequence[psutil.Process]) -> None:
+        """Wait for the guards of the processes; nothing is there once they are gone."""
+        _, alive = psutil.wait_procs([*guards], timeout=PATIENCE_S)
+        assert not alive and not self.child.is_running()
+        assert not self.folder.exists() and not self.folder.parent.exists()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", self.port))
+
+
+def test_nothing_outlives_a_killed_process_or_the_pool(
+    start_pool: Callable[..., EpisodePool], pipe: Pipe
 ) -> None:
-    pool = start_pool("Parent", options={"folder": str(tmp_path)}, num_processes=1)
+    pool = start_pool("Parent", options={"pipe": str(pipe.path)}, num_processes=1)
     stream = pool.run(requests(1))
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "child").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    child = psutil.Process(int((tmp_path / "child").read_text()))
-    processes = [psutil.Process(pid) for pid in pool.process_ids]
+    things = Things.of(*pipe.take(1))
+    (guard,) = map(psutil.Process, pool.process_ids)
+    (worker,) = (each for each in guard.children() if each != things.child)
+    worker.kill()
+    things.require_gone([guard])
+
+    # The episode goes on in another process.
+    things = Things.of(*pipe.take(1))
+    (guard,) = map(psutil.Process, pool.process_ids)
     pool.close()
-    gone, alive = psutil.wait_procs([child, *processes], timeout=20)
-    assert not alive and not stream.has_ended
-    assert os.getpid() not in {process.pid for process in gone}
+    things.require_gone([guard])
+    assert not stream.has_ended
+
+
+def own_pool(model: str, pipe: str) -> None:
+    """Run an episode, and say which processes do so, until somebody kills this one."""
+    pool, _ = make_pool(Path(model), "Parent", {"pipe": pipe})
+    pool.run(requests(1))
+    print(*pool.process_ids, flush=True)
+    signal.pause()
+
+
+def test_nothing_outlives_whoever_owns_the_pool(model: Path, pipe: Pipe) -> None:
+    program = (
+        f"from {__name__} import own_pool; own_pool({str(model)!r}, {str(pipe.path)!r})"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdout is not None
+        guards = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
+        things = Things.of(*pipe.take(1))
+        owner.kill()
+    assert len(guards) == 2
+    things.require_gone(guards)
 
 
 def test_what_cannot_be_imported_is_told_at_the_start(
@@ -201,3 +324,58 @@ def test_what_cannot_be_imported_is_told_at_the_start(
     (problem,) = caught.value.problems
     assert problem.key == "agent.environments.default"
     assert "speed" in problem.rule
+
+
+def test_a_pause_is_no_time_of_an_episode_and_changes_no_token(
+    start_pool: Callable[..., EpisodePool],
+) -> None:
+    limits = replace(LIMITS, model_s=2.0, turn_s=2.0)
+    pool = start_pool("Counting", num_processes=1, limits=limits)
+    server = pool._server
+    straight = ended(pool, requests(4))
+
+    pool.pause()
+    server.pause("keep")
+    stream = pool.run(requests(4))
+    # Longer than a turn may take.
+    assert stream.take(2.5) == []
+    episodes: dict[int, Episode] = {}
+    while not stream.has_ended:
+        server.resume()
+        pool.resume()
+        episodes |= dict(stream.take(0.001))
+        pool.pause()
+        server.pause("keep")
+    assert {episode.end for episode in episodes.values()} == {End.COMPLETED}
+    for number, episode in straight.items():
+        assert episodes[number].rows == episode.rows
+
+
+def test_a_process_that_cannot_start_again_fails_the_engine(
+    start_pool: Callable[..., EpisodePool], tmp_path: Path, pipe: Pipe
+) -> None:
+    world = tmp_path / "world.py"
+    world.write_text(WORLDS.read_text())
+    pool = start_pool("Endless", path=world, options={"pipe": str(pipe.path)})
+    stream = pool.run(requests(4))
+    world.unlink()
+    psutil.Process(pool.process_ids[0]).kill()
+    with pytest.raises(
+        EngineFailed, match=r"cannot start again[^!]*world.py does not exist"
+    ):
+        stream.take(60.0)
+    with pytest.raises(EngineFailed, match="episodes cannot be run"):
+        pool.run(requests(1))
+
+
+def test_a_pool_is_closed_while_it_starts_a_process_again(
+    start_pool: Callable[..., EpisodePool], pipe: Pipe
+) -> None:
+    pool = start_pool("Endless", options={"pipe": str(pipe.path)})
+    before = pool.process_ids
+    psutil.Process(before[0]).kill()
+    while pool.process_ids == before:
+        time.sleep(0.001)
+    processes = [psutil.Process(pid) for pid in pool.process_ids]
+    pool.close()
+    assert not psutil.wait_procs(processes, timeout=20)[1]

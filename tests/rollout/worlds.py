@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
@@ -51,27 +53,76 @@ class Stuck(Counting):
         return await super().reset(task, seed)
 
 
-class Endless(Counting):
-    """Leaves a file as it begins, and one as it is closed."""
+class Flaky(Counting):
+    """Fails in the first run of each episode, and in one of them always."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, hopeless: int) -> None:
         self.folder = Path(folder)
+        self.hopeless = hopeless
 
     async def step(self, action: Action) -> Step:
-        (self.folder / f"begun-{self.number}").touch()
+        file = self.folder / f"run-{self.number}"
+        if self.number == self.hopeless or not file.exists():
+            file.touch()
+            raise ConnectionError("nobody answers")
+        return await super().step(action)
+
+
+class Endless(Counting):
+    """Says as it begins and as it is closed, through a pipe of the test."""
+
+    def __init__(self, pipe: str) -> None:
+        self.pipe = Path(pipe)
+
+    def say(self, words: str) -> None:
+        self.pipe.write_text(f"{words}\n")
+
+    async def step(self, action: Action) -> Step:
+        self.say(f"begun {self.number}")
         await asyncio.sleep(3600)
         raise AssertionError
 
     async def close(self) -> None:
-        (self.folder / f"closed-{self.number}").touch()
+        self.say(f"closed {self.number}")
 
 
 class Parent(Endless):
-    """Starts a process, which it leaves alone."""
+    """Starts a process that holds a port, and makes a folder; it leaves both alone."""
 
     async def step(self, action: Action) -> Step:
-        child = subprocess.Popen(["sleep", "3600"], start_new_session=True)
-        path = self.folder / "written"
-        path.write_text(str(child.pid))
-        path.rename(self.folder / "child")
-        return await super().step(action)
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            child = subprocess.Popen(
+                ["sleep", "3600"], start_new_session=True, pass_fds=[server.fileno()]
+            )
+            port = server.getsockname()[1]
+        self.say(f"{child.pid} {port} {tempfile.mkdtemp()}")
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+
+class Various(Counting):
+    """Answers each turn by something else, and offers a tool if its task says so."""
+
+    async def reset(self, task: EpisodeTask, seed: int) -> Observation:
+        self.num_turns = int(task.extra["num_turns"])
+        self.turns = 0
+        tool = {
+            "type": "function",
+            "function": {
+                "name": "add",
+                "description": "Adds ünd more.",
+                "parameters": {"type": "object", "properties": {}},
+            },
+        }
+        return Observation(task.messages, [tool] if task.extra["has_tool"] else [])
+
+    async def step(self, action: Action) -> Step:
+        self.turns += 1
+        if self.turns == self.num_turns:
+            return Step(reward=1.0, done=True)
+        results = ["", "半分 🙂", "two\n\nlines "]
+        messages = [
+            {"role": "tool", "content": results[(self.turns + at) % 3]}
+            for at in range(len(action.tool_calls))
+        ]
+        return Step(messages or [{"role": "user", "content": results[self.turns % 3]}])

@@ -80,6 +80,17 @@ TREATMENTS: Mapping[End, Treatment] = {
 }
 """The usual treatment of each end; `agent.ends` changes it."""
 
+FAULTS = frozenset(
+    {
+        End.MODEL_TIMEOUT,
+        End.TOOL_TIMEOUT,
+        End.TURN_TIMEOUT,
+        End.EPISODE_TIMEOUT,
+        End.ENVIRONMENT_FAILED,
+    }
+)
+"""The ends that are no doing of the policy, and may not come about a second time."""
+
 
 @dataclass(frozen=True)
 class EpisodeTask:
@@ -163,7 +174,11 @@ class Step:
 
 @runtime_checkable
 class Environment(Protocol):
-    """A world in which the policy acts. Each episode has an object of its own."""
+    """A world in which the policy acts. Each episode has an object of its own.
+
+    One that also has `async def finish(self, end: End) -> float` is asked what its
+    state is worth when a limit of the policy ends the episode.
+    """
 
     async def reset(self, task: EpisodeTask, seed: int) -> Observation:
         """Begin an episode. The same task and seed make the same world."""

@@ -19,7 +19,7 @@ import numbers
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from verl_ray.agents.contract import (
     Action,
@@ -51,6 +51,17 @@ T = TypeVar("T")
 
 OUR_FILES = (str(Path(__file__).parent), asyncio.__path__[0])
 
+_LOOK_S = 0.1
+"""How often a wait looks whether its clock goes on."""
+
+_POLICY_LIMITS = (
+    End.MAX_TURNS,
+    End.MAX_TOKENS,
+    End.MAX_TOOL_CALLS,
+    End.CONTEXT_OVERFLOW,
+)
+"""Ends of which an environment is told by `finish`, if it has that method."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -58,8 +69,10 @@ class Limits:
 
     Attributes:
         max_turns: Turns of the policy.
-        max_tokens: Sampled tokens of all turns together.
         context_tokens: Tokens of a prompt with the turn that follows it.
+        row_tokens: Tokens of a row beyond those of the episode's first prompt; None is
+            no limit of its own.
+        max_tokens: Sampled tokens of all turns together; None is no limit.
         max_tool_calls: Tool calls of all turns together; None is no limit.
         max_turn_tokens: Sampled tokens of one turn; None is no limit of its own. A turn
             that it cuts ends like any other, and the next one begins a row.
@@ -70,11 +83,14 @@ class Limits:
         episode_s: Seconds of everything but `close`. It alone bounds what a coroutine
             function does between its turns.
         close_s: Seconds of `close`, and of the cleaning up in a call that is stopped.
+
+    Seconds are those of the `Clock` of the episodes.
     """
 
     max_turns: int
-    max_tokens: int
     context_tokens: int
+    row_tokens: int | None = None
+    max_tokens: int | None = None
     max_tool_calls: int | None = None
     max_turn_tokens: int | None = None
     model_s: float = math.inf
@@ -82,6 +98,49 @@ class Limits:
     turn_s: float = math.inf
     episode_s: float = math.inf
     close_s: float = 10.0
+
+
+class Clock:
+    """The time of episodes, which stands still while the engine is paused.
+
+    So no episode runs out of time because of a pause, which may take as long as a
+    training step.
+    """
+
+    def __init__(self) -> None:
+        """Begin to go."""
+        self._stopped_at_s: float | None = None
+        self._lost_s = 0.0
+
+    def now(self) -> float:
+        """Return the time in seconds, from an arbitrary beginning."""
+        if self._stopped_at_s is not None:
+            return self._stopped_at_s
+        return asyncio.get_running_loop().time() - self._lost_s
+
+    def stop(self) -> None:
+        """Stand still. If it does already, this has no effect."""
+        self._stopped_at_s = self.now()
+
+    def go(self) -> None:
+        """Go on. If it does already, this has no effect."""
+        if self._stopped_at_s is not None:
+            loop_s = asyncio.get_running_loop().time()
+            self._lost_s = loop_s - self._stopped_at_s
+            self._stopped_at_s = None
+
+    async def wait(self, task: asyncio.Future[T], until_s: float) -> bool:
+        """Wait until a task is done, or it is so late; return whether it is done."""
+        # The first round lets a task begin that has no time at all.
+        while True:
+            timeout_s: float | None = None
+            if not math.isinf(until_s):
+                timeout_s = max(0.0, until_s - self.now())
+                if self._stopped_at_s is not None:
+                    timeout_s = max(timeout_s, _LOOK_S)
+            await asyncio.wait({task}, timeout=timeout_s)
+            if task.done() or self.now() >= until_s:
+                return task.done()
 
 
 def turn_seed(seed: int, turn: int) -> int:
@@ -104,7 +163,12 @@ class EpisodePolicy:
     """
 
     def __init__(
-        self, seed: int, sampler: Sampler, renderer: Renderer, limits: Limits
+        self,
+        seed: int,
+        sampler: Sampler,
+        renderer: Renderer,
+        limits: Limits,
+        clock: Clock,
     ) -> None:
         """Begin an episode.
 
@@ -128,6 +192,7 @@ class EpisodePolicy:
         self._seed = seed
         self._sampler = sampler
         self._limits = limits
+        self._clock = clock
         self._num_tokens = 0
         self._turn = asyncio.Lock()
 
@@ -150,16 +215,16 @@ class EpisodePolicy:
             self._require_open()
             if self.num_turns >= self._limits.max_turns:
                 raise self.over(End.MAX_TURNS)
-            remaining = self._limits.max_tokens - self._num_tokens
+            remaining = self._remaining_tokens()
             if remaining < 1:
                 raise self.over(End.MAX_TOKENS)
 
             prompt = self.transcript.prompt(messages, tools)
-            places = self._limits.context_tokens - len(prompt.tokens)
+            places = self._places_behind(prompt)
             if places < 1:
                 raise self.over(End.CONTEXT_OVERFLOW)
 
-            most = min(remaining, places)
+            most = int(min(remaining, places))
             max_tokens = min(most, self._limits.max_turn_tokens or most)
             sampled = await self._sample(prompt, tools, max_tokens)
             # The episode may have ended meanwhile; its rows do not change any more.
@@ -195,30 +260,47 @@ class EpisodePolicy:
         if self.end is not None:
             raise EpisodeEnded(self.end)
 
+    def _remaining_tokens(self) -> float:
+        """Return how many tokens the episode may sample, possibly infinity."""
+        if self._limits.max_tokens is None:
+            return math.inf
+        return self._limits.max_tokens - self._num_tokens
+
+    def _places_behind(self, prompt: TurnPrompt) -> int:
+        """Return how many tokens have a place behind a prompt, in its row."""
+        most = self._limits.context_tokens
+        if self._limits.row_tokens is not None:
+            # Whether a turn continues a row or begins one does not change its places.
+            turns = self.transcript.turns
+            first = turns[0].context if turns else prompt.tokens
+            most = min(most, len(first) + self._limits.row_tokens)
+        return most - len(prompt.tokens)
+
     async def _sample(
         self, prompt: TurnPrompt, tools: Sequence[ToolSchema], max_tokens: int
     ) -> Sampled:
-        loop = asyncio.get_running_loop()
-        started_s = loop.time()
-        seconds = self._limits.model_s
-        deadline = asyncio.timeout(None if math.isinf(seconds) else seconds)
+        started_s = self._clock.now()
+
+        def sample() -> Awaitable[Sampled]:
+            return self._sampler.sample(
+                prompt.tokens,
+                seed=turn_seed(self._seed, self.num_turns),
+                max_tokens=max_tokens,
+                tools=tools,
+            )
+
         try:
-            async with deadline:
-                return await self._sampler.sample(
-                    prompt.tokens,
-                    seed=turn_seed(self._seed, self.num_turns),
-                    max_tokens=max_tokens,
-                    tools=tools,
-                )
+            until_s = started_s + self._limits.model_s
+            return await _bounded(sample, self._clock, until_s, self._limits.close_s)
+        except _Late:
+            raise self.over(End.MODEL_TIMEOUT) from None
         except EpisodeEnded as ended:
             raise self.over(ended.end) from None
         except Exception as error:
-            if isinstance(error, TimeoutError) and deadline.expired():
-                raise self.over(End.MODEL_TIMEOUT) from None
             self.failure = error
             raise
         finally:
-            self.model_s += loop.time() - started_s
+            self.model_s += self._clock.now() - started_s
 
     def _record(self, prompt: TurnPrompt, sampled: Sampled, max_tokens: int) -> None:
         try:
@@ -240,12 +322,14 @@ async def run_episode(
     renderer: Renderer,
     limits: Limits,
     world_seed: int | None = None,
+    clock: Clock | None = None,
 ) -> Episode:
     """Run an episode to its end.
 
     A coroutine function that lets the end of a limit through has said no number, so its
     score is 0, like that of an environment that has not paid anything. One that catches
-    `EpisodeEnded` may return its score as ever.
+    `EpisodeEnded` may return its score as ever, and an environment with a method
+    `finish` is asked for the reward of its state.
 
     Args:
         environment: A coroutine function `run(task, policy)`, or what makes an
@@ -253,17 +337,18 @@ async def run_episode(
         seed: The seed of the policy's turns.
         world_seed: The seed of the environment; that of the policy if None. Members of
             a group act in the same world, or its baseline would compare worlds.
+        clock: Time of the limits; None is one that never stands still.
 
     Raises:
         CancelledError: The caller was cancelled. `close` was called all the same.
         Exception: The sampler raised it. It says nothing of the environment.
     """
-    loop = asyncio.get_running_loop()
-    policy = EpisodePolicy(seed, sampler, renderer, limits)
-    started_s = loop.time()
+    clock = clock or Clock()
+    policy = EpisodePolicy(seed, sampler, renderer, limits, clock)
+    started_s = clock.now()
     deadline_s = started_s + limits.episode_s
     world_seed = seed if world_seed is None else world_seed
-    course = _Course(task, world_seed, policy, limits, deadline_s)
+    course = _Course(task, world_seed, policy, limits, clock, deadline_s)
     try:
         if inspect.iscoroutinefunction(environment):
             ending = await course.settled(course.run(environment))
@@ -275,7 +360,7 @@ async def run_episode(
     if policy.failure is not None:
         raise policy.failure
 
-    elapsed_s = loop.time() - started_s
+    elapsed_s = clock.now() - started_s
     return Episode(
         rows=policy.transcript.rows(),
         end=ending.end,
@@ -302,8 +387,9 @@ class _Course:
     seed: int
     policy: EpisodePolicy
     limits: Limits
+    clock: Clock
     deadline: float
-    """When the episode ends at the latest, by the clock of the event loop."""
+    """When the episode ends at the latest, by its clock."""
 
     async def settled(self, course: Awaitable[End]) -> _Ending:
         """Return how a course ended, also if by an exception."""
@@ -339,6 +425,8 @@ class _Course:
         trouble = ""
         try:
             ending = await self.settled(self._act(world))
+            if ending.end in _POLICY_LIMITS and hasattr(world, "finish"):
+                ending = await self.settled(self._finish(world, ending.end))
         finally:
             trouble = await self._close(world)
         detail = "\n".join(filter(None, (ending.detail, trouble)))
@@ -347,9 +435,8 @@ class _Course:
     async def _act(self, world: Environment) -> End:
         """Let the policy and an environment act in turn."""
         policy = self.policy
-        now_s = asyncio.get_running_loop().time()
         episode = (self.deadline, End.EPISODE_TIMEOUT)
-        first_call = (now_s + self.limits.tool_s, End.TOOL_TIMEOUT)
+        first_call = (self.clock.now() + self.limits.tool_s, End.TOOL_TIMEOUT)
         observation = await self._within(
             lambda: world.reset(self.task, self.seed), first_call, episode
         )
@@ -377,7 +464,7 @@ class _Course:
     ) -> tuple[Action, Step]:
         """Let the policy act, and the environment answer."""
         limits = self.limits
-        now = asyncio.get_running_loop().time
+        now = self.clock.now
         episode = (self.deadline, End.EPISODE_TIMEOUT)
         turn = (now() + limits.turn_s, End.TURN_TIMEOUT)
         action = await self._within(
@@ -390,11 +477,20 @@ class _Course:
         _require(step, Step, "step")
         return action, step
 
+    async def _finish(self, world: Any, end: End) -> End:
+        """Pay what an environment says that its state is worth at a limit."""
+        call = (self.clock.now() + self.limits.tool_s, End.TOOL_TIMEOUT)
+        episode = (self.deadline, End.EPISODE_TIMEOUT)
+        reward = await self._within(lambda: world.finish(end), call, episode)
+        self.policy.pay(_number(reward, "finish returned"))
+        return end
+
     async def _close(self, world: Environment) -> str:
         """Close an environment, and return what went wrong."""
         seconds = self.limits.close_s
+        until_s = self.clock.now() + seconds
         try:
-            await _bounded(lambda: world.close(), seconds, grace_s=seconds)
+            await _bounded(lambda: world.close(), self.clock, until_s, seconds)
         except _Late:
             return f"close did not return within {seconds} s"
         except Exception as error:
@@ -409,10 +505,9 @@ class _Course:
         Raises:
             EpisodeEnded: The first of the deadlines passed before.
         """
-        when, end = min(deadlines, key=lambda deadline: deadline[0])
-        seconds = when - asyncio.get_running_loop().time()
+        until_s, end = min(deadlines, key=lambda deadline: deadline[0])
         try:
-            return await _bounded(call, seconds, grace_s=self.limits.close_s)
+            return await _bounded(call, self.clock, until_s, self.limits.close_s)
         except _Late:
             raise self.policy.over(end) from None
 
@@ -435,7 +530,7 @@ class _Late(Exception):
 
 
 async def _bounded(
-    call: Callable[[], Awaitable[T]], seconds: float, grace_s: float
+    call: Callable[[], Awaitable[T]], clock: Clock, until_s: float, grace_s: float
 ) -> T:
     """Return what a call returns.
 
@@ -446,19 +541,18 @@ async def _bounded(
         grace_s: Seconds that a cancelled call may take.
 
     Raises:
-        _Late: It has not returned within `seconds`.
+        _Late: It has not returned until `until_s`.
         RuntimeError: It tried to end the process, or cancelled itself.
         Exception: Whatever it raises.
     """
     task = asyncio.ensure_future(_contained(call))
-    timeout = None if math.isinf(seconds) else max(0.0, seconds)
     try:
-        await asyncio.wait({task}, timeout=timeout)
+        is_done = await clock.wait(task, until_s)
     except asyncio.CancelledError:
         with contextlib.suppress(asyncio.CancelledError):
             await _stop(task, grace_s)
         raise
-    if not task.done():
+    if not is_done:
         await _stop(task, grace_s)
         raise _Late
     if task.cancelled():

@@ -27,6 +27,7 @@ from verl_ray.agents.contract import (
 )
 from verl_ray.agents.episode import (
     OUR_FILES,
+    Clock,
     EnvironmentFactory,
     Run,
     run_episode,
@@ -104,6 +105,7 @@ class _Episodes:
         """
         self._writer = writer
         self._limits = start.limits
+        self._clock = Clock()
         self._environments: dict[str, EnvironmentFactory | Run] = {
             source: load_environment(spec, options, f"{KEY}.{source}")
             for source, (spec, options) in start.environments.items()
@@ -124,6 +126,10 @@ class _Episodes:
         elif message.kind == "cancel":
             if number in self._tasks:
                 self._tasks[number].cancel()
+        elif message.kind == "pause":
+            self._clock.stop()
+        elif message.kind == "resume":
+            self._clock.go()
         else:
             self._sampler.take(message)
 
@@ -143,6 +149,7 @@ class _Episodes:
                 self._renderer,
                 self._limits,
                 fields["world_seed"],
+                self._clock,
             )
             reply = episode_frame(number, episode)
         # The sampler has failed, or a message cannot be written as JSON.

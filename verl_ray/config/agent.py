@@ -11,12 +11,13 @@ from typing import Annotated
 
 from pydantic import Field
 
-from verl_ray.agents.contract import TREATMENTS, End, Treatment
+from verl_ray.agents.contract import FAULTS, TREATMENTS, End, Treatment
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.config.paths import RewardFunction
 from verl_ray.config.reward import ModelReward, SingleReward
 from verl_ray.config.section import (
+    NonNegative,
     OverriddenKeys,
     Positive,
     PositiveFloat,
@@ -47,9 +48,12 @@ class AgentConfig(Section):
     parsed."""
     max_turns: Positive
     """Turns of the policy in an episode."""
+    max_tokens: Positive | None
+    """Sampled tokens of an episode; null = no limit. A row has at most
+    rollout.max_response_tokens more tokens than the first prompt of its episode, what
+    the environment says included."""
     max_turn_tokens: Positive | None
-    """Sampled tokens of one turn; null = what is left of a row, which has at most
-    data.max_prompt_tokens + rollout.max_response_tokens tokens."""
+    """Sampled tokens of one turn; null = what is left of its row."""
     max_tool_calls: Positive
     """Tool calls of the policy in an episode."""
     model_timeout_s: PositiveFloat
@@ -64,6 +68,9 @@ class AgentConfig(Section):
     """Processes that run episodes beside each rollout engine."""
     episodes_per_process: Positive
     """Episodes that a process runs at a time."""
+    max_retries: NonNegative
+    """How often an episode that ended by a fault, a timeout or a failed environment, is
+    run again from the beginning, with the same seeds."""
     ends: Annotated[dict[str, Treatment], Field(examples=["{max_turns: mask}"])]
     """End of an episode -> train, mask (its reward counts, its tokens are not learned
     from) or drop (it is no member of its group), where that differs from the usual."""
@@ -78,6 +85,15 @@ class AgentConfig(Section):
         """The treatment of an episode, by its end."""
         changes = {End(end): each for end, each in self.ends.items()}
         return {**TREATMENTS, **changes}
+
+    @property
+    def retried_ends(self) -> frozenset[End]:
+        """The faults after which an episode is run again, if it may be.
+
+        One that counts in its group all the same has told what it can.
+        """
+        treatments = self.treatments
+        return frozenset(end for end in FAULTS if treatments[end] is Treatment.DROP)
 
 
 # -------------------------------------------------------------------------------- rules

@@ -243,9 +243,9 @@ class _Additions(_ReadByFormulas):
     replay_age: Positive | None = None
     """Policy versions that a token of such a group may be old; only with replay."""
     overlong_share: PositiveFraction | None = None
-    """Last share of rollout.max_response_tokens, or in an episode of all tokens that it
-    may sample, in which a response loses up to 1 of its reward (DAPO, arXiv:2503.14476,
-    with 0.2); null = none."""
+    """Last share of rollout.max_response_tokens, or of agent.max_tokens if that is set,
+    in which a response loses up to 1 of its reward (DAPO, arXiv:2503.14476, with 0.2);
+    null = none."""
     brevity: PositiveFloat | None = None
     """Weight of a reward for being shorter than the rest of the group, for positive
     scores only (Kimi k1.5, arXiv:2501.12599); null = none."""

@@ -64,9 +64,10 @@ class PrepareConfig(Section):
     They are problems, a tokenizer for them, and a model.
     """
 
-    problems: Literal["sums", "word_problems"]
+    problems: Literal["sums", "word_problems", "calculator"]
     """sums = `27+10=`; word_problems = a question in words, whose response ends in
-    `#### 37` as those of GSM8K do."""
+    `#### 37` as those of GSM8K do; calculator = `12*34+56`, answered over several turns
+    with a tool."""
     max_operand: Positive
     """The largest operand of a problem."""
     num_train: Positive

@@ -56,6 +56,7 @@ _NO_AGENT: dict[str, Any] = {
     "environments": {},
     "tool_parser": None,
     "max_turns": 8,
+    "max_tokens": None,
     "max_turn_tokens": None,
     "max_tool_calls": 32,
     "model_timeout_s": 600.0,
@@ -64,6 +65,7 @@ _NO_AGENT: dict[str, Any] = {
     "episode_timeout_s": 1800.0,
     "processes_per_replica": 1,
     "episodes_per_process": 128,
+    "max_retries": 1,
     "ends": {},
 }
 

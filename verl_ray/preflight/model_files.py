@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl_ray.agents import calculations
 from verl_ray.backends.base import ParameterCounts
 from verl_ray.config.preparation import PrepareConfig, TinyModelConfig
 from verl_ray.config.roles import ModelRole
@@ -46,6 +47,8 @@ def made_vocabulary(preparation: PrepareConfig) -> int:
     """Return the number of tokens of a model that a run makes."""
     if preparation.problems == "word_problems":
         return WORD_VOCABULARY
+    if preparation.problems == "calculator":
+        return calculations.VOCABULARY
     # Padding and the end of a text come on top.
     return len(ALPHABET) + 2
 

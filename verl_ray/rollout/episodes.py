@@ -21,12 +21,12 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from verl_ray.agents.contract import Action, End, Episode, EpisodeTask, Sampled
+from verl_ray.agents.contract import FAULTS, Action, End, Episode, EpisodeTask, Sampled
 from verl_ray.agents.wire import (
     EpisodeStart,
     Frame,
@@ -45,7 +45,7 @@ from verl_ray.rollout.server import RolloutServer
 _PROGRAM = (
     "import sys; sys.path.insert(0, {root!r});"
     " from verl_ray.guard import guarded_connection;"
-    " connection = guarded_connection({descriptor});"
+    " connection = guarded_connection({descriptor}, own_folder=True);"
     " from verl_ray.agents.process import main; main(connection)"
 )
 _ROOT = str(Path(__file__).parents[2])
@@ -89,12 +89,32 @@ class EpisodeCounts:
     Attributes:
         lost_processes: Processes that died or were stuck.
         run_again: Episodes that were begun again for it.
+        retries: Episodes that were begun again after a fault of their own.
         lag_s: Longest delay of an event loop, in seconds.
     """
 
     lost_processes: int = 0
     run_again: int = 0
+    retries: int = 0
     lag_s: float = 0.0
+
+    def __add__(self, others: EpisodeCounts) -> EpisodeCounts:
+        """Return the events of both together."""
+        return EpisodeCounts(
+            self.lost_processes + others.lost_processes,
+            self.run_again + others.run_again,
+            self.retries + others.retries,
+            max(self.lag_s, others.lag_s),
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Return them under the names that a run records."""
+        return {
+            "episode/lost_processes": float(self.lost_processes),
+            "episode/run_again": float(self.run_again),
+            "episode/retries": float(self.retries),
+            "episode/loop_lag_s": self.lag_s,
+        }
 
 
 class EpisodeStream:
@@ -145,11 +165,17 @@ class EpisodeStream:
 
 @dataclass(eq=False)
 class _OpenEpisode:
-    """An episode that has not ended, and how often a process was lost with it."""
+    """An episode that has not ended.
+
+    Attributes:
+        losses: How often a process was lost with it.
+        retries: How often it was run again after a fault of its own.
+    """
 
     request: EpisodeRequest
     stream: EpisodeStream
     losses: int = 0
+    retries: int = 0
 
 
 class EpisodePool:
@@ -164,6 +190,8 @@ class EpisodePool:
         num_processes: int,
         most_open: int,
         stall_s: float,
+        max_retries: int = 0,
+        retried_ends: Collection[End] = FAULTS,
     ) -> None:
         """Start the processes, and wait until they have imported the environments.
 
@@ -174,6 +202,8 @@ class EpisodePool:
             num_processes: Number of processes.
             most_open: Episodes that a process runs at a time.
             stall_s: A process whose event loop does not turn for so long is lost.
+            max_retries: How often an episode is run again that ended by a fault.
+            retried_ends: The faults for which it is.
 
         Raises:
             ConfigError: An environment cannot be imported.
@@ -184,13 +214,19 @@ class EpisodePool:
         self._read = read
         self._capacity = (most_open, _FEW, 1)
         self.stall_s = stall_s
+        self._max_retries = max_retries
+        self._retried_ends = frozenset(retried_ends)
         self._numbers = itertools.count()
         # Episodes without a process, by the number of times that they were lost.
         self._waiting: tuple[deque[tuple[int, _OpenEpisode]], ...] = (
             deque(), deque(), deque(),
         )  # fmt: skip
         self._counts = EpisodeCounts()
+        self._counting = threading.Lock()
         self._processes: list[_Process] = []
+        # Tasks that start another process for a lost one.
+        self._replacing: set[asyncio.Task[None]] = set()
+        self.is_paused = False
         self._is_closed = False
         self._failure: Exception | None = None
 
@@ -209,10 +245,10 @@ class EpisodePool:
         """Begin episodes; return them as they end.
 
         Raises:
-            RolloutError: Processes of episodes cannot be started again.
+            EngineFailed: The engine failed, or processes cannot be started again.
         """
         if self._failure is not None:
-            raise RolloutError(f"episodes cannot be run: {self._failure}")
+            raise EngineFailed(f"episodes cannot be run: {self._failure}")
         numbers = {request.number for request in requests}
         assert len(numbers) == len(requests), "numbers are unique in one call"
 
@@ -224,15 +260,30 @@ class EpisodePool:
         self._loop.call_soon_threadsafe(self._begin, requests, stream)
         return stream
 
+    def pause(self) -> None:
+        """Stop the clocks of the episodes: their engine is about to pause."""
+        self._loop.call_soon_threadsafe(self._set_paused, True)
+
+    def resume(self) -> None:
+        """Let the clocks of the episodes go on."""
+        self._loop.call_soon_threadsafe(self._set_paused, False)
+
     def take_counts(self) -> EpisodeCounts:
         """Return what happened since the last call."""
-        counts, self._counts = self._counts, EpisodeCounts()
+        with self._counting:
+            counts, self._counts = self._counts, EpisodeCounts()
         return counts
+
+    def note(self, events: EpisodeCounts) -> None:
+        """Add events to those that are taken next."""
+        with self._counting:
+            self._counts += events
 
     @property
     def process_ids(self) -> list[int]:
-        """Ids of the processes."""
-        return [process.pid for process in self._processes]
+        """Ids of the processes that have begun to start."""
+        ids = [process.pid for process in self._processes]
+        return [each for each in ids if each is not None]
 
     def close(self) -> None:
         """End all processes, with whatever they started."""
@@ -248,6 +299,11 @@ class EpisodePool:
         asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     # ------------------------------------------------ on the loop: episodes of callers
+
+    def _set_paused(self, is_paused: bool) -> None:
+        self.is_paused = is_paused
+        for process in self._processes:
+            process.tell_paused()
 
     def _begin(self, requests: Sequence[EpisodeRequest], stream: EpisodeStream) -> None:
         opened = [
@@ -280,6 +336,25 @@ class EpisodePool:
             while waiting and len(process.open) < self._capacity[process.level]:
                 process.run(*waiting.popleft())
 
+    def settle(self, episode: _OpenEpisode, ended: Episode) -> None:
+        """Deliver an episode that has ended, or run it again after a fault.
+
+        It has the same seeds then, so that what it becomes does not depend on when a
+        fault came about: only a cause outside of the episode can be gone by then.
+        """
+        is_retried = ended.end in self._retried_ends
+        if not is_retried or episode.retries >= self._max_retries:
+            episode.stream.put((episode.request.number, ended))
+            return
+        episode.retries += 1
+        self.note(EpisodeCounts(retries=1))
+        self._wait_again(next(self._numbers), episode)
+
+    def _wait_again(self, number: int, episode: _OpenEpisode) -> None:
+        """Let an episode wait among those that were lost as often as it was."""
+        level = min(episode.losses, len(self._waiting) - 1)
+        self._waiting[level].append((number, episode))
+
     def fail(self, error: Exception) -> None:
         """Fail all streams: no episode goes on without the engine, or a process."""
         self._failure = error
@@ -301,37 +376,45 @@ class EpisodePool:
         await asyncio.gather(*(process.start() for process in self._processes))
 
     async def _end_all(self) -> None:
+        replacing = list(self._replacing)
+        for task in replacing:
+            task.cancel()
+        await asyncio.gather(*replacing, return_exceptions=True)
         await asyncio.gather(*(process.end() for process in self._processes))
 
-    async def replace(self, lost: _Process, episodes: dict[int, _OpenEpisode]) -> None:
+    def replace(self, lost: _Process, episodes: dict[int, _OpenEpisode]) -> None:
         """Run the episodes of a lost process again, in another."""
-        self._counts = replace(
-            self._counts, lost_processes=self._counts.lost_processes + 1
-        )
+        self._keep_lost(episodes)
+        task = asyncio.create_task(self._start_instead_of(lost))
+        self._replacing.add(task)
+        task.add_done_callback(self._replacing.discard)
+
+    def _keep_lost(self, episodes: dict[int, _OpenEpisode]) -> None:
+        """Queue the episodes of a lost process, but for one that has ended it."""
+        self.note(EpisodeCounts(lost_processes=1))
         for number, episode in episodes.items():
             episode.losses += 1
             # A process may be lost for other reasons, but hardly twice.
             if len(episodes) > 1 or episode.losses == 1:
-                level = min(episode.losses, len(self._capacity) - 1)
-                self._waiting[level].append((number, episode))
-                again = self._counts.run_again + 1
-                self._counts = replace(self._counts, run_again=again)
+                self._wait_again(number, episode)
+                self.note(EpisodeCounts(run_again=1))
             else:
                 detail = f"it ended its process {episode.losses} times, at last alone"
                 ended = Episode([], End.ENVIRONMENT_FAILED, 0.0, detail)
                 episode.stream.put((episode.request.number, ended))
 
+    async def _start_instead_of(self, lost: _Process) -> None:
+        await lost.end()
         process = _Process(self)
         self._processes[self._processes.index(lost)] = process
         try:
             await process.start()
+        # What started once says nothing against the configuration.
         except (ConfigError, RolloutError) as error:
-            self.fail(error)
+            failure = EngineFailed(f"a process of episodes cannot start again: {error}")
+            failure.__cause__ = error
+            self.fail(failure)
         self.assign()
-
-    def note_lag(self, lag_s: float) -> None:
-        """Note how late an event loop was."""
-        self._counts = replace(self._counts, lag_s=max(self._counts.lag_s, lag_s))
 
     async def sample(self, episode: _OpenEpisode, call: Frame) -> bytes:
         """Return the reply to a call of a policy.
@@ -378,13 +461,16 @@ class _Process:
     open: dict[int, _OpenEpisode] = field(default_factory=dict)
     level: int = 0
     is_ready: bool = False
+    _frames: FrameReader = field(default_factory=FrameReader)
     _calls: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     _serving: asyncio.Task[None] | None = None
+    _process: subprocess.Popen[bytes] | None = None
+    _writer: asyncio.StreamWriter | None = None
 
     @property
-    def pid(self) -> int:
-        """Id of the process."""
-        return self._process.pid
+    def pid(self) -> int | None:
+        """Id of the process; None before it begins to start."""
+        return None if self._process is None else self._process.pid
 
     async def start(self) -> None:
         """Start the process, and wait until it is ready.
@@ -393,27 +479,37 @@ class _Process:
             ConfigError: It cannot import an environment.
             RolloutError: It ended, or took too long.
         """
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = _popen(theirs.fileno())
-        ours.setblocking(False)
-        self._reader, self._writer = await asyncio.open_connection(sock=ours)
-        self._frames = FrameReader()
-        self._writer.write(self.pool.first_frame)
         try:
             async with asyncio.timeout(START_S):
+                await self._connect()
                 while not self.is_ready:
                     for message in await self._receive():
                         self._take_first(message)
-        except (TimeoutError, EOFError, ConfigError) as error:
+        except BaseException as error:
             await self.end()
-            if isinstance(error, ConfigError):
-                raise
-            raise RolloutError(
-                "a process of episodes did not start; its output is in the log of the"
-                f" replica: {error!r}"
-            ) from error
+            if isinstance(error, TimeoutError | EOFError | OSError):
+                raise RolloutError(
+                    "a process of episodes did not start; its output is in the log of"
+                    f" the replica: {error!r}"
+                ) from error
+            raise
+        if self.pool.is_paused:
+            self.tell_paused()
         self._serving = asyncio.create_task(self._serve())
+
+    async def _connect(self) -> None:
+        """Start the program of the process, and send it the first frame."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                self._process = _popen(theirs.fileno())
+            ours.setblocking(False)
+            self._reader, self._writer = await asyncio.open_connection(sock=ours)
+        except BaseException:
+            # Nothing else would hang up.
+            ours.close()
+            raise
+        self._write(self.pool.first_frame)
 
     def _take_first(self, message: Frame) -> None:
         if message.kind == "broken":
@@ -439,9 +535,17 @@ class _Process:
             episodes = dict(self.open)
             self.open.clear()
             self.is_ready = False
-            self._serving = None
-            await self.end()
-            await self.pool.replace(self, episodes)
+            self.pool.replace(self, episodes)
+
+    def tell_paused(self) -> None:
+        """Tell the process whether the engine is paused."""
+        # One that starts is told later.
+        if self.is_ready:
+            self._write(frame("pause" if self.pool.is_paused else "resume", {}))
+
+    def _write(self, message: bytes) -> None:
+        assert self._writer is not None, "it is connected"
+        self._writer.write(message)
 
     def run(self, number: int, episode: _OpenEpisode) -> None:
         """Begin an episode."""
@@ -453,19 +557,19 @@ class _Process:
             "seed": request.seed,
             "world_seed": request.world_seed,
         }
-        self._writer.write(frame("run", fields))
+        self._write(frame("run", fields))
 
     def cancel(self, stream: EpisodeStream) -> None:
         """Cancel the episodes of a stream."""
         for number, episode in list(self.open.items()):
             if episode.stream is stream:
                 del self.open[number]
-                self._writer.write(frame("cancel", {"episode": number}))
+                self._write(frame("cancel", {"episode": number}))
 
     def _take(self, message: Frame) -> None:
         fields = message.fields
         if message.kind == "alive":
-            self.pool.note_lag(fields["lag_s"])
+            self.pool.note(EpisodeCounts(lag_s=fields["lag_s"]))
             # Tools and environments may take long without a token of the engine.
             if fields["open"]:
                 touch()
@@ -479,7 +583,7 @@ class _Process:
         elif message.kind == "ended":
             episode = self.open.pop(fields["episode"], None)
             if episode is not None:
-                episode.stream.put((episode.request.number, episode_of(message)))
+                self.pool.settle(episode, episode_of(message))
                 self.pool.assign()
 
     async def _sample(self, call: Frame) -> None:
@@ -488,13 +592,14 @@ class _Process:
             episode = self.open.get(call.fields["episode"])
             # It was cancelled meanwhile.
             if episode is not None:
-                self._writer.write(await self.pool.sample(episode, call))
-        except EngineFailed as error:
+                self._write(await self.pool.sample(episode, call))
+        # No episode can go on.
+        except (EngineFailed, ConfigError) as error:
             self.pool.fail(error)
         # A defect of a parser, say: the policy of the episode must not wait for it.
         except Exception as error:
             reply = {"call": number, "end": None, "detail": repr(error)}
-            self._writer.write(frame("failed", reply))
+            self._write(frame("failed", reply))
         finally:
             self._calls.pop(number, None)
 
@@ -507,9 +612,12 @@ class _Process:
         for call in list(self._calls.values()):
             call.cancel()
         # The guard of the process kills all of it once the connection is gone.
-        self._writer.close()
-        with contextlib.suppress(OSError):
-            await self._writer.wait_closed()
+        if self._writer is not None:
+            self._writer.close()
+            with contextlib.suppress(OSError):
+                await self._writer.wait_closed()
+        if self._process is None:
+            return
         try:
             await asyncio.to_thread(self._process.wait, 5.0)
         except subprocess.TimeoutExpired:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import pytest
 
 from controllers.compose.composition import compose
@@ -17,6 +18,7 @@ from controllers.run.preparation import (
 )
 from verl_ray.cluster.session import Session
 from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.data.conversations import tokenize
 from verl_ray.data.records import read_supervised
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import ConfigError, DataError
@@ -77,7 +79,7 @@ def test_a_folder_that_no_run_made_stays(tmp_path: Path) -> None:
     assert mine.read_text() == "years of work"
 
 
-@pytest.mark.parametrize("name", ["quickstart", "word_problems"])
+@pytest.mark.parametrize("name", ["quickstart", "word_problems", "agent_quickstart"])
 def test_each_tokenizer_fits_its_problems_and_what_the_check_expects(
     name: str, tmp_path: Path
 ) -> None:
@@ -88,12 +90,18 @@ def test_each_tokenizer_fits_its_problems_and_what_the_check_expects(
     assert len(tokenizer) == settings_of(config.model.path, config)["vocab_size"]
 
     # No prompt and no demonstration, with its end, is longer than its limit.
+    longest_prompt = config.data.max_prompt_tokens
+    longest_response = config.rollout.max_response_tokens
     for part in (files.train, files.validation):
-        for record in read_supervised(part.jsonl):
-            prompt, response = map(str, record.content)
-            assert len(tokenizer.encode(prompt)) <= config.data.max_prompt_tokens
-            longest = config.rollout.max_response_tokens
-            assert len(tokenizer.encode(response)) < longest
+        shown = read_supervised(part.jsonl)
+        tokens, mask = tokenize(
+            [record.content for record in shown], [record.where for record in shown], tokenizer,
+            apply_chat_template=tokenizer.chat_template is not None, special_tokens="refuse", responses="all",
+        )  # fmt: skip
+        for row, is_response in enumerate(np.split(mask, tokens.offsets[1:-1])):
+            assert is_response.argmax() <= longest_prompt
+            assert is_response.sum() <= longest_response
+            assert len(tokens[row]) <= longest_prompt + longest_response
 
 
 def test_a_recipe_of_a_version_without_word_problems_is_one_of_sums(

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.controllers.runs import Inputs, command, lasting
+from tests.controllers.runs import Inputs, command, command_here, lasting
+from tests.faults import HAPPENED
+from tests.kills import Run
 from verl_ray.cluster.session import Session
 
 pytestmark = [pytest.mark.cluster, pytest.mark.processes]
@@ -20,16 +22,23 @@ TEMPLATE = (
 )
 
 
+def world_of(run_dir: Path, world: str) -> list[str]:
+    """The overrides of a world for a run, whose chat template stands beside it."""
+    template = run_dir.with_suffix(".jinja")
+    template.write_text(TEMPLATE)
+    return [
+        f"agent.environments.default={WORLDS}:{world}", "reward.functions.default=environment",
+        "agent.max_turn_tokens=6", f"data.chat_template={template}",
+    ]  # fmt: skip
+
+
 def train(
     cluster: Session, inputs: Inputs, run_dir: Path, world: str, *changes: str
 ) -> list[dict[str, Any]]:
     """The metrics of the lines of a run on episodes of two turns."""
-    template = run_dir.with_suffix(".jinja")
-    template.write_text(TEMPLATE)
     command(
         cluster, "train", "--config-name", "grpo", *inputs.rl(run_dir),
-        f"agent.environments.default={WORLDS}:{world}", "reward.functions.default=environment",
-        "agent.max_turn_tokens=6", "rollout.max_response_tokens=24", f"data.chat_template={template}", *changes,
+        "rollout.max_response_tokens=24", *world_of(run_dir, world), *changes,
     )  # fmt: skip
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
@@ -68,33 +77,48 @@ def test_a_failed_episode_is_no_member_of_its_group(
     assert 0 < failed < 1
     assert metrics["response/aborted_ratio"] > 0
     assert metrics["reward_health/exception"] == 32 * failed
+    # Each was run once more, to the same end.
+    assert metrics["episode/retries"] == 32 * failed
+    assert metrics["episode/lost_processes"] == metrics["episode/run_again"] == 0
+    assert metrics["episode/loop_lag_s"] >= 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("changes", "resumes"),
-    [
-        # A run that is extended has not drawn ahead of its old end.
-        (("schedule=one_step_off", "placement=separate"), False),
-        (("algorithm=ppo", "critic.optimizer.lr=1e-3"), True),
-    ],
-)
-def test_episodes_have_the_same_bits_wherever_they_run_and_after_a_resume(
-    cluster: Session,
-    inputs: Inputs,
-    tmp_path: Path,
-    changes: tuple[str, ...],
-    resumes: bool,
+def test_episodes_have_the_same_bits_after_a_resume(
+    cluster: Session, inputs: Inputs, tmp_path: Path
 ) -> None:
     def run(name: str, *more: str) -> list[dict[str, Any]]:
-        return train(cluster, inputs, tmp_path / name, "TwoTurns", *changes, *more)
+        ppo = ("algorithm=ppo", "critic.optimizer.lr=1e-3")
+        return train(cluster, inputs, tmp_path / name, "TwoTurns", *ppo, *more)
 
     straight = run("straight", "run.total_steps=4")
-    saved = "run.checkpoint_every=2"
-    if resumes:
-        run("other", "run.total_steps=2", saved)
-    few = ("agent.processes_per_replica=2", "agent.episodes_per_process=3")
-    other = run("other", "run.total_steps=4", saved, *few)
+    run("other", "run.total_steps=2", "run.checkpoint_every=2")
+    other = run("other", "run.total_steps=4", "run.checkpoint_every=2")
     assert len(straight) == len(other) == 4
     for metrics, same in zip(straight, other, strict=True):
         assert lasting(same) == lasting(metrics)
+
+
+@pytest.mark.slow
+def test_episodes_have_the_same_bits_wherever_they_run_and_whatever_is_lost(
+    cluster: Session, inputs: Inputs, tmp_path: Path
+) -> None:
+    def run(name: str, *more: str) -> Run:
+        folder = tmp_path / name
+        changes = [*world_of(folder, "TwoTurns"), *more]
+        return Run(inputs, folder, "one_step_off", 4, changes)
+
+    whole = run("whole")
+    command_here(cluster, *whole.arguments)
+
+    few = ("agent.processes_per_replica=2", "agent.episodes_per_process=3")
+    broken = run("broken", *few)
+    # The processes of episodes, then their replica.
+    faults = ("rollouts@2:kill=rollout-0-child", "rollouts@3:kill=rollout-0+0.05")
+    code, output = broken.process(faults, f"ray.address={cluster.address}")
+    assert code == 0, output
+    happened = (broken.folder / HAPPENED).read_text().splitlines()
+    assert [json.loads(line)["fault"] for line in happened] == list(faults)
+    assert all(json.loads(line)["found"] for line in happened)
+    assert broken.lines() == whole.lines()
+    assert broken.has_each_once()

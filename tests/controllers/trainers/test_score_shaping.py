@@ -130,9 +130,8 @@ def test_what_is_right_is_judged_by_the_scores_of_the_graders() -> None:
         assert scores.score == pytest.approx(expected)
         assert rewarded(settings, scores, rows).is_positive.tolist() == positive
 
-    # All turns of an episode have as many tokens as a row: with 10 of a prompt, 10 of a
-    # response end before the last fifth.
-    world = ["agent.environments.default=my_env.py:Game", "data.max_prompt_tokens=10"]
+    # Of 20 tokens that all turns of an episode may have, 10 are before the last fifth.
+    world = ["agent.environments.default=my_env.py:Game", "agent.max_tokens=20"]
     at_limit = rollouts_of([10, 2], groups=[0, 0])
     settings = config("vapo", "algorithm.overlong_share=0.2", *world)
     assert shaped(settings, [1, 0], at_limit)[0].score.tolist() == [1, 0]

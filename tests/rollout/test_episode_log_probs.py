@@ -1,0 +1,124 @@
+"""Rows of episodes against a forward pass: what was sampled is what is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.agents.templates import MERGING, PRESERVING, STRIPPING, tokenizer_with
+from tests.rollout.conftest import EngineStarter
+from verl_ray.agents.contract import Action, End, Episode, EpisodeTask, ToolCall
+from verl_ray.agents.episode import Limits
+from verl_ray.agents.wire import EpisodeStart
+from verl_ray.config.preparation import TinyModelConfig
+from verl_ray.data.stages import Finish
+from verl_ray.models.tiny import make_tiny
+from verl_ray.rollout.episodes import EpisodePool, EpisodeRequest
+from verl_ray.rollout.requests import Sampling
+from verl_ray.rollout.server import RolloutServer
+
+pytestmark = [pytest.mark.processes, pytest.mark.vllm]
+
+WORLDS = Path(__file__).with_name("worlds.py")
+TOKENIZER = tokenizer_with(PRESERVING)
+END = TOKENIZER.eos_token_id
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=8)
+LIMITS = Limits(max_turns=6, context_tokens=1024, max_turn_tokens=6)
+CASES = [(turns, tool) for turns in range(1, 7) for tool in (False, True)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    config = TinyModelConfig(
+        hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_size=32, intermediate_size=192,
+        tie_embeddings=False,
+    )  # fmt: skip
+    make_tiny("qwen2", folder, Path(TOKENIZER.name_or_path), config, 0)
+    policy = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        # At about half of all places the turn ends.
+        policy.lm_head.weight[END] *= 30
+    policy.save_pretrained(folder)
+    return folder
+
+
+def read(tokens: Sequence[int], finish: Finish, tools: Sequence[Any]) -> Action:
+    """Take a turn as no call, a call or two, whatever its words are."""
+    count = tokens[0] % 3 if tools else 0
+    calls = [ToolCall("add", {"é": number}) for number in range(count)]
+    text = TOKENIZER.decode([token for token in tokens if token != END])
+    return Action(tokens, text, calls, finish.name.lower())
+
+
+def episodes_of(
+    server: RolloutServer, model: Path, template: str
+) -> dict[int, Episode]:
+    start = EpisodeStart(
+        {"default": (f"{WORLDS}:Various", {})}, str(model), LIMITS, template
+    )
+    pool = EpisodePool(
+        server, start, read, num_processes=1, most_open=16, stall_s=60.0
+    )  # fmt: skip
+    try:
+        requests = [
+            EpisodeRequest(
+                number,
+                EpisodeTask(
+                    [{"role": "user", "content": "Grüße 🙂"}],
+                    extra={"num_turns": turns, "has_tool": tool},
+                ),
+                seed=number,
+                world_seed=0,
+                sampling=SAMPLING,
+                session="0",
+            )
+            for number, (turns, tool) in enumerate(CASES)
+        ]
+        stream = pool.run(requests)
+        episodes: dict[int, Episode] = {}
+        while not stream.has_ended:
+            episodes |= dict(stream.take(60.0))
+        return episodes
+    finally:
+        pool.close()
+
+
+def test_a_forward_pass_over_each_row_gives_the_samplers_log_probs(
+    model: Path, start_vllm: EngineStarter
+) -> None:
+    engine = start_vllm(model, initial_version=0, max_model_len=1024)
+    server = RolloutServer(lambda: engine)
+    policy = AutoModelForCausalLM.from_pretrained(model)
+    num_rows, num_turns = [], 0
+    try:
+        for template in (PRESERVING, MERGING, STRIPPING):
+            for number, episode in episodes_of(server, model, template).items():
+                assert (episode.end, episode.num_turns) == (
+                    End.COMPLETED,
+                    CASES[number][0],
+                )
+                # Each turn is trained once, however many rows hold it.
+                rewards = [pair for row in episode.rows for pair in row.rewards]
+                assert len(rewards) == episode.num_turns
+                num_turns += len(rewards)
+                num_rows.append(len(episode.rows))
+                for row in episode.rows:
+                    with torch.no_grad():
+                        logits = policy(torch.tensor([row.tokens])).logits[0]
+                    computed = logits[:-1].log_softmax(-1)
+                    computed = computed.gather(1, torch.tensor(row.tokens)[1:, None])
+                    mask = torch.tensor(row.mask)
+                    sampled = torch.tensor(row.log_probs)[mask]
+                    torch.testing.assert_close(
+                        sampled, computed[mask[1:], 0], atol=5e-5, rtol=0
+                    )
+    finally:
+        server.close()
+    # Some episodes are one row, others begin one where a turn was cut.
+    assert num_turns == 3 * 2 * 21 and min(num_rows) == 1 < max(num_rows)

@@ -1,0 +1,100 @@
+"""Sampled tokens as actions, read by vLLM's own parsers."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from tests.agents.templates import PRESERVING, tokenizer_with
+from verl_ray.agents.contract import Action, ToolCall
+from verl_ray.data.stages import Finish
+from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
+from verl_ray.errors import ConfigError, RolloutError
+from verl_ray.rollout.tool_calls import ActionReader
+
+# vLLM looks at the machine as it is imported.
+pytestmark = pytest.mark.processes
+
+TOKENIZER = tokenizer_with(PRESERVING)
+END = TOKENIZER.eos_token_id
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+
+
+def read(
+    text: str, parser: str | None = "hermes", tools: tuple[object, ...] = (TOOL,)
+) -> Action:
+    tokens = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+    return ActionReader(TOKENIZER, parser)([*tokens, END], Finish.STOP, tools)
+
+
+def call(arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>'
+
+
+def test_calls_are_read_in_their_order() -> None:
+    action = read("So:" + call('{"a": 1}') + "\n" + call('{"a": 2}'))
+    assert action.tool_calls == [ToolCall("add", {"a": 1}), ToolCall("add", {"a": 2})]
+    assert (action.text, action.finish) == ("So:", "stop")
+    assert action.parse_error is None
+    assert action.tokens[-1] == END
+
+
+@pytest.mark.parametrize("text", [call("{a: 1}"), "<tool_call>\nadd", call("[1, 2]")])
+def test_what_cannot_be_read_is_no_call(text: str) -> None:
+    action = read(text)
+    assert not action.tool_calls
+    assert action.parse_error
+
+
+def test_words_are_no_calls() -> None:
+    assert read("three") == Action([*TOKENIZER("three")["input_ids"], END], "three")
+    # Without tools nothing is a call.
+    assert read(call("{}"), tools=()).tool_calls == ()
+    assert read("three", parser=None, tools=()).text == "three"
+
+
+def test_tools_need_a_parser_that_vllm_has() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read("three", parser=None)
+    (problem,) = caught.value.problems
+    assert problem.key == "agent.tool_parser"
+    assert "offers tools (add)" in problem.rule
+    with pytest.raises(RolloutError, match="no such parser"):
+        read("three", parser="hermos")
+
+
+def test_turns_are_parsed_without_building_the_vocabulary_for_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    character_tokenizer(tmp_path, string.ascii_lowercase + string.digits + ' {}":,_')
+    tokenizer = load_tokenizer(tmp_path)
+    # The parser looks it up.
+    tokenizer.add_tokens(["<|python_tag|>"])
+    get_vocab = PreTrainedTokenizerFast.get_vocab
+    built: list[int] = []
+
+    def counted(tokenizer: Any) -> dict[str, int]:
+        built.append(1)
+        return get_vocab(tokenizer)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "get_vocab", counted)
+    reader = ActionReader(tokenizer, "llama3_json")
+    before = len(built)
+    for number in range(3):
+        text = f'{{"name": "add", "parameters": {{"of": {number}}}}}'
+        tokens = tokenizer.encode(text)
+        action = reader([*tokens, tokenizer.eos_token_id], Finish.STOP, [TOOL])
+        assert action.tool_calls == [ToolCall("add", {"of": number})]
+        assert action.parse_error is None and action.finish == "stop"
+    assert len(built) == before
