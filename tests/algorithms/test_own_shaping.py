@@ -9,6 +9,7 @@ import pytest
 
 from controllers.compose.composition import compose
 from controllers.trainers.rl import with_shaping
+from controllers.watch.measures import Metrics
 from tests.rows import rollouts_of
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.sharded import Receipt, Sharded
@@ -48,8 +49,13 @@ def scores() -> ResponseScores:
     return ResponseScores(total, health, parts=((1.0, right), (2.0, style)))
 
 
+def shaped_by(settings: RLConfig) -> tuple[ResponseScores, Metrics]:
+    rows = rollouts()
+    return with_shaping(settings, scores(), rows, rows.row("response_length"))
+
+
 def test_a_function_gets_what_it_names() -> None:
-    shaped, metrics = with_shaping(config("everything"), scores(), rollouts())
+    shaped, metrics = shaped_by(config("everything"))
     # (1 + 1) * 1 + 1; (2 + 0.5) * 10 / 10 / 2 + 0.5; failed; aborted, so as it was.
     assert shaped.score.tolist() == pytest.approx([3, 1.75, np.nan, 5], nan_ok=True)
     assert shaped.ok.tolist() == [True, True, False, True]
@@ -62,9 +68,7 @@ def test_a_function_gets_what_it_names() -> None:
 
 def test_settings_of_lengths_are_its_own_then() -> None:
     """The package's brevity would add something else."""
-    shaped, _ = with_shaping(
-        config("shorter", "algorithm.brevity=0.5"), scores(), rollouts()
-    )
+    shaped, _ = shaped_by(config("shorter", "algorithm.brevity=0.5"))
     assert shaped.score.tolist() == pytest.approx(
         [2 - 0.01, 2.5 - 0.05, np.nan, 5], nan_ok=True
     )
@@ -72,7 +76,7 @@ def test_settings_of_lengths_are_its_own_then() -> None:
 
 def test_a_response_without_a_score_stays_so_whatever_is_returned() -> None:
     """Of the last two rows one has failed, and one was aborted."""
-    shaped, metrics = with_shaping(config("nowhere_else"), scores(), rollouts())
+    shaped, metrics = shaped_by(config("nowhere_else"))
     assert shaped.score.tolist() == pytest.approx([3, 3.5, np.nan, 5], nan_ok=True)
     assert shaped.parts[2][1].tolist() == [1, 1, 0, 0]
     assert metrics == {"reward/shaping/mean": 1}
@@ -89,7 +93,7 @@ def test_a_response_without_a_score_stays_so_whatever_is_returned() -> None:
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
 def test_a_function_that_fails_is_named(function: str, words: str) -> None:
     with pytest.raises(DataError, match=words):
-        with_shaping(config(function), scores(), rollouts())
+        shaped_by(config(function))
 
 
 @pytest.mark.parametrize(
@@ -114,6 +118,6 @@ def test_a_function_is_read_before_anything_starts(
 def test_an_older_configuration_shapes_nothing() -> None:
     without = compose("quickstart", [])
     assert isinstance(without, RLConfig) and without.algorithm.shaping is None
-    same, metrics = with_shaping(without, scores(), rollouts())
+    same, metrics = shaped_by(without)
     assert metrics == {} and len(same.parts) == len(scores().parts) == 2
     assert np.array_equal(same.score, scores().score, equal_nan=True)

@@ -108,10 +108,13 @@ def _records(
         is_wrong = random.random() < wrong_fraction + (apart if sign == "-" else -apart)
         first, second = _turns(f"{a}*{b}", product), _turns(rest, answer)
         guess = str(random.integers((max_operand + 1) ** 2))
-        wrong = [[], first][int(random.integers(2))]
-        turns, said = [*first, *second], answer
-        if is_wrong:
-            turns, said = wrong, product if wrong else guess
+        calls_once = bool(random.integers(2))
+        if not is_wrong:
+            turns, reply = [*first, *second], answer
+        elif calls_once:
+            turns, reply = first, product
+        else:
+            turns, reply = [], guess
 
         question = {"role": "user", "content": problem}
         records.append(
@@ -123,7 +126,7 @@ def _records(
                     {"role": "system", "content": _HEADER},
                     question,
                     *turns,
-                    {"role": "assistant", "content": said},
+                    {"role": "assistant", "content": reply},
                 ],
                 "data_source": "calculator",
             }

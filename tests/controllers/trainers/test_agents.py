@@ -122,3 +122,21 @@ def test_episodes_have_the_same_bits_wherever_they_run_and_whatever_is_lost(
     assert all(json.loads(line)["found"] for line in happened)
     assert broken.lines() == whole.lines()
     assert broken.has_each_once()
+
+
+@pytest.mark.slow
+def test_the_quickstart_of_agents_learns_to_call_its_tool_twice(
+    cluster: Session, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    # The command fails unless the accuracy rises by prepare.min_gain.
+    command_here(
+        cluster, "train", "--config-name", "agent_quickstart", f"run.dir={run_dir}"
+    )
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    _, first, *_, last = map(json.loads, lines)
+    # Three turns of the policy: two calls, and the answer.
+    assert first["num_turns/mean"] < 5.5 < last["num_turns/mean"] < 6.5
+    assert last["episode/ends/completed"] > 0.9
+    assert last["episode/rows"] < 1.1
+    assert last["training/rollout_probs_diff_max"] < 1e-4
