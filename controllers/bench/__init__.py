@@ -7,7 +7,7 @@ A suite is a module that says what is measured, and a line in `SUITES`. It takes
 rounds and tables from `suite.py`, its inputs from `inputs.py`, and its processes from
 one of these: `running.py` (the actor and the replicas of a run), `processes.py` (ranks
 of a training backend, without a cluster), `contest.py` (backends that take turns),
-`raw.py` (vLLM and PyTorch without us).
+`raw.py` (vLLM and PyTorch without us). `agents.py` has its engine in its own process.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ from typing import cast
 from verl_ray.config.suggest import did_you_mean
 
 SUITES = {
+    "agents": (
+        "episodes of several turns, compared with the same turns drawn without an"
+        " environment; and a thousand episodes at once"
+    ),
     "data": (
         "split, concatenate, select, put and get rows, compared with the memory"
         " bandwidth of the same minute"

@@ -16,10 +16,13 @@ import torch
 
 from controllers import bench
 from controllers.bench import contest, data
+from controllers.bench.agents import as_one_response, turns_of
 from controllers.bench.contest import padded_batches, row_lengths
 from controllers.bench.processes import run_processes
 from controllers.bench.raw import padded
 from controllers.bench.suite import MIB, markdown, rounds
+from verl_ray.agents.contract import End, Episode, EpisodeRow
+from verl_ray.agents.episode import turn_seed
 from verl_ray.errors import VerlRayError
 from verl_ray.profiling.flops import ModelShape
 
@@ -69,6 +72,25 @@ def test_the_floor_sees_every_token_of_a_row_and_nothing_behind_it() -> None:
     rows = data.rollouts(np.array([1, 3]))
     table = padded(rows.lengths, np.array([7, 4, 5, 6]))
     assert table.tolist() == [[7, 0, 0], [4, 5, 6]]
+
+
+def test_the_turns_of_an_episode_are_drawn_as_they_were() -> None:
+    def row(tokens: list[int], sampled: list[int]) -> EpisodeRow:
+        mask = [token in sampled for token in tokens]
+        return EpisodeRow(tokens, mask, [0.0] * len(tokens), [], [])
+
+    # The second row begins with a turn of the first one, which is not drawn again.
+    rows = [row([5, 6, 7, 8, 9, 4], [7, 8, 4]), row([5, 7, 8, 3, 2, 1], [2, 1])]
+    turns = turns_of(Episode(rows, End.COMPLETED, 0.0), seed=11)
+    assert [turn.tokens.tolist() for turn in turns] == [
+        [5, 6],
+        [5, 6, 7, 8, 9],
+        [5, 7, 8, 3],
+    ]
+    assert [turn.sampling.max_tokens for turn in turns] == [2, 1, 2]
+    assert [turn.seed for turn in turns] == [turn_seed(11, turn) for turn in range(3)]
+    whole = as_one_response(turns)
+    assert whole.tokens.tolist() == [5, 6] and whole.sampling.max_tokens == 5
 
 
 def measured(*arguments: str) -> dict[str, Any]:
@@ -175,6 +197,22 @@ def test_rollout(tmp_path: Path) -> None:
     figures = found["1_replica"]
     ratio = figures["servers_tokens_per_s"] / figures["offline_tokens_per_s"]
     assert figures["ratio"] == pytest.approx(ratio, rel=0.02) == figures["best_ratio"]
+
+
+@pytest.mark.processes
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_agents() -> None:
+    sizes = ("--episodes", "4", "--at-once", "4", "--turns", "2", "--threads", "1")
+    figures = measured("agents", *sizes, "--crowd", "50", "--repeats", "1")
+    speed, crowd = figures["speed"], figures["crowd"]
+    ratio = speed["episodes_tokens_per_s"] / speed["turns_alone_tokens_per_s"]
+    assert speed["ratio"] == pytest.approx(ratio, rel=0.02)
+    assert crowd["requests_at_most"] == 50
+    for side in ("engine_process", "episodes_process"):
+        # No episode has a file of its own.
+        files = crowd[side]["files"]
+        assert files["most"] - files["before"] < 25
 
 
 def test_padded_batches_hold_as_many_rows_as_fit_however_long_they_are() -> None:

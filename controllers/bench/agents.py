@@ -1,0 +1,470 @@
+"""`verl-ray bench agents`: what episodes cost beside a rollout engine, and what a
+thousand of them at once take of a machine.
+
+Invariant: both sides of the comparison draw the same tokens. The yardstick is a
+coroutine per episode beside the engine, in the same process. It sends the turns of the
+episode as they were: the same prompts and seeds, each turn once the one before it is
+done, as many episodes at a time, and the prefix cache is empty at the beginning of
+each. It has no environment, no template, no other process and no messages to one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import functools
+import itertools
+import multiprocessing
+import os
+import string
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import TypeVar
+
+import numpy as np
+import psutil
+
+from controllers.bench.inputs import POLICIES
+from controllers.bench.suite import MIB, Flags, circumstances, print_json, rounds
+from controllers.compose.composition import compose
+from verl_ray.agents.contract import Episode, EpisodeTask
+from verl_ray.agents.episode import Limits, turn_seed
+from verl_ray.agents.wire import EpisodeStart
+from verl_ray.cluster.context import WorkerContext
+from verl_ray.cluster.process_control import thread_environment
+from verl_ray.config.load import parse, to_tree
+from verl_ray.config.rollout import RolloutConfig
+from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
+from verl_ray.rollout.episodes import EpisodePool, EpisodeRequest
+from verl_ray.rollout.requests import (
+    GenerationProgress,
+    GenerationRequest,
+    Sampling,
+    Tokens,
+)
+from verl_ray.rollout.scripted import ScriptedEngine
+from verl_ray.rollout.server import RolloutServer
+from verl_ray.rollout.tool_calls import ActionReader
+from verl_ray.rollout.vllm_core import environment
+from workers.rollout import start_engine
+
+T = TypeVar("T")
+
+_ALPHABET = string.ascii_letters + string.digits + " .,:'\n"
+"""An untrained policy ends a turn once in as many tokens as it has."""
+
+_TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{{ eos_token if m.role == 'assistant' }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+_WORLD = "verl_ray.agents.environments.number_guessing:NumberGuessing"
+_TURN_TOKENS = 256
+_ROW_TOKENS = 4096
+_SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=_TURN_TOKENS)
+_SCRIPTED_TOKENS = 16
+"""Tokens of a turn of the scripted engine."""
+_STEP_S = 0.05
+"""Seconds of a step of the scripted engine, which adds a token to each request."""
+_SAMPLED_S = 0.05
+"""Seconds from one look at files, memory and threads to the next."""
+
+_PARTS = ("speed", "crowd")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of drawing the same tokens in one way.
+
+    Attributes:
+        wall_s: By the clock.
+        cpu_s: Of all processes together, on all cores.
+    """
+
+    wall_s: float
+    cpu_s: float
+
+
+@dataclass(frozen=True)
+class Round:
+    """The costs of as many tokens in each way."""
+
+    tokens: int
+    episodes: Cost
+    turns_alone: Cost
+    single_responses: Cost
+
+
+def main(argv: list[str]) -> int:
+    """Run the suite and print its figures; return the exit code, 0."""
+    options = _flags().parse_args(argv)
+    # Torch reads these as it is imported, by the process that is started next.
+    threads = options.threads
+    os.environ.update(thread_environment(threads) | environment("cpu", threads))
+    with ProcessPoolExecutor(
+        1, multiprocessing.get_context("spawn"), initializer=_write_to_stderr
+    ) as process:
+        figures = process.submit(_measure, options).result()
+    print_json({"model": options.model, **figures, **circumstances()})
+    return 0
+
+
+def _write_to_stderr() -> None:
+    """Send what the engine says to where progress goes."""
+    os.dup2(2, 1)
+
+
+def _measure(options: argparse.Namespace) -> dict[str, object]:
+    """Return the figures of each part."""
+    figures: dict[str, object] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        model = _make_model(folder, options.model)
+        if "speed" in options.only:
+            sizes = options.episodes, options.at_once, options.turns
+            figures["speed"] = speed(model, *sizes, options.threads, options.repeats)
+        if "crowd" in options.only:
+            figures["crowd"] = crowd(model, options.crowd, options.turns)
+    return figures
+
+
+# -------------------------------------------------------------------------- with vLLM
+
+
+def speed(
+    model: str, count: int, at_once: int, turns: int, threads: int, repeats: int
+) -> dict[str, object]:
+    """Return tokens per second of episodes, and of as many tokens without them.
+
+    Args:
+        model: The model directory.
+        count: Number of episodes.
+        at_once: Episodes at a time.
+        turns: Turns of an episode.
+        threads: Threads of the engine.
+        repeats: Rounds that count; all sides take turns in each.
+    """
+    config = _engine_config()
+    context = WorkerContext(
+        "rollout", 0, 1, "cpu", process_group=False, threads=threads,
+        log_path=Path(os.devnull), incarnation=1,
+    )  # fmt: skip
+
+    measured: list[Round] = []
+    with _pool(
+        lambda: RolloutServer(
+            lambda: start_engine(
+                context, model, config,
+                max_model_len=_ROW_TOKENS, seed=0, initial_version=0,
+            )
+        ),
+        model, turns, at_once,
+    ) as (server, pool):  # fmt: skip
+        for number in rounds(repeats, "agents"):
+            measured.append(_round(server, pool, _requests(count, number), at_once))
+
+    # The first round only warms up.
+    return {
+        "episodes": count,
+        "at_once": at_once,
+        "turns": turns,
+        "engine_threads": threads,
+        **_figures(measured[1:]),
+        "repeats": repeats,
+    }
+
+
+def _figures(measured: Sequence[Round]) -> dict[str, object]:
+    """Return speeds, and the ratios of episodes to the same turns without them."""
+    figures: dict[str, object] = {}
+    for name in ("episodes", "turns_alone", "single_responses"):
+        speeds = [each.tokens / getattr(each, name).wall_s for each in measured]
+        figures[f"{name}_tokens_per_s"] = round(median(speeds))
+    pairs = [(each.turns_alone, each.episodes) for each in measured]
+    best = [
+        max(
+            each.tokens / cost.wall_s for each, cost in zip(measured, side, strict=True)
+        )
+        for side in zip(*pairs, strict=True)
+    ]
+    return figures | {
+        "ratio": round(median(alone.wall_s / own.wall_s for alone, own in pairs), 3),
+        "best_ratio": round(best[1] / best[0], 3),
+        "cpu_ratio": round(median(alone.cpu_s / own.cpu_s for alone, own in pairs), 3),
+    }
+
+
+def _round(
+    server: RolloutServer,
+    pool: EpisodePool,
+    requests: Sequence[EpisodeRequest],
+    at_once: int,
+) -> Round:
+    """Draw the same number of tokens in three ways."""
+    episodes, episodes_cost = _timed(server, pool, lambda: _run(pool, requests))
+    chains = [turns_of(episodes[request.number], request.seed) for request in requests]
+    responses = [[as_one_response(chain)] for chain in chains]
+    tokens = sum(turn.sampling.max_tokens for turn in itertools.chain(*chains))
+
+    costs = []
+    for drawn in (chains, responses):
+        work = functools.partial(_draw, server, drawn, at_once)
+        count, cost = _timed(server, pool, work)
+        assert count == tokens, f"{count} tokens and {tokens} are compared"
+        costs.append(cost)
+    return Round(tokens, episodes_cost, *costs)
+
+
+def _timed(
+    server: RolloutServer, pool: EpisodePool, work: Callable[[], T]
+) -> tuple[T, Cost]:
+    """Return what work returns, and its cost from an empty prefix cache on."""
+    server.pause("recompute")
+    server.resume()
+    processes = [psutil.Process(), *_processes_of(pool)]
+    before_s = _cpu_s(processes)
+    start = time.perf_counter()
+    result = work()
+    wall_s = time.perf_counter() - start
+    return result, Cost(wall_s, _cpu_s(processes) - before_s)
+
+
+def _cpu_s(processes: Sequence[psutil.Process]) -> float:
+    times = [process.cpu_times() for process in processes]
+    return float(sum(each.user + each.system for each in times))
+
+
+def _processes_of(pool: EpisodePool) -> list[psutil.Process]:
+    """Return the processes that run episodes, each a child of its guard."""
+    guards = map(psutil.Process, pool.process_ids)
+    return [process for guard in guards for process in guard.children()]
+
+
+def turns_of(episode: Episode, seed: int) -> list[GenerationRequest]:
+    """Return the requests of the turns of an episode, each of its exact length."""
+    turns: list[GenerationRequest] = []
+    for row in episode.rows:
+        edges = np.flatnonzero(np.diff(row.mask, prepend=False, append=False))
+        for first, end in edges.reshape(-1, 2).tolist():
+            turns.append(
+                _request(row.tokens[:first], end - first, turn_seed(seed, len(turns)))
+            )
+    return turns
+
+
+def as_one_response(turns: Sequence[GenerationRequest]) -> GenerationRequest:
+    """Return a request that draws as many tokens as all turns, behind their prompt."""
+    length = sum(turn.sampling.max_tokens for turn in turns)
+    return _request(turns[0].tokens, length, turns[0].seed)
+
+
+def _request(
+    tokens: Sequence[int] | Tokens, length: int, seed: int
+) -> GenerationRequest:
+    sampling = replace(_SAMPLING, max_tokens=length, stop_token_ids=())
+    return GenerationRequest(0, np.asarray(tokens, np.int32), sampling, seed)
+
+
+def _draw(
+    server: RolloutServer,
+    chains: Sequence[Sequence[GenerationRequest]],
+    at_once: int,
+) -> int:
+    """Serve the requests of each chain in turn; return the number of their tokens."""
+
+    async def serve(
+        chain: Sequence[GenerationRequest], places: asyncio.Semaphore
+    ) -> int:
+        count = 0
+        async with places:
+            for request in chain:
+                async for chunks in server.respond_async([request]):
+                    count += sum(len(chunk.tokens) for chunk in chunks)
+        return count
+
+    async def serve_all() -> int:
+        places = asyncio.Semaphore(at_once)
+        return sum(await asyncio.gather(*(serve(chain, places) for chain in chains)))
+
+    return asyncio.run(serve_all())
+
+
+# --------------------------------------------------------------- with a scripted engine
+
+
+def crowd(model: str, count: int, turns: int) -> dict[str, object]:
+    """Return what many episodes at once take, in one process of episodes.
+
+    Args:
+        model: The model directory, for its tokenizer.
+        count: Number of episodes, all at once.
+        turns: Turns of an episode.
+    """
+    tokenizer = load_tokenizer(model)
+    words = tokenizer("My guess is 123"[: _SCRIPTED_TOKENS - 1])["input_ids"]
+    script = [(token, -1.0) for token in [*words, tokenizer.eos_token_id]]
+    with _pool(
+        lambda: RolloutServer(
+            lambda: _PacedEngine(lambda _: script, initial_version=0)
+        ),
+        model, turns, count,
+    ) as (server, pool):  # fmt: skip
+        pool.take_counts()
+        (process,) = _processes_of(pool)
+        with _watched(server, process) as peaks:
+            start = time.perf_counter()
+            episodes = _run(pool, _requests(count, 0))
+            seconds = time.perf_counter() - start
+        lag_s = pool.take_counts().lag_s
+
+    num_turns = sum(episode.num_turns for episode in episodes.values())
+    return {
+        "episodes": count,
+        "turns": turns,
+        "seconds": round(seconds, 2),
+        "turns_per_s": round(num_turns / seconds),
+        "loop_lag_s": round(lag_s, 3),
+        **peaks,
+    }
+
+
+class _PacedEngine(ScriptedEngine):
+    """A scripted engine that takes its time, so that all episodes wait for it."""
+
+    def _step(self) -> Iterator[GenerationProgress]:
+        time.sleep(_STEP_S)
+        return super()._step()
+
+
+@contextlib.contextmanager
+def _watched(
+    server: RolloutServer, process: psutil.Process
+) -> Iterator[dict[str, object]]:
+    """Yield a dict that holds the most of everything once the block has ended."""
+    own = psutil.Process()
+    before = _holdings(own), _holdings(process)
+    looks = [before]
+    in_flight = [0]
+    ended = threading.Event()
+
+    def watch() -> None:
+        # Ends with the block.
+        while not ended.wait(_SAMPLED_S):
+            looks.append((_holdings(own), _holdings(process)))
+            in_flight.append(server.health().in_flight)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    peaks: dict[str, object] = {}
+    try:
+        yield peaks
+    finally:
+        ended.set()
+        watcher.join()
+    peaks["requests_at_most"] = max(in_flight)
+    for place, side in enumerate(("engine_process", "episodes_process")):
+        peaks[side] = {
+            name: {"before": value, "most": max(look[place][name] for look in looks)}
+            for name, value in before[place].items()
+        }
+
+
+def _holdings(process: psutil.Process) -> dict[str, int]:
+    """Return open files, threads and resident memory of a process."""
+    with process.oneshot():
+        return {
+            "files": process.num_fds(),
+            "threads": process.num_threads(),
+            "resident_mib": round(process.memory_info().rss / MIB),
+        }
+
+
+# ------------------------------------------------------------------------- both of them
+
+
+@contextlib.contextmanager
+def _pool(
+    start: Callable[[], RolloutServer], model: str, turns: int, at_once: int
+) -> Iterator[tuple[RolloutServer, EpisodePool]]:
+    """Start an engine with a process of episodes beside it, and end both afterwards."""
+    world = {"low": 1, "high": 10**6, "max_guesses": turns}
+    limits = Limits(
+        max_turns=turns,
+        max_tokens=turns * _TURN_TOKENS,
+        context_tokens=_ROW_TOKENS,
+        max_turn_tokens=_TURN_TOKENS,
+    )
+    episode_start = EpisodeStart({"default": (_WORLD, world)}, model, limits, _TEMPLATE)
+    server = start()
+    with contextlib.closing(server):
+        reader = ActionReader(load_tokenizer(model, _TEMPLATE), None)
+        pool = EpisodePool(
+            server, episode_start, reader,
+            num_processes=1, most_open=at_once, stall_s=120.0,
+        )  # fmt: skip
+        with contextlib.closing(pool):
+            yield server, pool
+
+
+def _requests(count: int, number: int) -> list[EpisodeRequest]:
+    """Return the episodes of a round, which no other round has."""
+    first = number * count
+    return [
+        EpisodeRequest(
+            episode, EpisodeTask([]), seed, seed, _SAMPLING, session=str(episode)
+        )
+        for episode, seed in enumerate(range(first, first + count))
+    ]
+
+
+def _run(pool: EpisodePool, requests: Sequence[EpisodeRequest]) -> dict[int, Episode]:
+    """Run episodes to their ends, by their numbers."""
+    stream = pool.run(requests)
+    episodes: dict[int, Episode] = {}
+    while not stream.has_ended:
+        episodes |= dict(stream.take())
+    return episodes
+
+
+def _make_model(folder: str, name: str) -> str:
+    """Write a model with random parameters; return its directory."""
+    from verl_ray.models.tiny import make_tiny_qwen3
+
+    tokenizer = f"{folder}/tokenizer"
+    character_tokenizer(tokenizer, _ALPHABET)
+    return str(make_tiny_qwen3(f"{folder}/model", tokenizer, POLICIES[name], 0))
+
+
+def _engine_config() -> RolloutConfig:
+    overrides = (
+        "algorithm=grpo", "rollout.dtype=float32", "rollout.kv_cache_gib=1.0",
+    )  # fmt: skip
+    return parse(to_tree(compose("quickstart", overrides)), RLConfig).rollout
+
+
+def _flags() -> Flags:
+    cores = len(os.sched_getaffinity(0))
+    flags = Flags(
+        "agents",
+        "Measure tokens per second of episodes of several turns, compared with the same"
+        " turns drawn without an environment and with as many tokens in one response"
+        " each (speed); and what many episodes at once take with an engine that answers"
+        " from a script: lag, files, memory and threads (crowd).",
+    )
+    flags.only(_PARTS, "parts")
+    flags.choice("--model", POLICIES, "parameters of the policy")
+    flags.number("--episodes", 128, "episodes that are compared")
+    flags.number("--at-once", 64, "episodes at a time that are compared")
+    flags.number("--turns", 4, "turns of an episode")
+    flags.number("--threads", cores, "threads of the engine")
+    flags.number("--crowd", 1000, "episodes at once with the scripted engine")
+    flags.number("--repeats", 5, "rounds that count")
+    flags.set_defaults(only=_PARTS)
+    return flags
