@@ -30,6 +30,7 @@ class SampleCall:
     tokens: Sequence[int]
     seed: int
     max_tokens: int
+    tools: Sequence[ToolSchema] = ()
 
 
 class ScriptedSampler:
@@ -77,7 +78,7 @@ class ScriptedSampler:
 
         The log-prob of the n-th token of a turn is -n / 100.
         """
-        self.calls.append(SampleCall(list(tokens), seed, max_tokens))
+        self.calls.append(SampleCall(list(tokens), seed, max_tokens, tools))
         await asyncio.sleep(self._delay_s)
         text = next(self._texts, None)
         if text is None:
