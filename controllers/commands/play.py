@@ -15,6 +15,7 @@ import ast
 import asyncio
 import functools
 import inspect
+import io
 import json
 import os
 import sys
@@ -44,13 +45,15 @@ from verl_ray.agents.contract import (
     ToolSchema,
 )
 from verl_ray.agents.episode import EnvironmentFactory, Limits, Run, run_episode
+from verl_ray.agents.scripted import turn_end
 from verl_ray.agents.specs import load_environment
 from verl_ray.agents.tasks import as_messages
 from verl_ray.agents.template import Renderer
 from verl_ray.config.rollout import RolloutEngineConfig
+from verl_ray.data.encoding import encode
 from verl_ray.data.records import read_prompts
-from verl_ray.data.tokenizers import end_tokens, load_tokenizer, train_bpe
-from verl_ray.errors import ConfigError, Problem
+from verl_ray.data.tokenizers import load_tokenizer, train_bpe
+from verl_ray.errors import ConfigError, DataError, Problem
 from verl_ray.preflight.machine import Machine
 from verl_ray.rollout.requests import GenerationRequest, Sampling
 from verl_ray.rollout.vllm_core import environment as engine_variables
@@ -103,14 +106,15 @@ def main(argv: list[str]) -> int:
         screen = Screen(tokenizer, is_coloured=sys.stdout.isatty())
         context = arguments.context
         limits = Limits(arguments.max_turns, context, context)
-        with _sampler(arguments, tokenizer) as sampler:
+        renderer = Renderer(tokenizer)
+        with _sampler(arguments, tokenizer, renderer) as sampler:
             episode = asyncio.run(
                 run_episode(
                     shown(environment),
                     task,
                     arguments.seed,
                     ShownSampler(sampler, screen),
-                    Renderer(tokenizer),
+                    renderer,
                     limits,
                 )
             )
@@ -381,6 +385,8 @@ class Person:
     """A sampler whose turns are typed, a line each."""
 
     tokenizer: PreTrainedTokenizerBase
+    end: int
+    """The token at which a turn ends."""
     read_line: Callable[[], str]
     """Returns a line with its end; an empty text where there are no more."""
 
@@ -397,20 +403,30 @@ class Person:
         Raises:
             EpisodeEnded: There are no more lines.
         """
-        line = self.read_line()
-        if not line:
-            raise EpisodeEnded(End.ABORTED)
-        action = typed_action(line.rstrip("\r\n"), [_name(tool) for tool in tools])
-        text = "".join((action.text, *map(_call_text, action.tool_calls)))
-        encoded = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        end = min(end_tokens(self.tokenizer))
-        sampled = [*map(int, encoded), end]
+        action, encoded = self._typed([_name(tool) for tool in tools])
+        sampled = [*encoded, self.end]
         finish = "stop" if len(sampled) <= max_tokens else "length"
         sampled = sampled[:max_tokens]
         typed = Action(
             sampled, action.text, action.tool_calls, finish, action.parse_error
         )
         return Sampled(sampled, [0.0] * len(sampled), [(0, 0)], typed)
+
+    def _typed(self, tools: Sequence[str]) -> tuple[Action, list[int]]:
+        """Return the next line that the model could write, and its tokens."""
+        # Each round takes a line; ends at one with tokens, or with the last line.
+        while line := self.read_line():
+            action = typed_action(line.rstrip("\r\n"), tools)
+            text = "".join((action.text, *map(_call_text, action.tool_calls)))
+            try:
+                columns = encode(
+                    self.tokenizer, [text], special=False, where=lambda _: "a turn"
+                )
+            except DataError as error:
+                print(f"--- type it again: {error}", flush=True)
+                continue
+            return action, columns[0].tolist()
+        raise EpisodeEnded(End.ABORTED)
 
 
 def _name(tool: ToolSchema) -> str:
@@ -457,7 +473,9 @@ def _call_text(call: ToolCall) -> str:
 
 @contextmanager
 def _sampler(
-    arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase
+    arguments: argparse.Namespace,
+    tokenizer: PreTrainedTokenizerBase,
+    renderer: Renderer,
 ) -> Iterator[Sampler]:
     """Yield whoever takes the turns.
 
@@ -465,7 +483,10 @@ def _sampler(
         RolloutError: vLLM cannot run the model, or has no such parser.
     """
     if arguments.model is None:
-        yield Person(tokenizer, sys.stdin.readline)
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            # A terminal may send bytes that are no characters.
+            sys.stdin.reconfigure(errors="replace")
+        yield Person(tokenizer, turn_end(renderer), sys.stdin.readline)
         return
 
     # What follows imports torch and vLLM, which read the environment.

@@ -116,10 +116,11 @@ examples:
         about=(
             "Validate a configuration without starting anything. Reads the data and"
             " tries the reward functions and the environments. Prints all problems at"
-            " once, each with its key, value, rule and fix; or the sizes of one step, the roles, what they"
-            " need, two prompts and the lengths of all. With --machine it does so for a"
-            " machine that one does not sit on: a model's config.json and tokenizer are"
-            " enough then, and what only concerns this machine is left out."
+            " once, each with its key, value, rule and fix; or the sizes of one step,"
+            " the roles, what they need, two prompts and the lengths of all. With"
+            " --machine it does so for a machine that one does not sit on: a model's"
+            " config.json and tokenizer are enough then, and what only concerns this"
+            " machine is left out."
         ),
         examples="""\
 examples:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_ray.agents.contract import Action, End, EpisodeTask, ToolCall
 from verl_ray.agents.episode import Limits, run_episode
-from verl_ray.agents.scripted import ScriptedSampler, read_words
+from verl_ray.agents.scripted import ScriptedSampler, read_words, turn_end
 from verl_ray.agents.specs import KEY, load_environment
 from verl_ray.agents.tasks import tasks_of
 from verl_ray.agents.template import Renderer, prefix_problems
@@ -307,7 +307,9 @@ def main(connection: socket.socket) -> None:
         for script in (OWN_ANSWER, NOTHING):
             tell({"stage": f"the episode of {script}"})
             texts = _texts(script, task, tokenizer, has_tools=bool(tools))
-            sampler = ScriptedSampler(tokenizer, texts, repeats=True, read=_read)
+            sampler = ScriptedSampler(
+                tokenizer, texts, repeats=True, end=turn_end(renderer), read=_read
+            )
             episode = asyncio.run(
                 run_episode(environment, task, seed, sampler, renderer, limits)
             )
