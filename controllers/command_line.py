@@ -53,6 +53,7 @@ _MODULES_WITH_FLAGS = {
     "export": "controllers.commands.export",
     "ledger": "controllers.commands.ledger",
     "plan": "controllers.commands.plan",
+    "play": "controllers.commands.play",
     "status": "controllers.commands.status",
 }
 """Command with flags of its own -> the module whose `main` reads them."""
@@ -307,7 +308,7 @@ def _checked(
     checked = stoppable(work)
     # A library that reads the data may have swallowed a signal.
     heed_signals()
-    print_readings(checked.data.files, sys.stderr)
+    print_readings(checked.tried.data.files, sys.stderr)
     print_warnings(checked.warnings, sys.stderr)
     return checked.config
 

@@ -69,6 +69,7 @@ AS_IT_STANDS = (
     "verl-ray check",
     "verl-ray export",
     "export ",
+    "printf ",
     "ray get-auth-token",
     "ray start --head --block",
     "cat > grader.py",

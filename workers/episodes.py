@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +19,9 @@ from verl_ray.agents.contract import (
     End,
     Episode,
     EpisodeRow,
-    EpisodeTask,
     Treatment,
 )
+from verl_ray.agents.tasks import tasks_of
 from verl_ray.data.batch import Ragged, offsets_of
 from verl_ray.data.stages import Finish, Prompts, Rollouts, versions_of
 from verl_ray.rollout.episodes import EpisodeRequest
@@ -42,23 +42,7 @@ def episode_requests(
     run_seed, purpose = generation.run_seed, generation.purpose
     seeds = row_seeds(run_seed, purpose, numbers).tolist()
     worlds = row_seeds(run_seed, f"{purpose}:world", prompts.group_id).tolist()
-    columns = zip(
-        prompts.messages.texts(),
-        prompts.answer.texts(),
-        prompts.has_answer.tolist(),
-        prompts.extra.texts(),
-        prompts.data_source.texts(),
-        strict=True,
-    )
-    tasks = [
-        EpisodeTask(
-            messages_of(json.loads(messages)),
-            answer if has_answer else None,
-            json.loads(extra),
-            source,
-        )
-        for messages, answer, has_answer, extra, source in columns
-    ]
+    tasks = tasks_of(prompts)
 
     requests = []
     for (number, prompt), seed in zip(prompt_of.items(), seeds, strict=True):
@@ -73,13 +57,6 @@ def episode_requests(
         )
         requests.append(request)
     return requests
-
-
-def messages_of(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a prompt as messages."""
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    return prompt
 
 
 def episode_rollouts(

@@ -11,7 +11,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,6 +21,7 @@ from controllers.compose.composition import examine
 from controllers.compose.listing import groups
 from controllers.run.finished import finished_step
 from controllers.run.resumption import Resumption
+from verl_ray.agents.specs import KEY
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.algorithms.catalogue import CHOICES
 from verl_ray.algorithms.policy_losses import POLICY_LOSSES
@@ -33,6 +34,7 @@ from verl_ray.errors import CheckpointError, ConfigError, Problem
 from verl_ray.hub.data_sets import pinned_data
 from verl_ray.hub.models import fetch_models, pinned_in_words, pinned_models
 from verl_ray.preflight.data_files import DataFile, DataFindings, examine_data
+from verl_ray.preflight.environment_trial import EnvironmentTrials, try_environments
 from verl_ray.preflight.facts import facts_here
 from verl_ray.preflight.findings import Findings, preflight
 from verl_ray.preflight.function_trial import FunctionTrials, try_functions
@@ -60,21 +62,46 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
+class Tried:
+    """Findings about the data, and about users' code on the first records.
+
+    Attributes:
+        data: The data files; empty if they were not read.
+        rewards: The trials of the reward functions; empty without data.
+        environments: The trials of the environments of episodes.
+        functions: The trials of the user's functions of `algorithm`.
+    """
+
+    data: DataFindings = field(default_factory=DataFindings)
+    rewards: TrialFindings = field(default_factory=TrialFindings)
+    environments: EnvironmentTrials = field(default_factory=EnvironmentTrials)
+    functions: FunctionTrials = field(default_factory=FunctionTrials)
+
+    @property
+    def problems(self) -> list[Problem]:
+        """The problems of all of them."""
+        of_code = [*self.environments.problems, *self.functions.problems]
+        return [*self.data.problems, *self.rewards.problems, *of_code]
+
+    @property
+    def warnings(self) -> list[str]:
+        """The warnings of all of them."""
+        of_code = [*self.rewards.warnings, *self.environments.warnings]
+        return [*self.data.warnings, *of_code]
+
+
+@dataclass(frozen=True)
 class Checked:
     """A configuration without problems, and what was seen on the way.
 
     Attributes:
         config: The configuration as the user gave it, which may hold `auto`.
-        data: The data files; empty if they were not read.
-        trials: The trials of the reward functions; empty without data.
-        functions: The trials of the user's functions of `algorithm`.
+        tried: What was found out about data and users' code.
         warnings: What does not stop the run.
     """
 
     config: Config
-    data: DataFindings
-    trials: TrialFindings
-    functions: FunctionTrials
+    tried: Tried
     warnings: list[str]
 
 
@@ -85,13 +112,13 @@ class SeenData:
     """
 
     def __init__(self) -> None:
-        self._findings: dict[str, tuple[DataFindings, TrialFindings]] = {}
+        self._findings: dict[str, Tried] = {}
         self._functions: dict[str, FunctionTrials] = {}
 
     def examine(
         self, config: Config, problems: Sequence[Problem], *, evaluates: bool
-    ) -> tuple[DataFindings, TrialFindings, FunctionTrials]:
-        """Read the data of a configuration without `auto`, and try its functions.
+    ) -> Tried:
+        """Read the data of a configuration without `auto`, and try users' code.
 
         Args:
             config: the configuration.
@@ -101,11 +128,15 @@ class SeenData:
         settings_of_data = _settings_of_data(config)
         if settings_of_data not in self._findings:
             data = examine_data(config, evaluates=evaluates)
-            trials = TrialFindings()
+            tried = Tried(data)
             # Records that cannot be read cannot be scored.
             if not data.problems:
-                trials = try_rewards(config, data.files, evaluates=evaluates)
-            self._findings[settings_of_data] = data, trials
+                rewards = try_rewards(config, data.files, evaluates=evaluates)
+                tried = replace(tried, rewards=rewards)
+                if isinstance(config, RLConfig) and config.episodes is not None:
+                    environments = try_environments(config, data.files)
+                    tried = replace(tried, environments=environments)
+            self._findings[settings_of_data] = tried
 
         functions = FunctionTrials()
         of_algorithm = any(each.key.startswith("algorithm") for each in problems)
@@ -114,7 +145,7 @@ class SeenData:
             if settings not in self._functions:
                 self._functions[settings] = try_functions(config.algorithm)
             functions = self._functions[settings]
-        return *self._findings[settings_of_data], functions
+        return replace(self._findings[settings_of_data], functions=functions)
 
 
 def _settings_of_data(config: Config) -> str:
@@ -172,18 +203,18 @@ def checked_config(
         findings = preflight(config, machine, **kind)
         problems = _together(_together(problems, unavailable), findings.problems)
 
-    data, trials, functions = DataFindings(), TrialFindings(), FunctionTrials()
+    tried = Tried()
     is_finished = config is not None and trains and finished_step(config) is not None
     reads_data = reads_data and not is_finished
     if config is not None and reads_data and not _hide_data(problems):
         facts = facts_here(config, machine, learns=not evaluates)
         planned = resolve(config, facts)
         seen = seen or SeenData()
-        data, trials, functions = seen.examine(planned, problems, evaluates=evaluates)
-        problems += [*data.problems, *trials.problems, *functions.problems]
+        tried = seen.examine(planned, problems, evaluates=evaluates)
+        problems += tried.problems
 
         # Some rules compare the number of steps, which follows from the data.
-        counted = _with_counted_steps(config, data.files)
+        counted = _with_counted_steps(config, tried.data.files)
         if counted is not config:
             problems += rule_violations(counted, evaluates=evaluates)
 
@@ -191,8 +222,7 @@ def checked_config(
         raise ConfigError(problems)
     if (trains or evaluates) and not is_finished:
         _fetch_models(config)
-    warnings = findings.warnings + data.warnings + trials.warnings
-    return Checked(config, data, trials, functions, warnings)
+    return Checked(config, tried, findings.warnings + tried.warnings)
 
 
 def _pinned(
@@ -241,7 +271,7 @@ def _fetch_models(config: Config) -> None:
 
 def _hide_data(problems: Sequence[Problem]) -> bool:
     """Return whether problems concern what is needed to read and score the data."""
-    hidden = ("data.", "model.", "reward.", "evaluation.", "--config-name")
+    hidden = ("data.", "model.", "reward.", "evaluation.", KEY, "--config-name")
     return any(
         problem.key.startswith(hidden) or ".model." in problem.key
         for problem in problems
@@ -289,7 +319,7 @@ def check(
     checked = checked_config(
         config_name, overrides, config_dir, reads_data=reads_data, described=described
     )
-    config = _with_counted_steps(checked.config, checked.data.files)
+    config = _with_counted_steps(checked.config, checked.tried.data.files)
     # A run that would be refused because of its folder is refused here, too.
     writing = "" if described is not None else _writing(config)
     machine = described or machine_of(config)
@@ -303,14 +333,14 @@ def check(
     width = shutil.get_terminal_size().columns
     for line in algorithm_lines(known):
         print(textwrap.fill(line, width, subsequent_indent="    "))
-    for line in checked.functions.lines:
+    for line in checked.tried.functions.lines:
         print(line)
     if machine is not None:
         resolved = resolutions(config, facts)
         if described is not None:
             resolved = [each for each in resolved if each.key not in _unknown(config)]
         print_resolutions(resolved, "there" if machine.is_described else "here")
-    _print_length(checked.config, checked.data.files)
+    _print_length(checked.config, checked.tried.data.files)
 
     if machine is not None:
         print_tables(memory_table(planned_memory, nodes=machine.nodes))
@@ -320,7 +350,9 @@ def check(
         *pool_lines(planned, machine, rates),
     ):
         print(line)
-    print_data(config, checked.data.files, checked.trials.trials)
+    print_data(config, checked.tried.data.files, checked.tried.rewards.trials)
+    for line in checked.tried.environments.lines:
+        print(line)
     print(_resources(machine))
     print_warnings(checked.warnings, sys.stdout)
     print(f"{config.run.name} can run{writing}")

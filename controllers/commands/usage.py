@@ -55,6 +55,7 @@ commands:
   evaluate  measure a model on held-out problems or pairs
   check     validate a configuration, its data and its rewards; nothing starts
   plan      propose a configuration for a model and a machine; nothing starts
+  play      play an episode of an environment, or watch a model play it
   export    write a role of a checkpoint as a Hugging Face directory
   ledger    print what happened to each prompt of a run, and check it
   status    print what each process of a run does now, and what it waits for
@@ -114,11 +115,12 @@ examples:
     "check": CommandHelp(
         about=(
             "Validate a configuration without starting anything. Reads the data and"
-            " tries the reward functions. Prints all problems at once, each with its"
-            " key, value, rule and fix; or the sizes of one step, the roles, what they"
-            " need, two prompts and the lengths of all. With --machine it does so for a"
-            " machine that one does not sit on: a model's config.json and tokenizer are"
-            " enough then, and what only concerns this machine is left out."
+            " tries the reward functions and the environments. Prints all problems at"
+            " once, each with its key, value, rule and fix; or the sizes of one step,"
+            " the roles, what they need, two prompts and the lengths of all. With"
+            " --machine it does so for a machine that one does not sit on: a model's"
+            " config.json and tokenizer are enough then, and what only concerns this"
+            " machine is left out."
         ),
         examples="""\
 examples:

@@ -13,14 +13,33 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from verl_ray.agents.contract import Action, Sampled, ToolSchema
+from verl_ray.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from verl_ray.agents.template import Renderer
 
 
 def read_words(tokens: Sequence[int], text: str, finish: str) -> Action:
     """Return a turn as words alone, in which no tool is called."""
     return Action(tokens, text, finish=finish)
+
+
+def turn_end(renderer: Renderer) -> int:
+    """Return the token at which turns end, as the chat template writes it.
+
+    It is the first of the end tokens where the template writes none.
+    """
+    word = {"content": "1"}
+    user, assistant = {"role": "user", **word}, {"role": "assistant", **word}
+    try:
+        following = renderer.continuation([user, assistant], [user], (), ())
+    # The vocabulary of a small model may lack the words of its template.
+    except DataError:
+        following = None
+    written = (following or [])[:1]
+    return min(renderer.end_tokens.intersection(written) or renderer.end_tokens)
 
 
 @dataclass(frozen=True)
@@ -30,6 +49,7 @@ class SampleCall:
     tokens: Sequence[int]
     seed: int
     max_tokens: int
+    tools: Sequence[ToolSchema] = ()
 
 
 class ScriptedSampler:
@@ -77,7 +97,7 @@ class ScriptedSampler:
 
         The log-prob of the n-th token of a turn is -n / 100.
         """
-        self.calls.append(SampleCall(list(tokens), seed, max_tokens))
+        self.calls.append(SampleCall(list(tokens), seed, max_tokens, tools))
         await asyncio.sleep(self._delay_s)
         text = next(self._texts, None)
         if text is None:

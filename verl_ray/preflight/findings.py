@@ -21,7 +21,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from verl_ray.agents.specs import KEY
+from verl_ray.agents.specs import spec_problem as environment_problem
 from verl_ray.config.data import in_words as paths_in_words
+from verl_ray.config.function_specs import parts_of
 from verl_ray.config.load import resolved_elsewhere, with_auto_again
 from verl_ray.config.reward import HttpReward
 from verl_ray.config.rollout_task import RolloutTaskConfig
@@ -92,6 +95,7 @@ def preflight(
     needs_data = starts_here or reads_data
     if needs_data:
         findings.problems += _data_problems(config)
+        findings.problems += _environment_problems(config)
     if starts_here:
         findings.problems += _run_dir_problems(config)
     findings.problems += model_problems(known, machine)
@@ -189,6 +193,16 @@ def _grader_problems(
             if machine is not None and not machine.is_described:
                 fix = "Set it to the token that the service expects."
                 yield from _token_problems(f"{key}.token_env", grader.token_env, fix)
+
+
+def _environment_problems(config: Config) -> Iterator[Problem]:
+    """Yield environments of episodes that cannot be found."""
+    if isinstance(config, RLConfig):
+        for source, function in config.agent.environments.items():
+            spec, _ = parts_of(function)
+            problem = environment_problem(spec, f"{KEY}.{source}")
+            if problem is not None:
+                yield problem
 
 
 def _token_problems(key: str, variable: str | None, fix: str) -> Iterator[Problem]:

@@ -26,7 +26,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from verl_ray.agents.contract import FAULTS, Action, End, Episode, EpisodeTask, Sampled
+from verl_ray.agents.contract import (
+    FAULTS,
+    Action,
+    End,
+    Episode,
+    EpisodeEnded,
+    EpisodeTask,
+    Sampled,
+)
 from verl_ray.agents.wire import (
     EpisodeStart,
     Frame,
@@ -433,24 +441,42 @@ class EpisodePool:
             fields["seed"],
             session=episode.request.session,
         )
-        chunks: list[Chunk] = []
         try:
-            async for more in self._server.respond_async([request]):
-                chunks += more
+            sampled = await sampled_turn(
+                self._server, request, fields["tools"], self._read
+            )
         except EngineFailed:
             raise
+        except EpisodeEnded as ended:
+            reply = {"call": fields["call"], "end": ended.end, "detail": ""}
         except RolloutError as error:
             reply = {"call": fields["call"], "end": None, "detail": str(error)}
-            return frame("failed", reply)
+        else:
+            return sampled_frame(fields["call"], sampled)
+        return frame("failed", reply)
 
-        (chunk,) = chunks
-        if chunk.finish is None or chunk.finish is Finish.ABORTED:
-            reply = {"call": fields["call"], "end": End.ABORTED, "detail": ""}
-            return frame("failed", reply)
-        tokens = chunk.tokens.tolist()
-        action = self._read(tokens, chunk.finish, fields["tools"])
-        sampled = Sampled(tokens, chunk.log_probs.tolist(), chunk.version_spans, action)
-        return sampled_frame(fields["call"], sampled)
+
+async def sampled_turn(
+    server: RolloutServer,
+    request: GenerationRequest,
+    tools: Sequence[Any],
+    read: ReadAction,
+) -> Sampled:
+    """Return the turn of a request that does not stream.
+
+    Raises:
+        EpisodeEnded: The request was aborted.
+        RolloutError: The engine failed, or refuses the request.
+    """
+    chunks: list[Chunk] = []
+    async for more in server.respond_async([request]):
+        chunks += more
+    (chunk,) = chunks
+    if chunk.finish is None or chunk.finish is Finish.ABORTED:
+        raise EpisodeEnded(End.ABORTED)
+    tokens = chunk.tokens.tolist()
+    action = read(tokens, chunk.finish, tools)
+    return Sampled(tokens, chunk.log_probs.tolist(), chunk.version_spans, action)
 
 
 @dataclass(eq=False)

@@ -1,0 +1,550 @@
+"""The command `play`: one episode of an environment, in the terminal.
+
+A person takes the turns of the policy, or watches a model take them. What is shown is
+what training would see: the tokens of the model's template, those that are sampled
+marked, tool calls as they are read, rewards, the end, and the rows of the trajectory.
+
+Invariant: the episode is run by what runs those of training, so nothing is shown that
+training would see otherwise. The environment runs in this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import asyncio
+import functools
+import inspect
+import io
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import yaml
+
+from controllers.commands.usage import EXIT_CODES
+from verl_ray.agents.contract import (
+    Action,
+    End,
+    Environment,
+    Episode,
+    EpisodeEnded,
+    EpisodeRow,
+    EpisodeTask,
+    Observation,
+    Sampled,
+    Sampler,
+    Step,
+    ToolCall,
+    ToolSchema,
+)
+from verl_ray.agents.episode import EnvironmentFactory, Limits, Run, run_episode
+from verl_ray.agents.scripted import turn_end
+from verl_ray.agents.specs import load_environment
+from verl_ray.agents.tasks import as_messages
+from verl_ray.agents.template import Renderer
+from verl_ray.config.rollout import RolloutEngineConfig
+from verl_ray.data.encoding import encode
+from verl_ray.data.records import read_prompts
+from verl_ray.data.tokenizers import load_tokenizer, train_bpe
+from verl_ray.errors import ConfigError, DataError, Problem
+from verl_ray.preflight.machine import Machine
+from verl_ray.rollout.requests import GenerationRequest, Sampling
+from verl_ray.rollout.vllm_core import environment as engine_variables
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from verl_ray.rollout.episodes import ReadAction
+    from verl_ray.rollout.server import RolloutServer
+
+SHIPPED = {
+    "calculator": "calculator:Calculator",
+    "frozen_lake": "frozen_lake:FrozenLake",
+    "key_value_memory": "key_value_memory:run",
+    "number_guessing": "number_guessing:NumberGuessing",
+    "reasoning_gym": "reasoning_gym:ReasoningGym",
+}
+"""Short name of an environment that ships -> its module and its name."""
+
+_KV_CACHE_GIB = 1.0
+"""Memory for the key-value cache of a model that plays one episode."""
+
+_MARK, _UNMARK = "\x1b[1;32m", "\x1b[0m"
+
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\nTools:"
+    "{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{{ message.content }}{% for call in message.tool_calls or [] %}"
+    '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": '
+    "{{ call.function.arguments | tojson }}}\n</tool_call>{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""The chat template without a model: ChatML, with tool calls as Hermes writes them."""
+
+
+def main(argv: list[str]) -> int:
+    """Play an episode.
+
+    Raises:
+        ConfigError: There is no such environment, record or model.
+    """
+    # Options may stand between those of the environment.
+    arguments = _parser().parse_intermixed_args(argv)
+    options = dict(map(_option, arguments.options))
+    environment = load_environment(_spec(arguments.env), options, "ENV")
+    task = _task(arguments)
+
+    with _tokenizer(arguments.model or arguments.tokenizer) as tokenizer:
+        screen = Screen(tokenizer, is_coloured=sys.stdout.isatty())
+        context = arguments.context
+        limits = Limits(arguments.max_turns, context, context)
+        renderer = Renderer(tokenizer)
+        with _sampler(arguments, tokenizer, renderer) as sampler:
+            episode = asyncio.run(
+                run_episode(
+                    shown(environment),
+                    task,
+                    arguments.seed,
+                    ShownSampler(sampler, screen),
+                    renderer,
+                    limits,
+                )
+            )
+        screen.show_end(episode)
+    return 1 if episode.end is End.ENVIRONMENT_FAILED else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="verl-ray play",
+        description=(
+            "Play one episode of an environment: type the turns of the policy, a line"
+            " each, or watch a model. A tool is called as in Python, add(a=1, b=2),"
+            " several with commas between them. Ctrl-D ends the episode."
+        ),
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "env",
+        metavar="ENV",
+        help="path.py:NAME, package.module:NAME, or one that ships:"
+        f" {', '.join(SHIPPED)}",
+    )
+    parser.add_argument(
+        "options", nargs="*", metavar="key=value", help="options of the environment"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the world (0)")
+    parser.add_argument(
+        "--prompt", default="", metavar="TEXT", help="the task, as a text"
+    )
+    parser.add_argument("--answer", metavar="TEXT", help="the right answer to it")
+    parser.add_argument("--data", metavar="PATH", help="take the task from this file")
+    parser.add_argument(
+        "--record", type=int, default=0, metavar="N", help="record of --data, from 0"
+    )
+    parser.add_argument(
+        "--max-turns", type=int, default=32, metavar="N", help="turns at most (32)"
+    )
+    parser.add_argument(
+        "--context",
+        type=int,
+        default=4096,
+        metavar="N",
+        help="tokens of a row, and sampled tokens, at most (4096)",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="DIR",
+        help="tokens and chat template of this model, while you play; without it, bytes"
+        " and ChatML",
+    )
+    parser.add_argument(
+        "--model", metavar="DIR", help="watch this model, sampled by vLLM"
+    )
+    parser.add_argument(
+        "--tool-parser", metavar="NAME", help="vLLM's parser of the model's tool calls"
+    )
+    parser.add_argument("--temperature", type=float, default=1.0, help="of --model (1)")
+    return parser
+
+
+def _spec(name: str) -> str:
+    shipped = SHIPPED.get(name)
+    return name if shipped is None else f"verl_ray.agents.environments.{shipped}"
+
+
+def _option(text: str) -> tuple[str, Any]:
+    """Return an option of the environment and its value, which is YAML.
+
+    Raises:
+        ConfigError: It is no pair.
+    """
+    name, equals, value = text.partition("=")
+    try:
+        if equals:
+            return name, yaml.safe_load(value)
+    except yaml.YAMLError:
+        pass
+    rule = "is no option of an environment"
+    raise ConfigError([Problem("ENV", text, rule, "Write key=value, such as size=4.")])
+
+
+def _task(arguments: argparse.Namespace) -> EpisodeTask:
+    """Return the task that the command line names.
+
+    Raises:
+        ConfigError: The file has no such record.
+        DataError: The file cannot be read.
+    """
+    if arguments.data is None:
+        return EpisodeTask(as_messages(arguments.prompt), arguments.answer)
+    records = read_prompts(arguments.data)
+    number = arguments.record
+    if not 0 <= number < len(records):
+        rule = f"{arguments.data} has {len(records)} records"
+        fix = f"Give a number from 0 to {len(records) - 1}."
+        raise ConfigError([Problem("--record", number, rule, fix)])
+    record = records[number]
+    messages = as_messages(record.prompt)
+    extra = json.loads(record.extra)
+    return EpisodeTask(messages, record.answer, extra, record.data_source)
+
+
+@contextmanager
+def _tokenizer(folder: str | None) -> Iterator[PreTrainedTokenizerBase]:
+    """Yield the tokenizer of a model; one of bytes if there is none.
+
+    Raises:
+        ModelError: It cannot be loaded.
+    """
+    if folder is not None:
+        yield load_tokenizer(folder)
+        return
+    with tempfile.TemporaryDirectory() as made:
+        # All bytes and the three special tokens.
+        yield train_bpe(made, [], vocab_size=259, chat_template=TEMPLATE)
+
+
+# ------------------------------------------------------------------------ what is shown
+
+
+@dataclass
+class Screen:
+    """The terminal, on which tokens of the policy are marked."""
+
+    tokenizer: PreTrainedTokenizerBase
+    is_coloured: bool
+
+    def show(self, text: str) -> None:
+        """Print a text."""
+        print(_printable(text, also="\n\t"), flush=True)
+
+    def show_context(self, tokens: Sequence[int]) -> None:
+        """Print tokens that are not sampled."""
+        self.show(self._text(tokens).strip("\n"))
+
+    def show_sampled(self, tokens: Sequence[int]) -> None:
+        """Print tokens of the policy, each apart, in brackets."""
+        pieces = [_printable(self._text([token])) for token in tokens]
+        marked = f"[{'|'.join(pieces)}]"
+        if self.is_coloured:
+            marked = f"{_MARK}{marked}{_UNMARK}"
+        number = f"{len(tokens)} token{'s' * (len(tokens) != 1)}"
+        print(f"{marked}  <- {number} of the policy", flush=True)
+
+    def show_end(self, episode: Episode) -> None:
+        """Print how an episode ended, and its rows."""
+        self.show(f"--- {episode.end.value}, score {episode.score:g}")
+        if episode.detail:
+            self.show(episode.detail)
+        turns, calls = episode.num_turns, episode.num_tool_calls
+        self.show(f"turns {turns}, tool calls {calls}, rows {len(episode.rows)}")
+        for number, row in enumerate(episode.rows, start=1):
+            self.show(
+                f"row {number}: {len(row.tokens)} tokens, {sum(row.mask)} under the"
+                f" mask{''.join(_paid(row))}"
+            )
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+
+def _printable(text: str, also: str = "") -> str:
+    """Return a text with escapes for all that a terminal might obey."""
+    return "".join(
+        each if each.isprintable() or each in also else repr(each)[1:-1]
+        for each in text
+    )
+
+
+def _paid(row: EpisodeRow) -> Iterator[str]:
+    """Yield the rewards of a row, each with the place of its token."""
+    for place, reward in row.rewards:
+        yield f"; {reward:g} at token {place}"
+
+
+@dataclass
+class ShownSampler:
+    """A sampler whose prompts and turns are shown."""
+
+    sampler: Sampler
+    screen: Screen
+    _seen: list[int] = field(default_factory=list)
+    """The tokens of the last turn with all before it."""
+    _tools: Sequence[ToolSchema] = ()
+
+    async def sample(
+        self,
+        tokens: Sequence[int],
+        *,
+        seed: int,
+        max_tokens: int,
+        tools: Sequence[ToolSchema],
+    ) -> Sampled:
+        """Return a turn; see `Sampler`."""
+        screen = self.screen
+        if tools and tools != self._tools:
+            screen.show(f"--- tools: {', '.join(map(_signature, tools))}")
+        self._tools = tools
+        known = len(self._seen)
+        if list(tokens[:known]) != self._seen:
+            screen.show("--- a new row begins")
+            known = 0
+        screen.show_context(tokens[known:])
+
+        sampled = await self.sampler.sample(
+            tokens, seed=seed, max_tokens=max_tokens, tools=tools
+        )
+        self._seen = [*tokens, *sampled.tokens]
+        screen.show_sampled(sampled.tokens)
+        action = sampled.action
+        for call in action.tool_calls:
+            words = ", ".join(
+                f"{key}={value!r}" for key, value in call.arguments.items()
+            )
+            screen.show(f"--- calls {call.name}({words})")
+        if action.parse_error is not None:
+            screen.show(f"--- no call can be read: {action.parse_error}")
+        if action.finish == "length":
+            screen.show("--- the turn is cut by its length")
+        return sampled
+
+
+def _signature(tool: ToolSchema) -> str:
+    """Return a tool as it is called."""
+    function = tool["function"]
+    names = function.get("parameters", {}).get("properties", {})
+    return f"{function['name']}({', '.join(f'{name}=...' for name in names)})"
+
+
+def shown(environment: EnvironmentFactory | Run) -> EnvironmentFactory | Run:
+    """Return an environment whose rewards are shown, where it pays turn by turn."""
+    if inspect.iscoroutinefunction(environment):
+        return environment
+    return functools.partial(ShownWorld, environment)  # type: ignore[arg-type]
+
+
+class ShownWorld:
+    """A world whose rewards are shown."""
+
+    def __init__(self, factory: EnvironmentFactory) -> None:
+        """Make the world."""
+        self._world: Environment = factory()
+
+    async def reset(self, task: EpisodeTask, seed: int) -> Observation:
+        """Begin; see `Environment`."""
+        return await self._world.reset(task, seed)
+
+    async def step(self, action: Action) -> Step:
+        """Take an action, and show its reward; see `Environment`."""
+        step = await self._world.step(action)
+        if isinstance(step, Step):
+            print(f"--- reward {step.reward}", flush=True)
+        return step
+
+    async def close(self) -> None:
+        """Close the world; see `Environment`."""
+        await self._world.close()
+
+
+# --------------------------------------------------------------------- a person's turns
+
+
+@dataclass
+class Person:
+    """A sampler whose turns are typed, a line each."""
+
+    tokenizer: PreTrainedTokenizerBase
+    end: int
+    """The token at which a turn ends."""
+    read_line: Callable[[], str]
+    """Returns a line with its end; an empty text where there are no more."""
+
+    async def sample(
+        self,
+        tokens: Sequence[int],
+        *,
+        seed: int,
+        max_tokens: int,
+        tools: Sequence[ToolSchema],
+    ) -> Sampled:
+        """Return the next line as a turn.
+
+        Raises:
+            EpisodeEnded: There are no more lines.
+        """
+        action, encoded = self._typed([_name(tool) for tool in tools])
+        sampled = [*encoded, self.end]
+        finish = "stop" if len(sampled) <= max_tokens else "length"
+        sampled = sampled[:max_tokens]
+        typed = Action(
+            sampled, action.text, action.tool_calls, finish, action.parse_error
+        )
+        return Sampled(sampled, [0.0] * len(sampled), [(0, 0)], typed)
+
+    def _typed(self, tools: Sequence[str]) -> tuple[Action, list[int]]:
+        """Return the next line that the model could write, and its tokens."""
+        # Each round takes a line; ends at one with tokens, or with the last line.
+        while line := self.read_line():
+            action = typed_action(line.rstrip("\r\n"), tools)
+            text = "".join((action.text, *map(_call_text, action.tool_calls)))
+            try:
+                columns = encode(
+                    self.tokenizer, [text], special=False, where=lambda _: "a turn"
+                )
+            except DataError as error:
+                print(f"--- type it again: {error}", flush=True)
+                continue
+            return action, columns[0].tolist()
+        raise EpisodeEnded(End.ABORTED)
+
+
+def _name(tool: ToolSchema) -> str:
+    return str(tool["function"]["name"])
+
+
+def typed_action(line: str, tools: Sequence[str]) -> Action:
+    """Return what a line says: calls of tools as in Python, or words.
+
+    A line is a call where it begins with the name of a tool and a bracket.
+    """
+    if not any(line.lstrip().startswith(f"{name}(") for name in tools):
+        return Action([], line)
+    try:
+        body = ast.parse(line.strip(), mode="eval").body
+        nodes = body.elts if isinstance(body, ast.Tuple) else [body]
+        return Action([], "", [_typed_call(node) for node in nodes])
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        return Action([], line, parse_error=str(error))
+
+
+def _typed_call(node: ast.expr) -> ToolCall:
+    """Return a call of a tool.
+
+    Raises:
+        ValueError: It is none, or an argument has no name or no plain value.
+    """
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+        raise ValueError("write NAME(argument=value)")
+    if node.args or any(each.arg is None for each in node.keywords):
+        raise ValueError("each argument needs its name: NAME(argument=value)")
+    arguments = {str(each.arg): ast.literal_eval(each.value) for each in node.keywords}
+    return ToolCall(node.func.id, arguments)
+
+
+def _call_text(call: ToolCall) -> str:
+    """Return a call as Hermes models write it, for its tokens."""
+    written = {"name": call.name, "arguments": dict(call.arguments)}
+    return f"<tool_call>\n{json.dumps(written, ensure_ascii=False)}\n</tool_call>"
+
+
+# ---------------------------------------------------------------------- a model's turns
+
+
+@contextmanager
+def _sampler(
+    arguments: argparse.Namespace,
+    tokenizer: PreTrainedTokenizerBase,
+    renderer: Renderer,
+) -> Iterator[Sampler]:
+    """Yield whoever takes the turns.
+
+    Raises:
+        RolloutError: vLLM cannot run the model, or has no such parser.
+    """
+    if arguments.model is None:
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            # A terminal may send bytes that are no characters.
+            sys.stdin.reconfigure(errors="replace")
+        yield Person(tokenizer, turn_end(renderer), sys.stdin.readline)
+        return
+
+    # What follows imports torch and vLLM, which read the environment.
+    machine = Machine.here()
+    device = "cuda" if machine.gpus else "cpu"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16" if machine.gpus else "float32"
+    os.environ.update(engine_variables(device, machine.cores, dtype=dtype))
+    from verl_ray.rollout.server import RolloutServer
+    from verl_ray.rollout.tool_calls import ActionReader
+    from verl_ray.rollout.vllm_engine import VllmEngine
+
+    config = RolloutEngineConfig(
+        num_replicas=1,
+        tensor_parallel=1,
+        dtype=dtype,
+        kv_cache_gib=_KV_CACHE_GIB,
+        vllm_args={},
+    )
+    read = ActionReader(tokenizer, arguments.tool_parser)
+    start = functools.partial(
+        VllmEngine,
+        arguments.model,
+        config,
+        max_model_len=arguments.context,
+        seed=0,
+        device=device,
+        initial_version=0,
+        sleeps=False,
+    )
+    server = RolloutServer(start)
+    try:
+        sampling = Sampling(arguments.temperature, 1.0, -1, arguments.context)
+        yield ModelPlayer(server, read, sampling)
+    finally:
+        server.close()
+
+
+@dataclass(frozen=True)
+class ModelPlayer:
+    """A sampler that is an engine of this process."""
+
+    server: RolloutServer
+    read: ReadAction
+    sampling: Sampling
+
+    async def sample(
+        self,
+        tokens: Sequence[int],
+        *,
+        seed: int,
+        max_tokens: int,
+        tools: Sequence[ToolSchema],
+    ) -> Sampled:
+        """Return a turn; see `Sampler`."""
+        sampling = replace(self.sampling, max_tokens=max_tokens)
+        prompt = np.asarray(tokens, np.int32)
+        request = GenerationRequest(0, prompt, sampling, seed)
+        # Imported here, since it imports torch, which a person does without.
+        from verl_ray.rollout.episodes import sampled_turn
+
+        return await sampled_turn(self.server, request, tools, self.read)

@@ -1,0 +1,115 @@
+"""`verl-ray play`: an episode in the terminal, here with what is typed in a pipe."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from controllers.commands.play import SHIPPED, TEMPLATE, typed_action
+from tests.kills import ROOT
+from verl_ray.agents.contract import ToolCall
+from verl_ray.agents.template import prefix_problems
+from verl_ray.config.preparation import TinyModelConfig
+from verl_ray.data.tokenizers import train_bpe
+from verl_ray.models.tiny import make_tiny
+
+
+def play(*arguments: str, typed: str = "", code: int = 0) -> str:
+    """What `verl-ray play` prints."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "controllers", "play", *arguments],
+        cwd=ROOT, input=typed, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert ended.returncode == code, ended.stdout + ended.stderr
+    return ended.stdout if code == 0 else ended.stderr
+
+
+@pytest.mark.processes
+def test_a_person_uses_a_tool_and_is_paid(tmp_path: Path) -> None:
+    records = tmp_path / "sums.jsonl"
+    rows = [{"prompt": f"{n} * 3 = ?", "answer": str(3 * n)} for n in (2, 12)]
+    records.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = play(
+        "calculator", "--data", str(records), "--record", "1",
+        typed='calculate(expression="12 * 3")\ncalculate(12)\nIt is 36\x1b[m\n',
+    )  # fmt: skip
+    shown = out.splitlines()
+    assert "--- tools: calculate(expression=...)" in shown
+    assert "12 * 3 = ?<|im_end|>" in shown and "36<|im_end|>" in shown
+    assert "--- calls calculate(expression='12 * 3')" in shown
+    assert [line for line in shown if line.startswith("--- no call")] == [
+        "--- no call can be read: each argument needs its name: NAME(argument=value)"
+    ]
+    # Nothing that is typed is obeyed by the terminal.
+    last = r"[I|t| |i|s| |3|6|\x1b|[|m|<|im_end|>]  <- 12 tokens of the policy"
+    assert last in shown
+    # A call as Hermes writes it, what could not be read, and the answer.
+    assert shown[-4:-1] == [
+        "--- reward 1.0",
+        "--- completed, score 1",
+        "turns 3, tool calls 1, rows 1",
+    ]
+    number, paid = shown[-1].split("; ", 1)
+    assert number.startswith("row 1: ")
+    assert number.endswith(f" tokens, {86 + 14 + 12} under the mask")
+    assert [each.partition(" at ")[0] for each in paid.split("; ")] == ["0", "0", "1"]
+
+
+@pytest.mark.processes
+def test_the_end_of_the_input_ends_the_episode() -> None:
+    # The world of seed 1 thinks of 3, and the second guess of 10 is worth 0.9.
+    arguments = ("number_guessing", "high=10", "--seed", "1")
+    out = play(*arguments, typed="5\n")
+    assert "My number is lower. Guesses that remain: 9.<|im_end|>" in out
+    assert "--- aborted, score 0\nturns 1, tool calls 0, rows 1\n" in out
+    assert "takes no option hihg" in play(*arguments, "hihg=3", code=2)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_model_is_watched(tmp_path: Path) -> None:
+    train_bpe(tmp_path / "tokenizer", [], vocab_size=259, chat_template=TEMPLATE)
+    sizes = TinyModelConfig(
+        hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=2, head_size=32, intermediate_size=64,
+        tie_embeddings=True,
+    )  # fmt: skip
+    model = make_tiny(
+        "qwen3", tmp_path / "model", tmp_path / "tokenizer", sizes, seed=0
+    )
+    arguments = ("number_guessing", "--model", str(model), "--context", "256")
+    out = play(*arguments)
+    (turn,) = [line for line in out.splitlines() if line.endswith("of the policy")]
+    # An untrained model seldom ends a turn, so that the row is full.
+    assert turn.startswith("[") and "--- the turn is cut by its length" in out
+    assert "--- context_overflow, score 0\nturns 1, tool calls 0, rows 1\n" in out
+    assert "row 1: 256 tokens, " in out
+
+
+def test_a_line_is_words_or_calls() -> None:
+    tools = ["add", "look"]
+    action = typed_action("add(a=1, b=[2.5]), look()", tools)
+    assert action.tool_calls == [
+        ToolCall("add", {"a": 1, "b": [2.5]}),
+        ToolCall("look", {}),
+    ]
+    words = typed_action("adding (a=1) is fun", tools)
+    assert (words.text, words.tool_calls) == ("adding (a=1) is fun", ())
+    for line in ("add(1)", "add(a=open('f'))", "add(a=", "add(**{})", "add(a=1) + 1"):
+        assert typed_action(line, tools).parse_error
+    # Without tools, a bracket is one.
+    assert typed_action("add(a=1)", []).text == "add(a=1)"
+
+
+def test_the_template_without_a_model_continues_all_turns(tmp_path: Path) -> None:
+    tokenizer = train_bpe(tmp_path, [], vocab_size=259, chat_template=TEMPLATE)
+    assert prefix_problems(tokenizer) == []
+
+
+def test_what_ships_has_a_short_name() -> None:
+    folder = ROOT / "verl_ray" / "agents" / "environments"
+    others = {"__init__", "conversation", "reasoning_gym_conformance"}
+    assert set(SHIPPED) == {path.stem for path in folder.glob("*.py")} - others

@@ -1,0 +1,173 @@
+"""Environments of a user's own, tried in two episodes before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import psutil
+import pytest
+
+from controllers.command_line import main
+from controllers.compose.composition import compose
+from tests.agents.templates import MERGING
+from tests.preflight.configs import settled
+from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.data.tokenizers import train_bpe
+from verl_ray.errors import Problem
+from verl_ray.preflight import environment_trial
+from verl_ray.preflight.data_files import examine_data
+from verl_ray.preflight.environment_trial import EnvironmentTrials, try_environments
+
+pytestmark = pytest.mark.processes
+
+WORLDS = """
+import os, random, subprocess, time
+from pathlib import Path
+from verl_ray.agents.contract import Observation, Step
+
+class Echo:
+    async def reset(self, task, seed):
+        return Observation([{"role": "user", "content": f"{task.answer} {seed}"}])
+    async def step(self, action):
+        right = action.text == "2"
+        return Step([{"role": "user", "content": "Again."}], 0.5 * right, done=right)
+    async def close(self): ...
+
+class Forgetful(Echo):
+    async def reset(self, task, seed):
+        return Observation([{"role": "user", "content": str(random.random())}])
+
+class Brittle(Echo):
+    async def step(self, action):
+        return Step(reward=float(action.text), done=True)
+
+class Fatal(Echo):
+    async def step(self, action):
+        sleeper = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        Path(__file__).with_name("sleeper").write_text(str(sleeper.pid))
+        os._exit(3)
+
+class Stuck(Echo):
+    async def step(self, action):
+        time.sleep(1000)
+
+def add(a: int, b: int) -> int:
+    '''Add two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    '''
+    raise AssertionError("the trial calls no tool")
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_bpe(folder, ["0 + 1 = 1"], vocab_size=259, chat_template=MERGING)
+    return folder
+
+
+def tried(
+    folder: Path, model: Path, worlds: dict[str, str], *overrides: str
+) -> EnvironmentTrials:
+    """The trial of worlds of `WORLDS`, one for each of the data sources."""
+    file = folder / "worlds.py"
+    file.write_text(WORLDS)
+    record = {"prompt": "1 + 1 = ", "answer": "2"}
+    path = folder / "records.jsonl"
+    rows = [{**record, "data_source": source} for source in worlds]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    named = [
+        f"agent.environments.{source}={file}:{name}" for source, name in worlds.items()
+    ]
+    config = settled(
+        compose(
+            "grpo",
+            [
+                f"model.path={model}", f"data.train_path={path}", f"data.validation_path={path}",
+                "reward.functions.default=environment", "agent.max_turns=3", *named, *overrides,
+            ],
+        )
+    )  # fmt: skip
+    assert isinstance(config, RLConfig)
+    return try_environments(config, examine_data(config).files)
+
+
+def by_key(problems: list[Problem]) -> dict[str, str]:
+    return {problem.key: problem.rule for problem in problems}
+
+
+def test_what_became_of_two_episodes_is_told(tmp_path: Path, model: Path) -> None:
+    worlds = {
+        "default": "Echo",
+        "lost": "Forgetful",
+        "brittle": "Brittle",
+        "sum": "add",
+    }
+    trials = tried(tmp_path, model, worlds)
+    file = tmp_path / "worlds.py"
+    assert trials.lines[:3] == [
+        f"agent.environments.default={file}:Echo, on a record of 'default':",
+        "  the record's own answer: completed after 1 turn, score 0.5",
+        "  texts that say nothing: max_turns after 3 turns, score 0",
+    ]
+    assert trials.lines[9:12] == [
+        f"agent.environments.sum={file}:add, on a record of 'sum', with the tools add:",
+        "  the record's own answer: completed after 1 turn, score 0",
+        # What cannot be read, a tool that does not exist, and no words.
+        "  texts that say nothing: completed after 3 turns, score 0",
+    ]
+    # The template is told of as far as it matters; `MERGING` keeps all turns.
+    assert trials.lines[12:] == [
+        "chat template: the turns of a conversation continue one row"
+    ]
+    (warning,) = trials.warnings
+    assert warning.startswith(
+        f"agent.environments.lost={file}:Forgetful: the same task"
+    )
+    problems = by_key(trials.problems)
+    assert set(problems) == {"agent.environments.brittle", "agent.tool_parser"}
+    line = 1 + WORLDS.partition("reward=float")[0].count("\n")
+    assert problems["agent.environments.brittle"] == (
+        "it fails on texts that say nothing: ValueError: could not convert string to"
+        f" float: '' ({file}, line {line})"
+    )
+    assert "tools (add)" in problems["agent.tool_parser"]
+
+
+def test_nothing_of_a_world_that_ends_its_process_remains(
+    tmp_path: Path, model: Path
+) -> None:
+    (problem,) = tried(tmp_path, model, {"default": "Fatal"}).problems
+    assert problem.key == "agent.environments.default"
+    assert problem.rule == (
+        "its process ended, or took more than 180 s, in the episode of the record's own"
+        " answer"
+    )
+    assert not psutil.pid_exists(int((tmp_path / "sleeper").read_text()))
+
+
+def test_a_world_that_is_stuck_is_killed(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment_trial, "DEADLINE_S", 1.0)
+    (problem,) = tried(tmp_path, model, {"default": "Stuck"}).problems
+    assert problem.rule.startswith("its process ended, or took more than 1 s, in ")
+
+
+def test_check_names_an_environment_that_is_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "worlds.py").write_text(WORLDS)
+    spec = f"{tmp_path}/worlds.py:Echoo"
+    arguments = [
+        "check", "--data", "off", f"agent.environments.default={spec}", f"run.dir={tmp_path}/run",
+        "reward.functions.default=environment",
+    ]  # fmt: skip
+    assert main(arguments) == 2
+    err = capsys.readouterr().err
+    assert f"agent.environments.default = {spec}\n" in err
+    assert "Did you mean Echo?" in err

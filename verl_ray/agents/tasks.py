@@ -1,0 +1,42 @@
+"""Records of a data set as tasks of episodes.
+
+Invariant: a task has what the record has, and nothing is encoded.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from verl_ray.agents.contract import EpisodeTask
+
+if TYPE_CHECKING:
+    from verl_ray.data.stages import Prompts
+
+
+def tasks_of(prompts: Prompts) -> list[EpisodeTask]:
+    """Return the task of each prompt."""
+    columns = zip(
+        prompts.messages.texts(),
+        prompts.answer.texts(),
+        prompts.has_answer.tolist(),
+        prompts.extra.texts(),
+        prompts.data_source.texts(),
+        strict=True,
+    )
+    return [
+        EpisodeTask(
+            as_messages(json.loads(messages)),
+            answer if has_answer else None,
+            json.loads(extra),
+            source,
+        )
+        for messages, answer, has_answer, extra, source in columns
+    ]
+
+
+def as_messages(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a prompt as messages."""
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return prompt

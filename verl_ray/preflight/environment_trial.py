@@ -1,0 +1,360 @@
+"""A trial of the environments of a run: two episodes of a scripted policy in each.
+
+Both episodes are about the first record of a data source, with the same seed. In the
+first one the policy repeats the record's own answer. In the second one it writes what
+says nothing: no words, words beside the point, and, where there are tools, a call that
+cannot be read and a call of a tool that does not exist. No tool is called, since a tool
+may change something.
+
+Invariant: user's code runs in a process that is killed at its deadline with all that it
+started, never in this one. A score is shown and never judged: only the environment's
+own failures are problems.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl_ray.agents.contract import Action, End, EpisodeTask, ToolCall
+from verl_ray.agents.episode import Limits, run_episode
+from verl_ray.agents.scripted import ScriptedSampler, read_words, turn_end
+from verl_ray.agents.specs import KEY, load_environment
+from verl_ray.agents.tasks import tasks_of
+from verl_ray.agents.template import Renderer, prefix_problems
+from verl_ray.config.agent import DEFAULT, AgentConfig
+from verl_ray.config.function_specs import in_words, parts_of
+from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.data.encoding import encode
+from verl_ray.data.tokenizers import load_tokenizer, of_run, template_of
+from verl_ray.errors import ConfigError, DataError, Problem
+from verl_ray.preflight.data_files import DataFile
+from verl_ray.preflight.tokenizer_trial import tried_tokenizer
+from verl_ray.profiling.phases import blocking
+from verl_ray.user_files import last_cause
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+EPISODE_S = 30.0
+"""Seconds after which an episode of the trial is ended, which is no problem."""
+
+DEADLINE_S = 180.0
+"""Seconds that a process may take to import an environment and to run both episodes."""
+
+OWN_ANSWER = "the record's own answer"
+NOTHING = "texts that say nothing"
+
+_OFF_TOPIC = "I do not know."
+_UNREADABLE = '<tool_call>{"name": '
+_UNKNOWN = '<tool_call>{"name": "no_such_tool", "arguments": {}}</tool_call>'
+
+_ROOT = str(Path(__file__).parents[2])
+_PROGRAM = (
+    "import sys; sys.path.insert(0, {root!r});"
+    " from verl_ray.guard import guarded_connection;"
+    " connection = guarded_connection({descriptor});"
+    " from verl_ray.preflight.environment_trial import main; main(connection)"
+)
+_STDERR = 2
+
+
+@dataclass
+class EnvironmentTrials:
+    """The course of the episodes, and what is wrong.
+
+    Attributes:
+        lines: What `check` prints.
+        problems: Failures of environments, and settings that do not fit them.
+        warnings: Environments whose seed does not decide about their world.
+    """
+
+    lines: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def try_environments(config: RLConfig, files: Sequence[DataFile]) -> EnvironmentTrials:
+    """Try the environments of a run on its records.
+
+    Args:
+        config: Configuration of the run, without `auto`.
+        files: The data files of the run.
+    """
+    trials = EnvironmentTrials()
+    agent = config.agent
+    try:
+        tokenizer = tried_tokenizer(config)
+    except ConfigError as error:
+        trials.problems += error.problems
+        return trials
+    if not tokenizer.chat_template:
+        rule = "the turns of an episode are messages, and the model has no template"
+        fix = "Give it one, such as data.chat_template=chatml."
+        trials.problems.append(Problem("data.chat_template", None, rule, fix))
+        return trials
+
+    tasks = _first_tasks(agent, files)
+    offered: set[str] = set()
+    for source, spec in agent.environments.items():
+        key = f"{KEY}.{source}"
+        if source not in tasks:
+            trials.lines.append(
+                f"{key}: no record has this environment, so far as read"
+            )
+            continue
+        with blocking(f"trying {key} in two episodes"):
+            stage, outcome = _in_a_process(_request(config, source, tasks[source]))
+        if outcome is None:
+            rule = f"its process ended, or took more than {DEADLINE_S:g} s, in {stage}"
+            fix = "Let it await what takes long; it may not end its process."
+            trials.problems.append(Problem(key, in_words(spec), rule, fix))
+        elif "problem" in outcome:
+            trials.problems.append(Problem(**outcome["problem"]))
+        else:
+            _report(trials, key, in_words(spec), tasks[source], outcome)
+            offered.update(outcome["tools"])
+
+    if offered and agent.tool_parser is None:
+        names = ", ".join(sorted(offered))
+        rule = f"the policy is offered tools ({names}), and no call would be read"
+        fix = (
+            "Set it to vLLM's parser of the model's tool calls, such as hermes, or"
+            " qwen3_xml."
+        )
+        trials.problems.append(Problem("agent.tool_parser", None, rule, fix))
+    if agent.max_turns > 1:
+        trials.lines += _template_lines(config, tokenizer, has_tools=bool(offered))
+    return trials
+
+
+def _first_tasks(
+    agent: AgentConfig, files: Sequence[DataFile]
+) -> dict[str, EpisodeTask]:
+    """Return the first task of each environment that has any."""
+    tasks: dict[str, EpisodeTask] = {}
+    for file in files:
+        for task in [] if file.prompts is None else tasks_of(file.prompts):
+            is_named = task.data_source in agent.environments
+            tasks.setdefault(task.data_source if is_named else DEFAULT, task)
+    return tasks
+
+
+def _request(config: RLConfig, source: str, task: EpisodeTask) -> dict[str, Any]:
+    """Return what the process of a trial must know."""
+    agent = config.agent
+    row_tokens = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    limits = Limits(
+        max_turns=agent.max_turns,
+        max_tokens=row_tokens,
+        context_tokens=row_tokens,
+        max_tool_calls=agent.max_tool_calls,
+        max_turn_tokens=agent.max_turn_tokens,
+        tool_s=agent.tool_timeout_s,
+        turn_s=agent.turn_timeout_s,
+        episode_s=min(agent.episode_timeout_s, EPISODE_S),
+    )
+    spec, options = parts_of(agent.environments[source])
+    return {
+        "sys_path": sys.path,
+        "key": f"{KEY}.{source}",
+        "spec": spec,
+        "options": dict(options),
+        "task": asdict(task),
+        "seed": config.run.seed,
+        "limits": asdict(limits),
+        "model_path": config.model_roles[config.evaluated_role].model.folder,
+        "chat_template": template_of(config.data),
+        "template_arguments": dict(config.data.chat_template_kwargs),
+    }
+
+
+def _report(
+    trials: EnvironmentTrials,
+    key: str,
+    spec: str,
+    task: EpisodeTask,
+    outcome: Mapping[str, Any],
+) -> None:
+    """Add what became of the two episodes in an environment."""
+    about = f"{key}={spec}, on a record of {task.data_source!r}"
+    if outcome["tools"]:
+        about += f", with the tools {', '.join(outcome['tools'])}"
+    trials.lines.append(f"{about}:")
+
+    failure = None
+    for episode in outcome["episodes"]:
+        end, script = End(episode["end"]), episode["script"]
+        turns = f"{episode['num_turns']} turn{'s' * (episode['num_turns'] != 1)}"
+        trials.lines.append(
+            f"  {script}: {end.value} after {turns}, score {episode['score']:g}"
+        )
+        # What goes wrong in `close` is told in the detail of any end.
+        if failure is None and episode["detail"]:
+            failure = f"it fails on {script}: {last_cause(episode['detail'])}"
+        elif failure is None and end in (End.TOOL_TIMEOUT, End.TURN_TIMEOUT):
+            failure = f"it takes too long on {script}: {end.value}"
+    if failure is not None:
+        fix = "Correct it: the policy may write anything, and each text has an answer."
+        trials.problems.append(Problem(key, spec, failure, fix))
+    if not outcome["same_world"]:
+        trials.warnings.append(
+            f"{key}={spec}: the same task and seed made two worlds, which begin with"
+            " other tokens. Members of a group would not be comparable; draw from"
+            " random.Random(seed)"
+        )
+
+
+def _template_lines(
+    config: RLConfig, tokenizer: PreTrainedTokenizerBase, *, has_tools: bool
+) -> Iterator[str]:
+    """Yield where the chat template would not continue a row of several turns."""
+    try:
+        broken = prefix_problems(tokenizer, of_run(config.data))
+    # The vocabulary of a small model may lack the words of the cases.
+    except DataError as error:
+        yield f"chat template: whether it continues turns cannot be tried: {error}"
+        return
+    problems = [
+        problem
+        for problem in broken
+        # Cases with tools only arise where tools are offered.
+        if has_tools or "tool" not in problem.partition(":")[0]
+    ]
+    if not problems:
+        yield "chat template: the turns of a conversation continue one row"
+        return
+    yield "chat template: not every turn is continued as it was written"
+    for problem in problems:
+        yield f"  {problem}"
+
+
+def _in_a_process(request: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None]:
+    """Run a trial in a process of its own.
+
+    Returns:
+        Where it was at last, and its outcome; None if it ended or was not finished in
+        time.
+    """
+    stage = "the start"
+    ours, theirs = socket.socketpair()
+    with theirs:
+        program = _PROGRAM.format(root=_ROOT, descriptor=theirs.fileno())
+        process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdin=subprocess.DEVNULL,
+            # What it prints is no part of a command's output.
+            stdout=_STDERR,
+            pass_fds=[theirs.fileno()],
+            # As in the processes of episodes.
+            env={**os.environ, "PYTHONHASHSEED": "0"},
+            start_new_session=True,
+        )
+    try:
+        # The guard of the process kills all of it once the connection is gone.
+        with ours, ours.makefile("rw", encoding="utf-8") as stream:
+            ours.settimeout(DEADLINE_S)
+            print(json.dumps(request), file=stream, flush=True)
+            # Each line is a stage or the outcome; ends with the process.
+            for line in stream:
+                message = json.loads(line)
+                if "stage" not in message:
+                    return stage, message
+                stage = message["stage"]
+    except (TimeoutError, ConnectionError):
+        pass
+    finally:
+        process.wait()
+    return stage, None
+
+
+# -------------------------------------------------------------------- in that process
+
+
+def main(connection: socket.socket) -> None:
+    """Run the trial that the other end of a connection asks for."""
+    with connection.makefile("rw", encoding="utf-8") as stream:
+        request = json.loads(stream.readline())
+        sys.path[:] = request["sys_path"]
+
+        def tell(message: Mapping[str, Any]) -> None:
+            print(json.dumps(message, default=str), file=stream, flush=True)
+
+        tell({"stage": "its import"})
+        try:
+            environment = load_environment(
+                request["spec"], request["options"], request["key"]
+            )
+        except ConfigError as error:
+            tell({"problem": asdict(error.problems[0])})
+            return
+
+        task = EpisodeTask(**request["task"])
+        tokenizer = load_tokenizer(request["model_path"], request["chat_template"])
+        renderer = Renderer(tokenizer, request["template_arguments"])
+        limits, seed = Limits(**request["limits"]), request["seed"]
+        episodes: list[dict[str, Any]] = []
+        openings: list[Sequence[int]] = []
+        tools: list[str] = []
+        for script in (OWN_ANSWER, NOTHING):
+            tell({"stage": f"the episode of {script}"})
+            texts = _texts(script, task, tokenizer, has_tools=bool(tools))
+            sampler = ScriptedSampler(
+                tokenizer, texts, repeats=True, end=turn_end(renderer), read=_read
+            )
+            episode = asyncio.run(
+                run_episode(environment, task, seed, sampler, renderer, limits)
+            )
+            openings += [call.tokens for call in sampler.calls[:1]]
+            offered = sampler.calls[0].tools if sampler.calls else ()
+            tools = [tool["function"]["name"] for tool in offered]
+            course = {
+                name: getattr(episode, name)
+                for name in ("end", "score", "num_turns", "detail")
+            }
+            episodes.append({"script": script, **course})
+        same_world = all(tokens == openings[0] for tokens in openings)
+        tell({"episodes": episodes, "tools": tools, "same_world": same_world})
+
+
+def _texts(
+    script: str,
+    task: EpisodeTask,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    has_tools: bool,
+) -> list[str]:
+    """Return the turns of a script, of which the policy could write each."""
+    texts = ["", _OFF_TOPIC]
+    if script == OWN_ANSWER and task.answer is not None:
+        texts = [task.answer, ""]
+    elif has_tools:
+        texts = [_UNREADABLE, _UNKNOWN, *texts]
+    writable = [text for text in texts if _is_writable(text, tokenizer)]
+    return writable[:1] if script == OWN_ANSWER else writable
+
+
+def _is_writable(text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
+    try:
+        encode(tokenizer, [text], special=False, where=lambda _: "a turn")
+    except DataError:
+        return False
+    return True
+
+
+def _read(tokens: Sequence[int], text: str, finish: str) -> Action:
+    """Return a turn; the two calls are known by their text."""
+    if text == _UNREADABLE:
+        error = f"{text} begins no call that can be read"
+        return Action(tokens, text, finish=finish, parse_error=error)
+    if text == _UNKNOWN:
+        return Action(tokens, "", [ToolCall("no_such_tool", {})], finish)
+    return read_words(tokens, text, finish)
