@@ -105,7 +105,7 @@ def main(argv: list[str]) -> int:
     with _tokenizer(arguments.model or arguments.tokenizer) as tokenizer:
         screen = Screen(tokenizer, is_coloured=sys.stdout.isatty())
         context = arguments.context
-        limits = Limits(arguments.max_turns, context, context)
+        limits = Limits(arguments.max_turns, context_tokens=context, max_tokens=context)
         renderer = Renderer(tokenizer)
         with _sampler(arguments, tokenizer, renderer) as sampler:
             episode = asyncio.run(
@@ -360,6 +360,14 @@ class ShownWorld:
     def __init__(self, factory: EnvironmentFactory) -> None:
         """Make the world."""
         self._world: Environment = factory()
+        # `run_episode` asks a world only if it has this method.
+        if hasattr(self._world, "finish"):
+            self.finish = self._finish
+
+    async def _finish(self, end: End) -> float:
+        reward: float = await self._world.finish(end)  # type: ignore[attr-defined]
+        print(f"--- reward {reward} at {end.value}", flush=True)
+        return reward
 
     async def reset(self, task: EpisodeTask, seed: int) -> Observation:
         """Begin; see `Environment`."""

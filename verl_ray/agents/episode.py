@@ -509,7 +509,9 @@ class _Course:
         try:
             return await _bounded(call, self.clock, until_s, self.limits.close_s)
         except _Late:
-            raise self.policy.over(end) from None
+            # Whoever is late after a limit has said nothing of that limit's state.
+            self.policy.end = end
+            raise EpisodeEnded(end) from None
 
 
 def _is_about_end(error: BaseException | None) -> bool:

@@ -19,6 +19,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -61,7 +62,7 @@ _ROOT = str(Path(__file__).parents[2])
 _PROGRAM = (
     "import sys; sys.path.insert(0, {root!r});"
     " from verl_ray.guard import guarded_connection;"
-    " connection = guarded_connection({descriptor});"
+    " connection = guarded_connection({descriptor}, own_folder=True);"
     " from verl_ray.preflight.environment_trial import main; main(connection)"
 )
 _STDERR = 2
@@ -91,6 +92,11 @@ def try_environments(config: RLConfig, files: Sequence[DataFile]) -> Environment
     """
     trials = EnvironmentTrials()
     agent = config.agent
+    tasks = _first_tasks(agent, files)
+    # A run that makes its inputs has neither records nor a model yet.
+    if not tasks:
+        trials.lines.append(f"{KEY}: there are no records yet to try them on")
+        return trials
     try:
         tokenizer = tried_tokenizer(config)
     except ConfigError as error:
@@ -102,7 +108,6 @@ def try_environments(config: RLConfig, files: Sequence[DataFile]) -> Environment
         trials.problems.append(Problem("data.chat_template", None, rule, fix))
         return trials
 
-    tasks = _first_tasks(agent, files)
     offered: set[str] = set()
     for source, spec in agent.environments.items():
         key = f"{KEY}.{source}"
@@ -154,8 +159,9 @@ def _request(config: RLConfig, source: str, task: EpisodeTask) -> dict[str, Any]
     row_tokens = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     limits = Limits(
         max_turns=agent.max_turns,
-        max_tokens=row_tokens,
         context_tokens=row_tokens,
+        row_tokens=config.rollout.max_response_tokens,
+        max_tokens=agent.max_tokens,
         max_tool_calls=agent.max_tool_calls,
         max_turn_tokens=agent.max_turn_tokens,
         tool_s=agent.tool_timeout_s,
@@ -261,6 +267,7 @@ def _in_a_process(request: Mapping[str, Any]) -> tuple[str, dict[str, Any] | Non
     try:
         # The guard of the process kills all of it once the connection is gone.
         with ours, ours.makefile("rw", encoding="utf-8") as stream:
+            until_s = time.monotonic() + DEADLINE_S
             ours.settimeout(DEADLINE_S)
             print(json.dumps(request), file=stream, flush=True)
             # Each line is a stage or the outcome; ends with the process.
@@ -269,6 +276,7 @@ def _in_a_process(request: Mapping[str, Any]) -> tuple[str, dict[str, Any] | Non
                 if "stage" not in message:
                     return stage, message
                 stage = message["stage"]
+                ours.settimeout(max(0.001, until_s - time.monotonic()))
     except (TimeoutError, ConnectionError):
         pass
     finally:

@@ -314,6 +314,10 @@ class EpisodePool:
             process.tell_paused()
 
     def _begin(self, requests: Sequence[EpisodeRequest], stream: EpisodeStream) -> None:
+        # It may have failed since the caller looked.
+        if self._failure is not None:
+            stream.put(self._failure)
+            return
         opened = [
             (next(self._numbers), _OpenEpisode(request, stream)) for request in requests
         ]
@@ -384,6 +388,7 @@ class EpisodePool:
         await asyncio.gather(*(process.start() for process in self._processes))
 
     async def _end_all(self) -> None:
+        self.fail(RolloutError("the processes of episodes were closed"))
         replacing = list(self._replacing)
         for task in replacing:
             task.cancel()
