@@ -374,7 +374,9 @@ def test_a_pool_is_closed_while_it_starts_a_process_again(
     pool = start_pool("Endless", options={"pipe": str(pipe.path)})
     before = pool.process_ids
     psutil.Process(before[0]).kill()
+    until = time.monotonic() + PATIENCE_S
     while pool.process_ids == before:
+        assert time.monotonic() < until, "no other process is started"
         time.sleep(0.001)
     processes = [psutil.Process(pid) for pid in pool.process_ids]
     pool.close()
