@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +15,7 @@ import numpy.typing as npt
 
 from verl_ray.agents.contract import (
     LIMITS,
+    MOST_TURNS,
     End,
     Episode,
     EpisodeRow,
@@ -30,8 +30,10 @@ from verl_ray.rollout.requests import row_seeds
 if TYPE_CHECKING:
     from workers.rollout import Generation
 
-MOST_ROWS = 64
-"""Rows of an episode. Row ids are those of its trajectory times this number, and on."""
+ROW_IDS = MOST_TURNS
+"""Row ids of an episode, which is at most one per turn: those from the number of its
+trajectory times this one on.
+"""
 
 
 def episode_requests(
@@ -84,7 +86,6 @@ def episode_rollouts(
             : prompts.lengths[prompt_of[number]]
         ].tolist()
         nothing = [False] * len(prompt), [0.0] * len(prompt)
-        episode = _within_rows(episode)
         rows = episode.rows
         finish = Finish.LENGTH if episode.end in LIMITS else Finish.STOP
         if treatments[episode.end] is Treatment.DROP or not rows:
@@ -93,7 +94,7 @@ def episode_rollouts(
         finishes += [finish] * len(rows)
         for index, row in enumerate(rows):
             numbered.append((number, episode, row))
-            row_ids.append(number * MOST_ROWS + index)
+            row_ids.append(number * ROW_IDS + index)
             is_last.append(index == len(rows) - 1)
     return _columns_of_rows(prompts, prompt_of, numbered, row_ids, finishes, is_last)
 
@@ -126,14 +127,6 @@ def _turns(row: EpisodeRow) -> npt.NDArray[np.float64]:
 def _encodable(text: str) -> str:
     """Return a text without halves of characters, which a policy may have written."""
     return text.encode("utf-8", "replace").decode()
-
-
-def _within_rows(episode: Episode) -> Episode:
-    """Return an episode, or one that failed if it has too many rows."""
-    if len(episode.rows) <= MOST_ROWS:
-        return episode
-    detail = f"it has {len(episode.rows)} rows; at most {MOST_ROWS} are numbered"
-    return replace(episode, rows=[], end=End.ENVIRONMENT_FAILED, detail=detail)
 
 
 def _columns_of_rows(

@@ -105,7 +105,9 @@ def main(argv: list[str]) -> int:
     with _tokenizer(arguments.model or arguments.tokenizer) as tokenizer:
         screen = Screen(tokenizer, is_coloured=sys.stdout.isatty())
         context = arguments.context
-        limits = Limits(arguments.max_turns, context_tokens=context, max_tokens=context)
+        limits = Limits(
+            max_turns=arguments.max_turns, context_tokens=context, max_tokens=context
+        )
         renderer = Renderer(tokenizer)
         with _sampler(arguments, tokenizer, renderer) as sampler:
             episode = asyncio.run(

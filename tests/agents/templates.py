@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 
 from transformers import PreTrainedTokenizerBase
 
@@ -103,6 +103,6 @@ TEXTS = [
 @cache
 def tokenizer_with(template: str) -> PreTrainedTokenizerBase:
     """Make a byte-level tokenizer with this chat template; <|im_end|> ends its turns."""
-    folder = Path(mkdtemp(prefix="agents-tokenizer-"))
-    train_bpe(folder, TEXTS * 20, 400, template)
-    return load_tokenizer(folder)
+    with TemporaryDirectory() as folder:
+        train_bpe(Path(folder), TEXTS * 20, 400, template)
+        return load_tokenizer(folder)

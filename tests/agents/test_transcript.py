@@ -97,7 +97,6 @@ def test_a_conversation_that_goes_on_is_one_row() -> None:
     assert row.versions == [(start, 4), (start + 1, 5), (later, 5)]
     assert row.rewards == [(start + first - 1, 0.25), (later + second - 1, 1.0)]
     assert row.tokens[start + first - 1] == talk.tokenizer.eos_token_id
-    assert row.finish == "stop"
 
 
 def test_a_branch_has_what_was_before_as_context() -> None:
@@ -182,7 +181,6 @@ def test_a_turn_that_was_cut_begins_a_row() -> None:
     talk.say([*messages, user("2?")], "two")
     assert talk.learned() == [["on"], ["two<|im_end|>"]]
     rows = talk.transcript.rows()
-    assert [row.finish for row in rows] == ["length", "stop"]
     assert "on<|im_end|>\n<|im_start|>user" in talk.tokenizer.decode(rows[1].tokens)
 
 

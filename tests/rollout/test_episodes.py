@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -27,8 +28,8 @@ from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
 from verl_ray.errors import ConfigError, EngineFailed
 from verl_ray.rollout.episodes import EpisodePool, EpisodeRequest
 from verl_ray.rollout.requests import GenerationRequest, Sampling
-from verl_ray.rollout.scripted import ScriptedEngine
-from verl_ray.rollout.server import RolloutServer
+from verl_ray.rollout.scripted import Script, ScriptedEngine
+from verl_ray.rollout.server import PauseRequest, RolloutServer
 
 pytestmark = pytest.mark.processes
 
@@ -67,6 +68,7 @@ def make_pool(
     options: dict[str, Any] | None = None,
     path: Path = WORLDS,
     limits: Limits = LIMITS,
+    answers: Script = script,
     **changes: Any,
 ) -> tuple[EpisodePool, RolloutServer]:
     tokenizer = load_tokenizer(model)
@@ -76,7 +78,7 @@ def make_pool(
         calls = [ToolCall(tools[0]["function"]["name"], {})] if tools else []
         return Action(tokens, text, calls, finish.name.lower())
 
-    server = RolloutServer(lambda: ScriptedEngine(script, initial_version=3))
+    server = RolloutServer(lambda: ScriptedEngine(answers, initial_version=3))
     arguments = {"num_processes": 2, "most_open": 16, "stall_s": 20.0} | changes
     spec = EpisodeStart(
         {"default": (f"{path}:{name}", options or {})},
@@ -329,26 +331,35 @@ def test_what_cannot_be_imported_is_told_at_the_start(
 def test_a_pause_is_no_time_of_an_episode_and_changes_no_token(
     start_pool: Callable[..., EpisodePool],
 ) -> None:
-    limits = replace(LIMITS, model_s=2.0, turn_s=2.0)
-    pool = start_pool("Counting", num_processes=1, limits=limits)
-    server = pool._server
-    straight = ended(pool, requests(4))
+    pauses = threading.Semaphore(0)
 
-    pool.pause()
-    server.pause("keep")
+    def paused_script(request: GenerationRequest) -> list[tuple[int, float]]:
+        """Pause as each turn begins: what is queued comes before its first token."""
+        thread = pool._server._engine_thread
+        pause = PauseRequest("keep")
+        thread.queue_task(lambda engine: thread.begin_pause(engine, pause))
+        pool.pause()
+        pauses.release()
+        return script(request)
+
+    limits = replace(LIMITS, model_s=2.0, turn_s=2.0)
+    pool = start_pool("Counting", num_processes=1, limits=limits, answers=paused_script)
     stream = pool.run(requests(4))
+    assert pauses.acquire(timeout=PATIENCE_S)
     # Longer than a turn may take.
     assert stream.take(2.5) == []
+    num_pauses = 1
     episodes: dict[int, Episode] = {}
     while not stream.has_ended:
-        server.resume()
+        pool._server.resume()
         pool.resume()
         episodes |= dict(stream.take(0.001))
-        pool.pause()
-        server.pause("keep")
-    assert {episode.end for episode in episodes.values()} == {End.COMPLETED}
-    for number, episode in straight.items():
-        assert episodes[number].rows == episode.rows
+        while pauses.acquire(blocking=False):
+            num_pauses += 1
+    assert num_pauses == 4 * 3
+    for number, episode in episodes.items():
+        assert episode.end is End.COMPLETED
+        assert sampled_tokens(episode) == sampled_by_seed(number)
 
 
 def test_a_process_that_cannot_start_again_fails_the_engine(

@@ -72,6 +72,9 @@ def test_tools_need_a_parser_that_vllm_has() -> None:
     assert "offers tools (add)" in problem.rule
     with pytest.raises(RolloutError, match="no such parser"):
         read("three", parser="hermos")
+    # It needs tokens of DeepSeek's models.
+    with pytest.raises(RolloutError, match="does not work with the model's tokenizer"):
+        read("three", parser="deepseek_v3")
 
 
 def test_turns_are_parsed_without_building_the_vocabulary_for_each(

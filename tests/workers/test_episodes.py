@@ -21,20 +21,16 @@ from verl_ray.rewards.child import GroupLog, group_values, response_values
 from verl_ray.rewards.remote import RequestBatch
 from verl_ray.rewards.request import ScoreRequest
 from verl_ray.rewards.signatures import signature_of
-from workers.episodes import MOST_ROWS, episode_rollouts
+from workers.episodes import ROW_IDS, episode_rollouts
 from workers.reward import requests_of, scores_without_grader
 
 
-def row_of(
-    context: int, sampled: int, *, reward: float, finish: str, turn: int = 0
-) -> EpisodeRow:
+def row_of(context: int, sampled: int, *, reward: float, turn: int = 0) -> EpisodeRow:
     """A row of one turn."""
     count = context + sampled
     mask = [False] * context + [True] * sampled
     paid = [(count - 1, reward)]
-    return EpisodeRow(
-        [1] * count, mask, [0.0] * count, [(context, 4)], paid, finish, [turn]
-    )
+    return EpisodeRow([1] * count, mask, [0.0] * count, [(context, 4)], paid, [turn])
 
 
 def rows_of(*episodes: Episode) -> Rollouts:
@@ -56,8 +52,8 @@ MESSAGES = [
 def two_rows(end: End) -> Episode:
     """An episode of two rows, whose turns were cut by agent.max_turn_tokens."""
     rows = [
-        row_of(2, 2, reward=0.5, finish="length"),
-        row_of(3, 1, reward=0.5, finish="length", turn=1),
+        row_of(2, 2, reward=0.5),
+        row_of(3, 1, reward=0.5, turn=1),
     ]
     return Episode(rows, end, 1.0, num_turns=2, messages=MESSAGES)
 
@@ -68,7 +64,7 @@ def test_an_episode_is_cut_by_what_ends_it_and_not_by_what_ends_a_turn() -> None
     )
     assert rows.trajectory_id.tolist() == [6, 6, 7, 7, 8]
     assert rows.row_id.tolist() == [
-        6 * MOST_ROWS, 6 * MOST_ROWS + 1, 7 * MOST_ROWS, 7 * MOST_ROWS + 1, 8 * MOST_ROWS
+        6 * ROW_IDS, 6 * ROW_IDS + 1, 7 * ROW_IDS, 7 * ROW_IDS + 1, 8 * ROW_IDS
     ]  # fmt: skip
     cut, stop = Finish.LENGTH, Finish.STOP
     assert rows.finish.tolist() == [cut, cut, stop, stop, Finish.ABORTED]
@@ -108,7 +104,7 @@ def test_lengths_and_ends_are_those_of_episodes() -> None:
 def test_graders_see_the_whole_conversation_of_an_episode(tmp_path: Path) -> None:
     character_tokenizer(tmp_path, "0123456789+=")
     turns = [
-        row_of(2, 2, reward=0.0, finish="stop"),
+        row_of(2, 2, reward=0.0),
         EpisodeRow(
             tokens=[1, 2, 3, 4, 5, 6, 7],
             mask=[False, False, True, True, False, True, True],

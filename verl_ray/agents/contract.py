@@ -80,6 +80,9 @@ TREATMENTS: Mapping[End, Treatment] = {
 }
 """The usual treatment of each end; `agent.ends` changes it."""
 
+MOST_TURNS = 4096
+"""Turns that an episode may have at most, whatever its limits."""
+
 FAULTS = frozenset(
     {
         End.MODEL_TIMEOUT,
@@ -277,7 +280,6 @@ class EpisodeRow:
             version, for the tokens under the mask.
         rewards: Pairs of the index in `tokens` of the last token of a turn, and that
             turn's reward, in the order of time.
-        finish: "stop" or "length", of the last turn.
         turns: Number of each of these turns in the episode, from 0. Those of several
             rows may alternate.
     """
@@ -287,7 +289,6 @@ class EpisodeRow:
     log_probs: list[float]
     versions: list[tuple[int, int]]
     rewards: list[tuple[int, float]]
-    finish: str = "stop"
     turns: list[int] = field(default_factory=list)
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from verl_ray.agents.contract import (
+    FAULTS,
     Action,
     End,
     Environment,
@@ -63,7 +64,7 @@ _POLICY_LIMITS = (
 """Ends of which an environment is told by `finish`, if it has that method."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Limits:
     """Limits of an episode.
 
@@ -360,6 +361,9 @@ async def run_episode(
     if policy.failure is not None:
         raise policy.failure
 
+    if not policy.num_turns:
+        ending = _without_turns(ending)
+
     elapsed_s = clock.now() - started_s
     return Episode(
         rows=policy.transcript.rows(),
@@ -377,6 +381,17 @@ async def run_episode(
 class _Ending:
     end: End
     detail: str = ""
+
+
+def _without_turns(ending: _Ending) -> _Ending:
+    """Return how an episode ended in which the policy had no turn.
+
+    It says nothing of the policy, and its group has no row to learn from.
+    """
+    if ending.end in FAULTS or ending.end is End.ABORTED:
+        return ending
+    detail = f"it ended as {ending.end} before the policy had a turn"
+    return _Ending(End.ENVIRONMENT_FAILED, detail)
 
 
 @dataclass

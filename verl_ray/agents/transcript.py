@@ -172,7 +172,7 @@ def _row(
     numbers: Mapping[SampledTurn, int],
 ) -> EpisodeRow:
     """Return a path as a row; the turns of earlier rows are context there."""
-    row = EpisodeRow([], [], [], [], [], path[-1].sampled.action.finish)
+    row = EpisodeRow([], [], [], [], [])
 
     for turn in path:
         _append(row, turn.context, [0.0] * len(turn.context), is_sampled=False)

@@ -189,7 +189,6 @@ def episode_frame(number: int, episode: Episode) -> bytes:
             ],
             "versions": [list(span) for span in row.versions],
             "rewards": [list(reward) for reward in row.rewards],
-            "finish": row.finish,
             "turns": row.turns,
         }
         for row in episode.rows
@@ -229,7 +228,6 @@ def episode_of(reply: Frame) -> Episode:
                 log_probs.tolist(),
                 [(place, version) for place, version in row["versions"]],
                 [(place, reward) for place, reward in row["rewards"]],
-                row["finish"],
                 row["turns"],
             )
         )

@@ -11,7 +11,13 @@ from typing import Annotated
 
 from pydantic import Field
 
-from verl_ray.agents.contract import FAULTS, TREATMENTS, End, Treatment
+from verl_ray.agents.contract import (
+    FAULTS,
+    MOST_TURNS,
+    TREATMENTS,
+    End,
+    Treatment,
+)
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.config.paths import RewardFunction
@@ -46,7 +52,7 @@ class AgentConfig(Section):
     tool_parser: str | None
     """Name of vLLM's parser of the model's tool calls, such as hermes; null = none are
     parsed."""
-    max_turns: Positive
+    max_turns: Annotated[int, Field(ge=1, le=MOST_TURNS)]
     """Turns of the policy in an episode."""
     max_tokens: Positive | None
     """Sampled tokens of an episode; null = no limit. A row has at most
@@ -108,6 +114,7 @@ def agent_problems(
     """Yield the problems of episodes, and of what is set for them without any."""
     yield from agent_settings_work(agent, overridden)
     yield from episodes_are_not_greedy(agent, algorithm)
+    yield from overlong_episodes_have_a_limit(agent, algorithm)
     yield from episodes_have_scores(agent, graders)
 
 
@@ -141,6 +148,16 @@ def episodes_are_not_greedy(
     if agent.is_used and ADVANTAGES[algorithm.advantage].reads_greedy:
         rule = "its greedy response is a single one, and rollouts are episodes"
         yield Problem("algorithm.advantage", algorithm.advantage, rule, "Use rloo.")
+
+
+def overlong_episodes_have_a_limit(
+    agent: AgentConfig, algorithm: AlgorithmConfig
+) -> Iterator[Problem]:
+    """Yield a problem if no limit says which episodes are nearly too long."""
+    if agent.is_used and algorithm.overlong_share and agent.max_tokens is None:
+        rule = "algorithm.overlong_share is the last share of what an episode may have"
+        fix = "Set it to a number of tokens, or set algorithm.overlong_share=null."
+        yield Problem("agent.max_tokens", None, rule, fix)
 
 
 def episodes_have_scores(

@@ -62,6 +62,9 @@ _READ_BYTES = 1 << 16
 START_S = 120.0
 """Seconds that a process may take to import the environments."""
 
+_GUARD_S = 60.0
+"""Seconds that a guard may take to kill all of a process and remove its folder."""
+
 _FEW = 8
 """Episodes that a process runs at a time of those that were lost with one once."""
 
@@ -649,8 +652,9 @@ class _Process:
                 await self._writer.wait_closed()
         if self._process is None:
             return
+        # It may have much to kill and to remove; what has not ended then hangs.
         try:
-            await asyncio.to_thread(self._process.wait, 5.0)
+            await asyncio.to_thread(self._process.wait, _GUARD_S)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)

@@ -28,7 +28,8 @@ class ActionReader:
         """Take the tokenizer, and the name of the parser of tool calls.
 
         Raises:
-            RolloutError: vLLM has no such parser.
+            RolloutError: vLLM has no such parser, or it needs tokens that the model
+                does not have.
         """
         self._tokenizer = tokenizer
         self._ends = set(end_tokens(tokenizer))
@@ -37,6 +38,14 @@ class ActionReader:
         if tool_parser is not None:
             self._parser = _parser_class(tool_parser)
             self._tokenizer = _with_lasting_vocabulary(tokenizer)
+            try:
+                self._parser(self._tokenizer)
+            # Parsers raise what they like about a tokenizer that is not their model's.
+            except Exception as error:
+                raise RolloutError(
+                    f"agent.tool_parser = {tool_parser}: vLLM's parser does not work"
+                    f" with the model's tokenizer: {error}"
+                ) from error
 
     def __call__(
         self, tokens: Sequence[int], finish: Finish, tools: Sequence[Any]

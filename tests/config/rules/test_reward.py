@@ -56,6 +56,13 @@ CASES = [
         "Use rloo",
     ),
     Case(
+        "agent_problems",
+        f"{EPISODES} algorithm.overlong_share=0.2",
+        "agent.max_tokens",
+        "the last share of what an episode may have",
+        "algorithm.overlong_share=null",
+    ),
+    Case(
         "rewards_have_a_function",
         "reward.functions={}",
         "reward.functions",
