@@ -104,10 +104,12 @@ def _export(
     from verl_ray.cluster.calls import wait_all
     from verl_ray.cluster.launch import start_groups
     from verl_ray.cluster.session import Session
+    from verl_ray.tracking.block import live_block
     from workers.model_worker import ModelWorker
 
     with (
         tempfile.TemporaryDirectory() as logs,
+        live_block(f"export of {checkpoint.path.name}"),
         Session.open(address, log_dir=Path(logs)) as session,
     ):
         # Once more: a handler that Ray has put there exits without a message.
@@ -131,10 +133,14 @@ def _export(
             ) as groups,
         ):
             group = groups[planned_role]
-            wait_all([group.broadcast(ModelWorker.load, checkpoint.role(role))])
-            wait_all([group.broadcast(ModelWorker.export, str(directory), adapter)])
-            differences = group.broadcast(ModelWorker.distance_from, str(directory))
-            return config, max(differences.result())
+            with phase("loading the checkpoint"):
+                wait_all([group.broadcast(ModelWorker.load, checkpoint.role(role))])
+            with phase("writing the model"):
+                exports = group.broadcast(ModelWorker.export, str(directory), adapter)
+                wait_all([exports])
+            with phase("comparing the model with the training engine"):
+                differences = group.broadcast(ModelWorker.distance_from, str(directory))
+                return config, max(differences.result())
 
 
 def _refuse_missing_adapter(role: str, config: Config) -> None:
