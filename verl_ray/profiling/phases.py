@@ -57,7 +57,7 @@ class Count:
 
 @dataclass(frozen=True)
 class Doing:
-    """What a process does at a moment.
+    """Work of a process at a moment.
 
     Attributes:
         text: Its open phases: "step 3/200: updating"; empty without a phase.

@@ -200,7 +200,12 @@ def _role(role: str, rows: Sequence[ProcessRow]) -> Text:
     busy = [row for row in rows if row.verb] or list(rows)
     first = busy[0]
     number = sum(len(row.ranks) for row in rows)
-    name = printable(role) if number == 1 else f"{printable(role)} ×{number}"
+    num_busy = sum(len(row.ranks) for row in busy)
+    name = printable(role)
+    if num_busy < number:
+        name += f" {num_busy} of {number}"
+    elif number > 1:
+        name += f" ×{number}"
     words = [first.verb.replace("_", " "), first.phase]
     if first.seconds is not None:
         words.append(f"{first.seconds:.0f} s")
@@ -221,10 +226,12 @@ def _last_step(course: Course, columns: int) -> list[Text]:
     bar = Text()
     names = []
     width = min(_BAR, columns - _LABEL)
+    so_far = 0.0
     styles = zip(durations.items(), _PHASE_STYLES, strict=False)
     for (name, seconds), style in styles:
         share = seconds / total_s
-        bar.append("█" * round(share * width), style)
+        so_far += share
+        bar.append("█" * (round(so_far * width) - bar.cell_len), style)
         names.append(Text.assemble(("█ ", style), f"{printable(name)} {share:.0%}"))
     return _flow("time", [bar, *names], columns)[:_MOST_LINES]
 

@@ -1,9 +1,9 @@
 """A run as a person sees it: its progress while it lasts, and the report at its end.
 
 Progress is a block on a terminal (`block.py`), else a line per step. Evaluated steps
-and the last one remain on the terminal when the block is gone. The report says time, before
-and after, samples, and what to try next. It is no tracker: it is made from the record
-on disk after the trackers are closed (`controllers/run/conclusion.py`).
+and the last one remain on the terminal when the block is gone. The report says time,
+before and after, samples, and what to try next. It is no tracker: it is made from the
+record on disk after the trackers are closed (`controllers/run/conclusion.py`).
 
 Invariant: nothing of a rollout or a metric is interpreted as markup or sent to the
 terminal as a control sequence; the report shows such text as it is, with control
