@@ -55,6 +55,7 @@ _MODULES_WITH_FLAGS = {
     "plan": "controllers.commands.plan",
     "play": "controllers.commands.play",
     "status": "controllers.commands.status",
+    "watch": "controllers.commands.watch",
 }
 """Command with flags of its own -> the module whose `main` reads them."""
 

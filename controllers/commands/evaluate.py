@@ -39,6 +39,7 @@ from verl_ray.disk import replace_file
 from verl_ray.errors import ConfigError, Problem
 from verl_ray.preflight.resolve import resolutions, resolve, with_total_steps
 from verl_ray.preflight.tables import print_resolutions
+from verl_ray.tracking.block import duration_text, live_block
 from verl_ray.tracking.comparison import (
     ComparedModel,
     ComparedRow,
@@ -49,7 +50,7 @@ from verl_ray.tracking.comparison import (
     intervals,
     show_comparison,
 )
-from verl_ray.tracking.console import HeldOut, Report, duration_text, show
+from verl_ray.tracking.console import HeldOut, Report, show
 from verl_ray.tracking.evaluations import write_scores
 from verl_ray.tracking.history import TESTING
 from verl_ray.tracking.jsonl import finite, unused_path
@@ -136,7 +137,8 @@ def _measured(requested: Config, chosen: Sequence[Candidate]) -> Iterator[Evalua
     # A mistake in the data is reported before any process starts.
     data = read_data(requested, trains=False)
 
-    with open_session(requested) as session:
+    shown = live_block(requested.run.name, enabled=requested.tracking.console)
+    with shown, open_session(requested) as session:
         # Only the roles that an evaluation needs are planned and started.
         shape = ClusterShape.of(session)
         path = None if chosen[0].checkpoint is None else chosen[0].model

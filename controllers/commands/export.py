@@ -11,7 +11,7 @@ import argparse
 import sys
 import tempfile
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from controllers.tasks import typed_config
 from verl_ray.checkpoint.manifest import Checkpoint, TornCheckpoint
@@ -28,6 +28,10 @@ from verl_ray.errors import CheckpointError, ConfigError, Problem
 from verl_ray.hub.models import fetch_models
 from verl_ray.paths import path_suggestion, typed_path
 from verl_ray.profiling.phases import phase
+
+if TYPE_CHECKING:
+    from verl_ray.cluster.group import WorkerGroup
+    from workers.model_worker import ModelWorker
 
 LARGEST_DIFFERENCE = {"float32": 1e-4, "bfloat16": 0.2}
 """Largest difference of a log-prob or a score, by the type the engine computes in.
@@ -101,13 +105,13 @@ def _export(
     from controllers.system.models import download_models
     from controllers.system.plan import ClusterShape, plan_processes, resolve_on
     from controllers.trainers.base import task_of
-    from verl_ray.cluster.calls import wait_all
     from verl_ray.cluster.launch import start_groups
     from verl_ray.cluster.session import Session
-    from workers.model_worker import ModelWorker
+    from verl_ray.tracking.block import live_block
 
     with (
         tempfile.TemporaryDirectory() as logs,
+        live_block(f"export of {checkpoint.path.name}"),
         Session.open(address, log_dir=Path(logs)) as session,
     ):
         # Once more: a handler that Ray has put there exits without a message.
@@ -130,11 +134,25 @@ def _export(
                 sets, [planned_role], stall_s=stall_s, log_dir=Path(logs)
             ) as groups,
         ):
-            group = groups[planned_role]
-            wait_all([group.broadcast(ModelWorker.load, checkpoint.role(role))])
-            wait_all([group.broadcast(ModelWorker.export, str(directory), adapter)])
-            differences = group.broadcast(ModelWorker.distance_from, str(directory))
-            return config, max(differences.result())
+            source = checkpoint.role(role)
+            difference = _converted(
+                groups[planned_role], source, str(directory), adapter=adapter
+            )
+            return config, difference
+
+
+def _converted(
+    group: WorkerGroup[ModelWorker], source: str, directory: str, *, adapter: bool
+) -> float:
+    """Write a role as a Hugging Face directory; return how far the two are apart."""
+    from workers.model_worker import ModelWorker
+
+    with phase("loading the checkpoint"):
+        group.broadcast(ModelWorker.load, source).result()
+    with phase("writing the model"):
+        group.broadcast(ModelWorker.export, directory, adapter).result()
+    with phase("comparing it with the training engine"):
+        return max(group.broadcast(ModelWorker.distance_from, directory).result())
 
 
 def _refuse_missing_adapter(role: str, config: Config) -> None:

@@ -40,30 +40,45 @@ def main(argv: list[str]) -> int:
         ConfigError: there is no such run, or it has no status.
     """
     arguments = _parser().parse_args(argv)
-    folder = run_folder(arguments.run)
-    try:
-        status = read_status(folder)
-    except (ValueError, OSError) as error:
-        _refuse(arguments.run, f"{STATUS} cannot be read: {error}")
-    if status is None:
-        rule = f"this folder has no {STATUS}: it is no run, or of an earlier version"
-        _refuse(arguments.run, rule)
-
-    age_s = max(0.0, time.time() - status.written)
-    state, is_gone = _state_of_driver(status, age_s)
+    status = status_of(arguments.run)
+    state, is_gone = state_of_driver(status)
     print(state)
     if status.ended:
         return 0
 
-    title = f"{status.phase or 'starting'}, {age_s:.0f} s ago"
-    print(table_text(title, status.rows))
+    doing = status.phase or "starting"
+    if status.count is not None:
+        doing += f" ({status.count})"
+    print(table_text(f"{doing}, {_age_s(status):.0f} s ago", status.rows))
     for line in [] if is_gone else _changes(status):
         print(line)
     return 1 if is_gone else 0
 
 
-def _state_of_driver(status: RunStatus, age_s: float) -> tuple[str, bool]:
+def status_of(run: str) -> RunStatus:
+    """Return the last status of a run, by its folder or its name.
+
+    Raises:
+        ConfigError: There is no such run, or it has no status.
+    """
+    folder = run_folder(run)
+    try:
+        status = read_status(folder)
+    except (ValueError, OSError) as error:
+        _refuse(run, f"{STATUS} cannot be read: {error}")
+    if status is None:
+        rule = f"this folder has no {STATUS}: it is no run, or of an earlier version"
+        _refuse(run, rule)
+    return status
+
+
+def _age_s(status: RunStatus) -> float:
+    return max(0.0, time.time() - status.written)
+
+
+def state_of_driver(status: RunStatus) -> tuple[str, bool]:
     """Return the state of the driver in words, and whether it is gone."""
+    age_s = _age_s(status)
     driver = f"driver {status.pid} on {status.host}"
     if status.ended:
         return f"the run has {status.ended}, {age_s:.0f} s ago", False

@@ -59,6 +59,7 @@ commands:
   export    write a role of a checkpoint as a Hugging Face directory
   ledger    print what happened to each prompt of a run, and check it
   status    print what each process of a run does now, and what it waits for
+  watch     show a run that another terminal has started, until it ends
   bench     measure speed
 
 `verl-ray <command> --help` says more about each.

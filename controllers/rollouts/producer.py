@@ -41,7 +41,7 @@ from verl_ray.data.prompts import prompt_text
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Finish, Prompts, Rollouts
 from verl_ray.errors import RewardError, VerlRayError
-from verl_ray.profiling.phases import Timers, phase
+from verl_ray.profiling.phases import OpenPhase, Timers, phase
 from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rollout.requests import Chunk, Sampling
 from workers.episodes import episode_rollouts
@@ -194,12 +194,13 @@ class Producer:
         """
         with (
             self._abandoning_on_error(),
-            phase(lambda: self._in_words(awaited(), buffer)),
+            phase(lambda: self._in_words(awaited(), buffer)) as waiting,
             timers("gen"),
             timers.waiting(),
         ):
             while not is_enough():
                 self._advance_for(awaited(), buffer, TICK_S)
+                self._count(self._of(awaited(), buffer), waiting)
 
     def take(
         self,
@@ -229,20 +230,21 @@ class Producer:
         def in_words() -> str:
             return self._in_words(ordinals, buffer)
 
-        def advance() -> None:
+        def advance(waiting: OpenPhase) -> None:
             self._advance_for(ordinals, buffer, TICK_S)
+            self._count(self._of(ordinals, buffer), waiting)
 
         with self._abandoning_on_error():
             # The replicas begin now, also where all of these groups are there already.
             self._advance_for(ordinals, buffer, 0.0)
-            with phase(in_words), timers("gen"), timers.waiting():
+            with phase(in_words) as generating, timers("gen"), timers.waiting():
                 while buffer.missing(ordinals) and not self._is_generated(
                     ordinals, buffer
                 ):
-                    advance()
+                    advance(generating)
 
-            with phase(in_words), timers("reward"), timers.waiting():
-                return buffer.take(ordinals, policy_version, advance)
+            with phase(in_words) as scoring, timers("reward"), timers.waiting():
+                return buffer.take(ordinals, policy_version, lambda: advance(scoring))
 
     def _advance_for(
         self, ordinals: Int64, buffer: RolloutBuffer, timeout_s: float
@@ -271,9 +273,10 @@ class Producer:
 
         If the wait is interrupted or fails, all generation is abandoned.
         """
-        with self._abandoning_on_error(), phase(self._first_in_words):
+        with self._abandoning_on_error(), phase(self._first_in_words) as waiting:
             while not all(production.is_finished for production in self._productions):
                 self.advance(TICK_S)
+                self._count(self._productions, waiting)
 
     @contextlib.contextmanager
     def _abandoning_on_error(self) -> Iterator[None]:
@@ -294,6 +297,13 @@ class Producer:
     def _first_in_words(self) -> str:
         """Return how far the oldest production is that goes on."""
         return self._progress(self._productions)
+
+    def _count(self, productions: Iterable[Production], waiting: OpenPhase) -> None:
+        """Count the first of these productions that goes on in a phase."""
+        for production in productions:
+            if not production.is_finished:
+                waiting.reach(*production.count)
+                return
 
     def _progress(self, productions: Iterable[Production]) -> str:
         """Return how far the first of these productions is that goes on."""
@@ -557,14 +567,27 @@ class Production:
         elif self.is_generated:
             text = f"scoring {scored}"
         else:
-            generated = self.num_responses - self.job.num_pending
             total = self.num_responses
-            text = f"generating {generated}/{total} responses, scoring {scored}"
+            text = f"generating {self._num_generated}/{total} responses"
+            text += f", scoring {scored}"
 
         if self.scoring:
             oldest_s = time.monotonic() - self.scoring[0].since
             text += f", slowest {oldest_s:.0f} s{deadlines}"
         return text
+
+    @property
+    def count(self) -> tuple[int, int, str]:
+        """How many responses are done, of how many, and what they are."""
+        if self.job.generation.purpose == EVALUATION:
+            return self.num_scored, self.num_responses, "held-out responses scored"
+        if self.is_generated:
+            return self.num_scored, self.num_responses, "responses scored"
+        return self._num_generated, self.num_responses, "responses generated"
+
+    @property
+    def _num_generated(self) -> int:
+        return self.num_responses - self.job.num_pending
 
     @property
     def is_generated(self) -> bool:

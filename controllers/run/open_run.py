@@ -56,6 +56,7 @@ from verl_ray.preflight.tables import memory_table, print_resolutions, print_tab
 from verl_ray.profiling.phases import blocking
 from verl_ray.shell import override_of
 from verl_ray.tracking import Trackers, open_trackers
+from verl_ray.tracking.block import live_block
 from verl_ray.tracking.jsonl import METRICS, read_metrics
 
 
@@ -94,7 +95,8 @@ def open_run(config: Config) -> Iterator[OpenRun | None]:
         # run makes for itself are not there yet.
         data = None
         if config.preparation is None:
-            data = read_data(config)
+            with live_block(config.run.name, enabled=config.tracking.console):
+                data = read_data(config)
             config = _with_counted_steps(config, data)
             resumption.refuse_fewer_steps(config.run.total_steps)
 
@@ -114,6 +116,11 @@ def open_run(config: Config) -> Iterator[OpenRun | None]:
         is_in_loop = False
         try:
             with (
+                live_block(
+                    config.run.name,
+                    Path(config.run.dir),
+                    enabled=config.tracking.console,
+                ),
                 open_session(config) as session,
                 keeping_status(Path(config.run.dir)),
                 _started(config, session, resumption, check, conclusion, data) as run,

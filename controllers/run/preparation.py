@@ -57,7 +57,7 @@ from verl_ray.preflight.findings import (
     foreign_inputs,
     inputs_folder,
 )
-from verl_ray.profiling.phases import phase
+from verl_ray.profiling.phases import OpenPhase, phase
 from verl_ray.tracking.base import Sample, Tracker
 from workers.actor import ActorWorker
 
@@ -213,9 +213,15 @@ class WarmStart(SFTTrainer):
 
 
 class WarmStartProgress(Tracker):
-    """Prints a line for every evaluated step to the user who waits."""
+    """Prints a line for every evaluated step to the user who waits, and counts all."""
+
+    def __init__(self, warm_start: OpenPhase, max_steps: int) -> None:
+        """Count the steps in a phase, of which there are at most `max_steps`."""
+        self._phase = warm_start
+        self._max_steps = max_steps
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._phase.reach(step, self._max_steps, "steps at most")
         if {"train/loss", ACCURACY} <= metrics.keys():
             loss = metrics["train/loss"]
             accuracy = metrics[ACCURACY]
@@ -256,7 +262,7 @@ def _warm_start(
     )
 
     with (
-        phase("warm start"),
+        phase("warm start") as warm_start,
         announcing(lambda: outlook),
         deferring_signals(),
         start(job, session) as system,
@@ -275,9 +281,8 @@ def _warm_start(
 
         max_skipped_steps = config.run.max_skipped_steps
         trainer = WarmStart(warm, system.actor, source, held_out, max_skipped_steps)
-        loop = Loop(
-            job.run, trainer, WarmStartProgress(), NoPersistence(), UnguardedSteps()
-        )
+        counter = WarmStartProgress(warm_start, warm.max_steps)
+        loop = Loop(job.run, trainer, counter, NoPersistence(), UnguardedSteps())
         loop.run()
 
         if not trainer.finished:

@@ -627,8 +627,10 @@ class CheckpointCheck:
         contents = self._contents
         if contents is None:
             return
-        with phase("comparing the checkpoint with its checksums"):
+        total = len(contents.checkpoint.files)
+        with phase("comparing the checkpoint with its checksums") as comparing:
             while not contents.has_ended_within(TICK_S):
+                comparing.reach(contents.num_begun, total, "files")
                 heed_signals()
                 PHASES.tick()
         faults = contents.differences()

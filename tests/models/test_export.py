@@ -16,6 +16,7 @@ from verl_ray.data.tokenizers import CHATML, train_bpe
 from verl_ray.models.export import write_directory, write_tensors
 from verl_ray.models.names import INDEX
 from verl_ray.models.weights import CheckpointReader
+from verl_ray.profiling.progress import begin, progress
 from verl_ray.weight_sync.manifest import Parameter
 
 TENSORS = {
@@ -42,9 +43,11 @@ def test_one_file(tmp_path: Path) -> None:
 
 
 def test_several_files_with_an_index(tmp_path: Path) -> None:
+    begin()
     write_tensors(
         tmp_path, PARAMETERS, TENSORS.values(), max_file_bytes=34
     )  # 24 + 10, 32 and 4 bytes
+    assert str(progress()) == "70 of 70 bytes"
     index = json.loads((tmp_path / INDEX).read_text())
     assert {name: file[6:11] for name, file in index["weight_map"].items()} == {
         "a": "00001", "b.weight": "00001", "c": "00002", "scalar": "00003",

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from verl_ray.profiling.phases import Phases, blocking
+from verl_ray.profiling.phases import Count, Doing, Phases, blocking
 
 
 class Time:
@@ -86,19 +86,42 @@ def test_a_text_that_waits_is_not_made_again_meanwhile(time: Time) -> None:
     assert time.reports == [(10, "loading [10 s]")]
 
 
-def test_a_live_line_shows_a_phase_at_once_and_nothing_is_printed(time: Time) -> None:
-    shown: list[str] = []
+def test_a_live_block_sees_a_phase_at_once_and_nothing_is_printed(time: Time) -> None:
     numbers = iter(range(100))
 
     def text() -> str:
         return f"phase {next(numbers)}"
 
-    with time.phases.show_on(shown.append), time.phases.phase(text):
-        time.run(0.5)
-        assert shown == ["phase 0"]
-        time.run(10)
-    assert shown == ["phase 0", "phase 1", "phase 2"]
+    with time.phases.shown_live(), time.phases.phase(text):
+        shown = []
+        for seconds in (0.5, 4.5, 0.5, 5):
+            time.run(seconds)
+            shown.append(time.phases.glance().text)
+        # A phase within has no text of its own yet.
+        with time.phases.phase("saving"):
+            assert time.phases.glance().text == "saving"
+    assert shown == ["phase 0", "phase 0", "phase 1", "phase 2"]
     assert not time.reports
+    assert time.phases.glance() == Doing("", None, None)
+
+
+def test_the_outermost_count_is_that_of_the_phases(time: Time) -> None:
+    def of_ranks() -> Count:
+        return Count(3, 16, "micro-batches")
+
+    with (
+        time.phases.shown_live(),
+        time.phases.phase("warm start") as warm_start,
+        time.phases.phase("step 7/400"),
+        time.phases.detail(lambda: "actor 3/16 micro-batches", of_ranks),
+    ):
+        assert time.phases.glance() == Doing("warm start: step 7/400", None, 0)
+        # What ranks say is read in the thread of the driver, when it ticks.
+        time.run(0.5)
+        text = "warm start: step 7/400 (actor 3/16 micro-batches)"
+        assert time.phases.glance() == Doing(text, of_ranks(), 0.5)
+        warm_start.reach(6, 400, "steps")
+        assert time.phases.glance().count == Count(6, 400, "steps")
 
 
 def test_a_call_that_blocks_is_reported_by_a_timer() -> None:

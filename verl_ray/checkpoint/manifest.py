@@ -411,6 +411,11 @@ class ContentsCheck:
                 return False
         return True
 
+    @property
+    def num_begun(self) -> int:
+        """Number of files that are compared or being compared."""
+        return len(self.checkpoint.files) - self._names.qsize()
+
     def differences(self) -> list[str]:
         """Return how the files differ from the manifest, once the check has ended."""
         return sorted(self._differences)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import os
 import shutil
 import warnings
@@ -41,9 +42,12 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
     TensorProperties,
+    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
+    LoadPlan,
     ReadItem,
+    SavePlan,
     TensorWriteData,
     WriteItem,
     WriteItemType,
@@ -54,7 +58,7 @@ from verl_ray.checkpoint.manifest import FileRecord, new_hash
 from verl_ray.errors import CheckpointError
 from verl_ray.models.names import Box
 from verl_ray.models.weights import is_first_copy, own_box
-from verl_ray.profiling.progress import advance
+from verl_ray.profiling.progress import advance, begin
 
 RANK_KEY = "rng_"
 """Prefix of those keys of a state that belong to one rank."""
@@ -272,21 +276,49 @@ def _stream_of_another_device(key: str, saved_keys: Iterable[str]) -> str | None
 class _CountingSavePlanner(DefaultSavePlanner):
     """Records progress for every tensor that is handed to the writer."""
 
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        plan = super().finish_plan(new_plan)
+        # The size of what is no tensor is known only once it is written.
+        self._total = sum(_tensor_bytes(item) for item in plan.items)
+        # A thread with the identity of this one may have written another checkpoint.
+        begin()
+        return plan
+
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         data: Tensor | io.BytesIO = super().resolve_data(write_item)
         if isinstance(data, Tensor):
-            advance(data.nbytes, "bytes")
+            advance(data.nbytes, "bytes", self._total)
         else:
-            advance(data.getbuffer().nbytes, "bytes")
+            self._total += data.getbuffer().nbytes
+            advance(data.getbuffer().nbytes, "bytes", self._total)
         return data
+
+
+def _tensor_bytes(item: WriteItem) -> int:
+    """Return the bytes of a tensor, or of a slice of it, that this rank writes."""
+    written = item.tensor_data
+    if written is None:
+        return 0
+    return math.prod(written.chunk.sizes) * written.properties.dtype.itemsize
 
 
 class _CountingLoadPlanner(DefaultLoadPlanner):
     """Records progress for every tensor that has been read."""
 
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        plan = super().finish_plan(new_plan)
+        stored = self.metadata.state_dict_metadata
+        self._total = 0
+        for item in plan.items:
+            tensor = stored[item.storage_index.fqn]
+            if isinstance(tensor, TensorStorageMetadata):
+                itemsize = tensor.properties.dtype.itemsize
+                self._total += math.prod(item.lengths) * itemsize
+        return plan
+
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         super().commit_tensor(read_item, tensor)
-        advance(tensor.nbytes, "bytes")
+        advance(tensor.nbytes, "bytes", self._total)
 
 
 @contextlib.contextmanager

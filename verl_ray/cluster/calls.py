@@ -20,6 +20,7 @@ from verl_ray.cluster.context import CONTROL
 from verl_ray.cluster.rank_calls import (
     RankCall,
     activity,
+    count_of,
     ready_replies,
     receive,
     receive_or_raise,
@@ -30,7 +31,7 @@ from verl_ray.cluster.waiting import RAY_CALLS, TICK_S, Background, wait
 from verl_ray.data.batch import Batch
 from verl_ray.data.sharded import Sharded
 from verl_ray.errors import StaleIncarnation, WorkerError, as_raised
-from verl_ray.profiling.phases import PHASES
+from verl_ray.profiling.phases import PHASES, Count
 
 T = TypeVar("T")
 R = TypeVar("R", bound=Batch)
@@ -215,7 +216,12 @@ def collect(
     if background is not None:
         background.advance()
 
-    with PHASES.detail(lambda: activity(list(pending.values()))):
+    def done() -> Count | None:
+        if all(rank_call.starts for rank_call in rank_calls):
+            return Count(len(replies), len(rank_calls), "processes")
+        return count_of(list(pending.values()))
+
+    with PHASES.detail(lambda: activity(list(pending.values())), done):
         _receive_all(pending, replies, watch, background)
     return [replies[rank_call.reply] for rank_call in rank_calls]
 

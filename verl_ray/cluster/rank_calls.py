@@ -29,7 +29,7 @@ from verl_ray.errors import (
     WorkerDied,
     WorkerError,
 )
-from verl_ray.profiling.phases import PHASES
+from verl_ray.profiling.phases import PHASES, Count
 from verl_ray.profiling.progress import Progress
 
 # The peers of a rank that raised get this long to reply. If one of them died in the
@@ -178,15 +178,36 @@ def activity(rank_calls: Sequence[RankCall]) -> str:
     return ", ".join(list(texts.values())[:_MOST])
 
 
+def count_of(rank_calls: Sequence[RankCall]) -> Count | None:
+    """Return how much the processes of pending calls have done together.
+
+    Only those count that know the size of their work, and do the same as the first of
+    them. None if there is no such process.
+    """
+    by_process = {rank_call.member.heartbeat: rank_call for rank_call in rank_calls}
+    count: Count | None = None
+    for heartbeat, rank_call in by_process.items():
+        status = heartbeat.status_since(rank_call.since)
+        if status is None or not status.progress.total:
+            continue
+        progress = status.progress
+        if count is None:
+            count = Count(progress.done, progress.total, progress.unit)
+        elif count.unit == progress.unit:
+            done = count.done + progress.done
+            count = Count(done, count.total + progress.total, count.unit)
+    return count
+
+
 def amount(progress: Progress) -> str:
     """Return how much a process has done: "3/16 micro-batches", "120 MiB read"."""
     if not progress.unit:
         return ""
+    if progress.total is not None:
+        return str(Count(progress.done, progress.total, progress.unit))
     if progress.unit.startswith("bytes"):
         return f"{progress.done // _MIB} MiB{progress.unit.removeprefix('bytes')}"
-    if progress.total is None:
-        return f"{progress.done} {progress.unit}"
-    return f"{progress.done}/{progress.total} {progress.unit}"
+    return f"{progress.done} {progress.unit}"
 
 
 # ----------------------------------------------------------------------------- failures

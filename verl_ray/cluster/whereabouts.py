@@ -34,6 +34,7 @@ from verl_ray.cluster.members import Member
 from verl_ray.cluster.rank_calls import amount
 from verl_ray.cluster.waiting import CLUSTER_LOSS
 from verl_ray.ownership import Owner
+from verl_ray.profiling.output_lines import WARNINGS
 from verl_ray.profiling.phases import PHASES
 from verl_ray.profiling.process_table import (
     Located,
@@ -239,7 +240,8 @@ def keeping_status(folder: Path) -> Iterator[None]:
     thread.start()
     ended = "ended"
     try:
-        yield
+        with WARNINGS.kept():
+            yield
     except BaseException as failure:
         ended = f"ended: {type(failure).__name__}"
         raise
@@ -301,14 +303,14 @@ class _StatusThread(threading.Thread):
         return len(present.rows)
 
     def _status(self, ended: str, interval_s: float) -> RunStatus:
-        phase, seconds = PHASES.glance()
+        doing = PHASES.glance()
         driver = ProcessRow(
             "driver",
             (0,),
             (socket.gethostname(),),
             verb="",
-            phase=phase,
-            seconds=seconds,
+            phase=doing.text,
+            seconds=doing.seconds,
             waits_for="",
             line=innermost_own_line(threading.main_thread().ident),
         )
@@ -319,7 +321,9 @@ class _StatusThread(threading.Thread):
             written=time.time(),
             interval_s=interval_s,
             ended=ended,
-            phase=phase,
+            phase=doing.text,
             rows=() if ended else (driver, *self._rows),
             processes=self._processes,
+            count=doing.count,
+            warnings=WARNINGS.last,
         )

@@ -276,7 +276,7 @@ class TrackingConfig(Section):
     """Destinations of the run's record, in addition to metrics.jsonl."""
 
     console: bool
-    """Whether the terminal shows a live line per step."""
+    """Whether the run shows a live block on a terminal, or else prints its steps."""
     tensorboard: bool
     wandb: WandbConfig
 

@@ -251,13 +251,14 @@ def write_tensors(
     come in the order of `parameters`.
     """
     files = _plan(parameters, max_file_bytes, stem)
+    total_bytes = sum(_nbytes(parameter) for parameter in parameters)
     remaining = iter(tensors)
 
     for file in files:
         # No reader ever finds an incomplete file under its final name.
         partial = folder / f"{file.name}.partial"
         with partial.open("wb") as stream:
-            _write(stream, file.parameters, remaining)
+            _write(stream, file.parameters, remaining, total_bytes)
         partial.rename(folder / file.name)
 
     if len(files) > 1:
@@ -277,9 +278,19 @@ def _write_index(path: Path, files: Sequence[_File]) -> None:
 
 
 def _write(
-    stream: BinaryIO, parameters: Sequence[Parameter], tensors: Iterator[Tensor]
+    stream: BinaryIO,
+    parameters: Sequence[Parameter],
+    tensors: Iterator[Tensor],
+    total_bytes: int,
 ) -> None:
-    """Write one safetensors file, and consume its tensors."""
+    """Write one safetensors file, and consume its tensors.
+
+    Args:
+        stream: The file.
+        parameters: Its parameters.
+        tensors: The tensors of these and of later files.
+        total_bytes: Bytes of the tensors of all files, for who watches.
+    """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for parameter in parameters:
@@ -303,7 +314,7 @@ def _write(
 
         # As bytes, since NumPy has no bfloat16.
         stream.write(tensor.view(-1).view(torch.uint8).numpy().data)
-        advance(tensor.nbytes, "bytes")
+        advance(tensor.nbytes, "bytes", total_bytes)
 
 
 def _plan(

@@ -4,13 +4,14 @@ A phase is announced where it begins (`phase`), and may be a part of another one
 wait of the driver ticks (`verl_ray/cluster/waiting.py`), so there is no thread, except
 around calls of libraries that wait themselves (`blocking`). After
 ten seconds without news a line on stderr says where the run is, and then after 20, 40
-and every 60 more. A live line on a terminal shows the phase instead (`show_on`).
+and every 60 more. A live block on a terminal shows the phase instead (`shown_live`). A
+block that knows how much of its work is done counts it (`OpenPhase.reach`).
 
-Invariant: text is made only when it is shown, in the thread of the driver. A phase
-changes nothing that the run computes. The time of a name (`Timers`) is the length of
-the union of its spans. Nested and overlapping spans of one name (the reward during
-generation, calls in flight together) therefore never count a second twice. Not a
-profiler: it times what the driver names, and belongs to one thread.
+Invariant: text is made only when it is shown, in the thread of the driver; a count may
+be read in any thread. A phase changes nothing that the run computes. The time of a name
+(`Timers`) is the length of the union of its spans. Nested and overlapping spans of one
+name (the reward during generation, calls in flight together) therefore never count a
+second twice. Not a profiler: it times what the driver names, and belongs to one thread.
 """
 
 from __future__ import annotations
@@ -29,19 +30,67 @@ LONGEST_S = 60.0
 """Longest time in seconds between two reports."""
 
 _LIVE_S = 5.0
-"""Seconds between two updates of a live line."""
+"""Seconds between two texts of a phase that a live block shows."""
 _SOON_S = 1.5
 """Seconds before a report in which its details are requested."""
+
+_MIB = 1 << 20
 
 Text = str | Callable[[], str]
 """A text, or a function that returns the text of this moment."""
 
 
+@dataclass(frozen=True)
+class Count:
+    """How much of some work is done, such as 12 of 256 responses."""
+
+    done: int
+    total: int
+    unit: str
+
+    def __str__(self) -> str:
+        if not self.unit.startswith("bytes"):
+            return f"{self.done}/{self.total} {self.unit}"
+        rest = self.unit.removeprefix("bytes")
+        return f"{self.done // _MIB}/{self.total // _MIB} MiB{rest}"
+
+
+@dataclass(frozen=True)
+class Doing:
+    """Work of a process at a moment.
+
+    Attributes:
+        text: Its open phases: "step 3/200: updating"; empty without a phase.
+        count: How much is done of the outermost phase that counts; None if none does.
+        seconds: Seconds since the innermost phase began; None without a phase.
+    """
+
+    text: str
+    count: Count | None
+    seconds: float | None
+
+
+NOTHING = Doing("", None, None)
+"""What a process does that has no open phase."""
+
+
 @dataclass
-class _Phase:
+class OpenPhase:
+    """A phase that is open."""
+
     text: Text
     began_s: float
     reports: int = 0
+
+    count: Count | None = None
+    """How much of it is done, as its block says."""
+
+    live: Doing | None = None
+    """Text and count as a live block shows them."""
+
+    def reach(self, done: int, total: int, unit: str) -> None:
+        """Note that `done` of `total` units of this phase are done."""
+        self.count = Count(done, total, unit)
 
 
 class Phases:
@@ -60,61 +109,78 @@ class Phases:
         """
         self._write = write
         self._clock = clock
-        self._phases: list[_Phase] = []
-        self._details: list[Callable[[], str]] = []
+        self._phases: list[OpenPhase] = []
+        self._details: list[tuple[Callable[[], str], Callable[[], Count | None]]] = []
         self._news_s = clock()
-        self._live: Callable[[str], None] | None = None
+        self._is_live = False
         # Making a text may wait for a moment, and every wait ticks.
         self._is_reporting = False
 
     @contextlib.contextmanager
-    def phase(self, text: Text) -> Iterator[None]:
+    def phase(self, text: Text) -> Iterator[OpenPhase]:
         """Announce that this block is a phase, a part of the one that is open."""
         now_s = self._clock()
         if not self._phases:
             self._news_s = now_s
-        phase = _Phase(text, now_s)
+        phase = OpenPhase(text, now_s)
         self._phases.append(phase)
         try:
-            yield
+            yield phase
         finally:
             self._phases.pop()
 
     @contextlib.contextmanager
-    def detail(self, text: Callable[[], str]) -> Iterator[None]:
-        """Add a text in brackets to the reports of this block; empty for none."""
-        self._details.append(text)
+    def detail(
+        self,
+        text: Callable[[], str],
+        count: Callable[[], Count | None] = lambda: None,
+    ) -> Iterator[None]:
+        """Add a text in brackets to the reports of this block; empty for none.
+
+        Args:
+            text: Function that returns the text of this moment.
+            count: Function that returns how much of the block's work is done. It counts
+                where no open phase does.
+        """
+        self._details.append((text, count))
         try:
             yield
         finally:
             self._details.pop()
 
     @contextlib.contextmanager
-    def show_on(self, live: Callable[[str], None]) -> Iterator[None]:
-        """Show phases by this function as they change, instead of reporting them."""
-        before = self._live
-        self._live = live
+    def shown_live(self) -> Iterator[None]:
+        """Print no reports within the block: somebody shows what `glance` returns."""
+        before = self._is_live
+        self._is_live = True
         try:
             yield
         finally:
-            self._live = before
+            self._is_live = before
 
     @property
     def is_due_soon(self) -> bool:
         """Whether the next report is due within a moment."""
         return bool(self._phases) and self._remaining_s() <= _SOON_S
 
-    def glance(self) -> tuple[str, float | None]:
-        """Return the open phases and the seconds of the innermost one.
+    def glance(self) -> Doing:
+        """Return what the process does; any thread may ask.
 
-        Any thread may ask. Texts that are functions belong to the driver's thread, so
-        they are left out. The seconds are None without a phase.
+        Texts that are functions belong to the driver's thread. They are left out, but
+        for what was made of them for a live block.
         """
         phases = list(self._phases)
         if not phases:
-            return "", None
+            return NOTHING
+        innermost = phases[-1]
+        counts = [phase.count for phase in phases if phase.count is not None]
         texts = [phase.text for phase in phases if isinstance(phase.text, str)]
-        return ": ".join(texts), self._clock() - phases[-1].began_s
+        text = ": ".join(texts)
+        if innermost.live is not None:
+            text = innermost.live.text
+            counts.append(innermost.live.count)
+        count = next(iter(counts), None)
+        return Doing(text, count, self._clock() - innermost.began_s)
 
     def tick(self) -> None:
         """Report where the run is, if that is due."""
@@ -124,21 +190,23 @@ class Phases:
         self._is_reporting = True
         try:
             text = self._text()
+            counts = [count() for _, count in self._details]
         finally:
             self._is_reporting = False
         phase = self._phases[-1]
         phase.reports += 1
         self._news_s = self._clock()
-        if self._live is not None:
-            self._live(text)
-            return
         elapsed_s = self._news_s - phase.began_s
+        if self._is_live:
+            count = next((count for count in counts if count is not None), None)
+            phase.live = Doing(text, count, elapsed_s)
+            return
         # A phase that has just begun is not what took so long.
         self._write(f"{text} [{elapsed_s:.0f} s]" if elapsed_s >= FIRST_S else text)
 
     def _remaining_s(self) -> float:
         phase = self._phases[-1]
-        if self._live is not None:
+        if self._is_live:
             # The first tick of a phase shows it.
             interval_s = _LIVE_S if phase.reports else 0.0
         else:
@@ -147,7 +215,7 @@ class Phases:
 
     def _text(self) -> str:
         texts = [_plain(phase.text) for phase in self._phases]
-        details = [detail() for detail in self._details]
+        details = [text() for text, _ in self._details]
         text = ": ".join(text for text in texts if text)
         known = ", ".join(detail for detail in details if detail)
         return f"{text} ({known})" if known else text

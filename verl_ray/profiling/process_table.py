@@ -24,6 +24,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from verl_ray.profiling.phases import Count
+
 _WIDTH = 160
 
 
@@ -161,6 +163,8 @@ class RunStatus:
         phase: The driver's phase: "step 3/200: updating".
         rows: The processes, the driver first; those that do the same are one row.
         processes: The processes on the driver's node, which a reader there can see.
+        count: How much of the phase is done; None where that is not known.
+        warnings: The last warnings that the driver has printed.
     """
 
     driver: str
@@ -172,6 +176,8 @@ class RunStatus:
     phase: str
     rows: tuple[ProcessRow, ...]
     processes: tuple[Located, ...]
+    count: Count | None = None
+    warnings: tuple[str, ...] = ()
 
 
 def write_status(folder: Path, status: RunStatus) -> bool:
@@ -203,6 +209,14 @@ def read_status(folder: Path) -> RunStatus | None:
     try:
         rows = tuple(ProcessRow.from_json(row) for row in tree.pop("rows"))
         processes = tuple(Located(**process) for process in tree.pop("processes"))
-        return RunStatus(**tree, rows=rows, processes=processes)
+        count = tree.pop("count", None)
+        warnings = tuple(tree.pop("warnings", ()))
+        return RunStatus(
+            **tree,
+            rows=rows,
+            processes=processes,
+            count=None if count is None else Count(**count),
+            warnings=warnings,
+        )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"it is of another version ({error})") from error

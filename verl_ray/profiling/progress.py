@@ -94,14 +94,14 @@ def touch() -> None:
     _own_work().progress_at = time.monotonic()
 
 
-def advance(count: int, unit: str) -> None:
-    """Record that this thread has done `count` more units."""
+def advance(count: int, unit: str, total: int | None = None) -> None:
+    """Record that this thread has done `count` more units, of `total` if known."""
     work = _own_work()
     if work.unit != unit:
         work.done = 0
-        work.total = None
         work.unit = unit
     work.done += count
+    work.total = total
     work.progress_at = time.monotonic()
 
 

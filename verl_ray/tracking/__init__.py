@@ -63,7 +63,7 @@ def open_trackers(
         if config.tensorboard:
             opened.append(TensorBoardTracker(run_dir, committed_step))
         if config.console:
-            opened.append(ConsoleTracker(run.steps))
+            opened.append(ConsoleTracker(run.steps, run_dir))
     except BaseException:
         Trackers(opened).close(failed=True)
         raise

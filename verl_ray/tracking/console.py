@@ -1,10 +1,9 @@
 """A run as a person sees it: its progress while it lasts, and the report at its end.
 
-Progress is a live line on a terminal, else a line per step. Above the live line stands
-the phase of the run that is under way. Evaluated steps, the last step and some others
-remain on the terminal when the live lines are gone. The report says time, before and
-after, samples, and what to try next. It is no tracker: it is made from the record on
-disk after the trackers are closed (`controllers/run/conclusion.py`).
+Progress is a block on a terminal (`block.py`), else a line per step. Evaluated steps
+and the last one remain on the terminal when the block is gone. The report says time,
+before and after, samples, and what to try next. It is no tracker: it is made from the
+record on disk after the trackers are closed (`controllers/run/conclusion.py`).
 
 Invariant: nothing of a rollout or a metric is interpreted as markup or sent to the
 terminal as a control sequence; the report shows such text as it is, with control
@@ -19,42 +18,31 @@ import contextlib
 import re
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
-from rich.progress import Progress, SpinnerColumn, TextColumn
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from verl_ray.algorithms.intervals import Interval
-from verl_ray.profiling.phases import PHASES
-from verl_ray.rewards.health import ScoreHealth
-from verl_ray.tracking.base import HELD_OUT, Sample, Tracker
-
-# The first metric of each group that exists is shown, with its label.
-_SHOWN = (
-    (
-        ("reward", "critic/rewards/mean"),
-        ("reward", "critic/score/mean"),
-        ("loss", "actor/loss"),
-    ),
-    (("kl", "actor/kl_loss"), ("kl", "actor/reward_kl_penalty")),
-    (("loss", "reward/loss"),),
-    (("pairs right", "reward/accuracy"),),
+from verl_ray.errors import TrackingError
+from verl_ray.tracking.base import GLOBAL_STEP, Sample, Tracker
+from verl_ray.tracking.block import LiveBlock, duration_text, live_block, printable
+from verl_ray.tracking.course import (
+    Course,
+    failed_scores,
+    first_shown,
+    held_out_label,
+    held_out_names,
+    speed,
 )
-
-# Number of steps that the remaining time is estimated from. They are recent ones, since
-# responses grow and shrink during a run.
-_RECENT_STEPS = 20
+from verl_ray.tracking.jsonl import METRICS, read_metrics
 
 _GAP = "  "
-
-# Number of steps, spread over a run, that at least remain on a terminal.
-_REMAINING_STEPS = 20
 
 
 class ConsoleTracker(Tracker):
@@ -63,6 +51,7 @@ class ConsoleTracker(Tracker):
     def __init__(
         self,
         total_steps: int,
+        folder: Path | None = None,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -70,125 +59,81 @@ class ConsoleTracker(Tracker):
 
         Args:
             total_steps: Number of steps of the whole run, with those before a resume.
+            folder: Folder of the run, whose record may have earlier steps.
             stream: Stream to write to; None for the current stdout.
             clock: Clock in seconds that only increases.
         """
-        self._total_steps = total_steps
         self._stream = stream or sys.stdout
         self._clock = clock
-        self._last_s: float | None = None
-        self._recent_s: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._course = Course(total_steps)
 
-        # The parts of the last line while only the live line shows it.
+        # The parts of the last line while only the block shows it.
         self._passing: list[str] = []
 
-        self._live: Progress | None = None
         self._showing = contextlib.ExitStack()
-        if self._stream.isatty():
-            description = TextColumn(
-                "{task.description}",
-                markup=False,
-                table_column=Column(no_wrap=True, overflow="ellipsis"),
-            )
-            self._live = Progress(
-                SpinnerColumn(),
-                description,
-                console=Console(file=self._stream),
-                refresh_per_second=2,
-                transient=True,
-            )
-            # Two lines: the phase that is under way, and the last step.
-            self._phase_task = self._live.add_task("starting", total=None)
-            self._task = self._live.add_task("", total=None, visible=False)
-            self._live.start()
-            self._showing.enter_context(PHASES.show_on(self._show_phase))
+        name = "" if folder is None else folder.name
+        block = live_block(name, folder, stream=stream)
+        self._block = self._showing.enter_context(block)
+        if self._block is not None:
+            for line in _recorded(folder):
+                self._course.note(line)
+            self._block.view.course = self._course
 
     def samples(self, step: int, rows: Sequence[Sample]) -> None:
         """Do nothing, since the report at the end shows samples."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show `step`. On a terminal not every step leaves a line behind."""
-        self._note_time(metrics)
-        parts = self._parts(step, metrics)
-        line = _GAP.join(parts)
+        """Show `step`. On a terminal, only an evaluation leaves a line behind."""
+        self._course.note({**metrics, GLOBAL_STEP: step}, self._clock())
+        parts = step_parts(self._course)
 
-        if self._live is None:
-            print(line, file=self._stream, flush=True)
+        if self._block is None:
+            print(_GAP.join(parts), file=self._stream, flush=True)
             return
 
-        self._live.update(self._task, description=line, visible=True, refresh=True)
-        # The live line is overwritten by the next step; this copy stays above it.
+        # The block shows the next step instead; this copy stays above it.
         self._passing = parts
-        is_evaluated = any(name.startswith(HELD_OUT) for name in metrics)
-        if is_evaluated or step % max(1, self._total_steps // _REMAINING_STEPS) == 0:
-            self._print_passing()
+        if held_out_names(metrics):
+            self._print_passing(self._block)
 
     def close(self, failed: bool) -> None:
+        if self._block is not None:
+            self._print_passing(self._block)
         self._showing.close()
-        if self._live is not None:
-            self._print_passing()
-            self._live.stop()
 
     def outputs(self) -> dict[str, str]:
         return {}
 
-    def _print_passing(self) -> None:
-        """Print the last line above the live line, if it is not there yet."""
-        assert self._live is not None
-        console = self._live.console
-        for line in _wrapped(self._passing, console.width):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    def _print_passing(self, block: LiveBlock) -> None:
+        """Print the last line above the block, if it is not there yet."""
+        block.print_above(_wrapped(self._passing, block.columns))
         self._passing = []
 
-    def _show_phase(self, text: str) -> None:
-        """Show what the run is doing above the line of the last step."""
-        if self._live is not None:
-            self._live.update(self._phase_task, description=text)
 
-    def _note_time(self, metrics: Mapping[str, float]) -> None:
-        """Note how long the step took."""
-        now_s = self._clock()
-        if self._last_s is not None:
-            self._recent_s.append(now_s - self._last_s)
-        elif "timing_s/step" in metrics:
-            # The first line has no line before it.
-            self._recent_s.append(metrics["timing_s/step"])
-        self._last_s = now_s
+def _recorded(folder: Path | None) -> list[dict[str, float]]:
+    """Return the lines that a run has recorded so far; none where it has no record."""
+    if folder is not None and (folder / METRICS).exists():
+        # The record is repaired, and its damage reported, before it is shown.
+        with contextlib.suppress(TrackingError):
+            return read_metrics(folder / METRICS)
+    return []
 
-    def _parts(self, step: int, metrics: Mapping[str, float]) -> list[str]:
-        """Return the parts of the line of a step."""
-        width = len(str(self._total_steps))
-        parts = [f"step {step:>{width}}/{self._total_steps}"]
 
-        for group in _SHOWN:
-            for label, name in group:
-                if name in metrics:
-                    parts.append(f"{label} {metrics[name]:.4g}")
-                    break
+def step_parts(course: Course) -> list[str]:
+    """Return the parts of the line that shows the last step of a run."""
+    metrics = course.line
+    total = "?" if course.total_steps is None else str(course.total_steps)
+    parts = [f"step {course.step:>{len(total)}}/{total}"]
+    parts += [f"{label} {metrics[name]:.4g}" for label, name in first_shown(metrics)]
+    for name in held_out_names(metrics):
+        parts.append(f"held-out {held_out_label(name)} {metrics[name]:.4g}")
 
-        for name, value in metrics.items():
-            # Averages alone: best@N/mean and the like stand in the report.
-            if name.startswith(HELD_OUT) and not name.endswith("/mean"):
-                # The data source of supervised runs is named as all of them are here.
-                short = name.removeprefix(HELD_OUT).removeprefix("held_out/")
-                parts.append(f"held-out {short} {value:.4g}")
-
-        if failures := _failures(metrics):
-            parts.append(failures)
-
-        seconds = metrics.get("timing_s/step")
-        if "perf/total_num_tokens" in metrics and seconds:
-            tokens_per_s = metrics["perf/total_num_tokens"] / seconds
-            parts.append(f"{tokens_per_s:,.0f} tokens/s")
-        if seconds is not None:
-            parts.append(f"{seconds:.2f} s")
-
-        # The next steps will take about as long as the recent ones.
-        remaining_steps = self._total_steps - step
-        if self._recent_s and remaining_steps > 0:
-            mean_s = sum(self._recent_s) / len(self._recent_s)
-            parts.append(f"{duration_text(mean_s * remaining_steps)} left")
-        return parts
+    if failures := failed_scores(metrics):
+        parts.append(failures)
+    parts += speed(metrics)
+    if course.remaining_s is not None:
+        parts.append(f"{duration_text(course.remaining_s)} left")
+    return parts
 
 
 def _wrapped(parts: Sequence[str], width: int) -> list[str]:
@@ -200,36 +145,6 @@ def _wrapped(parts: Sequence[str], width: int) -> list[str]:
         else:
             lines.append(_GAP + part if lines else part)
     return lines
-
-
-def _failures(metrics: Mapping[str, float]) -> str:
-    """Return which share of the scores failed, with the kinds; empty if none did."""
-    counts = {
-        health: metrics.get(health.metric, 0)
-        for health in ScoreHealth
-        if metrics.get(health.metric, 0)
-    }
-    total = sum(counts.values())
-    failed = total - counts.pop(ScoreHealth.OK, 0)
-    if not failed:
-        return ""
-    kinds = ", ".join(
-        f"{health.name.lower()} {count:.0f}" for health, count in counts.items()
-    )
-    share = failed / total
-    # One failure of a thousand is not 0%.
-    percentage = f"{share:.0%}" if share >= 0.01 else f"{share:.2%}"
-    return f"{percentage} of rewards failed ({kinds})"
-
-
-def duration_text(seconds: float) -> str:
-    """Return seconds as 45s, 3m05s or 2h07m."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
 # ---------------------------------------------------------------- the report at the end
@@ -453,11 +368,4 @@ def _plain(text: str) -> Text:
     short = text
     if len(text) > _SHOWN_CHARACTERS:
         short = text[:_SHOWN_CHARACTERS] + "…"
-
-    characters = []
-    for character in short:
-        if character.isprintable() or character == "\n":
-            characters.append(character)
-        else:
-            characters.append(character.encode("unicode_escape").decode())
-    return Text("".join(characters))
+    return Text(printable(short))

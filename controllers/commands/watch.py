@@ -1,0 +1,249 @@
+"""The command `watch`: the live block of a run, shown from another terminal.
+
+Invariant: the run is asked nothing and notices nothing. Everything that is shown is in
+its folder: config.yaml, metrics.jsonl, history.jsonl and the status that its driver
+writes every few seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TextIO
+
+import yaml
+from rich.text import Text
+
+from controllers.commands.status import state_of_driver, status_of
+from verl_ray.cluster.signals import Outlook, announcing
+from verl_ray.errors import TrackingError
+from verl_ray.paths import OUTPUTS, RUN_HELP, run_folder
+from verl_ray.profiling.phases import Doing
+from verl_ray.profiling.process_table import RunStatus, read_status
+from verl_ray.tracking.block import RunView
+from verl_ray.tracking.console import step_parts
+from verl_ray.tracking.course import Course
+from verl_ray.tracking.history import read_history, wall_s
+from verl_ray.tracking.jsonl import METRICS, step_of
+from verl_ray.tracking.terminal import LiveLines, is_live
+
+FAILED = 1
+"""Exit code where the run has failed."""
+
+STOPPED = 3
+"""Exit code where the run was stopped by a signal."""
+
+_LOOK_S = 1.0
+
+_PATIENCE_S = 60.0
+"""Seconds in which another driver may follow one that was killed."""
+
+
+def main(argv: list[str]) -> int:
+    """Show a run until it ends; return how it ended.
+
+    Raises:
+        ConfigError: There is no such run, or it has no status.
+    """
+    arguments = _parser().parse_args(argv)
+    watched = WatchedRun(run_folder(arguments.run), status_of(arguments.run))
+    outlook = Outlook("the watch ends, and the run goes on", "")
+    with announcing(lambda: outlook):
+        watched.look()
+        if is_live(sys.stdout):
+            _show_block(watched, sys.stdout)
+        else:
+            _print_steps(watched, sys.stdout)
+    print(watched.ending)
+    return watched.exit_code
+
+
+def _print_steps(watched: WatchedRun, stream: TextIO) -> None:
+    """Print the last step, and then each new one until the run ends."""
+    lines = watched.take_lines()[-1:]
+    # Ends with the run, whose last steps are printed as well.
+    while True:
+        for line in lines:
+            print(line, file=stream, flush=True)
+        if watched.has_ended:
+            return
+        time.sleep(_LOOK_S)
+        watched.look()
+        lines = watched.take_lines()
+
+
+def _show_block(watched: WatchedRun, stream: TextIO) -> None:
+    """Show the block until the run ends. Evaluations and the last step remain."""
+    last = watched.take_lines()[-1:]
+    block = LiveLines(stream, watched.view.lines)
+    with block.shown():
+        # Ends with the run. The terminal is painted in between, too.
+        while not watched.has_ended:
+            time.sleep(_LOOK_S)
+            watched.look()
+            steps = watched.take_lines()
+            last = steps[-1:] or last
+            block.paint([Text(line) for line in steps if "held-out" in line])
+    for line in last:
+        print(line, file=stream, flush=True)
+
+
+class WatchedRun:
+    """A run of another process, as its folder tells.
+
+    Attributes:
+        view: What is shown of it.
+        ending: How it has ended, in words; empty while it goes on.
+        exit_code: What the command returns then.
+    """
+
+    def __init__(self, folder: Path, status: RunStatus) -> None:
+        """Take the folder of a run, and its last status."""
+        self._folder = folder
+        self._status = status
+        self.view = RunView(folder.name)
+        self.ending = ""
+        self.exit_code = 0
+
+        self._position = 0
+        self._file = (0, 0)
+        """Device and inode of the metrics.jsonl that was read last."""
+
+        self._lines: list[str] = []
+        """Lines of steps that were not taken yet."""
+
+        self._gone_since_s: float | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the run has ended, or its driver has been gone for a while."""
+        return bool(self.ending)
+
+    def take_lines(self) -> list[str]:
+        """Return the lines of the steps that are new since the last call."""
+        lines, self._lines = self._lines, []
+        return lines
+
+    def look(self) -> None:
+        """Read what the run has written since the last time."""
+        # The driver may be about to write it, or the disk to come back.
+        with contextlib.suppress(OSError, ValueError):
+            self._status = read_status(self._folder) or self._status
+        self._read_metrics()
+
+        status = self._status
+        view = self.view
+        view.doing = Doing(status.phase, status.count, None)
+        view.rows = status.rows
+        view.warnings = status.warnings
+        with contextlib.suppress(TrackingError):
+            view.elapsed_s = wall_s(read_history(self._folder))
+        self._note_ending(status)
+
+    def _note_ending(self, status: RunStatus) -> None:
+        state, is_gone = state_of_driver(status)
+        if status.ended:
+            self.ending = state
+            # The error that ended it has this name.
+            reason = status.ended.partition(": ")[2]
+            codes = {"": 0, "Interrupted": STOPPED}
+            self.exit_code = codes.get(reason, FAILED)
+            return
+        if not is_gone:
+            self._gone_since_s = None
+            return
+
+        now_s = time.monotonic()
+        if self._gone_since_s is None:
+            self._gone_since_s = now_s
+        remaining_s = self._gone_since_s + _PATIENCE_S - now_s
+        if remaining_s <= 0:
+            self.ending = state
+            self.exit_code = FAILED
+        self.view.doing = Doing(
+            f"{state}; another one may follow within {max(0.0, remaining_s):.0f} s",
+            None,
+            None,
+        )
+        self.view.rows = ()
+
+    def _read_metrics(self) -> None:
+        """Read the lines of metrics.jsonl that are new."""
+        path = self._folder / METRICS
+        try:
+            stat = path.stat()
+            file = (stat.st_dev, stat.st_ino)
+            course = self.view.course
+            # A run that goes on from a checkpoint may have replaced the file.
+            if course is None or file != self._file or stat.st_size < self._position:
+                course = Course(_total_steps(self._folder))
+                self._file = file
+                self._position = 0
+            with path.open("rb") as stream:
+                stream.seek(self._position)
+                content = stream.read()
+        except OSError:
+            # The run has not come to its first line.
+            return
+
+        # Behind the last newline there is nothing, or the beginning of a line.
+        *lines, _ = content.split(b"\n")
+        self._position += sum(len(line) + 1 for line in lines)
+        for line in lines:
+            if step_of(line) is None:
+                continue
+            metrics = _numbers(json.loads(line))
+            course.note(metrics)
+            self._lines.append("  ".join(step_parts(course)))
+        self.view.course = course
+
+
+def _numbers(fields: Mapping[str, float | None]) -> dict[str, float]:
+    """Return the numbers of a line; null stands for one that was not finite."""
+    return {
+        name: math.nan if value is None else value for name, value in fields.items()
+    }
+
+
+def _total_steps(folder: Path) -> int | None:
+    """Return the number of steps of a run; None if that is not known."""
+    try:
+        config = yaml.safe_load((folder / "config.yaml").read_text())
+        total = config["run"]["total_steps"]
+    except (OSError, yaml.YAMLError, KeyError, TypeError):
+        return None
+    return total if isinstance(total, int) else None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="verl-ray watch",
+        description=(
+            "Show a run until it ends, as its own terminal does: step, time, reward,"
+            " held-out metrics, phases, processes and warnings. Where the output is no"
+            " terminal, print a line per step. The run is asked nothing, and goes on"
+            " when the watch is ended by Ctrl-C."
+        ),
+        epilog=(
+            "examples:\n"
+            f"  verl-ray watch {OUTPUTS}/first\n"
+            "  verl-ray watch first | grep held-out\n\n"
+            "exit codes:\n"
+            "  0    the run has finished\n"
+            f"  {FAILED}    it has failed, or its driver is gone, and no other one has"
+            f" followed within {_PATIENCE_S:.0f} s\n"
+            "  2    there is no such run, or it has no status\n"
+            f"  {STOPPED}    it was stopped, and can go on\n"
+            "  130  the watch was ended by Ctrl-C\n"
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN", help=RUN_HELP)
+    return parser

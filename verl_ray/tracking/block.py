@@ -1,0 +1,356 @@
+"""The block that shows a run on a terminal while it lasts.
+
+Its lines are the step and the time that remains, reward and held-out metrics with their
+changes, the phases of the last step, what the driver and each role do now, and the last
+warnings. A run shows its own block; `verl-ray watch` shows it from another terminal.
+
+Invariant: a block is made from values alone, and asks nothing of the run. Names and
+texts are shown as they are, with control characters spelled out. No line is longer than
+the terminal, and of a low terminal the last lines are left out first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.text import Text
+
+from verl_ray.errors import TrackingError
+from verl_ray.profiling.output_lines import WARNINGS
+from verl_ray.profiling.phases import NOTHING, PHASES, Count, Doing
+from verl_ray.profiling.process_table import ProcessRow, read_status
+from verl_ray.tracking.course import Course, ShownMetric, failed_scores, speed
+from verl_ray.tracking.history import (
+    Stint,
+    phase_durations,
+    read_history,
+    wall_s,
+)
+from verl_ray.tracking.terminal import LiveLines, is_live
+
+_GAP = "  "
+_BAR = 30
+"""Most columns of a bar."""
+
+_LABEL = 10
+"""Columns of the names of the lines."""
+
+_MOST_LINES = 3
+"""Most lines of held-out metrics, of roles, and of warnings."""
+
+_PHASE_STYLES = ("cyan", "green", "magenta", "yellow", "blue")
+_DRIVER = "driver"
+
+
+def duration_text(seconds: float) -> str:
+    """Return seconds as 45s, 3m05s or 2h07m."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def printable(text: str) -> str:
+    """Return text whose control characters are spelled out, but for newlines."""
+    return "".join(
+        character
+        if character.isprintable() or character == "\n"
+        else character.encode("unicode_escape").decode()
+        for character in text
+    )
+
+
+@dataclass
+class RunView:
+    """A run as its block shows it at a moment."""
+
+    name: str
+    course: Course | None = None
+    """Its steps so far; None before there can be any."""
+
+    elapsed_s: float | None = None
+    doing: Doing = NOTHING
+    """What the driver does."""
+
+    rows: Sequence[ProcessRow] = ()
+    """What its processes did a moment ago, the driver's row among them."""
+
+    warnings: Sequence[str] = ()
+
+    def lines(self, columns: int, rows: int) -> list[Text]:
+        """Return the block.
+
+        Args:
+            columns: Columns that a line may have.
+            rows: Lines that it may have.
+        """
+        lines = [*self._head(columns), *self._now(columns)]
+        if self.course is not None:
+            lines += self._metrics(self.course, columns)
+            lines += _last_step(self.course, columns)
+        lines += self._roles(columns)
+        lines += self._warnings()
+        return lines[:rows]
+
+    def _head(self, columns: int) -> list[Text]:
+        head = Text(printable(self.name), style="bold")
+        course = self.course
+        times = []
+        if self.elapsed_s is not None:
+            times.append(f"{duration_text(self.elapsed_s)} elapsed")
+        if course is None or course.total_steps is None:
+            return [_GAP_TEXT.join([head, Text("starting"), *map(Text, times)])]
+
+        if course.remaining_s is not None:
+            times.append(f"{duration_text(course.remaining_s)} left")
+        step = Text(f"step {course.step}/{course.total_steps}")
+        count = Count(course.step, course.total_steps, "steps")
+        parts = [head, step, *map(Text, times)]
+        return [_with_bar(parts, 2, count, columns)]
+
+    def _now(self, columns: int) -> list[Text]:
+        doing = self.doing
+        if not doing.text and doing.count is None:
+            return []
+        text = printable(doing.text)
+        count = doing.count
+        # A text that was made a moment ago may have older numbers.
+        if count is not None and f"/{str(count).split()[0].split('/')[1]}" not in text:
+            text += f"{': ' if text else ''}{count}"
+        waiting = Text.assemble(
+            (f"{'now':<{_LABEL}}", "dim"), _spinner_at(time.monotonic()), " ", text
+        )
+        if count is None or count.total <= 0:
+            seconds = doing.seconds
+            shown = [] if seconds is None else [Text(f"{seconds:.0f} s", style="dim")]
+            return [_GAP_TEXT.join([waiting, *shown])]
+
+        share = f"{min(1.0, count.done / count.total):4.0%}"
+        return [_with_bar([waiting, Text(share)], 1, count, columns)]
+
+    def _metrics(self, course: Course, columns: int) -> list[Text]:
+        """Return the lines of the last step's metrics and of the last evaluation."""
+        parts = [_changed(metric) for metric in course.main]
+        parts += map(Text, speed(course.last_step_line))
+        failures = failed_scores(course.last_step_line)
+        if failures:
+            parts.append(Text(failures, style="yellow"))
+        lines = _flow("last step", parts, columns)
+
+        held_out = [_changed(metric, step=True) for metric in course.held_out]
+        return lines + _flow("held-out", held_out, columns)[:_MOST_LINES]
+
+    def _roles(self, columns: int) -> list[Text]:
+        """Return what each role does; of several ranks, what the first row says."""
+        by_role: dict[str, list[ProcessRow]] = {}
+        for row in self.rows:
+            if row.role != _DRIVER:
+                by_role.setdefault(row.role, []).append(row)
+        parts = [_role(role, of_role) for role, of_role in by_role.items()]
+        return _flow("processes", parts, columns)[:_MOST_LINES]
+
+    def _warnings(self) -> list[Text]:
+        lines = []
+        for warning in list(self.warnings)[-_MOST_LINES:]:
+            text = printable(warning).replace("\n", " ")
+            lines.append(Text.assemble((f"{'warning':<{_LABEL}}", "yellow"), text))
+        return lines
+
+
+_GAP_TEXT = Text(_GAP)
+
+
+def _flow(label: str, parts: Sequence[Text], columns: int) -> list[Text]:
+    """Return parts behind a label, in lines that are broken only between two parts."""
+    lines: list[Text] = []
+    for part in parts:
+        if lines and lines[-1].cell_len + len(_GAP) + part.cell_len <= columns:
+            lines[-1].append(_GAP).append_text(part)
+        else:
+            start = "" if lines else label
+            lines.append(Text.assemble((f"{start:<{_LABEL}}", "dim"), part))
+    return lines
+
+
+def _changed(metric: ShownMetric, *, step: bool = False) -> Text:
+    """Return a metric with its change since its first value."""
+    text = f"{printable(metric.label)} {metric.value:.4g}"
+    if step:
+        text += f" at step {metric.step}"
+    if metric.first_step == metric.step:
+        return Text(text)
+    change = f" ({metric.value - metric.first:+.3g} since step {metric.first_step})"
+    return Text.assemble(text, (change, "dim"))
+
+
+def _role(role: str, rows: Sequence[ProcessRow]) -> Text:
+    """Return what the processes of a role do."""
+    busy = [row for row in rows if row.verb] or list(rows)
+    first = busy[0]
+    number = sum(len(row.ranks) for row in rows)
+    num_busy = sum(len(row.ranks) for row in busy)
+    name = printable(role)
+    if num_busy < number:
+        name += f" {num_busy} of {number}"
+    elif number > 1:
+        name += f" ×{number}"
+    words = [first.verb.replace("_", " "), first.phase]
+    if first.seconds is not None:
+        words.append(f"{first.seconds:.0f} s")
+    does = printable(" ".join(word for word in words if word))
+    return Text.assemble((name, "bold"), " ", does)
+
+
+def _last_step(course: Course, columns: int) -> list[Text]:
+    """Return the shares of the last step's phases: a bar, and the names of its parts.
+
+    Phases that run at the same time count each, as in the report at the end.
+    """
+    durations = phase_durations([course.last_step_line], None)
+    total_s = sum(durations.values())
+    if not total_s:
+        return []
+
+    bar = Text()
+    names = []
+    width = min(_BAR, columns - _LABEL)
+    so_far = 0.0
+    styles = zip(durations.items(), _PHASE_STYLES, strict=False)
+    for (name, seconds), style in styles:
+        share = seconds / total_s
+        so_far += share
+        bar.append("█" * (round(so_far * width) - bar.cell_len), style)
+        names.append(Text.assemble(("█ ", style), f"{printable(name)} {share:.0%}"))
+    return _flow("time", [bar, *names], columns)[:_MOST_LINES]
+
+
+def _with_bar(parts: list[Text], place: int, count: Count, columns: int) -> Text:
+    """Return parts in one line, with a bar at this place if it has columns for it."""
+    line = _GAP_TEXT.join(parts)
+    width = min(_BAR, columns - line.cell_len - len(_GAP))
+    if width < _LABEL:
+        return line
+    bar = ProgressBar(total=count.total, completed=count.done, width=width)
+    segments = _PLAIN.render(bar)
+    drawn = Text.assemble(*((part.text, part.style or "") for part in segments))
+    return _GAP_TEXT.join([*parts[:place], drawn, *parts[place:]])
+
+
+_PLAIN = Console(force_terminal=True, color_system="standard", width=_BAR)
+
+
+def _spinner_at(now_s: float) -> Text:
+    frame = _SPINNER.render(now_s)
+    assert isinstance(frame, Text), "it has no text beside it"
+    return frame
+
+
+_SPINNER = Spinner("dots")
+
+
+# ------------------------------------------------------------ the block of this process
+
+_LOOK_S = 2.0
+"""Seconds between two looks at what the processes do."""
+
+
+class LiveBlock:
+    """The block in which this process shows its own run."""
+
+    def __init__(self, name: str, folder: Path | None, stream: TextIO) -> None:
+        """Stand for a terminal.
+
+        Args:
+            name: Name of the run, or what is done.
+            folder: Folder of the run, which has its history and its status; None where
+                there is none.
+            stream: The terminal.
+        """
+        self.view = RunView(name)
+        self.terminal = LiveLines(stream, self._lines)
+        self._folder = folder
+        self._begun_s = time.monotonic()
+        self._looked_s = float("-inf")
+        self._stints: list[Stint] = []
+        if folder is not None:
+            # Damage to it ends no run, and is reported where the run begins.
+            with contextlib.suppress(TrackingError):
+                self._stints = read_history(folder)
+
+    @property
+    def columns(self) -> int:
+        """Columns that a line above the block may have."""
+        return self.terminal.columns
+
+    def print_above(self, lines: Sequence[str]) -> None:
+        """Print lines above the block, which stay."""
+        self.terminal.paint([Text(printable(line)) for line in lines])
+
+    def _lines(self, columns: int, rows: int) -> list[Text]:
+        view = self.view
+        view.doing = PHASES.glance()
+        view.warnings = WARNINGS.last
+        now_s = time.monotonic()
+        view.elapsed_s = now_s - self._begun_s
+        if self._stints:
+            view.elapsed_s = wall_s(self._stints)
+
+        if self._folder is not None and now_s - self._looked_s >= _LOOK_S:
+            self._looked_s = now_s
+            # A disk may be full or slow; then the block shows what it knows.
+            with contextlib.suppress(OSError, ValueError):
+                status = read_status(self._folder)
+                is_own = status is not None and status.pid == os.getpid()
+                view.rows = status.rows if status is not None and is_own else ()
+        return view.lines(columns, rows)
+
+
+_shown: LiveBlock | None = None
+
+
+@contextlib.contextmanager
+def live_block(
+    name: str,
+    folder: Path | None = None,
+    *,
+    stream: TextIO | None = None,
+    enabled: bool = True,
+) -> Iterator[LiveBlock | None]:
+    """Show what this process does in a block at the end of its terminal.
+
+    A block within a block is the same one.
+
+    Args:
+        name: See `LiveBlock`, like `folder`.
+        folder: See there.
+        stream: Where to show it; None for the current stdout.
+        enabled: Whether to show it at all.
+
+    Yields:
+        The block; None where there is no terminal for it.
+    """
+    global _shown
+    terminal = stream or sys.stdout
+    if _shown is not None or not enabled or not is_live(terminal):
+        yield _shown
+        return
+
+    block = LiveBlock(name, folder, terminal)
+    with PHASES.shown_live(), block.terminal.shown():
+        _shown = block
+        try:
+            yield block
+        finally:
+            _shown = None
