@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from verl_ray.profiling.trace import span
+
 FIRST_S = 10.0
 """Seconds without news after which a phase says where it is."""
 LONGEST_S = 60.0
@@ -125,7 +127,8 @@ class Phases:
         phase = OpenPhase(text, now_s)
         self._phases.append(phase)
         try:
-            yield phase
+            with span(text if isinstance(text, str) else "phase", "phase"):
+                yield phase
         finally:
             self._phases.pop()
 
@@ -281,12 +284,13 @@ class Timers:
 
         The time counts also if the block ends in an exception.
         """
-        span = self._spans.setdefault(name, _Union())
-        span.enter(self._clock())
+        union = self._spans.setdefault(name, _Union())
+        union.enter(self._clock())
         try:
-            yield
+            with span(name, "time"):
+                yield
         finally:
-            span.leave(self._clock())
+            union.leave(self._clock())
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -301,7 +305,8 @@ class Timers:
 
         self._waits.enter(self._clock())
         try:
-            yield
+            with span("waiting for workers", "wait"):
+                yield
         finally:
             self._waits.leave(self._clock())
 
