@@ -290,7 +290,12 @@ class _StatusThread(threading.Thread):
 
     def _take_census(self) -> int:
         """Ask all processes; return how many there are."""
-        if CLUSTER_LOSS.has_happened or not ROSTER.groups:
+        if CLUSTER_LOSS.has_happened:
+            return 0
+        if not ROSTER.groups:
+            # What was there has ended, as the processes of a warm start do.
+            self._rows = ()
+            self._processes = ()
             return 0
         present = self._census.take(_ANSWERS_S)
         host = socket.gethostname()

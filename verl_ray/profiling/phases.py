@@ -20,7 +20,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -173,14 +173,13 @@ class Phases:
         if not phases:
             return NOTHING
         innermost = phases[-1]
-        counts = [phase.count for phase in phases if phase.count is not None]
+        counts = [phase.count for phase in phases]
         texts = [phase.text for phase in phases if isinstance(phase.text, str)]
         text = ": ".join(texts)
         if innermost.live is not None:
             text = innermost.live.text
             counts.append(innermost.live.count)
-        count = next(iter(counts), None)
-        return Doing(text, count, self._clock() - innermost.began_s)
+        return Doing(text, _outermost(counts), self._clock() - innermost.began_s)
 
     def tick(self) -> None:
         """Report where the run is, if that is due."""
@@ -198,8 +197,7 @@ class Phases:
         self._news_s = self._clock()
         elapsed_s = self._news_s - phase.began_s
         if self._is_live:
-            count = next((count for count in counts if count is not None), None)
-            phase.live = Doing(text, count, elapsed_s)
+            phase.live = Doing(text, _outermost(counts), elapsed_s)
             return
         # A phase that has just begun is not what took so long.
         self._write(f"{text} [{elapsed_s:.0f} s]" if elapsed_s >= FIRST_S else text)
@@ -219,6 +217,10 @@ class Phases:
         text = ": ".join(text for text in texts if text)
         known = ", ".join(detail for detail in details if detail)
         return f"{text} ({known})" if known else text
+
+
+def _outermost(counts: Iterable[Count | None]) -> Count | None:
+    return next((count for count in counts if count is not None), None)
 
 
 def _plain(text: Text) -> str:

@@ -126,19 +126,24 @@ class RunView:
             return []
         text = printable(doing.text)
         count = doing.count
-        # A text that was made a moment ago may have older numbers.
-        if count is not None and f"/{str(count).split()[0].split('/')[1]}" not in text:
-            text += f"{': ' if text else ''}{count}"
+        amount: list[Text] = []
+        if count is not None and count.total > 0:
+            # A text that was made a moment ago may have older numbers of the same.
+            amount = [Text(str(count))]
+            if f"/{str(count).split()[0].split('/')[1]}" in text:
+                amount = [Text(f"{min(1.0, count.done / count.total):.0%}")]
+        elif doing.seconds is not None:
+            amount = [Text(f"{doing.seconds:.0f} s", style="dim")]
+
         waiting = Text.assemble(
             (f"{'now':<{_LABEL}}", "dim"), _spinner_at(time.monotonic()), " ", text
         )
-        if count is None or count.total <= 0:
-            seconds = doing.seconds
-            shown = [] if seconds is None else [Text(f"{seconds:.0f} s", style="dim")]
-            return [_GAP_TEXT.join([waiting, *shown])]
-
-        share = f"{min(1.0, count.done / count.total):4.0%}"
-        return [_with_bar([waiting, Text(share)], 1, count, columns)]
+        if count is None or not amount:
+            return [_GAP_TEXT.join([waiting, *amount])]
+        # A long text makes way for a bar.
+        others = _LABEL + 2 * len(_GAP) + sum(part.cell_len for part in amount)
+        waiting.truncate(columns - others, overflow="ellipsis")
+        return [_with_bar([waiting, *amount], 1, count, columns)]
 
     def _metrics(self, course: Course, columns: int) -> list[Text]:
         """Return the lines of the last step's metrics and of the last evaluation."""
