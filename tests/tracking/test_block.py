@@ -113,7 +113,7 @@ def test_a_long_text_makes_way_for_its_bar() -> None:
     )
     (_, line) = RunView("first", doing=doing).lines(79, 10)
     assert line.plain.endswith(
-        "scoring 12/24 (actor)  " + "━" * 15 + "╺" + "━" * 14 + "  50%"
+        "scoring 12/24 (actor)  " + "━" * 14 + "╸" + "━" * 14 + "  50%"
     )
 
 

@@ -26,7 +26,7 @@ from rich.spinner import Spinner
 from rich.text import Text
 
 from verl_ray.errors import TrackingError
-from verl_ray.profiling.output_lines import WARNINGS
+from verl_ray.profiling.output_lines import WARNINGS, printable
 from verl_ray.profiling.phases import NOTHING, PHASES, Count, Doing
 from verl_ray.profiling.process_table import ProcessRow, read_status
 from verl_ray.tracking.course import Course, ShownMetric, failed_scores, speed
@@ -60,16 +60,6 @@ def duration_text(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}m{whole % 60:02d}s"
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-
-
-def printable(text: str) -> str:
-    """Return text whose control characters are spelled out, but for newlines."""
-    return "".join(
-        character
-        if character.isprintable() or character == "\n"
-        else character.encode("unicode_escape").decode()
-        for character in text
-    )
 
 
 @dataclass
