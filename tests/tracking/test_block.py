@@ -54,6 +54,9 @@ def view() -> RunView:
             row("driver", phase="step 51/200"),
             row("actor", ranks=4),
             row("rollout", "generate", "812 tokens"),
+            row("rollout"),
+            row("reward", "score", "8 rows"),
+            row("reward", phase="has ended", ranks=2),
         ),
         warnings=("one\ntwo", "the disk is \x1b[31mfull"),
     )
@@ -77,7 +80,7 @@ def test_a_wide_block() -> None:
         "last step reward 0.5 (+0.25 since step 1)  kl 0.0012 (+0 since step 1)  200 tokens/s  10.00 s",
         "held-out  sums/acc/mean@1 0.45 at step 50 (+0.05 since step 0)  \\x1b[2J/acc/mean@1 0.5 at step 50",
         f"time      {quarter}  █ generation 60%  █ update of the actor 30%  █ the rest of the steps 10%",
-        "processes actor ×4 idle  rollout generate 812 tokens 4 s",
+        "processes actor ×4 idle  rollout 1 of 2 generate 812 tokens 4 s  reward 2 of 3 has ended",
         "warning   one two",
         "warning   the disk is \\x1b[31mfull",
     ]

@@ -37,6 +37,7 @@ from verl_ray.ownership import Owner
 from verl_ray.profiling.output_lines import WARNINGS
 from verl_ray.profiling.phases import PHASES
 from verl_ray.profiling.process_table import (
+    IDLE,
     Located,
     ProcessRow,
     RunStatus,
@@ -185,7 +186,7 @@ def _row(role: str, member: Member, by_rank: Mapping[int, _Answer]) -> ProcessRo
         )
 
     verb, seconds = "", None
-    phase = "idle"
+    phase = IDLE
     if answer.running is not None:
         role, verb, seconds = answer.running
         phase = amount(answer.progress)
