@@ -18,6 +18,7 @@ import psutil
 from verl_ray.errors import ConfigError, Problem
 from verl_ray.ownership import Owner
 from verl_ray.paths import OUTPUTS, RUN_HELP, run_folder
+from verl_ray.profiling.output_lines import printable
 from verl_ray.profiling.process_table import (
     STATUS,
     Located,
@@ -52,6 +53,8 @@ def main(argv: list[str]) -> int:
     print(table_text(f"{doing}, {_age_s(status):.0f} s ago", status.rows))
     for line in [] if is_gone else _changes(status):
         print(line)
+    for warning in status.warnings:
+        print(f"warning: {printable(warning)}")
     return 1 if is_gone else 0
 
 

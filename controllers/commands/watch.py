@@ -80,17 +80,18 @@ def _print_steps(watched: WatchedRun, stream: TextIO) -> None:
 
 def _show_block(watched: WatchedRun, stream: TextIO) -> None:
     """Show the block until the run ends. Evaluations and the last step remain."""
-    last = watched.take_lines()[-1:]
+    remaining = watched.take_lines()[-1:]
     block = LiveLines(stream, watched.view.lines)
     with block.shown():
         # Ends with the run. The terminal is painted in between, too.
         while not watched.has_ended:
             time.sleep(_LOOK_S)
             watched.look()
-            steps = watched.take_lines()
-            last = steps[-1:] or last
-            block.paint([Text(line) for line in steps if "held-out" in line])
-    for line in last:
+            for line in watched.take_lines():
+                # An evaluation stays above the block, and the last step below it.
+                remaining = [] if "held-out" in line else [line]
+                block.paint([] if remaining else [Text(line)])
+    for line in remaining:
         print(line, file=stream, flush=True)
 
 

@@ -54,6 +54,9 @@ def view() -> RunView:
             row("driver", phase="step 51/200"),
             row("actor", ranks=4),
             row("rollout", "generate", "812 tokens"),
+            row("rollout"),
+            row("reward", "score", "8 rows"),
+            row("reward", phase="has ended", ranks=2),
         ),
         warnings=("one\ntwo", "the disk is \x1b[31mfull"),
     )
@@ -73,11 +76,11 @@ def test_a_wide_block() -> None:
     quarter = "█" * 18 + "█" * 9 + "█" * 3
     assert shown(199) == [
         f"first  step 50/200  {bar}  8m25s elapsed  25m00s left",
-        f"now       * step 51/200: 64/256 responses generated  {bar}   25%",
+        f"now       * step 51/200  {bar}  64/256 responses generated",
         "last step reward 0.5 (+0.25 since step 1)  kl 0.0012 (+0 since step 1)  200 tokens/s  10.00 s",
         "held-out  sums/acc/mean@1 0.45 at step 50 (+0.05 since step 0)  \\x1b[2J/acc/mean@1 0.5 at step 50",
         f"time      {quarter}  █ generation 60%  █ update of the actor 30%  █ the rest of the steps 10%",
-        "processes actor ×4 idle  rollout generate 812 tokens 4 s",
+        "processes actor ×4 idle  rollout 1 of 2 generate 812 tokens 4 s  reward 2 of 3 has ended",
         "warning   one two",
         "warning   the disk is \\x1b[31mfull",
     ]
@@ -92,8 +95,29 @@ def test_a_narrow_block_keeps_to_its_width_and_a_low_one_to_its_height() -> None
         "held-out  sums/acc/mean@1 0.45 at step 50 (+0.05 since step 0)",
         "          \\x1b[2J/acc/mean@1 0.5 at step 50",
     ]
+    # A quarter of the 26 columns that are free, half of one by half a bar.
+    bar = "━" * 6 + "╸" + "━" * 19
+    assert lines[1] == f"now       * step 51/200  {bar}  64/256 responses generated"
     low = shown(79, rows=2)
     assert [line.split()[0] for line in low] == ["first", "now"]
+
+
+def test_a_long_text_makes_way_for_its_bar() -> None:
+    doing = Doing(
+        "loading " + ", ".join(["the actor"] * 20), Count(2, 6, "processes"), 3.0
+    )
+    (_, line) = RunView("first", doing=doing).lines(79, 10)
+    assert len(line.plain) == 79
+    assert line.plain.endswith("the actor…  ━━━╺━━━━━━  2/6 processes")
+
+    # Its own numbers are not repeated.
+    doing = Doing(
+        "step 2/9: scoring 12/24 (actor)", Count(12, 24, "responses scored"), 3.0
+    )
+    (_, line) = RunView("first", doing=doing).lines(79, 10)
+    assert line.plain.endswith(
+        "scoring 12/24 (actor)  " + "━" * 14 + "╸" + "━" * 14 + "  50%"
+    )
 
 
 def test_a_run_that_has_no_step_yet() -> None:

@@ -307,6 +307,7 @@ class _CountingLoadPlanner(DefaultLoadPlanner):
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         plan = super().finish_plan(new_plan)
+        assert self.metadata is not None, "torch has read it"
         stored = self.metadata.state_dict_metadata
         self._total = 0
         for item in plan.items:

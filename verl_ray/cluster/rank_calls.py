@@ -188,14 +188,14 @@ def count_of(rank_calls: Sequence[RankCall]) -> Count | None:
     count: Count | None = None
     for heartbeat, rank_call in by_process.items():
         status = heartbeat.status_since(rank_call.since)
-        if status is None or not status.progress.total:
+        if status is None or status.progress.total is None:
             continue
-        progress = status.progress
+        done, total = status.progress.done, status.progress.total
+        unit = status.progress.unit
         if count is None:
-            count = Count(progress.done, progress.total, progress.unit)
-        elif count.unit == progress.unit:
-            done = count.done + progress.done
-            count = Count(done, count.total + progress.total, count.unit)
+            count = Count(done, total, unit)
+        elif count.unit == unit:
+            count = Count(count.done + done, count.total + total, unit)
     return count
 
 

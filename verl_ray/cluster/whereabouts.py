@@ -37,6 +37,7 @@ from verl_ray.ownership import Owner
 from verl_ray.profiling.output_lines import WARNINGS
 from verl_ray.profiling.phases import PHASES
 from verl_ray.profiling.process_table import (
+    IDLE,
     Located,
     ProcessRow,
     RunStatus,
@@ -185,7 +186,7 @@ def _row(role: str, member: Member, by_rank: Mapping[int, _Answer]) -> ProcessRo
         )
 
     verb, seconds = "", None
-    phase = "idle"
+    phase = IDLE
     if answer.running is not None:
         role, verb, seconds = answer.running
         phase = amount(answer.progress)
@@ -290,7 +291,12 @@ class _StatusThread(threading.Thread):
 
     def _take_census(self) -> int:
         """Ask all processes; return how many there are."""
-        if CLUSTER_LOSS.has_happened or not ROSTER.groups:
+        if CLUSTER_LOSS.has_happened:
+            return 0
+        if not ROSTER.groups:
+            # What was there has ended, as the processes of a warm start do.
+            self._rows = ()
+            self._processes = ()
             return 0
         present = self._census.take(_ANSWERS_S)
         host = socket.gethostname()

@@ -75,6 +75,16 @@ def _as_seen(line: str) -> str:
     return line.rstrip("\r").rpartition("\r")[2]
 
 
+def printable(text: str) -> str:
+    """Return text whose control characters are spelled out, but for newlines."""
+    return "".join(
+        character
+        if character.isprintable() or character == "\n"
+        else character.encode("unicode_escape").decode()
+        for character in text
+    )
+
+
 @contextlib.contextmanager
 def replaced(name: str, take: Callable[[str], None]) -> Iterator[None]:
     """Hand on the lines of sys.stdout or sys.stderr within the block.

@@ -20,7 +20,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -114,7 +114,8 @@ class Phases:
         self._phases: list[OpenPhase] = []
         self._details: list[tuple[Callable[[], str], Callable[[], Count | None]]] = []
         self._news_s = clock()
-        self._is_live = False
+        self.is_shown_live = False
+        """Whether somebody shows what `glance` returns."""
         # Making a text may wait for a moment, and every wait ticks.
         self._is_reporting = False
 
@@ -154,12 +155,12 @@ class Phases:
     @contextlib.contextmanager
     def shown_live(self) -> Iterator[None]:
         """Print no reports within the block: somebody shows what `glance` returns."""
-        before = self._is_live
-        self._is_live = True
+        before = self.is_shown_live
+        self.is_shown_live = True
         try:
             yield
         finally:
-            self._is_live = before
+            self.is_shown_live = before
 
     @property
     def is_due_soon(self) -> bool:
@@ -176,14 +177,13 @@ class Phases:
         if not phases:
             return NOTHING
         innermost = phases[-1]
-        counts = [phase.count for phase in phases if phase.count is not None]
+        counts = [phase.count for phase in phases]
         texts = [phase.text for phase in phases if isinstance(phase.text, str)]
         text = ": ".join(texts)
         if innermost.live is not None:
             text = innermost.live.text
             counts.append(innermost.live.count)
-        count = next(iter(counts), None)
-        return Doing(text, count, self._clock() - innermost.began_s)
+        return Doing(text, _outermost(counts), self._clock() - innermost.began_s)
 
     def tick(self) -> None:
         """Report where the run is, if that is due."""
@@ -200,16 +200,15 @@ class Phases:
         phase.reports += 1
         self._news_s = self._clock()
         elapsed_s = self._news_s - phase.began_s
-        if self._is_live:
-            count = next((count for count in counts if count is not None), None)
-            phase.live = Doing(text, count, elapsed_s)
+        if self.is_shown_live:
+            phase.live = Doing(text, _outermost(counts), elapsed_s)
             return
         # A phase that has just begun is not what took so long.
         self._write(f"{text} [{elapsed_s:.0f} s]" if elapsed_s >= FIRST_S else text)
 
     def _remaining_s(self) -> float:
         phase = self._phases[-1]
-        if self._is_live:
+        if self.is_shown_live:
             # The first tick of a phase shows it.
             interval_s = _LIVE_S if phase.reports else 0.0
         else:
@@ -224,6 +223,10 @@ class Phases:
         return f"{text} ({known})" if known else text
 
 
+def _outermost(counts: Iterable[Count | None]) -> Count | None:
+    return next((count for count in counts if count is not None), None)
+
+
 def _plain(text: Text) -> str:
     return text if isinstance(text, str) else text()
 
@@ -234,31 +237,37 @@ def _print(report: str) -> None:
         print(report, file=sys.stderr, flush=True)
 
 
+PHASES = Phases(_print)
+"""The phases of this process, which belong to its main thread."""
+phase = PHASES.phase
+
+
 @contextlib.contextmanager
 def blocking(
     text: str, write: Callable[[str], None] = _print, first_s: float = FIRST_S
 ) -> Iterator[None]:
-    """Announce a block that never ticks, because a library waits in it.
+    """Announce a phase that never ticks, because a library waits in it.
 
-    A timer reports it once, since nothing else runs meanwhile.
+    A timer reports it once, since nothing else runs meanwhile, unless it is shown live.
 
     Args:
         text: What the block does.
         write: Function that shows the report.
         first_s: Seconds after which the block is reported.
     """
-    timer = threading.Timer(first_s, write, [f"{text} [{first_s:.0f} s]"])
+
+    def report() -> None:
+        if not PHASES.is_shown_live:
+            write(f"{text} [{first_s:.0f} s]")
+
+    timer = threading.Timer(first_s, report)
     timer.daemon = True
     timer.start()
     try:
-        yield
+        with PHASES.phase(text):
+            yield
     finally:
         timer.cancel()
-
-
-PHASES = Phases(_print)
-"""The phases of this process, which belong to its main thread."""
-phase = PHASES.phase
 
 
 # -------------------------------------------------------------------------------- times

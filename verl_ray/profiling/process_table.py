@@ -29,6 +29,10 @@ from verl_ray.profiling.phases import Count
 _WIDTH = 160
 
 
+IDLE = "idle"
+"""Phase of a process that is well and was not called."""
+
+
 @dataclass(frozen=True)
 class ProcessRow:
     """Processes of one role that do the same.

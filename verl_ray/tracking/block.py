@@ -26,9 +26,9 @@ from rich.spinner import Spinner
 from rich.text import Text
 
 from verl_ray.errors import TrackingError
-from verl_ray.profiling.output_lines import WARNINGS
+from verl_ray.profiling.output_lines import WARNINGS, printable
 from verl_ray.profiling.phases import NOTHING, PHASES, Count, Doing
-from verl_ray.profiling.process_table import ProcessRow, read_status
+from verl_ray.profiling.process_table import IDLE, ProcessRow, read_status
 from verl_ray.tracking.course import Course, ShownMetric, failed_scores, speed
 from verl_ray.tracking.history import (
     Stint,
@@ -60,16 +60,6 @@ def duration_text(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}m{whole % 60:02d}s"
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-
-
-def printable(text: str) -> str:
-    """Return text whose control characters are spelled out, but for newlines."""
-    return "".join(
-        character
-        if character.isprintable() or character == "\n"
-        else character.encode("unicode_escape").decode()
-        for character in text
-    )
 
 
 @dataclass
@@ -111,7 +101,8 @@ class RunView:
         if self.elapsed_s is not None:
             times.append(f"{duration_text(self.elapsed_s)} elapsed")
         if course is None or course.total_steps is None:
-            return [_GAP_TEXT.join([head, Text("starting"), *map(Text, times)])]
+            state = "starting" if course is None else f"step {course.step}"
+            return [_GAP_TEXT.join([head, Text(state), *map(Text, times)])]
 
         if course.remaining_s is not None:
             times.append(f"{duration_text(course.remaining_s)} left")
@@ -126,19 +117,24 @@ class RunView:
             return []
         text = printable(doing.text)
         count = doing.count
-        # A text that was made a moment ago may have older numbers.
-        if count is not None and f"/{str(count).split()[0].split('/')[1]}" not in text:
-            text += f"{': ' if text else ''}{count}"
+        amount: list[Text] = []
+        if count is not None and count.total > 0:
+            # A text that was made a moment ago may have older numbers of the same.
+            amount = [Text(str(count))]
+            if f"/{str(count).split()[0].split('/')[1]}" in text:
+                amount = [Text(f"{min(1.0, count.done / count.total):.0%}")]
+        elif doing.seconds is not None:
+            amount = [Text(f"{doing.seconds:.0f} s", style="dim")]
+
         waiting = Text.assemble(
             (f"{'now':<{_LABEL}}", "dim"), _spinner_at(time.monotonic()), " ", text
         )
-        if count is None or count.total <= 0:
-            seconds = doing.seconds
-            shown = [] if seconds is None else [Text(f"{seconds:.0f} s", style="dim")]
-            return [_GAP_TEXT.join([waiting, *shown])]
-
-        share = f"{min(1.0, count.done / count.total):4.0%}"
-        return [_with_bar([waiting, Text(share)], 1, count, columns)]
+        if count is None or not amount:
+            return [_GAP_TEXT.join([waiting, *amount])]
+        # A long text makes way for a bar.
+        others = _LABEL + 2 * len(_GAP) + sum(part.cell_len for part in amount)
+        waiting.truncate(columns - others, overflow="ellipsis")
+        return [_with_bar([waiting, *amount], 1, count, columns)]
 
     def _metrics(self, course: Course, columns: int) -> list[Text]:
         """Return the lines of the last step's metrics and of the last evaluation."""
@@ -153,7 +149,7 @@ class RunView:
         return lines + _flow("held-out", held_out, columns)[:_MOST_LINES]
 
     def _roles(self, columns: int) -> list[Text]:
-        """Return what each role does; of several ranks, what the first row says."""
+        """Return what each role does; of several rows, what the first one says."""
         by_role: dict[str, list[ProcessRow]] = {}
         for row in self.rows:
             if row.role != _DRIVER:
@@ -196,21 +192,22 @@ def _changed(metric: ShownMetric, *, step: bool = False) -> Text:
 
 
 def _role(role: str, rows: Sequence[ProcessRow]) -> Text:
-    """Return what the processes of a role do."""
-    busy = [row for row in rows if row.verb] or list(rows)
-    first = busy[0]
+    """Return what processes of a role do: those amiss, or else those with work."""
+    amiss = [row for row in rows if not row.verb and row.phase != IDLE]
+    shown = amiss or [row for row in rows if row.verb] or list(rows)
+    first = shown[0]
     number = sum(len(row.ranks) for row in rows)
-    num_busy = sum(len(row.ranks) for row in busy)
+    num_shown = sum(len(row.ranks) for row in shown)
     name = printable(role)
-    if num_busy < number:
-        name += f" {num_busy} of {number}"
+    if num_shown < number:
+        name += f" {num_shown} of {number}"
     elif number > 1:
         name += f" ×{number}"
     words = [first.verb.replace("_", " "), first.phase]
     if first.seconds is not None:
         words.append(f"{first.seconds:.0f} s")
     does = printable(" ".join(word for word in words if word))
-    return Text.assemble((name, "bold"), " ", does)
+    return Text.assemble((name, "bold"), " ", (does, "yellow" if amiss else ""))
 
 
 def _last_step(course: Course, columns: int) -> list[Text]:

@@ -30,8 +30,9 @@ from rich.text import Text
 
 from verl_ray.algorithms.intervals import Interval
 from verl_ray.errors import TrackingError
+from verl_ray.profiling.output_lines import printable
 from verl_ray.tracking.base import GLOBAL_STEP, Sample, Tracker
-from verl_ray.tracking.block import LiveBlock, duration_text, live_block, printable
+from verl_ray.tracking.block import LiveBlock, duration_text, live_block
 from verl_ray.tracking.course import (
     Course,
     failed_scores,

@@ -19,6 +19,7 @@ from controllers.command_line import main
 from tests.kills import ROOT
 from tests.waiting import PATIENCE_S, until
 from verl_ray.ownership import Owner
+from verl_ray.profiling.phases import Count
 from verl_ray.profiling.process_table import (
     STATUS,
     Located,
@@ -149,6 +150,18 @@ def test_processes_of_this_node_are_looked_at_now(
     (row,) = [line for line in text.splitlines() if line.startswith("actor")]
     cells = "actor 0-2,5 2 nodes update 3/16 micro-batches 12"
     assert row.split() == f"{cells} {ROW.waits_for} {ROW.line}".split()
+
+
+def test_counts_and_warnings_are_part_of_the_status(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    count = Count(2 << 20, 7 << 20, "bytes")
+    status = status_here(count=count, warnings=("the disk is \x1b[1mfull",))
+    write_status(tmp_path, status)
+    assert read_status(tmp_path) == status
+    lines = said(capsys, tmp_path).splitlines()
+    assert lines[1].startswith("step 3/5: updating (2/7 MiB), ")
+    assert lines[-1] == "warning: the disk is \\x1b[1mfull"
 
 
 def test_a_driver_of_another_machine_is_not_judged(

@@ -82,7 +82,8 @@ def test_the_block_is_that_of_the_status_and_the_history(run: Path) -> None:
     assert watched.view.elapsed_s is not None and watched.view.elapsed_s > 1e9
     lines = [text.plain for text in watched.view.lines(199, 20)]
     assert lines[0].startswith("first  step 2/9  ━━━━━━╸")
-    assert "step 3/5: updating: 3/16 responses scored" in lines[1]
+    assert "step 3/5: updating  ━━━━━╸" in lines[1]
+    assert lines[1].endswith("  3/16 responses scored")
     assert f"actor ×4 update {ROW.phase} 12 s" in lines[-2]
     assert lines[-1] == "warning   the disk is full"
 
