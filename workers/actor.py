@@ -157,7 +157,7 @@ class ActorWorker(ModelWorker):
         tokens_of_versions = {} if ages is None else ages.count(versions)
 
         algorithm = objective.algorithm
-        advantages = _advantages(algorithm, rows, credit, whitening)
+        advantages = advantages_in_loss(algorithm, rows, credit, whitening)
         seed = mini_batch.seed
         selections = select_tokens(
             algorithm, rows, credit, advantages, old, seed, self.total
@@ -350,13 +350,20 @@ def _is_fresh(
     return is_fresh
 
 
-def _advantages(
+def advantages_in_loss(
     algorithm: AlgorithmConfig,
     rows: Rollouts,
     credit: Credit,
     whitening: Moments | None,
 ) -> Float32:
-    """Return the advantages as the loss sees them, float32 [tokens]."""
+    """Return the advantages as the loss sees them, float32 [tokens].
+
+    Args:
+        algorithm: Settings of the loss.
+        rows: Some rows of a step.
+        credit: Their credit.
+        whitening: As in `ActorWorker.update`.
+    """
     advantages = credit.advantages
     if whitening is not None:
         # Whitening moves zeros too, but they stay 0 outside the response mask.

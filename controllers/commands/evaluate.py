@@ -39,7 +39,6 @@ from verl_ray.disk import replace_file
 from verl_ray.errors import ConfigError, Problem
 from verl_ray.preflight.resolve import resolutions, resolve, with_total_steps
 from verl_ray.preflight.tables import print_resolutions
-from verl_ray.tracking.base import HeldOutResponse
 from verl_ray.tracking.comparison import (
     ComparedModel,
     ComparedRow,
@@ -54,6 +53,7 @@ from verl_ray.tracking.console import HeldOut, Report, duration_text, show
 from verl_ray.tracking.evaluations import write_scores
 from verl_ray.tracking.history import TESTING
 from verl_ray.tracking.jsonl import finite, unused_path
+from verl_ray.tracking.responses import HeldOutResponse
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ HELP = {
     "train": CommandHelp(
         about=(
             "Train a model. Everything the run writes goes to run.dir"
-            " (outputs/<run.name>): config.yaml, metrics.jsonl, samples/, checkpoints/,"
+            " (outputs/<run.name>): config.yaml, metrics.jsonl, rollouts/, checkpoints/,"
             " wandb/, logs/."
         ),
         examples="""\

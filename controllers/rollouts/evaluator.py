@@ -17,25 +17,23 @@ from controllers.watch import held_out_measures, measures
 from controllers.watch.entries import held_out_entry_metrics, read_entries
 from controllers.watch.held_out_measures import CoreScores, Evaluation
 from controllers.watch.measures import Metrics
+from controllers.watch.rollout_record import ends_of_rows, failures_of_rows
 from verl_ray.cluster.waiting import read
 from verl_ray.config.reward import HELD_OUT_GRADER, MixedReward
 from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.data.batch import Int64
 from verl_ray.data.buffer import Experience, RolloutBuffer
-from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import Finish, Float32, Prompts, Rollouts
+from verl_ray.data.stages import Finish, Float32, Prompts
 from verl_ray.profiling.phases import Timers
 from verl_ray.rewards.built_in import is_accuracy
 from verl_ray.rewards.health import Entries
 from verl_ray.rewards.shaping import ResponseScores, Shaping
-from verl_ray.tracking.base import HELD_OUT, HeldOutResponse, Sample
+from verl_ray.tracking.base import HELD_OUT, Sample
 from verl_ray.tracking.evaluations import HeldOutScores, digest, group_metric_means
+from verl_ray.tracking.responses import ROWS_AT_ONCE, HeldOutResponse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-ROWS_AT_ONCE = 256
-"""Responses that the driver reads from the object store at once."""
 
 
 class Evaluator:
@@ -93,11 +91,12 @@ class Evaluator:
         entries = read_entries(experience.scores, self._config.run.stall_s)
         core = self._core_scores(scores, raw_scores, entries)
         responses = HeldOutResponses(
-            experience.rollouts,
+            experience,
             scores.score,
             entries,
+            taken.response_lengths,
             self._tokenizer,
-            stall_s=self._config.run.stall_s,
+            self._config,
         )
 
         of_problems = self._scores_of_problems(core, entries)
@@ -203,22 +202,33 @@ class HeldOutResponses(Iterable[HeldOutResponse]):
 
     def __init__(
         self,
-        rollouts: Sharded[Rollouts],
+        experience: Experience,
         scores: Float32,
         entries: Sequence[Entries],
+        response_tokens: Int64,
         tokenizer: PreTrainedTokenizerBase,
-        *,
-        stall_s: float,
+        config: RLConfig,
     ) -> None:
-        """Take the responses, and score (float32) and entries of each, [rows]."""
-        self._rollouts = rollouts
+        """Take the responses, [rows], and what is known of each.
+
+        Args:
+            experience: A row per response.
+            scores: The score that counts, float32 [rows].
+            entries: What graders returned beside it, [rows].
+            response_tokens: Tokens of the whole trajectory, int64 [rows].
+            tokenizer: The tokenizer of the policy.
+            config: Configuration of the run.
+        """
+        self._experience = experience
         self._scores = scores
         self._entries = entries
+        self._response_tokens = response_tokens
         self._tokenizer = tokenizer
-        self._stall_s = stall_s
+        self._stall_s = config.run.stall_s
+        self._group_size = config.evaluation.group_size
 
     def __iter__(self) -> Iterator[HeldOutResponse]:
-        for start in range(0, len(self._rollouts), ROWS_AT_ONCE):
+        for start in range(0, len(self._scores), ROWS_AT_ONCE):
             yield from self._read(start, start + ROWS_AT_ONCE)
 
     def samples(self, count: int) -> list[Sample]:
@@ -238,10 +248,14 @@ class HeldOutResponses(Iterable[HeldOutResponse]):
 
     def _read(self, start: int, end: int) -> Iterator[HeldOutResponse]:
         """Yield the responses of some rows."""
-        numbers = np.arange(start, min(end, len(self._rollouts)))
-        rows = read(self._rollouts.select(numbers), self._stall_s)
+        numbers = np.arange(start, min(end, len(self._scores)))
+        experience = self._experience.select(numbers)
+        rows = read(experience.rollouts, self._stall_s)
         answers = rows.answer.texts()
         sources = rows.data_source.texts()
+        ends = ends_of_rows(rows)
+        of_rows = np.arange(rows.num_rows)
+        failures = failures_of_rows(rows, experience.scores, of_rows, self._stall_s)
 
         for i, number in enumerate(numbers):
             first = rows.offsets[i]
@@ -256,6 +270,10 @@ class HeldOutResponses(Iterable[HeldOutResponse]):
                 score=float(self._scores[number]),
                 finish=Finish(rows.finish[i]).name.lower(),
                 entries=self._entries[int(number)],
+                member=int(rows.trajectory_id[i]) % self._group_size,
+                end=ends[i],
+                failure=failures[i],
+                response_tokens=int(self._response_tokens[number]),
             )
 
     def _text(self, tokens: np.ndarray) -> str:

@@ -40,6 +40,7 @@ from verl_ray.data.stages import Bool, Prompts
 from verl_ray.errors import DataError, Interrupted
 from verl_ray.profiling.phases import Timers
 from verl_ray.rewards.shaping import Shaping
+from verl_ray.tracking.evaluations import digest
 from workers.rollout import Generation
 
 REPLACED = "all scores of the group are equal; another one is replayed in its place"
@@ -70,6 +71,8 @@ class Supply:
         producer: What generates and scores them.
         buffer: Those that are not trained yet.
         ledger: The history of each ordinal.
+        digests: A digest of each prompt that is drawn and not trained, by its ordinal.
+            A prompt that is drawn again has the same.
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class Supply:
         self._metrics: Metrics = {}
         self._taken: Experience | None = None
         """Groups that the present step learns from."""
+        self.digests: dict[int, str] = {}
         self._has_drawn = False
         self.other_batches: list[int] = []
         """Batches that a restart has left with other versions than those named."""
@@ -131,6 +135,7 @@ class Supply:
         self._decide()
         generation = self.producer.training_generation()
         for step, batch in self._admission.draw():
+            self._note_digests(batch)
             # A resumed run has the groups that were finished before.
             is_finished = np.isin(batch.group_id, self.buffer.whole_groups)
             finished: Experience | None = None
@@ -145,6 +150,17 @@ class Supply:
         if not self._has_drawn:
             self._has_drawn = True
             self._warn_of_other()
+
+    def _note_digests(self, prompts: Prompts) -> None:
+        """Note the digest of each prompt."""
+        columns = zip(
+            prompts.group_id.tolist(),
+            prompts.messages.texts(),
+            prompts.answer.texts(),
+            strict=True,
+        )
+        for ordinal, messages, answer in columns:
+            self.digests[ordinal] = digest(messages.encode(), answer.encode())
 
     def _begin(
         self,
@@ -246,6 +262,12 @@ class Supply:
         is_learned = np.isin(ordinals, learned)
         self.ledger.train(ordinals[is_learned], step)
         self._reject(ordinals[~is_learned], NOTHING_TO_LEARN)
+        last = self._admission.oldest.max()
+        self.digests = {
+            ordinal: of_prompt
+            for ordinal, of_prompt in self.digests.items()
+            if ordinal > last
+        }
         self._metrics |= self._admission.note_trained()
 
     def _note_scores(self, groups: Experience) -> None:

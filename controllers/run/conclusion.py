@@ -207,7 +207,7 @@ def report_of(
 
     samples: list[Sample] = []
     with _noting(damage):
-        samples = newest_samples(folder)[:SHOWN_SAMPLES]
+        samples = newest_samples(folder, SHOWN_SAMPLES)
 
     stints: list[Stint] = []
     with _noting(damage):

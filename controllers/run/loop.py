@@ -456,6 +456,8 @@ class Loop:
             self._trackers.samples(position.step, evaluation.samples)
         if evaluation.scores is not None:
             self._trackers.scores(position.step, evaluation.scores)
+        if evaluation.responses:
+            self._trackers.responses(position.step, evaluation.responses)
 
         metrics = position.unrecorded | evaluation.metrics
         return replace(position, unrecorded=metrics, evaluated=True)

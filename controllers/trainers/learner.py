@@ -9,7 +9,7 @@ workers and in the object store. Which rows go into which optimizer step is deci
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -253,8 +253,9 @@ class Learner:
         credit: Sharded[Credit],
         outputs: ModelOutputs,
         policy_version: int,
+        meanwhile: Callable[[], None] | None = None,
     ) -> Metrics:
-        """Update critic and actor at the same time, mini-batch by mini-batch.
+        """Update critic and actor at the same time; return the metrics of the updates.
 
         Args:
             number: Number of the training step, from 1.
@@ -262,9 +263,7 @@ class Learner:
             credit: Their credit, row by row.
             outputs: What the models computed for them.
             policy_version: The version of the policy that learns.
-
-        Returns:
-            The metrics of the updates.
+            meanwhile: Work of the driver that no update waits for.
         """
         config = self.config
         metrics: Metrics = {}
@@ -279,6 +278,8 @@ class Learner:
             config, self.system.actor, batch, objective, self.optimizer_steps
         )
         updates = [*critic_updates, *actor_updates]
+        if meanwhile is not None:
+            meanwhile()
 
         if critic_updates:
             reports = self._wait_for_updates("critic", critic_updates, updates)

@@ -27,13 +27,14 @@ from controllers.trainers.base import (
     warn_skipped,
 )
 from controllers.trainers.learner import Learner
-from controllers.trainers.updates import whitening_moments
+from controllers.trainers.updates import ModelOutputs, whitening_moments
 from controllers.watch import measures
 from controllers.watch.entries import scored_metrics
 from controllers.watch.held_out_measures import Evaluation
 from controllers.watch.learning import NUM_EXAMPLES
 from controllers.watch.measures import Metrics
 from controllers.watch.memory import MemoryRecord
+from controllers.watch.rollout_record import LearnedRollouts, RolloutRecord
 from controllers.watch.update_measures import version_metrics
 from verl_ray.algorithms.credit import says_something
 from verl_ray.algorithms.reward_shaping import (
@@ -78,11 +79,13 @@ class Trainer:
         prompts: PromptSource,
         evaluator: Evaluator | None,
         num_held_out: int = 0,
+        record: RolloutRecord | None = None,
     ) -> None:
         """Connect the parts of a step.
 
         Args:
             num_held_out: Number of problems that `evaluator` takes its own from.
+            record: Where rollouts are kept for people to read; None keeps none.
         """
         assert system.rollout is not None
         self.config = config
@@ -90,6 +93,7 @@ class Trainer:
         self.prompts = prompts
         self.evaluator = evaluator
         self.num_held_out = num_held_out
+        self.record = record
         self.timers = Timers()
 
         self.replicas = system.rollout
@@ -161,6 +165,7 @@ class Trainer:
                     credit,
                     outputs,
                     self.policy_version,
+                    lambda: self.record_rollouts(number, experience, credit, outputs),
                 )
 
             # The processes report their peaks while the weights are published.
@@ -190,6 +195,24 @@ class Trainer:
         with self.replicas.occupancy.trainers_wait():
             self.background.raise_failure()
             return self.supply.take(self.policy_version, self.timers)
+
+    def record_rollouts(
+        self,
+        number: int,
+        experience: Experience,
+        credit: Sharded[Credit],
+        outputs: ModelOutputs,
+    ) -> None:
+        """Write some rollouts of the step for people to read."""
+        if self.record is None:
+            return
+        with self.timers("record_rollouts"):
+            rollouts = experience.rollouts
+            whitening = whitening_moments(self.config.algorithm, rollouts, credit)
+            learned = LearnedRollouts(
+                experience, credit, outputs.old_log_probs, whitening
+            )
+            self.record.write(number, learned, self.supply.digests)
 
     def publish(self, version: int) -> Metrics:
         """Send the policy to every replica, verified, under this version."""
@@ -245,6 +268,8 @@ class Trainer:
         metrics |= self.replicas.occupancy.take()
         metrics["timing_s/rollouts"] = self.replicas.occupancy.take_rollouts_s()
         metrics |= self.supply.take_metrics()
+        if self.record is not None:
+            metrics |= self.record.metrics
         metrics |= measures.per_token_ms(timings, response_tokens, rollouts.num_tokens)
         return metrics | {
             "perf/time_per_step": step_s,
@@ -394,7 +419,12 @@ class ReinforcementTask(Task[RLConfig, Problems]):
         evaluator: Evaluator | None = None
         if data.held_out is not None:
             evaluator = Evaluator(self.config, data.tokenizer, data.held_out)
-        return Trainer(self.config, system, data.prompts, evaluator, data.num_held_out)
+        record: RolloutRecord | None = None
+        if self.config.tracking.rollouts != "none":
+            record = RolloutRecord(self.config, data.tokenizer)
+        return Trainer(
+            self.config, system, data.prompts, evaluator, data.num_held_out, record
+        )
 
     def conclude(self, trainer: Trainable) -> None:
         """Write the end of the ledger, which no checkpoint may hold."""

@@ -19,8 +19,9 @@ from verl_ray.algorithms.subsets import NO_ANSWER, Answers
 from verl_ray.rewards.built_in import PRED
 from verl_ray.rewards.health import Entries
 from verl_ray.rewards.shaping import ResponseScores
-from verl_ray.tracking.base import HELD_OUT, HeldOutResponse, Sample
+from verl_ray.tracking.base import HELD_OUT, Sample
 from verl_ray.tracking.evaluations import HeldOutScores
+from verl_ray.tracking.responses import HeldOutResponse
 
 
 @dataclass(frozen=True)

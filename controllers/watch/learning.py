@@ -185,7 +185,7 @@ def _reward_tests(config: RLConfig) -> list[tuple[str, Test, str]]:
             "same_scores",
             _same_scores,
             "all scores are equal, so nothing sets a good response apart from a bad"
-            f" one. Look at samples/ and at what scores ({sources}): it may never find"
+            f" one. Look at rollouts/ and at what scores ({sources}): it may never find"
             " the answer, or always; or choose problems that are neither too hard nor"
             " too easy",
         ),

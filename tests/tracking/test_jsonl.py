@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from verl_ray.tracking.jsonl import (
     read_metrics,
     repair,
 )
+from verl_ray.tracking.responses import HeldOutResponse, first_responses
 
 SAMPLE = Sample(
     prompt="1+1=",
@@ -35,6 +37,20 @@ SAMPLE = Sample(
     data_source="sums",
     score=1.0,
     truncated=False,
+    entries={"pred": "2"},
+)
+
+
+RESPONSE = HeldOutResponse(
+    problem=0,
+    data_source="sums",
+    prompt="1+1=",
+    response="2\u2028",
+    answer="2",
+    score=1.0,
+    finish="stop",
+    entries={"pred": "2"},
+    response_tokens=2,
 )
 
 
@@ -231,7 +247,7 @@ def test_the_state_is_on_the_disk(
         tracker.log(step, {"training/global_step": step})
     monkeypatch.setattr(os, "fsync", seen)
     assert tracker.state() == {"recorded_steps": "0-2"}
-    assert flushed == [tmp_path / "metrics.jsonl", tmp_path / "samples", tmp_path]
+    assert flushed == [tmp_path / "metrics.jsonl", tmp_path]
     tracker.close(failed=False)
 
 
@@ -276,18 +292,34 @@ def test_a_run_from_the_beginning_keeps_nothing_of_an_earlier_one(
     assert steps_in(tmp_path) == [0, 1]
 
 
-def test_samples_beyond_the_committed_step_are_dropped(tmp_path: Path) -> None:
+def test_responses_and_rollouts_beyond_the_committed_step_are_dropped(
+    tmp_path: Path,
+) -> None:
+    failed = replace(RESPONSE, score=math.nan, member=1, failure="reward: timeout")
     tracker = JsonlTracker(tmp_path)
+    (tmp_path / "rollouts").mkdir()
     for step in (0, 10, 20):
-        tracker.samples(step, [SAMPLE, SAMPLE])
+        tracker.responses(step, [RESPONSE, failed] * 200)
+        (tmp_path / "rollouts" / f"step_{step:06d}.parquet").touch()
     tracker.close(failed=True)
-    (tmp_path / "samples" / "step_notes.jsonl").touch()  # a person's
+    notes = tmp_path / "evaluations" / "step_notes.parquet"
+    notes.touch()  # a person's
     JsonlTracker(tmp_path, committed_step=10).close(failed=False)
-    (tmp_path / "samples" / "step_notes.jsonl").unlink()
-    files = sorted((tmp_path / "samples").iterdir())
-    assert [file.name for file in files] == ["step_000000.jsonl", "step_000010.jsonl"]
-    first, second = files[0].read_text().split("\n")[:-1]
-    assert json.loads(first) == json.loads(second) == {**vars(SAMPLE)}
+    notes.unlink()
+    remaining = ["step_000000.parquet", "step_000010.parquet"]
+    for folder in ("evaluations", "rollouts"):
+        files = sorted(path.name for path in (tmp_path / folder).iterdir())
+        assert files == remaining, folder
+
+    path = tmp_path / "evaluations" / remaining[1]
+    first, second, *others = first_responses(path, 1000)
+    assert (first, len(others)) == (RESPONSE, 398)
+    assert math.isnan(second.score) and replace(second, score=1.0) == replace(
+        failed, score=1.0
+    )
+    path.write_text("no parquet")
+    with pytest.raises(TrackingError, match=r"step_000010\.parquet: cannot be read"):
+        newest_samples(tmp_path, 5)
 
 
 def test_a_step_twice_is_refused(tmp_path: Path) -> None:
@@ -326,7 +358,7 @@ def test_a_full_disk_costs_no_line_and_writes_none_twice(
     tracker.log(0, {"training/global_step": 0})
     size = (tmp_path / "metrics.jsonl").stat().st_size
     with full_disk(size + 10):
-        tracker.samples(1, [SAMPLE])
+        tracker.responses(1, [RESPONSE])
         for step in (1, 2):
             tracker.log(step, {"training/global_step": step})
         assert (tmp_path / "metrics.jsonl").stat().st_size == size + 10
@@ -344,7 +376,7 @@ def test_a_full_disk_costs_no_line_and_writes_none_twice(
     assert [json.loads(line) for line in lines] == [
         {"training/global_step": step} for step in range(4)
     ]
-    assert newest_samples(tmp_path) == [SAMPLE]
+    assert newest_samples(tmp_path, 5) == [SAMPLE]
     warning, relief = capsys.readouterr().err.splitlines()
     assert "the run goes on" in warning and relief.endswith("the record is whole")
 

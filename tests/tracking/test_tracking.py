@@ -22,6 +22,7 @@ WANDB = WandbConfig(mode="offline", project="tests", entity=None, group=None, ta
 
 def run_config(run_dir: Path) -> RunConfig:
     return RunConfig(
+        trace="none",
         name="run",
         dir=str(run_dir),
         seed=0,
@@ -90,10 +91,7 @@ def test_what_is_off_writes_nothing(tmp_path: Path) -> None:
         run_config(tmp_path),
         {},
     ).close(False)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "metrics.jsonl",
-        "samples",
-    ]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_a_record_that_cannot_be_written_stops_the_run_at_its_start(

@@ -44,6 +44,7 @@ ADDED: dict[str, Any] = {
     "run.early_stop": None,
     "run.resolved": {"cpu": {}, "gpu": {}},
     "run.max_failed_checkpoints": 3,
+    "run.trace": "none",
     "run.recovery.enabled": True,
     "run.recovery.max_restarts": 3,
     "run.recovery.snapshot_every": "auto",
@@ -123,9 +124,13 @@ def migrated(tree: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(data, dict) and "prompts_per_step" in data:
         data.setdefault("curriculum", copy.deepcopy(_NO_CURRICULUM))
 
-    # Only runs with rewards have episodes.
+    # Only runs with rewards have episodes, and rollouts to record.
     if "reward" in result:
         result.setdefault("agent", copy.deepcopy(_NO_AGENT))
+        tracking = result.get("tracking")
+        if isinstance(tracking, dict):
+            tracking.setdefault("rollouts", "none")
+            tracking.setdefault("rollouts_max_mb", 256)
 
     # A section that the task does not have stays missing.
     for key, value in ADDED.items():

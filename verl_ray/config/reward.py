@@ -273,7 +273,8 @@ class EvaluationConfig(Section):
     top_k: Annotated[int, Field(ge=-1)]
     """Sample from this many likeliest tokens; -1 or 0 = from all."""
     samples: NonNegative
-    """Rollouts of each evaluation written to samples/ and the tracker's table."""
+    """First responses of each evaluation in W&B's table and the output of evaluate;
+    evaluations/ has all of them."""
     functions: (
         Annotated[dict[str, RewardFunction], Field(examples=["{default: exact_match}"])]
         | None

@@ -131,6 +131,8 @@ class RunConfig(Section):
     max_skipped_steps: Positive
     """Optimizer steps of a role, one after another, that may lack finite gradients and
     be skipped before the run stops."""
+    trace: Literal["none", "steps"]
+    """steps = write trace.json, what each process did in each step, for Perfetto."""
     stall_s: PositiveFloat
     """Longest time that a worker process may make no progress with a request, its start
     included, before the run shows where it is stuck and counts it as lost.
@@ -279,6 +281,18 @@ class TrackingConfig(Section):
     wandb: WandbConfig
 
 
+class RolloutTrackingConfig(TrackingConfig):
+    """Destinations of the record of a run that learns from rollouts."""
+
+    rollouts: Literal["none", "sampled", "all"]
+    """Training rollouts written to rollouts/, a file per step: none, a few whole groups
+    of each step, or all. Prompts that are chosen once are chosen again when they
+    return."""
+    rollouts_max_mb: Positive
+    """Size of these files in megabytes; beyond it only every second step is kept, then
+    every fourth, and so on."""
+
+
 def wandb_settings_are_used(
     tracking: TrackingConfig, overridden: OverriddenKeys
 ) -> Iterator[Problem]:
@@ -291,3 +305,13 @@ def wandb_settings_are_used(
     keys = [key for key in overridden.under("tracking.wandb") if key != switch]
     reason = f"{switch}=disabled writes nothing there"
     yield from overridden.ignored(keys, reason)
+
+
+def rollout_bound_is_used(
+    tracking: RolloutTrackingConfig, overridden: OverriddenKeys
+) -> Iterator[Problem]:
+    """Yield a problem for a bound on the size of rollouts that are not written."""
+    if tracking.rollouts == "none":
+        reason = "tracking.rollouts=none writes no rollouts"
+        keys = overridden.under("tracking.rollouts_max_mb")
+        yield from overridden.ignored(keys, reason)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from verl_ray.backends.base import BytesPerPart, MemoryPart
 from verl_ray.config.load import with_changes
+from verl_ray.config.run import RolloutTrackingConfig
 from verl_ray.config.schema import Config
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import Problem
@@ -36,12 +37,13 @@ from verl_ray.preflight.model_files import model_size
 from verl_ray.preflight.role_memory import ROLLOUT, Phase, RoleMemory
 from verl_ray.preflight.savings import as_overrides, cheapest_change, single_rows
 from verl_ray.shell import for_shell
+from verl_ray.tracking.rollouts import BYTES_PER_MB
 
 BYTES_PER_SAVED_PARAMETER = 12
 """Bytes of a float32 weight and of AdamW's two moments."""
 
 LOG_BYTES = 256 * MIB
-"""Disk space for the logs, samples and metrics of a run."""
+"""Disk space for the logs, evaluations and metrics of a run."""
 
 
 def resource_problems(
@@ -137,6 +139,9 @@ def _disk_problems(config: Config) -> Iterator[Problem]:
     free = shutil.disk_usage(nearest_existing(config.run.dir)).free
 
     needed = LOG_BYTES
+    tracking = config.tracking
+    if isinstance(tracking, RolloutTrackingConfig) and tracking.rollouts != "none":
+        needed += tracking.rollouts_max_mb * BYTES_PER_MB
     if config.run.checkpoint_every:
         learned = 0
         for name, role in config.model_roles.items():

@@ -31,7 +31,7 @@ def open_trackers(
 ) -> Trackers:
     """Open the trackers of a run.
 
-    `metrics.jsonl`, `samples/`, `evaluations/` and `reward_curve.png` are always
+    `metrics.jsonl`, `evaluations/` and `reward_curve.png` are always
     written, the others as configured.
 
     Args:

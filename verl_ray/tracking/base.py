@@ -12,13 +12,14 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from verl_ray.errors import TrackingError
 from verl_ray.profiling.phases import blocking
 from verl_ray.tracking.evaluations import HeldOutScores
+from verl_ray.tracking.responses import HeldOutResponse
 
 GLOBAL_STEP = "training/global_step"
 SAMPLES = "val/generations"
@@ -53,28 +54,6 @@ class Sample:
     """What the reward function returned beside the score."""
 
 
-@dataclass(frozen=True)
-class HeldOutResponse:
-    """A response to a held-out problem, as the command `evaluate` writes it."""
-
-    problem: int
-    """Number of the problem, which is that of its record in the file."""
-
-    data_source: str
-    prompt: str
-    response: str
-    answer: str
-
-    score: float
-    """Number from the grader; nan if it failed."""
-
-    finish: str
-    """Why the response ended: stop, length or aborted."""
-
-    entries: Mapping[str, float | str] = field(default_factory=dict)
-    """What the reward function returned beside the score."""
-
-
 class Tracker(ABC):
     """A place that receives metrics and samples."""
 
@@ -90,6 +69,13 @@ class Tracker(ABC):
 
     def scores(self, step: int, scores: HeldOutScores) -> None:
         """Record the score of every held-out problem of `step`, before `log(step)`.
+
+        Only the record on disk keeps them.
+        """
+        return
+
+    def responses(self, step: int, rows: Iterable[HeldOutResponse]) -> None:
+        """Record every response of the evaluation of `step`, before `log(step)`.
 
         Only the record on disk keeps them.
         """
@@ -147,6 +133,10 @@ class Trackers(Tracker):
     def scores(self, step: int, scores: HeldOutScores) -> None:
         if step > self._last_step:
             self._for_each(lambda tracker: tracker.scores(step, scores))
+
+    def responses(self, step: int, rows: Iterable[HeldOutResponse]) -> None:
+        if step > self._last_step:
+            self._for_each(lambda tracker: tracker.responses(step, rows))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record metrics under their names, and `step` as the global step.

@@ -234,7 +234,7 @@ def duration_text(seconds: float) -> str:
 
 # ---------------------------------------------------------------- the report at the end
 
-# Characters of a prompt or response that are shown. The whole text is in samples/.
+# Characters of a prompt or response that are shown. The whole text is in evaluations/.
 _SHOWN_CHARACTERS = 240
 
 # Phases with a smaller share are left out, but for the longest ones.

@@ -13,8 +13,7 @@ of responses (pass@k, best@k, maj@k) follow from the scores and answers in the f
 their intervals and differences can be computed afterwards. Each is one value per
 problem, and is computed once for an evaluation in memory.
 
-Deliberately not here: the responses. `samples/` has the first ones, and the command
-`evaluate` writes all.
+Deliberately not here: the responses, which stand beside them (`responses.py`).
 """
 
 from __future__ import annotations

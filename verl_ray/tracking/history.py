@@ -207,6 +207,7 @@ _IN_WORDS = {
     "ref": "reference log-probs",
     "values": "values",
     "adv": "advantages",
+    "record_rollouts": "recording rollouts",
     "update_actor": "update of the actor",
     "update_critic": "update of the critic",
     "update_reward": "update of the reward model",

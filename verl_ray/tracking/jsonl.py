@@ -1,4 +1,4 @@
-"""The record of a run: `metrics.jsonl`, `samples/` and `evaluations/`, and its repair.
+"""The record of a run: `metrics.jsonl` and `evaluations/`, and its repair.
 
 `metrics.jsonl` has one JSON object per training step.
 
@@ -24,22 +24,31 @@ import itertools
 import json
 import math
 import os
-import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from verl_ray.disk import replace_file, sync
 from verl_ray.errors import TrackingError
 from verl_ray.tracking.base import GLOBAL_STEP, Sample, Tracker
 from verl_ray.tracking.evaluations import (
+    FOLDER,
     HeldOutScores,
     drop_evaluations,
     scores_path,
     write_scores,
 )
+from verl_ray.tracking.responses import (
+    HeldOutResponse,
+    drop_responses,
+    encoded_responses,
+    first_responses,
+    recorded_responses,
+    responses_path,
+)
+from verl_ray.tracking.rollouts import drop_rollouts
 
 METRICS = "metrics.jsonl"
 
@@ -49,11 +58,9 @@ RECORDED_STEPS = "recorded_steps"
 The value is text, see `format_ranges`.
 """
 
-_SAMPLES = re.compile(r"step_(\d+)\.jsonl")
-
 
 class JsonlTracker(Tracker):
-    """Writes metrics.jsonl, and step_<step>.jsonl in samples/ and evaluations/."""
+    """Writes metrics.jsonl, and scores and responses in evaluations/."""
 
     required = True
 
@@ -77,7 +84,6 @@ class JsonlTracker(Tracker):
             TrackingError: The record cannot be read or written.
         """
         self._path = run_dir / METRICS
-        self._samples = run_dir / "samples"
         self._unwritten = b""
         """The lines, or the rest of one, that the file system has not taken yet."""
 
@@ -92,27 +98,36 @@ class JsonlTracker(Tracker):
         # The checkpoint lists the steps that had a line, so a missing one is noticed.
         recorded = parse_ranges((state or {}).get(RECORDED_STEPS, ""))
         try:
-            self._samples.mkdir(parents=True, exist_ok=True)
+            run_dir.mkdir(parents=True, exist_ok=True)
             self._steps = repair(self._path, self._last_step, recorded)
-            self._drop_samples()
             drop_evaluations(run_dir, self._last_step)
+            drop_responses(run_dir, self._last_step)
+            drop_rollouts(run_dir, self._last_step)
             # Without a buffer, what a full disk has taken of a line is known.
             self._file = self._path.open("ab", buffering=0)
         except OSError as error:
             raise _cannot_write(self._path, error) from error
 
     def samples(self, step: int, rows: Sequence[Sample]) -> None:
-        """Write the samples of `step`, in place of older ones."""
-        path = self._samples / f"step_{step:06d}.jsonl"
-        text = "".join(_line(asdict(row)) for row in rows)
-        content = text.encode()
-        self._unwritten_files[path] = functools.partial(replace_file, path, content)
-        self._write_or_wait()
+        """Do nothing, since `responses` has them all."""
 
     def scores(self, step: int, scores: HeldOutScores) -> None:
         """Write the scores of `step`, in place of older ones."""
         path = scores_path(self._path.parent, step)
         self._unwritten_files[path] = functools.partial(write_scores, path, scores)
+        self._write_or_wait()
+
+    def responses(self, step: int, rows: Iterable[HeldOutResponse]) -> None:
+        """Write the responses of `step`, in place of older ones."""
+        path = responses_path(self._path.parent, step)
+        # They are read while the processes that hold them run.
+        content = encoded_responses(rows)
+
+        def write() -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, content)
+
+        self._unwritten_files[path] = write
         self._write_or_wait()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -139,7 +154,7 @@ class JsonlTracker(Tracker):
     def state(self) -> dict[str, str]:
         """Return the steps that have a line.
 
-        These lines, and the samples, are on the disk when this returns.
+        These lines, and the evaluations, are on the disk when this returns.
 
         Raises:
             TrackingError: They cannot be written to the disk.
@@ -155,13 +170,13 @@ class JsonlTracker(Tracker):
 
     def outputs(self) -> dict[str, str]:
         outputs = {"metrics": str(self._path)}
-        # Only a task that generates responses has samples of them.
-        if any(self._samples.iterdir()):
-            outputs["samples"] = str(self._samples)
+        folder = self._path.parent / FOLDER
+        if folder.is_dir():
+            outputs["evaluations"] = str(folder)
         return outputs
 
     def _write_all(self) -> None:
-        """Wait until all lines and samples are on the disk.
+        """Wait until all lines and evaluations are on the disk.
 
         Raises:
             TrackingError: They cannot be written.
@@ -172,7 +187,6 @@ class JsonlTracker(Tracker):
         try:
             self._write()
             os.fsync(self._file.fileno())
-            sync(self._samples)
             sync(self._path.parent)
         except OSError as error:
             raise _cannot_write(self._path, error) from error
@@ -207,13 +221,6 @@ class JsonlTracker(Tracker):
             path, write = next(iter(self._unwritten_files.items()))
             write()
             del self._unwritten_files[path]
-
-    def _drop_samples(self) -> None:
-        """Remove the samples of steps that run again."""
-        for path in self._samples.iterdir():
-            name = _SAMPLES.fullmatch(path.name)
-            if name and int(name[1]) > self._last_step:
-                path.unlink()
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
@@ -250,30 +257,27 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     return lines
 
 
-def newest_samples(run_dir: Path) -> list[Sample]:
-    """Return the samples of the last evaluation; none where there are none.
+def newest_samples(run_dir: Path, count: int) -> list[Sample]:
+    """Return the first responses of the last evaluation; none where there are none.
 
     Raises:
         TrackingError: The file holds something else.
     """
-    paths = sorted((run_dir / "samples").glob("step_*.jsonl"))
+    paths = [*recorded_responses(run_dir).values()]
     if not paths:
         return []
-
-    path = paths[-1]
-    try:
-        samples = []
-        # A response may hold other characters that end a line.
-        for line in path.read_text("utf-8").split("\n")[:-1]:
-            fields = json.loads(line)
-            if fields["score"] is None:
-                fields["score"] = math.nan
-            samples.append(Sample(**fields))
-        return samples
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise TrackingError(
-            f"{path}: cannot be read as samples ({error!r}); remove it"
-        ) from error
+    return [
+        Sample(
+            prompt=response.prompt,
+            response=response.response,
+            answer=response.answer,
+            data_source=response.data_source,
+            score=response.score,
+            truncated=response.finish == "length",
+            entries=response.entries,
+        )
+        for response in first_responses(paths[-1], count)
+    ]
 
 
 def _line(fields: Mapping[str, object]) -> str:

@@ -44,7 +44,7 @@ class TensorBoardTracker(Tracker):
         )
 
     def samples(self, step: int, rows: Sequence[Sample]) -> None:
-        """Do nothing: samples are in `samples/` and in W&B, where one can search."""
+        """Do nothing: responses are in `evaluations/`, and samples in W&B."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event

@@ -110,6 +110,13 @@ CASES = [
         "Leave it out",
     ),
     Case(
+        "rollout_bound_is_used",
+        "tracking.rollouts=none tracking.rollouts_max_mb=9",
+        "tracking.rollouts_max_mb",
+        "rollouts=none writes no rollouts",
+        "Leave it out",
+    ),
+    Case(
         "greedy_evaluation_needs_one_response",
         "evaluation.group_size=4",
         "evaluation.group_size",

@@ -45,8 +45,9 @@ from verl_ray.cluster.signals import (
 from verl_ray.cluster.waiting import Background
 from verl_ray.errors import Interrupted
 from verl_ray.profiling.phases import Timers
-from verl_ray.tracking import Sample, Tracker, Trackers
+from verl_ray.tracking import Tracker, Trackers
 from verl_ray.tracking.jsonl import JsonlTracker, read_metrics
+from verl_ray.tracking.responses import HeldOutResponse, recorded_responses
 
 
 @pytest.fixture
@@ -105,7 +106,8 @@ class Cursor:
     def evaluate(self) -> Evaluation:
         self.evaluated.append(self.drawn)
         metrics = {"val-core/sums/acc/mean@1": self.drawn / 64}
-        return Evaluation(metrics, [Sample("1+1=", "2", "2", "sums", 1.0, False)])
+        response = HeldOutResponse(0, "sums", "1+1=", "2", "2", 1.0, "stop")
+        return Evaluation(metrics, responses=[response])
 
     def state(self) -> dict[str, Any]:
         return {
@@ -241,10 +243,7 @@ def test_an_evaluation_is_left_to_the_resumed_run(
     assert resumed == pytest.approx(
         second | {"val-core/sums/acc/mean@1": 0.25}, nan_ok=True
     )
-    assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == [
-        "step_000000.jsonl",
-        "step_000002.jsonl",
-    ]
+    assert list(recorded_responses(tmp_path)) == [0, 2]
 
 
 @pytest.mark.usefixtures("stoppable")

@@ -11,6 +11,7 @@ import tarfile
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 import yaml
 
@@ -27,6 +28,8 @@ from verl_ray.tracking.evaluations import (
     scores_path,
 )
 from verl_ray.tracking.jsonl import read_metrics
+from verl_ray.tracking.responses import recorded_responses
+from verl_ray.tracking.rollouts import recorded_rollouts
 
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 
@@ -84,6 +87,38 @@ def wandb_history(run_dir: Path) -> list[dict[str, float]]:
     ]
 
 
+def check_rollouts(run_dir: Path, lines: list[dict[str, float]]) -> None:
+    """Two whole groups of each step, with what sampler and trainer knew of them."""
+    files = recorded_rollouts(run_dir)
+    assert list(files) == [1, 2, 3]
+    for step, path in files.items():
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+        assert lines[step]["rollouts/recorded_rows"] == len(rows) == 8
+        assert lines[step]["rollouts/recorded_every"] == 1
+        assert [row["member"] for row in rows] == [0, 1, 2, 3] * 2
+        assert len({row["ordinal"] for row in rows}) == 2
+        for row in rows:
+            assert row["step"] == step and row["row"] == 0
+            assert 8 * (step - 1) <= row["ordinal"] < 8 * step
+            text = "".join(row["pieces"])
+            assert text.startswith(row["prompt"] + row["response"])
+            assert row["prompt"].endswith("=") and row["answer"].isdigit()
+            assert row["scores"] == [("reward", row["reward"])] or row["reward"] < 1
+            sampled = np.array(row["mask"])
+            assert sampled.sum() == row["response_tokens"] > 0
+            assert set(np.array(row["versions"])[sampled]) == {step - 1}
+            ours, theirs = (
+                np.array(row[name], np.float64)
+                for name in ("log_probs", "rollout_log_probs")
+            )
+            np.testing.assert_array_equal(np.isnan(ours), ~sampled)
+            np.testing.assert_allclose(ours, theirs, atol=1e-4)
+            advantages = np.array(row["advantages"], np.float64)[sampled]
+            assert row["advantage"] == pytest.approx(advantages.mean(), abs=1e-5)
+            assert advantages.min() >= lines[step]["critic/advantages/min"] - 1e-5
+            assert advantages.max() <= lines[step]["critic/advantages/max"] + 1e-5
+
+
 @pytest.mark.cluster
 @pytest.mark.vllm
 def test_a_run_writes_all_that_it_promises(
@@ -137,8 +172,8 @@ def test_a_run_writes_all_that_it_promises(
         for name, value in line.items():
             assert item[name] == pytest.approx(value), name
 
-    samples = sorted(path.name for path in (run_dir / "samples").iterdir())
-    assert len(samples) == 3  # of steps 0, 2 and 3
+    assert list(recorded_responses(run_dir)) == [0, 2, 3]
+    check_rollouts(run_dir, lines)
     assert (run_dir / "reward_curve.png").read_bytes().startswith(b"\x89PNG")
     assert (run_dir / "checkpoints").is_dir() and any((run_dir / "logs").iterdir())
     assert f"{run_dir}/reward_curve.png" in ended.stdout.replace("\n", "")
@@ -180,6 +215,10 @@ def test_a_run_writes_all_that_it_promises(
     assert np.mean([row["score"] for row in rows]) == written["metrics"][name]
     assert {row["finish"] for row in rows} <= {"stop", "length"}
     assert all(row["prompt"].endswith("=") and row["answer"] for row in rows)
+    written = pyarrow.parquet.read_table(recorded_responses(run_dir)[3]).to_pylist()
+    for kept, row in zip(written, rows, strict=True):
+        assert kept["response"] == row["response"] and kept["score"] == row["score"]
+        assert kept["response_tokens"] > 0 == kept["member"]
     scores = read_scores(scores_path(run_dir, 3))
     is_core = [name.startswith("val-core/") for name in scores.metrics]
     assert scores.scores[is_core].tolist() == [[row["score"]] for row in rows]

@@ -53,6 +53,7 @@ from verl_ray.config.reward import (
 from verl_ray.config.roles import ModelRole, OptimizerConfig, ReferenceRole, TrainedRole
 from verl_ray.config.rollout import temperature_is_not_too_low
 from verl_ray.config.rollout_task import RolloutTaskConfig
+from verl_ray.config.run import RolloutTrackingConfig, rollout_bound_is_used
 from verl_ray.config.section import OverriddenKeys, set_exactly_when
 from verl_ray.config.suggest import either
 from verl_ray.errors import Problem
@@ -69,6 +70,7 @@ class RLConfig(RolloutTaskConfig):
     reward: Reward
     agent: AgentConfig
     evaluation: EvaluationConfig
+    tracking: RolloutTrackingConfig
     algorithm: AlgorithmConfig
     prepare: PrepareConfig | None
 
@@ -263,6 +265,7 @@ class RLConfig(RolloutTaskConfig):
         yield from greedy_evaluation_needs_one_response(evaluation)
         yield from greedy_evaluation_truncates_nothing(evaluation)
         yield from held_out_deadline_is_used(evaluation, overridden)
+        yield from rollout_bound_is_used(self.tracking, overridden)
         yield from normalised_scores_matter(self)
         yield from mixed_rewards_have_weights(self.reward)
         graders = self.active_graders(learns=True)

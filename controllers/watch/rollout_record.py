@@ -1,0 +1,304 @@
+"""Training rollouts that a run keeps for people to read.
+
+Invariant: which groups of a step are kept follows from their prompts alone, not from
+the order in which they were finished, and a group is kept as a whole. A prompt that was
+chosen is most likely chosen again where it returns, and in other runs on the same data.
+The driver reads the rows that are kept, and no others, while the models learn.
+
+`tracking.rollouts=sampled` orders the prompts of a step by their digests, which are as
+good as random, and keeps the first `GROUPS`. Groups that `algorithm.replay` takes from
+earlier steps are kept by `all` alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from controllers.watch.entries import read_entries
+from controllers.watch.measures import Metrics
+from verl_ray.agents.contract import End
+from verl_ray.cluster.waiting import read
+from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.data.batch import Array, Int64
+from verl_ray.data.buffer import Experience, versions_of_tokens
+from verl_ray.data.pieces import Pieces
+from verl_ray.data.sharded import Sharded
+from verl_ray.data.stages import (
+    Bool,
+    Credit,
+    Finish,
+    Float32,
+    LogProbs,
+    Rollouts,
+    Scores,
+    last_rows,
+)
+from verl_ray.ops.masked import Moments
+from verl_ray.rewards.health import ScoreHealth
+from verl_ray.rewards.shaping import component
+from verl_ray.tracking.rollouts import RolloutFiles, RolloutTable
+from workers.actor import advantages_in_loss
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+GROUPS = 2
+"""Groups of a step that `tracking.rollouts=sampled` keeps."""
+
+_ENDS = [end.value for end in End]
+
+
+@dataclass(frozen=True)
+class LearnedRollouts:
+    """Rollouts of a step, and what it learns from them.
+
+    Attributes:
+        experience: The rollouts with their scores.
+        credit: Their credit, row by row.
+        log_probs: The trainer's log-probs before it learns; None where it computes them
+            with the update alone.
+        whitening: Moments by which the loss whitens advantages; None if it does not.
+    """
+
+    experience: Experience
+    credit: Sharded[Credit]
+    log_probs: Sharded[LogProbs] | None
+    whitening: Moments | None
+
+    def select(self, rows: Int64) -> LearnedRollouts:
+        """Return the rows `rows`, int64 [rows], in this order."""
+        log_probs = self.log_probs
+        return LearnedRollouts(
+            self.experience.select(rows),
+            self.credit.select(rows),
+            None if log_probs is None else log_probs.select(rows),
+            self.whitening,
+        )
+
+
+class RolloutRecord:
+    """Writes the training rollouts that tracking.rollouts keeps.
+
+    Attributes:
+        metrics: What was written of the last step.
+    """
+
+    def __init__(self, config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Continue the files of the run's folder.
+
+        Args:
+            config: Configuration of the run.
+            tokenizer: The tokenizer of the policy.
+        """
+        self._config = config
+        self._tokenizer = tokenizer
+        self._pieces = Pieces(tokenizer)
+        tracking = config.tracking
+        self.metrics: Metrics = {}
+        self._files = RolloutFiles(Path(config.run.dir), tracking.rollouts_max_mb)
+
+    def write(
+        self, step: int, rollouts: LearnedRollouts, digests: Mapping[int, str]
+    ) -> None:
+        """Write the rollouts of a step that are kept.
+
+        Args:
+            step: Number of the step, from 1.
+            rollouts: All rollouts of the step.
+            digests: A digest of each prompt, by the ordinal of its group.
+        """
+        num_rows = 0
+        chosen = self._chosen(rollouts.experience.rollouts.row("group_id"), digests)
+        if len(chosen) and self._files.keeps(step):
+            content = self._table(step, rollouts.select(chosen)).encoded()
+            if self._files.write(step, content):
+                num_rows = len(chosen)
+        self.metrics = {
+            "rollouts/recorded_rows": float(num_rows),
+            "rollouts/recorded_every": float(self._files.every),
+        }
+
+    def _chosen(self, group_id: Int64, digests: Mapping[int, str]) -> Int64:
+        """Return the numbers of the rows that are kept, ascending, int64.
+
+        Args:
+            group_id: int64 [rows], the group of each row.
+            digests: As in `write`.
+        """
+        if self._config.tracking.rollouts == "all":
+            return np.arange(len(group_id), dtype=np.int64)
+        groups = [group for group in np.unique(group_id).tolist() if group in digests]
+        groups.sort(key=lambda group: (digests[group], group))
+        return np.flatnonzero(np.isin(group_id, groups[:GROUPS]))
+
+    def _table(self, step: int, rollouts: LearnedRollouts) -> RolloutTable:
+        """Return rows, read from the object store, as columns."""
+        stall_s = self._config.run.stall_s
+        scores = rollouts.experience.scores
+        rows = read(rollouts.experience.rollouts, stall_s)
+        credit = read(rollouts.credit, stall_s)
+
+        # A trajectory is scored as a whole, on the last of its rows.
+        trajectory = rows.trajectory_id
+        ends = last_rows(trajectory)
+        number = np.searchsorted(ends, np.arange(rows.num_rows))
+        last = ends[number]
+        first = np.append(0, ends + 1)[number]
+        entries = read_entries(scores, stall_s)
+        texts = [json.dumps(of_row, ensure_ascii=False) for of_row in entries]
+
+        tokens = self._token_columns(rows, credit, rollouts)
+        is_learned = credit.in_loss & (rows.response_length > 0)
+        advantage = _means(tokens["advantages"], rows)
+        columns: dict[str, Sequence[Any] | Array] = {
+            "step": np.full(rows.num_rows, step),
+            "ordinal": rows.group_id,
+            "member": trajectory % self._config.rollout.group_size,
+            "trajectory": trajectory,
+            "row": np.arange(rows.num_rows) - first,
+            "data_source": rows.data_source.texts(),
+            "prompt": self._texts(rows, rows.offsets[:-1], rows.prompt_length),
+            "response": self._texts(
+                rows,
+                rows.offsets[:-1] + rows.prompt_length,
+                rows.lengths - rows.prompt_length,
+            ),
+            "answer": rows.answer.texts(),
+            "reward": np.where(_has_reward(rows, scores, last), credit.reward, np.nan),
+            "scores": _scores_by_grader(scores, last),
+            "finish": [Finish(finish).name.lower() for finish in rows.finish],
+            "end": ends_of_rows(rows),
+            "failure": failures_of_rows(rows, scores, last, stall_s),
+            "entries": [texts[row] if entries[row] else "" for row in last],
+            "num_turns": _num_turns(rows),
+            "response_tokens": rows.response_length,
+            "advantage": np.where(is_learned, advantage, np.nan),
+        }
+        return RolloutTable(columns, rows.offsets, tokens)
+
+    def _token_columns(
+        self, rows: Rollouts, credit: Credit, rollouts: LearnedRollouts
+    ) -> dict[str, Sequence[Any] | Array]:
+        """Return the columns with one value per token."""
+        mask = rows.response_mask
+        missing = np.float32(np.nan)
+        log_probs = np.full(rows.num_tokens, missing)
+        if rollouts.log_probs is not None:
+            computed = read(rollouts.log_probs, self._config.run.stall_s).log_probs
+            log_probs = np.where(mask, computed, missing)
+
+        versions = np.full(rows.num_tokens, -1, np.int64)
+        versions[mask] = versions_of_tokens(rows)
+        advantages = advantages_in_loss(
+            self._config.algorithm, rows, credit, rollouts.whitening
+        )
+        is_learned = mask & credit.in_loss[rows.row_of_token]
+
+        pieces: list[str] = []
+        for tokens in np.split(rows.tokens, rows.offsets[1:-1]):
+            pieces += self._pieces.of(tokens.tolist())
+        return {
+            "tokens": rows.tokens,
+            "pieces": pieces,
+            "mask": mask,
+            "rollout_log_probs": np.where(mask, rows.rollout_log_probs, missing),
+            "log_probs": log_probs,
+            "advantages": np.where(is_learned, advantages, missing),
+            "versions": versions,
+        }
+
+    def _texts(self, rows: Rollouts, starts: Int64, lengths: Array) -> list[str]:
+        """Return parts of rows as text, without special tokens."""
+        bounds = zip(starts.tolist(), (starts + lengths).tolist(), strict=True)
+        return [
+            str(
+                self._tokenizer.decode(rows.tokens[start:end], skip_special_tokens=True)
+            )
+            for start, end in bounds
+        ]
+
+
+def _means(values: Sequence[Any] | Array, rows: Rollouts) -> Float32:
+    """Return the mean of each row over its response tokens, float32 [rows]."""
+    mask = rows.response_mask
+    sampled = np.asarray(values)[mask]
+    sums = np.bincount(rows.row_of_token[mask], sampled, minlength=rows.num_rows)
+    means: Float32 = (sums / np.maximum(rows.response_length, 1)).astype(np.float32)
+    return means
+
+
+def _has_reward(
+    rows: Rollouts, scores: Mapping[str, Sharded[Scores]], last: Int64
+) -> Bool:
+    """Return which rows have a reward, bool [rows].
+
+    Args:
+        last: The last row of the trajectory of each row, int64 [rows].
+    """
+    has_reward: Bool = rows.finish != Finish.ABORTED
+    for scored in scores.values():
+        has_reward = has_reward & (scored.row("health")[last] == ScoreHealth.OK)
+    return has_reward
+
+
+def _scores_by_grader(
+    scores: Mapping[str, Sharded[Scores]], last: Int64
+) -> list[list[tuple[str, float | None]]]:
+    """Return the scores of each row's trajectory by grader; None for a failed one."""
+    by_row: list[list[tuple[str, float | None]]] = [[] for _ in last]
+    for role, scored in scores.items():
+        columns = scored.row("score")[last], scored.row("health")[last]
+        for pairs, score, health in zip(by_row, *columns, strict=True):
+            is_ok = health == ScoreHealth.OK
+            pairs.append((component(role), float(score) if is_ok else None))
+    return by_row
+
+
+def ends_of_rows(rows: Rollouts) -> list[str]:
+    """Return how the episode of each row ended; empty for single responses."""
+    if rows.end is None:
+        return [""] * rows.num_rows
+    return [_ENDS[end] for end in rows.end]
+
+
+def _num_turns(rows: Rollouts) -> Array:
+    """Return the turns of the policy in each row's trajectory, [rows]."""
+    if rows.num_turns is None:
+        return np.ones(rows.num_rows, np.int32)
+    return rows.num_turns
+
+
+def failures_of_rows(
+    rows: Rollouts,
+    scores: Mapping[str, Sharded[Scores]],
+    last: Int64,
+    stall_s: float,
+) -> list[str]:
+    """Return what failed in each row's episode or in scoring it; empty if nothing.
+
+    Args:
+        last: The last row of the trajectory of each row, int64 [rows].
+        stall_s: Limit in seconds of reading from the store.
+    """
+    reasons: list[list[str]] = [[] for _ in last]
+    if rows.end_detail is not None:
+        for row, detail in enumerate(rows.end_detail.texts()):
+            if detail:
+                reasons[row].append(detail)
+
+    for role, scored in scores.items():
+        health = scored.row("health")[last]
+        failed = np.flatnonzero(health != ScoreHealth.OK)
+        if not len(failed):
+            continue
+        details = read(scored.select(last[failed]), stall_s).detail.texts()
+        for row, detail in zip(failed.tolist(), details, strict=True):
+            kind = ScoreHealth(health[row]).name.lower()
+            reasons[row].append(f"{component(role)}: {kind}: {detail}".strip(": "))
+    return ["; ".join(of_row) for of_row in reasons]

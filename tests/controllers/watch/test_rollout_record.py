@@ -1,0 +1,54 @@
+"""The groups of a step that are kept for people to read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from controllers.compose.composition import compose
+from controllers.watch.rollout_record import RolloutRecord
+from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.tracking.evaluations import digest
+
+INPUTS = ("model.path=/m", "data.train_path=t", "data.validation_path=v")
+
+
+def record(folder: Path, rollouts: str) -> RolloutRecord:
+    """A record of rollouts in groups of two."""
+    changes = [f"tracking.rollouts={rollouts}", f"run.dir={folder}"]
+    config = compose("grpo", [*INPUTS, "rollout.group_size=2", *changes])
+    assert isinstance(config, RLConfig)
+    return RolloutRecord(config, PreTrainedTokenizerBase())
+
+
+def test_a_prompt_that_was_chosen_is_chosen_again_whatever_was_finished_first(
+    tmp_path: Path,
+) -> None:
+    # Digests of the prompts a to h: d < h < g < a < e < f < b < c.
+    digests = {name: digest(name.encode()) for name in "abcdefgh"}
+    by_digest = sorted("abcdefgh", key=digests.__getitem__)
+    sampled = record(tmp_path, "sampled")
+
+    def chosen(prompts: str, first_ordinal: int) -> str:
+        ordinals = first_ordinal + np.arange(len(prompts))
+        of_ordinals = {
+            int(ordinal): digests[prompt]
+            for ordinal, prompt in zip(ordinals, prompts, strict=True)
+        }
+        group_id = np.repeat(ordinals, 2)
+        rows = sampled._chosen(group_id, of_ordinals)
+        groups = group_id[rows]
+        # Both members of a group, or none.
+        np.testing.assert_array_equal(groups[::2], groups[1::2])
+        return "".join(sorted(prompts[group - first_ordinal] for group in groups[::2]))
+
+    assert chosen("abcdefgh", 0) == "".join(sorted(by_digest[:2]))
+    assert chosen("hgfedcba", 8) == "".join(sorted(by_digest[:2]))
+    # The first prompt of all is kept in whatever step it comes.
+    assert by_digest[0] in chosen(by_digest[0] + "".join(by_digest[5:]), 16)
+    # Groups of earlier steps have no digest any more.
+    assert list(sampled._chosen(np.array([3, 3, 9, 9]), {9: "0"})) == [2, 3]
+    every_row = record(tmp_path, "all")._chosen(np.array([3, 3, 9, 9]), {})
+    assert list(every_row) == [0, 1, 2, 3]

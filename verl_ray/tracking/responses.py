@@ -1,0 +1,170 @@
+"""Every response of an evaluation, as text: `evaluations/step_000010.parquet`.
+
+Invariant: the file is whole or is not there. It stands beside the scores of the same
+evaluation (`evaluations.py`), in the order of the problems and of their responses. The
+responses are written in pieces, since not all of them fit into the driver's memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from verl_ray.errors import TrackingError
+from verl_ray.tracking.evaluations import FOLDER
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+COLUMNS = {
+    "problem": "int32",
+    "member": "int32",
+    "data_source": "string",
+    "prompt": "string",
+    "response": "string",
+    "answer": "string",
+    "score": "float32",  # null where it failed
+    "finish": "string",
+    "end": "string",
+    "failure": "string",
+    "entries": "string",  # JSON; empty where there are none
+    "response_tokens": "int32",
+}
+"""Columns of the file, one line per response, and their types."""
+
+ROWS_AT_ONCE = 256
+
+_NAME = re.compile(r"step_(\d+)\.parquet")
+
+
+@dataclass(frozen=True)
+class HeldOutResponse:
+    """A response to a held-out problem."""
+
+    problem: int
+    """Number of the problem, which is that of its record in the file."""
+
+    data_source: str
+    prompt: str
+    response: str
+    answer: str
+
+    score: float
+    """Number from the grader; nan if it failed."""
+
+    finish: str
+    """Why the response ended: stop, length or aborted."""
+
+    entries: Mapping[str, float | str] = field(default_factory=dict)
+    """What the reward function returned beside the score."""
+
+    member: int = 0
+    """Place of the response among those to its problem, from 0."""
+
+    end: str = ""
+    """How the episode ended; empty for a single response."""
+
+    failure: str = ""
+    """What failed in the episode or in scoring; empty where nothing did."""
+
+    response_tokens: int = 0
+    """Tokens that the policy sampled."""
+
+
+def responses_path(run_dir: Path, step: int) -> Path:
+    """Return the file for the responses of the evaluation after `step` of a run."""
+    return run_dir / FOLDER / f"step_{step:06d}.parquet"
+
+
+def recorded_responses(run_dir: Path) -> dict[int, Path]:
+    """Return the files of responses by their steps, in increasing order."""
+    paths = {}
+    for path in (run_dir / FOLDER).glob("step_*.parquet"):
+        name = _NAME.fullmatch(path.name)
+        if name is not None:
+            paths[int(name[1])] = path
+    return dict(sorted(paths.items()))
+
+
+def drop_responses(run_dir: Path, after: int) -> None:
+    """Remove the responses of evaluations after `after`, which run again.
+
+    Raises:
+        OSError: A file cannot be removed.
+    """
+    for step, path in recorded_responses(run_dir).items():
+        if step > after:
+            path.unlink()
+
+
+def encoded_responses(responses: Iterable[HeldOutResponse]) -> bytes:
+    """Return responses as the content of a Parquet file."""
+    # Imported here, because most processes write none.
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    types = {name: pa.type_for_alias(type_) for name, type_ in COLUMNS.items()}
+    schema = pa.schema(types)
+    content = pa.BufferOutputStream()
+    rows = iter(responses)
+    with pyarrow.parquet.ParquetWriter(content, schema, compression="zstd") as writer:
+        # Consumes the responses in pieces. Ends with the last one.
+        while piece := list(itertools.islice(rows, ROWS_AT_ONCE)):
+            writer.write_table(_table(piece, schema))
+    encoded: bytes = content.getvalue().to_pybytes()
+    return encoded
+
+
+def _table(responses: Iterable[HeldOutResponse], schema: pa.Schema) -> pa.Table:
+    """Return some responses as columns."""
+    import pyarrow as pa
+
+    lines = []
+    for response in responses:
+        line: dict[str, object] = {name: getattr(response, name) for name in COLUMNS}
+        line["score"] = response.score if math.isfinite(response.score) else None
+        line["entries"] = ""
+        if response.entries:
+            line["entries"] = json.dumps(dict(response.entries), ensure_ascii=False)
+        lines.append(line)
+    return pa.Table.from_pylist(lines, schema)
+
+
+def first_responses(path: Path, count: int) -> list[HeldOutResponse]:
+    """Return the first responses in a file of `encoded_responses`.
+
+    Raises:
+        TrackingError: The file cannot be read, or holds something else.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+        lines: list[dict[str, object]] = []
+        for batch in file.iter_batches(max(count, 1), columns=list(COLUMNS)):
+            lines += batch.to_pylist()
+            if len(lines) >= count:
+                break
+        return [_response(line) for line in lines[:count]]
+    except (OSError, pa.ArrowException, ValueError, KeyError, TypeError) as error:
+        raise TrackingError(
+            f"{path}: cannot be read as the responses of an evaluation ({error!r});"
+            " remove it, and the run goes on without it"
+        ) from error
+
+
+def _response(line: Mapping[str, object]) -> HeldOutResponse:
+    """Return a line of the file as a response."""
+    fields = dict(line)
+    if fields["score"] is None:
+        fields["score"] = math.nan
+    entries = str(fields["entries"])
+    fields["entries"] = json.loads(entries) if entries else {}
+    return HeldOutResponse(**fields)  # type: ignore[arg-type]

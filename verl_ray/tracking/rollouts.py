@@ -1,0 +1,237 @@
+"""Training rollouts of a run on the disk, a Parquet file per step that kept any.
+
+A line of `rollouts/step_000010.parquet` is a row of tokens: a prompt and its response,
+or a part of an episode. `ROW_COLUMNS` and `TOKEN_COLUMNS` list what it holds.
+
+Invariant: a file is whole or is not there, and its content follows from the step alone.
+All files together stay within a number of bytes: where a step would go beyond it, only
+the steps that are multiples of twice the distance remain, and so on. The distance never
+falls again, so a run that goes back to an earlier step ends with the same files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl_ray.data.batch import Array, Int64
+from verl_ray.disk import replace_file
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+FOLDER = "rollouts"
+
+BYTES_PER_MB = 1_000_000
+
+ROW_COLUMNS = {
+    "step": "int32",  # training step that learned from the row, from 1
+    "ordinal": "int64",  # running number of the prompt in the run: the group
+    "member": "int32",  # place of the trajectory in its group, from 0
+    "trajectory": "int64",  # equal for the rows of one episode
+    "row": "int32",  # place of the row in its trajectory, from 0
+    "data_source": "string",
+    "prompt": "string",  # text without special tokens
+    "response": "string",  # likewise
+    "answer": "string",  # expected answer of the record; empty without one
+    "reward": "float32",  # what was learned from; null without a score
+    "scores": "map",  # float32 by grader, of the whole trajectory; null where it failed
+    "finish": "string",  # stop, length or aborted
+    "end": "string",  # how the episode ended; empty without one
+    "failure": "string",  # what failed in the episode or in scoring; empty without
+    "entries": "string",  # what graders returned beside scores, as JSON; or empty
+    "num_turns": "int32",  # turns of the policy in the whole trajectory
+    "response_tokens": "int32",  # tokens that the policy sampled
+    "advantage": "float32",  # mean over these; null where the row was not learned from
+}
+"""Columns with one value per row, and their types."""
+
+TOKEN_COLUMNS = {
+    "tokens": "int32",
+    "pieces": "string",  # text of each token; joined they are the text of the row
+    "mask": "bool",  # whether the policy sampled the token
+    "rollout_log_probs": "float32",  # the sampler's; null outside the mask
+    "log_probs": "float32",  # the trainer's, before it learned; null where not computed
+    "advantages": "float32",  # as the loss saw them; null where nothing was learned
+    "versions": "int32",  # policy version that sampled the token; -1 outside the mask
+}
+"""Columns with one value per token of the row, prompt included, and their types."""
+
+_NAME = re.compile(r"step_(\d+)\.parquet")
+_KEPT = "_kept.json"
+_EVERY = "every"
+
+
+@dataclass(frozen=True, eq=False)
+class RolloutTable:
+    """Rollouts of one step as columns.
+
+    Attributes:
+        rows: Values of `ROW_COLUMNS`, [rows] each; NaN becomes null.
+        offsets: First token of each row and the total behind them, int64 [rows + 1].
+        tokens: Values of `TOKEN_COLUMNS`, flat: [tokens] each; NaN becomes null.
+    """
+
+    rows: Mapping[str, Sequence[Any] | Array]
+    offsets: Int64
+    tokens: Mapping[str, Sequence[Any] | Array]
+
+    def encoded(self) -> bytes:
+        """Return the rows as the content of a Parquet file."""
+        # Imported here, because most processes write none.
+        import pyarrow as pa
+        import pyarrow.parquet
+
+        content = pa.BufferOutputStream()
+        pyarrow.parquet.write_table(self._table(), content, compression="zstd")
+        encoded: bytes = content.getvalue().to_pybytes()
+        return encoded
+
+    def _table(self) -> pa.Table:
+        import pyarrow as pa
+
+        columns: dict[str, Any] = {}
+        for name, type_name in ROW_COLUMNS.items():
+            if type_name == "map":
+                type_ = pa.map_(pa.string(), pa.float32())
+            else:
+                type_ = pa.type_for_alias(type_name)
+            columns[name] = pa.array(self.rows[name], type_, from_pandas=True)
+
+        offsets = pa.array(self.offsets, pa.int32())
+        for name, type_name in TOKEN_COLUMNS.items():
+            type_ = pa.type_for_alias(type_name)
+            values = pa.array(self.tokens[name], type_, from_pandas=True)
+            columns[name] = pa.ListArray.from_arrays(offsets, values)
+        return pa.table(columns)
+
+
+def recorded_rollouts(run_dir: Path) -> dict[int, Path]:
+    """Return the files of rollouts by their steps, in increasing order."""
+    paths = {}
+    for path in (run_dir / FOLDER).glob("step_*.parquet"):
+        name = _NAME.fullmatch(path.name)
+        if name is not None:
+            paths[int(name[1])] = path
+    return dict(sorted(paths.items()))
+
+
+def drop_rollouts(run_dir: Path, after: int) -> None:
+    """Remove the rollouts of steps after `after`, which run again.
+
+    Raises:
+        OSError: A file cannot be removed.
+    """
+    for step, path in recorded_rollouts(run_dir).items():
+        if step > after:
+            path.unlink()
+    if after <= 0:
+        (run_dir / FOLDER / _KEPT).unlink(missing_ok=True)
+
+
+class RolloutFiles:
+    """The files of a run's training rollouts, within a number of bytes.
+
+    A disk that takes no file ends no run: this is said once, and tried again with the
+    next step.
+    """
+
+    def __init__(self, run_dir: Path, most_mb: int) -> None:
+        """Begin where the files of the folder end.
+
+        Args:
+            run_dir: Folder of the run.
+            most_mb: Size of all files together, in megabytes.
+        """
+        self._run_dir = run_dir
+        self._folder = run_dir / FOLDER
+        self._most_mb = most_mb
+        self._reported: set[str] = set()
+        self.every = _recorded_distance(self._folder / _KEPT)
+        """Distance of the steps that are kept."""
+
+    def keeps(self, step: int) -> bool:
+        """Return whether the rollouts of a step are kept."""
+        return step % self.every == 0
+
+    def write(self, step: int, content: bytes) -> bool:
+        """Write the rollouts of a step, in place of older ones.
+
+        Args:
+            step: Number of the step.
+            content: `RolloutTable.encoded` of it.
+
+        Returns:
+            Whether they were written.
+        """
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._make_way(step, len(content))
+            if not self.keeps(step):
+                return False
+            replace_file(self._folder / f"step_{step:06d}.parquet", content)
+        except OSError as error:
+            self._say_once(
+                "refused",
+                f"warning: {self._folder} cannot be written ({error}); the run goes on"
+                f" without the rollouts of step {step}, and tries again",
+            )
+            return False
+        return True
+
+    def _make_way(self, step: int, num_bytes: int) -> None:
+        """Raise the distance of the steps until the rollouts of a step fit.
+
+        Raises:
+            OSError: A file cannot be read, written or removed.
+        """
+        most_bytes = self._most_mb * BYTES_PER_MB
+        paths = recorded_rollouts(self._run_dir)
+        paths.pop(step, None)
+        sizes = {other: path.stat().st_size for other, path in paths.items()}
+
+        # Each round halves the steps that remain. Ends when all fit, when this step is
+        # no longer one of them, or at the distance that leaves it alone.
+        while self.keeps(step) and sum(sizes.values()) + num_bytes > most_bytes:
+            if not sizes:
+                self._say_once(
+                    "alone",
+                    f"warning: the rollouts of step {step} are larger than"
+                    f" tracking.rollouts_max_mb = {self._most_mb} alone; they are kept"
+                    " without those of other steps (tracking.rollouts=sampled keeps"
+                    " fewer)",
+                )
+                return
+            self.every *= 2
+            # The distance is known before a file goes, so that none comes again.
+            distance = json.dumps({_EVERY: self.every}).encode()
+            replace_file(self._folder / _KEPT, distance)
+            for other in [other for other in sizes if other % self.every]:
+                paths[other].unlink()
+                del sizes[other]
+            print(
+                f"warning: {self._folder} has reached tracking.rollouts_max_mb ="
+                f" {self._most_mb}; it keeps the rollouts of every"
+                f" {self.every} steps from here on",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _say_once(self, kind: str, text: str) -> None:
+        if kind not in self._reported:
+            self._reported.add(kind)
+            print(text, file=sys.stderr, flush=True)
+
+
+def _recorded_distance(path: Path) -> int:
+    """Return the distance of steps that an earlier process came to; 1 without any."""
+    try:
+        every = json.loads(path.read_text())[_EVERY]
+    except (OSError, ValueError, KeyError, TypeError):
+        return 1
+    return every if isinstance(every, int) and every > 0 else 1
