@@ -284,7 +284,7 @@ def _bounds(interval: Interval | None) -> tuple[float | None, float | None]:
 
 
 def _memory(lines: Sequence[Metrics]) -> list[dict[str, Any]]:
-    """Return the largest measured memory of each role and phase, with the prediction."""
+    """Return the largest memory of each role and phase, measured and predicted."""
     largest: dict[tuple[str, str], dict[str, float]] = {}
     for line in lines:
         for name, value in line.items():
@@ -371,7 +371,9 @@ def _columns(rows: Sequence[tuple[int, RecordedRow]]) -> dict[str, Any]:
         columns[name] = [getattr(row, name) for _, row in rows]
 
     numbers: dict[str, int] = {}
-    columns["prompt"] = [numbers.setdefault(row.prompt, len(numbers)) for _, row in rows]
+    columns["prompt"] = [
+        numbers.setdefault(row.prompt, len(numbers)) for _, row in rows
+    ]
     columns["preview"] = [
         " ".join(row.response[: 2 * _PREVIEW].split())[:_PREVIEW] for _, row in rows
     ]
@@ -393,6 +395,7 @@ def _token_values(row: RecordedRow) -> list[Any] | None:
         for column in (tokens.rollout_log_probs, tokens.log_probs, tokens.advantages)
     ]
     versions = [
-        -1 if version != version else int(version) for version in tokens.versions.tolist()
+        -1 if version != version else int(version)
+        for version in tokens.versions.tolist()
     ]
     return [list(tokens.pieces), tokens.mask.astype(int).tolist(), *numbers, versions]

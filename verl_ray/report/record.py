@@ -21,6 +21,7 @@ import yaml
 from verl_ray.errors import TrackingError
 from verl_ray.ownership import Owner
 from verl_ray.profiling.process_table import STATUS, RunStatus, read_status
+from verl_ray.profiling.trace import TRACE, read_trace
 from verl_ray.report.samples import RecordedRow, read_rows
 from verl_ray.tracking.base import GLOBAL_STEP, HELD_OUT
 from verl_ray.tracking.evaluations import (
@@ -42,7 +43,7 @@ Metrics = Mapping[str, float]
 
 _LOG_BYTES = 1 << 20
 _LOG_ERRORS = 100
-_ERROR = re.compile(r"\b\w*(?:Error|Exception)\b:|\bERROR\b|\bCRITICAL\b|Segmentation")
+_ERROR = re.compile(r"\w(?:Error|Exception): |CRITICAL|Segmentation fault|ut of memory")
 _NUMBERS = re.compile(r"\d+")
 _LONGEST_ERROR = 400
 _TRACE_BYTES = 64 << 20
@@ -149,7 +150,9 @@ def read_run(folder: Path, most_rows: int = 0) -> RunRecord:
 
     state = _state(folder, stints, status, lines)
     if not most_rows:
-        return RunRecord(folder, config, lines, stints, status, state, {}, damage=damage)
+        return RunRecord(
+            folder, config, lines, stints, status, state, {}, damage=damage
+        )
 
     rows, recorded_rows = read_rows(folder, most_rows, damage)
     return RunRecord(
@@ -165,16 +168,16 @@ def read_run(folder: Path, most_rows: int = 0) -> RunRecord:
         faults=_faults(folder / "faults.jsonl", damage),
         log_errors=_log_errors(folder / "logs", damage),
         versions=_versions(folder / "checkpoints"),
-        trace=_trace(folder / "trace.json", damage),
+        trace=_trace(folder / TRACE, damage),
         damage=damage,
     )
 
 
 def fingerprint(folder: Path) -> tuple[tuple[str, int, int], ...]:
     """Return what changes when the record does: names, sizes and times of its files."""
-    names = ("config.yaml", METRICS, "history.jsonl", "faults.jsonl", "trace.json")
+    names = ("config.yaml", METRICS, "history.jsonl", "faults.jsonl", TRACE)
     paths = [folder / name for name in names]
-    paths += [folder / name for name in ("rollouts", "evaluations", "samples")]
+    paths += [folder / name for name in ("rollouts", "evaluations")]
     facts = []
     for path in paths:
         with contextlib.suppress(OSError):
@@ -317,30 +320,15 @@ def _versions(folder: Path) -> dict[str, str]:
     return {}
 
 
-def _trace(path: Path, damage: list[str]) -> list[Mapping[str, Any]]:
-    """Return the events of a trace; a running one may lack its end."""
+def _trace(path: Path, damage: list[str]) -> Sequence[Mapping[str, Any]]:
+    """Return the events of a trace."""
     if not path.is_file():
         return []
+    if path.stat().st_size > _TRACE_BYTES:
+        damage.append(f"{path.name} is too large for a page; open it in Perfetto")
+        return []
     try:
-        if path.stat().st_size > _TRACE_BYTES:
-            damage.append(f"{path.name} is too large for this page; open it in Perfetto")
-            return []
-        text = path.read_text("utf-8", errors="replace")
+        return read_trace(path)
     except OSError as error:
         damage.append(f"{path.name} cannot be read: {error}")
         return []
-    try:
-        tree = json.loads(text)
-    except ValueError:
-        tree = _open_list(text)
-    events = tree.get("traceEvents", []) if isinstance(tree, dict) else tree
-    return [event for event in events if isinstance(event, dict)]
-
-
-def _open_list(text: str) -> list[object]:
-    """Return the events of a list that was not closed, each of them on a line."""
-    events = []
-    for line in text.splitlines():
-        with contextlib.suppress(ValueError):
-            events.append(json.loads(line.strip().rstrip(",").lstrip("[")))
-    return events

@@ -7,9 +7,7 @@ be followed over the steps. Files that cannot be read are named and left out.
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice, zip_longest
@@ -18,6 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+
+from verl_ray.tracking.responses import recorded_responses
+from verl_ray.tracking.rollouts import recorded_rollouts
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -28,7 +29,6 @@ HELD_OUT = "held out"
 MOST_FILES = 100
 """Files of each kind that are read, chosen evenly over the steps."""
 
-_STEP = re.compile(r"step_(\d+)\.\w+")
 _TOKEN_COLUMNS = (
     "pieces",
     "mask",
@@ -98,11 +98,8 @@ def read_rows(
         most_rows: Number of rows at most.
         damage: Receives a sentence for each file that cannot be read.
     """
-    training = _by_step(folder / "rollouts", "parquet")
-    held_out = _by_step(folder / "samples", "jsonl")
-    held_out |= _by_step(folder / "evaluations", "parquet")
-
-    kinds = [paths for paths in (training, held_out) if paths]
+    training = recorded_rollouts(folder)
+    kinds = [paths for paths in (training, recorded_responses(folder)) if paths]
     by_step = []
     recorded = 0
     for paths in kinds:
@@ -124,15 +121,6 @@ def read_rows(
     return list(islice(chain.from_iterable(in_turn), most_rows)), recorded
 
 
-def _by_step(folder: Path, kind: str) -> dict[int, Path]:
-    paths = {}
-    for path in folder.glob(f"step_*.{kind}"):
-        name = _STEP.fullmatch(path.name)
-        if name is not None:
-            paths[int(name[1])] = path
-    return paths
-
-
 def _evenly(steps: Sequence[int], most: int) -> list[int]:
     """Return at most so many steps, the first and the last one among them."""
     if len(steps) <= most:
@@ -152,9 +140,6 @@ def _rows_of(
     path: Path, source: str, step: int, most: int
 ) -> tuple[list[RecordedRow], int]:
     """Return the rows of the first groups of a file, and how many rows it has."""
-    if path.suffix == ".jsonl":
-        return _sample_rows(path, step, most)
-
     # Imported here, because it takes longer than all else of a small report.
     import pyarrow.parquet
 
@@ -167,29 +152,6 @@ def _rows_of(
     order = np.argsort(groups[places], kind="stable")
     table = file.read().take(places[order])
     return list(_table_rows(table, source, step, group)), len(groups)
-
-
-def _sample_rows(path: Path, step: int, most: int) -> tuple[list[RecordedRow], int]:
-    """Return the first held-out samples of an evaluation that kept no more."""
-    rows = []
-    lines = path.read_text("utf-8").split("\n")[:-1]
-    for number, line in enumerate(lines[:most]):
-        fields = json.loads(line)
-        score = fields["score"]
-        row = RecordedRow(
-            source=HELD_OUT,
-            step=step,
-            group=number,
-            member=0,
-            data_source=str(fields["data_source"]),
-            prompt=str(fields["prompt"]),
-            response=str(fields["response"]),
-            answer=str(fields["answer"]),
-            reward=math.nan if score is None else float(score),
-            finish="length" if fields["truncated"] else "stop",
-        )
-        rows.append(row)
-    return rows, len(lines)
 
 
 def _table_rows(

@@ -87,7 +87,7 @@ function heldOutTable(run) {
 
 function keyCharts(report, numbers) {
   const cards = keyPanels.slice(0, 4).map((panel) => panelCard(report, panel, numbers)).filter((card) => card !== null);
-  return cards.length ? element("div", { class: "charts" }, ...cards) : null;
+  return cards.length ? element("div", { class: "charts key" }, ...cards) : null;
 }
 
 function factTable(run) {

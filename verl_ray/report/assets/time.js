@@ -116,11 +116,16 @@ function traceSection(run, redraw) {
 
 /** Return the steps of a trace with their times; all of it where it names none. */
 function stepsOfTrace(names, starts, durations, ofName) {
-  const steps = [];
+  const numbers = names.map((name) => /^step (\d+)/.exec(name)?.[1]);
+  const steps = new Map();
   for (let i = 0; i < starts.length; i++) {
-    if (/^step \d+/.test(names[ofName[i]])) steps.push({ title: names[ofName[i]], start: starts[i], end: starts[i] + durations[i] });
+    const number = numbers[ofName[i]];
+    if (number === undefined) continue;
+    const end = starts[i] + durations[i];
+    const known = steps.get(number) ?? { title: number, start: starts[i], end };
+    steps.set(number, { title: number, start: Math.min(known.start, starts[i]), end: Math.max(known.end, end) });
   }
-  if (steps.length) return steps;
+  if (steps.size) return [...steps.values()];
   return [{ title: "all", start: 0, end: starts.reduce((end, start, i) => Math.max(end, start + durations[i]), 0) }];
 }
 
