@@ -80,8 +80,8 @@ HELP = {
     "train": CommandHelp(
         about=(
             "Train a model. Everything the run writes goes to run.dir"
-            " (outputs/<run.name>): config.yaml, metrics.jsonl, rollouts/, checkpoints/,"
-            " wandb/, logs/."
+            " (outputs/<run.name>): config.yaml, metrics.jsonl, rollouts/,"
+            " checkpoints/, wandb/, logs/."
         ),
         examples="""\
 examples:

@@ -29,6 +29,7 @@ from controllers.system.build import System, restart_lost, start
 from controllers.system.plan import ClusterShape, facts_on
 from controllers.trainers.base import Task, Trainable, read_data, task_of
 from controllers.watch.learning import LearningWatch
+from controllers.watch.trace import TraceTracker
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import (
     AtomicWork,
@@ -55,7 +56,7 @@ from verl_ray.preflight.resolve import (
 from verl_ray.preflight.tables import memory_table, print_resolutions, print_tables
 from verl_ray.profiling.phases import blocking
 from verl_ray.shell import override_of
-from verl_ray.tracking import Trackers, open_trackers
+from verl_ray.tracking import Tracker, Trackers, open_trackers
 from verl_ray.tracking.jsonl import METRICS, read_metrics
 
 
@@ -205,7 +206,7 @@ def _started(
         start(config, session, task.workers, may_restart=policy.may_restart) as system,
         contextlib.closing(snapshots),
         _finished(check),
-        recording(config, resumption) as trackers,
+        recording(config, resumption, system) as trackers,
     ):
         conclusion.record(task, trackers)
         trainer = task.make_trainer(data, system)
@@ -488,7 +489,9 @@ def open_session(config: Config) -> Session:
 
 
 @contextlib.contextmanager
-def recording(config: Config, resumption: Resumption) -> Iterator[Trackers]:
+def recording(
+    config: Config, resumption: Resumption, system: System
+) -> Iterator[Trackers]:
     """Yield the trackers of the run, and close them as failed if the block raises."""
     trackers = Trackers([])
     try:
@@ -504,7 +507,13 @@ def recording(config: Config, resumption: Resumption) -> Iterator[Trackers]:
             )
         # The record is repaired by now, and so are its last lines.
         recorded = read_metrics(Path(config.run.dir) / METRICS)
-        trackers = Trackers([trackers, LearningWatch(config, recorded)])
+        further: list[Tracker] = [LearningWatch(config, recorded)]
+        if config.run.trace == "steps":
+            continues = resumption.recorded_step is not None
+            further.append(
+                TraceTracker(Path(config.run.dir), system.groups, continues=continues)
+            )
+        trackers = Trackers([trackers, *further])
         yield trackers
     except BaseException:
         trackers.close(failed=True)

@@ -60,6 +60,7 @@ from verl_ray.profiling.progress import (
     touch,
     waiting_for_others,
 )
+from verl_ray.profiling.trace import SPANS, ProcessSpans, span
 
 # Streams whose end their callers may not know yet.
 _REMEMBERED_STREAMS = 1024
@@ -261,6 +262,10 @@ class WorkerHost:
         """Peak memory of each call that ended since the last call of this method."""
         return self._memory.take()
 
+    def spans(self) -> ProcessSpans:
+        """Spans of this process since the last call of this method."""
+        return SPANS.take(f"{self._rank_spec.processes}-{self._rank_spec.rank}")
+
     def stacks(self) -> str:
         """Python stacks of all threads but this one, threads that run a call first."""
         return thread_stacks(first_file=__file__)
@@ -304,7 +309,10 @@ class WorkerHost:
         if is_progress:
             begin()
         try:
-            with self._memory(request.role, request.method):
+            with (
+                self._memory(request.role, request.method),
+                span(f"{request.role}.{request.method}", "call", _details(request)),
+            ):
                 yield
         finally:
             if is_progress:
@@ -332,7 +340,8 @@ class WorkerHost:
         arguments: list[object] = []
         for argument in request.args:
             if isinstance(argument, Sharded):
-                argument = read(argument, request.patience_s)
+                with span(f"read {argument.stage.__name__}", "wait"):
+                    argument = read(argument, request.patience_s)
             arguments.append(argument)
         return arguments
 
@@ -393,6 +402,18 @@ class WorkerHost:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
         return Failure(message, trace, tail(self._log_path), None)
+
+
+def _details(request: CallRequest) -> dict[str, Any]:
+    """Return what a trace says of a call: its rows, or its bucket of weights."""
+    details: dict[str, Any] = {}
+    for argument in request.args:
+        if isinstance(argument, Sharded):
+            details = {"rows": len(argument), "tokens": argument.num_tokens} | details
+        # A bucket of weights, whose class would bring torch into every process.
+        elif hasattr(argument, "entries") and hasattr(argument, "nbytes"):
+            details |= {"bucket": argument.index, "bytes": argument.nbytes}
+    return details
 
 
 # -------------------------------------------------------------------------- collectives

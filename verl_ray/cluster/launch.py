@@ -30,13 +30,14 @@ from verl_ray.cluster.processes import (
     silent_sets,
     start,
 )
-from verl_ray.cluster.rank_calls import replies_within
+from verl_ray.cluster.rank_calls import RankCall, replies_within
 from verl_ray.cluster.stalls import IdleProcesses
 from verl_ray.cluster.waiting import CLUSTER_LOSS, TICK_S, Background
 from verl_ray.cluster.whereabouts import ROSTER
 from verl_ray.errors import VerlRayError, WorkerError, worker_error_of
 from verl_ray.profiling.memory import CallPeaks
 from verl_ray.profiling.phases import PHASES
+from verl_ray.profiling.trace import ProcessSpans
 
 W = TypeVar("W")
 
@@ -110,14 +111,33 @@ class Groups:
             Function that waits a moment and returns the replies. Replies of processes
             that are lost are left out.
         """
-        rank_calls = []
-        for processes in self._sets:
-            rank_calls += processes.request_memory()
+        rank_calls = self._request("memory")
 
         def peaks() -> list[CallPeaks]:
             return replies_within(rank_calls, _MEMORY_S)
 
         return peaks
+
+    def request_spans(self) -> Callable[[], list[ProcessSpans]]:
+        """Request what each process did since the last such request.
+
+        Returns:
+            As of `request_memory`.
+        """
+        rank_calls = self._request("spans")
+
+        def spans() -> list[ProcessSpans]:
+            return replies_within(rank_calls, _MEMORY_S)
+
+        return spans
+
+    def _request(self, method: str) -> list[RankCall]:
+        """Call a method of the control group of every process."""
+        return [
+            rank_call
+            for processes in self._sets
+            for rank_call in processes.request(method)
+        ]
 
     def close(self) -> None:
         """Close all workers, stop their processes and release the bundles.

@@ -223,12 +223,12 @@ class Processes:
         started = [member for member in self.members if member.process_info is not None]
         return len(started) == len(self.ranks) and not self.broken
 
-    def request_memory(self) -> list[RankCall]:
-        """Request the `CallPeaks` of every rank, which replies while it is busy too."""
+    def request(self, method: str) -> list[RankCall]:
+        """Call a control method of every rank, which replies while it is busy too."""
         started = [member for member in self.members if member.process_info is not None]
-        rank_calls = [self._send(member, "memory", CONTROL) for member in started]
+        rank_calls = [self._send(member, method, CONTROL) for member in started]
         # `_send` names its calls as parts of a start, which this one is not.
-        return [replace(rank_call, method="memory") for rank_call in rank_calls]
+        return [replace(rank_call, method=method) for rank_call in rank_calls]
 
     def restart(self) -> Restart:
         """Kill all processes, then begin to start the next incarnation."""

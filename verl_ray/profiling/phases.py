@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from verl_ray.profiling.trace import span
+
 FIRST_S = 10.0
 """Seconds without news after which a phase says where it is."""
 LONGEST_S = 60.0
@@ -76,7 +78,8 @@ class Phases:
         phase = _Phase(text, now_s)
         self._phases.append(phase)
         try:
-            yield
+            with span(text if isinstance(text, str) else "phase", "phase"):
+                yield
         finally:
             self._phases.pop()
 
@@ -213,12 +216,13 @@ class Timers:
 
         The time counts also if the block ends in an exception.
         """
-        span = self._spans.setdefault(name, _Union())
-        span.enter(self._clock())
+        union = self._spans.setdefault(name, _Union())
+        union.enter(self._clock())
         try:
-            yield
+            with span(name, "time"):
+                yield
         finally:
-            span.leave(self._clock())
+            union.leave(self._clock())
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -233,7 +237,8 @@ class Timers:
 
         self._waits.enter(self._clock())
         try:
-            yield
+            with span("waiting for workers", "wait"):
+                yield
         finally:
             self._waits.leave(self._clock())
 

@@ -26,6 +26,8 @@ from types import FrameType
 
 import psutil
 
+from verl_ray.profiling.trace import span
+
 _INTERVAL_S = 5.0
 # Logs and sockets of an idle process read far less in one interval.
 _LEAST_BYTES = 1 << 20
@@ -119,7 +121,8 @@ def waiting_for_others() -> Iterator[None]:
     """Report that this thread waits for another process, which may be stuck."""
     _waits.append(None)
     try:
-        yield
+        with span("waiting for others", "wait"):
+            yield
     finally:
         _waits.pop()
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet
@@ -22,6 +24,7 @@ from verl_ray.checkpoint.manifest import CHECKSUM, sealed
 from verl_ray.cluster.session import Session
 from verl_ray.data.prepare import main as prepare_data
 from verl_ray.errors import DataError
+from verl_ray.profiling.trace import read_trace
 from verl_ray.tracking.evaluations import (
     read_scores,
     recorded_evaluations,
@@ -101,9 +104,11 @@ def check_rollouts(run_dir: Path, lines: list[dict[str, float]]) -> None:
             assert row["step"] == step and row["row"] == 0
             assert 8 * (step - 1) <= row["ordinal"] < 8 * step
             text = "".join(row["pieces"])
-            assert text.startswith(row["prompt"] + row["response"])
+            assert re.sub("<[a-z]+>", "", text) == row["prompt"] + row["response"]
             assert row["prompt"].endswith("=") and row["answer"].isdigit()
-            assert row["scores"] == [("reward", row["reward"])] or row["reward"] < 1
+            ((grader, score),) = row["scores"]
+            # The rest is the KL penalty.
+            assert grader == "reward" and abs(row["reward"] - score) < 0.1
             sampled = np.array(row["mask"])
             assert sampled.sum() == row["response_tokens"] > 0
             assert set(np.array(row["versions"])[sampled]) == {step - 1}
@@ -119,6 +124,74 @@ def check_rollouts(run_dir: Path, lines: list[dict[str, float]]) -> None:
             assert advantages.max() <= lines[step]["critic/advantages/max"] + 1e-5
 
 
+def check_trace(run_dir: Path, lines: list[dict[str, float]]) -> None:
+    """A track per process, spans that nest, and the steps as the metrics have them."""
+    events = read_trace(run_dir / "trace.json")
+    tracks = {
+        event["pid"]: event["args"]["name"].partition(" ")[0]
+        for event in events
+        if event["name"] == "process_name"
+    }
+    # Actor, critic and reference share a process.
+    assert sorted(tracks.values()) == [
+        "driver", "engine_trainer-0", "reward-0", "rollout-0",
+    ]  # fmt: skip
+
+    spans = [event for event in events if event["ph"] == "X"]
+    of_threads: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for span in sorted(spans, key=lambda span: (span["ts"], -span["dur"])):
+        of_threads.setdefault((span["pid"], span["tid"]), []).append(span)
+    for of_thread in of_threads.values():
+        open_until: list[float] = []
+        for span in of_thread:
+            begin, end = span["ts"], span["ts"] + span["dur"]
+            # Times have a resolution of a quarter of a microsecond.
+            while open_until and open_until[-1] <= begin + 0.5:
+                open_until.pop()
+            assert not open_until or end <= open_until[-1] + 0.5, span
+            open_until.append(end)
+
+    names = {(tracks[span["pid"]], span["name"]) for span in spans}
+    assert {
+        ("driver", "updating"), ("driver", "waiting for workers"), ("rollout-0", "rollout.generate"),
+        ("engine_trainer-0", "actor.update"), ("engine_trainer-0", "critic.update"), ("reward-0", "reward.score"),
+        ("engine_trainer-0", "actor.send"),
+    } <= names  # fmt: skip
+    buckets = [span for span in spans if span["name"] == "rollout.receive"]
+    sent = sum(line.get("weight_sync/bytes", 0) for line in lines)
+    # The first policy was published before the first step.
+    published = sum(span["args"]["bytes"] for span in buckets)
+    assert published == pytest.approx(4 / 3 * sent, rel=0.01)
+
+    driver = [span for span in spans if tracks[span["pid"]] == "driver"]
+    steps = [span for span in driver if (span["name"], span["cat"]) == ("step", "time")]
+    for span, line in zip(steps, lines[1:], strict=True):
+        assert span["dur"] / 1e6 == pytest.approx(line["timing_s/step"], abs=0.01)
+        inside = [
+            other
+            for other in driver
+            if other["cat"] == "phase"
+            and other["ts"] >= span["ts"]
+            and other["ts"] + other["dur"] <= span["ts"] + span["dur"]
+        ]
+        phases_s = sum(other["dur"] for other in outermost(inside)) / 1e6
+        print(
+            "phases",
+            phases_s,
+            line["timing_s/step"],
+            [o["name"] for o in outermost(inside)],
+        )
+
+
+def outermost(spans: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The spans that are in no other one, of one thread."""
+    outer: list[dict[str, Any]] = []
+    for span in sorted(spans, key=lambda span: (span["ts"], -span["dur"])):
+        if not outer or span["ts"] >= outer[-1]["ts"] + outer[-1]["dur"]:
+            outer.append(span)
+    return outer
+
+
 @pytest.mark.cluster
 @pytest.mark.vllm
 def test_a_run_writes_all_that_it_promises(
@@ -128,6 +201,7 @@ def test_a_run_writes_all_that_it_promises(
     ended = command(
         cluster, "train", "--config-name", "ppo", *inputs.rl(run_dir), "run.total_steps=3", "run.evaluate_every=2",
         "run.checkpoint_every=3", "tracking.wandb.mode=offline", "tracking.tensorboard=true", "evaluation.samples=4",
+        "run.trace=steps",
     )  # fmt: skip
 
     tree = yaml.safe_load((run_dir / "config.yaml").read_text())
@@ -174,6 +248,7 @@ def test_a_run_writes_all_that_it_promises(
 
     assert list(recorded_responses(run_dir)) == [0, 2, 3]
     check_rollouts(run_dir, lines)
+    check_trace(run_dir, lines)
     assert b"Content-Security-Policy" in (run_dir / "report.html").read_bytes()
     assert (run_dir / "checkpoints").is_dir() and any((run_dir / "logs").iterdir())
     assert f"{run_dir}/report.html" in ended.stdout.replace("\n", "")

@@ -1,0 +1,74 @@
+"""The trace of a run, gathered from its processes after each step (run.trace=steps).
+
+Invariant: no step waits for a process that is busy. Processes reply in their control
+group, and one that does not reply soon is asked again after the next step; what it
+noted is not lost but for what its buffer cannot hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from verl_ray.cluster.launch import Groups
+from verl_ray.errors import Interrupted
+from verl_ray.profiling.trace import MOST_BYTES, SPANS, TRACE, TraceFile
+from verl_ray.tracking.base import Sample, Tracker
+
+DRIVER = "driver"
+
+
+class TraceTracker(Tracker):
+    """Appends what the processes did since the last step to trace.json."""
+
+    def __init__(self, run_dir: Path, groups: Groups, *, continues: bool) -> None:
+        """Begin to gather spans.
+
+        Args:
+            run_dir: Folder of the run.
+            groups: The processes of the run.
+            continues: Whether the run goes on from a checkpoint in this folder.
+
+        Raises:
+            OSError: The file cannot be read or written.
+        """
+        self._path = run_dir / TRACE
+        self._groups = groups
+        self._file = TraceFile(self._path, continues=continues)
+        self._has_warned = False
+
+    def samples(self, step: int, rows: Sequence[Sample]) -> None:
+        """Do nothing: samples take no time."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._gather()
+
+    def close(self, failed: bool) -> None:
+        # Processes of a run that has failed may be lost, and no reply of them comes.
+        if failed:
+            self._file.append([SPANS.take(DRIVER)])
+        else:
+            self._gather()
+
+    def outputs(self) -> dict[str, str]:
+        return {"trace": str(self._path)}
+
+    def _gather(self) -> None:
+        """Write the spans of all processes that ended since the last time."""
+        if self._file.is_full:
+            if not self._has_warned:
+                self._has_warned = True
+                print(
+                    f"warning: {self._path} has {MOST_BYTES >> 20} MiB, and nothing"
+                    " more is written to it",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            return
+        processes = [SPANS.take(DRIVER)]
+        # A stop is heeded by the loop, which has a line to write first.
+        with contextlib.suppress(Interrupted):
+            processes += self._groups.request_spans()()
+        self._file.append(processes)
