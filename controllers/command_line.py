@@ -54,6 +54,8 @@ _MODULES_WITH_FLAGS = {
     "ledger": "controllers.commands.ledger",
     "plan": "controllers.commands.plan",
     "play": "controllers.commands.play",
+    "report": "controllers.commands.report",
+    "runs": "controllers.commands.runs",
     "status": "controllers.commands.status",
     "watch": "controllers.commands.watch",
 }

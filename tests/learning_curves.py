@@ -1,12 +1,13 @@
 """Learning curves of the algorithms on the task of the quickstart: whether each learns.
 
 As a program this file makes the quickstart's inputs once, then one run after another
-from the same model, and prints the held-out accuracy of each as it goes on. `--plot`
-draws the curves, and `--json` writes their numbers. The same command with the same
-`--folder` goes on where it stopped: runs that are complete are not made again::
+from the same model, and prints the held-out accuracy of each as it goes on. `--json`
+writes the numbers, and `verl-ray report FOLDER/*` draws them over each other. The same
+command with the same `--folder` goes on where it stopped: runs that are complete are not
+made again::
 
     python -m tests.learning_curves [--algorithm NAME ...] [--schedule NAME ...]
-        [--seed N ...] [--steps 60] [--folder FOLDER] [--plot FILE] [--json FILE]
+        [--seed N ...] [--steps 60] [--folder FOLDER] [--json FILE]
 
 All runs have the settings of the quickstart, and those of their algorithm's file. They
 are no comparison of algorithms: none has its best learning rate here. Deliberately not
@@ -24,8 +25,6 @@ import time
 from dataclasses import astuple, dataclass
 from itertools import product
 from pathlib import Path
-
-import matplotlib
 
 from controllers.compose.listing import groups
 from tests.algorithms.choices import TAKES_SEVERAL_UPDATES
@@ -59,7 +58,7 @@ class Kind:
 
     @property
     def name(self) -> str:
-        """Its name in tables, pictures and folders."""
+        """Its name in tables and folders."""
         usual = (self.schedule, self.seed) == ("synchronous", 0)
         return self.algorithm if usual else "-".join(map(str, astuple(self)))
 
@@ -117,28 +116,6 @@ def make_quickstart(cluster: Session, folder: Path) -> Path:
     return inputs
 
 
-def draw(path: Path, curves: dict[str, dict[int, float]]) -> None:
-    """Draw the curves of all runs, several in a panel."""
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    at_once = 8
-    names = list(curves)
-    parts = [names[i : i + at_once] for i in range(0, len(names), at_once)]
-    figure, panels = pyplot.subplots(
-        1, len(parts), figsize=(4 * len(parts), 4), sharey=True, squeeze=False
-    )
-    for panel, part in zip(panels[0], parts, strict=True):
-        for name in part:
-            panel.plot(list(curves[name]), list(curves[name].values()), label=name)
-        panel.legend(fontsize="small")
-        panel.set_xlabel("step")
-    panels[0][0].set_ylabel("held-out accuracy")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -149,7 +126,6 @@ def main() -> int:
     parser.add_argument("--seed", nargs="+", type=int, default=[0])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--folder", type=Path)
-    parser.add_argument("--plot", type=Path)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
 
@@ -181,8 +157,6 @@ def main() -> int:
                 return 130
             if options.json is not None:
                 options.json.write_text(json.dumps(curves, indent=1) + "\n")
-            if options.plot is not None and curves:
-                draw(options.plot, curves)
     return min(wrong, 1)
 
 

@@ -46,7 +46,6 @@ from verl_ray.tracking.comparison import (
     as_csv,
     as_json,
     compared_rows,
-    comparison_picture,
     intervals,
     show_comparison,
 )
@@ -239,13 +238,12 @@ def _comparison(compared: Sequence[Evaluated]) -> list[ComparedRow]:
 
 
 def _write_comparison(config: Config, compared: Sequence[Evaluated]) -> Path:
-    """Write the comparison as a table and a picture; return its folder."""
+    """Write the comparison as a table; return its folder."""
     rows = _comparison(compared)
     folder = Path(config.run.dir) / "evaluated" / "comparison"
     with _whole_folder(folder) as unfinished:
         replace_file(unfinished / "comparison.json", as_json(rows).encode())
         replace_file(unfinished / "comparison.csv", as_csv(rows).encode())
-        replace_file(unfinished / "comparison.png", comparison_picture(rows))
     return folder
 
 

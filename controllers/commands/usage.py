@@ -60,6 +60,8 @@ commands:
   ledger    print what happened to each prompt of a run, and check it
   status    print what each process of a run does now, and what it waits for
   watch     show a run that another terminal has started, until it ends
+  report    write what runs did to an HTML file, or serve it while they go on
+  runs      list the runs in a folder, with their state and result
   bench     measure speed
 
 `verl-ray <command> --help` says more about each.
@@ -101,7 +103,7 @@ The last one goes on from the newest checkpoint in outputs/first.
             " and, of a policy, every response are written to run.dir/evaluated. With"
             " --checkpoints several are measured one after another, by the same"
             " processes and seeds, and compared: run.dir/evaluated/comparison has a"
-            " table and a picture."
+            " table."
         ),
         examples="""\
 examples:

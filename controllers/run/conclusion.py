@@ -47,6 +47,7 @@ from verl_ray.tracking.history import (
     wall_s,
 )
 from verl_ray.tracking.jsonl import METRICS, newest_samples, read_metrics
+from verl_ray.tracking.report import last_report
 
 SHOWN_SAMPLES = 5
 
@@ -93,6 +94,7 @@ class Conclusion:
         lines = read_metrics(self._folder / METRICS)
         step = self._last_step(lines)
         end_stint(self._folder, step, "finished")
+        last_report(self._folder)
 
         best = best_of(task.config, evaluations_of(lines))
         how = best.early_stop_in_words()
@@ -133,9 +135,11 @@ class Conclusion:
             if self._task is not None and lines:
                 how = f"{ending} after step {step} of {self._task.config.run.steps}"
                 self._report(lines, how)
+                last_report(self._folder)
             # A setting that was refused did not become a run.
             elif not isinstance(failure, ConfigError):
                 self._report_start(ending)
+                last_report(self._folder)
 
     def _report_start(self, ending: Ending) -> None:
         """Print the report of a run that ended before there was anything to record."""

@@ -21,8 +21,8 @@ from verl_ray.config.schema import Config
 from verl_ray.errors import CheckpointError
 from verl_ray.paths import SCRIPT, in_ray_package, program, shown_path
 from verl_ray.shell import for_shell
-from verl_ray.tracking.curve import PICTURE
 from verl_ray.tracking.jsonl import METRICS
+from verl_ray.tracking.report import PAGE
 
 PROGRAM = "verl-ray"
 
@@ -42,8 +42,8 @@ def next_in_words(config: Config) -> str:
     lines = []
     best = _best_evaluation(_newest_checkpoint(config))
     if best is not None and best["step"] == 0:
-        picture = Path(config.run.dir) / PICTURE
-        record = picture if picture.is_file() else picture.with_name(METRICS)
+        report = Path(config.run.dir) / PAGE
+        record = report if report.is_file() else report.with_name(METRICS)
         lines.append(
             f"next: the training did not improve the model. {best['name']} was best"
             f" before the first step, with {best['value']:.4g};"

@@ -1,11 +1,11 @@
-"""Evaluations of several models side by side: rows, files, table and picture."""
+"""Evaluations of several models side by side: rows, files and table."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
-from math import isnan, nan
+from math import isnan
 
 import numpy as np
 
@@ -15,7 +15,6 @@ from verl_ray.tracking.comparison import (
     as_csv,
     as_json,
     compared_rows,
-    comparison_picture,
     intervals,
     show_comparison,
 )
@@ -89,10 +88,3 @@ def test_a_task_without_scores_has_no_intervals() -> None:
     assert second.value == 0.75 and isnan(second.difference)
     missing = compared_rows([bare, ComparedModel("other", 1, {}, {}, None)])[1]
     assert isnan(missing.value)
-
-
-def test_the_picture_stands_also_without_increasing_steps() -> None:
-    for models in ([BASE, BETTER, WHOLE], [WHOLE, BETTER], [BASE]):
-        assert comparison_picture(compared_rows(models)).startswith(b"\x89PNG")
-    empty = ComparedModel("base", 0, {"val-aux/a": nan}, {}, None)
-    assert comparison_picture(compared_rows([empty])).startswith(b"\x89PNG")

@@ -62,7 +62,7 @@ def test_all_trackers_record_a_run_and_its_continuation(
         state.keys() == {"recorded_steps", "wandb_run_id"}
         and state["recorded_steps"] == "0-1"
     )
-    outputs = {"metrics", "curve", "W&B", "TensorBoard"}
+    outputs = {"metrics", "report", "W&B", "TensorBoard"}
     assert set(trackers.outputs()) == outputs
     assert capsys.readouterr().out.count("reward 0.5") == 4
 
@@ -109,8 +109,8 @@ def test_a_record_that_cannot_be_written_stops_the_run_at_its_start(
 @pytest.mark.processes
 def test_importing_the_trackers_loads_no_heavy_library() -> None:
     program = (
-        "import sys, verl_ray.tracking, verl_ray.tracking.curve, verl_ray.tracking.console\n"
-        "print({'wandb', 'torch', 'matplotlib', 'tensorboard', 'ray'} & set(sys.modules))"
+        "import sys, verl_ray.report.page, verl_ray.report.serve, verl_ray.tracking.console\n"
+        "print({'wandb', 'torch', 'vllm', 'tensorboard', 'ray'} & set(sys.modules))"
     )
     ended = subprocess.run(
         [sys.executable, "-c", program], check=True, capture_output=True, text=True

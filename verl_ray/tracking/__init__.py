@@ -12,8 +12,8 @@ from pathlib import Path
 from verl_ray.config.run import RunConfig, TrackingConfig
 from verl_ray.tracking.base import GLOBAL_STEP, Sample, Tracker, Trackers
 from verl_ray.tracking.console import ConsoleTracker
-from verl_ray.tracking.curve import CurveTracker
 from verl_ray.tracking.jsonl import JsonlTracker
+from verl_ray.tracking.report import ReportTracker
 from verl_ray.tracking.tensorboard import TensorBoardTracker
 from verl_ray.tracking.wandb_run import open_wandb
 
@@ -31,8 +31,8 @@ def open_trackers(
 ) -> Trackers:
     """Open the trackers of a run.
 
-    `metrics.jsonl`, `evaluations/` and `reward_curve.png` are always
-    written, the others as configured.
+    `metrics.jsonl`, `evaluations/` and `report.html` are always written, the others as
+    configured.
 
     Args:
         config: Section `tracking` of the configuration.
@@ -54,7 +54,7 @@ def open_trackers(
         # should hold more than the record.
         opened.append(JsonlTracker(run_dir, committed_step, state))
 
-        opened.append(CurveTracker(run_dir))
+        opened.append(ReportTracker(run_dir))
         if config.wandb.mode != "disabled":
             wandb = open_wandb(
                 config.wandb, run_dir, run.name, tree, state or {}, follows=follows

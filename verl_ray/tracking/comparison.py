@@ -1,8 +1,8 @@
-"""Evaluations compared, of one run or of several models: tables, files, a picture.
+"""Evaluations compared, of one run or of several models: tables and files.
 
 Invariant: a difference is paired: it is that of the same problem in both evaluations,
 and several models are compared with the first one. The files have all metrics with
-scores of their own; the table and the picture have the core ones.
+scores of their own; the table has the core ones.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from itertools import pairwise
 from math import exp, isnan, nan
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +24,6 @@ from verl_ray.tracking.base import HELD_OUT
 from verl_ray.tracking.console import plain_console
 from verl_ray.tracking.evaluations import HeldOutScores, with_group_metrics
 from verl_ray.tracking.jsonl import finite
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 LOSS = "val-core/held_out/loss"
 """Held-out loss of SFT: the mean over response tokens."""
@@ -264,52 +260,3 @@ def _text(mean: str, low: float, high: float, sign: str) -> str:
     if isnan(low) or low == high:
         return mean
     return f"{mean} [{low:{sign}.3g}, {high:{sign}.3g}]"
-
-
-# ----------------------------------------------------------------------------- picture
-
-
-def comparison_picture(rows: Sequence[ComparedRow]) -> bytes:
-    """Return a picture of the core metrics with their intervals, as a PNG.
-
-    The models stand at their steps where these increase, and else side by side.
-    """
-    # Imported here because it takes a second.
-    from matplotlib.figure import Figure
-
-    metrics = list(_core(rows))
-    num_columns = min(2, max(1, len(metrics)))
-    num_rows = max(1, -(-len(metrics) // num_columns))
-    figure = Figure(figsize=(5.5 * num_columns, 3 * num_rows), layout="constrained")
-    for number, (metric, of_metric) in enumerate(metrics, start=1):
-        axes = figure.add_subplot(num_rows, num_columns, number)
-        _plot(axes, metric.removeprefix(HELD_OUT), of_metric)
-
-    png = io.BytesIO()
-    figure.savefig(png, dpi=110, format="png")
-    return png.getvalue()
-
-
-def _plot(axes: Axes, title: str, rows: Sequence[ComparedRow]) -> None:
-    """Draw one metric of all models."""
-    steps = [float(row.step) for row in rows]
-    increase = all(step < following for step, following in pairwise(steps))
-    places = steps if increase else [float(number) for number in range(len(rows))]
-    below = [0.0 if isnan(row.low) else row.value - row.low for row in rows]
-    above = [0.0 if isnan(row.high) else row.high - row.value for row in rows]
-    axes.errorbar(
-        places,
-        [row.value for row in rows],
-        yerr=[below, above],
-        fmt="o-" if increase else "o",
-        capsize=3,
-        markersize=4,
-    )
-    if increase:
-        axes.set_xlabel("training step", fontsize=8)
-    else:
-        labels = [row.name for row in rows]
-        axes.set_xticks(places, labels, rotation=20, ha="right", fontsize=7)
-    axes.set_title(title, fontsize=10, loc="left")
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)

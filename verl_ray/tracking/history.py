@@ -222,6 +222,20 @@ PREPARING = "making the inputs (warm start)"
 REST = "ending, and work that was repeated"
 
 
+def phase_names(names: Iterable[str]) -> dict[str, str]:
+    """Return the metrics of a step's phases among some names, with words for them.
+
+    Phases that lie within others are left out.
+    """
+    words = {}
+    for name in names:
+        phase = name.removeprefix(_TIMING)
+        # A name with a slash is of a part of a phase.
+        if name.startswith(_TIMING) and "/" not in phase and phase not in _NO_PHASE:
+            words[name] = _IN_WORDS.get(phase, phase.replace("_", " "))
+    return words
+
+
 def phase_durations(
     lines: Iterable[Mapping[str, float]],
     total_s: float | None,

@@ -74,6 +74,5 @@ def test_each_checkpoint_is_measured_as_its_run_measured_it(
     ]
     assert written[0]["checkpoint"] is None
     assert written[2]["checkpoint"].endswith("step_00000002")
-    assert (folder / "comparison" / "comparison.png").read_bytes()[:4] == b"\x89PNG"
     assert said.stdout.count("auto: what these settings become here") == 1
     assert "run/step_2" in said.stdout

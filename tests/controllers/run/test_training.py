@@ -249,9 +249,9 @@ def test_a_run_writes_all_that_it_promises(
     assert list(recorded_responses(run_dir)) == [0, 2, 3]
     check_rollouts(run_dir, lines)
     check_trace(run_dir, lines)
-    assert (run_dir / "reward_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert b"Content-Security-Policy" in (run_dir / "report.html").read_bytes()
     assert (run_dir / "checkpoints").is_dir() and any((run_dir / "logs").iterdir())
-    assert f"{run_dir}/reward_curve.png" in ended.stdout.replace("\n", "")
+    assert f"{run_dir}/report.html" in ended.stdout.replace("\n", "")
     assert list(recorded_evaluations(run_dir)) == [0, 2, 3]
     assert "finished after 3 steps" in ended.stdout
     assert "where the time went" in ended.stdout

@@ -1,0 +1,109 @@
+"""The command `runs`: the runs in a folder, with their state and their result.
+
+Invariant: a folder counts as a run if it has a config.yaml. One that cannot be read is
+listed with what is wrong, and hides no other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from rich.table import Table
+
+from verl_ray.errors import ConfigError, Problem
+from verl_ray.paths import OUTPUTS, typed_path
+from verl_ray.report.record import RunRecord, read_run
+from verl_ray.tracking.comparison import is_lower_better
+from verl_ray.tracking.console import plain_console
+from verl_ray.tracking.history import wall_s
+
+_REWARD = "critic/rewards/mean"
+
+
+def main(argv: list[str]) -> int:
+    """Print the runs in a folder.
+
+    Raises:
+        ConfigError: There is no such folder.
+    """
+    arguments = _parser().parse_args(argv)
+    folder = typed_path("FOLDER", arguments.folder)
+    if not folder.is_dir():
+        fix = "Name the folder that holds the folders of runs."
+        rule = "there is no such folder"
+        raise ConfigError([Problem("FOLDER", arguments.folder, rule, fix)])
+
+    # A sweep has its runs one level below.
+    paths = [*folder.glob("*/config.yaml"), *folder.glob("*/*/config.yaml")]
+    records = [read_run(path.parent) for path in sorted(paths)]
+    if not records:
+        print(f"{folder} holds no runs")
+        return 0
+
+    # The one that began last stands last, next to the prompt of the terminal.
+    records.sort(key=lambda run: run.stints[0].begun_s if run.stints else 0.0)
+    table = Table(box=None, pad_edge=False, header_style="")
+    table.add_column("run", overflow="fold")
+    table.add_column("state", no_wrap=True)
+    for title in ("steps", "time"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("result", overflow="fold")
+    for run in records:
+        name = str(run.folder.relative_to(folder))
+        table.add_row(name, run.state, _steps(run), _time(run), _result(run))
+    plain_console(sys.stdout, None).print(table)
+    return 0
+
+
+def _steps(run: RunRecord) -> str:
+    return f"{run.step}" if run.total_steps is None else f"{run.step}/{run.total_steps}"
+
+
+def _time(run: RunRecord) -> str:
+    seconds = round(wall_s(list(run.stints)))
+    hours, minutes = divmod(seconds // 60, 60)
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds % 60:02}s"
+
+
+def _result(run: RunRecord) -> str:
+    """Return the first held-out metric before and at its best, or the last reward."""
+    if run.damage:
+        return run.damage[0]
+    evaluations = run.evaluations
+    names = sorted({name for values in evaluations.values() for name in values})
+    if names:
+        name = names[0]
+        steps = [step for step, values in evaluations.items() if name in values]
+        choose = min if is_lower_better(name) else max
+        best = choose(steps, key=lambda step: evaluations[step][name])
+        first = min(steps)
+        before = f"{evaluations[first][name]:.4g}"
+        after = f"{evaluations[best][name]:.4g} at step {best}"
+        text = after if best == first else f"{before} -> {after}"
+        return f"{name.removeprefix('val-core/')} {text}"
+
+    rewards = [line[_REWARD] for line in run.lines if _REWARD in line]
+    return f"reward {rewards[-1]:.4g}" if rewards else "-"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="verl-ray runs",
+        description=(
+            "Print the runs in a folder, the newest one last: how each stands, how far"
+            " it is, and its first held-out metric before the first step and at its"
+            " best. Nothing is started or changed."
+        ),
+        epilog=f"examples:\n  verl-ray runs\n  verl-ray runs {OUTPUTS}/sweep\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        default=str(OUTPUTS),
+        metavar="FOLDER",
+        help=f"the folder; {OUTPUTS} without it",
+    )
+    return parser

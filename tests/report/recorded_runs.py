@@ -1,0 +1,168 @@
+"""Folders of runs, written by what writes those of real runs."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+from verl_ray.profiling.trace import ProcessSpans, Span, TraceFile
+from verl_ray.tracking.evaluations import HeldOutScores
+from verl_ray.tracking.history import begin_stint, end_stint, ready_stint
+from verl_ray.tracking.jsonl import JsonlTracker
+from verl_ray.tracking.responses import HeldOutResponse
+from verl_ray.tracking.rollouts import RolloutFiles, RolloutTable
+
+ACCURACY = "val-core/sums/acc/mean@1"
+
+
+def held_out(shift: int) -> HeldOutScores:
+    """Scores of eight problems, of which `shift` more than three are right."""
+    scores = np.array([[float(i < 3 + shift)] for i in range(8)])
+    digests = [f"{i:08x}" for i in range(8)]
+    return HeldOutScores(range(8), digests, [ACCURACY] * 8, scores)
+
+
+def rollouts(step: int, texts: list[tuple[str, str]], members: int = 2) -> RolloutTable:
+    """Rollouts of a step: for each prompt and response, as many members of a group.
+
+    The reward of member m is m, and the pieces are characters. The log-prob of each
+    sampled one is -0.5 for the sampler and -0.25 for the trainer.
+    """
+    rows = [
+        (number, member, prompt, response)
+        for number, (prompt, response) in enumerate(texts)
+        for member in range(members)
+    ]
+    count = len(rows)
+    pieces = [list(prompt + response) for _, _, prompt, response in rows]
+    mask = np.concatenate(
+        [
+            [False] * len(prompt) + [True] * len(response)
+            for _, _, prompt, response in rows
+        ]
+    )
+    zeros = np.zeros(count, dtype=np.int32)
+    return RolloutTable(
+        rows={
+            "step": zeros + step,
+            "ordinal": np.array([100 * step + row[0] for row in rows]),
+            "member": np.array([row[1] for row in rows]),
+            "trajectory": np.arange(count),
+            "row": zeros,
+            "data_source": ["sums"] * count,
+            "prompt": [row[2] for row in rows],
+            "response": [row[3] for row in rows],
+            "answer": ["3"] * count,
+            "reward": np.array([float(row[1]) for row in rows], np.float32),
+            "scores": [[("reward", float(row[1])), ("style", None)] for row in rows],
+            "finish": ["length" if row[1] else "stop" for row in rows],
+            "end": [""] * count,
+            "failure": ["style: timeout" if row[1] else "" for row in rows],
+            "entries": [""] * count,
+            "num_turns": zeros + 1,
+            "response_tokens": np.array([len(row[3]) for row in rows]),
+            "advantage": np.array([row[1] - 0.5 for row in rows], np.float32),
+        },
+        offsets=np.cumsum([0, *map(len, pieces)]),
+        tokens={
+            "tokens": np.arange(len(mask), dtype=np.int32),
+            "pieces": [piece for row in pieces for piece in row],
+            "mask": mask,
+            "rollout_log_probs": np.where(mask, -0.5, math.nan),
+            "log_probs": np.where(mask, -0.25, math.nan),
+            "advantages": np.where(mask, 1.0, math.nan),
+            "versions": np.where(mask, step - 1, -1),
+        },
+    )
+
+
+def write_run(
+    folder: Path,
+    *,
+    steps: int = 4,
+    texts: list[tuple[str, str]] | None = None,
+    lr: float = 1e-6,
+    ending: str = "finished",
+    name: str = "sums",
+    source: str = "sums",
+    extra: dict[str, float] | None = None,
+) -> Path:
+    """Write the record of a run that evaluates before its first and after its last step.
+
+    Each step has a reward of its number over ten, and a duration of two seconds, of
+    which half is generation. With an ending of "crashed" the history has no end, and the
+    last line of metrics.jsonl is torn.
+    """
+    folder.mkdir(parents=True)
+    texts = texts or [("1+2=", "3"), ("2+2=", "5")]
+    config = {
+        "task": "rl",
+        "run": {"name": name, "dir": str(folder), "total_steps": steps},
+        "algorithm": {"name": "grpo"},
+        "actor": {"optimizer": {"lr": lr}},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    begin_stint(folder, 0, 1000.0)
+    ready_stint(folder)
+
+    tracker = JsonlTracker(folder)
+    files = RolloutFiles(folder, most_mb=100)
+    for step in range(steps + 1):
+        line = {"training/global_step": step, **(extra or {})}
+        if step > 0:
+            line |= {
+                "critic/rewards/mean": step / 10,
+                "timing_s/step": 2.0,
+                "timing_s/gen": 1.0,
+                "timing_s/weight_sync/stream": 0.1,
+                "perf/total_num_tokens": 100.0,
+                "memory/actor/learn_gib": 1.0 + step,
+                "memory/actor/learn_predicted_gib": 2.0,
+                "reward_health/ok": 3.0,
+                "reward_health/timeout": 1.0,
+            }
+            files.write(step, rollouts(step, texts).encoded())
+        if step in (0, steps):
+            tracker.scores(step, held_out(2 if step else 0))
+            tracker.responses(step, held_out_responses(texts, source))
+            line[ACCURACY] = 0.625 if step else 0.375
+        tracker.log(step, line)
+    tracker.close(failed=ending != "finished")
+
+    if ending == "crashed":
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write('{"training/global_step": 5, "critic/rew')
+    else:
+        end_stint(folder, steps, ending)  # type: ignore[arg-type]
+    return folder
+
+
+def held_out_responses(
+    texts: list[tuple[str, str]], source: str
+) -> list[HeldOutResponse]:
+    """One response to each prompt, right to the first one alone."""
+    return [
+        HeldOutResponse(
+            number, source, prompt, response, "3", float(not number), "stop"
+        )
+        for number, (prompt, response) in enumerate(texts)
+    ]
+
+
+def write_trace(folder: Path, name: str = "actor") -> None:
+    """Add a trace with two steps: a second of the driver, half of it of another one."""
+    half = 500_000_000
+    trace = TraceFile(folder / "trace.json", continues=False)
+    for step in (1, 2):
+        begun = 2 * half * step
+        driver = Span(f"step {step}/2", "phase", 1, begun, begun + 2 * half)
+        update = Span("update", "call", 2, begun, begun + half)
+        trace.append(
+            [
+                ProcessSpans("driver", 10, "host", 0, [driver], 0),
+                ProcessSpans(name, 11, "host", 0, [update], 0),
+            ]
+        )

@@ -1,0 +1,353 @@
+"""The page in a real browser: Debian's Chromium, driven by Playwright.
+
+Without them these tests fail; `scripts/setup --browser` installs both.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from tests.report.recorded_runs import rollouts, write_run, write_trace
+from verl_ray.report.serve import LOOPBACK, ReportServer
+from verl_ray.tracking.history import begin_stint
+from verl_ray.tracking.jsonl import METRICS, JsonlTracker
+from verl_ray.tracking.report import write_report
+from verl_ray.tracking.rollouts import RolloutFiles
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+DESKTOP = (1280, 900)
+PHONE = (390, 844)
+
+HOSTILE = [
+    "</script><script>window.hit = 1</script>",
+    "<img src=x onerror='window.hit = 1'>",
+    "\u2028\u2029\u202ewindow.hit = 1\u202c\u2066",
+    "javascript:window.hit=1//'\"`${window.hit = 1}",
+    "nul \0 and <svg onload=window.hit=1>",
+    "--><!--<script>window.hit = 1",
+]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    program = shutil.which("chromium")
+    assert program is not None, "there is no chromium: scripts/setup --browser"
+    with sync_playwright() as playwright:
+        # Chromium's sandbox needs rights that containers do not have.
+        flags = ["--no-sandbox"]
+        browser = playwright.chromium.launch(executable_path=program, args=flags)
+        yield browser
+        browser.close()
+
+
+class Opened:
+    """A page in a browser, with what it requested and complained about."""
+
+    def __init__(
+        self,
+        browser: Browser,
+        url: str,
+        size: tuple[int, int] = DESKTOP,
+        theme: str = "light",
+    ) -> None:
+        width, height = size
+        context = browser.new_context(
+            viewport={"width": width, "height": height},
+            color_scheme=theme,  # type: ignore[arg-type]
+        )
+        self.page: Page = context.new_page()
+        self.requests: list[str] = []
+        self.complaints: list[str] = []
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("dialog", lambda dialog: self.complaints.append(dialog.message))
+        began_s = time.monotonic()
+        self.page.goto(url)
+        self.page.wait_for_selector("body[data-ready]")
+        self.seconds = time.monotonic() - began_s
+
+    def tab(self, name: str) -> None:
+        self.page.get_by_role("tab", name=name).click()
+        self.page.wait_for_selector(
+            f"[role=tab][aria-selected=true]:has-text('{name}')"
+        )
+
+    def count(self) -> str:
+        self.page.wait_for_selector("#count")
+        return self.page.locator("#count").inner_text()
+
+    def width(self) -> int:
+        return int(self.page.evaluate("document.documentElement.scrollWidth"))
+
+
+def made(folder: Path, *others: Path) -> str:
+    """Write the report of some runs, and return the URL of the file."""
+    output = folder / "report.html"
+    write_report([folder, *others], output)
+    return output.as_uri()
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("size", [DESKTOP, PHONE])
+def test_every_tab_draws_itself_without_a_request(
+    browser: Browser, tmp_path: Path, size: tuple[int, int], theme: str
+) -> None:
+    folder = write_run(tmp_path / "run")
+    write_trace(folder)
+    opened = Opened(browser, made(folder), size, theme)
+    page = opened.page
+    for tab in ("Curves", "Samples", "Time and memory", "Settings", "Overview"):
+        opened.tab(tab)
+        page.wait_for_selector("main > :first-child")
+        # Nothing makes the page wider than the screen.
+        assert opened.width() <= size[0], tab
+    opened.tab("Curves")
+    page.wait_for_selector(".plot canvas")
+    assert page.locator(".chart").first.inner_text().startswith("reward, or loss")
+    assert "0.4" in page.locator(".chart .values").first.inner_text()
+    opened.tab("Time")
+    page.wait_for_selector("canvas.gantt")
+    assert page.get_by_label("step").evaluate("menu => menu.options.length") == 2
+
+    dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (dark == "rgb(20, 23, 26)") == (theme == "dark")
+    assert opened.requests == [opened.page.url.partition("#")[0]]
+    assert opened.complaints == []
+
+
+def test_rows_are_filtered_sorted_and_set_side_by_side(
+    browser: Browser, tmp_path: Path
+) -> None:
+    opened = Opened(browser, made(write_run(tmp_path / "run")) + "#samples")
+    page = opened.page
+    assert opened.count().startswith("20 of 20 rows")
+    page.get_by_label("from", exact=True).select_option("training")
+    page.wait_for_function(
+        "document.querySelector('#count').innerText.startsWith('16 of')"
+    )
+    page.get_by_label("step", exact=True).select_option("3")
+    page.wait_for_function(
+        "document.querySelector('#count').innerText.startsWith('4 of')"
+    )
+    page.get_by_label("reward from").fill("0.5")
+    page.get_by_label("reward from").press("Enter")
+    page.wait_for_function(
+        "document.querySelector('#count').innerText.startsWith('2 of')"
+    )
+    page.get_by_role("button", name="clear").click()
+    page.wait_for_function(
+        "document.querySelector('#count').innerText.startsWith('20 of')"
+    )
+    page.get_by_label("failure", exact=True).select_option("any failure")
+    page.wait_for_function(
+        "document.querySelector('#count').innerText.startsWith('8 of')"
+    )
+    page.get_by_role("button", name="clear").click()
+    page.get_by_label("sort", exact=True).select_option("rewardDown")
+    page.wait_for_function("document.querySelector('.item b').innerText === '1'")
+    page.get_by_label("sort", exact=True).select_option("rewardUp")
+    page.wait_for_function("document.querySelector('.item b').innerText === '0'")
+
+    # The keyboard moves through the list.
+    page.get_by_label("from", exact=True).select_option("training")
+    page.wait_for_function(
+        "document.querySelector('#count').innerText.startsWith('16 of')"
+    )
+    page.locator("#list").focus()
+    page.keyboard.press("ArrowDown")
+    page.wait_for_selector(".item:nth-child(2)[aria-selected=true]")
+
+    page.get_by_role("button", name="its group").click()
+    page.wait_for_function("document.querySelectorAll('.sample').length === 2")
+    page.get_by_role("button", name="its prompt over the steps").click()
+    page.wait_for_function("document.querySelectorAll('.sample').length === 8")
+    assert opened.complaints == []
+
+
+def test_tokens_are_coloured_by_their_values(browser: Browser, tmp_path: Path) -> None:
+    opened = Opened(browser, made(write_run(tmp_path / "run")) + "#samples")
+    page = opened.page
+    page.get_by_label("from", exact=True).select_option("training")
+    page.wait_for_selector(".text-block span[title]")
+    token = page.locator(".text-block span[title]").first
+    title = token.get_attribute("title")
+    assert title == "log-prob -0.500, of the trainer -0.250, advantage 1.000, version 0"
+
+    def shade() -> str:
+        script = "span => getComputedStyle(span).backgroundColor"
+        return str(page.locator(".text-block span[title]").first.evaluate(script))
+
+    shades = []
+    for coloring in ("none", "logProb", "difference", "advantage", "version", "turns"):
+        page.get_by_label("colour by").select_option(coloring)
+        page.wait_for_function(
+            "name => [...document.querySelectorAll('select')].some(s => s.value === name)",
+            arg=coloring,
+        )
+        page.wait_for_timeout(50)
+        shades.append(shade())
+    assert len(set(shades)) == 6 and shades[0] == "rgba(0, 0, 0, 0)"
+    # No token of the prompt is coloured, and all of it is there.
+    assert page.locator(".text-block .given").all_inner_texts() == list("1+2=")
+
+
+def test_runs_are_laid_over_each_other_and_zoom_together(
+    browser: Browser, tmp_path: Path
+) -> None:
+    folders = [
+        write_run(tmp_path / name, lr=lr, name=name, steps=9)
+        for name, lr in (("low", 1e-6), ("high", 1e-5), ("higher", 1e-4))
+    ]
+    opened = Opened(browser, made(*folders) + "#curves")
+    page = opened.page
+    page.wait_for_selector(".plot canvas")
+    first = page.locator(".chart .values").first
+    assert [text.split()[0] for text in first.locator("i").all_inner_texts()[1:]] == [
+        "low",
+        "high",
+        "higher",
+    ]
+    differences = page.locator("#differences tbody tr")
+    assert differences.count() == 1
+    assert differences.inner_text().split() == [
+        "actor.optimizer.lr",
+        "0.000001",
+        "0.00001",
+        "0.0001",
+    ]
+
+    page.get_by_role("button", name="higher").click()
+    page.wait_for_function(
+        "document.querySelector('.chart .values')?.querySelectorAll('i').length === 3"
+    )
+    box = page.locator(".plot .u-over").first.bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 50)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 60, steps=4)
+    page.mouse.up()
+    page.wait_for_function("sharedZoom !== null")
+    ranges = page.evaluate("[...openCharts].map(chart => chart.scales.x.max)")
+    assert len(set(ranges)) == 1 and len(ranges) > 2 and ranges[0] < 9
+    page.get_by_role("button", name="all steps").click()
+    page.wait_for_function("[...openCharts].every(chart => chart.scales.x.max === 9)")
+
+    page.get_by_label("Name of a metric").fill("TIMING_S")
+    page.wait_for_function("document.querySelectorAll('#panels .chart').length === 3")
+    assert opened.complaints == []
+
+
+def test_hostile_texts_run_nothing(browser: Browser, tmp_path: Path) -> None:
+    folder = write_run(
+        tmp_path / "run",
+        texts=[(text, text) for text in HOSTILE],
+        name="".join(HOSTILE).replace("\0", ""),
+        source=HOSTILE[1],
+        extra={f"{text}/m": 1.0 for text in [*HOSTILE, "__proto__"]},
+    )
+    write_trace(folder, HOSTILE[1])
+    (folder / "logs").mkdir()
+    (folder / "logs" / "<img onerror=hit>-0.log").write_text(
+        f"ValueError: {HOSTILE[1]}\n"
+    )
+    opened = Opened(browser, made(folder))
+    page = opened.page
+    for tab in ("Curves", "Samples", "Time and memory", "Settings"):
+        opened.tab(tab)
+        page.wait_for_selector("main > :first-child")
+        if tab == "Curves":
+            page.evaluate(
+                "document.querySelectorAll('details').forEach(d => d.open = true)"
+            )
+    opened.tab("Samples")
+    page.get_by_label("from", exact=True).select_option("training")
+    for mode in ("its group", "its prompt over the steps"):
+        page.get_by_role("button", name=mode).click()
+        page.wait_for_function("document.querySelectorAll('.sample').length > 1")
+    texts = page.locator("main").inner_text()
+    assert "</script><script>window.hit = 1</script>" in texts
+
+    assert page.evaluate("window.hit === undefined")
+    assert page.locator("main img, main svg, main script, main a").count() == 0
+    # Marks that turn the direction of text are named instead.
+    assert "\u202e" not in texts
+    assert opened.complaints == [] and len(opened.requests) == 1
+
+
+def write_large_run(folder: Path) -> None:
+    """Write 10,000 steps of 150 metrics, and 5,000 rows of 200 tokens."""
+    random = np.random.default_rng(0)
+    names = [f"group_{i % 10}/metric_{i}" for i in range(147)]
+    names += ["critic/rewards/mean", "response_length/mean", "actor/kl_loss"]
+    begin_stint(folder, 0, time.time() - 1e5)
+    tracker = JsonlTracker(folder)
+    for step, values in enumerate(random.normal(size=(10_000, 150)).tolist(), start=1):
+        tracker.log(
+            step,
+            {"training/global_step": step, **dict(zip(names, values, strict=True))},
+        )
+    tracker.close(failed=False)
+
+    files = RolloutFiles(folder, most_mb=1000)
+    words = np.array(["one", "two", "seven", "left", "=", "+", "therefore", "so"])
+    for step in range(100, 10_001, 100):
+        texts = [
+            (f"{step + i}+2=", " ".join(random.choice(words, 40).tolist()))
+            for i in range(25)
+        ]
+        files.write(step, rollouts(step, texts).encoded())
+
+
+def test_ten_thousand_steps_and_five_thousand_rows_are_usable_at_once(
+    browser: Browser, tmp_path: Path
+) -> None:
+    write_large_run(tmp_path)
+    url = made(tmp_path)
+    assert (tmp_path / "report.html").stat().st_size < 15e6
+    opened = Opened(browser, url)
+    page = opened.page
+    page.wait_for_selector(".plot canvas")
+    assert math.isfinite(opened.seconds)
+    opened.tab("Samples")
+    assert opened.count().startswith("5,000 of 5,000 rows")
+    # Only what is in view exists.
+    assert page.locator(".item").count() < 60
+    page.get_by_label("sort", exact=True).select_option("step")
+    page.wait_for_function(
+        "document.querySelector('.item .top').innerText.includes('10000')"
+    )
+    opened.tab("Curves")
+    page.wait_for_selector(".plot canvas")
+    assert opened.complaints == []
+    print(f"usable after {opened.seconds:.2f} s")
+
+
+def test_a_served_page_follows_its_run(browser: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", ending="stopped")
+    with ReportServer([folder], LOOPBACK, 0, token="") as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            opened = Opened(browser, server.address)
+            assert "4 of 4" in opened.page.locator(".facts").inner_text()
+            tracker = JsonlTracker(folder, committed_step=4)
+            tracker.log(5, {"training/global_step": 5, "critic/rewards/mean": 1.0})
+            tracker.close(failed=False)
+            assert (folder / METRICS).exists()
+            opened.page.wait_for_selector(".facts:has-text('5 of 4')", timeout=30_000)
+            assert {url.split("?")[0] for url in opened.requests} == {server.address}
+            assert opened.complaints == []
+        finally:
+            server.shutdown()
+            thread.join()

@@ -1,0 +1,193 @@
+"""The page of a run: what its blocks hold, and that nothing else of the run is in it."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.report.recorded_runs import ACCURACY, write_run, write_trace
+from verl_ray.report import page as page_module
+from verl_ray.report.blocks import Blocks, planes
+from verl_ray.report.page import page
+from verl_ray.report.record import read_run
+
+_BLOCK = re.compile(r'<script type="text/plain" id="block-(\d+)">([^<]*)</script>')
+
+
+class Opened:
+    """A page as its own script reads it."""
+
+    def __init__(self, html: bytes) -> None:
+        text = html.decode()
+        self.blocks = {int(number): packed for number, packed in _BLOCK.findall(text)}
+        (index,) = re.findall(r'<body data-index="(\d+)">', text)
+        self.index = self.json(int(index))
+
+    def content(self, number: int) -> bytes:
+        return gzip.decompress(base64.b64decode(self.blocks[number]))
+
+    def json(self, number: int) -> Any:
+        return json.loads(self.content(number))
+
+    def numbers(self, name: str, run: int = 0) -> list[float]:
+        """The values of a metric."""
+        number = dict(self.index["runs"][run]["metrics"])[name]
+        columns = np.frombuffer(self.content(number), np.uint8).reshape(4, -1)
+        return np.ascontiguousarray(columns.T).view("<f4")[:, 0].tolist()
+
+
+def test_numbers_have_five_significant_digits() -> None:
+    values = np.array([0.0, 1.0, -123456.0, 1.2345678e-30, 3e38, np.nan, np.inf, 1e300])
+    columns = np.frombuffer(planes(values), np.uint8).reshape(4, -1)
+    read = np.ascontiguousarray(columns.T).view("<f4")[:, 0].astype(np.float64)
+    assert np.allclose(read[:5], values[:5], rtol=5e-6, atol=0)
+    assert np.isnan(read[5]) and np.isinf(read[6:]).all()
+    # The last bits are the same for all, so they take nearly no space.
+    random = np.random.default_rng(0).normal(size=10_000)
+    blocks = Blocks()
+    blocks.add_numbers(random)
+    assert blocks.num_characters < 10_000 * 4
+
+
+def test_the_page_holds_the_record(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    write_trace(folder)
+    opened = Opened(page([read_run(folder, 100)]))
+    (run,) = opened.index["runs"]
+    assert (run["name"], run["state"], run["step"]) == ("sums", "finished", 4)
+    assert run["steps"] == [0, 1, 2, 3, 4] and run["tokens"] == 400.0
+    rewards = opened.numbers("critic/rewards/mean")
+    assert np.isnan(rewards[0]) and rewards[1:] == pytest.approx(
+        [0.1, 0.2, 0.3, 0.4], 4e-6
+    )
+    assert run["phases"] == [["timing_s/gen", "generation"]]
+    assert dict(run["durations"])["generation"] == 4.0
+    (memory,) = run["memory"]
+    assert memory == {
+        "role": "actor",
+        "phase": "learn",
+        "measured": 5.0,
+        "predicted": 2.0,
+    }
+    assert run["scoreFailures"] == [["timeout", 4.0]]
+
+    (row,) = run["heldOut"]
+    assert (row["metric"], row["best"]) == (ACCURACY, [4, 0.625])
+    assert row["before"][:2] == [0, 0.375] and row["after"][:2] == [4, 0.625]
+    mean, low, high, problems = row["change"]
+    assert (mean, problems) == (0.25, 8) and low < mean < high
+
+    starts, durations, _, names = opened.json(run["trace"]["block"])
+    assert starts == [0, 0, 1, 1] and sorted(durations) == [0.5, 0.5, 1, 1]
+    assert (
+        len(run["trace"]["tracks"]) == 2
+        and run["trace"]["names"][names[0]] == "step 1/2"
+    )
+
+
+def test_rows_are_found_by_their_places(tmp_path: Path) -> None:
+    opened = Opened(page([read_run(write_run(tmp_path / "run"), 100)]))
+    samples = opened.index["samples"]
+    columns = opened.json(samples["columns"])
+    assert samples["shown"] == samples["recorded"] == 20
+    place = next(
+        i
+        for i in range(20)
+        if (columns["source"][i], columns["step"][i]) == ("training", 2)
+        and (columns["group"][i], columns["member"][i]) == (201, 1)
+    )
+    assert (columns["reward"][place], columns["finish"][place]) == (1.0, "length")
+    prompt, response, answer, scores = opened.json(samples["texts"][0])[place]
+    assert (prompt, response, answer) == ("2+2=", "5", "3")
+    assert scores == {"reward": 1.0, "style": None}
+    pieces, mask, sampler, trainer, advantages, versions = opened.json(
+        samples["tokens"][0]
+    )[place]
+    assert "".join(pieces) == "2+2=5" and mask == [0, 0, 0, 0, 1]
+    assert (sampler[4], trainer[4], advantages[4], versions[4]) == (-500, -250, 1000, 1)
+    assert sampler[:4] == [None] * 4
+
+    # The same prompt has the same number in training and in evaluations.
+    same = [i for i in range(20) if columns["prompt"][i] == columns["prompt"][place]]
+    assert {columns["source"][i] for i in same} == {"training", "held out"}
+
+
+def test_nothing_that_was_recorded_is_markup(tmp_path: Path) -> None:
+    hostile = "</script><img src=x onerror=alert(1)>\u2028\u202e\0<!--"
+    folder = write_run(
+        tmp_path / "run",
+        texts=[(hostile, hostile)],
+        name=hostile.replace("\0", ""),
+        source=hostile,
+        extra={hostile: 1.0, "__proto__": 2.0},
+    )
+    html = page([read_run(folder, 100)])
+    assert b"onerror" not in html and b"<!--" not in html
+    opened = Opened(html)
+    assert opened.numbers(hostile) == [1.0] * 5
+    columns = opened.json(opened.index["samples"]["columns"])
+    assert hostile in columns["data_source"]
+
+
+def test_lone_surrogates_survive_as_escapes() -> None:
+    blocks = Blocks()
+    number = blocks.add_json(["\ud800", float("nan"), {"a": float("inf")}])
+    packed = base64.b64decode(blocks.texts[number])
+    assert gzip.decompress(packed) == b'["\\ud800",null,{"a":null}]'
+
+
+def test_the_policy_names_every_script_and_style_and_nothing_else(
+    tmp_path: Path,
+) -> None:
+    record = read_run(write_run(tmp_path / "run"), 10)
+    text = page([record]).decode()
+    (policy,) = re.findall(r'Policy" content="([^"]*)"', text)
+    scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    styles = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
+    assert len(scripts) == 9 and len(styles) == 2
+    for content in [*scripts, *styles]:
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert f"'sha256-{digest}'" in policy
+    assert policy.startswith("default-src 'none';") and "unsafe" not in policy
+    assert "connect-src" not in policy and "http" not in policy
+    assert "connect-src 'self'" in page([record], live='"a"').decode()
+
+
+def test_long_runs_are_thinned_but_for_their_evaluations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_run(tmp_path / "run", steps=9)
+    monkeypatch.setattr(page_module, "MOST_POINTS", 40)
+    opened = Opened(page([read_run(folder, 10)]))
+    assert opened.index["stride"] == 3
+    assert opened.index["runs"][0]["steps"] == [0, 3, 6, 9]
+
+
+def test_long_texts_are_dropped_group_by_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [(f"{i}+1=", "x" * 50) for i in range(30)]
+    folder = write_run(tmp_path / "run", texts=texts)
+    monkeypatch.setattr(page_module, "MOST_TEXT", 100)
+    samples = Opened(page([read_run(folder, 5000)])).index["samples"]
+    assert samples["recorded"] == 4 * 30 * 2 + 2 * 30
+    assert samples["shown"] == 50 and len(samples["texts"]) == 1
+
+
+def test_what_differs_stands_in_the_configurations(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / str(lr), lr=lr) for lr in (1e-6, 1e-5)]
+    opened = Opened(page([read_run(folder, 10) for folder in folders]))
+    first, second = [dict(run["config"]) for run in opened.index["runs"]]
+    assert first["actor.optimizer.lr"] == 1e-6
+    assert {key for key in first if first[key] != second[key]} == {
+        "actor.optimizer.lr",
+        "run.dir",
+    }

@@ -1,0 +1,159 @@
+"use strict";
+// All metrics as curves, several runs over each other, and what differs between their settings.
+
+const keyPanels = [
+  { title: "reward, or loss", names: ["critic/rewards/mean", "train/loss", "reward/loss"] },
+  { title: "held out", pattern: /^val-core\// },
+  { title: "KL divergence", names: ["actor/kl_loss", "actor/reward_kl_penalty"] },
+  { title: "response length, tokens", names: ["response_length/mean", "response_length/max"] },
+  { title: "entropy, nats per token", names: ["actor/entropy_per_token"] },
+  { title: "responses that were cut, share", names: ["response_length/clip_ratio"] },
+  { title: "groups without spread, share", names: ["frac_reward_zero_std"] },
+  { title: "gradient norm", names: ["actor/grad_norm", "critic/grad_norm", "train/grad_norm"] },
+  { title: "sampler and trainer, difference of probabilities", names: ["training/rollout_probs_diff_mean", "training/rollout_probs_diff_max"] },
+  { title: "time of a step, s", names: ["timing_s/step"] },
+  { title: "throughput, tokens/s per device", names: ["perf/throughput"] },
+  { title: "learning rate", names: ["actor/lr", "train/lr"] },
+];
+
+const curvesView = { smoothing: 0, hidden: new Set(), search: "" };
+const mostFiltered = 30;
+
+/** Return the names of a run's metrics that a panel shows. */
+function namesOfPanel(run, panel) {
+  const all = run.metrics.map(([name]) => name);
+  if (panel.pattern) return all.filter((name) => panel.pattern.test(name)).slice(0, 8);
+  return panel.names.filter((name) => all.includes(name));
+}
+
+/** Return the chart of a panel over some runs; null where none of them has its metrics. */
+function panelCard(report, panel, numbers) {
+  const names = [...new Set(numbers.flatMap((number) => namesOfPanel(report.runs[number], panel)))];
+  if (!names.length) return null;
+  const load = async () => {
+    const curves = [];
+    for (const number of numbers) {
+      const run = report.runs[number];
+      for (const [place, name] of names.entries()) {
+        const metric = run.metrics.find((pair) => pair[0] === name);
+        if (!metric) continue;
+        const isAlone = report.runs.length === 1 || numbers.length === 1;
+        const words = name.replace("val-core/", "");
+        const title = isAlone ? words : names.length > 1 ? `${run.name}: ${words}` : run.name;
+        curves.push({
+          title, color: isAlone ? (report.runs.length > 1 && names.length === 1 ? number : place) : number, dash: !isAlone && place > 0,
+          steps: run.steps, values: Array.from(await numberBlock(metric[1])),
+        });
+      }
+    }
+    return curves;
+  };
+  return chartCard(panel.title, load, { smoothing: curvesView.smoothing });
+}
+
+function curvesTab(report, redraw) {
+  const numbers = report.runs.map((_, number) => number).filter((number) => !curvesView.hidden.has(number));
+  return [
+    curveTools(report, redraw),
+    report.stride > 1 ? element("p", { class: "note" }, `Every ${report.stride}th step is shown, and every evaluation.`) : null,
+    element("div", { id: "panels" }, ...curvePanels(report, numbers)),
+    report.runs.length > 1 ? differences(report) : null,
+  ];
+}
+
+function curveTools(report, redraw) {
+  const shown = element("output", { class: "mono" }, curvesView.smoothing.toFixed(2));
+  const runs = report.runs.length > 1 ? report.runs.map((run, number) => element("button", {
+    type: "button", "aria-pressed": String(!curvesView.hidden.has(number)),
+    onclick: () => {
+      if (!curvesView.hidden.delete(number)) curvesView.hidden.add(number);
+      redraw();
+    },
+  }, swatch(number), " ", recorded(run.name))) : [];
+  return element("div", { class: "tools" },
+    element("label", {}, "find", element("input", {
+      type: "search", placeholder: "name of a metric", value: curvesView.search, "aria-label": "Name of a metric",
+      oninput: (event) => {
+        curvesView.search = event.target.value;
+        const numbers = report.runs.map((_, number) => number).filter((number) => !curvesView.hidden.has(number));
+        closeCharts();
+        document.getElementById("panels").replaceChildren(...curvePanels(report, numbers));
+      },
+    })),
+    element("label", {}, "smoothing", element("input", {
+      type: "range", min: 0, max: 0.99, step: 0.01, value: curvesView.smoothing, "aria-label": "Smoothing",
+      oninput: (event) => { shown.textContent = Number(event.target.value).toFixed(2); },
+      onchange: (event) => { curvesView.smoothing = Number(event.target.value); redraw(); },
+    }), shown),
+    element("button", { type: "button", onclick: () => zoomTo(null) }, "all steps"),
+    element("span", { class: "quiet" }, "Drag over a chart to zoom all of them."),
+    ...runs);
+}
+
+function curvePanels(report, numbers) {
+  const names = [...new Set(numbers.flatMap((number) => report.runs[number].metrics.map(([name]) => name)))].sort();
+  const card = (name) => panelCard(report, { title: name, names: [name] }, numbers);
+  const search = curvesView.search.trim().toLowerCase();
+  if (search) {
+    const matching = names.filter((name) => name.toLowerCase().includes(search));
+    const more = matching.length - mostFiltered;
+    return [element("p", { class: "quiet" }, `${matching.length} metrics${more > 0 ? `, the first ${mostFiltered} are shown` : ""}`),
+      element("div", { class: "charts" }, ...matching.slice(0, mostFiltered).map(card))];
+  }
+
+  const cards = keyPanels.map((panel) => panelCard(report, panel, numbers)).filter((made) => made !== null);
+  const groups = new Map();
+  for (const name of names) {
+    const group = name.includes("/") ? name.slice(0, name.indexOf("/")) : "others";
+    if (!groups.has(group)) groups.set(group, []);
+    groups.get(group).push(name);
+  }
+  const rest = [...groups].map(([group, inGroup]) => {
+    const charts = element("div", { class: "charts" });
+    return element("details", {
+      ontoggle: (event) => { if (event.target.open && !charts.children.length) charts.append(...inGroup.map(card)); },
+    }, element("summary", {}, visible(group), element("span", { class: "quiet" }, ` ${inGroup.length}`)), charts);
+  });
+  return [element("div", { class: "charts" }, ...cards), element("h2", {}, "All metrics"), ...rest];
+}
+
+// Names and places differ between any two runs.
+const ownKeys = /^run\.(name|dir|resolved\.)|\.folder$/;
+
+/** Return the settings in which the runs differ. */
+function differences(report) {
+  const trees = report.runs.map((run) => new Map(run.config));
+  const keys = [...new Set(trees.flatMap((tree) => [...tree.keys()]))];
+  const rows = keys
+    .filter((key) => !ownKeys.test(key))
+    .map((key) => [key, trees.map((tree) => (tree.has(key) ? String(tree.get(key)) : "not there"))])
+    .filter(([, values]) => new Set(values).size > 1)
+    .map(([key, values]) => [element("code", {}, visible(key)), ...values.map((value) => recorded(value))]);
+  const headings = ["setting", ...report.runs.map((run, number) => element("span", {}, swatch(number), " ", recorded(run.name)))];
+  return element("section", { id: "differences" }, element("h2", {}, "What differs between their settings"),
+    rows.length ? element("div", { class: "card" }, table(headings, rows)) : element("p", { class: "note" }, "Nothing but names and folders."));
+}
+
+const settingsView = { search: "" };
+
+function settingsTab(report) {
+  const body = element("div", {});
+  const fill = () => {
+    const search = settingsView.search.trim().toLowerCase();
+    body.replaceChildren(...report.runs.flatMap((run) => {
+      const rows = run.config
+        .filter(([key, value]) => `${key} ${value}`.toLowerCase().includes(search))
+        .map(([key, value]) => [element("code", {}, visible(key)), recorded(String(value), "mono")]);
+      const title = report.runs.length > 1 ? [element("h2", {}, recorded(run.name))] : [];
+      return [...title, element("div", { class: "card" }, rows.length ? table(["setting", "value"], rows) : "no such setting")];
+    }));
+  };
+  fill();
+  return [
+    element("div", { class: "tools" }, element("label", {}, "find", element("input", {
+      type: "search", placeholder: "setting or value", value: settingsView.search, "aria-label": "Setting or value",
+      oninput: (event) => { settingsView.search = event.target.value; fill(); },
+    }))),
+    report.runs.length > 1 ? differences(report) : null, body,
+  ];
+}

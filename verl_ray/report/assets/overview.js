@@ -1,0 +1,113 @@
+"use strict";
+// What happened: the state of each run, what it reached, and what a practitioner would point at.
+
+const stateClass = { finished: "good", running: "good", stopped: "warn", silent: "warn", new: "quiet", failed: "bad", killed: "bad" };
+
+function overviewTab(report) {
+  const parts = report.runs.flatMap((run, number) => [
+    element("h2", { class: "run-title" },
+      report.runs.length > 1 ? swatch(number) : null, recorded(run.name),
+      element("span", { class: `chip ${stateClass[run.state] ?? ""}` }, run.state)),
+    facts(run),
+    ...run.damage.map((text) => element("p", { class: "note warn" }, recorded(text))),
+    findingList(run),
+    heldOutTable(run),
+    keyCharts(report, [number]),
+    element("details", { open: report.runs.length === 1 }, element("summary", {}, "What was learned from"), factTable(run)),
+  ]);
+  if (report.runs.length > 1) {
+    parts.unshift(element("h2", {}, `${report.runs.length} runs`), runTable(report));
+  }
+  return parts;
+}
+
+function facts(run) {
+  const total = run.totalSteps === null ? "" : ` of ${grouped(run.totalSteps)}`;
+  const shown = [
+    [grouped(run.step) + total, "steps"],
+    [duration(run.wallS), run.stints.length > 1 ? `time, in ${run.stints.length} processes` : "time"],
+    [run.tokens ? compact(run.tokens) : "–", "tokens learned from"],
+  ];
+  const main = run.heldOut[0];
+  if (main) {
+    const [, value] = main.after;
+    const change = main.change ? main.change[0] : value - main.before[1];
+    shown.push([short(value), `held out, ${signed(change)} since step ${main.before[0]}`]);
+    shown.push([short(main.best[1]), `best, at step ${grouped(main.best[0])}`]);
+  }
+  if (run.state === "running" && run.phaseNow) shown.push(["now", run.phaseNow]);
+  return element("div", { class: "facts" },
+    ...shown.map(([value, title]) => element("div", { class: "fact card" }, element("b", {}, visible(value)), element("span", { class: "recorded" }, visible(title)))));
+}
+
+function compact(value) {
+  return new Intl.NumberFormat("en-US", { notation: "compact", maximumSignificantDigits: 3 }).format(value);
+}
+
+function findingList(run) {
+  if (!run.findings.length) return element("p", { class: "note" }, "No rule of the report points at anything.");
+  return element("div", { class: "findings" }, ...run.findings.map((finding) => {
+    const isSevere = ["error", "severe", "high", "critical"].includes(String(finding.severity));
+    const facts = [];
+    if (finding.step !== null) facts.push(`step ${finding.step}`);
+    if (finding.value !== null) facts.push(`value ${short(finding.value)}`);
+    if (finding.threshold !== null) facts.push(`threshold ${short(finding.threshold)}`);
+    return element("section", { class: `finding card ${isSevere ? "severe" : ""}` },
+      element("span", { class: `chip ${isSevere ? "bad" : "warn"}` }, visible(finding.severity)),
+      element("h3", {}, recorded(finding.title)),
+      element("p", {}, recorded(finding.text)),
+      element("p", { class: "quiet" }, finding.metric ? element("code", {}, visible(finding.metric)) : "", ` ${facts.join(", ")}`,
+        finding.setting ? element("span", {}, " · change ", element("code", {}, visible(finding.setting))) : ""));
+  }));
+}
+
+function withBounds([, value, low, high]) {
+  return { number: element("span", {}, short(value), low === null ? "" : element("span", { class: "quiet" }, ` [${short(low)}, ${short(high)}]`)) };
+}
+
+function heldOutTable(run) {
+  if (!run.heldOut.length) return null;
+  const rows = run.heldOut.map((row) => {
+    let change = "–";
+    if (row.change) {
+      const [mean, low, high] = row.change;
+      const isBetter = row.lowerIsBetter ? high < 0 : low > 0;
+      const isWorse = row.lowerIsBetter ? low > 0 : high < 0;
+      const kind = low === null ? "" : isBetter ? "good" : isWorse ? "bad" : "";
+      change = element("span", { class: kind }, signed(mean), low === null ? "" : ` [${signed(low)}, ${signed(high)}]`);
+    }
+    return [recorded(row.metric.replace("val-core/", "")), withBounds(row.before), withBounds(row.after), { number: change },
+      { number: `${short(row.best[1])} at ${grouped(row.best[0])}` }];
+  });
+  const { before, after } = run.heldOut[0];
+  return element("section", {}, element("h2", {}, "Held out"), element("div", { class: "card" }, table(
+    ["metric", { number: `step ${before[0]}` }, { number: `step ${after[0]}` }, { number: "change, paired" }, { number: "best, at step" }], rows)),
+    element("p", { class: "quiet" }, "Brackets are 95 % intervals of a bootstrap over problems."));
+}
+
+function keyCharts(report, numbers) {
+  const cards = keyPanels.slice(0, 4).map((panel) => panelCard(report, panel, numbers)).filter((card) => card !== null);
+  return cards.length ? element("div", { class: "charts key" }, ...cards) : null;
+}
+
+function factTable(run) {
+  const stints = run.stints.map((stint) => [
+    new Date(1000 * stint.begun_s).toISOString().replace("T", " ").slice(0, 19),
+    { number: stint.ended_s === null ? "–" : duration(stint.ended_s - stint.begun_s) },
+    { number: `${stint.first_step} to ${stint.last_step ?? "?"}` }, visible(stint.ending)]);
+  return element("div", {},
+    table(["", ""], run.facts.map(([title, value]) => [element("span", { class: "quiet" }, title), recorded(value, title === "command" ? "mono" : "")])),
+    stints.length ? table(["process began (UTC)", { number: "took" }, { number: "steps" }, "ended"], stints) : "");
+}
+
+function runTable(report) {
+  const rows = report.runs.map((run, number) => {
+    const main = run.heldOut[0];
+    return [element("span", {}, swatch(number), " ", recorded(run.name)), element("span", { class: stateClass[run.state] ?? "" }, run.state),
+      { number: grouped(run.step) }, { number: duration(run.wallS) },
+      { number: main ? short(main.before[1]) : "–" }, { number: main ? short(main.after[1]) : "–" },
+      { number: main ? `${short(main.best[1])} at ${grouped(main.best[0])}` : "–" }, { number: String(run.findings.length) }];
+  });
+  return element("div", { class: "card" }, table(["run", "state", { number: "steps" }, { number: "time" }, { number: "held out before" },
+    { number: "after" }, { number: "best, at step" }, { number: "findings" }], rows));
+}

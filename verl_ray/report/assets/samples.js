@@ -1,0 +1,254 @@
+"use strict";
+// Prompts and responses: filtered, sorted, side by side, and with the values of their tokens.
+
+const itemHeight = 62;
+const mostBeside = 24;
+const samplesView = {
+  filters: {}, sort: "recorded", selected: null, mode: "sample", coloring: "turns",
+};
+
+async function samplesTab(report, redraw) {
+  const columns = await jsonBlock(report.samples.columns);
+  const samples = { ...report.samples, columns, report };
+  if (!samples.shown) return [element("p", { class: "note" }, "No prompts and responses are recorded.")];
+
+  const places = matching(samples);
+  if (!places.includes(samplesView.selected)) samplesView.selected = places[0] ?? null;
+  const detail = element("div", { id: "detail", "aria-live": "polite" });
+  const showDetail = async () => {
+    const made = await detailOf(samples, samplesView.selected, showDetail, select);
+    detail.replaceChildren(...made);
+  };
+  const select = (place) => {
+    samplesView.selected = place;
+    list.refresh();
+    return showDetail();
+  };
+  const list = sampleList(samples, places, select);
+  await showDetail();
+
+  const rest = samples.recorded - samples.shown;
+  return [
+    filterTools(samples, redraw),
+    element("p", { class: "quiet", id: "count" }, `${grouped(places.length)} of ${grouped(samples.shown)} rows`,
+      rest > 0 ? `; ${grouped(rest)} more are in the run's folder (rollouts/, evaluations/)` : ""),
+    element("div", { class: "split" }, list, detail),
+  ];
+}
+
+// ------------------------------------------------------------------------------ filters
+
+const choiceFilters = [["run", "run"], ["source", "from"], ["step", "step"], ["data_source", "data source"], ["finish", "finish"], ["end", "end"], ["failure", "failure"]];
+const rangeFilters = [["reward", "reward"], ["response_tokens", "tokens"]];
+const sorts = {
+  recorded: ["as drawn", null], rewardDown: ["highest reward", ["reward", -1]], rewardUp: ["lowest reward", ["reward", 1]],
+  longest: ["longest", ["response_tokens", -1]], shortest: ["shortest", ["response_tokens", 1]],
+  advantage: ["largest advantage", ["advantage", -1]], step: ["newest step", ["step", -1]],
+};
+
+/** Return the places of the rows that pass the filters, in the order that is chosen. */
+function matching({ columns, shown }) {
+  const tests = [];
+  for (const [name, value] of Object.entries(samplesView.filters)) {
+    if (value === "" || value === null) continue;
+    const [column, bound] = name.split(":");
+    const values = columns[column];
+    if (bound === "from") tests.push((i) => values[i] !== null && values[i] >= Number(value));
+    else if (bound === "to") tests.push((i) => values[i] !== null && values[i] <= Number(value));
+    else if (value === "any failure") tests.push((i) => values[i] !== "");
+    else tests.push((i) => String(values[i]) === value);
+  }
+  const places = [];
+  for (let i = 0; i < shown; i++) if (tests.every((test) => test(i))) places.push(i);
+
+  const order = sorts[samplesView.sort][1];
+  if (order === null) {
+    const keys = ["run", "step", "group", "member", "row"].map((name) => columns[name]);
+    return places.sort((a, b) => {
+      for (const key of keys) if (key[a] !== key[b]) return key[a] - key[b];
+      return a - b;
+    });
+  }
+  const [name, sign] = order;
+  const values = columns[name];
+  const rank = (i) => (values[i] === null ? Infinity : sign * values[i]);
+  return places.sort((a, b) => (rank(a) === rank(b) ? a - b : rank(a) - rank(b)));
+}
+
+function filterTools(samples, redraw) {
+  const { columns, report } = samples;
+  const set = (name) => (value) => { samplesView.filters[name] = value; redraw(); };
+  const menus = choiceFilters.flatMap(([name, title]) => {
+    const values = [...new Set(columns[name])].filter((value) => value !== "");
+    const isUseful = values.length > 1 || (name === "failure" && values.length);
+    if (!isUseful) return [];
+    values.sort((a, b) => (typeof a === "number" ? a - b : String(a) < String(b) ? -1 : 1));
+    const choices = values.map((value) => [value, name === "run" ? report.runs[value].name : String(value)]);
+    if (name === "failure") choices.unshift(["any failure", "any failure"]);
+    return [menu(title, [["", "all"], ...choices], samplesView.filters[name] ?? "", set(name))];
+  });
+  const ranges = rangeFilters.flatMap(([name, title]) => {
+    if (columns[name].every((value) => value === null || value < 0)) return [];
+    const bound = (end) => element("input", {
+      type: "number", step: "any", value: samplesView.filters[`${name}:${end}`] ?? "", "aria-label": `${title} ${end}`, placeholder: end,
+      onchange: (event) => set(`${name}:${end}`)(event.target.value),
+    });
+    return [element("label", {}, title, bound("from"), bound("to"))];
+  });
+  const choices = Object.entries(sorts).map(([key, [title]]) => [key, title]);
+  return element("div", { class: "tools" }, ...menus, ...ranges,
+    menu("sort", choices, samplesView.sort, (value) => { samplesView.sort = value; redraw(); }),
+    element("button", { type: "button", onclick: () => { samplesView.filters = {}; redraw(); } }, "clear"));
+}
+
+// --------------------------------------------------------------------------------- list
+
+/** Return a list of which only the visible part exists as elements. */
+function sampleList(samples, places, select) {
+  const space = element("div", {});
+  space.style.height = `${places.length * itemHeight}px`;
+  const list = element("div", { class: "list card", role: "listbox", tabindex: "0", "aria-label": "Prompts and responses", id: "list" }, space);
+
+  list.refresh = () => {
+    const first = Math.max(0, Math.floor(list.scrollTop / itemHeight) - 4);
+    const last = Math.min(places.length, first + Math.ceil((list.clientHeight || 800) / itemHeight) + 9);
+    space.replaceChildren(...places.slice(first, last).map((place, i) => sampleItem(samples, place, first + i, select)));
+  };
+  list.addEventListener("scroll", list.refresh, { passive: true });
+  list.addEventListener("keydown", (event) => {
+    const moves = { ArrowDown: 1, ArrowUp: -1, PageDown: 8, PageUp: -8 };
+    if (!(event.key in moves) || !places.length) return;
+    event.preventDefault();
+    const at = places.indexOf(samplesView.selected) + moves[event.key];
+    const next = Math.min(places.length - 1, Math.max(0, at));
+    const top = next * itemHeight;
+    if (top < list.scrollTop) list.scrollTop = top;
+    if (top + itemHeight > list.scrollTop + list.clientHeight) list.scrollTop = top + itemHeight - list.clientHeight;
+    select(places[next]);
+  });
+  list.refresh();
+  requestAnimationFrame(() => list.refresh());
+  return list;
+}
+
+function sampleItem({ columns, report }, place, order, select) {
+  const reward = columns.reward[place];
+  const isSelected = place === samplesView.selected;
+  const item = element("div", { class: "item", role: "option", "aria-selected": String(isSelected), onclick: () => select(place) },
+    element("div", { class: "top" },
+      report.runs.length > 1 ? swatch(columns.run[place]) : null,
+      element("span", {}, `step ${columns.step[place]}`), element("span", {}, `${columns.source[place] === "training" ? "prompt" : "problem"} ${columns.group[place]}`),
+      element("span", {}, visible(columns.failure[place] || columns.finish[place])), element("b", {}, short(reward))),
+    element("div", { class: "text" }, visible(columns.preview[place]) || "(empty)"));
+  item.style.top = `${order * itemHeight}px`;
+  return item;
+}
+
+// ------------------------------------------------------------------------------- detail
+
+const modes = [["sample", "row"], ["group", "its group"], ["prompt", "its prompt over the steps"]];
+const colorings = [
+  ["none", "nothing"], ["turns", "who wrote it"], ["logProb", "log-prob"], ["difference", "trainer less sampler"],
+  ["advantage", "advantage"], ["version", "policy version"],
+];
+
+async function detailOf(samples, place, redraw, select) {
+  if (place === null) return [element("p", { class: "note" }, "No row passes the filters.")];
+  const beside = placesBeside(samples, place);
+  const shown = beside.slice(0, mostBeside);
+  const cards = await Promise.all(shown.map((other) => sampleCard(samples, other, place)));
+  const tools = element("div", { class: "tools" },
+    choiceButtons("What stands side by side", modes, samplesView.mode, (mode) => { samplesView.mode = mode; redraw(); }),
+    shown.some((other) => samples.columns.hasTokens[other]) ? menu("colour by", colorings, samplesView.coloring, (value) => { samplesView.coloring = value; redraw(); }) : "",
+    coloringScale());
+  const more = beside.length - shown.length;
+  return [tools, more > 0 ? element("p", { class: "quiet" }, `${beside.length} rows, the first ${mostBeside} are shown`) : "",
+    cards.length === 1 ? cards[0] : element("div", { class: "beside", tabindex: "0" }, ...cards)];
+}
+
+/** Return the places of the rows that are shown together with a row. */
+function placesBeside({ columns, shown }, place) {
+  const same = (names) => (i) => names.every((name) => columns[name][i] === columns[name][place]);
+  const all = Array.from({ length: shown }, (_, i) => i);
+  if (samplesView.mode === "group") {
+    return all.filter(same(["run", "source", "step", "group"])).sort((a, b) => columns.member[a] - columns.member[b] || columns.row[a] - columns.row[b]);
+  }
+  if (samplesView.mode === "prompt") {
+    return all.filter(same(["source", "prompt"])).sort((a, b) => columns.step[a] - columns.step[b] || columns.run[a] - columns.run[b] || columns.member[a] - columns.member[b]);
+  }
+  return [place];
+}
+
+async function sampleCard(samples, place, selected) {
+  const { columns, report, rowsPerBlock } = samples;
+  const [block, row] = [Math.floor(place / rowsPerBlock), place % rowsPerBlock];
+  const [prompt, response, answer, scores] = (await jsonBlock(samples.texts[block]))[row];
+  const tokenBlock = samples.tokens[block];
+  const tokens = tokenBlock === null ? null : (await jsonBlock(tokenBlock))[row];
+
+  const pairs = [["step", columns.step[place]], ["reward", short(columns.reward[place])]];
+  for (const [name, value] of Object.entries(scores)) pairs.push([name, value === null ? "failed" : short(value)]);
+  if (columns.advantage[place] !== null) pairs.push(["advantage", signed(columns.advantage[place])]);
+  if (columns.response_tokens[place] >= 0) pairs.push(["tokens", columns.response_tokens[place]]);
+  if (columns.num_turns[place] > 1) pairs.push(["turns", columns.num_turns[place]]);
+  for (const name of ["data_source", "finish", "end", "failure"]) {
+    if (columns[name][place]) pairs.push([name.replace("_", " "), columns[name][place]]);
+  }
+  if (report.runs.length > 1) pairs.unshift(["run", report.runs[columns.run[place]].name]);
+
+  const part = (title, body) => element("div", { class: "part" }, element("span", {}, title), body);
+  const plain = (text) => element("p", { class: "text-block" }, visible(text));
+  return element("article", { class: "card sample", "aria-current": place === selected ? "true" : null },
+    element("div", { class: "pairs" }, ...pairs.map(([title, value]) => element("div", {}, element("span", {}, `${visible(title)} `), recorded(value)))),
+    ...(tokens ? [part("tokens of the row, prompt included", tokenText(tokens))] : [part("prompt", plain(prompt)), part("response", plain(response))]),
+    answer ? part("expected answer", plain(answer)) : "");
+}
+
+// ------------------------------------------------------------------------------- tokens
+
+/** Return how strongly a token is coloured, from -1 to 1, and null for not at all. */
+function strengthOf(tokens, i) {
+  const [, mask, sampler, trainer, advantages, versions] = tokens;
+  if (!mask[i]) return null;
+  switch (samplesView.coloring) {
+    case "turns": return 0.5;
+    case "logProb": return sampler[i] === null ? null : Math.max(-1, sampler[i] / 4000);
+    case "difference": return sampler[i] === null || trainer[i] === null ? null : Math.max(-1, Math.min(1, (trainer[i] - sampler[i]) / 500));
+    case "advantage": return advantages[i] === null ? null : Math.max(-1, Math.min(1, advantages[i] / 2000));
+    case "version": return versions[i] < 0 ? null : versions[i] % 2 ? 0.7 : -0.7;
+    default: return null;
+  }
+}
+
+function tokenText(tokens) {
+  const [pieces, mask, sampler, trainer, advantages, versions] = tokens;
+  const made = pieces.map((piece, i) => {
+    const span = element("span", { class: mask[i] ? "" : "given" }, visible(piece));
+    const strength = strengthOf(tokens, i);
+    if (strength !== null) {
+      const share = Math.round(70 * Math.abs(strength));
+      span.style.background = `color-mix(in srgb, var(--series-${strength < 0 ? 1 : 0}) ${share}%, transparent)`;
+    }
+    if (mask[i]) {
+      const thousandths = (value) => (value === null ? "–" : (value / 1000).toFixed(3));
+      span.title = `log-prob ${thousandths(sampler[i])}, of the trainer ${thousandths(trainer[i])}, advantage ${thousandths(advantages[i])}, version ${versions[i]}`;
+    }
+    return span;
+  });
+  return element("p", { class: "text-block" }, ...made);
+}
+
+function coloringScale() {
+  const texts = {
+    logProb: ["certain", "log-prob of −4 or less", "transparent", "series-1"],
+    difference: ["−0.5", "+0.5", "series-1", "series-0"], advantage: ["−2", "+2", "series-1", "series-0"],
+    version: ["even", "odd versions", "series-1", "series-0"],
+  }[samplesView.coloring];
+  if (!texts) return "";
+  const [low, high, from, to] = texts;
+  const name = (color) => (color === "transparent" ? color : `color-mix(in srgb, var(--${color}) 70%, transparent)`);
+  const ramp = element("span", { class: "ramp" });
+  ramp.style.background = `linear-gradient(to right, ${name(from)}, transparent, ${name(to)})`;
+  if (from === "transparent") ramp.style.background = `linear-gradient(to right, transparent, ${name(to)})`;
+  return element("span", { class: "scale" }, low, ramp, high);
+}

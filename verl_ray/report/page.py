@@ -1,0 +1,401 @@
+"""The page of one run or of several: one HTML file without any request.
+
+Invariant: nothing that a run recorded stands in the page but inside of blocks
+(`blocks.py`), and the page's own scripts and styles are the only ones that its policy
+lets a browser use. So no text of a model, a log or a name can become markup.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import cache
+from importlib import metadata, resources
+from string import Template
+from typing import Any
+
+from verl_ray.algorithms.intervals import Interval
+from verl_ray.report.blocks import Blocks
+from verl_ray.report.findings import findings
+from verl_ray.report.record import Metrics, RunRecord
+from verl_ray.report.samples import RecordedRow
+from verl_ray.report.trace import trace_of
+from verl_ray.shell import for_shell
+from verl_ray.tracking.base import GLOBAL_STEP
+from verl_ray.tracking.comparison import (
+    intervals,
+    is_lower_better,
+    paired_differences,
+)
+from verl_ray.tracking.history import (
+    phase_durations,
+    phase_names,
+    preparing_s,
+    starting_s,
+    wall_s,
+)
+
+MOST_ROWS = 5_000
+"""Prompts and responses of a page."""
+
+MOST_POINTS = 1_600_000
+"""Numbers of all curves of a page, which are about 6 MB of it."""
+
+MOST_TEXT = 4_000_000
+"""Characters of the blocks of prompts and responses; those of tokens may be as many."""
+
+_ROWS_PER_BLOCK = 50
+_PREVIEW = 90
+_TOKENS = "perf/total_num_tokens"
+
+_SCRIPTS = (
+    "uPlot.iife.min.js",
+    "blocks.js",
+    "elements.js",
+    "charts.js",
+    "overview.js",
+    "curves.js",
+    "samples.js",
+    "time.js",
+    "page.js",
+)
+_STYLES = ("uPlot.min.css", "page.css")
+
+
+def page(records: Sequence[RunRecord], *, live: str = "") -> bytes:
+    """Return the report of some runs as HTML.
+
+    Args:
+        records: Records of the runs, each read with its rows.
+        live: Version of the record where a server stands behind the page, which the
+            page asks for a newer one. Empty for a page that makes no request.
+    """
+    blocks = Blocks()
+    index: dict[str, Any] = {
+        "made": time.time(),
+        "live": live,
+        "version": metadata.version("verl_ray"),
+        "stride": 1,
+    }
+    points = sum(_num_points(record.lines) for record in records)
+    index["stride"] = stride = max(1, math.ceil(points / MOST_POINTS))
+    index["runs"] = [_run(record, blocks, stride) for record in records]
+    index["samples"] = _samples(records, blocks)
+    number = blocks.add_json(index)
+    return _html(blocks, number, live=bool(live))
+
+
+# ----------------------------------------------------------------------------- assembly
+
+
+@cache
+def _asset(name: str) -> str:
+    path = resources.files("verl_ray.report") / "assets" / name
+    return path.read_text(encoding="utf-8")
+
+
+def _html(blocks: Blocks, index: int, *, live: bool) -> bytes:
+    scripts = [_asset(name) for name in _SCRIPTS]
+    styles = [_asset(name) for name in _STYLES]
+    policy = [
+        "default-src 'none'",
+        f"script-src {' '.join(map(_digest, scripts))}",
+        f"style-src {' '.join(map(_digest, styles))}",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+    ]
+    if live:
+        policy.append("connect-src 'self'")
+
+    elements = [
+        f'<script type="text/plain" id="block-{number}">{text}</script>'
+        for number, text in enumerate(blocks.texts)
+    ]
+    html = Template(_asset("page.html")).substitute(
+        policy="; ".join(policy),
+        styles="\n".join(f"<style>{style}</style>" for style in styles),
+        blocks="\n".join(elements),
+        index=index,
+        scripts="\n".join(f"<script>{script}</script>" for script in scripts),
+    )
+    return html.encode("utf-8")
+
+
+def _digest(text: str) -> str:
+    """Return the source expression of a script or a style in a page's policy."""
+    digest = hashlib.sha256(text.encode("utf-8")).digest()
+    return f"'sha256-{base64.b64encode(digest).decode('ascii')}'"
+
+
+# ------------------------------------------------------------------------------ the run
+
+
+def _run(record: RunRecord, blocks: Blocks, stride: int) -> dict[str, Any]:
+    """Return the part of the index about a run."""
+    lines = record.lines
+    shown = list(lines[::stride])
+    if lines and shown[-1] is not lines[-1]:
+        shown.append(lines[-1])
+    # Evaluations are few, so all of them are shown.
+    if stride > 1:
+        steps = {line[GLOBAL_STEP] for line in shown} | set(record.evaluations)
+        shown = [line for line in lines if line[GLOBAL_STEP] in steps]
+
+    names = dict.fromkeys(name for line in shown for name in line)
+    names.pop(GLOBAL_STEP, None)
+    metrics = []
+    for name in sorted(names):
+        values = [line.get(name, math.nan) for line in shown]
+        metrics.append([name, blocks.add_numbers(values)])
+
+    total_s = wall_s(list(record.stints)) if record.stints else None
+    stints = list(record.stints)
+    return {
+        "name": record.name,
+        "folder": str(record.folder),
+        "state": record.state,
+        "step": record.step,
+        "totalSteps": record.total_steps,
+        "wallS": total_s,
+        "phaseNow": record.status.phase if record.status else "",
+        "tokens": sum(line.get(_TOKENS, 0.0) for line in lines),
+        "steps": [int(line[GLOBAL_STEP]) for line in shown],
+        "metrics": metrics,
+        "facts": _facts(record),
+        "config": list(_flat(record.config)),
+        "heldOut": _held_out(record),
+        "findings": [
+            asdict(item)
+            for item in findings(lines, record.config, history=record.stints)
+        ],
+        "stints": [asdict(stint) for stint in record.stints],
+        "phases": list(phase_names(names).items()),
+        "durations": list(
+            phase_durations(
+                lines, total_s, starting_s(stints), preparing_s(stints)
+            ).items()
+        ),
+        "memory": _memory(lines),
+        "scoreFailures": _score_failures(lines),
+        "faults": [dict(fault) for fault in record.faults],
+        "logErrors": [asdict(error) for error in record.log_errors],
+        "damage": list(record.damage),
+        "trace": trace_of(record.trace, blocks),
+    }
+
+
+def _num_points(lines: Sequence[Metrics]) -> int:
+    names = {name for line in lines for name in line}
+    return len(lines) * len(names)
+
+
+def _flat(tree: object, prefix: str = "") -> list[tuple[str, object]]:
+    """Return the values of a tree by their dotted keys."""
+    if isinstance(tree, Mapping) and tree:
+        return [
+            pair
+            for key, value in tree.items()
+            for pair in _flat(value, f"{prefix}.{key}" if prefix else str(key))
+        ]
+    is_plain = tree is None or isinstance(tree, bool | int | float | str)
+    return [(prefix, tree if is_plain else str(tree))] if prefix else []
+
+
+def _facts(record: RunRecord) -> list[tuple[str, str]]:
+    """Return what was learned from, the command and the versions, in words."""
+    values = dict(_flat(record.config))
+    last = record.lines[-1] if record.lines else {}
+    facts: list[tuple[str, str]] = []
+
+    def add(title: str, *keys: str) -> None:
+        words = [str(values[key]) for key in keys if values.get(key) is not None]
+        if words:
+            facts.append((title, ", ".join(words)))
+
+    add("task", "task")
+    add("algorithm", "algorithm.name")
+    add("model", "model.path", "model.revision")
+    add("training data", "data.train_path")
+    if last.get("training/num_examples"):
+        facts.append(("examples", f"{last['training/num_examples']:,.0f}"))
+    add("held-out data", "data.validation_path")
+    add("prompts per step", "data.prompts_per_step")
+    add("group size", "rollout.group_size")
+    add("reward", "reward.kind", "reward.functions.default")
+    add("learning rate", "actor.optimizer.lr")
+    add("seed", "run.seed")
+    if record.config:
+        words = ["verl-ray", "train", "--config-dir", str(record.folder)]
+        facts.append(("command", for_shell([*words, "--config-name", "config"])))
+    if record.versions:
+        versions = [f"{name} {version}" for name, version in record.versions.items()]
+        facts.append(("versions", ", ".join(versions)))
+    facts.append(("folder", str(record.folder)))
+    return facts
+
+
+def _held_out(record: RunRecord) -> list[dict[str, Any]]:
+    """Return each main held-out metric before, after and at its best."""
+    evaluations = record.evaluations
+    if not evaluations:
+        return []
+    first, last = min(evaluations), max(evaluations)
+    bounds = {step: intervals(scores) for step, scores in record.scores.items()}
+    changes: Mapping[str, Interval] = {}
+    if first != last and {first, last} <= record.scores.keys():
+        changes = paired_differences(record.scores[first], record.scores[last])
+
+    rows = []
+    for name in sorted({name for values in evaluations.values() for name in values}):
+        by_step = {
+            step: values[name]
+            for step, values in evaluations.items()
+            if math.isfinite(values.get(name, math.nan))
+        }
+        if not by_step:
+            continue
+        choose = min if is_lower_better(name) else max
+        best = choose(by_step, key=lambda step: by_step[step])
+        row: dict[str, Any] = {
+            "metric": name,
+            "lowerIsBetter": is_lower_better(name),
+            "best": [best, by_step[best]],
+            "change": None,
+        }
+        for title, step in (("before", first), ("after", last)):
+            interval = bounds.get(step, {}).get(name)
+            row[title] = [step, by_step.get(step), *_bounds(interval)]
+        if name in changes:
+            change = changes[name]
+            row["change"] = [change.mean, *_bounds(change), change.prompts]
+        rows.append(row)
+    return rows
+
+
+def _bounds(interval: Interval | None) -> tuple[float | None, float | None]:
+    if interval is None or not interval.is_telling:
+        return None, None
+    return interval.low, interval.high
+
+
+def _memory(lines: Sequence[Metrics]) -> list[dict[str, Any]]:
+    """Return the largest memory of each role and phase, measured and predicted."""
+    largest: dict[tuple[str, str], dict[str, float]] = {}
+    for line in lines:
+        for name, value in line.items():
+            parts = name.split("/")
+            if parts[0] != "memory" or len(parts) != 3 or not name.endswith("_gib"):
+                continue
+            phase = parts[2].removesuffix("_gib")
+            kind = "predicted" if phase.endswith("_predicted") else "measured"
+            cell = largest.setdefault((parts[1], phase.removesuffix("_predicted")), {})
+            if value == value:
+                cell[kind] = max(value, cell.get(kind, 0.0))
+    return [
+        {"role": role, "phase": phase, **cell}
+        for (role, phase), cell in sorted(largest.items())
+    ]
+
+
+def _score_failures(lines: Sequence[Metrics]) -> list[tuple[str, float]]:
+    """Return how many scores failed, by kind, over all steps."""
+    prefix = "reward_health/"
+    sums: dict[str, float] = {}
+    for line in lines:
+        for name, value in line.items():
+            if name.startswith(prefix) and value == value:
+                kind = name.removeprefix(prefix)
+                sums[kind] = sums.get(kind, 0.0) + value
+    return [(kind, value) for kind, value in sums.items() if value and kind != "ok"]
+
+
+# ------------------------------------------------------------------------------ samples
+
+_COLUMNS = ("step", "group", "member", "trajectory", "row")
+_NUMBERS = ("reward", "response_tokens", "num_turns", "advantage")
+_WORDS = ("source", "data_source", "finish", "end", "failure")
+
+
+def _samples(records: Sequence[RunRecord], blocks: Blocks) -> dict[str, Any]:
+    """Add prompts, responses and tokens, and return the index over them."""
+    most = MOST_ROWS // max(1, len(records))
+    chosen = [
+        (number, row)
+        for number, record in enumerate(records)
+        for row in record.rows[:most]
+    ]
+    # What is dropped where texts are long are the last groups of every step.
+    places = [place for record in records for place in range(len(record.rows[:most]))]
+    order = sorted(range(len(chosen)), key=lambda index: places[index])
+
+    rows: list[tuple[int, RecordedRow]] = []
+    texts: list[int] = []
+    tokens: list[int | None] = []
+    text_characters = token_characters = 0
+    for start in range(0, len(order), _ROWS_PER_BLOCK):
+        if text_characters > MOST_TEXT:
+            break
+        part = [chosen[index] for index in order[start : start + _ROWS_PER_BLOCK]]
+        rows += part
+        texts.append(blocks.add_json([_text(row) for _, row in part]))
+        text_characters += len(blocks.texts[texts[-1]])
+        if token_characters < MOST_TEXT and any(row.tokens for _, row in part):
+            tokens.append(blocks.add_json([_token_values(row) for _, row in part]))
+            token_characters += len(blocks.texts[-1])
+        else:
+            tokens.append(None)
+
+    return {
+        "rowsPerBlock": _ROWS_PER_BLOCK,
+        "recorded": sum(record.recorded_rows for record in records),
+        "shown": len(rows),
+        "texts": texts,
+        "tokens": tokens,
+        "columns": blocks.add_json(_columns(rows)),
+    }
+
+
+def _columns(rows: Sequence[tuple[int, RecordedRow]]) -> dict[str, Any]:
+    """Return the columns by which rows are listed, filtered and sorted."""
+    columns: dict[str, Any] = {"run": [number for number, _ in rows]}
+    for name in _COLUMNS:
+        columns[name] = [getattr(row, name) for _, row in rows]
+    for name in _NUMBERS:
+        columns[name] = [round(float(getattr(row, name)), 5) for _, row in rows]
+    for name in _WORDS:
+        columns[name] = [getattr(row, name) for _, row in rows]
+
+    numbers: dict[str, int] = {}
+    columns["prompt"] = [
+        numbers.setdefault(row.prompt, len(numbers)) for _, row in rows
+    ]
+    columns["preview"] = [
+        " ".join(row.response[: 2 * _PREVIEW].split())[:_PREVIEW] for _, row in rows
+    ]
+    columns["hasTokens"] = [int(row.tokens is not None) for _, row in rows]
+    return columns
+
+
+def _text(row: RecordedRow) -> list[Any]:
+    return [row.prompt, row.response, row.answer, dict(row.scores)]
+
+
+def _token_values(row: RecordedRow) -> list[Any] | None:
+    """Return the tokens of a row; numbers are thousandths, null where there is none."""
+    tokens = row.tokens
+    if tokens is None:
+        return None
+    numbers = [
+        [None if value != value else round(value * 1000) for value in column.tolist()]
+        for column in (tokens.rollout_log_probs, tokens.log_probs, tokens.advantages)
+    ]
+    versions = [
+        -1 if version != version else int(version)
+        for version in tokens.versions.tolist()
+    ]
+    return [list(tokens.pieces), tokens.mask.astype(int).tolist(), *numbers, versions]
