@@ -108,7 +108,7 @@ class Series:
 
 @dataclass(frozen=True)
 class RunLines:
-    """What the rules read: lines of steps and of evaluations, settings, processes."""
+    """Lines, settings and processes of a run, as the rules read them."""
 
     lines: Sequence[Line]
     config: Mapping[str, object]
