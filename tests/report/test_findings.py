@@ -117,6 +117,12 @@ def held_out(last: float, score: float = 0.7) -> Lines:
     return lines
 
 
+def best_of_all() -> Lines:
+    lines = held_out(0.998)
+    lines[10]["val-core/sums/acc/mean@1"] = 1.0
+    return lines
+
+
 def held_out_loss(last: float, training: float = 0.5) -> Lines:
     lines = run_of(actor__loss=[*[0.9] * 10, *[training] * 20])
     for step, loss in {10: 0.8, 20: last, 30: last}.items():
@@ -189,12 +195,13 @@ CASES: dict[str, Case] = {
         RL,
         (11, 18, 0.051, 0.05, "algorithm.correction.form"),
     ),
-    # Two standard errors of a difference: 2 sqrt(2 * 0.6 * 0.4 / 500) = 0.062.
+    # Two standard errors of the difference of 0.6 and 0.53 in 500 problems each:
+    # 2 sqrt((0.6 * 0.4 + 0.53 * 0.47) / 500) = 0.0625.
     "over_optimisation": (
         held_out(0.545),
         held_out(0.53),
         RL,
-        (20, 30, 0.53, 0.538, "reward.kind"),
+        (20, 30, 0.53, 0.5375, "reward.kind"),
     ),
     # The first median with a middle from step 50 on is that of steps 40 to 59.
     "blind_critic": (
@@ -288,6 +295,8 @@ def test_a_rule_holds_beyond_its_threshold_alone(kind: str) -> None:
         lengths(40, score=0.6),
         # Held-out accuracy that falls with the training score is not over-optimised.
         held_out(0.4, score=0.45),
+        # Of 500 problems 499 are as good as all.
+        best_of_all(),
         # Two steps of twenty say nothing.
         run_of(actor__ppo_kl=[0.0] * 9 + [5.0, 5.0] + [0.0] * 9),
         # A critic may need some steps.
@@ -298,6 +307,21 @@ def test_a_rule_holds_beyond_its_threshold_alone(kind: str) -> None:
 )
 def test_what_looks_alike_is_no_finding(lines: Lines) -> None:
     assert findings(lines, RL) == []
+
+
+def test_a_fall_within_the_noise_is_no_collapse() -> None:
+    def noisy(spread: float) -> Lines:
+        # All medians are the first number of three, and two in three are `spread` from
+        # it, which is the median distance.
+        around = [0.0, spread, -spread] * 10
+        scores = [0.5 + x for x in around] + [0.2 + x for x in around]
+        return run_of(
+            critic__score__mean=scores, critic__score__min=0.0, critic__score__max=1.0
+        )
+
+    # The score falls by 0.3: 4 * 1.4826 * 0.05 = 0.297, 4 * 1.4826 * 0.0515 = 0.305.
+    assert kinds(findings(noisy(0.05), RL)) == {"reward_collapse"}
+    assert findings(noisy(0.0515), RL) == []
 
 
 def test_nothing_is_idle_where_all_share_the_cores() -> None:

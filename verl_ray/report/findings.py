@@ -114,15 +114,15 @@ def _reward_collapse(run: RunLines) -> Iterator[Evidence | None]:
 def _entropy_collapse(run: RunLines) -> Iterator[Evidence | None]:
     entropy = run.series(ENTROPY)
     scores = run.series(SCORE)
+    smooth = scores.medians(WINDOW)
     medians = entropy.medians(WINDOW)
-    if not len(medians) or not len(scores):
+    if not len(medians) or not len(smooth):
         return
     threshold = EXHAUSTED * max(entropy.values[0], medians.values[0])
 
     # Who has solved all problems may be certain.
     lowest = _lowest(run)
     highest = run.series("critic/score/max").values.max(initial=lowest)
-    smooth = scores.medians(WINDOW)
     score = np.interp(medians.steps, smooth.steps, smooth.values)
     is_solved = score >= lowest + SOLVED * max(highest - lowest, 1e-9)
     holds = (medians.values < threshold) & ~is_solved
@@ -183,14 +183,14 @@ def _around(series: Series, step: int) -> float:
 
 
 def _past_the_best(
-    run: RunLines, metric: str, tolerance: Callable[[float], float]
+    run: RunLines, metric: str, tolerance: Callable[[float, float], float]
 ) -> tuple[Series, float] | None:
     """Return the evaluations after the best one, if the last two are worse.
 
     Args:
         run: The record.
         metric: A held-out metric.
-        tolerance: From the best value, how much worse counts.
+        tolerance: How much worse counts, from the best value and the last ones' mean.
 
     Returns:
         The best evaluation and those after it, and the value from which on they count
@@ -201,10 +201,13 @@ def _past_the_best(
     if len(evaluations) < 3:
         return None
     best = int(np.argmax(sign * evaluations.values))
-    limit = float(evaluations.values[best])
-    limit -= sign * tolerance(limit)
     after = evaluations.values[best + 1 :]
-    if len(after) < 2 or not (sign * after[-2:] < sign * limit).all():
+    if len(after) < 2:
+        return None
+
+    limit = float(evaluations.values[best])
+    limit -= sign * tolerance(limit, float(after[-2:].mean()))
+    if not (sign * after[-2:] < sign * limit).all():
         return None
     return Series(evaluations.steps[best:], evaluations.values[best:]), limit
 
@@ -221,11 +224,10 @@ def _over_optimisation(run: RunLines) -> Iterator[Evidence | None]:
         low = min(0.0, values.min(initial=0))
         high = max(1.0, values.max(initial=1))
 
-        def tolerance(best: float, low: float = low, high: float = high) -> float:
-            # No distribution between two bounds has a larger variance than this.
-            variance = (best - low) * (high - best)
-            errors = math.sqrt(2 * variance / num_problems[-1])
-            return STANDARD_ERRORS * errors
+        def tolerance(*means: float, low: float = low, high: float = high) -> float:
+            # No distribution between two bounds has a larger variance than these.
+            variances = [(mean - low) * (high - mean) for mean in means]
+            return STANDARD_ERRORS * math.sqrt(sum(variances) / num_problems[-1])
 
         worse = _past_the_best(run, metric, tolerance)
         if worse is None or is_lower_better(metric):
@@ -239,7 +241,7 @@ def _over_optimisation(run: RunLines) -> Iterator[Evidence | None]:
 
 def _overfitting(run: RunLines) -> Iterator[Evidence | None]:
     for metric in run.metrics(f"{HELD_OUT}.*loss"):
-        worse = _past_the_best(run, metric, lambda best: (OVERFITTED - 1) * abs(best))
+        worse = _past_the_best(run, metric, _overfitted)
         for name in _supervised_losses(run):
             if worse is None:
                 continue
@@ -248,6 +250,10 @@ def _overfitting(run: RunLines) -> Iterator[Evidence | None]:
             first, last = int(after.steps[0]), int(after.steps[-1])
             if _around(losses, last) < _around(losses, first):
                 yield evidence_where(after, after.values > limit, metric, limit)
+
+
+def _overfitted(best: float, _last: float) -> float:
+    return (OVERFITTED - 1) * abs(best)
 
 
 def _supervised_losses(run: RunLines) -> list[str]:
@@ -335,15 +341,12 @@ def _episode_ends(
     run: RunLines, ends: Sequence[End], threshold: float
 ) -> Iterator[Evidence | None]:
     """Yield where these ends together have a larger share of the episodes."""
-    shares = {end: run.series(f"episode/ends/{end}") for end in ends}
-    shares = {end: series for end, series in shares.items() if len(series)}
-    if not shares:
+    metrics = {end: f"episode/ends/{end}" for end in ends}
+    medians = run.total(list(metrics.values())).medians(WINDOW)
+    if not len(medians):
         return
-    steps = next(iter(shares.values())).steps
-    values = np.sum([series.values for series in shares.values()], axis=0)
-    commonest = max(shares, key=lambda end: float(shares[end].values.mean()))
-    medians = Series(steps, values).medians(WINDOW)
-    metric = f"episode/ends/{commonest}"
+    commonest = max(ends, key=lambda end: float(run.series(metrics[end]).values.sum()))
+    metric = metrics[commonest]
     setting = END_SETTINGS[commonest]
     evidence = evidence_where(
         medians, medians.values > threshold, metric, threshold, setting=setting
@@ -487,8 +490,8 @@ RULES = (
         "groups_without_spread",
         "warning",
         "Few groups teach anything",
-        f"in more than {MOSTLY_EQUAL:.0%} of the groups all scores are equal, and advantages"
-        " compare the members of a group",
+        f"in more than {MOSTLY_EQUAL:.0%} of the groups all scores are equal, and"
+        " advantages compare the members of a group",
         "the gradient comes from the other fifth (arXiv:2503.14476, section 3.2)",
         "Set {algorithm.dynamic_sampling} or a curriculum, or raise"
         " {rollout.group_size}",
@@ -594,15 +597,15 @@ RULES = (
         f"trainers or engines with devices of their own are idle for more than"
         f" {IDLE:.0%} of the time, or both at once for more than {BOTH_IDLE:.0%}",
         "half of these devices would do, or a schedule in which the two overlap",
-        "Choose another {schedule, or other numbers of replicas}",
+        "Change {the schedule or the number of replicas}",
         _idle_devices,
     ),
     Rule(
         "memory_near_limit",
         "warning",
         "Memory is nearly full",
-        f"more than {MEMORY:.0%} of a device, or of the memory of the driver's host, is in"
-        " use",
+        f"more than {MEMORY:.0%} of a device, or of the memory of the driver's host, is"
+        " in use",
         "Ray ends processes at 95 % of a host, and an allocator that is full frees and"
         " allocates again and again",
         "Lower {the setting of this memory}",
