@@ -154,6 +154,24 @@ class Learner:
             values=self._wait_if_called("values", values, calls),
         )
 
+    def begin_log_probs(
+        self, rollouts: Sharded[Rollouts]
+    ) -> Callable[[], Sharded[LogProbs]]:
+        """Begin to compute the present policy's log-probs of some rollouts.
+
+        Returns:
+            Function that waits for them and returns them.
+        """
+        call = self.system.actor.scatter(
+            ActorWorker.compute_log_probs, rollouts, self.config.rollout.temperature
+        )
+
+        def log_probs() -> Sharded[LogProbs]:
+            (computed,) = self._wait([call])
+            return computed
+
+        return log_probs
+
     @property
     def needs_old_log_probs(self) -> bool:
         """Whether the actor computes log-probs before it learns."""

@@ -8,6 +8,7 @@ the replicas receive what was learned.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -53,6 +54,7 @@ from verl_ray.data.stages import (
     Credit,
     Finish,
     Float32,
+    LogProbs,
     Prompts,
     Rollouts,
     last_rows,
@@ -165,7 +167,7 @@ class Trainer:
                     credit,
                     outputs,
                     self.policy_version,
-                    lambda: self.record_rollouts(number, experience, credit, outputs),
+                    self.recording(number, experience, credit, outputs),
                 )
 
             # The processes report their peaks while the weights are published.
@@ -196,23 +198,38 @@ class Trainer:
             self.background.raise_failure()
             return self.supply.take(self.policy_version, self.timers)
 
-    def record_rollouts(
+    def recording(
         self,
         number: int,
         experience: Experience,
         credit: Sharded[Credit],
         outputs: ModelOutputs,
-    ) -> None:
-        """Write some rollouts of the step for people to read."""
-        if self.record is None:
-            return
-        with self.timers("record_rollouts"):
-            rollouts = experience.rollouts
-            whitening = whitening_moments(self.config.algorithm, rollouts, credit)
-            learned = LearnedRollouts(
-                experience, credit, outputs.old_log_probs, whitening
-            )
-            self.record.write(number, learned, self.supply.digests)
+    ) -> Callable[[], None] | None:
+        """Return what writes some rollouts of the step for people to read.
+
+        The models begin to learn meanwhile. None if no rollouts are kept.
+        """
+        record = self.record
+        if record is None:
+            return None
+        rollouts = experience.rollouts
+        rows = record.chosen(number, rollouts.row("group_id"), self.supply.digests)
+        whitening = whitening_moments(self.config.algorithm, rollouts, credit)
+        learned = LearnedRollouts(experience, credit, outputs.old_log_probs, whitening)
+        learned = learned.select(rows)
+
+        # A few rows cost little. The actor computes them before it learns.
+        log_probs: Callable[[], Sharded[LogProbs]] | None = None
+        is_sampled = self.config.tracking.rollouts == "sampled"
+        if learned.log_probs is None and is_sampled and len(rows):
+            log_probs = self.learner.begin_log_probs(learned.experience.rollouts)
+
+        def write() -> None:
+            with self.timers("record_rollouts"):
+                computed = learned.log_probs if log_probs is None else log_probs()
+                record.write(number, replace(learned, log_probs=computed))
+
+        return write
 
     def publish(self, version: int) -> Metrics:
         """Send the policy to every replica, verified, under this version."""

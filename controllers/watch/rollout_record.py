@@ -103,34 +103,33 @@ class RolloutRecord:
         self.metrics: Metrics = {}
         self._files = RolloutFiles(Path(config.run.dir), tracking.rollouts_max_mb)
 
-    def write(
-        self, step: int, rollouts: LearnedRollouts, digests: Mapping[int, str]
-    ) -> None:
-        """Write the rollouts of a step that are kept.
+    def write(self, step: int, rollouts: LearnedRollouts) -> None:
+        """Write the rollouts of a step that `chosen` named.
 
         Args:
             step: Number of the step, from 1.
-            rollouts: All rollouts of the step.
-            digests: A digest of each prompt, by the ordinal of its group.
+            rollouts: These rollouts.
         """
-        num_rows = 0
-        chosen = self._chosen(rollouts.experience.rollouts.row("group_id"), digests)
-        if len(chosen) and self._files.keeps(step):
-            content = self._table(step, rollouts.select(chosen)).encoded()
-            if self._files.write(step, content):
-                num_rows = len(chosen)
+        num_rows = len(rollouts.experience.rollouts)
+        if num_rows:
+            content = self._table(step, rollouts).encoded()
+            if not self._files.write(step, content):
+                num_rows = 0
         self.metrics = {
             "rollouts/recorded_rows": float(num_rows),
             "rollouts/recorded_every": float(self._files.every),
         }
 
-    def _chosen(self, group_id: Int64, digests: Mapping[int, str]) -> Int64:
-        """Return the numbers of the rows that are kept, ascending, int64.
+    def chosen(self, step: int, group_id: Int64, digests: Mapping[int, str]) -> Int64:
+        """Return the numbers of the rows of a step that are kept, ascending, int64.
 
         Args:
+            step: Number of the step, from 1.
             group_id: int64 [rows], the group of each row.
-            digests: As in `write`.
+            digests: A digest of each prompt, by the ordinal of its group.
         """
+        if not self._files.keeps(step):
+            return np.zeros(0, np.int64)
         if self._config.tracking.rollouts == "all":
             return np.arange(len(group_id), dtype=np.int64)
         groups = [group for group in np.unique(group_id).tolist() if group in digests]

@@ -140,6 +140,13 @@ def test_colocated_roles_share_a_process_and_close_gracefully(
             {},
             {},
         ]
+        spans = {process.name: process.spans for process in groups.request_spans()()}
+        assert list(spans) == ["trainer-0", "trainer-1", "rollout-0"]
+        # A span is noted when it ends.
+        _, read, count = spans["rollout-0"]
+        assert (read.name, count.name) == ("read Rows", "rollout.count")
+        assert count.details == {"rows": 1, "tokens": 3}
+        assert count.begin_ns <= read.begin_ns <= read.end_ns <= count.end_ns
     closed = sorted(path.name for path in tmp_path.glob("closed-*"))
     assert closed == [
         "closed-actor-0",

@@ -264,7 +264,7 @@ class WorkerHost:
 
     def spans(self) -> ProcessSpans:
         """Spans of this process since the last call of this method."""
-        return SPANS.take(f"{self._rank_spec.processes}-{self._rank_spec.rank}")
+        return SPANS.take(self._log_path.stem)
 
     def stacks(self) -> str:
         """Python stacks of all threads but this one, threads that run a call first."""

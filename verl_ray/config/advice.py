@@ -433,6 +433,11 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
         "Nothing to set: every step is a line of metrics.jsonl.",
         "logging_steps log_freq log_interval",
     ),
+    ("tracking.rollouts", "rollout_data_dir save_debug_rollout_data log_rollouts"),
+    (
+        "Nothing to set: evaluations/ has every held-out response.",
+        "validation_data_dir",
+    ),
     ("evaluation.samples", "log_val_generations num_completions_to_print"),
     ("evaluation.samples", "log_completions num_val_samples_to_print"),
     # ------------------------------------------------------------------------ optimizer

@@ -77,8 +77,12 @@ class Phases:
             self._news_s = now_s
         phase = _Phase(text, now_s)
         self._phases.append(phase)
+        # A text of the moment names no span; what is timed in such a phase has names.
+        noting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if isinstance(text, str):
+            noting = span(text, "phase")
         try:
-            with span(text if isinstance(text, str) else "phase", "phase"):
+            with noting:
                 yield
         finally:
             self._phases.pop()

@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 
 from tests.controllers.runs import Inputs, command, command_here, lasting
 from tests.faults import HAPPENED
 from tests.kills import Run
 from verl_ray.cluster.session import Session
+from verl_ray.tracking.rollouts import recorded_rollouts
 
 pytestmark = [pytest.mark.cluster, pytest.mark.processes]
 
@@ -66,6 +68,39 @@ def test_a_policy_learns_from_episodes(
         # A forward pass over whole rows gives the log-probs of turn by turn.
         assert metrics["training/rollout_probs_diff_max"] < 1e-5
 
+    # Two whole groups are recorded, with all rows of each episode.
+    rows = recorded(tmp_path / "run", 4)
+    assert len(rows) == steps[-1]["rollouts/recorded_rows"]
+    of_trajectories: dict[int, list[dict[str, Any]]] = {}
+    for row in rows:
+        of_trajectories.setdefault(row["trajectory"], []).append(row)
+    assert len(of_trajectories) == 8 and len({row["ordinal"] for row in rows}) == 2
+    for of_trajectory in of_trajectories.values():
+        assert [row["row"] for row in of_trajectory] == [*range(len(of_trajectory))]
+        ((_, score),) = of_trajectory[0]["scores"]
+        paid = sum(row["reward"] for row in of_trajectory)
+        assert paid == pytest.approx(score, abs=1e-5)
+        for row in of_trajectory:
+            assert (row["end"], row["num_turns"], row["failure"]) == (
+                "completed",
+                2,
+                "",
+            )
+            # A single update needs none of these, so they had a pass of their own.
+            for ours, theirs in zip(
+                row["log_probs"], row["rollout_log_probs"], strict=True
+            ):
+                assert ours == pytest.approx(theirs, abs=1e-4)
+    assert all(row["response_tokens"] == sum(row["mask"]) > 0 for row in rows)
+    assert any(None not in row["log_probs"][-1:] for row in rows)
+
+
+def recorded(run_dir: Path, step: int) -> list[dict[str, Any]]:
+    """The recorded rollouts of a step."""
+    path = recorded_rollouts(run_dir)[step]
+    rows: list[dict[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
+    return rows
+
 
 def test_a_failed_episode_is_no_member_of_its_group(
     cluster: Session, inputs: Inputs, tmp_path: Path
@@ -81,6 +116,11 @@ def test_a_failed_episode_is_no_member_of_its_group(
     assert metrics["episode/retries"] == 32 * failed
     assert metrics["episode/lost_processes"] == metrics["episode/run_again"] == 0
     assert metrics["episode/loop_lag_s"] >= 0
+    rows = recorded(tmp_path / "run", 1)
+    for row in rows:
+        has_failed = row["end"] == "environment_failed"
+        assert (row["finish"] == "aborted") == has_failed == (row["reward"] is None)
+        assert bool(row["failure"]) == has_failed
 
 
 @pytest.mark.slow

@@ -26,7 +26,6 @@ def record(folder: Path, rollouts: str) -> RolloutRecord:
 def test_a_prompt_that_was_chosen_is_chosen_again_whatever_was_finished_first(
     tmp_path: Path,
 ) -> None:
-    # Digests of the prompts a to h: d < h < g < a < e < f < b < c.
     digests = {name: digest(name.encode()) for name in "abcdefgh"}
     by_digest = sorted("abcdefgh", key=digests.__getitem__)
     sampled = record(tmp_path, "sampled")
@@ -38,7 +37,7 @@ def test_a_prompt_that_was_chosen_is_chosen_again_whatever_was_finished_first(
             for ordinal, prompt in zip(ordinals, prompts, strict=True)
         }
         group_id = np.repeat(ordinals, 2)
-        rows = sampled._chosen(group_id, of_ordinals)
+        rows = sampled.chosen(1, group_id, of_ordinals)
         groups = group_id[rows]
         # Both members of a group, or none.
         np.testing.assert_array_equal(groups[::2], groups[1::2])
@@ -49,6 +48,6 @@ def test_a_prompt_that_was_chosen_is_chosen_again_whatever_was_finished_first(
     # The first prompt of all is kept in whatever step it comes.
     assert by_digest[0] in chosen(by_digest[0] + "".join(by_digest[5:]), 16)
     # Groups of earlier steps have no digest any more.
-    assert list(sampled._chosen(np.array([3, 3, 9, 9]), {9: "0"})) == [2, 3]
-    every_row = record(tmp_path, "all")._chosen(np.array([3, 3, 9, 9]), {})
+    assert list(sampled.chosen(1, np.array([3, 3, 9, 9]), {9: "0"})) == [2, 3]
+    every_row = record(tmp_path, "all").chosen(1, np.array([3, 3, 9, 9]), {})
     assert list(every_row) == [0, 1, 2, 3]
