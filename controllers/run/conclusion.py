@@ -18,13 +18,14 @@ from controllers.run.best import best_of, evaluations_of
 from controllers.run.finished import REPORT
 from controllers.run.next_command import next_in_words
 from controllers.trainers.base import Task
-from controllers.watch.learning import diagnoses
 from controllers.watch.measures import Metrics
 from verl_ray.algorithms.intervals import Interval
 from verl_ray.cluster.signals import stop_requested
+from verl_ray.config.load import to_tree
 from verl_ray.config.schema import Config
 from verl_ray.disk import replace_file
 from verl_ray.errors import ConfigError, Interrupted, TrackingError
+from verl_ray.report.findings import findings
 from verl_ray.tracking import GLOBAL_STEP, Trackers
 from verl_ray.tracking.base import Sample
 from verl_ray.tracking.comparison import intervals, paired_differences
@@ -228,7 +229,7 @@ def report_of(
         after=_with_intervals(after, scores),
         changes=changes,
         best=best_of(task.config, evaluations).in_words(),
-        warnings=[*map(str, diagnoses(lines, task.config)), *damage],
+        warnings=[*map(str, findings(lines, to_tree(task.config), stints)), *damage],
         samples=samples,
         outputs=outputs,
     )

@@ -32,7 +32,6 @@ from controllers.trainers.updates import ModelOutputs, whitening_moments
 from controllers.watch import measures
 from controllers.watch.entries import scored_metrics
 from controllers.watch.held_out_measures import Evaluation
-from controllers.watch.learning import NUM_EXAMPLES
 from controllers.watch.measures import Metrics
 from controllers.watch.memory import MemoryRecord
 from controllers.watch.rollout_record import LearnedRollouts, RolloutRecord
@@ -60,8 +59,9 @@ from verl_ray.data.stages import (
     last_rows,
 )
 from verl_ray.data.tokenizers import policy_tokenizer
-from verl_ray.profiling.memory import host_used_gib
+from verl_ray.profiling.memory import host_total_gib, host_used_gib
 from verl_ray.profiling.phases import Timers, phase
+from verl_ray.report.causes import NUM_EXAMPLES
 from verl_ray.rewards.shaping import ResponseScores, Shaping
 
 if TYPE_CHECKING:
@@ -292,6 +292,7 @@ class Trainer:
             "perf/time_per_step": step_s,
             "perf/throughput": tokens_per_s / self.system.devices,
             "perf/cpu_memory_used_gb": host_used_gib(),
+            "perf/cpu_memory_total_gb": host_total_gib(),
             "training/epoch": float(place["epoch"]),
             "training/records_passed_over": float(place.get("passed", 0)),
             NUM_EXAMPLES: float(len(self.prompts)),

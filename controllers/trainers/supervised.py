@@ -18,7 +18,6 @@ import numpy.typing as npt
 from controllers.trainers.base import Resumable, Task, Trainable
 from controllers.watch import update_measures
 from controllers.watch.held_out_measures import Evaluation
-from controllers.watch.learning import NUM_EXAMPLES
 from controllers.watch.measures import Metrics
 from controllers.watch.memory import MemoryRecord
 from controllers.watch.update_measures import GradientWatch
@@ -31,6 +30,7 @@ from verl_ray.data.cursor import CursorState
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import TrainingBatch
 from verl_ray.profiling.phases import Timers, phase
+from verl_ray.report.causes import NUM_EXAMPLES
 from verl_ray.tracking.evaluations import HeldOutScores, digest
 from workers.model_worker import ModelWorker, UpdateReport
 

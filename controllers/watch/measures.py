@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from controllers.watch.learning import ZERO_STD
 from verl_ray.agents.contract import End
 from verl_ray.algorithms.groups import fraction_without_spread
 from verl_ray.data.batch import Int64
@@ -32,6 +31,7 @@ from verl_ray.data.stages import (
     sums_of_trajectories,
 )
 from verl_ray.ops.masked import Moments, explained_variance, whiten
+from verl_ray.report.causes import ZERO_STD
 from verl_ray.rewards.health import health_metrics
 from verl_ray.rewards.shaping import ResponseScores, component
 

@@ -126,6 +126,9 @@ def utilisation_metrics(
         reserved = max(of_rank.peak_reserved_bytes for of_rank in memory)
         metrics[f"{role}/perf/max_memory_allocated_gb"] = allocated / GIB
         metrics[f"{role}/perf/max_memory_reserved_gb"] = reserved / GIB
+        # The smallest device is the first that is full.
+        total = min(of_rank.total_bytes for of_rank in memory)
+        metrics[f"{role}/perf/device_memory_gb"] = total / GIB
     return metrics
 
 

@@ -40,11 +40,18 @@ class DeviceMemory:
     allocated_bytes: int
     peak_allocated_bytes: int
     peak_reserved_bytes: int
+    total_bytes: int
+    """Memory of the device as a whole."""
 
 
 def host_used_gib() -> float:
     """Memory of the whole machine that is in use, for `perf/cpu_memory_used_gb`."""
     return float(psutil.virtual_memory().used / GIB)
+
+
+def host_total_gib() -> float:
+    """Memory of the whole machine, for `perf/cpu_memory_total_gb`."""
+    return float(psutil.virtual_memory().total / GIB)
 
 
 def device_memory(reset_peak: bool = False) -> DeviceMemory | None:
@@ -63,6 +70,7 @@ def device_memory(reset_peak: bool = False) -> DeviceMemory | None:
         allocated_bytes=torch.cuda.memory_allocated(),
         peak_allocated_bytes=torch.cuda.max_memory_allocated(),
         peak_reserved_bytes=torch.cuda.max_memory_reserved(),
+        total_bytes=torch.cuda.mem_get_info()[1],
     )
     if reset_peak:
         torch.cuda.reset_peak_memory_stats()

@@ -271,7 +271,7 @@ def test_updates_are_averaged_over_tokens_and_norms_over_steps() -> None:
 
 def test_utilisation_counts_the_slowest_rank_of_each_step() -> None:
     def report(seconds: float, flops: float, peak: float | None = 1e12) -> UpdateReport:
-        memory = DeviceMemory(0, GIB, 2 * GIB)
+        memory = DeviceMemory(0, GIB, 2 * GIB, 80 * GIB)
         return UpdateReport(
             LossReport(),
             StepReport(1.0, 0.1),
@@ -289,6 +289,7 @@ def test_utilisation_counts_the_slowest_rank_of_each_step() -> None:
     assert found == {
         "perf/tflops/actor": 0.5, "perf/mfu/actor": 0.5,
         "actor/perf/max_memory_allocated_gb": 1.0, "actor/perf/max_memory_reserved_gb": 2.0,
+        "actor/perf/device_memory_gb": 80.0,
     }  # fmt: skip
     assert update_measures.utilisation_metrics("critic", [[report(2, 1e12, None)]]) == {
         "perf/tflops/critic": 0.5
