@@ -70,7 +70,9 @@ def test_a_cause_counts_in_three_steps_in_a_row(
 def test_a_run_of_two_steps_is_told_after_them() -> None:
     short = to_tree(compose("grpo", [*PATHS, "run.total_steps=2"]))
     assert learns_nothing(lines(SAME), short) == []
-    assert causes(learns_nothing(lines(SAME, SAME), short)) == [("same_scores", 1, 2, 2)]
+    assert causes(learns_nothing(lines(SAME, SAME), short)) == [
+        ("same_scores", 1, 2, 2)
+    ]
 
 
 def test_the_data_are_told_from_the_first_step(config: Tree) -> None:
