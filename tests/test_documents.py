@@ -17,6 +17,7 @@ from verl_ray.algorithms.row_weights import AGGREGATIONS
 from verl_ray.backends import BACKENDS
 from verl_ray.config.reward import MixedReward
 from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.report.findings import RULES
 from verl_ray.rewards.built_in import BUILT_IN
 from verl_ray.rewards.specs import spec_problem
 
@@ -79,6 +80,15 @@ TABLES = {
     ],
     ("ARCHITECTURE.md", "| `algorithm.aggregation` | source | reads |"): [
         row(f"`{name}`", one.paper, reads(one)) for name, one in AGGREGATIONS.items()
+    ],
+    ("docs/metrics.md", "| finding | when | because | what to change |"): [
+        row(
+            f"{rule.title} (`{rule.kind}`)",
+            rule.when,
+            rule.why,
+            rule.advice_with(lambda part: part if " " in part else f"`{part}`"),
+        )
+        for rule in RULES
     ],
     ("docs/data.md", "| function | score of a response | arguments |"): [
         row(

@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -108,7 +109,7 @@ class Series:
 
 @dataclass(frozen=True)
 class RunLines:
-    """What the rules read: lines of steps and of evaluations, settings, processes."""
+    """Lines, settings and processes of a run, as the rules read them."""
 
     lines: Sequence[Line]
     config: Mapping[str, object]
@@ -130,10 +131,25 @@ class RunLines:
         table = table[np.isfinite(table[:, 1])]
         return Series(table[:, 0].astype(np.int64), table[:, 1])
 
+    def total(self, metrics: Sequence[str]) -> Series:
+        """Return the sums of metrics, over the steps that have any of them."""
+        parts = [self.series(metric) for metric in metrics]
+        sums: dict[int, float] = {}
+        for part in parts:
+            for step, value in zip(part.steps.tolist(), part.values, strict=True):
+                sums[step] = sums.get(step, 0.0) + value
+        steps = sorted(sums)
+        values = [sums[step] for step in steps]
+        return Series(np.array(steps, np.int64), np.array(values, np.float64))
+
     def metrics(self, pattern: str) -> list[str]:
         """Return the names of the metrics that match a regular expression."""
-        names = {name for line in self.lines for name in line}
-        return sorted(name for name in names if re.fullmatch(pattern, name))
+        return [name for name in self._names if re.fullmatch(pattern, name)]
+
+    @cached_property
+    def _names(self) -> list[str]:
+        """Names of all metrics, sorted."""
+        return sorted({name for line in self.lines for name in line})
 
     def at(self, key: str) -> object:
         """Return the value of a setting; None where the configuration lacks it."""
@@ -341,7 +357,14 @@ def _reward_causes(run: RunLines) -> list[_Cause]:
     )
     title = "All scores are equal"
     draft = _draft(
-        "same_scores", "critical", title, text, "critic/score/max", 0, 0, sources
+        "same_scores",
+        "critical",
+        title,
+        text,
+        "critic/score/max",
+        0,
+        0,
+        _grader_keys(run)[0],
     )
     causes = [_Cause(_same_scores, draft)]
 

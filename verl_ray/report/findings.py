@@ -11,12 +11,10 @@ depends on the task, compares a run with its own beginning.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
 from verl_ray.agents.contract import LIMITS, End
 from verl_ray.report.causes import (
@@ -29,6 +27,14 @@ from verl_ray.report.causes import (
     Severity,
     learns_nothing,
     needs_group,
+)
+from verl_ray.report.rules import (
+    WINDOW,
+    Evidence,
+    Rule,
+    evidence_above,
+    evidence_where,
+    finding_of,
 )
 from verl_ray.tracking.base import HELD_OUT
 from verl_ray.tracking.comparison import is_lower_better
@@ -55,111 +61,11 @@ def findings(
         if rule.unless in kinds:
             continue
         seen += [
-            _finding(run, rule, evidence) for evidence in rule.test(run) if evidence
+            finding_of(run, rule, evidence) for evidence in rule.test(run) if evidence
         ]
 
     order: list[Severity] = ["critical", "warning", "note"]
     return sorted(seen, key=lambda finding: order.index(finding.severity))
-
-
-# ------------------------------------------------------------------ parts of the rules
-
-WINDOW = 5
-"""Steps over which medians are taken, so that no single step is a finding."""
-
-
-@dataclass(frozen=True)
-class _Evidence:
-    """The steps in which a rule holds, and its worst value there."""
-
-    seen: str
-    """What was seen, in words."""
-    metric: str
-    step: int
-    last_step: int
-    num_steps: int
-    value: float
-    threshold: float
-    setting: str | None = None
-    """Key of the setting to change, where it is not that of the rule."""
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A row of the table: when something is a finding, and why."""
-
-    kind: str
-    severity: Severity
-    title: str
-    when: str
-    """The condition, for the documents."""
-    why: str
-    """Why the threshold is where it is, with its source."""
-    advice: str
-    """What to change; a key in braces is replaced by the setting and its value."""
-    test: Callable[[RunLines], Iterator[_Evidence | None]]
-    unless: str | None = None
-    """Kind of the cause that says the same, and more."""
-
-    @property
-    def settings(self) -> list[str]:
-        """Return the keys that the advice names."""
-        return re.findall(r"{(.+?)}", self.advice)
-
-
-def _finding(run: RunLines, rule: Rule, evidence: _Evidence) -> Finding:
-    """Return what a rule says of the steps in which it holds."""
-    keys = rule.settings
-    if evidence.setting is not None:
-        keys = [evidence.setting]
-    advice = re.sub(r"{(.+?)}", lambda key: run.in_words(key[1]), rule.advice)
-    if not rule.settings:
-        advice = advice.format(run.in_words(keys[0]))
-    return Finding(
-        rule.kind,
-        rule.severity,
-        rule.title,
-        f"{evidence.seen}. {advice}",
-        evidence.metric,
-        evidence.step,
-        evidence.value,
-        evidence.threshold,
-        keys[0],
-        evidence.last_step,
-        evidence.num_steps,
-    )
-
-
-def _where(
-    series: Series,
-    holds: npt.NDArray[np.bool_],
-    metric: str,
-    threshold: float,
-    *,
-    below: bool = False,
-    setting: str | None = None,
-) -> _Evidence | None:
-    """Return the steps of medians at which a rule holds; None if there are none."""
-    if not holds.any():
-        return None
-    steps = series.steps[holds]
-    values = series.values[holds]
-    worst = float(values.min() if below else values.max())
-    seen = (
-        f"the median of {metric} came to {worst:.3g},"
-        f" {'below' if below else 'above'} {threshold:.3g}"
-    )
-    first, last = int(steps[0]), int(steps[-1])
-    return _Evidence(seen, metric, first, last, len(steps), worst, threshold, setting)
-
-
-def _above(
-    run: RunLines, metric: str, threshold: float, setting: str | None = None
-) -> _Evidence | None:
-    """Return where the median over five steps is above a threshold."""
-    medians = run.series(metric).medians(WINDOW)
-    holds = medians.values > threshold
-    return _where(medians, holds, metric, threshold, setting=setting)
 
 
 # ------------------------------------------------------------------ reward and policy
@@ -187,7 +93,7 @@ def _lowest(run: RunLines) -> float:
     return float(np.median(values)) if len(values) else math.nan
 
 
-def _reward_collapse(run: RunLines) -> Iterator[_Evidence | None]:
+def _reward_collapse(run: RunLines) -> Iterator[Evidence | None]:
     scores = run.series(SCORE)
     medians = scores.medians(WINDOW)
     if not len(medians):
@@ -202,39 +108,39 @@ def _reward_collapse(run: RunLines) -> Iterator[_Evidence | None]:
     holds = falls & (medians.values < limit)
     if holds.any():
         threshold = float(limit[holds][0])
-        yield _where(medians, holds, SCORE, threshold, below=True)
+        yield evidence_where(medians, holds, SCORE, threshold, below=True)
 
 
-def _entropy_collapse(run: RunLines) -> Iterator[_Evidence | None]:
+def _entropy_collapse(run: RunLines) -> Iterator[Evidence | None]:
     entropy = run.series(ENTROPY)
     scores = run.series(SCORE)
+    smooth = scores.medians(WINDOW)
     medians = entropy.medians(WINDOW)
-    if not len(medians) or not len(scores):
+    if not len(medians) or not len(smooth):
         return
     threshold = EXHAUSTED * max(entropy.values[0], medians.values[0])
 
     # Who has solved all problems may be certain.
     lowest = _lowest(run)
     highest = run.series("critic/score/max").values.max(initial=lowest)
-    smooth = scores.medians(WINDOW)
     score = np.interp(medians.steps, smooth.steps, smooth.values)
     is_solved = score >= lowest + SOLVED * max(highest - lowest, 1e-9)
     holds = (medians.values < threshold) & ~is_solved
-    yield _where(medians, holds, ENTROPY, threshold, below=True)
+    yield evidence_where(medians, holds, ENTROPY, threshold, below=True)
 
 
-def _kl_runaway(run: RunLines) -> Iterator[_Evidence | None]:
-    yield _above(run, "actor/reward_kl_penalty", FAR_FROM_REFERENCE)
+def _kl_runaway(run: RunLines) -> Iterator[Evidence | None]:
+    yield evidence_above(run, "actor/reward_kl_penalty", FAR_FROM_REFERENCE)
     # Sums over tokens would grow with the length of the responses.
     if str(run.at("algorithm.aggregation")).endswith("token_mean"):
-        yield _above(run, "actor/kl_loss", FAR_FROM_REFERENCE)
+        yield evidence_above(run, "actor/kl_loss", FAR_FROM_REFERENCE)
 
 
-def _large_updates(run: RunLines) -> Iterator[_Evidence | None]:
-    yield _above(run, "actor/ppo_kl", LARGE_UPDATE)
+def _large_updates(run: RunLines) -> Iterator[Evidence | None]:
+    yield evidence_above(run, "actor/ppo_kl", LARGE_UPDATE)
 
 
-def _lengths_exploding(run: RunLines) -> Iterator[_Evidence | None]:
+def _lengths_exploding(run: RunLines) -> Iterator[Evidence | None]:
     lengths = run.series(RESPONSE_LENGTH).medians(WINDOW)
     scores = run.series(SCORE)
     smooth = scores.medians(WINDOW)
@@ -244,21 +150,21 @@ def _lengths_exploding(run: RunLines) -> Iterator[_Evidence | None]:
     score = np.interp(lengths.steps, smooth.steps, smooth.values)
     pays = score > smooth.values[0] + scores.noise(WINDOW)
     holds = (lengths.values > threshold) & ~pays
-    yield _where(lengths, holds, RESPONSE_LENGTH, threshold)
+    yield evidence_where(lengths, holds, RESPONSE_LENGTH, threshold)
 
 
-def _responses_cut(run: RunLines) -> Iterator[_Evidence | None]:
-    yield _above(run, CUT, OFTEN_CUT)
+def _responses_cut(run: RunLines) -> Iterator[Evidence | None]:
+    yield evidence_above(run, CUT, OFTEN_CUT)
 
 
-def _groups_without_spread(run: RunLines) -> Iterator[_Evidence | None]:
+def _groups_without_spread(run: RunLines) -> Iterator[Evidence | None]:
     if needs_group(run):
-        yield _above(run, ZERO_STD, MOSTLY_EQUAL)
+        yield evidence_above(run, ZERO_STD, MOSTLY_EQUAL)
 
 
-def _mismatch(run: RunLines) -> Iterator[_Evidence | None]:
+def _mismatch(run: RunLines) -> Iterator[Evidence | None]:
     metric = str(run.at("algorithm.mismatch.metric") or "rollout_corr/k3_kl")
-    yield _above(run, metric, run.number("algorithm.mismatch.limit", MISMATCH))
+    yield evidence_above(run, metric, run.number("algorithm.mismatch.limit", MISMATCH))
 
 
 # ---------------------------------------------------------------- held-out data, losses
@@ -277,14 +183,14 @@ def _around(series: Series, step: int) -> float:
 
 
 def _past_the_best(
-    run: RunLines, metric: str, tolerance: Callable[[float], float]
+    run: RunLines, metric: str, tolerance: Callable[[float, float], float]
 ) -> tuple[Series, float] | None:
     """Return the evaluations after the best one, if the last two are worse.
 
     Args:
         run: The record.
         metric: A held-out metric.
-        tolerance: From the best value, how much worse counts.
+        tolerance: How much worse counts, from the best value and the last ones' mean.
 
     Returns:
         The best evaluation and those after it, and the value from which on they count
@@ -295,15 +201,18 @@ def _past_the_best(
     if len(evaluations) < 3:
         return None
     best = int(np.argmax(sign * evaluations.values))
-    limit = float(evaluations.values[best])
-    limit -= sign * tolerance(limit)
     after = evaluations.values[best + 1 :]
-    if len(after) < 2 or not (sign * after[-2:] < sign * limit).all():
+    if len(after) < 2:
+        return None
+
+    limit = float(evaluations.values[best])
+    limit -= sign * tolerance(limit, float(after[-2:].mean()))
+    if not (sign * after[-2:] < sign * limit).all():
         return None
     return Series(evaluations.steps[best:], evaluations.values[best:]), limit
 
 
-def _over_optimisation(run: RunLines) -> Iterator[_Evidence | None]:
+def _over_optimisation(run: RunLines) -> Iterator[Evidence | None]:
     scores = run.series(SCORE)
     num_problems = run.series("val-aux/num_prompts", of_steps=False).values
     if not len(scores) or not len(num_problems):
@@ -315,11 +224,10 @@ def _over_optimisation(run: RunLines) -> Iterator[_Evidence | None]:
         low = min(0.0, values.min(initial=0))
         high = max(1.0, values.max(initial=1))
 
-        def tolerance(best: float, low: float = low, high: float = high) -> float:
-            # No distribution between two bounds has a larger variance than this.
-            variance = (best - low) * (high - best)
-            errors = math.sqrt(2 * variance / num_problems[-1])
-            return STANDARD_ERRORS * errors
+        def tolerance(*means: float, low: float = low, high: float = high) -> float:
+            # No distribution between two bounds has a larger variance than these.
+            variances = [(mean - low) * (high - mean) for mean in means]
+            return STANDARD_ERRORS * math.sqrt(sum(variances) / num_problems[-1])
 
         worse = _past_the_best(run, metric, tolerance)
         if worse is None or is_lower_better(metric):
@@ -328,12 +236,12 @@ def _over_optimisation(run: RunLines) -> Iterator[_Evidence | None]:
         first, last = int(after.steps[0]), int(after.steps[-1])
         if _around(scores, last) > _around(scores, first) + noise:
             holds = (np.arange(len(after)) > 0) & (after.values < limit)
-            yield _where(after, holds, metric, limit, below=True)
+            yield evidence_where(after, holds, metric, limit, below=True)
 
 
-def _overfitting(run: RunLines) -> Iterator[_Evidence | None]:
+def _overfitting(run: RunLines) -> Iterator[Evidence | None]:
     for metric in run.metrics(f"{HELD_OUT}.*loss"):
-        worse = _past_the_best(run, metric, lambda best: (OVERFITTED - 1) * abs(best))
+        worse = _past_the_best(run, metric, _overfitted)
         for name in _supervised_losses(run):
             if worse is None:
                 continue
@@ -341,7 +249,11 @@ def _overfitting(run: RunLines) -> Iterator[_Evidence | None]:
             losses = run.series(name)
             first, last = int(after.steps[0]), int(after.steps[-1])
             if _around(losses, last) < _around(losses, first):
-                yield _where(after, after.values > limit, metric, limit)
+                yield evidence_where(after, after.values > limit, metric, limit)
+
+
+def _overfitted(best: float, _last: float) -> float:
+    return (OVERFITTED - 1) * abs(best)
 
 
 def _supervised_losses(run: RunLines) -> list[str]:
@@ -351,7 +263,7 @@ def _supervised_losses(run: RunLines) -> list[str]:
     return run.metrics(r"[a-z]\w*/loss")[:1]
 
 
-def _loss_rises(run: RunLines) -> Iterator[_Evidence | None]:
+def _loss_rises(run: RunLines) -> Iterator[Evidence | None]:
     for name in _supervised_losses(run):
         losses = run.series(name)
         medians = losses.medians(WINDOW)
@@ -363,21 +275,23 @@ def _loss_rises(run: RunLines) -> Iterator[_Evidence | None]:
         holds = rises & (medians.values > RISEN * best)
         if holds.any():
             threshold = float(RISEN * best[holds][0])
-            yield _where(medians, holds, name, threshold)
+            role = name.partition("/")[0]
+            setting = f"{role}.optimizer.lr"
+            yield evidence_where(medians, holds, name, threshold, setting=setting)
 
 
-def _blind_critic(run: RunLines) -> Iterator[_Evidence | None]:
+def _blind_critic(run: RunLines) -> Iterator[Evidence | None]:
     metric = "critic/vf_explained_var"
     medians = run.series(metric).medians(CRITIC_WINDOW)
     holds = (medians.values <= 0) & (medians.steps >= CRITIC_STEPS)
-    yield _where(medians, holds, metric, 0.0, below=True)
+    yield evidence_where(medians, holds, metric, 0.0, below=True)
 
 
-def _skipped_updates(run: RunLines) -> Iterator[_Evidence | None]:
+def _skipped_updates(run: RunLines) -> Iterator[Evidence | None]:
     for metric in run.metrics(r"[a-z]\w*/skipped_steps"):
         role = metric.partition("/")[0]
         skipped = run.series(metric)
-        yield _where(
+        yield evidence_where(
             skipped, skipped.values > 0, metric, 0.0, setting=f"{role}.optimizer.lr"
         )
 
@@ -425,19 +339,16 @@ BESIDE_STEPS = ("save_checkpoint", "testing")
 
 def _episode_ends(
     run: RunLines, ends: Sequence[End], threshold: float
-) -> Iterator[_Evidence | None]:
+) -> Iterator[Evidence | None]:
     """Yield where these ends together have a larger share of the episodes."""
-    shares = {end: run.series(f"episode/ends/{end}") for end in ends}
-    shares = {end: series for end, series in shares.items() if len(series)}
-    if not shares:
+    metrics = {end: f"episode/ends/{end}" for end in ends}
+    medians = run.total(list(metrics.values())).medians(WINDOW)
+    if not len(medians):
         return
-    steps = next(iter(shares.values())).steps
-    values = np.sum([series.values for series in shares.values()], axis=0)
-    commonest = max(shares, key=lambda end: float(shares[end].values.mean()))
-    medians = Series(steps, values).medians(WINDOW)
-    metric = f"episode/ends/{commonest}"
+    commonest = max(ends, key=lambda end: float(run.series(metrics[end]).values.sum()))
+    metric = metrics[commonest]
     setting = END_SETTINGS[commonest]
-    evidence = _where(
+    evidence = evidence_where(
         medians, medians.values > threshold, metric, threshold, setting=setting
     )
     if evidence is not None:
@@ -448,7 +359,7 @@ def _episode_ends(
         yield replace(evidence, seen=seen)
 
 
-def _phase_dominates(run: RunLines) -> Iterator[_Evidence | None]:
+def _phase_dominates(run: RunLines) -> Iterator[Evidence | None]:
     step_s = run.series("timing_s/step")
     # What learns from data has one phase.
     if len(step_s) < 2 * WINDOW or run.at("task") != "rl":
@@ -463,23 +374,24 @@ def _phase_dominates(run: RunLines) -> Iterator[_Evidence | None]:
             metric = f"timing_s/{name}"
             seen = f"{metric} takes {share:.0%} of the time, more than {threshold:.0%}"
             first, last = int(spent.steps[0]), int(spent.steps[-1])
-            yield _Evidence(
+            yield Evidence(
                 seen, metric, first, last, len(spent), share, threshold, setting
             )
 
 
-def _idle_devices(run: RunLines) -> Iterator[_Evidence | None]:
+def _idle_devices(run: RunLines) -> Iterator[Evidence | None]:
     # Without GPUs all processes share the cores, so what is idle wastes none.
     if not run.metrics(r".*/perf/max_memory_reserved_gb"):
         return
     if run.at("placement.kind") == "separate":
-        yield _above(run, "perf/trainers_idle", IDLE, "rollout.num_replicas")
-        yield _above(run, "perf/rollouts_idle", IDLE, "rollout.num_replicas")
-    yield _above(run, "perf/both_idle", BOTH_IDLE)
+        yield evidence_above(run, "perf/trainers_idle", IDLE, "rollout.num_replicas")
+        yield evidence_above(run, "perf/rollouts_idle", IDLE, "rollout.num_replicas")
+    yield evidence_above(run, "perf/both_idle", BOTH_IDLE, "rollout.schedule")
 
 
-def _memory_near_limit(run: RunLines) -> Iterator[_Evidence | None]:
-    pairs = [("perf/cpu_memory_used_gb", "perf/cpu_memory_total_gb", None)]
+def _memory_near_limit(run: RunLines) -> Iterator[Evidence | None]:
+    host = "data.prompts_per_step"
+    pairs = [("perf/cpu_memory_used_gb", "perf/cpu_memory_total_gb", host)]
     for metric in run.metrics(r".*/perf/max_memory_reserved_gb"):
         role = metric.partition("/")[0]
         total = f"{role}/perf/device_memory_gb"
@@ -488,10 +400,10 @@ def _memory_near_limit(run: RunLines) -> Iterator[_Evidence | None]:
     for metric, total, setting in pairs:
         sizes = run.series(total).values
         if len(sizes):
-            yield _above(run, metric, MEMORY * float(sizes[-1]), setting)
+            yield evidence_above(run, metric, MEMORY * float(sizes[-1]), setting)
 
 
-def _restarts(run: RunLines) -> Iterator[_Evidence | None]:
+def _restarts(run: RunLines) -> Iterator[Evidence | None]:
     lost = [stint for stint in run.history if stint.ending in ("failed", "killed")]
     if lost:
         seen = (
@@ -500,11 +412,11 @@ def _restarts(run: RunLines) -> Iterator[_Evidence | None]:
         )
         steps = [stint.last_step or stint.first_step for stint in lost]
         count = len(lost)
-        yield _Evidence(seen, HISTORY, min(steps), max(steps), count, count, 0)
+        yield Evidence(seen, HISTORY, min(steps), max(steps), count, count, 0)
 
     metric = "rollout/restarts"
     restarts = run.series(metric)
-    yield _where(restarts, restarts.values > 0, metric, 0.0)
+    yield evidence_where(restarts, restarts.values > 0, metric, 0.0)
 
 
 # ------------------------------------------------------------------------- the table
@@ -514,8 +426,8 @@ RULES = (
         "reward_collapse",
         "critical",
         "The reward collapses",
-        f"the score falls below {COLLAPSED:.0%} of its best so far, from the lowest"
-        f" score on, and by {NOISE:g} times its noise",
+        f"less than {COLLAPSED:.0%} remains of the best score so far, counted from the"
+        f" lowest one, and it fell by more than {NOISE:g} times its noise",
         "what was learned, or known before, is lost; batches differ by less",
         "Lower {actor.optimizer.lr}, or raise {algorithm.kl.coefficient}, and begin"
         " again with a checkpoint from before",
@@ -525,7 +437,7 @@ RULES = (
         "entropy_collapse",
         "warning",
         "The entropy collapses",
-        f"{EXHAUSTED:.0%} of the entropy at the beginning remain, and less than"
+        f"less than {EXHAUSTED:.0%} of the first entropy remains, and less than"
         f" {SOLVED:.0%} of the score is reached",
         "rewards are paid for with entropy; without any they stand still"
         " (arXiv:2505.22617)",
@@ -539,7 +451,7 @@ RULES = (
         "The policy runs away from the reference",
         f"the divergence is above {FAR_FROM_REFERENCE:g} nat per token",
         "the reference then finds each token e = 2.7 times less likely; far from it,"
-        " scores stop to mean what they did (arXiv:2210.10760)",
+        " scores mean something else (arXiv:2210.10760)",
         "Raise {algorithm.kl.coefficient}, or lower {actor.optimizer.lr}",
         _kl_runaway,
     ),
@@ -567,7 +479,7 @@ RULES = (
         "responses_cut",
         "warning",
         "Responses are cut",
-        f"{OFTEN_CUT:.0%} of the responses are cut at the length limit",
+        f"more than {OFTEN_CUT:.0%} of the responses are cut at the length limit",
         "a response without its answer scores as a wrong one, so the reward measures"
         " the limit (arXiv:2503.14476, section 3.4)",
         "Raise {rollout.max_response_tokens}",
@@ -578,8 +490,8 @@ RULES = (
         "groups_without_spread",
         "warning",
         "Few groups teach anything",
-        f"in {MOSTLY_EQUAL:.0%} of the groups all scores are equal, and advantages"
-        " compare the members of a group",
+        f"in more than {MOSTLY_EQUAL:.0%} of the groups all scores are equal, and"
+        " advantages compare the members of a group",
         "the gradient comes from the other fifth (arXiv:2503.14476, section 3.2)",
         "Set {algorithm.dynamic_sampling} or a curriculum, or raise"
         " {rollout.group_size}",
@@ -625,17 +537,17 @@ RULES = (
         "Gradients are not finite",
         "an optimizer step was skipped",
         "one may come from its batch, several come from the model",
-        "Lower {}",
+        "Lower {the learning rate of this model}",
         _skipped_updates,
     ),
     Rule(
         "loss_rises",
         "critical",
         "The loss rises",
-        f"the loss in training is {RISEN:g} times its lowest median, and above it by"
-        f" {NOISE:g} times its noise",
+        f"the loss in training is above {RISEN:g} times its lowest median, and above"
+        f" that by more than {NOISE:g} times its noise",
         "what is learned from data only falls, but for noise",
-        "Lower the learning rate of the model that learns ({})",
+        "Lower {the learning rate of this model}",
         _loss_rises,
     ),
     Rule(
@@ -654,7 +566,7 @@ RULES = (
         "Limits end most episodes",
         f"limits end more than {MOSTLY_LIMITED:.0%} of the episodes",
         "the reward then measures the limits",
-        "Raise {}",
+        "Raise {the setting of this limit}",
         lambda run: _episode_ends(run, sorted(LIMITS), MOSTLY_LIMITED),
     ),
     Rule(
@@ -665,40 +577,38 @@ RULES = (
         f" {OFTEN_FAULTY:.0%} of the episodes",
         "a run that only scores responses stops at this share of failures, too"
         " (`reward.max_failed_fraction`)",
-        "Look at the logs and at {}",
+        "Look at the logs and at {the setting of this fault}",
         lambda run: _episode_ends(run, FAULTS, OFTEN_FAULTY),
     ),
     Rule(
         "phase_dominates",
         "note",
         "A phase takes most of the time",
-        ", ".join(
-            f"`{name}` takes more than {share:.0%}"
-            for name, (share, _) in PHASES.items()
-        ),
-        "generation is most of a step as a rule (arXiv:2405.11143), other phases are"
-        " not",
-        "What changes it: {}",
+        "a phase takes more of the time than "
+        + ", ".join(f"`{name}` {share:.0%}" for name, (share, _) in PHASES.items()),
+        "generation is most of a step as a rule (arXiv:2405.11143), nothing else is",
+        "Look at {the setting of this phase}",
         _phase_dominates,
     ),
     Rule(
         "idle_devices",
         "note",
         "Devices are idle",
-        f"trainers or engines with devices of their own are idle for {IDLE:.0%} of the"
-        f" time, or both at once for {BOTH_IDLE:.0%}",
+        f"trainers or engines with devices of their own are idle for more than"
+        f" {IDLE:.0%} of the time, or both at once for more than {BOTH_IDLE:.0%}",
         "half of these devices would do, or a schedule in which the two overlap",
-        "Choose another {rollout.schedule}, or other numbers of ranks and replicas",
+        "Change {the schedule or the number of replicas}",
         _idle_devices,
     ),
     Rule(
         "memory_near_limit",
         "warning",
         "Memory is nearly full",
-        f"{MEMORY:.0%} of the memory of a device or of the driver's host are in use",
+        f"more than {MEMORY:.0%} of a device, or of the memory of the driver's host, is"
+        " in use",
         "Ray ends processes at 95 % of a host, and an allocator that is full frees and"
         " allocates again and again",
-        "Lower {data.prompts_per_step}, or tokens per micro-batch",
+        "Lower {the setting of this memory}",
         _memory_near_limit,
     ),
     Rule(
@@ -707,7 +617,7 @@ RULES = (
         "Processes were lost",
         "the driver failed or was killed, or a replica was started again",
         "each costs its start and the steps since the last state",
-        "`faults.jsonl` says why; {run.recovery.max_restarts}",
+        "Read `faults.jsonl`; the limit is {run.recovery.max_restarts}",
         _restarts,
     ),
 )

@@ -1,0 +1,390 @@
+"""Findings of recorded runs, and of lines whose numbers are written here."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from verl_ray.report.findings import RULES, Finding, findings
+from verl_ray.tracking.history import Stint
+
+RECORDED = Path(__file__).parent / "recorded"
+Lines = list[dict[str, float]]
+Tree = dict[str, object]
+
+
+def kinds(seen: Sequence[Finding]) -> set[str]:
+    return {finding.kind for finding in seen}
+
+
+# ----------------------------------------------------------------------- recorded runs
+
+
+def recorded(name: str) -> list[Finding]:
+    """Findings of a run of the command `train`, whose numbers have four digits.
+
+    The first line of a file is its configuration and its history, the others are those
+    of metrics.jsonl.
+    """
+    text = gzip.decompress((RECORDED / f"{name}.jsonl.gz").read_bytes()).decode()
+    head, *lines = map(json.loads, text.splitlines())
+    # null stands for a number that is not finite.
+    numbers = [
+        {key: np.nan if value is None else value for key, value in line.items()}
+        for line in lines
+    ]
+    history = [Stint(**stint) for stint in head["history"]]
+    return findings(numbers, head["config"], history)
+
+
+HEALTHY = ()
+
+FAULTY: dict[str, set[str]] = {}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_run_has_no_finding(name: str) -> None:
+    assert list(map(str, recorded(name))) == []
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_a_run_with_a_fault_has_the_findings_of_it(name: str) -> None:
+    assert kinds(recorded(name)) == FAULTY[name]
+
+
+# -------------------------------------------------------- either side of each threshold
+
+RL: Tree = {
+    "task": "rl",
+    "algorithm": {"advantage": "grpo", "aggregation": "token_mean"},
+    "placement": {"kind": "separate"},
+    "actor": {"optimizer": {"lr": 1e-6}},
+    "agent": {"max_turns": 4},
+}
+SFT: Tree = {"task": "sft"}
+
+
+def run_of(**columns: float | Sequence[float]) -> Lines:
+    """Lines of steps from 1 on; `__` in a name stands for `/`."""
+    count = max(len(np.atleast_1d(column)) for column in columns.values())
+    lines: Lines = [{"training/global_step": float(step + 1)} for step in range(count)]
+    for name, column in columns.items():
+        for line, value in zip(lines, np.broadcast_to(column, count), strict=True):
+            line[name.replace("__", "/")] = float(value)
+    return lines
+
+
+def ten_and_ten(first: float, second: float) -> list[float]:
+    return [first] * 10 + [second] * 10
+
+
+def scored(second: float) -> Lines:
+    return run_of(
+        critic__score__mean=ten_and_ten(0.8, second),
+        critic__score__min=0.0,
+        critic__score__max=1.0,
+    )
+
+
+def entropy(second: float, score: float = 0.5) -> Lines:
+    return run_of(
+        actor__entropy_per_token=ten_and_ten(1.0, second),
+        critic__score__mean=score,
+        critic__score__min=0.0,
+        critic__score__max=1.0,
+    )
+
+
+def lengths(second: float, score: float = 0.5) -> Lines:
+    return run_of(
+        response_length__mean=ten_and_ten(10, second),
+        critic__score__mean=ten_and_ten(0.5, score),
+    )
+
+
+def held_out(last: float, score: float = 0.7) -> Lines:
+    """Three evaluations after the first, with 500 problems each."""
+    lines = run_of(critic__score__mean=[*[0.5] * 10, *[score] * 20])
+    lines.insert(0, {"training/global_step": 0.0})
+    for step, accuracy in {0: 0.4, 10: 0.6, 20: last, 30: last}.items():
+        lines[step]["val-core/sums/acc/mean@1"] = accuracy
+        lines[step]["val-aux/num_prompts"] = 500.0
+    return lines
+
+
+def best_of_all() -> Lines:
+    lines = held_out(0.998)
+    lines[10]["val-core/sums/acc/mean@1"] = 1.0
+    return lines
+
+
+def held_out_loss(last: float, training: float = 0.5) -> Lines:
+    lines = run_of(actor__loss=[*[0.9] * 10, *[training] * 20])
+    for step, loss in {10: 0.8, 20: last, 30: last}.items():
+        lines[step - 1]["val-core/held_out/loss"] = loss
+    return lines
+
+
+def devices(**columns: float | Sequence[float]) -> Lines:
+    return run_of(actor__perf__max_memory_reserved_gb=[10.0] * 10, **columns)
+
+
+def episodes(turns: float, tokens: float, parse: float = 0.0) -> Lines:
+    return run_of(
+        episode__ends__max_turns=[turns] * 10,
+        episode__ends__max_tokens=tokens,
+        episode__ends__parse_error=parse,
+        episode__ends__environment_failed=0.0,
+    )
+
+
+Case = tuple[Lines, Lines, Tree, tuple[int, int, float, float, str]]
+
+CASES: dict[str, Case] = {
+    # Half of 0.8 is 0.4. The median over steps 9 to 13 is the first with the new value.
+    "reward_collapse": (
+        scored(0.41),
+        scored(0.39),
+        RL,
+        (11, 18, 0.39, 0.4, "actor.optimizer.lr"),
+    ),
+    "entropy_collapse": (
+        entropy(0.11),
+        entropy(0.09),
+        RL,
+        (11, 18, 0.09, 0.1, "algorithm.clip_high"),
+    ),
+    "kl_runaway": (
+        run_of(actor__reward_kl_penalty=ten_and_ten(0.1, 0.99)),
+        run_of(actor__reward_kl_penalty=ten_and_ten(0.1, 1.01)),
+        RL,
+        (11, 18, 1.01, 1.0, "algorithm.kl.coefficient"),
+    ),
+    "large_updates": (
+        run_of(actor__ppo_kl=ten_and_ten(0.01, 0.09)),
+        run_of(actor__ppo_kl=ten_and_ten(0.01, 0.11)),
+        RL,
+        (11, 18, 0.11, 0.1, "actor.optimizer.lr"),
+    ),
+    "lengths_exploding": (
+        lengths(19),
+        lengths(21),
+        RL,
+        (11, 18, 21, 20, "algorithm.aggregation"),
+    ),
+    "responses_cut": (
+        run_of(response_length__clip_ratio=ten_and_ten(0.0, 0.29)),
+        run_of(response_length__clip_ratio=ten_and_ten(0.0, 0.31)),
+        RL,
+        (11, 18, 0.31, 0.3, "rollout.max_response_tokens"),
+    ),
+    "groups_without_spread": (
+        run_of(frac_reward_zero_std=ten_and_ten(0.5, 0.79)),
+        run_of(frac_reward_zero_std=ten_and_ten(0.5, 0.81)),
+        RL,
+        (11, 18, 0.81, 0.8, "algorithm.dynamic_sampling"),
+    ),
+    "mismatch": (
+        run_of(rollout_corr__k3_kl=ten_and_ten(0.001, 0.049)),
+        run_of(rollout_corr__k3_kl=ten_and_ten(0.001, 0.051)),
+        RL,
+        (11, 18, 0.051, 0.05, "algorithm.correction.form"),
+    ),
+    # Two standard errors of the difference of 0.6 and 0.53 in 500 problems each:
+    # 2 sqrt((0.6 * 0.4 + 0.53 * 0.47) / 500) = 0.0625.
+    "over_optimisation": (
+        held_out(0.545),
+        held_out(0.53),
+        RL,
+        (20, 30, 0.53, 0.5375, "reward.kind"),
+    ),
+    # The first median with a middle from step 50 on is that of steps 40 to 59.
+    "blind_critic": (
+        run_of(critic__vf_explained_var=[0.01] * 80),
+        run_of(critic__vf_explained_var=[0.0] * 80),
+        RL,
+        (50, 71, 0.0, 0.0, "critic.optimizer.lr"),
+    ),
+    "skipped_updates": (
+        run_of(critic__skipped_steps=[0.0] * 9),
+        run_of(critic__skipped_steps=[0, 0, 0, 0, 0, 0, 1, 0, 0]),
+        RL,
+        (7, 7, 1.0, 0.0, "critic.optimizer.lr"),
+    ),
+    "loss_rises": (
+        run_of(actor__loss=ten_and_ten(1.0, 1.19)),
+        run_of(actor__loss=ten_and_ten(1.0, 1.21)),
+        SFT,
+        (11, 18, 1.21, 1.2, "actor.optimizer.lr"),
+    ),
+    # 1.05 * 0.8 = 0.84
+    "overfitting": (
+        held_out_loss(0.835),
+        held_out_loss(0.845),
+        SFT,
+        (20, 30, 0.845, 0.84, "run.total_steps"),
+    ),
+    "episode_limits": (
+        episodes(0.3, 0.19),
+        episodes(0.3, 0.21),
+        RL,
+        (3, 8, 0.51, 0.5, "agent.max_turns"),
+    ),
+    "episode_faults": (
+        episodes(0.0, 0.0, 0.09),
+        episodes(0.0, 0.0, 0.11),
+        RL,
+        (3, 8, 0.11, 0.1, "agent.tool_parser"),
+    ),
+    "phase_dominates": (
+        run_of(timing_s__step=[10.0] * 10, timing_s__update_weights=2.4),
+        run_of(timing_s__step=[10.0] * 10, timing_s__update_weights=2.6),
+        RL,
+        (1, 10, 0.26, 0.25, "rollout.sync.transport"),
+    ),
+    "idle_devices": (
+        devices(perf__rollouts_idle=0.49, perf__both_idle=0.24),
+        devices(perf__rollouts_idle=0.51, perf__both_idle=0.24),
+        RL,
+        (3, 8, 0.51, 0.5, "rollout.num_replicas"),
+    ),
+    "memory_near_limit": (
+        devices(actor__perf__device_memory_gb=11.2),
+        devices(actor__perf__device_memory_gb=11.0),
+        RL,
+        (3, 8, 10.0, 9.9, "actor.backend.micro_batch_tokens_per_rank"),
+    ),
+    "restarts": (
+        run_of(rollout__restarts=[0.0] * 5),
+        run_of(rollout__restarts=[0, 0, 2, 0, 1]),
+        RL,
+        (3, 5, 2.0, 0.0, "run.recovery.max_restarts"),
+    ),
+}
+
+
+def test_each_rule_has_a_case() -> None:
+    assert list(CASES) == [rule.kind for rule in RULES]
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_a_rule_holds_beyond_its_threshold_alone(kind: str) -> None:
+    below, beyond, config, expected = CASES[kind]
+    assert findings(below, config) == []
+
+    (finding,) = findings(beyond, config)
+    first, last, value, threshold, setting = expected
+    assert (finding.kind, finding.setting) == (kind, setting)
+    assert (finding.step, finding.last_step) == (first, last)
+    assert finding.value == pytest.approx(value)
+    assert finding.threshold == pytest.approx(threshold, abs=2e-4)
+    assert finding.metric in beyond[-1] and setting in finding.text
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        # Who is certain and right has not collapsed.
+        entropy(0.01, score=0.95),
+        # Longer responses that earn more are what was wanted.
+        lengths(40, score=0.6),
+        # Held-out accuracy that falls with the training score is not over-optimised.
+        held_out(0.4, score=0.45),
+        # Of 500 problems 499 are as good as all.
+        best_of_all(),
+        # Two steps of twenty say nothing.
+        run_of(actor__ppo_kl=[0.0] * 9 + [5.0, 5.0] + [0.0] * 9),
+        # A critic may need some steps.
+        run_of(critic__vf_explained_var=[-9.0] * 40 + [0.5] * 40),
+        # Four steps are too few for anything but what learns nothing.
+        run_of(actor__ppo_kl=[9.0] * 4, response_length__clip_ratio=0.5),
+    ],
+)
+def test_what_looks_alike_is_no_finding(lines: Lines) -> None:
+    assert findings(lines, RL) == []
+
+
+def test_a_fall_within_the_noise_is_no_collapse() -> None:
+    def noisy(spread: float) -> Lines:
+        # All medians are the first number of three, and two in three are `spread` from
+        # it, which is the median distance.
+        around = [0.0, spread, -spread] * 10
+        scores = [0.5 + x for x in around] + [0.2 + x for x in around]
+        return run_of(
+            critic__score__mean=scores, critic__score__min=0.0, critic__score__max=1.0
+        )
+
+    # The score falls by 0.3: 4 * 1.4826 * 0.05 = 0.297, 4 * 1.4826 * 0.0515 = 0.305.
+    assert kinds(findings(noisy(0.05), RL)) == {"reward_collapse"}
+    assert findings(noisy(0.0515), RL) == []
+
+
+def test_nothing_is_idle_where_all_share_the_cores() -> None:
+    lines = run_of(perf__rollouts_idle=[0.9] * 10, perf__both_idle=0.9)
+    assert findings(lines, RL) == []
+    colocated = {**RL, "placement": {"kind": "colocated"}}
+    taking_turns = devices(perf__rollouts_idle=0.9, perf__both_idle=0.1)
+    assert findings(taking_turns, colocated) == []
+    waiting = devices(perf__rollouts_idle=0.9, perf__both_idle=0.26)
+    assert kinds(findings(waiting, colocated)) == {"idle_devices"}
+
+
+def test_the_limit_of_the_configuration_comes_before_that_of_the_rule() -> None:
+    limit = {"metric": "staleness/fresh_k3_kl", "limit": 0.01, "then": "stop"}
+    config = {**RL, "algorithm": {"mismatch": limit}}
+    lines = run_of(staleness__fresh_k3_kl=[0.02] * 10, rollout_corr__k3_kl=0.9)
+    (finding,) = findings(lines, config)
+    assert (finding.metric, finding.threshold) == ("staleness/fresh_k3_kl", 0.01)
+
+
+def stint(first: int, last: int | None, ending: str) -> Stint:
+    return Stint(0.0, 1.0, first, last, ending)  # type: ignore[arg-type]
+
+
+def test_processes_that_were_lost_are_counted() -> None:
+    stopped = [stint(0, 4, "stopped"), stint(4, 9, "finished")]
+    assert findings([], RL, stopped) == []
+    lost = [stint(0, 4, "failed"), stint(4, None, "killed"), stint(6, 9, "finished")]
+    (finding,) = findings([], RL, lost)
+    assert str(finding).startswith(
+        "2 of the 3 processes of the run failed or were killed."
+    )
+    assert (finding.step, finding.value, finding.metric) == (4, 2, "history.jsonl")
+
+
+def test_a_cause_stands_for_the_rule_that_says_less() -> None:
+    cut = run_of(response_length__clip_ratio=[0.95] * 10)
+    assert kinds(findings(cut, RL)) == {"mostly_cut"}
+    equal = run_of(frac_reward_zero_std=[1.0] * 10)
+    assert kinds(findings(equal, RL)) == {"no_spread"}
+
+
+def test_the_worst_comes_first_and_names_values_and_settings() -> None:
+    lines = [
+        {**cut, **score}
+        for cut, score in zip(CASES["responses_cut"][1], scored(0.39), strict=True)
+    ]
+    first, second = findings(lines, RL)
+    assert (first.severity, second.severity) == ("critical", "warning")
+    assert str(first) == (
+        "critic/score/mean came to 0.39, below 0.4. Lower"
+        " actor.optimizer.lr = 1e-06, or raise algorithm.kl.coefficient, and begin"
+        " again with a checkpoint from before (8 steps, 11 to 18)"
+    )
+
+
+@pytest.mark.parametrize("config", [{}, RL, SFT])
+def test_an_empty_record_has_no_finding(config: Tree) -> None:
+    nothing: list[Callable[[], Lines]] = [list, lambda: [{"training/global_step": 0.0}]]
+    for lines in nothing:
+        assert findings(lines(), config) == []
+
+
+def test_numbers_that_are_not_finite_are_passed_over() -> None:
+    lines = run_of(critic__score__mean=[np.nan] * 10, actor__ppo_kl=[np.nan] * 10)
+    assert findings(lines, RL) == []
