@@ -12,6 +12,8 @@ from controllers.command_line import main
 from tests.controllers.runs import GRADER, Inputs, command_here, make_inputs
 from tests.kills import Run, differences, steps_of
 from verl_ray.cluster.session import Session
+from verl_ray.tracking.responses import recorded_responses
+from verl_ray.tracking.rollouts import recorded_rollouts
 
 pytestmark = [
     pytest.mark.cluster,
@@ -84,6 +86,12 @@ def test_one_step_off_has_the_same_bits_whatever_happens(
         step = f"step {left['training/global_step']:.0f}"
         assert not list(differences(left, right, step))
     assert not list(differences(whole.weights(), broken.weights()))
+    for recorded in (recorded_rollouts, recorded_responses):
+        files, same_files = (recorded(run.folder) for run in (whole, broken))
+        assert list(files) == list(same_files)
+        for step, path in files.items():
+            assert path.read_bytes() == same_files[step].read_bytes(), path.name
+    assert list(recorded_rollouts(whole.folder)) == list(range(1, 8))
     ages = [line["staleness/age_mean"] for line in whole.lines()[1:]]
     assert ages == [0, 1, 1, 1, 1, 1, 1]
     for run in (whole, broken):

@@ -3,7 +3,7 @@
 Invariant: which groups of a step are kept follows from their prompts alone, not from
 the order in which they were finished, and a group is kept as a whole. A prompt that was
 chosen is most likely chosen again where it returns, and in other runs on the same data.
-The driver reads the rows that are kept, and no others, while the models learn.
+The driver copies the rows that are kept, and no others, while the models learn.
 
 `tracking.rollouts=sampled` orders the prompts of a step by their digests, which are as
 good as random, and keeps the first `GROUPS`. Groups that `algorithm.replay` takes from
