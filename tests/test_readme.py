@@ -68,6 +68,8 @@ AS_IT_STANDS = (
     "verl-ray --help",
     "verl-ray check",
     "verl-ray export",
+    "verl-ray report",
+    "verl-ray runs",
     "export ",
     "printf ",
     "ray get-auth-token",

@@ -54,7 +54,8 @@ def _serve(folders: list[Path], host: str, port: int) -> int:
         raise ConfigError([Problem("--host", host, rule, fix)])
     try:
         serve(folders, host, port, token)
-    except OSError as error:
+    # A port beyond the largest one overflows.
+    except (OSError, OverflowError) as error:
         rule = f"no server can listen at {host}, port {port}: {error}"
         fix = "Name another --port; 0 stands for any that is free."
         raise ConfigError([Problem("--port", port, rule, fix)]) from error

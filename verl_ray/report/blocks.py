@@ -37,7 +37,10 @@ class Blocks:
         Infinite numbers and NaN become null.
         """
         # Lone surrogates have no bytes in UTF-8, so all but ASCII is escaped.
-        text = json.dumps(_finite(value), separators=(",", ":"), allow_nan=False)
+        try:
+            text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+        except ValueError:
+            text = json.dumps(_finite(value), separators=(",", ":"))
         return self._add(text.encode("ascii"))
 
     def add_numbers(self, values: Sequence[float] | npt.NDArray[np.float64]) -> int:

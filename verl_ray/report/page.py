@@ -18,6 +18,9 @@ from importlib import metadata, resources
 from string import Template
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from verl_ray.algorithms.intervals import Interval
 from verl_ray.report.blocks import Blocks
 from verl_ray.report.findings import findings
@@ -390,12 +393,21 @@ def _token_values(row: RecordedRow) -> list[Any] | None:
     tokens = row.tokens
     if tokens is None:
         return None
-    numbers = [
-        [None if value != value else round(value * 1000) for value in column.tolist()]
-        for column in (tokens.rollout_log_probs, tokens.log_probs, tokens.advantages)
+    return [
+        list(tokens.pieces),
+        tokens.mask.astype(int).tolist(),
+        _thousandths(tokens.rollout_log_probs),
+        _thousandths(tokens.log_probs),
+        _thousandths(tokens.advantages),
+        np.nan_to_num(tokens.versions, nan=-1).astype(int).tolist(),
     ]
-    versions = [
-        -1 if version != version else int(version)
-        for version in tokens.versions.tolist()
+
+
+def _thousandths(values: npt.NDArray[np.float64]) -> list[int | None]:
+    """Return numbers, [n], as whole thousandths; None for what is not finite."""
+    finite = np.isfinite(values)
+    whole = np.where(finite, values * 1000, 0).round().astype(int)
+    return [
+        number if known else None
+        for number, known in zip(whole.tolist(), finite.tolist(), strict=True)
     ]
-    return [list(tokens.pieces), tokens.mask.astype(int).tolist(), *numbers, versions]

@@ -62,7 +62,7 @@ class LogError:
 
 @dataclass(frozen=True, eq=False)
 class RunRecord:
-    """What is recorded in the folder of a run."""
+    """Record of a run, as its folder holds it."""
 
     folder: Path
     config: Mapping[str, Any]

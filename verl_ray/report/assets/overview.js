@@ -47,13 +47,13 @@ function compact(value) {
 function findingList(run) {
   if (!run.findings.length) return element("p", { class: "note" }, "No rule of the report points at anything.");
   return element("div", { class: "findings" }, ...run.findings.map((finding) => {
-    const isSevere = ["error", "severe", "high", "critical"].includes(String(finding.severity));
+    const kind = { critical: "bad", warning: "warn" }[finding.severity] ?? "quiet";
     const facts = [];
     if (finding.step !== null) facts.push(`step ${finding.step}`);
     if (finding.value !== null) facts.push(`value ${short(finding.value)}`);
     if (finding.threshold !== null) facts.push(`threshold ${short(finding.threshold)}`);
-    return element("section", { class: `finding card ${isSevere ? "severe" : ""}` },
-      element("span", { class: `chip ${isSevere ? "bad" : "warn"}` }, visible(finding.severity)),
+    return element("section", { class: `finding card ${finding.severity === "critical" ? "severe" : ""}` },
+      element("span", { class: `chip ${kind}` }, visible(finding.severity)),
       element("h3", {}, recorded(finding.title)),
       element("p", {}, recorded(finding.text)),
       element("p", { class: "quiet" }, finding.metric ? element("code", {}, visible(finding.metric)) : "", ` ${facts.join(", ")}`,

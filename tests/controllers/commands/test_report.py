@@ -1,0 +1,157 @@
+"""`verl-ray report` and `verl-ray runs`, on folders alone."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from controllers.command_line import main
+from controllers.commands.report import TOKEN
+from tests.kills import ROOT
+from tests.report.recorded_runs import write_run
+from tests.waiting import PATIENCE_S
+from verl_ray.report.serve import LOOPBACK, ReportServer, is_loopback
+
+
+def test_a_report_is_one_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_run(tmp_path / "first")
+    assert main(["report", str(folder)]) == 0
+    assert capsys.readouterr().out == f"report: {folder / 'report.html'}\n"
+    second = write_run(tmp_path / "second", ending="crashed")
+    both = tmp_path / "both.html"
+    assert main(["report", str(folder), str(second), "--output", str(both)]) == 0
+    assert both.stat().st_size > (folder / "report.html").stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["none"], "there is no such folder"),
+        (["run", "--output", "none/a.html"], "cannot be written"),
+        (["run", "--serve", "--output", "a.html"], "beside --serve"),
+        (["run", "--serve", "--host", "0.0.0.0"], TOKEN),
+        (["run", "--serve", "--port", "99999"], "no server can listen"),
+    ],
+)
+def test_a_mistake_is_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    expected: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(TOKEN, raising=False)
+    write_run(tmp_path / "run")
+    assert main(["report", *words]) == 2
+    assert expected in capsys.readouterr().err
+
+
+@contextmanager
+def served(folder: Path, token: str = "") -> Iterator[ReportServer]:
+    with ReportServer([folder], LOOPBACK, 0, token) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def reply(
+    server: ReportServer, path: str = "/", **headers: str
+) -> tuple[int, str | None, bytes]:
+    connection = http.client.HTTPConnection(
+        LOOPBACK, server.server_address[1], timeout=30
+    )
+    connection.request(
+        "GET", path, headers={k.replace("_", "-"): v for k, v in headers.items()}
+    )
+    response = connection.getresponse()
+    content = response.read()
+    connection.close()
+    return response.status, response.headers["ETag"], content
+
+
+def test_a_server_sends_the_page_once_per_version(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", ending="crashed")
+    with served(folder) as server:
+        status, version, content = reply(server)
+        assert (
+            status == 200 and version is not None and b"connect-src 'self'" in content
+        )
+        assert reply(server, If_None_Match=version)[0] == 304
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write("ard")
+        status, changed, _ = reply(server, If_None_Match=version)
+        assert status == 200 and changed != version
+        assert reply(server, "/metrics.jsonl")[0] == 404
+        assert reply(server, Host="evil.example:80")[0] == 403
+        assert reply(server, Host="localhost:80")[0] == 200
+
+
+def test_who_has_no_token_sees_nothing(tmp_path: Path) -> None:
+    with served(write_run(tmp_path / "run"), token="secret") as server:
+        assert server.address.endswith("/?token=secret")
+        assert reply(server)[0] == reply(server, "/?token=secre")[0] == 403
+        assert reply(server, "/?token=secret")[0] == 200
+
+
+def test_addresses_of_this_machine_are_known() -> None:
+    assert all(map(is_loopback, ["localhost", "127.0.0.1", "127.8.0.1", "::1"]))
+    assert not any(map(is_loopback, ["0.0.0.0", "::", "10.0.0.1", "example.org"]))
+
+
+@pytest.mark.processes
+def test_a_signal_ends_a_server(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    words = ["report", str(folder), "--serve", "--port", "0"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "controllers", *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("report: http://127.0.0.1:")
+    os.kill(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130 and "Traceback" not in errors
+
+
+def test_runs_are_listed_with_their_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    write_run(tmp_path / "whole")
+    write_run(tmp_path / "sweep" / "0", ending="failed")
+    damaged = write_run(tmp_path / "damaged")
+    (damaged / "config.yaml").write_text("- 1\n")
+    (tmp_path / "other").mkdir()
+
+    assert main(["runs", str(tmp_path)]) == 0
+    lines = [line.split(maxsplit=4) for line in capsys.readouterr().out.splitlines()]
+    by_name = {words[0]: words for words in lines}
+    assert by_name.keys() == {"run", "whole", "sweep/0", "damaged"}
+    assert by_name["whole"][1:3] == ["finished", "4/4"]
+    assert by_name["whole"][4].strip() == "sums/acc/mean@1 0.375 -> 0.625 at step 4"
+    assert by_name["sweep/0"][1] == "failed"
+    assert "holds no configuration" in by_name["damaged"][4]
+
+    empty = tmp_path / "other"
+    assert main(["runs", str(empty)]) == 0
+    assert capsys.readouterr().out == f"{empty} holds no runs\n"
+    assert main(["runs", str(tmp_path / "none")]) == 2
