@@ -211,9 +211,9 @@ def watch(faults: list[Fault], logs: Path) -> None:
         return found
 
     @contextlib.contextmanager
-    def watched(text: phases.Text) -> Iterator[None]:
+    def watched(text: phases.Text) -> Iterator[phases.OpenPhase]:
         names = (text,) if isinstance(text, str) else (ROLLOUTS, text())
-        with begins(text):
+        with begins(text) as opened:
             if logs.parent.exists():
                 _append(logs.parent / BEGUN, {"phase": names[-1], "time": time.time()})
             for fault in happening(names):
@@ -223,7 +223,7 @@ def watch(faults: list[Fault], logs: Path) -> None:
                     threading.Thread(
                         target=fault.happen, args=[logs], daemon=True
                     ).start()
-            yield
+            yield opened
 
     # Modules that are imported later take this one.
     phases.phase = watched

@@ -8,6 +8,7 @@ import pytest
 
 from tests.tracking.terminals import Screen, Terminal
 from verl_ray.profiling.phases import PHASES
+from verl_ray.tracking.block import live_block
 from verl_ray.tracking.console import ConsoleTracker
 
 STEP = {
@@ -97,6 +98,28 @@ def test_what_remains_on_a_terminal_is_whole_and_nothing_else(
         "step 100/100  reward 0.5312  kl 0.0012  4,000 tokens/s  0.50 s",
     ]
     assert "\x1b[?25l" not in terminal.getvalue()  # the cursor stays
+
+
+def test_a_block_shows_all_of_a_run_and_the_steps_while_there_are_any(
+    terminal: Terminal,
+) -> None:
+    with live_block("first", stream=terminal) as block:
+        assert block is not None
+        with PHASES.phase("loading the actor"):
+            PHASES.tick()
+            block.print_above(["a table"])
+            table, head, now = seen(terminal)
+        assert table == "a table" and head.startswith("first  starting  ")
+        assert "loading the actor" in now
+
+        tracker = ConsoleTracker(total_steps=9, stream=terminal)
+        tracker.log(3, {"actor/loss": 2.5})
+        tracker.close(failed=False)
+        assert seen(terminal)[2].startswith("first  step 3/9  ")
+    assert seen(terminal) == ["a table", "step 3/9  loss 2.5"]
+
+    with live_block("first", stream=terminal, enabled=False) as block:
+        assert block is None
 
 
 @pytest.mark.parametrize(("name", "value"), [("TERM", "dumb"), ("CI", "true")])
