@@ -14,6 +14,7 @@ from typing import TextIO
 import numpy as np
 from rich.table import Table
 
+from verl_ray.config.agent import ENVIRONMENT
 from verl_ray.config.data import RowFormat
 from verl_ray.config.schema import Config
 from verl_ray.data.schemas import OWN_SCHEMA
@@ -148,6 +149,9 @@ def _trial_table(trials: Sequence[Trial]) -> Table:
         if not trial.has_answer:
             own = f"none; its prompt: {own}"
         cells = (trial.function, own, _cell(trial.empty))
+        # What the world pays stands with its episodes.
+        if trial.function == ENVIRONMENT:
+            cells = (trial.function, "of the world", "of the world")
         sources.setdefault(cells, []).append(trial.data_source)
 
     for cells, names in sources.items():

@@ -18,6 +18,7 @@ import inspect
 import io
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -46,10 +47,11 @@ from verl_ray.agents.contract import (
 )
 from verl_ray.agents.episode import EnvironmentFactory, Limits, Run, run_episode
 from verl_ray.agents.scripted import turn_end
-from verl_ray.agents.specs import load_environment
+from verl_ray.agents.specs import EXPECTED, load_environment
 from verl_ray.agents.tasks import as_messages
 from verl_ray.agents.template import Renderer
 from verl_ray.config.rollout import RolloutEngineConfig
+from verl_ray.config.suggest import did_you_mean
 from verl_ray.data.encoding import encode
 from verl_ray.data.records import read_prompts
 from verl_ray.data.tokenizers import load_tokenizer, train_bpe
@@ -76,6 +78,9 @@ SHIPPED = {
 _KV_CACHE_GIB = 1.0
 """Memory for the key-value cache of a model that plays one episode."""
 
+_UNKNOWN_CALL = re.compile(r"([A-Za-z_]\w*)\(.*\)")
+"""A line that looks like a call of a tool."""
+
 _MARK, _UNMARK = "\x1b[1;32m", "\x1b[0m"
 
 TEMPLATE = (
@@ -99,6 +104,9 @@ def main(argv: list[str]) -> int:
     # Options may stand between those of the environment.
     arguments = _parser().parse_intermixed_args(argv)
     options = dict(map(_option, arguments.options))
+    problems = list(_problems(arguments))
+    if problems:
+        raise ConfigError(problems)
     environment = load_environment(_spec(arguments.env), options, "ENV")
     task = _task(arguments)
 
@@ -178,6 +186,33 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--temperature", type=float, default=1.0, help="of --model (1)")
     return parser
+
+
+def _problems(arguments: argparse.Namespace) -> Iterator[Problem]:
+    """Yield what is wrong with the options, and which would have no effect."""
+    if arguments.env not in SHIPPED and ":" not in arguments.env:
+        fix = f"{did_you_mean(arguments.env, list(SHIPPED), 'environment')} {EXPECTED}"
+        yield Problem("ENV", arguments.env, "names no environment", fix)
+
+    limits = {"--max-turns": arguments.max_turns, "--context": arguments.context}
+    for key, limit in limits.items():
+        if limit < 1:
+            rule = "this number is out of range"
+            yield Problem(key, limit, rule, "Use a number of at least 1.")
+
+    needs = [
+        ("--record", arguments.record, 0, "--data", arguments.data),
+        ("--tool-parser", arguments.tool_parser, None, "--model", arguments.model),
+        ("--temperature", arguments.temperature, 1.0, "--model", arguments.model),
+    ]
+    for key, value, usual, needed, present in needs:
+        if value != usual and present is None:
+            fix = f"Give {needed} as well, or leave it out."
+            yield Problem(key, value, f"has no effect without {needed}", fix)
+    if arguments.data is not None and (arguments.prompt or arguments.answer):
+        fix = "Leave out one of them."
+        rule = "the task is --prompt and --answer, or a record of --data"
+        yield Problem("--data", arguments.data, rule, fix)
 
 
 def _spec(name: str) -> str:
@@ -427,6 +462,10 @@ class Person:
         # Each round takes a line; ends at one with tokens, or with the last line.
         while line := self.read_line():
             action = typed_action(line.rstrip("\r\n"), tools)
+            unknown = _UNKNOWN_CALL.fullmatch(action.text.strip())
+            if tools and unknown is not None and action.parse_error is None:
+                fix = did_you_mean(unknown[1], tools, "tool")
+                print(f"--- a text, since no tool is {unknown[1]}. {fix}", flush=True)
             text = "".join((action.text, *map(_call_text, action.tool_calls)))
             try:
                 columns = encode(

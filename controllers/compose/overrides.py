@@ -434,8 +434,10 @@ def set_value(tree: DictConfig, key: str, override: Override) -> None:
         OmegaConf.update(tree, key, value, merge=merges, force_add=True)
         return
 
-    with open_dict(tree):
-        del OmegaConf.select(tree, section)[name]
+    # Another override may have replaced the section that had the key.
+    if isinstance(around, DictConfig) and name in around:
+        with open_dict(tree):
+            del around[name]
 
 
 def forget_resolved(tree: DictConfig, key: str, override: Override) -> None:

@@ -44,6 +44,9 @@ class Blocking(Game):
 async def run(task, policy, bonus=0.5):
     return bonus
 
+async def turned(policy, task):
+    return 0.0
+
 async def fetch(url: str) -> str:
     """Fetch a page.
 
@@ -126,6 +129,8 @@ def test_a_module_is_named_with_points() -> None:
         ("bare", {}, "the tool bare has no docstring"),
         ("TWICE", {}, "two tools have the name add"),
         ("NUMBER", {}, "is a int, and no environment"),
+        ("turned", {}, "is a coroutine function with other first parameters"),
+        ("turned", {}, "fix:  Write async def turned(task, policy)"),
         ("Gam", {}, "defines no 'Gam' at its top level"),
         ("Gam", {}, "fix:  Did you mean Game?"),
     ],

@@ -38,6 +38,10 @@ class Forgetful(Echo):
     async def reset(self, task, seed):
         return Observation([{"role": "user", "content": str(random.random())}])
 
+class Wordy(Echo):
+    async def reset(self, task, seed):
+        return Observation([{"role": "user", "content": task.extra["word"]}])
+
 class Brittle(Echo):
     async def step(self, action):
         return Step(reward=float(action.text), done=True)
@@ -124,10 +128,11 @@ def test_what_became_of_two_episodes_is_told(tmp_path: Path, model: Path) -> Non
     assert trials.lines[12:] == [
         "chat template: the turns of a conversation continue one row"
     ]
-    (warning,) = trials.warnings
-    assert warning.startswith(
+    two_worlds, unpaid = trials.warnings
+    assert two_worlds.startswith(
         f"agent.environments.lost={file}:Forgetful: the same task"
     )
+    assert unpaid.startswith("reward.functions.default=environment takes what")
     problems = by_key(trials.problems)
     assert set(problems) == {"agent.environments.brittle", "agent.tool_parser"}
     line = 1 + WORLDS.partition("reward=float")[0].count("\n")
@@ -136,6 +141,35 @@ def test_what_became_of_two_episodes_is_told(tmp_path: Path, model: Path) -> Non
         f" float: '' ({file}, line {line})"
     )
     assert "tools (add)" in problems["agent.tool_parser"]
+
+
+def test_a_reward_beside_what_the_world_pays_is_warned_of(
+    tmp_path: Path, model: Path
+) -> None:
+    rewarded = "reward.functions.default=exact_match"
+    trials = tried(tmp_path, model, {"default": "Echo", "sum": "add"}, rewarded)
+    assert trials.warnings == [
+        "reward.functions.default=exact_match does not look at what the world pays;"
+        " environment does"
+    ]
+
+
+def test_a_parser_that_vllm_has_not_is_a_problem(tmp_path: Path, model: Path) -> None:
+    parser = "agent.tool_parser=hermess"
+    (problem,) = tried(tmp_path, model, {"default": "add"}, parser).problems
+    assert (problem.key, problem.value) == ("agent.tool_parser", "hermess")
+    assert problem.fix.startswith("Did you mean hermes?")
+    assert not tried(
+        tmp_path, model, {"default": "add"}, "agent.tool_parser=hermes"
+    ).problems
+
+
+def test_a_world_that_cannot_begin_is_told_what_the_record_has(
+    tmp_path: Path, model: Path
+) -> None:
+    (problem,) = tried(tmp_path, model, {"default": "Wordy"}).problems
+    assert problem.rule.startswith("it fails on the record's own answer: KeyError")
+    assert "This record has messages and answer" in problem.fix
 
 
 def test_nothing_of_a_world_that_ends_its_process_remains(

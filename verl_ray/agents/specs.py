@@ -127,6 +127,10 @@ def load_environment(
         run: Run = functools.partial(target, **arguments)
         return run
 
+    if _is_nearly_run(target):
+        fix = f"Write async def {target.__name__}({', '.join(_RUN)}), then options."
+        raise refused("is a coroutine function with other first parameters", fix)
+
     functions = target if isinstance(target, list | tuple) else [target]
     if not functions or not all(map(inspect.isroutine, functions)):
         kind = type(target).__name__
@@ -166,6 +170,13 @@ def _is_run(target: Any) -> bool:
     if not inspect.iscoroutinefunction(target):
         return False
     return tuple(inspect.signature(target).parameters)[: len(_RUN)] == _RUN
+
+
+def _is_nearly_run(target: Any) -> bool:
+    """Return whether a coroutine function has a task and a policy, in any place."""
+    if not inspect.iscoroutinefunction(target):
+        return False
+    return set(_RUN) <= set(inspect.signature(target).parameters)
 
 
 def _require_environment(

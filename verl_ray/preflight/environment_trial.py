@@ -31,7 +31,8 @@ from verl_ray.agents.scripted import ScriptedSampler, read_words, turn_end
 from verl_ray.agents.specs import KEY, load_environment
 from verl_ray.agents.tasks import tasks_of
 from verl_ray.agents.template import Renderer, prefix_problems
-from verl_ray.config.agent import DEFAULT, AgentConfig
+from verl_ray.agents.tools import ToolEnvironment
+from verl_ray.config.agent import DEFAULT, ENVIRONMENT, AgentConfig
 from verl_ray.config.function_specs import in_words, parts_of
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.encoding import encode
@@ -39,7 +40,9 @@ from verl_ray.data.tokenizers import load_tokenizer, of_run, template_of
 from verl_ray.errors import ConfigError, DataError, Problem
 from verl_ray.preflight.data_files import DataFile
 from verl_ray.preflight.tokenizer_trial import tried_tokenizer
+from verl_ray.preflight.tool_parsers import tool_parser_problem
 from verl_ray.profiling.phases import blocking
+from verl_ray.rewards.built_in import built_in_of
 from verl_ray.user_files import last_cause
 
 if TYPE_CHECKING:
@@ -126,19 +129,53 @@ def try_environments(config: RLConfig, files: Sequence[DataFile]) -> Environment
             trials.problems.append(Problem(**outcome["problem"]))
         else:
             _report(trials, key, in_words(spec), tasks[source], outcome)
+            trials.warnings += _unpaid(config, tasks[source], outcome)
             offered.update(outcome["tools"])
 
-    if offered and agent.tool_parser is None:
+    trials.problems += _parser_problems(agent, offered)
+    if agent.max_turns > 1:
+        trials.lines += _template_lines(config, tokenizer, has_tools=bool(offered))
+    return trials
+
+
+def _parser_problems(agent: AgentConfig, offered: set[str]) -> Iterator[Problem]:
+    """Yield a problem if no call of the tools that are offered would be read."""
+    if agent.tool_parser is not None:
+        problem = tool_parser_problem(agent.tool_parser)
+        if problem is not None:
+            yield problem
+    elif offered:
         names = ", ".join(sorted(offered))
         rule = f"the policy is offered tools ({names}), and no call would be read"
         fix = (
             "Set it to vLLM's parser of the model's tool calls, such as hermes, or"
             " qwen3_xml."
         )
-        trials.problems.append(Problem("agent.tool_parser", None, rule, fix))
-    if agent.max_turns > 1:
-        trials.lines += _template_lines(config, tokenizer, has_tools=bool(offered))
-    return trials
+        yield Problem("agent.tool_parser", None, rule, fix)
+
+
+def _unpaid(
+    config: RLConfig, task: EpisodeTask, outcome: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield a warning for each reward that does not fit what the world pays."""
+    for section, grader in config.active_graders(learns=True).items():
+        functions = grader.named_functions or {}
+        source = task.data_source if task.data_source in functions else DEFAULT
+        spec = functions.get(source)
+        if spec is None:
+            continue
+        key = f"{section}.functions.{source}"
+        if spec == ENVIRONMENT and outcome["is_tools"]:
+            yield (
+                f"{key}={ENVIRONMENT} takes what the world pays, and functions as tools"
+                " pay nothing but the reward of a ToolStop. Name a function that scores"
+                " the last answer, such as exact_match"
+            )
+        pays = any(episode["score"] for episode in outcome["episodes"])
+        if pays and spec != ENVIRONMENT and built_in_of(spec) is not None:
+            yield (
+                f"{key}={spec} does not look at what the world pays; {ENVIRONMENT} does"
+            )
 
 
 def _first_tasks(
@@ -197,6 +234,7 @@ def _report(
     trials.lines.append(f"{about}:")
 
     failure = None
+    fix = "Correct it: the policy may write anything, and each text has an answer."
     for episode in outcome["episodes"]:
         end, script = End(episode["end"]), episode["script"]
         turns = f"{episode['num_turns']} turn{'s' * (episode['num_turns'] != 1)}"
@@ -206,10 +244,11 @@ def _report(
         # What goes wrong in `close` is told in the detail of any end.
         if failure is None and episode["detail"]:
             failure = f"it fails on {script}: {last_cause(episode['detail'])}"
+            if not episode["num_turns"]:
+                fix = _fix_of_a_beginning(task, episode["detail"])
         elif failure is None and end in (End.TOOL_TIMEOUT, End.TURN_TIMEOUT):
             failure = f"it takes too long on {script}: {end.value}"
     if failure is not None:
-        fix = "Correct it: the policy may write anything, and each text has an answer."
         trials.problems.append(Problem(key, spec, failure, fix))
     if not outcome["same_world"]:
         trials.warnings.append(
@@ -217,6 +256,21 @@ def _report(
             " other tokens. Members of a group would not be comparable; draw from"
             " random.Random(seed)"
         )
+
+
+def _fix_of_a_beginning(task: EpisodeTask, detail: str) -> str:
+    """Return what to do about a world that fails before the policy has a turn."""
+    if detail.startswith(f"it ended as {End.CONTEXT_OVERFLOW.value}"):
+        return (
+            "Begin with fewer tokens, or raise data.max_prompt_tokens and"
+            " rollout.max_response_tokens."
+        )
+    names = ["messages", *(["answer"] if task.answer is not None else [])]
+    extra = ", ".join(map(str, task.extra)) or "nothing"
+    return (
+        "Correct it, or the data: the policy had no turn yet. This record has"
+        f" {' and '.join(names)}, and {extra} in extra."
+    )
 
 
 def _template_lines(
@@ -330,7 +384,9 @@ def main(connection: socket.socket) -> None:
             }
             episodes.append({"script": script, **course})
         same_world = all(tokens == openings[0] for tokens in openings)
-        tell({"episodes": episodes, "tools": tools, "same_world": same_world})
+        is_tools = getattr(environment, "func", None) is ToolEnvironment
+        outcome = {"episodes": episodes, "tools": tools, "same_world": same_world}
+        tell({**outcome, "is_tools": is_tools})
 
 
 def _texts(

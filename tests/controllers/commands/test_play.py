@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from controllers.commands.play import SHIPPED, TEMPLATE, typed_action
+from controllers.commands.play import SHIPPED, TEMPLATE, main, typed_action
 from tests.kills import ROOT
 from verl_ray.agents.contract import ToolCall
 from verl_ray.agents.template import prefix_problems
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.tokenizers import train_bpe
+from verl_ray.errors import ConfigError
 from verl_ray.models.tiny import make_tiny
 
 
@@ -87,6 +88,21 @@ def test_a_model_is_watched(tmp_path: Path) -> None:
     assert turn.startswith("[") and "--- the turn is cut by its length" in out
     assert "--- context_overflow, score 0\nturns 1, tool calls 0, rows 1\n" in out
     assert "row 1: 256 tokens, " in out
+
+
+def test_what_is_wrong_with_the_command_line_is_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        main(["number_gessing", "--record", "2", "--max-turns", "0"])
+    problems = {problem.key: problem.fix for problem in caught.value.problems}
+    assert set(problems) == {"ENV", "--record", "--max-turns"}
+    assert problems["ENV"].startswith("Did you mean number_guessing?")
+    assert problems["--record"] == "Give --data as well, or leave it out."
+
+
+@pytest.mark.processes
+def test_a_tool_that_is_misspelt_is_named() -> None:
+    out = play("calculator", "--answer", "2", typed='calculat(expression="1+1")\n')
+    assert "--- a text, since no tool is calculat. Did you mean calculate?" in out
 
 
 def test_a_line_is_words_or_calls() -> None:

@@ -139,6 +139,15 @@ def test_backend_mistakes() -> None:
 # ---------------------------------------------------------------------------- overrides
 
 
+def test_a_table_that_is_replaced_may_lose_a_key_twice() -> None:
+    refused = problems(
+        "agent_quickstart",
+        "agent.environments={sums: calculator.py:World}",
+        "~agent.environments.default",
+    )
+    assert "would have none" in refused["agent.environments"].rule
+
+
 def test_all_bad_overrides_are_reported_at_once() -> None:
     refused = problems(
         "quickstart",
