@@ -118,7 +118,10 @@ def test_every_tab_draws_itself_without_a_request(
     assert "0.4" in page.locator(".chart .values").first.inner_text()
     opened.tab("Time")
     page.wait_for_selector("canvas.gantt")
-    assert page.get_by_label("step").evaluate("menu => menu.options.length") == 2
+    assert (
+        page.get_by_label("step", exact=True).evaluate("menu => menu.options.length")
+        == 2
+    )
 
     dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (dark == "rgb(20, 23, 26)") == (theme == "dark")
@@ -164,6 +167,8 @@ def test_rows_are_filtered_sorted_and_set_side_by_side(
     page.wait_for_function(
         "document.querySelector('#count').innerText.startsWith('16 of')"
     )
+    page.locator(".item").first.click()
+    page.wait_for_selector(".item:nth-child(1)[aria-selected=true]")
     page.locator("#list").focus()
     page.keyboard.press("ArrowDown")
     page.wait_for_selector(".item:nth-child(2)[aria-selected=true]")
@@ -182,7 +187,7 @@ def test_tokens_are_coloured_by_their_values(browser: Browser, tmp_path: Path) -
     page.wait_for_selector(".text-block span[title]")
     token = page.locator(".text-block span[title]").first
     title = token.get_attribute("title")
-    assert title == "log-prob -0.500, of the trainer -0.250, advantage 1.000, version 0"
+    assert title == "log-prob -0.500, of the trainer -0.250, advantage 0.500, version 0"
 
     def shade() -> str:
         script = "span => getComputedStyle(span).backgroundColor"

@@ -112,7 +112,7 @@ def test_rows_are_found_by_their_places(tmp_path: Path) -> None:
         samples["tokens"][0]
     )[place]
     assert "".join(pieces) == "2+2=5" and mask == [0, 0, 0, 0, 1]
-    assert (sampler[4], trainer[4], advantages[4], versions[4]) == (-500, -250, 1000, 1)
+    assert (sampler[4], trainer[4], advantages[4], versions[4]) == (-500, -250, 500, 1)
     assert sampler[:4] == [None] * 4
 
     # The same prompt has the same number in training and in evaluations.
