@@ -106,6 +106,7 @@ def test_every_tab_draws_itself_without_a_request(
     write_trace(folder)
     opened = Opened(browser, made(folder), size, theme)
     page = opened.page
+    assert "4 steps, 1 to 4" in page.locator(".finding").inner_text()
     for tab in ("Curves", "Samples", "Time and memory", "Settings", "Overview"):
         opened.tab(tab)
         page.wait_for_selector("main > :first-child")
@@ -121,6 +122,10 @@ def test_every_tab_draws_itself_without_a_request(
         page.get_by_label("step", exact=True).evaluate("menu => menu.options.length")
         == 2
     )
+    # A finding leads to its curve.
+    opened.tab("Overview")
+    page.locator(".finding button").click()
+    page.wait_for_function("document.querySelectorAll('#panels .chart').length === 1")
 
     dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (dark == "rgb(20, 23, 26)") == (theme == "dark")

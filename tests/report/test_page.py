@@ -79,6 +79,10 @@ def test_the_page_holds_the_record(tmp_path: Path) -> None:
     }
     assert run["scoreFailures"] == [["timeout", 4.0]]
 
+    (finding,) = run["findings"]
+    assert (finding["kind"], finding["value"]) == ("failed_scores", 0.25)
+    assert (finding["step"], finding["last_step"]) == (1, 4)
+
     (row,) = run["heldOut"]
     assert (row["metric"], row["best"]) == (ACCURACY, [4, 0.625])
     assert row["before"][:2] == [0, 0.375] and row["after"][:2] == [4, 0.625]
