@@ -95,7 +95,7 @@ class Trainer:
         self.prompts = prompts
         self.evaluator = evaluator
         self.num_held_out = num_held_out
-        self.record = record
+        self.rollout_record = record
         self.timers = Timers()
 
         self.replicas = system.rollout
@@ -209,7 +209,7 @@ class Trainer:
 
         The models begin to learn meanwhile. None if no rollouts are kept.
         """
-        record = self.record
+        record = self.rollout_record
         if record is None:
             return None
         rollouts = experience.rollouts
@@ -285,8 +285,8 @@ class Trainer:
         metrics |= self.replicas.occupancy.take()
         metrics["timing_s/rollouts"] = self.replicas.occupancy.take_rollouts_s()
         metrics |= self.supply.take_metrics()
-        if self.record is not None:
-            metrics |= self.record.metrics
+        if self.rollout_record is not None:
+            metrics |= self.rollout_record.metrics
         metrics |= measures.per_token_ms(timings, response_tokens, rollouts.num_tokens)
         return metrics | {
             "perf/time_per_step": step_s,

@@ -407,6 +407,7 @@ class WorkerHost:
 def _details(request: CallRequest) -> dict[str, Any]:
     """Return what a trace says of a call: its rows, or its bucket of weights."""
     details: dict[str, Any] = {}
+    argument: Any
     for argument in request.args:
         if isinstance(argument, Sharded):
             details = {"rows": len(argument), "tokens": argument.num_tokens} | details
