@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from math import isfinite, nan
 
 from rich.table import Table
 
 from verl_ray.errors import ConfigError, Problem
 from verl_ray.paths import OUTPUTS, typed_path
 from verl_ray.report.record import RunRecord, read_run
-from verl_ray.tracking.comparison import is_lower_better
+from verl_ray.tracking.comparison import best_step
 from verl_ray.tracking.console import plain_console
 from verl_ray.tracking.history import wall_s
 
@@ -74,12 +75,17 @@ def _result(run: RunRecord) -> str:
     names = sorted({name for values in evaluations.values() for name in values})
     if names:
         name = names[0]
-        steps = [step for step, values in evaluations.items() if name in values]
-        choose = min if is_lower_better(name) else max
-        best = choose(steps, key=lambda step: evaluations[step][name])
-        first = min(steps)
-        before = f"{evaluations[first][name]:.4g}"
-        after = f"{evaluations[best][name]:.4g} at step {best}"
+        by_step = {
+            step: values[name]
+            for step, values in evaluations.items()
+            if isfinite(values.get(name, nan))
+        }
+        if not by_step:
+            return f"{name.removeprefix('val-core/')} -"
+        first = min(by_step)
+        best = best_step(name, by_step)
+        before = f"{by_step[first]:.4g}"
+        after = f"{by_step[best]:.4g} at step {best}"
         text = after if best == first else f"{before} -> {after}"
         return f"{name.removeprefix('val-core/')} {text}"
 

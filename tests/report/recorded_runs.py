@@ -73,7 +73,7 @@ def rollouts(step: int, texts: list[tuple[str, str]], members: int = 2) -> Rollo
             "mask": mask,
             "rollout_log_probs": np.where(mask, -0.5, math.nan),
             "log_probs": np.where(mask, -0.25, math.nan),
-            "advantages": np.where(mask, 1.0, math.nan),
+            "advantages": np.where(mask, 0.5, math.nan),
             "versions": np.where(mask, step - 1, -1),
         },
     )

@@ -79,6 +79,10 @@ def test_the_page_holds_the_record(tmp_path: Path) -> None:
     }
     assert run["scoreFailures"] == [["timeout", 4.0]]
 
+    (finding,) = run["findings"]
+    assert (finding["kind"], finding["value"]) == ("failed_scores", 0.25)
+    assert (finding["step"], finding["last_step"]) == (1, 4)
+
     (row,) = run["heldOut"]
     assert (row["metric"], row["best"]) == (ACCURACY, [4, 0.625])
     assert row["before"][:2] == [0, 0.375] and row["after"][:2] == [4, 0.625]
@@ -112,7 +116,7 @@ def test_rows_are_found_by_their_places(tmp_path: Path) -> None:
         samples["tokens"][0]
     )[place]
     assert "".join(pieces) == "2+2=5" and mask == [0, 0, 0, 0, 1]
-    assert (sampler[4], trainer[4], advantages[4], versions[4]) == (-500, -250, 1000, 1)
+    assert (sampler[4], trainer[4], advantages[4], versions[4]) == (-500, -250, 500, 1)
     assert sampler[:4] == [None] * 4
 
     # The same prompt has the same number in training and in evaluations.

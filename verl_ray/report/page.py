@@ -30,6 +30,7 @@ from verl_ray.report.trace import trace_of
 from verl_ray.shell import for_shell
 from verl_ray.tracking.base import GLOBAL_STEP
 from verl_ray.tracking.comparison import (
+    best_step,
     intervals,
     is_lower_better,
     paired_differences,
@@ -262,8 +263,7 @@ def _held_out(record: RunRecord) -> list[dict[str, Any]]:
         }
         if not by_step:
             continue
-        choose = min if is_lower_better(name) else max
-        best = choose(by_step, key=lambda step: by_step[step])
+        best = best_step(name, by_step)
         row: dict[str, Any] = {
             "metric": name,
             "lowerIsBetter": is_lower_better(name),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,8 +117,13 @@ def read_rows(
             by_step.append(_groups(rows))
             recorded += in_file
 
-    in_turn = chain.from_iterable(zip_longest(*by_step, fillvalue=[]))
-    return list(islice(chain.from_iterable(in_turn), most_rows)), recorded
+    rows = [
+        row
+        for groups in zip_longest(*by_step)
+        for group in groups
+        for row in group or ()
+    ]
+    return rows[:most_rows], recorded
 
 
 def _evenly(steps: Sequence[int], most: int) -> list[int]:

@@ -176,7 +176,7 @@ function showValues(target, curves, steps, rows, place, options) {
     if (at === null || at === undefined) at = steps.length - 1;
     while (at > 0 && rows[i][at] === null) at--;
     const text = options.unit === "s" ? duration(rows[i][at]) : short(rows[i][at]);
-    return element("i", {}, swatch(curve.color), visible(curve.title), element("b", {}, text));
+    return element("i", {}, swatch(curve.color), element("span", {}, visible(curve.title)), element("b", {}, text));
   });
   const at = place === null || place === undefined ? steps.length - 1 : place;
   const step = steps.length ? element("i", {}, `step ${grouped(steps[at])}`) : element("i", {}, "nothing recorded");

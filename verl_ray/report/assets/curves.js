@@ -39,7 +39,7 @@ function panelCard(report, panel, numbers) {
         if (!metric) continue;
         const isAlone = report.runs.length === 1 || numbers.length === 1;
         const words = name.replace("val-core/", "");
-        const title = isAlone ? words : names.length > 1 ? `${run.name}: ${words}` : run.name;
+        const title = isAlone ? words : names.length > 1 ? `${words.slice(words.lastIndexOf("/") + 1)}, ${run.name}` : run.name;
         curves.push({
           title, color: isAlone ? (report.runs.length > 1 && names.length === 1 ? number : place) : number, dash: !isAlone && place > 0,
           steps: run.steps, values: Array.from(await numberBlock(metric[1])),

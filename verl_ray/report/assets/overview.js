@@ -49,16 +49,27 @@ function findingList(run) {
   return element("div", { class: "findings" }, ...run.findings.map((finding) => {
     const kind = { critical: "bad", warning: "warn" }[finding.severity] ?? "quiet";
     const facts = [];
-    if (finding.step !== null) facts.push(`step ${finding.step}`);
+    const isLasting = finding.last_step > finding.step;
+    facts.push(isLasting ? `${finding.num_steps} steps, ${finding.step} to ${finding.last_step}` : `step ${finding.step}`);
     if (finding.value !== null) facts.push(`value ${short(finding.value)}`);
     if (finding.threshold !== null) facts.push(`threshold ${short(finding.threshold)}`);
     return element("section", { class: `finding card ${finding.severity === "critical" ? "severe" : ""}` },
       element("span", { class: `chip ${kind}` }, visible(finding.severity)),
       element("h3", {}, recorded(finding.title)),
       element("p", {}, recorded(finding.text)),
-      element("p", { class: "quiet" }, finding.metric ? element("code", {}, visible(finding.metric)) : "", ` ${facts.join(", ")}`,
+      element("p", { class: "quiet" }, metricLink(run, finding.metric), ` ${facts.join(", ")}`,
         finding.setting ? element("span", {}, " · change ", element("code", {}, visible(finding.setting))) : ""));
   }));
+}
+
+/** Return the name of a metric, which leads to its curve where it has one. */
+function metricLink(run, name) {
+  if (!run.metrics.some((pair) => pair[0] === name)) return element("code", {}, visible(name));
+  const show = () => {
+    curvesView.search = name;
+    location.hash = "curves";
+  };
+  return element("button", { type: "button", class: "link mono", onclick: show }, visible(name));
 }
 
 function withBounds([, value, low, high]) {

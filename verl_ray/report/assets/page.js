@@ -18,6 +18,7 @@ async function draw() {
   for (const button of document.querySelectorAll("#tabs button")) {
     button.setAttribute("aria-selected", String(button.dataset.tab === name));
     button.tabIndex = button.dataset.tab === name ? 0 : -1;
+    if (button.dataset.tab === name) button.scrollIntoView({ block: "nearest", inline: "nearest" });
   }
   closeCharts();
   const parts = await make(report, draw);

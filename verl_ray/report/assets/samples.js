@@ -211,7 +211,7 @@ function strengthOf(tokens, i) {
   const [, mask, sampler, trainer, advantages, versions] = tokens;
   if (!mask[i]) return null;
   switch (samplesView.coloring) {
-    case "turns": return 0.5;
+    case "turns": return 0.3;
     case "logProb": return sampler[i] === null ? null : Math.max(-1, sampler[i] / 4000);
     case "difference": return sampler[i] === null || trainer[i] === null ? null : Math.max(-1, Math.min(1, (trainer[i] - sampler[i]) / 500));
     case "advantage": return advantages[i] === null ? null : Math.max(-1, Math.min(1, advantages[i] / 2000));
