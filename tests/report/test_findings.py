@@ -48,6 +48,7 @@ HEALTHY = (
     "agent_ppo",
     "cispo_asynchronous",
     "grpo",
+    "gspo",
     "ppo",
     "reward_model",
     "rloo_one_step_off",
