@@ -63,6 +63,13 @@ FAULTY: dict[str, set[str]] = {
         "entropy_collapse",
         "kl_runaway",
     },
+    # GRPO on sums whose reward counts the digit 1, while held-out sums have to be right.
+    "reward_hacking": {
+        "mostly_cut",
+        "over_optimisation",
+        "kl_runaway",
+        "groups_without_spread",
+    },
     # The model of agent_quickstart without its warm start.
     "untrained_model": {"same_scores"},
 }

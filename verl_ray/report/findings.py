@@ -516,7 +516,7 @@ RULES = (
         "the last two evaluations are below the best one by"
         f" {STANDARD_ERRORS:g} standard errors, and the score in training rose since",
         "what is optimised is no longer what is wanted (arXiv:2210.10760)",
-        "Take the best step, look at what {reward.kind} scores, or raise"
+        "Take the best step, look at what earns a reward ({reward.kind}), or raise"
         " {algorithm.kl.coefficient}",
         _over_optimisation,
     ),
