@@ -72,6 +72,10 @@ FAULTY: dict[str, set[str]] = {
     },
     # A function that raises an exception for every third sum.
     "failing_grader": {"failed_scores"},
+    # SFT of a model that can add, with actor.optimizer.lr=0.3.
+    "diverging": {"loss_rises"},
+    # Episodes of several turns, with agent.max_turns=1.
+    "limited_turns": {"same_scores", "episode_limits", "responses_cut"},
     # SFT for 60 epochs of 64 sums.
     "overfitting": {"overfitting"},
     # The model of agent_quickstart without its warm start.

@@ -58,7 +58,7 @@ def findings(
     seen = list(causes)
     for rule in RULES:
         # A cause for which nothing is learned says the same, and more.
-        if rule.unless in kinds:
+        if kinds & rule.unless:
             continue
         seen += [
             finding_of(run, rule, evidence) for evidence in rule.test(run) if evidence
@@ -178,9 +178,12 @@ CRITIC_WINDOW = 20
 
 
 def _around(series: Series, step: int) -> float:
-    """Return the mean over the five steps that end at a step, or begin the run."""
-    before = series.values[series.steps <= step][-WINDOW:]
-    return float(np.mean(before if len(before) else series.values[:WINDOW]))
+    """Return the mean over the five steps that end at a step.
+
+    The first step is of the model before the training, which is that of step 0.
+    """
+    count = max(1, int(np.searchsorted(series.steps, step, side="right")))
+    return float(np.mean(series.values[:count][-WINDOW:]))
 
 
 def _past_the_best(
@@ -488,7 +491,7 @@ RULES = (
         " the limit (arXiv:2503.14476, section 3.4)",
         "Raise {rollout.max_response_tokens}",
         _responses_cut,
-        unless="mostly_cut",
+        unless=frozenset({"mostly_cut"}),
     ),
     Rule(
         "groups_without_spread",
@@ -500,7 +503,7 @@ RULES = (
         "Set {algorithm.dynamic_sampling} or a curriculum, or raise"
         " {rollout.group_size}",
         _groups_without_spread,
-        unless="no_spread",
+        unless=frozenset({"no_spread", "same_scores"}),
     ),
     Rule(
         "mismatch",
