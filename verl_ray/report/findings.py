@@ -58,7 +58,7 @@ def findings(
     seen = list(causes)
     for rule in RULES:
         # A cause for which nothing is learned says the same, and more.
-        if rule.unless in kinds:
+        if kinds & rule.unless:
             continue
         seen += [
             finding_of(run, rule, evidence) for evidence in rule.test(run) if evidence
@@ -172,14 +172,18 @@ def _mismatch(run: RunLines) -> Iterator[Evidence | None]:
 STANDARD_ERRORS = 2.0
 OVERFITTED = 1.05
 RISEN = 1.2
+LOST_AGAIN = 0.1
 CRITIC_STEPS = 50
 CRITIC_WINDOW = 20
 
 
 def _around(series: Series, step: int) -> float:
-    """Return the mean over the five steps that end at a step, or begin the run."""
-    before = series.values[series.steps <= step][-WINDOW:]
-    return float(np.mean(before if len(before) else series.values[:WINDOW]))
+    """Return the mean over the five steps that end at a step.
+
+    The first step is of the model before the training, which is that of step 0.
+    """
+    count = max(1, int(np.searchsorted(series.steps, step, side="right")))
+    return float(np.mean(series.values[:count][-WINDOW:]))
 
 
 def _past_the_best(
@@ -271,8 +275,11 @@ def _loss_rises(run: RunLines) -> Iterator[Evidence | None]:
             continue
         earlier = np.append(losses.values[0], medians.values[:-1])
         best = np.minimum.accumulate(earlier)
-        rises = medians.values - best > NOISE * losses.noise(WINDOW)
-        holds = rises & (medians.values > RISEN * best)
+        # Near 0 a loss may double, and nothing is lost.
+        matters = LOST_AGAIN * (losses.values[0] - best)
+        rise = medians.values - best
+        holds = (rise > NOISE * losses.noise(WINDOW)) & (rise > matters)
+        holds &= medians.values > RISEN * best
         if holds.any():
             threshold = float(RISEN * best[holds][0])
             role = name.partition("/")[0]
@@ -484,7 +491,7 @@ RULES = (
         " the limit (arXiv:2503.14476, section 3.4)",
         "Raise {rollout.max_response_tokens}",
         _responses_cut,
-        unless="mostly_cut",
+        unless=frozenset({"mostly_cut"}),
     ),
     Rule(
         "groups_without_spread",
@@ -496,7 +503,7 @@ RULES = (
         "Set {algorithm.dynamic_sampling} or a curriculum, or raise"
         " {rollout.group_size}",
         _groups_without_spread,
-        unless="no_spread",
+        unless=frozenset({"no_spread", "same_scores"}),
     ),
     Rule(
         "mismatch",
@@ -516,7 +523,7 @@ RULES = (
         "the last two evaluations are below the best one by"
         f" {STANDARD_ERRORS:g} standard errors, and the score in training rose since",
         "what is optimised is no longer what is wanted (arXiv:2210.10760)",
-        "Take the best step, look at what {reward.kind} scores, or raise"
+        "Take the best step, look at what earns a reward ({reward.kind}), or raise"
         " {algorithm.kl.coefficient}",
         _over_optimisation,
     ),
@@ -545,7 +552,8 @@ RULES = (
         "critical",
         "The loss rises",
         f"the loss in training is above {RISEN:g} times its lowest median, and above"
-        f" that by more than {NOISE:g} times its noise",
+        f" that by more than {NOISE:g} times its noise and {LOST_AGAIN:.0%} of what it"
+        " had fallen",
         "what is learned from data only falls, but for noise",
         "Lower {the learning rate of this model}",
         _loss_rises,

@@ -50,8 +50,8 @@ class Rule:
     """What to change. A key in braces is replaced by the setting and its value, words
     in braces by the setting that the evidence names."""
     test: Callable[[RunLines], Iterator[Evidence | None]]
-    unless: str | None = None
-    """Kind of the cause that says the same, and more."""
+    unless: frozenset[str] = frozenset()
+    """Kinds of the causes that say the same, and more."""
 
     def advice_with(self, in_words: Callable[[str], str]) -> str:
         """Return the advice, with what is in braces in these words."""
