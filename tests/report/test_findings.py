@@ -42,9 +42,41 @@ def recorded(name: str) -> list[Finding]:
     return findings(numbers, head["config"], history)
 
 
-HEALTHY = ()
+HEALTHY = (
+    "agent_grpo",
+    "agent_grpo_longer",
+    "agent_ppo",
+    "cispo_asynchronous",
+    "grpo",
+    "gspo",
+    "ppo",
+    "reward_model",
+    "rloo_one_step_off",
+    "sft",
+)
 
-FAULTY: dict[str, set[str]] = {}
+FAULTY: dict[str, set[str]] = {
+    # PPO with actor.optimizer.lr=2e-2 in place of 3e-4.
+    "learning_rate": {
+        "same_scores",
+        "reward_collapse",
+        "entropy_collapse",
+        "kl_runaway",
+    },
+    # GRPO on sums whose reward counts the digit 1, while held-out sums have to be right.
+    "reward_hacking": {
+        "mostly_cut",
+        "over_optimisation",
+        "kl_runaway",
+        "groups_without_spread",
+    },
+    # A function that raises an exception for every third sum.
+    "failing_grader": {"failed_scores"},
+    # SFT for 60 epochs of 64 sums.
+    "overfitting": {"overfitting"},
+    # The model of agent_quickstart without its warm start.
+    "untrained_model": {"same_scores"},
+}
 
 
 @pytest.mark.parametrize("name", HEALTHY)
@@ -322,6 +354,15 @@ def test_a_fall_within_the_noise_is_no_collapse() -> None:
     # The score falls by 0.3: 4 * 1.4826 * 0.05 = 0.297, 4 * 1.4826 * 0.0515 = 0.305.
     assert kinds(findings(noisy(0.05), RL)) == {"reward_collapse"}
     assert findings(noisy(0.0515), RL) == []
+
+
+def test_a_loss_near_0_may_double() -> None:
+    def losses(last: float) -> Lines:
+        return run_of(actor__loss=[3.0, *[0.5] * 10, *[last] * 10])
+
+    # The loss fell by 2.5, and a tenth of that is 0.25.
+    assert findings(losses(0.74), SFT) == []
+    assert kinds(findings(losses(0.76), SFT)) == {"loss_rises"}
 
 
 def test_nothing_is_idle_where_all_share_the_cores() -> None:

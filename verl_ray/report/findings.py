@@ -172,6 +172,7 @@ def _mismatch(run: RunLines) -> Iterator[Evidence | None]:
 STANDARD_ERRORS = 2.0
 OVERFITTED = 1.05
 RISEN = 1.2
+LOST_AGAIN = 0.1
 CRITIC_STEPS = 50
 CRITIC_WINDOW = 20
 
@@ -271,8 +272,11 @@ def _loss_rises(run: RunLines) -> Iterator[Evidence | None]:
             continue
         earlier = np.append(losses.values[0], medians.values[:-1])
         best = np.minimum.accumulate(earlier)
-        rises = medians.values - best > NOISE * losses.noise(WINDOW)
-        holds = rises & (medians.values > RISEN * best)
+        # Near 0 a loss may double, and nothing is lost.
+        matters = LOST_AGAIN * (losses.values[0] - best)
+        rise = medians.values - best
+        holds = (rise > NOISE * losses.noise(WINDOW)) & (rise > matters)
+        holds &= medians.values > RISEN * best
         if holds.any():
             threshold = float(RISEN * best[holds][0])
             role = name.partition("/")[0]
@@ -516,7 +520,7 @@ RULES = (
         "the last two evaluations are below the best one by"
         f" {STANDARD_ERRORS:g} standard errors, and the score in training rose since",
         "what is optimised is no longer what is wanted (arXiv:2210.10760)",
-        "Take the best step, look at what {reward.kind} scores, or raise"
+        "Take the best step, look at what earns a reward ({reward.kind}), or raise"
         " {algorithm.kl.coefficient}",
         _over_optimisation,
     ),
@@ -545,7 +549,8 @@ RULES = (
         "critical",
         "The loss rises",
         f"the loss in training is above {RISEN:g} times its lowest median, and above"
-        f" that by more than {NOISE:g} times its noise",
+        f" that by more than {NOISE:g} times its noise and {LOST_AGAIN:.0%} of what it"
+        " had fallen",
         "what is learned from data only falls, but for noise",
         "Lower {the learning rate of this model}",
         _loss_rises,
