@@ -272,7 +272,7 @@ def _scores(folder: Path, damage: list[str]) -> dict[int, HeldOutScores]:
 
 
 def _faults(path: Path, damage: list[str]) -> list[Mapping[str, Any]]:
-    faults = []
+    faults: list[Mapping[str, Any]] = []
     try:
         text = path.read_text("utf-8", errors="replace") if path.is_file() else ""
     except OSError as error:
