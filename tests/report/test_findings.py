@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from verl_ray.report.findings import RULES, Finding, findings
+from verl_ray.report.causes import Finding
+from verl_ray.report.findings import RULES, findings
 from verl_ray.tracking.history import Stint
 
 RECORDED = Path(__file__).parent / "recorded"
