@@ -1,7 +1,8 @@
 """The course of a run: what its lines of metrics say about its progress so far.
 
 Invariant: it depends on the lines alone, and on the times at which they came where
-those are known, so the driver and whoever reads metrics.jsonl see the same.
+those are known, so the driver and whoever reads metrics.jsonl see the same. One thread
+notes lines, and any other one may look meanwhile.
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ class Course:
             return None
         if self.step >= self.total_steps:
             return None
-        mean_s = sum(self._recent_s) / len(self._recent_s)
+        recent_s = list(self._recent_s)
+        mean_s = sum(recent_s) / len(recent_s)
         return mean_s * (self.total_steps - self.step)
 
     @property
@@ -128,7 +130,7 @@ class Course:
         """The held-out metrics of the last evaluation, each with its first value."""
         return [
             self._since_first(held_out_label(name), name)
-            for name in self._lasts
+            for name in list(self._lasts)
             if name.startswith(HELD_OUT)
         ]
 
