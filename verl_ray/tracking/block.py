@@ -12,6 +12,7 @@ the terminal, and of a low terminal the last lines are left out first.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import time
@@ -53,7 +54,9 @@ _DRIVER = "driver"
 
 
 def duration_text(seconds: float) -> str:
-    """Return seconds as 45s, 3m05s or 2h07m."""
+    """Return seconds as 45s, 3m05s or 2h07m; "?" where they are not a number."""
+    if not math.isfinite(seconds):
+        return "?"
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
