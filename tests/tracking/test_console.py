@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.tracking.terminals import Screen, Terminal
+from verl_ray.profiling.output_lines import WARNINGS
 from verl_ray.profiling.phases import PHASES
 from verl_ray.tracking.block import duration_text, live_block
 from verl_ray.tracking.console import ConsoleTracker
@@ -105,6 +106,7 @@ def test_what_remains_on_a_terminal_is_whole_and_nothing_else(
 def test_a_block_shows_all_of_a_run_and_the_steps_while_there_are_any(
     terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    WARNINGS.look_at("warning: of an earlier run")
     with live_block("first", stream=terminal) as block:
         assert block is not None
         with PHASES.phase("loading the actor"):

@@ -123,10 +123,14 @@ class Warnings:
         if line.startswith(_WARNING):
             self._last.append(line.removeprefix(_WARNING))
 
+    def forget(self) -> None:
+        """Forget the warnings of earlier work of this process."""
+        self._last.clear()
+
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
         """Keep the warnings of this block, and forget those of earlier ones."""
-        self._last.clear()
+        self.forget()
         stream = sys.stderr
 
         def pass_on(line: str) -> None:

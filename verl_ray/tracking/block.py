@@ -347,6 +347,8 @@ def live_block(
         yield _shown
         return
 
+    # Those of an earlier run of this process are none of this one.
+    WARNINGS.forget()
     block = LiveBlock(name, folder, terminal)
     with PHASES.shown_live(), block.terminal.shown():
         _shown = block
