@@ -2,13 +2,16 @@
 
 import io
 import json
+import threading
 from pathlib import Path
 
 import pytest
 
 from tests.tracking.terminals import Screen, Terminal
+from tests.waiting import PATIENCE_S
 from verl_ray.profiling.output_lines import WARNINGS
 from verl_ray.profiling.phases import PHASES
+from verl_ray.tracking import block as block_module
 from verl_ray.tracking.block import duration_text, live_block
 from verl_ray.tracking.console import ConsoleTracker
 
@@ -133,6 +136,25 @@ def test_a_block_shows_all_of_a_run_and_the_steps_while_there_are_any(
 
     with live_block("first", stream=terminal, enabled=False) as block:
         assert block is None
+
+
+def test_a_disk_that_hangs_holds_up_nothing_that_is_printed(
+    terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = threading.Event()
+    answers = threading.Event()
+
+    def hang(folder: Path) -> None:
+        asked.set()
+        assert answers.wait(PATIENCE_S)
+
+    monkeypatch.setattr(block_module, "read_status", hang)
+    with live_block("first", tmp_path, stream=terminal) as block:
+        assert block is not None
+        assert asked.wait(PATIENCE_S)
+        block.print_above(["a table"])
+        assert seen(terminal)[0] == "a table" and not answers.is_set()
+        answers.set()
 
 
 @pytest.mark.parametrize(("name", "value"), [("TERM", "dumb"), ("CI", "true")])

@@ -15,6 +15,7 @@ import contextlib
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -265,9 +266,16 @@ _SPINNER = Spinner("dots")
 _LOOK_S = 2.0
 """Seconds between two looks at what the processes do."""
 
+_END_S = 1.0
+"""Seconds in which a look is waited for at the end."""
+
 
 class LiveBlock:
-    """The block in which this process shows its own run."""
+    """The block in which this process shows its own run.
+
+    A thread reads what its processes do, so a disk that hangs holds up nothing that is
+    shown or printed.
+    """
 
     def __init__(self, name: str, folder: Path | None, stream: TextIO) -> None:
         """Stand for a terminal.
@@ -282,7 +290,7 @@ class LiveBlock:
         self.terminal = LiveLines(stream, self._lines)
         self._folder = folder
         self._begun_s = time.monotonic()
-        self._looked_s = float("-inf")
+        self._has_ended = threading.Event()
         self._stints: list[Stint] = []
         if folder is not None:
             # Damage to it ends no run, and is reported where the run begins.
@@ -298,23 +306,40 @@ class LiveBlock:
         """Print lines above the block, which stay."""
         self.terminal.paint([Text(printable(line)) for line in lines])
 
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show the block while the body of the `with` runs."""
+        with contextlib.ExitStack() as ends:
+            if self._folder is not None:
+                arguments = (self._folder,)
+                looker = threading.Thread(
+                    target=self._look, args=arguments, name="block", daemon=True
+                )
+                looker.start()
+                ends.callback(looker.join, _END_S)
+                ends.callback(self._has_ended.set)
+            ends.enter_context(self.terminal.shown())
+            yield
+
     def _lines(self, columns: int, rows: int) -> list[Text]:
         view = self.view
         view.doing = PHASES.glance()
         view.warnings = WARNINGS.last
-        now_s = time.monotonic()
-        view.elapsed_s = now_s - self._begun_s
+        view.elapsed_s = time.monotonic() - self._begun_s
         if self._stints:
             view.elapsed_s = wall_s(self._stints)
+        return view.lines(columns, rows)
 
-        if self._folder is not None and now_s - self._looked_s >= _LOOK_S:
-            self._looked_s = now_s
+    def _look(self, folder: Path) -> None:
+        # Ends with the block, or as soon as the disk answers.
+        while True:
             # A disk may be full or slow; then the block shows what it knows.
             with contextlib.suppress(OSError, ValueError):
-                status = read_status(self._folder)
+                status = read_status(folder)
                 is_own = status is not None and status.pid == os.getpid()
-                view.rows = status.rows if status is not None and is_own else ()
-        return view.lines(columns, rows)
+                self.view.rows = status.rows if status is not None and is_own else ()
+            if self._has_ended.wait(_LOOK_S):
+                return
 
 
 _shown: LiveBlock | None = None
@@ -350,7 +375,7 @@ def live_block(
     # Those of an earlier run of this process are none of this one.
     WARNINGS.forget()
     block = LiveBlock(name, folder, terminal)
-    with PHASES.shown_live(), block.terminal.shown():
+    with PHASES.shown_live(), block.shown():
         _shown = block
         try:
             yield block
