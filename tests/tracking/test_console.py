@@ -141,17 +141,17 @@ def test_a_block_shows_all_of_a_run_and_the_steps_while_there_are_any(
 def test_a_disk_that_hangs_holds_up_nothing_that_is_printed(
     terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = threading.Event()
+    is_reading = threading.Event()
     answers = threading.Event()
 
     def hang(folder: Path) -> None:
-        asked.set()
+        is_reading.set()
         assert answers.wait(PATIENCE_S)
 
     monkeypatch.setattr(block_module, "read_status", hang)
     with live_block("first", tmp_path, stream=terminal) as block:
         assert block is not None
-        assert asked.wait(PATIENCE_S)
+        assert is_reading.wait(PATIENCE_S)
         block.print_above(["a table"])
         assert seen(terminal)[0] == "a table" and not answers.is_set()
         answers.set()
