@@ -26,9 +26,8 @@ from verl_ray.errors import TrackingError
 from verl_ray.paths import OUTPUTS, RUN_HELP, run_folder
 from verl_ray.profiling.phases import Doing
 from verl_ray.profiling.process_table import RunStatus, read_status
-from verl_ray.tracking.block import RunView
+from verl_ray.tracking.block import Course, RunView
 from verl_ray.tracking.console import step_parts
-from verl_ray.tracking.course import Course
 from verl_ray.tracking.history import Stint, read_history, wall_s
 from verl_ray.tracking.jsonl import METRICS, step_of
 from verl_ray.tracking.terminal import LiveLines, is_live

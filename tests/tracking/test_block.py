@@ -21,8 +21,7 @@ from tests.tracking.terminals import Screen
 from tests.waiting import PATIENCE_S
 from verl_ray.profiling.phases import Count, Doing
 from verl_ray.profiling.process_table import ProcessRow
-from verl_ray.tracking.block import RunView
-from verl_ray.tracking.course import Course
+from verl_ray.tracking.block import Course, RunView
 
 STEP = {
     "critic/rewards/mean": 0.5,
@@ -132,7 +131,7 @@ def test_a_line_may_come_while_the_block_is_made(
         made.course.note(line)
         return name
 
-    monkeypatch.setattr("verl_ray.tracking.course.held_out_label", label)
+    monkeypatch.setattr("verl_ray.tracking.block.held_out_label", label)
     assert [metric.step for metric in made.course.held_out] == [50, 50]
     assert len(made.course.held_out) == 4
 
