@@ -122,7 +122,7 @@ def test_a_block_shows_all_of_a_run_and_the_steps_while_there_are_any(
         # Lines that cannot be made hide nothing that is printed, and it is said once.
         error = "the block cannot be shown: ZeroDivisionError('division by zero')"
         with monkeypatch.context() as faulty:
-            faulty.setattr(block.view, "lines", lambda columns, rows: 1 // 0)
+            faulty.setattr(block.view, "lines", lambda columns, rows: 1 / 0)
             block.print_above(["another table"])
             block.print_above(["a third one"])
             above = seen(terminal)
