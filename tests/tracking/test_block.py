@@ -122,18 +122,19 @@ def test_a_long_text_makes_way_for_its_bar() -> None:
 def test_a_line_may_come_while_the_block_is_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = view()
-    assert made.course is not None
+    course = view().course
+    assert course is not None
+    note = course.note
 
     def label(name: str) -> str:
         # The driver notes an evaluation of other data.
         line = {"training/global_step": 51, f"{name}/other/acc/mean@1": 0.5}
-        made.course.note(line)
+        note(line)
         return name
 
     monkeypatch.setattr("verl_ray.tracking.block.held_out_label", label)
-    assert [metric.step for metric in made.course.held_out] == [50, 50]
-    assert len(made.course.held_out) == 4
+    assert [metric.step for metric in course.held_out] == [50, 50]
+    assert len(course.held_out) == 4
 
 
 def test_a_run_that_has_no_step_yet() -> None:
