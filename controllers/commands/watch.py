@@ -26,10 +26,9 @@ from verl_ray.errors import TrackingError
 from verl_ray.paths import OUTPUTS, RUN_HELP, run_folder
 from verl_ray.profiling.phases import Doing
 from verl_ray.profiling.process_table import RunStatus, read_status
-from verl_ray.tracking.block import RunView
+from verl_ray.tracking.block import Course, RunView
 from verl_ray.tracking.console import step_parts
-from verl_ray.tracking.course import Course
-from verl_ray.tracking.history import read_history, wall_s
+from verl_ray.tracking.history import Stint, read_history, wall_s
 from verl_ray.tracking.jsonl import METRICS, step_of
 from verl_ray.tracking.terminal import LiveLines, is_live
 
@@ -42,7 +41,13 @@ STOPPED = 3
 _LOOK_S = 1.0
 
 _PATIENCE_S = 60.0
-"""Seconds in which another driver may follow one that was killed."""
+"""Seconds in which another driver may follow one that was killed or has failed."""
+
+_START_S = 600.0
+"""Seconds that a driver may take until it writes its first status."""
+
+_FINAL = {"": 0, "Interrupted": STOPPED}
+"""Exit codes of the ends that no other driver follows, by the error's name."""
 
 
 def main(argv: list[str]) -> int:
@@ -120,6 +125,7 @@ class WatchedRun:
         """Lines of steps that were not taken yet."""
 
         self._gone_since_s: float | None = None
+        """Time since which the driver is known to be gone, in seconds since 1970."""
 
     @property
     def has_ended(self) -> bool:
@@ -144,34 +150,38 @@ class WatchedRun:
         view.rows = status.rows
         view.warnings = status.warnings
         with contextlib.suppress(TrackingError):
-            view.elapsed_s = wall_s(read_history(self._folder))
+            stints = read_history(self._folder)
+            view.elapsed_s = wall_s(stints)
+            if stints and _is_starting(stints[-1], status):
+                self._gone_since_s = None
+                view.doing = Doing("starting", None, None)
+                view.rows = ()
+                return
         self._note_ending(status)
 
     def _note_ending(self, status: RunStatus) -> None:
         state, is_gone = state_of_driver(status)
-        if status.ended:
+        # The error that ended it has this name.
+        reason = status.ended.partition(": ")[2]
+        if status.ended and reason in _FINAL:
             self.ending = state
-            # The error that ended it has this name.
-            reason = status.ended.partition(": ")[2]
-            codes = {"": 0, "Interrupted": STOPPED}
-            self.exit_code = codes.get(reason, FAILED)
+            self.exit_code = _FINAL[reason]
             return
-        if not is_gone:
+        if not status.ended and not is_gone:
             self._gone_since_s = None
             return
 
-        now_s = time.monotonic()
-        if self._gone_since_s is None:
+        now_s = time.time()
+        if status.ended:
+            self._gone_since_s = status.written
+        elif self._gone_since_s is None:
             self._gone_since_s = now_s
-        remaining_s = self._gone_since_s + _PATIENCE_S - now_s
-        if remaining_s <= 0:
+        remaining_s = max(0.0, self._gone_since_s + _PATIENCE_S - now_s)
+        if not remaining_s:
             self.ending = state
             self.exit_code = FAILED
-        self.view.doing = Doing(
-            f"{state}; another one may follow within {max(0.0, remaining_s):.0f} s",
-            None,
-            None,
-        )
+        follows = f"another driver may follow within {remaining_s:.0f} s"
+        self.view.doing = Doing(f"{state}; {follows}", None, None)
         self.view.rows = ()
 
     def _read_metrics(self) -> None:
@@ -203,6 +213,12 @@ class WatchedRun:
             course.note(metrics)
             self._lines.append("  ".join(step_parts(course)))
         self.view.course = course
+
+
+def _is_starting(last: Stint, status: RunStatus) -> bool:
+    """Return whether another driver has begun since the status was written."""
+    is_later = last.ending == "running" and last.begun_s > status.written
+    return is_later and time.time() < last.begun_s + _START_S
 
 
 def _numbers(fields: Mapping[str, float | None]) -> dict[str, float]:
@@ -237,8 +253,8 @@ def _parser() -> argparse.ArgumentParser:
             "  verl-ray watch first | grep held-out\n\n"
             "exit codes:\n"
             "  0    the run has finished\n"
-            f"  {FAILED}    it has failed, or its driver is gone, and no other one has"
-            f" followed within {_PATIENCE_S:.0f} s\n"
+            f"  {FAILED}    it has failed, or its driver is gone, and no other driver"
+            f" has followed within {_PATIENCE_S:.0f} s\n"
             "  2    there is no such run, or it has no status\n"
             f"  {STOPPED}    it was stopped, and can go on\n"
             "  130  the watch was ended by Ctrl-C\n"

@@ -17,6 +17,14 @@ def test_a_line_is_handed_on_once_and_as_it_is_at_its_end() -> None:
     assert stream.write("first\nsec") == 9
     stream.write("ond\r\n10%\r20%")
     assert lines == ["first", "second"]
+    # Bars begin or end with it; what was written over is not kept.
+    for number in range(50):
+        stream.write(f"\r{number}%")
+        assert stream._begun == f"{number}%"
+    stream.write("\r")
+    for number in range(50, 100):
+        stream.write(f"{number}%\r")
+        assert stream._begun == f"{number}%\r"
     stream.write("\r100%\nend")
     stream.finish()
     stream.finish()

@@ -68,12 +68,21 @@ def test_phases_within_a_phase_share_its_silence(time: Time) -> None:
 
 
 def test_details_are_requested_shortly_before_a_report(time: Time) -> None:
-    assert not time.phases.is_due_soon
+    assert not time.phases.needs_details()
     with time.phases.phase("saving"):
         time.run(8)
-        assert not time.phases.is_due_soon
+        assert not time.phases.needs_details()
         time.run(0.5)
-        assert time.phases.is_due_soon
+        assert time.phases.needs_details()
+    # A live block makes a text at once and then every 5 s, here after 0.5, 5.5, ... s.
+    begun_s = time.now_s
+    requested = []
+    with time.phases.shown_live(), time.phases.phase("saving"):
+        for _ in range(30):
+            time.run(0.5)
+            if time.phases.needs_details():
+                requested.append(time.now_s - begun_s)
+    assert requested == [4, 9, 14]
 
 
 def test_a_text_that_waits_is_not_made_again_meanwhile(time: Time) -> None:

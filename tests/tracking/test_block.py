@@ -21,8 +21,7 @@ from tests.tracking.terminals import Screen
 from tests.waiting import PATIENCE_S
 from verl_ray.profiling.phases import Count, Doing
 from verl_ray.profiling.process_table import ProcessRow
-from verl_ray.tracking.block import RunView
-from verl_ray.tracking.course import Course
+from verl_ray.tracking.block import Course, RunView
 
 STEP = {
     "critic/rewards/mean": 0.5,
@@ -118,6 +117,24 @@ def test_a_long_text_makes_way_for_its_bar() -> None:
     assert line.plain.endswith(
         "scoring 12/24 (actor)  " + "━" * 14 + "╸" + "━" * 14 + "  50%"
     )
+
+
+def test_a_line_may_come_while_the_block_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    course = view().course
+    assert course is not None
+    note = course.note
+
+    def label(name: str) -> str:
+        # The driver notes an evaluation of other data.
+        line = {"training/global_step": 51, f"{name}/other/acc/mean@1": 0.5}
+        note(line)
+        return name
+
+    monkeypatch.setattr("verl_ray.tracking.block.held_out_label", label)
+    assert [metric.step for metric in course.held_out] == [50, 50]
+    assert len(course.held_out) == 4
 
 
 def test_a_run_that_has_no_step_yet() -> None:

@@ -2,13 +2,17 @@
 
 import io
 import json
+import threading
 from pathlib import Path
 
 import pytest
 
 from tests.tracking.terminals import Screen, Terminal
+from tests.waiting import PATIENCE_S
+from verl_ray.profiling.output_lines import WARNINGS
 from verl_ray.profiling.phases import PHASES
-from verl_ray.tracking.block import live_block
+from verl_ray.tracking import block as block_module
+from verl_ray.tracking.block import duration_text, live_block
 from verl_ray.tracking.console import ConsoleTracker
 
 STEP = {
@@ -62,6 +66,8 @@ def test_the_first_line_estimates_the_time_left_from_the_step_itself() -> None:
         1, {"actor/loss": 2.5, "timing_s/step": 1.0}
     )
     assert stream.getvalue() == "step    1/7201  loss 2.5  1.00 s  2h00m left\n"
+    # A file has null for what is not finite.
+    assert duration_text(float("nan")) == "?"
 
 
 @pytest.fixture
@@ -101,8 +107,9 @@ def test_what_remains_on_a_terminal_is_whole_and_nothing_else(
 
 
 def test_a_block_shows_all_of_a_run_and_the_steps_while_there_are_any(
-    terminal: Terminal,
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    WARNINGS.look_at("warning: of an earlier run")
     with live_block("first", stream=terminal) as block:
         assert block is not None
         with PHASES.phase("loading the actor"):
@@ -112,14 +119,42 @@ def test_a_block_shows_all_of_a_run_and_the_steps_while_there_are_any(
         assert table == "a table" and head.startswith("first  starting  ")
         assert "loading the actor" in now
 
+        # Lines that cannot be made hide nothing that is printed, and it is said once.
+        error = "the block cannot be shown: ZeroDivisionError('division by zero')"
+        with monkeypatch.context() as faulty:
+            faulty.setattr(block.view, "lines", lambda columns, rows: 1 / 0)
+            block.print_above(["another table"])
+            block.print_above(["a third one"])
+            above = seen(terminal)
+        assert sorted(above) == ["a table", "a third one", "another table", error]
+
         tracker = ConsoleTracker(total_steps=9, stream=terminal)
         tracker.log(3, {"actor/loss": 2.5})
         tracker.close(failed=False)
-        assert seen(terminal)[2].startswith("first  step 3/9  ")
-    assert seen(terminal) == ["a table", "step 3/9  loss 2.5"]
+        assert seen(terminal)[5].startswith("first  step 3/9  ")
+    assert seen(terminal) == [*above, "step 3/9  loss 2.5"]
 
     with live_block("first", stream=terminal, enabled=False) as block:
         assert block is None
+
+
+def test_a_disk_that_hangs_holds_up_nothing_that_is_printed(
+    terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_reading = threading.Event()
+    answers = threading.Event()
+
+    def hang(folder: Path) -> None:
+        is_reading.set()
+        assert answers.wait(PATIENCE_S)
+
+    monkeypatch.setattr(block_module, "read_status", hang)
+    with live_block("first", tmp_path, stream=terminal) as block:
+        assert block is not None
+        assert is_reading.wait(PATIENCE_S)
+        block.print_above(["a table"])
+        assert seen(terminal)[0] == "a table" and not answers.is_set()
+        answers.set()
 
 
 @pytest.mark.parametrize(("name", "value"), [("TERM", "dumb"), ("CI", "true")])

@@ -149,7 +149,7 @@ def root_cause(first: WorkerError, pending: Sequence[RankCall]) -> WorkerError:
 
 def request_activity(rank_calls: Sequence[RankCall]) -> None:
     """Request the status of the processes, if a report is due soon."""
-    if PHASES.is_due_soon:
+    if PHASES.needs_details():
         for heartbeat in {rank_call.member.heartbeat for rank_call in rank_calls}:
             heartbeat.request()
 

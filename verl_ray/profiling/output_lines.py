@@ -4,7 +4,8 @@ Warnings are printed wherever they arise, on stderr, and begin with the same wor
 shows the run shows the last of them, too: the live block, and the status of the run.
 
 Invariant: a stream that is looked at here passes on what is written to it, also in a
-forked process. Only Python's own writes to `sys.stdout` and `sys.stderr` pass by here.
+forked process. The beginning of a line is held back until its end, or that of the
+block. Only Python's own writes to `sys.stdout` and `sys.stderr` pass by here.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class LineStream:
     """A text stream in the place of another one, which hands on whole lines.
 
     A line that is written over (by `\\r`, as a progress bar does) counts as it is at
-    its end.
+    its end, and until then nothing of it appears.
     """
 
     def __init__(self, stream: TextIO, take: Callable[[str], None]) -> None:
@@ -46,7 +47,9 @@ class LineStream:
         if os.getpid() != self._process:
             return self.stream.write(text)
         with self._lock:
-            *lines, self._begun = (self._begun + text).split("\n")
+            *lines, begun = (self._begun + text).split("\n")
+            # A bar writes one line for hours. What comes next may be its newline.
+            self._begun = _as_seen(begun) + ("\r" if begun.endswith("\r") else "")
         for line in lines:
             self._take(_as_seen(line))
         return len(text)
@@ -120,10 +123,14 @@ class Warnings:
         if line.startswith(_WARNING):
             self._last.append(line.removeprefix(_WARNING))
 
+    def forget(self) -> None:
+        """Forget the warnings of earlier work of this process."""
+        self._last.clear()
+
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
         """Keep the warnings of this block, and forget those of earlier ones."""
-        self._last.clear()
+        self.forget()
         stream = sys.stderr
 
         def pass_on(line: str) -> None:

@@ -84,6 +84,9 @@ class OpenPhase:
     began_s: float
     reports: int = 0
 
+    reports_at_request: int = 0
+    """Number of its reports when details for the next one were requested."""
+
     count: Count | None = None
     """How much of it is done, as its block says."""
 
@@ -166,10 +169,19 @@ class Phases:
         finally:
             self.is_shown_live = before
 
-    @property
-    def is_due_soon(self) -> bool:
-        """Whether the next report is due within a moment."""
-        return bool(self._phases) and self._remaining_s() <= _SOON_S
+    def needs_details(self) -> bool:
+        """Return whether to request details now: a report is due within a moment.
+
+        A live block shows a text every few seconds. Its details are requested once for
+        each, and for the first one, which is shown at once, not at all.
+        """
+        if not self._phases or self._remaining_s() > _SOON_S:
+            return False
+        phase = self._phases[-1]
+        if self.is_shown_live and phase.reports_at_request == phase.reports:
+            return False
+        phase.reports_at_request = phase.reports
+        return True
 
     def glance(self) -> Doing:
         """Return what the process does; any thread may ask.

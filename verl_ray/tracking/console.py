@@ -32,13 +32,15 @@ from verl_ray.algorithms.intervals import Interval
 from verl_ray.errors import TrackingError
 from verl_ray.profiling.output_lines import printable
 from verl_ray.tracking.base import GLOBAL_STEP, Sample, Tracker
-from verl_ray.tracking.block import LiveBlock, duration_text, live_block
-from verl_ray.tracking.course import (
+from verl_ray.tracking.block import (
     Course,
+    LiveBlock,
+    duration_text,
     failed_scores,
     first_shown,
     held_out_label,
     held_out_names,
+    live_block,
     speed,
 )
 from verl_ray.tracking.jsonl import METRICS, read_metrics

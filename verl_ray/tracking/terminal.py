@@ -6,7 +6,8 @@ by one thread at a time, and each time with one write. `rich.live` is not used, 
 counts the rows of what it painted by the old width, and two threads that paint may
 overtake each other. The cursor stays visible, so that nothing is amiss after a process
 that is killed. What a process writes to the terminal by other ways than `sys.stdout`
-and `sys.stderr` is not noticed.
+and `sys.stderr` is not noticed. What it prints there appears also if the lines cannot
+be made, but the beginning of a line is held back until its end.
 """
 
 from __future__ import annotations
@@ -65,6 +66,9 @@ class LiveLines:
         self._waiting: list[Text] = []
         """Text that a signal's handler printed while its thread painted."""
 
+        self._have_failed = False
+        """Whether the lines could not be made once, which was said."""
+
     @property
     def columns(self) -> int:
         """Number of columns of the terminal now."""
@@ -111,15 +115,7 @@ class LiveLines:
     def _paint_once(self, above: Sequence[Text]) -> None:
         with contextlib.suppress(OSError, ValueError):
             size = self._console.size
-            lines: list[Text] = []
-            if not self._ended.is_set():
-                # A line of full width would be joined with the next by some terminals.
-                columns = max(_FEWEST_COLUMNS, size.width) - 1
-                rows = max(1, size.height - 1)
-                lines = list(self._lines(columns, rows))[:rows]
-                for line in lines:
-                    line.truncate(columns, overflow="ellipsis")
-
+            lines = self._lines_of(size.width, size.height)
             with self._console:
                 self._console.control(self._erasure(size.width))
                 for text in above:
@@ -128,6 +124,25 @@ class LiveLines:
                     block = Text("\n").join(lines)
                     self._console.print(block, end="", soft_wrap=True)
             self._painted = [line.cell_len for line in lines]
+
+    def _lines_of(self, width: int, height: int) -> list[Text]:
+        """Return the lines for a terminal; none if they cannot be made."""
+        if self._ended.is_set():
+            return []
+        # A line of full width would be joined with the next by some terminals.
+        columns = max(_FEWEST_COLUMNS, width) - 1
+        rows = max(1, height - 1)
+        # A mistake in what is shown of the work neither ends it nor hides its words.
+        try:
+            lines = list(self._lines(columns, rows))[:rows]
+            for line in lines:
+                line.truncate(columns, overflow="ellipsis")
+        except Exception as error:
+            if not self._have_failed:
+                self._have_failed = True
+                self._waiting.append(Text(f"the block cannot be shown: {error!r}"))
+            return []
+        return lines
 
     def _erasure(self, columns: int) -> Control:
         """Return what removes the painted lines from a terminal of this width.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -95,7 +96,9 @@ def test_the_block_is_that_of_the_status_and_the_history(run: Path) -> None:
 def test_the_end_of_a_run_is_the_exit_code(
     ended: str, code: int, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_status(run, status_here(ended=ended, rows=()))
+    # No other driver follows one that has failed so long ago.
+    minute_ago = time.time() - 61
+    write_status(run, status_here(ended=ended, rows=(), written=minute_ago))
     assert main(["watch", str(run)]) == code
     last, state = capsys.readouterr().out.splitlines()
     assert last == "step 2/9  loss 2.5  3.00 s  21s left"
@@ -112,13 +115,22 @@ def test_another_driver_may_follow_one_that_was_killed(
     watched = WatchedRun(run, gone)
     watched.look()
     assert not watched.has_ended
-    assert "another one may follow within 60 s" in watched.view.doing.text
+    assert "another driver may follow within 60 s" in watched.view.doing.text
     write_status(run, status)
     watched.look()
     assert watched.view.doing.text == status.phase
 
-    write_status(run, gone)
+    # One that has failed says so. The next has begun before it writes its own status.
+    write_status(run, replace(status, ended="ended: WorkerDied", rows=()))
+    watched.look()
+    assert not watched.has_ended
+    assert "ended: WorkerDied, 0 s ago; another driver may" in watched.view.doing.text
+    begin_stint(run, 2, begun_s=time.time())
     monkeypatch.setattr(watch, "_PATIENCE_S", 0.0)
+    watched.look()
+    assert watched.view.doing.text == "starting" and not watched.has_ended
+
+    write_status(run, replace(gone, written=time.time()))
     watched.look()
     assert "does not run any more" in watched.ending and watched.exit_code == FAILED
 
