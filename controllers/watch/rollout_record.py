@@ -13,6 +13,7 @@ earlier steps are kept by `all` alone.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,7 @@ from verl_ray.data.stages import (
     Scores,
     last_rows,
 )
+from verl_ray.errors import VerlRayError
 from verl_ray.ops.masked import Moments
 from verl_ray.rewards.health import ScoreHealth
 from verl_ray.rewards.shaping import component
@@ -85,6 +87,9 @@ class LearnedRollouts:
 class RolloutRecord:
     """Writes the training rollouts that tracking.rollouts keeps.
 
+    They are for people, so rollouts that cannot be recorded end no run: this is said
+    once, and tried again with the next step.
+
     Attributes:
         metrics: What was written of the last step.
     """
@@ -102,6 +107,7 @@ class RolloutRecord:
         tracking = config.tracking
         self.metrics: Metrics = {}
         self._files = RolloutFiles(Path(config.run.dir), tracking.rollouts_max_mb)
+        self._has_warned = False
 
     def write(self, step: int, rollouts: LearnedRollouts) -> None:
         """Write the rollouts of a step that `chosen` named.
@@ -109,16 +115,37 @@ class RolloutRecord:
         Args:
             step: Number of the step, from 1.
             rollouts: These rollouts.
+
+        Raises:
+            VerlRayError: The rows cannot be read from the object store.
         """
         num_rows = len(rollouts.experience.rollouts)
-        if num_rows:
-            content = self._table(step, rollouts).encoded()
-            if not self._files.write(step, content):
-                num_rows = 0
+        if num_rows and not self._write(step, rollouts):
+            num_rows = 0
         self.metrics = {
             "rollouts/recorded_rows": float(num_rows),
             "rollouts/recorded_every": float(self._files.every),
         }
+
+    def _write(self, step: int, rollouts: LearnedRollouts) -> bool:
+        """Write rollouts, at least one; return whether that was possible."""
+        try:
+            content = self._table(step, rollouts).encoded()
+        except VerlRayError:
+            raise
+        # Whatever a tokenizer or a text of a user's own brings about.
+        except Exception as error:
+            if not self._has_warned:
+                self._has_warned = True
+                print(
+                    f"warning: the rollouts of step {step} cannot be recorded"
+                    f" ({error!r}); the run goes on without them, and tries again with"
+                    " the next step (tracking.rollouts=none does not)",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            return False
+        return self._files.write(step, content)
 
     def chosen(self, step: int, group_id: Int64, digests: Mapping[int, str]) -> Int64:
         """Return the numbers of the rows of a step that are kept, ascending, int64.

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
+import pytest
 from transformers import PreTrainedTokenizerBase
 
 from controllers.compose.composition import compose
 from controllers.watch.rollout_record import RolloutRecord
 from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.errors import Interrupted
 from verl_ray.tracking.evaluations import digest
 
 INPUTS = ("model.path=/m", "data.train_path=t", "data.validation_path=v")
@@ -51,3 +55,23 @@ def test_a_prompt_that_was_chosen_is_chosen_again_whatever_was_finished_first(
     assert list(sampled.chosen(1, np.array([3, 3, 9, 9]), {9: "0"})) == [2, 3]
     every_row = record(tmp_path, "all").chosen(1, np.array([3, 3, 9, 9]), {})
     assert list(every_row) == [0, 1, 2, 3]
+
+
+def test_rollouts_that_cannot_be_recorded_end_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # One row, of which nothing can be read.
+    broken = cast(Any, SimpleNamespace(experience=SimpleNamespace(rollouts=[0])))
+    sampled = record(tmp_path, "sampled")
+    for step in (1, 2):
+        sampled.write(step, broken)
+        assert sampled.metrics["rollouts/recorded_rows"] == 0
+    assert capsys.readouterr().err.count("the rollouts of step") == 1
+
+    # A stop, or a store that is lost, is no fault of the record.
+    def stopped(*_: object) -> None:
+        raise Interrupted("SIGTERM")
+
+    monkeypatch.setattr(sampled, "_table", stopped)
+    with pytest.raises(Interrupted):
+        sampled.write(3, broken)
