@@ -53,7 +53,6 @@ from verl_ray.data.stages import (
     Credit,
     Finish,
     Float32,
-    LogProbs,
     Prompts,
     Rollouts,
     last_rows,
@@ -218,16 +217,9 @@ class Trainer:
         learned = LearnedRollouts(experience, credit, outputs.old_log_probs, whitening)
         learned = learned.select(rows)
 
-        # A few rows cost little. The actor computes them before it learns.
-        log_probs: Callable[[], Sharded[LogProbs]] | None = None
-        is_sampled = self.config.tracking.rollouts == "sampled"
-        if learned.log_probs is None and is_sampled and len(rows):
-            log_probs = self.learner.begin_log_probs(learned.experience.rollouts)
-
         def write() -> None:
             with self.timers("record_rollouts"):
-                computed = learned.log_probs if log_probs is None else log_probs()
-                record.write(number, replace(learned, log_probs=computed))
+                record.write(number, learned)
 
         return write
 

@@ -98,6 +98,9 @@ def check_rollouts(run_dir: Path, lines: list[dict[str, float]]) -> None:
         rows = pyarrow.parquet.read_table(path).to_pylist()
         assert lines[step]["rollouts/recorded_rows"] == len(rows) == 8
         assert lines[step]["rollouts/recorded_every"] == 1
+        # The critic's updates are the first that go on meanwhile.
+        recording_s = lines[step]["timing_s/record_rollouts"]
+        assert 0 < recording_s < lines[step]["timing_s/update_critic"]
         assert [row["member"] for row in rows] == [0, 1, 2, 3] * 2
         assert len({row["ordinal"] for row in rows}) == 2
         for row in rows:
