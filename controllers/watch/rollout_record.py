@@ -1,20 +1,21 @@
 """Training rollouts that a run keeps for people to read.
 
-Invariant: which groups of a step are kept follows from their prompts alone, not from
-the order in which they were finished, and a group is kept as a whole. A prompt that was
-chosen is most likely chosen again where it returns, and in other runs on the same data.
-The driver copies the rows that are kept, and no others, while the models learn.
+Invariant: which groups of a step are kept follows from their prompts and lengths, not
+from the order in which they were finished, and a group is kept as a whole. A prompt
+that was chosen is most likely chosen again where it returns, and in other runs on the
+same data. The driver copies the rows that are kept, and no others, while the models
+learn.
 
 `tracking.rollouts=sampled` orders the prompts of a step by their digests, which are as
-good as random, and keeps the first `GROUPS`. Groups that `algorithm.replay` takes from
-earlier steps are kept by `all` alone.
+good as random, and keeps the first `GROUPS`, or fewer where their rows are long. Groups
+that `algorithm.replay` takes from earlier steps are kept by `all` alone.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,9 @@ if TYPE_CHECKING:
 
 GROUPS = 2
 """Groups of a step that `tracking.rollouts=sampled` keeps."""
+
+MOST_TOKENS = 1 << 16
+"""Tokens of them, which the driver decodes one by one. A single group may have more."""
 
 _ENDS = [end.value for end in End]
 
@@ -109,28 +113,34 @@ class RolloutRecord:
         self._files = RolloutFiles(Path(config.run.dir), tracking.rollouts_max_mb)
         self._has_warned = False
 
-    def write(self, step: int, rollouts: LearnedRollouts) -> None:
+    def write(
+        self, step: int, rollouts: LearnedRollouts, go_on: Callable[[], None]
+    ) -> None:
         """Write the rollouts of a step that `chosen` named.
 
         Args:
             step: Number of the step, from 1.
             rollouts: These rollouts.
+            go_on: Called between rows, so that the rest of the driver's work goes on.
 
         Raises:
-            VerlRayError: The rows cannot be read from the object store.
+            VerlRayError: The rows cannot be read from the object store, or `go_on`
+                raised it.
         """
         num_rows = len(rollouts.experience.rollouts)
-        if num_rows and not self._write(step, rollouts):
+        if num_rows and not self._write(step, rollouts, go_on):
             num_rows = 0
         self.metrics = {
             "rollouts/recorded_rows": float(num_rows),
             "rollouts/recorded_every": float(self._files.every),
         }
 
-    def _write(self, step: int, rollouts: LearnedRollouts) -> bool:
+    def _write(
+        self, step: int, rollouts: LearnedRollouts, go_on: Callable[[], None]
+    ) -> bool:
         """Write rollouts, at least one; return whether that was possible."""
         try:
-            content = self._table(step, rollouts).encoded()
+            content = self._table(step, rollouts, go_on).encoded()
         except VerlRayError:
             raise
         # Whatever a tokenizer or a text of a user's own brings about.
@@ -147,12 +157,15 @@ class RolloutRecord:
             return False
         return self._files.write(step, content)
 
-    def chosen(self, step: int, group_id: Int64, digests: Mapping[int, str]) -> Int64:
+    def chosen(
+        self, step: int, group_id: Int64, lengths: Int64, digests: Mapping[int, str]
+    ) -> Int64:
         """Return the numbers of the rows of a step that are kept, ascending, int64.
 
         Args:
             step: Number of the step, from 1.
             group_id: int64 [rows], the group of each row.
+            lengths: int64 [rows], tokens of each row.
             digests: A digest of each prompt, by the ordinal of its group.
         """
         if not self._files.keeps(step):
@@ -161,9 +174,14 @@ class RolloutRecord:
             return np.arange(len(group_id), dtype=np.int64)
         groups = [group for group in np.unique(group_id).tolist() if group in digests]
         groups.sort(key=lambda group: (digests[group], group))
-        return np.flatnonzero(np.isin(group_id, groups[:GROUPS]))
+        groups = groups[:GROUPS]
+        tokens = np.cumsum([lengths[group_id == group].sum() for group in groups])
+        num_groups = max(1, np.count_nonzero(tokens <= MOST_TOKENS))
+        return np.flatnonzero(np.isin(group_id, groups[:num_groups]))
 
-    def _table(self, step: int, rollouts: LearnedRollouts) -> RolloutTable:
+    def _table(
+        self, step: int, rollouts: LearnedRollouts, go_on: Callable[[], None]
+    ) -> RolloutTable:
         """Return rows, read from the object store, as columns."""
         stall_s = self._config.run.stall_s
         scores = rollouts.experience.scores
@@ -180,6 +198,7 @@ class RolloutRecord:
         texts = [json.dumps(of_row, ensure_ascii=False) for of_row in entries]
 
         tokens = self._token_columns(rows, credit, rollouts)
+        tokens["pieces"] = self._pieces_of(rows, go_on)
         is_learned = credit.in_loss & (rows.response_length > 0)
         advantage = _means(tokens["advantages"], rows)
         columns: dict[str, Sequence[Any] | Array] = {
@@ -211,7 +230,7 @@ class RolloutRecord:
     def _token_columns(
         self, rows: Rollouts, credit: Credit, rollouts: LearnedRollouts
     ) -> dict[str, Sequence[Any] | Array]:
-        """Return the columns with one value per token."""
+        """Return the columns with one value per token, but for their texts."""
         mask = rows.response_mask
         missing = np.float32(np.nan)
         log_probs = np.full(rows.num_tokens, missing)
@@ -226,18 +245,22 @@ class RolloutRecord:
         )
         is_learned = mask & credit.in_loss[rows.row_of_token]
 
-        pieces: list[str] = []
-        for tokens in np.split(rows.tokens, rows.offsets[1:-1]):
-            pieces += self._pieces.of(tokens.tolist())
         return {
             "tokens": rows.tokens,
-            "pieces": pieces,
             "mask": mask,
             "rollout_log_probs": np.where(mask, rows.rollout_log_probs, missing),
             "log_probs": log_probs,
             "advantages": np.where(is_learned, advantages, missing),
             "versions": versions,
         }
+
+    def _pieces_of(self, rows: Rollouts, go_on: Callable[[], None]) -> list[str]:
+        """Return the text of each token, [tokens]."""
+        pieces: list[str] = []
+        for tokens in np.split(rows.tokens, rows.offsets[1:-1]):
+            pieces += self._pieces.of(tokens.tolist())
+            go_on()
+        return pieces
 
     def _texts(self, rows: Rollouts, starts: Int64, lengths: Array) -> list[str]:
         """Return parts of rows as text, without special tokens."""
