@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -99,3 +100,14 @@ def test_curriculum_and_replay_are_those_of_the_state(
     assert (chosen(following, 2), kept(following)) == ([0, 1, 4, 5, 6, 7], [1, 2, 3])
     make_step(following, 3)
     assert (chosen(following, 3), kept(following)) == ([0, 1, 6, 7], [3, 4, 5])
+
+
+def test_digests_are_noted_only_where_rollouts_are_sampled(
+    config: RLConfig, source: PromptSource
+) -> None:
+    for rollouts, ordinals in (("sampled", [0, 1]), ("none", [])):
+        tracking = replace(config.tracking, rollouts=rollouts)
+        supply = supply_of(replace(config, tracking=tracking), source, 0)
+        supply.begin(0)
+        supply.draw()
+        assert list(supply.digests) == ordinals
