@@ -55,7 +55,7 @@ GROUPS = 2
 """Groups of a step that `tracking.rollouts=sampled` keeps."""
 
 MOST_TOKENS = 1 << 16
-"""Tokens of them together, where there is more than one: the driver decodes them all."""
+"""Tokens of them together, which the driver decodes. A single group may have more."""
 
 _ENDS = [end.value for end in End]
 

@@ -181,7 +181,8 @@ class TraceFile:
                 file.truncate(end)
         except (OSError, ValueError, KeyError, TypeError) as error:
             print(
-                f"warning: {self._path} cannot be continued, and begins anew: {error!r}",
+                f"warning: {self._path} cannot be continued, and begins anew:"
+                f" {error!r}",
                 file=sys.stderr,
                 flush=True,
             )
