@@ -13,7 +13,6 @@ of more than a quarter of these bytes is not kept, so that it takes no other's p
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_ray.data.batch import Array, Int64
 from verl_ray.disk import replace_file
+from verl_ray.tracking.step_files import drop_after, step_files, step_path
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -63,7 +63,7 @@ TOKEN_COLUMNS = {
 }
 """Columns with one value per token of the row, prompt included, and their types."""
 
-_NAME = re.compile(r"step_(\d+)\.parquet")
+_SUFFIX = "parquet"
 _KEPT = "_kept.json"
 _EVERY = "every"
 
@@ -114,12 +114,7 @@ class RolloutTable:
 
 def recorded_rollouts(run_dir: Path) -> dict[int, Path]:
     """Return the files of rollouts by their steps, in increasing order."""
-    paths = {}
-    for path in (run_dir / FOLDER).glob("step_*.parquet"):
-        name = _NAME.fullmatch(path.name)
-        if name is not None:
-            paths[int(name[1])] = path
-    return dict(sorted(paths.items()))
+    return step_files(run_dir / FOLDER, _SUFFIX)
 
 
 def drop_rollouts(run_dir: Path, after: int) -> None:
@@ -128,9 +123,7 @@ def drop_rollouts(run_dir: Path, after: int) -> None:
     Raises:
         OSError: A file cannot be removed.
     """
-    for step, path in recorded_rollouts(run_dir).items():
-        if step > after:
-            path.unlink()
+    drop_after(recorded_rollouts(run_dir), after)
     if after <= 0:
         (run_dir / FOLDER / _KEPT).unlink(missing_ok=True)
 
@@ -246,7 +239,7 @@ class RolloutFiles:
             del self._sizes[step]
 
     def _path(self, step: int) -> Path:
-        return self._folder / f"step_{step:06d}.parquet"
+        return step_path(self._folder, step, _SUFFIX)
 
     def _say_once(self, kind: str, text: str) -> None:
         if kind not in self._reported:
