@@ -176,7 +176,7 @@ class RolloutRecord:
         groups.sort(key=lambda group: (digests[group], group))
         groups = groups[:GROUPS]
         tokens = np.cumsum([lengths[group_id == group].sum() for group in groups])
-        num_groups = max(1, np.count_nonzero(tokens <= MOST_TOKENS))
+        num_groups = max(1, int((tokens <= MOST_TOKENS).sum()))
         return np.flatnonzero(np.isin(group_id, groups[:num_groups]))
 
     def _table(

@@ -1,4 +1,4 @@
-"""Files of a run's folder of which each belongs to a step, such as step_000010.jsonl."""
+"""Files of a run's folder which belong to a step each, such as step_000010.jsonl."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -102,12 +101,13 @@ def test_curriculum_and_replay_are_those_of_the_state(
     assert (chosen(following, 3), kept(following)) == ([0, 1, 6, 7], [3, 4, 5])
 
 
+@pytest.mark.parametrize(("rollouts", "ordinals"), [("sampled", [0, 1]), ("none", [])])
 def test_digests_are_noted_only_where_rollouts_are_sampled(
-    config: RLConfig, source: PromptSource
+    rollouts: str, ordinals: list[int], config: RLConfig, source: PromptSource
 ) -> None:
-    for rollouts, ordinals in (("sampled", [0, 1]), ("none", [])):
-        tracking = replace(config.tracking, rollouts=rollouts)
-        supply = supply_of(replace(config, tracking=tracking), source, 0)
-        supply.begin(0)
-        supply.draw()
-        assert list(supply.digests) == ordinals
+    tracking = config.tracking.model_copy(update={"rollouts": rollouts})
+    of_run = config.model_copy(update={"tracking": tracking})
+    supply = supply_of(of_run, source, 0)
+    supply.begin(0)
+    supply.draw()
+    assert list(supply.digests) == ordinals
