@@ -41,12 +41,14 @@ class Pieces:
             return []
         text = self._text(tokens)
         pieces = [self._first(tokens[0]), *map(self._further, tokens[1:])]
+        if "".join(pieces) == text:
+            return pieces
+
         for start, end in _incomplete_runs(pieces):
             # The token before is the context of the first one.
             context = tokens[max(start - 1, 0) : end]
             of_context = self._in_context(context, self._text(context))
             pieces[start:end] = of_context[-(end - start) :]
-
         if "".join(pieces) == text:
             return pieces
         return self._in_context(tokens, text)
