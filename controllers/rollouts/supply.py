@@ -72,7 +72,8 @@ class Supply:
         buffer: Those that are not trained yet.
         ledger: The history of each ordinal.
         digests: A digest of each prompt that is drawn and not trained, by its ordinal.
-            A prompt that is drawn again has the same.
+            A prompt that is drawn again has the same. Empty unless
+            `tracking.rollouts=sampled`.
     """
 
     def __init__(
@@ -135,7 +136,9 @@ class Supply:
         self._decide()
         generation = self.producer.training_generation()
         for step, batch in self._admission.draw():
-            self._note_digests(batch)
+            # Only the choice of rollouts that are recorded reads them.
+            if self._config.tracking.rollouts == "sampled":
+                self._note_digests(batch)
             # A resumed run has the groups that were finished before.
             is_finished = np.isin(batch.group_id, self.buffer.whole_groups)
             finished: Experience | None = None

@@ -25,7 +25,7 @@ from verl_ray.cluster.signals import heed_signals, stop_requested
 from verl_ray.cluster.waiting import Background
 from verl_ray.config.run import RunConfig
 from verl_ray.errors import Interrupted
-from verl_ray.profiling.phases import phase
+from verl_ray.profiling.phases import Timers, phase
 from verl_ray.tracking.base import Tracker
 
 
@@ -456,10 +456,15 @@ class Loop:
             self._trackers.samples(position.step, evaluation.samples)
         if evaluation.scores is not None:
             self._trackers.scores(position.step, evaluation.scores)
-        if evaluation.responses:
-            self._trackers.responses(position.step, evaluation.responses)
-
         metrics = position.unrecorded | evaluation.metrics
+        if evaluation.responses:
+            # They are decoded and written only here, which takes time where many are.
+            timers = Timers()
+            with phase("recording held-out responses"), timers("testing"):
+                self._trackers.responses(position.step, evaluation.responses)
+            for name, elapsed_s in timers.take().items():
+                metrics[name] = metrics.get(name, 0.0) + elapsed_s
+
         return replace(position, unrecorded=metrics, evaluated=True)
 
     def _record(self, position: Position) -> Position:

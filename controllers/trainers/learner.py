@@ -9,7 +9,8 @@ workers and in the object store. Which rows go into which optimizer step is deci
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -154,24 +155,6 @@ class Learner:
             values=self._wait_if_called("values", values, calls),
         )
 
-    def begin_log_probs(
-        self, rollouts: Sharded[Rollouts]
-    ) -> Callable[[], Sharded[LogProbs]]:
-        """Begin to compute the present policy's log-probs of some rollouts.
-
-        Returns:
-            Function that waits for them and returns them.
-        """
-        call = self.system.actor.scatter(
-            ActorWorker.compute_log_probs, rollouts, self.config.rollout.temperature
-        )
-
-        def log_probs() -> Sharded[LogProbs]:
-            (computed,) = self._wait([call])
-            return computed
-
-        return log_probs
-
     @property
     def needs_old_log_probs(self) -> bool:
         """Whether the actor computes log-probs before it learns."""
@@ -281,7 +264,7 @@ class Learner:
             credit: Their credit, row by row.
             outputs: What the models computed for them.
             policy_version: The version of the policy that learns.
-            meanwhile: Work of the driver that no update waits for.
+            meanwhile: Work of the driver, timed as the updates that go on.
         """
         config = self.config
         metrics: Metrics = {}
@@ -297,7 +280,9 @@ class Learner:
         )
         updates = [*critic_updates, *actor_updates]
         if meanwhile is not None:
-            meanwhile()
+            role = "critic" if critic_updates else "actor"
+            with self._updating(role) if updates else nullcontext():
+                meanwhile()
 
         if critic_updates:
             reports = self._wait_for_updates("critic", critic_updates, updates)
@@ -336,6 +321,12 @@ class Learner:
 
     # -------------------------------------------------------------------------- metrics
 
+    @contextmanager
+    def _updating(self, role: str) -> Iterator[None]:
+        """Time the block as the updates of a role, which the driver waits for."""
+        with self.timers(f"update_{role}"), self.timers.waiting():
+            yield
+
     def _wait_for_updates(
         self,
         role: str,
@@ -343,7 +334,7 @@ class Learner:
         watched: UpdateCalls,
     ) -> list[list[UpdateReport]]:
         """Return the reports of a role's updates, by optimizer step and rank."""
-        with self.timers(f"update_{role}"):
+        with self._updating(role):
             reports = self._wait(calls, watched)
         self.gradients.observe(role, reports)
         return reports

@@ -53,14 +53,13 @@ from verl_ray.data.stages import (
     Credit,
     Finish,
     Float32,
-    LogProbs,
     Prompts,
     Rollouts,
     last_rows,
 )
 from verl_ray.data.tokenizers import policy_tokenizer
 from verl_ray.profiling.memory import host_total_gib, host_used_gib
-from verl_ray.profiling.phases import Timers, phase
+from verl_ray.profiling.phases import PHASES, Timers, phase
 from verl_ray.report.causes import NUM_EXAMPLES
 from verl_ray.rewards.shaping import ResponseScores, Shaping
 
@@ -213,21 +212,20 @@ class Trainer:
         if record is None:
             return None
         rollouts = experience.rollouts
-        rows = record.chosen(number, rollouts.row("group_id"), self.supply.digests)
+        group_id = rollouts.row("group_id")
+        rows = record.chosen(number, group_id, rollouts.lengths, self.supply.digests)
         whitening = whitening_moments(self.config.algorithm, rollouts, credit)
         learned = LearnedRollouts(experience, credit, outputs.old_log_probs, whitening)
         learned = learned.select(rows)
 
-        # A few rows cost little. The actor computes them before it learns.
-        log_probs: Callable[[], Sharded[LogProbs]] | None = None
-        is_sampled = self.config.tracking.rollouts == "sampled"
-        if learned.log_probs is None and is_sampled and len(rows):
-            log_probs = self.learner.begin_log_probs(learned.experience.rollouts)
+        def go_on() -> None:
+            PHASES.tick()
+            self.background.advance()
 
         def write() -> None:
             with self.timers("record_rollouts"):
-                computed = learned.log_probs if log_probs is None else log_probs()
-                record.write(number, replace(learned, log_probs=computed))
+                record.write(number, learned, go_on)
+            self.background.raise_failure()
 
         return write
 

@@ -1,19 +1,21 @@
 """Training rollouts that a run keeps for people to read.
 
-Invariant: which groups of a step are kept follows from their prompts alone, not from
-the order in which they were finished, and a group is kept as a whole. A prompt that was
-chosen is most likely chosen again where it returns, and in other runs on the same data.
-The driver copies the rows that are kept, and no others, while the models learn.
+Invariant: which groups of a step are kept follows from their prompts and lengths, not
+from the order in which they were finished, and a group is kept as a whole. A prompt
+that was chosen is most likely chosen again where it returns, and in other runs on the
+same data. The driver copies the rows that are kept, and no others, while the models
+learn.
 
 `tracking.rollouts=sampled` orders the prompts of a step by their digests, which are as
-good as random, and keeps the first `GROUPS`. Groups that `algorithm.replay` takes from
-earlier steps are kept by `all` alone.
+good as random, and keeps the first `GROUPS`, or fewer where their rows are long. Groups
+that `algorithm.replay` takes from earlier steps are kept by `all` alone.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +41,7 @@ from verl_ray.data.stages import (
     Scores,
     last_rows,
 )
+from verl_ray.errors import VerlRayError
 from verl_ray.ops.masked import Moments
 from verl_ray.rewards.health import ScoreHealth
 from verl_ray.rewards.shaping import component
@@ -50,6 +53,9 @@ if TYPE_CHECKING:
 
 GROUPS = 2
 """Groups of a step that `tracking.rollouts=sampled` keeps."""
+
+MOST_TOKENS = 1 << 16
+"""Tokens of them together, which the driver decodes. A single group may have more."""
 
 _ENDS = [end.value for end in End]
 
@@ -85,6 +91,9 @@ class LearnedRollouts:
 class RolloutRecord:
     """Writes the training rollouts that tracking.rollouts keeps.
 
+    They are for people, so rollouts that cannot be recorded end no run: this is said
+    once, and tried again with the next step.
+
     Attributes:
         metrics: What was written of the last step.
     """
@@ -102,30 +111,61 @@ class RolloutRecord:
         tracking = config.tracking
         self.metrics: Metrics = {}
         self._files = RolloutFiles(Path(config.run.dir), tracking.rollouts_max_mb)
+        self._has_warned = False
 
-    def write(self, step: int, rollouts: LearnedRollouts) -> None:
+    def write(
+        self, step: int, rollouts: LearnedRollouts, go_on: Callable[[], None]
+    ) -> None:
         """Write the rollouts of a step that `chosen` named.
 
         Args:
             step: Number of the step, from 1.
             rollouts: These rollouts.
+            go_on: Called between rows, so that the rest of the driver's work goes on.
+
+        Raises:
+            VerlRayError: The rows cannot be read from the object store, or `go_on`
+                raised it.
         """
         num_rows = len(rollouts.experience.rollouts)
-        if num_rows:
-            content = self._table(step, rollouts).encoded()
-            if not self._files.write(step, content):
-                num_rows = 0
+        if num_rows and not self._write(step, rollouts, go_on):
+            num_rows = 0
         self.metrics = {
             "rollouts/recorded_rows": float(num_rows),
             "rollouts/recorded_every": float(self._files.every),
         }
 
-    def chosen(self, step: int, group_id: Int64, digests: Mapping[int, str]) -> Int64:
+    def _write(
+        self, step: int, rollouts: LearnedRollouts, go_on: Callable[[], None]
+    ) -> bool:
+        """Write rollouts, at least one; return whether that was possible."""
+        try:
+            content = self._table(step, rollouts, go_on).encoded()
+        except VerlRayError:
+            raise
+        # Whatever a tokenizer or a text of a user's own brings about.
+        except Exception as error:
+            if not self._has_warned:
+                self._has_warned = True
+                print(
+                    f"warning: the rollouts of step {step} cannot be recorded"
+                    f" ({error!r}); the run goes on without them, and tries again with"
+                    " the next step (tracking.rollouts=none does not)",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            return False
+        return self._files.write(step, content)
+
+    def chosen(
+        self, step: int, group_id: Int64, lengths: Int64, digests: Mapping[int, str]
+    ) -> Int64:
         """Return the numbers of the rows of a step that are kept, ascending, int64.
 
         Args:
             step: Number of the step, from 1.
             group_id: int64 [rows], the group of each row.
+            lengths: int64 [rows], tokens of each row.
             digests: A digest of each prompt, by the ordinal of its group.
         """
         if not self._files.keeps(step):
@@ -134,9 +174,14 @@ class RolloutRecord:
             return np.arange(len(group_id), dtype=np.int64)
         groups = [group for group in np.unique(group_id).tolist() if group in digests]
         groups.sort(key=lambda group: (digests[group], group))
-        return np.flatnonzero(np.isin(group_id, groups[:GROUPS]))
+        groups = groups[:GROUPS]
+        tokens = np.cumsum([lengths[group_id == group].sum() for group in groups])
+        num_groups = max(1, int((tokens <= MOST_TOKENS).sum()))
+        return np.flatnonzero(np.isin(group_id, groups[:num_groups]))
 
-    def _table(self, step: int, rollouts: LearnedRollouts) -> RolloutTable:
+    def _table(
+        self, step: int, rollouts: LearnedRollouts, go_on: Callable[[], None]
+    ) -> RolloutTable:
         """Return rows, read from the object store, as columns."""
         stall_s = self._config.run.stall_s
         scores = rollouts.experience.scores
@@ -153,6 +198,7 @@ class RolloutRecord:
         texts = [json.dumps(of_row, ensure_ascii=False) for of_row in entries]
 
         tokens = self._token_columns(rows, credit, rollouts)
+        tokens["pieces"] = self._pieces_of(rows, go_on)
         is_learned = credit.in_loss & (rows.response_length > 0)
         advantage = _means(tokens["advantages"], rows)
         columns: dict[str, Sequence[Any] | Array] = {
@@ -184,7 +230,7 @@ class RolloutRecord:
     def _token_columns(
         self, rows: Rollouts, credit: Credit, rollouts: LearnedRollouts
     ) -> dict[str, Sequence[Any] | Array]:
-        """Return the columns with one value per token."""
+        """Return the columns with one value per token, but for their texts."""
         mask = rows.response_mask
         missing = np.float32(np.nan)
         log_probs = np.full(rows.num_tokens, missing)
@@ -199,18 +245,22 @@ class RolloutRecord:
         )
         is_learned = mask & credit.in_loss[rows.row_of_token]
 
-        pieces: list[str] = []
-        for tokens in np.split(rows.tokens, rows.offsets[1:-1]):
-            pieces += self._pieces.of(tokens.tolist())
         return {
             "tokens": rows.tokens,
-            "pieces": pieces,
             "mask": mask,
             "rollout_log_probs": np.where(mask, rows.rollout_log_probs, missing),
             "log_probs": log_probs,
             "advantages": np.where(is_learned, advantages, missing),
             "versions": versions,
         }
+
+    def _pieces_of(self, rows: Rollouts, go_on: Callable[[], None]) -> list[str]:
+        """Return the text of each token, [tokens]."""
+        pieces: list[str] = []
+        for tokens in np.split(rows.tokens, rows.offsets[1:-1]):
+            pieces += self._pieces.of(tokens.tolist())
+            go_on()
+        return pieces
 
     def _texts(self, rows: Rollouts, starts: Int64, lengths: Array) -> list[str]:
         """Return parts of rows as text, without special tokens."""

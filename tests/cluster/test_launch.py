@@ -19,6 +19,7 @@ from verl_ray.cluster.session import Session, ray_messages
 from verl_ray.cluster.waiting import put
 from verl_ray.data.packing import Topology
 from verl_ray.errors import ClusterError, DeadlineExceeded, ModelError, WorkerError
+from verl_ray.profiling.trace import Span
 
 
 def free_cpus(cluster: Session) -> float:
@@ -140,8 +141,12 @@ def test_colocated_roles_share_a_process_and_close_gracefully(
             {},
             {},
         ]
-        spans = {process.name: process.spans for process in groups.request_spans()()}
-        assert list(spans) == ["trainer-0", "trainer-1", "rollout-0"]
+        spans: dict[str, list[Span]] = {}
+        # None is asked again before it has replied. Ends when each has, once.
+        while len(spans) < 3:
+            for process in groups.take_spans(within_s=0.01):
+                spans.setdefault(process.name, process.spans)
+        assert sorted(spans) == ["rollout-0", "trainer-0", "trainer-1"]
         # A span is noted when it ends.
         _, read, count = spans["rollout-0"]
         assert (read.name, count.name) == ("read Rows", "rollout.count")

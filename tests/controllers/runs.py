@@ -42,11 +42,11 @@ GRADER = Path(__file__).with_name("grader.py")
 SAMPLING = ("rollout", "reward")
 SHAPE = ClusterShape(cores=(4,), gpus_per_node=(0,))
 
-# Metrics that say how fast something was or where it ran; all others must be the same
-# wherever a run runs.
+# Metrics that say how fast something was, where it ran, or what the disk had of it; all
+# others must be the same wherever a run runs.
 MEASURED = (
     "timing_", "perf/", "memory", "weight_sync/bytes_per_s", "global_seqlen/", "staleness/groups_waiting",
-    "episode/loop_lag_s",
+    "episode/loop_lag_s", "rollouts/recorded_",
 )  # fmt: skip
 
 

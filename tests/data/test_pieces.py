@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -28,6 +29,7 @@ def test_a_character_belongs_to_the_token_that_completes_it() -> None:
     assert pieces.of(tokens) == ["x", "", "é", "", "", "€"]
     # The last character is cut.
     assert pieces.of(tokens[:-1]) == ["x", "", "é", "", "\ufffd"]
+    assert pieces.of(tokens[1:] + plain) == ["", "é", "", "", "€", "a", " ", "b"]
 
 
 def words_tokenizer() -> PreTrainedTokenizerFast:
@@ -38,6 +40,22 @@ def words_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-def test_a_space_that_only_the_first_word_loses_stays_between_words() -> None:
-    pieces = Pieces(words_tokenizer())
+def test_a_space_that_only_the_first_word_loses_stays_between_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer = words_tokenizer()
+    pieces = Pieces(tokenizer)
     assert pieces.of([0, 1, 2, 1]) == ["a", " b", "c", " b"]
+    assert pieces.of([1, 0, 1]) == ["b", " a", " b"]
+
+    # From here on a row costs one decoding, however long it is.
+    decode = tokenizer.decode
+    lengths: list[int] = []
+
+    def counted(tokens: list[int], **settings: bool) -> str:
+        lengths.append(len(tokens))
+        return str(decode(tokens, **settings))
+
+    monkeypatch.setattr(tokenizer, "decode", counted)
+    assert pieces.of([1, 0, 1] * 100) == ["b", " a", " b"] + [" b", " a", " b"] * 99
+    assert lengths == [300]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,35 @@ def test_a_run_that_goes_on_continues_a_torn_file_with_tracks_of_its_own(
     assert [(event["pid"], event["ts"]) for event in spans] == [(1, 1), (2, 2)]
     TraceFile(path, continues=False)
     assert read_trace(path) == []
+
+
+def test_a_file_that_is_no_trace_begins_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text('[\n{"ph": "M"\n')
+    TraceFile(path, continues=True).append([spans_of("a", 0, 1000)])
+    assert "cannot be continued, and begins anew" in capsys.readouterr().err
+    assert len(read_trace(path)) == 3
+
+
+def test_a_disk_that_is_full_leaves_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    file = TraceFile(path, continues=False)
+    file.append([spans_of("a", 0, 1000)])
+    whole = path.read_bytes()
+
+    # The size of files is limited, so only a part of the next lines can be written.
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 50, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            file.append([spans_of("a", 0, 2000)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == whole
+    file.append([spans_of("a", 0, 2000)])
+    assert len(read_trace(path)) == 4
 
 
 def test_a_file_of_its_largest_size_is_full(

@@ -81,11 +81,11 @@ def test_a_line_is_a_row_and_nothing_is_null_but_what_is_missing(
 def test_files_thin_out_and_a_run_that_goes_back_ends_with_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    third = b"x" * (BYTES_PER_MB // 3)
+    quarter = b"x" * (BYTES_PER_MB // 4)
     straight = RolloutFiles(tmp_path / "straight", most_mb=1)
     for step in range(1, 13):
-        straight.write(step, third)
-    # Three fit: 1 to 3, then 2, 4 and 6, then 4, 8 and 12.
+        straight.write(step, quarter)
+    # Four fit: 1 to 4, then 2, 4, 6 and 8, then 4, 8 and 12.
     assert list(recorded_rollouts(tmp_path / "straight")) == [4, 8, 12]
     assert straight.every == 4 and not straight.keeps(13) and straight.keeps(16)
     warnings = capsys.readouterr().err.splitlines()
@@ -96,20 +96,29 @@ def test_files_thin_out_and_a_run_that_goes_back_ends_with_the_same(
         drop_rollouts(broken, first - 1)
         again = RolloutFiles(broken, most_mb=1)
         for step in range(first, end):
-            again.write(step, third)
+            again.write(step, quarter)
     assert list(recorded_rollouts(broken)) == [4, 8, 12]
+
+    # A process that is killed as it thins out may leave files, which the next removes.
+    torn = broken / "rollouts" / "step_000010.parquet"
+    torn.write_bytes(quarter)
+    assert RolloutFiles(broken, most_mb=1).every == 4 and not torn.exists()
 
     # A run from the beginning keeps every step again.
     drop_rollouts(broken, -1)
     assert RolloutFiles(broken, most_mb=1).every == 1
 
 
-def test_a_step_beyond_the_bound_is_kept_alone_and_a_full_disk_ends_no_run(
+def test_a_step_that_is_too_large_takes_no_place_and_a_full_disk_ends_no_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = RolloutFiles(tmp_path, most_mb=1)
-    assert files.write(8, b"x" * 2 * BYTES_PER_MB)
-    assert "are larger than tracking.rollouts_max_mb = 1" in capsys.readouterr().err
+    assert files.write(7, b"x")
+    large = b"x" * (BYTES_PER_MB // 4 + 1)
+    assert not files.write(8, large) and not files.write(16, large)
+    assert files.every == 1 and list(recorded_rollouts(tmp_path)) == [7]
+    warnings = capsys.readouterr().err
+    assert warnings.count("more than a quarter of tracking.rollouts_max_mb = 1") == 1
 
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "rollouts").touch()

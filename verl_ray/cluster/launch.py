@@ -30,7 +30,7 @@ from verl_ray.cluster.processes import (
     silent_sets,
     start,
 )
-from verl_ray.cluster.rank_calls import RankCall, replies_within
+from verl_ray.cluster.rank_calls import RankCall, replies_within, take_ready
 from verl_ray.cluster.stalls import IdleProcesses
 from verl_ray.cluster.waiting import CLUSTER_LOSS, TICK_S, Background
 from verl_ray.cluster.whereabouts import ROSTER
@@ -59,6 +59,8 @@ class Groups:
             for role in processes.roles:
                 group: WorkerGroup[Any] = WorkerGroup(role.name, processes)
                 self._groups.setdefault(role.name, []).append(group)
+        self._span_calls: list[RankCall] = []
+        """Requests of spans without a reply so far."""
         ROSTER.add(self._all())
 
     def __getitem__(self, role: Role[W]) -> WorkerGroup[W]:
@@ -111,33 +113,31 @@ class Groups:
             Function that waits a moment and returns the replies. Replies of processes
             that are lost are left out.
         """
-        rank_calls = self._request("memory")
+        rank_calls = [
+            rank_call
+            for processes in self._sets
+            for rank_call in processes.request("memory")
+        ]
 
         def peaks() -> list[CallPeaks]:
             return replies_within(rank_calls, _MEMORY_S)
 
         return peaks
 
-    def request_spans(self) -> Callable[[], list[ProcessSpans]]:
-        """Request what each process did since the last such request.
+    def take_spans(self, within_s: float) -> list[ProcessSpans]:
+        """Return what processes did since the last time, of those that reply soon.
 
-        Returns:
-            As of `request_memory`.
+        Processes reply also while they are busy. A reply that is late is returned the
+        next time, and its process is not asked again before. Replies of processes that
+        are lost are left out.
+
+        Args:
+            within_s: Limit in seconds of the wait.
         """
-        rank_calls = self._request("spans")
-
-        def spans() -> list[ProcessSpans]:
-            return replies_within(rank_calls, _MEMORY_S)
-
-        return spans
-
-    def _request(self, method: str) -> list[RankCall]:
-        """Call a method of the control group of every process."""
-        return [
-            rank_call
-            for processes in self._sets
-            for rank_call in processes.request(method)
-        ]
+        late = {id(rank_call.member.actor) for rank_call in self._span_calls}
+        for processes in self._sets:
+            self._span_calls += processes.request("spans", late)
+        return take_ready(self._span_calls, within_s)
 
     def close(self) -> None:
         """Close all workers, stop their processes and release the bundles.

@@ -7,7 +7,7 @@ them every role that shares them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -223,9 +223,18 @@ class Processes:
         started = [member for member in self.members if member.process_info is not None]
         return len(started) == len(self.ranks) and not self.broken
 
-    def request(self, method: str) -> list[RankCall]:
-        """Call a control method of every rank, which replies while it is busy too."""
-        started = [member for member in self.members if member.process_info is not None]
+    def request(self, method: str, but: Collection[int] = ()) -> list[RankCall]:
+        """Call a control method of every rank, which replies while it is busy too.
+
+        Args:
+            method: Name of the method.
+            but: Identities of the handles of processes that are not called.
+        """
+        started = [
+            member
+            for member in self.members
+            if member.process_info is not None and id(member.actor) not in but
+        ]
         rank_calls = [self._send(member, method, CONTROL) for member in started]
         # `_send` names its calls as parts of a start, which this one is not.
         return [replace(rank_call, method=method) for rank_call in rank_calls]

@@ -112,10 +112,19 @@ def receive_or_raise(rank_call: RankCall, pending: Sequence[RankCall]) -> Any:
 
 def replies_within(rank_calls: Sequence[RankCall], timeout_s: float) -> list[Any]:
     """Replies that are available within `timeout_s` seconds, without failures."""
+    return take_ready(list(rank_calls), timeout_s)
+
+
+def take_ready(rank_calls: list[RankCall], timeout_s: float) -> list[Any]:
+    """Take out the calls whose replies are available within `timeout_s` seconds.
+
+    Returns:
+        Their replies, without failures.
+    """
     ready = ready_replies(rank_calls, timeout_s)
-    replies = [
-        receive(rank_call) for rank_call in rank_calls if rank_call.reply in ready
-    ]
+    taken = [rank_call for rank_call in rank_calls if rank_call.reply in ready]
+    rank_calls[:] = [call for call in rank_calls if call.reply not in ready]
+    replies = [receive(rank_call) for rank_call in taken]
     return [reply for reply in replies if not isinstance(reply, WorkerError)]
 
 

@@ -290,7 +290,7 @@ class RolloutTrackingConfig(TrackingConfig):
     return."""
     rollouts_max_mb: Positive
     """Size of these files in megabytes; beyond it only every second step is kept, then
-    every fourth, and so on."""
+    every fourth, and so on. A step of more than a quarter of it is not kept."""
 
 
 def wandb_settings_are_used(

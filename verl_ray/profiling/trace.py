@@ -17,6 +17,7 @@ import contextlib
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -26,6 +27,9 @@ from pathlib import Path
 from typing import Any
 
 TRACE = "trace.json"
+
+_NAMES_TRACK = b'"ph": "M"'
+"""Part of the lines that say something about a track."""
 
 MOST_SPANS = 10_000
 """Spans of a process that wait to be gathered."""
@@ -82,7 +86,8 @@ class SpanBuffer:
     def __init__(self, most: int = MOST_SPANS) -> None:
         """Begin without spans."""
         self._spans: deque[Span] = deque(maxlen=most)
-        self._lock = threading.Lock()
+        # A signal handler may end a span of the thread that holds the lock.
+        self._lock = threading.RLock()
         self._forgotten = 0
 
     @contextlib.contextmanager
@@ -148,15 +153,41 @@ class TraceFile:
         self._offsets_ns: dict[str, int] = {}
         """Wall time minus monotonic clock, by node."""
 
-        content = path.read_bytes() if continues and path.exists() else b""
-        # A process that was killed may have left a part of a line.
-        content = content[: content.rfind(b"\n") + 1] or b"[\n"
-        self._bytes = len(content)
-        path.write_bytes(content)
         # Tracks of earlier processes keep their numbers.
-        self._first_track = 1 + max(
-            (event["pid"] for event in events_in(content.decode())), default=0
-        )
+        self._first_track = 1 + (self._repair() if continues and path.exists() else 0)
+        if self._first_track == 1:
+            path.write_bytes(b"[\n")
+        self._bytes = path.stat().st_size
+
+    def _repair(self) -> int:
+        """Remove the part of a line that a process has left which was killed.
+
+        Returns:
+            The last number of a track; 0 where there is none, or the file is no trace
+            that can be continued.
+        """
+        last_track = 0
+        end = 0
+        try:
+            with self._path.open("rb+") as file:
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break
+                    end += len(line)
+                    # Most lines are spans, and a trace may have millions.
+                    if _NAMES_TRACK in line:
+                        track = json.loads(line.rstrip(b",\n"))["pid"]
+                        last_track = max(last_track, int(track))
+                file.truncate(end)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            print(
+                f"warning: {self._path} cannot be continued, and begins anew:"
+                f" {error!r}",
+                file=sys.stderr,
+                flush=True,
+            )
+            return 0
+        return last_track
 
     @property
     def is_full(self) -> bool:
@@ -167,13 +198,20 @@ class TraceFile:
         """Write the spans of some processes.
 
         Raises:
-            OSError: The file cannot be written.
+            OSError: The file cannot be written. It is as before then.
         """
         events = [event for spans in processes for event in self._events(spans)]
         lines = "".join(json.dumps(event) + ",\n" for event in events).encode()
-        # All at once, so that hardly any end of a process leaves a part of a line.
+        # All at once, so that hardly any end of a process leaves a part of a line. A
+        # disk that is full may take a part.
         with self._path.open("ab", buffering=0) as file:
-            file.write(lines)
+            rest = memoryview(lines)
+            try:
+                while rest:
+                    rest = rest[file.write(rest) :]
+            except OSError:
+                file.truncate(self._bytes)
+                raise
         self._bytes += len(lines)
 
     def _events(self, process: ProcessSpans) -> Iterator[dict[str, Any]]:

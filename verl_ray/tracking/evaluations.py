@@ -21,7 +21,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import nan
@@ -41,10 +40,9 @@ from verl_ray.algorithms.subsets import (
 )
 from verl_ray.disk import replace_file
 from verl_ray.errors import TrackingError
+from verl_ray.tracking.step_files import step_files, step_path
 
 FOLDER = "evaluations"
-
-_NAME = re.compile(r"step_(\d+)\.jsonl")
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +145,7 @@ def digest(*parts: bytes) -> str:
 
 def scores_path(run_dir: Path, step: int) -> Path:
     """Return the file for the scores of the evaluation after `step` of a run."""
-    return run_dir / FOLDER / f"step_{step:06d}.jsonl"
+    return step_path(run_dir / FOLDER, step, "jsonl")
 
 
 def write_scores(path: Path, scores: HeldOutScores) -> None:
@@ -212,23 +210,7 @@ def read_scores(path: Path) -> HeldOutScores:
 
 def recorded_evaluations(run_dir: Path) -> dict[int, Path]:
     """Return the files of scores by their steps, in increasing order."""
-    paths = {}
-    for path in (run_dir / FOLDER).glob("step_*.jsonl"):
-        name = _NAME.fullmatch(path.name)
-        if name is not None:
-            paths[int(name[1])] = path
-    return dict(sorted(paths.items()))
-
-
-def drop_evaluations(run_dir: Path, after: int) -> None:
-    """Remove the scores of steps after `after`, which run again.
-
-    Raises:
-        OSError: A file cannot be removed.
-    """
-    for step, path in recorded_evaluations(run_dir).items():
-        if step > after:
-            path.unlink()
+    return step_files(run_dir / FOLDER, "jsonl")
 
 
 def _short(score: float) -> float | int | None:

@@ -36,19 +36,19 @@ from verl_ray.tracking.base import GLOBAL_STEP, Sample, Tracker
 from verl_ray.tracking.evaluations import (
     FOLDER,
     HeldOutScores,
-    drop_evaluations,
+    recorded_evaluations,
     scores_path,
     write_scores,
 )
 from verl_ray.tracking.responses import (
     HeldOutResponse,
-    drop_responses,
     encoded_responses,
     first_responses,
     recorded_responses,
     responses_path,
 )
 from verl_ray.tracking.rollouts import drop_rollouts
+from verl_ray.tracking.step_files import drop_after
 
 METRICS = "metrics.jsonl"
 
@@ -100,8 +100,8 @@ class JsonlTracker(Tracker):
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             self._steps = repair(self._path, self._last_step, recorded)
-            drop_evaluations(run_dir, self._last_step)
-            drop_responses(run_dir, self._last_step)
+            drop_after(recorded_evaluations(run_dir), self._last_step)
+            drop_after(recorded_responses(run_dir), self._last_step)
             drop_rollouts(run_dir, self._last_step)
             # Without a buffer, what a full disk has taken of a line is known.
             self._file = self._path.open("ab", buffering=0)

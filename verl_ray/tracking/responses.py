@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from verl_ray.errors import TrackingError
 from verl_ray.tracking.evaluations import FOLDER
+from verl_ray.tracking.step_files import step_files, step_path
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -39,8 +39,6 @@ COLUMNS = {
 """Columns of the file, one line per response, and their types."""
 
 ROWS_AT_ONCE = 256
-
-_NAME = re.compile(r"step_(\d+)\.parquet")
 
 
 @dataclass(frozen=True)
@@ -79,28 +77,12 @@ class HeldOutResponse:
 
 def responses_path(run_dir: Path, step: int) -> Path:
     """Return the file for the responses of the evaluation after `step` of a run."""
-    return run_dir / FOLDER / f"step_{step:06d}.parquet"
+    return step_path(run_dir / FOLDER, step, "parquet")
 
 
 def recorded_responses(run_dir: Path) -> dict[int, Path]:
     """Return the files of responses by their steps, in increasing order."""
-    paths = {}
-    for path in (run_dir / FOLDER).glob("step_*.parquet"):
-        name = _NAME.fullmatch(path.name)
-        if name is not None:
-            paths[int(name[1])] = path
-    return dict(sorted(paths.items()))
-
-
-def drop_responses(run_dir: Path, after: int) -> None:
-    """Remove the responses of evaluations after `after`, which run again.
-
-    Raises:
-        OSError: A file cannot be removed.
-    """
-    for step, path in recorded_responses(run_dir).items():
-        if step > after:
-            path.unlink()
+    return step_files(run_dir / FOLDER, "parquet")
 
 
 def encoded_responses(responses: Iterable[HeldOutResponse]) -> bytes:

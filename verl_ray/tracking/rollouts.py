@@ -6,13 +6,13 @@ or a part of an episode. `ROW_COLUMNS` and `TOKEN_COLUMNS` list what it holds.
 Invariant: a file is whole or is not there, and its content follows from the step alone.
 All files together stay within a number of bytes: where a step would go beyond it, only
 the steps that are multiples of twice the distance remain, and so on. The distance never
-falls again, so a run that goes back to an earlier step ends with the same files.
+falls again, so a run that goes back to an earlier step ends with the same files. A step
+of more than a quarter of these bytes is not kept, so that it takes no other's place.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_ray.data.batch import Array, Int64
 from verl_ray.disk import replace_file
+from verl_ray.tracking.step_files import drop_after, step_files, step_path
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -62,7 +63,7 @@ TOKEN_COLUMNS = {
 }
 """Columns with one value per token of the row, prompt included, and their types."""
 
-_NAME = re.compile(r"step_(\d+)\.parquet")
+_SUFFIX = "parquet"
 _KEPT = "_kept.json"
 _EVERY = "every"
 
@@ -113,12 +114,7 @@ class RolloutTable:
 
 def recorded_rollouts(run_dir: Path) -> dict[int, Path]:
     """Return the files of rollouts by their steps, in increasing order."""
-    paths = {}
-    for path in (run_dir / FOLDER).glob("step_*.parquet"):
-        name = _NAME.fullmatch(path.name)
-        if name is not None:
-            paths[int(name[1])] = path
-    return dict(sorted(paths.items()))
+    return step_files(run_dir / FOLDER, _SUFFIX)
 
 
 def drop_rollouts(run_dir: Path, after: int) -> None:
@@ -127,9 +123,7 @@ def drop_rollouts(run_dir: Path, after: int) -> None:
     Raises:
         OSError: A file cannot be removed.
     """
-    for step, path in recorded_rollouts(run_dir).items():
-        if step > after:
-            path.unlink()
+    drop_after(recorded_rollouts(run_dir), after)
     if after <= 0:
         (run_dir / FOLDER / _KEPT).unlink(missing_ok=True)
 
@@ -154,6 +148,18 @@ class RolloutFiles:
         self._reported: set[str] = set()
         self.every = _recorded_distance(self._folder / _KEPT)
         """Distance of the steps that are kept."""
+        self._sizes: dict[int, int] = {}
+        """Bytes of each file, by its step."""
+        try:
+            for step, path in recorded_rollouts(run_dir).items():
+                self._sizes[step] = path.stat().st_size
+            # Another process may have been killed before it had removed them all.
+            self._thin_out()
+        except OSError as error:
+            self._say_once(
+                "unread",
+                f"warning: {self._folder} cannot be read or thinned out: {error}",
+            )
 
     def keeps(self, step: int) -> bool:
         """Return whether the rollouts of a step are kept."""
@@ -171,10 +177,10 @@ class RolloutFiles:
         """
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._make_way(step, len(content))
-            if not self.keeps(step):
+            if not self._has_place(step, len(content)):
                 return False
-            replace_file(self._folder / f"step_{step:06d}.parquet", content)
+            replace_file(self._path(step), content)
+            self._sizes[step] = len(content)
         except OSError as error:
             self._say_once(
                 "refused",
@@ -184,36 +190,35 @@ class RolloutFiles:
             return False
         return True
 
-    def _make_way(self, step: int, num_bytes: int) -> None:
+    def _has_place(self, step: int, num_bytes: int) -> bool:
         """Raise the distance of the steps until the rollouts of a step fit.
 
+        Returns:
+            Whether the step is kept.
+
         Raises:
-            OSError: A file cannot be read, written or removed.
+            OSError: A file cannot be written or removed.
         """
         most_bytes = self._most_mb * BYTES_PER_MB
-        paths = recorded_rollouts(self._run_dir)
-        paths.pop(step, None)
-        sizes = {other: path.stat().st_size for other, path in paths.items()}
+        if num_bytes > most_bytes / 4:
+            self._say_once(
+                "large",
+                f"warning: the rollouts of step {step} have {num_bytes / 1e6:.1f} MB,"
+                f" more than a quarter of tracking.rollouts_max_mb = {self._most_mb};"
+                " those of such steps are not kept (tracking.rollouts=sampled keeps"
+                " fewer of a step)",
+            )
+            return False
 
-        # Each round halves the steps that remain. Ends when all fit, when this step is
-        # no longer one of them, or at the distance that leaves it alone.
-        while self.keeps(step) and sum(sizes.values()) + num_bytes > most_bytes:
-            if not sizes:
-                self._say_once(
-                    "alone",
-                    f"warning: the rollouts of step {step} are larger than"
-                    f" tracking.rollouts_max_mb = {self._most_mb} alone; they are kept"
-                    " without those of other steps (tracking.rollouts=sampled keeps"
-                    " fewer)",
-                )
-                return
+        # Each round halves the steps that remain. Ends when all fit, or when this step
+        # is no longer one of them.
+        self._sizes.pop(step, None)
+        while self.keeps(step) and sum(self._sizes.values()) + num_bytes > most_bytes:
             self.every *= 2
             # The distance is known before a file goes, so that none comes again.
             distance = json.dumps({_EVERY: self.every}).encode()
             replace_file(self._folder / _KEPT, distance)
-            for other in [other for other in sizes if other % self.every]:
-                paths[other].unlink()
-                del sizes[other]
+            self._thin_out()
             print(
                 f"warning: {self._folder} has reached tracking.rollouts_max_mb ="
                 f" {self._most_mb}; it keeps the rollouts of every"
@@ -221,6 +226,20 @@ class RolloutFiles:
                 file=sys.stderr,
                 flush=True,
             )
+        return self.keeps(step)
+
+    def _thin_out(self) -> None:
+        """Remove the files of steps that are not kept.
+
+        Raises:
+            OSError: A file cannot be removed.
+        """
+        for step in [step for step in self._sizes if not self.keeps(step)]:
+            self._path(step).unlink(missing_ok=True)
+            del self._sizes[step]
+
+    def _path(self, step: int) -> Path:
+        return step_path(self._folder, step, _SUFFIX)
 
     def _say_once(self, kind: str, text: str) -> None:
         if kind not in self._reported:

@@ -99,3 +99,15 @@ def test_curriculum_and_replay_are_those_of_the_state(
     assert (chosen(following, 2), kept(following)) == ([0, 1, 4, 5, 6, 7], [1, 2, 3])
     make_step(following, 3)
     assert (chosen(following, 3), kept(following)) == ([0, 1, 6, 7], [3, 4, 5])
+
+
+@pytest.mark.parametrize(("rollouts", "ordinals"), [("sampled", [0, 1]), ("none", [])])
+def test_digests_are_noted_only_where_rollouts_are_sampled(
+    rollouts: str, ordinals: list[int], config: RLConfig, source: PromptSource
+) -> None:
+    tracking = config.tracking.model_copy(update={"rollouts": rollouts})
+    of_run = config.model_copy(update={"tracking": tracking})
+    supply = supply_of(of_run, source, 0)
+    supply.begin(0)
+    supply.draw()
+    assert list(supply.digests) == ordinals

@@ -98,6 +98,9 @@ def check_rollouts(run_dir: Path, lines: list[dict[str, float]]) -> None:
         rows = pyarrow.parquet.read_table(path).to_pylist()
         assert lines[step]["rollouts/recorded_rows"] == len(rows) == 8
         assert lines[step]["rollouts/recorded_every"] == 1
+        # The critic's updates are the first that go on meanwhile.
+        recording_s = lines[step]["timing_s/record_rollouts"]
+        assert 0 < recording_s < lines[step]["timing_s/update_critic"]
         assert [row["member"] for row in rows] == [0, 1, 2, 3] * 2
         assert len({row["ordinal"] for row in rows}) == 2
         for row in rows:
@@ -166,7 +169,8 @@ def check_trace(run_dir: Path, lines: list[dict[str, float]]) -> None:
     driver = [span for span in spans if tracks[span["pid"]] == "driver"]
     steps = [span for span in driver if (span["name"], span["cat"]) == ("step", "time")]
     for span, line in zip(steps, lines[1:], strict=True):
-        assert span["dur"] / 1e6 == pytest.approx(line["timing_s/step"], abs=0.01)
+        # The span is within what the metrics count; a machine that is busy counts more.
+        assert span["dur"] / 1e6 == pytest.approx(line["timing_s/step"], abs=0.5)
         end = span["ts"] + span["dur"]
         inside = [
             other
@@ -175,7 +179,7 @@ def check_trace(run_dir: Path, lines: list[dict[str, float]]) -> None:
         ]
         phases_s = sum(other["dur"] for other in outermost(inside)) / 1e6
         # The driver does little between its phases.
-        assert 0.5 * line["timing_s/step"] < phases_s <= line["timing_s/step"] + 0.01
+        assert 0.5 * span["dur"] / 1e6 < phases_s <= span["dur"] / 1e6 + 1e-5
 
 
 def outermost(spans: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
+import pytest
 from transformers import PreTrainedTokenizerBase
 
 from controllers.compose.composition import compose
-from controllers.watch.rollout_record import RolloutRecord
+from controllers.watch.rollout_record import MOST_TOKENS, RolloutRecord
 from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.errors import Interrupted
 from verl_ray.tracking.evaluations import digest
 
 INPUTS = ("model.path=/m", "data.train_path=t", "data.validation_path=v")
@@ -37,7 +41,7 @@ def test_a_prompt_that_was_chosen_is_chosen_again_whatever_was_finished_first(
             for ordinal, prompt in zip(ordinals, prompts, strict=True)
         }
         group_id = np.repeat(ordinals, 2)
-        rows = sampled.chosen(1, group_id, of_ordinals)
+        rows = sampled.chosen(1, group_id, np.full(len(group_id), 9), of_ordinals)
         groups = group_id[rows]
         # Both members of a group, or none.
         np.testing.assert_array_equal(groups[::2], groups[1::2])
@@ -48,6 +52,42 @@ def test_a_prompt_that_was_chosen_is_chosen_again_whatever_was_finished_first(
     # The first prompt of all is kept in whatever step it comes.
     assert by_digest[0] in chosen(by_digest[0] + "".join(by_digest[5:]), 16)
     # Groups of earlier steps have no digest any more.
-    assert list(sampled.chosen(1, np.array([3, 3, 9, 9]), {9: "0"})) == [2, 3]
-    every_row = record(tmp_path, "all").chosen(1, np.array([3, 3, 9, 9]), {})
+    group_id, lengths = np.array([3, 3, 9, 9]), np.array([5, 5, 5, 5])
+    assert list(sampled.chosen(1, group_id, lengths, {9: "0"})) == [2, 3]
+    every_row = record(tmp_path, "all").chosen(1, group_id, lengths, {})
     assert list(every_row) == [0, 1, 2, 3]
+
+
+def test_groups_of_a_step_are_bounded_in_tokens_but_for_a_single_one(
+    tmp_path: Path,
+) -> None:
+    sampled = record(tmp_path, "sampled")
+
+    def chosen(of_first: int, of_second: int) -> list[int]:
+        lengths = np.array([of_second, 1, of_first, 1])
+        rows = sampled.chosen(1, np.array([3, 3, 9, 9]), lengths, {3: "b", 9: "a"})
+        return rows.tolist()
+
+    assert chosen(MOST_TOKENS - 9, 7) == [0, 1, 2, 3]
+    assert chosen(MOST_TOKENS - 9, 8) == [2, 3]
+    assert chosen(2 * MOST_TOKENS, 8) == [2, 3]
+
+
+def test_rollouts_that_cannot_be_recorded_end_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # One row, of which nothing can be read.
+    broken = cast(Any, SimpleNamespace(experience=SimpleNamespace(rollouts=[0])))
+    sampled = record(tmp_path, "sampled")
+    for step in (1, 2):
+        sampled.write(step, broken, lambda: None)
+        assert sampled.metrics["rollouts/recorded_rows"] == 0
+    assert capsys.readouterr().err.count("the rollouts of step") == 1
+
+    # A stop, or a store that is lost, is no fault of the record.
+    def stopped(*_: object) -> None:
+        raise Interrupted("SIGTERM")
+
+    monkeypatch.setattr(sampled, "_table", stopped)
+    with pytest.raises(Interrupted):
+        sampled.write(3, broken, lambda: None)
