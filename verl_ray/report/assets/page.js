@@ -33,7 +33,7 @@ function showTitle() {
   const title = report.runs.map((run) => run.name).join(", ");
   const target = document.getElementById("title");
   target.textContent = visible(title);
-  target.title = `made ${new Date(1000 * report.made).toISOString().replace("T", " ").slice(0, 16)} UTC by verl_ray ${report.version}`;
+  target.title = `made ${utc(report.made)} by verl_ray ${report.version}`;
   document.title = `${visible(title)} · verl_ray`;
 }
 
