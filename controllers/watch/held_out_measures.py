@@ -7,6 +7,7 @@ cluster only when somebody goes through them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from math import nan
@@ -134,6 +135,18 @@ def held_out_rewards(
     others = np.flatnonzero(~is_core)
     aside = CoreScores([names[row] for row in others], values[others])
     return aside.means()
+
+
+def problem_counts(sources: Sequence[str]) -> Metrics:
+    """Return val-aux/<data source>/num_prompts, the problems of each data source.
+
+    Args:
+        sources: Data source of each problem.
+    """
+    return {
+        f"val-aux/{source}/num_prompts": float(count)
+        for source, count in Counter(sources).items()
+    }
 
 
 def length_scores(

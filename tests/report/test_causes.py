@@ -79,9 +79,9 @@ def test_the_data_are_told_from_the_first_step(config: Tree) -> None:
     three = {"training/num_examples": 3.0}
     (few,) = learns_nothing(lines(three), config)
     assert str(few) == (
-        "the data hold fewer examples than a step takes: 3 of data.prompts_per_step = 32,"
-        " so a step has the same ones several times. Use more data, or lower"
-        " data.prompts_per_step (step 1)"
+        "the data hold fewer examples than a step takes: 3 of 32, so a step has the"
+        " same ones several times. Use more data, or lower data.prompts_per_step = 32"
+        " (step 1)"
     )
     batch = {"training/num_examples": 32.0}
     assert causes(learns_nothing(lines(batch, batch), config)) == [
@@ -96,9 +96,25 @@ def test_failed_scores_are_counted_over_all_steps(config: Tree) -> None:
     (failed,) = learns_nothing(lines({}, timeouts, {}, error), config)
     assert str(failed) == (
         "3.0% of the scores failed (timeout 3, exception 1), and their responses were"
-        " not learned from. The run stops above reward.max_failed_fraction = 0.1"
-        " (2 steps, 2 to 4)"
+        " not learned from. The run stops above reward.max_failed_fraction = 0.1. Look"
+        " at the logs and at reward (2 steps, 2 to 4)"
     )
+    # The largest count of a step, as the metric has it.
+    assert (failed.metric, failed.value) == ("reward_health/timeout", 3.0)
+
+
+def test_values_are_those_of_the_metric_and_settings_are_named(config: Tree) -> None:
+    (same,) = learns_nothing(lines(SAME, SAME, SAME), config)
+    assert (same.metric, same.value, same.threshold) == ("critic/score/max", 1.0, 1.0)
+    assert same.setting == "reward" and "the last ones were 1. Look at" in same.text
+
+    mixed = {**config, "reward": {"components": {"a": {}, "b": {}}}}
+    assert learns_nothing(lines(SAME, SAME, SAME), mixed)[0].setting == (
+        "reward.components"
+    )
+    (zero,) = learns_nothing(lines(NO_GRADIENT, NO_GRADIENT, NO_GRADIENT), config)
+    assert zero.setting == "algorithm.correction.form"
+    assert zero.text.endswith("Look at algorithm.correction.form = none")
 
 
 def test_a_run_that_learns_from_everything_has_no_cause(config: Tree) -> None:
@@ -116,4 +132,6 @@ def test_a_supervised_run_has_no_scores() -> None:
         "epoch_per_step",
         "zero_gradient/actor",
     ]
-    assert f"sft.batch_size = {size:.0f}" in learns_nothing(steps, sft)[0].text
+    epoch, zero = learns_nothing(steps, sft)
+    assert f"sft.batch_size = {size:.0f}" in epoch.text
+    assert zero.setting == "data.train_path" and "data.train_path = t" in zero.text

@@ -83,7 +83,7 @@ def test_the_page_holds_the_record(tmp_path: Path) -> None:
     assert run["reason"] == ""
 
     (finding,) = run["findings"]
-    assert (finding["kind"], finding["value"]) == ("failed_scores", 0.25)
+    assert (finding["kind"], finding["value"]) == ("failed_scores", 1.0)
     assert (finding["step"], finding["last_step"]) == (1, 4)
 
     (row,) = run["heldOut"]

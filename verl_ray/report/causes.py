@@ -1,10 +1,12 @@
-"""Causes for which a run learns nothing, and what all findings are made of.
+"""Causes for which a run learns nothing, and the form of all rules.
 
 The live warning calls `learns_nothing` with the newest lines after each step; the
-report and the end of a run call it with all of them (`findings.py`).
+report and the end of a run have the same rows in their table (`findings.py`).
 
 Invariant: a pure function of recorded lines and the configuration, so a resumed run
 says the same as one that never stopped. What a run did not record leads to no finding.
+A rule yields evidence, which is a span of steps with its worst value; what is said of
+it follows from its row of the table alone.
 """
 
 from __future__ import annotations
@@ -12,9 +14,9 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Literal
 
 import numpy as np
@@ -113,7 +115,14 @@ class RunLines:
 
     lines: Sequence[Line]
     config: Mapping[str, object]
-    history: Sequence[Stint]
+    history: Sequence[Stint] = ()
+    faults: Sequence[Mapping[str, object]] = ()
+    """Lines of faults.jsonl."""
+
+    @cached_property
+    def steps(self) -> list[Line]:
+        """Lines of steps, without that of step 0, which is before the training."""
+        return [line for line in self.lines if line[GLOBAL_STEP] >= 1]
 
     def series(self, metric: str, of_steps: bool = True) -> Series:
         """Return the values of a metric.
@@ -168,11 +177,136 @@ class RunLines:
         return otherwise
 
     def in_words(self, key: str) -> str:
-        """Return a setting and its value, as texts name it."""
+        """Return a setting and its value, as texts name it; of a section its key."""
         value = self.at(key)
-        if value is None:
+        if value is None or isinstance(value, Mapping):
             return key
         return f"{key} = {value:g}" if isinstance(value, float) else f"{key} = {value}"
+
+
+# ------------------------------------------------------------- the form of a rule
+
+WINDOW = 5
+"""Steps over which medians are taken, so that no single step is a finding."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The steps in which a rule holds, and its worst value there."""
+
+    seen: str
+    """What was seen, in words."""
+    metric: str
+    step: int
+    last_step: int
+    num_steps: int
+    value: float
+    threshold: float
+    setting: str | None = None
+    """Key of the setting to change, where it is not that of the rule."""
+    role: str = ""
+    """Role that it is about, where a rule tells several apart."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A row of the table: when something is a finding, and why."""
+
+    kind: str
+    severity: Severity
+    title: str
+    when: str
+    """The condition, for the documents."""
+    why: str
+    """Why the threshold is where it is, with its source."""
+    advice: str
+    """What to change. A key in braces is replaced by the setting and its value, words
+    in braces by the setting that the evidence names."""
+    test: Callable[[RunLines], Iterator[Evidence | None]]
+    unless: frozenset[str] = frozenset()
+    """Kinds of the causes that say the same, and more."""
+
+    def advice_with(self, in_words: Callable[[str], str]) -> str:
+        """Return the advice, with what is in braces in these words."""
+        return re.sub(r"{(.+?)}", lambda part: in_words(part[1]), self.advice)
+
+
+def findings_of(run: RunLines, rule: Rule) -> list[Finding]:
+    """Return what a rule says of a run."""
+    return [_finding(run, rule, evidence) for evidence in rule.test(run) if evidence]
+
+
+def _finding(run: RunLines, rule: Rule, evidence: Evidence) -> Finding:
+    """Return what a rule says of the steps in which it holds."""
+    keys = [part for part in re.findall(r"{(.+?)}", rule.advice) if " " not in part]
+    setting = evidence.setting or keys[0]
+    advice = rule.advice_with(
+        lambda part: run.in_words(setting if " " in part else part)
+    )
+    return Finding(
+        f"{rule.kind}/{evidence.role}" if evidence.role else rule.kind,
+        rule.severity,
+        rule.title,
+        f"{evidence.seen}. {advice}",
+        evidence.metric,
+        evidence.step,
+        evidence.value,
+        evidence.threshold,
+        setting,
+        evidence.last_step,
+        evidence.num_steps,
+    )
+
+
+def evidence_where(
+    series: Series,
+    holds: npt.NDArray[np.bool_],
+    metric: str,
+    threshold: float,
+    *,
+    below: bool = False,
+    setting: str | None = None,
+) -> Evidence | None:
+    """Return the steps of medians at which a rule holds; None if there are none."""
+    if not holds.any():
+        return None
+    steps = series.steps[holds]
+    values = series.values[holds]
+    worst = float(values.min() if below else values.max())
+    seen = (
+        f"{metric} came to {worst:.3g}, {'below' if below else 'above'} {threshold:.3g}"
+    )
+    first, last = int(steps[0]), int(steps[-1])
+    return Evidence(seen, metric, first, last, len(steps), worst, threshold, setting)
+
+
+def evidence_above(
+    run: RunLines, metric: str, threshold: float, setting: str | None = None
+) -> Evidence | None:
+    """Return where the median over five steps is above a threshold."""
+    medians = run.series(metric).medians(WINDOW)
+    holds = medians.values > threshold
+    return evidence_where(medians, holds, metric, threshold, setting=setting)
+
+
+def evidence_of(
+    lines: Sequence[Line],
+    seen: str,
+    metric: str,
+    value: float,
+    threshold: float,
+    *,
+    setting: str | None = None,
+    role: str = "",
+) -> Evidence | None:
+    """Return what these lines show; None if there are none."""
+    if not lines:
+        return None
+    steps = [int(line[GLOBAL_STEP]) for line in lines]
+    first, last = steps[0], steps[-1]
+    return Evidence(
+        seen, metric, first, last, len(steps), value, threshold, setting, role
+    )
 
 
 # ------------------------------------------------------------ a run that learns nothing
@@ -194,6 +328,8 @@ FAILED_SCORES = "failed_scores"
 
 _EXAMPLES_KEYS = ("data.prompts_per_step", "sft.batch_size", "preference.batch_size")
 """Number of examples per step, by task."""
+_HIGHEST = "critic/score/max"
+_LOWEST = "critic/score/min"
 
 
 def learns_nothing(
@@ -208,23 +344,8 @@ def learns_nothing(
         lines: Lines of metrics.jsonl, in the order of their steps.
         config: The configuration of the run as a tree of plain values.
     """
-    run = RunLines(lines, config, ())
-    steps = [line for line in lines if line[GLOBAL_STEP] >= 1]
-    causes = [_data_finding(run, steps), _mostly_cut(run, steps)]
-
-    # A step has the first of these causes that holds: the later ones follow from it.
-    explained: set[float] = set()
-    for cause in _causes(run):
-        matching = [
-            line
-            for line in steps
-            if line[GLOBAL_STEP] not in explained and cause.holds(line)
-        ]
-        explained |= {line[GLOBAL_STEP] for line in matching}
-        causes.append(_of_lines(cause.finding, _in_a_row(run, matching)))
-
-    causes.append(_failed_scores(run, steps))
-    return [finding for finding in causes if finding is not None]
+    run = RunLines(lines, config)
+    return [finding for cause in CAUSES for finding in findings_of(run, cause)]
 
 
 def failed_score_counts(line: Line) -> dict[str, int]:
@@ -237,36 +358,17 @@ def failed_score_counts(line: Line) -> dict[str, int]:
     return counts
 
 
-def _draft(
-    kind: str,
-    severity: Severity,
-    title: str,
-    text: str,
-    metric: str,
-    value: float,
-    threshold: float,
-    setting: str,
-) -> Finding:
-    """Return a finding whose steps `_of_lines` fills in."""
-    return Finding(
-        kind, severity, title, text, metric, 0, value, threshold, setting, 0, 0
-    )
+def needs_group(run: RunLines) -> bool:
+    """Whether advantages compare the responses to a prompt."""
+    advantage = ADVANTAGES.get(str(run.at("algorithm.advantage")))
+    return advantage is not None and advantage.needs_group
 
 
-def _of_lines(draft: Finding, lines: Sequence[Line]) -> Finding | None:
-    if not lines:
-        return None
-    numbers = [int(line[GLOBAL_STEP]) for line in lines]
-    return replace(
-        draft, step=numbers[0], last_step=numbers[-1], num_steps=len(numbers)
-    )
-
-
-def _in_a_row(run: RunLines, lines: Sequence[Line]) -> list[Line]:
-    """Return the lines of steps that stand in a row which is long enough."""
+def _in_a_row(run: RunLines, holds: Callable[[Line], bool]) -> list[Line]:
+    """Return the lines of steps in which this holds in a row that is long enough."""
     count = min(PATIENCE, run.number("run.total_steps", PATIENCE))
     rows: list[list[Line]] = []
-    for line in lines:
+    for line in filter(holds, run.steps):
         if rows and line[GLOBAL_STEP] == rows[-1][-1][GLOBAL_STEP] + 1:
             rows[-1].append(line)
         else:
@@ -274,114 +376,132 @@ def _in_a_row(run: RunLines, lines: Sequence[Line]) -> list[Line]:
     return [line for row in rows if len(row) >= count for line in row]
 
 
-def _data_finding(run: RunLines, steps: Sequence[Line]) -> Finding | None:
-    """Return what is wrong with the number of examples, which no step changes."""
-    sizes = {key: run.at(key) for key in _EXAMPLES_KEYS if run.at(key) is not None}
-    if not sizes:
-        return None
+def _examples_per_step(run: RunLines) -> tuple[str, float]:
+    """Return the setting of this number and its value; NaN where there is none."""
+    for key in _EXAMPLES_KEYS:
+        if run.at(key) is not None:
+            return key, run.number(key, math.nan)
+    return "", math.nan
 
-    key = next(iter(sizes))
-    size = int(run.number(key, 0))
-    few = [line for line in steps if line.get(NUM_EXAMPLES, math.inf) <= size]
-    if not few:
-        return None
 
-    count = int(few[-1][NUM_EXAMPLES])
-    kind = "few_examples"
-    title = "A step takes the same examples several times"
-    text = (
-        f"the data hold fewer examples than a step takes: {count} of"
-        f" {key} = {size}, so a step has the same ones several times."
-        f" Use more data, or lower {key}"
+def _few_examples(run: RunLines) -> Iterator[Evidence | None]:
+    key, size = _examples_per_step(run)
+    few = [line for line in run.steps if line.get(NUM_EXAMPLES, math.inf) < size]
+    count = min((line[NUM_EXAMPLES] for line in few), default=math.nan)
+    seen = (
+        f"the data hold fewer examples than a step takes: {count:.0f} of {size:.0f}, so"
+        " a step has the same ones several times"
     )
-    if count == size:
-        kind = "epoch_per_step"
-        title = "Every step is a whole epoch"
-        text = (
-            f"every step is a whole epoch: the data hold {count} examples, as many as a"
-            f" step takes. Lower {key} = {size}, or use more data"
-        )
-    draft = _draft(kind, "warning", title, text, NUM_EXAMPLES, count, size, key)
-    return _of_lines(draft, few)
+    yield evidence_of(few, seen, NUM_EXAMPLES, count, size, setting=key)
 
 
-def _mostly_cut(run: RunLines, steps: Sequence[Line]) -> Finding | None:
-    """Return that responses are too long, which other causes may follow from."""
-    cut = [line for line in steps if line.get(CUT, 0) >= MOSTLY_CUT]
-    lines = _in_a_row(run, cut)
-    key = "rollout.max_response_tokens"
-    text = (
+def _epoch_per_step(run: RunLines) -> Iterator[Evidence | None]:
+    key, size = _examples_per_step(run)
+    lines = [line for line in run.steps if line.get(NUM_EXAMPLES) == size]
+    seen = (
+        f"every step is a whole epoch: the data hold {size:.0f} examples, as many as a"
+        " step takes"
+    )
+    yield evidence_of(lines, seen, NUM_EXAMPLES, size, size, setting=key)
+
+
+def _mostly_cut(run: RunLines) -> Iterator[Evidence | None]:
+    lines = _in_a_row(run, lambda line: line.get(CUT, 0) >= MOSTLY_CUT)
+    seen = (
         f"{MOSTLY_CUT:.0%} of the responses or more were cut at the length limit, and"
-        f" did not end with an answer. Raise {run.in_words(key)}, or use a model that"
-        " ends its responses"
+        " did not end with an answer"
     )
     worst = max((line[CUT] for line in lines), default=math.nan)
-    title = "Nearly all responses are cut"
-    draft = _draft("mostly_cut", "critical", title, text, CUT, worst, MOSTLY_CUT, key)
-    return _of_lines(draft, lines)
+    yield evidence_of(lines, seen, CUT, worst, MOSTLY_CUT)
 
 
-@dataclass(frozen=True)
-class _Cause:
-    """A cause that a single line shows."""
-
-    holds: Callable[[Line], bool]
-    finding: Finding
+def _has_same_scores(line: Line) -> bool:
+    """Whether a step has several scores and all of them are equal."""
+    num_scores = line.get(ScoreHealth.OK.metric, 0)
+    return num_scores > 1 and line.get(_HIGHEST, math.nan) == line.get(_LOWEST)
 
 
-def _causes(run: RunLines) -> list[_Cause]:
-    """Return the causes of this run's task; the later ones follow from the others."""
-    causes: list[_Cause] = []
-    if run.at("task") == "rl":
-        causes += _reward_causes(run)
+def _has_no_spread(run: RunLines, line: Line) -> bool:
+    """Whether all groups of a step have equal scores, and that decides advantages."""
+    return needs_group(run) and line.get(ZERO_STD) == 1
+
+
+def _same_scores(run: RunLines) -> Iterator[Evidence | None]:
+    if run.at("task") != "rl":
+        return
+    lines = _in_a_row(run, _has_same_scores)
+    score = lines[-1][_HIGHEST] if lines else math.nan
+    seen = (
+        "all scores are equal, so nothing sets a good response apart from a bad one;"
+        f" the last ones were {score:g}"
+    )
+    yield evidence_of(lines, seen, _HIGHEST, score, score, setting=_graders_key(run))
+
+
+def _no_spread(run: RunLines) -> Iterator[Evidence | None]:
+    if run.at("task") != "rl":
+        return
+    # Where all scores are equal, this follows.
+    lines = _in_a_row(
+        run, lambda line: _has_no_spread(run, line) and not _has_same_scores(line)
+    )
+    seen = (
+        "no group had any spread: all responses to a prompt got the same score, so"
+        " every advantage is 0"
+    )
+    yield evidence_of(lines, seen, ZERO_STD, 1.0, 1.0)
+
+
+def _has_zero_gradient(run: RunLines, metric: str, line: Line) -> bool:
+    """Whether the norm of a gradient is 0, and scores do not explain it."""
+    is_explained = run.at("task") == "rl" and (
+        _has_same_scores(line) or _has_no_spread(run, line)
+    )
+    return line.get(metric) == 0 and not is_explained
+
+
+def _zero_gradient(run: RunLines) -> Iterator[Evidence | None]:
+    is_rl = run.at("task") == "rl"
     for metric in run.metrics(r"[a-z]\w*/grad_norm"):
+        lines = _in_a_row(run, partial(_has_zero_gradient, run, metric))
         role = metric.partition("/")[0]
-        text = (
+        seen = (
             f"the gradient of the {role} was exactly 0, so it does not change: no token"
             " had a loss that depends on it"
         )
-        kind = f"zero_gradient/{role}"
-        title = f"The {role} does not change"
-        draft = _draft(kind, "critical", title, text, metric, 0.0, 0.0, "")
-        causes.append(_Cause(_equals(metric, 0), draft))
-    return causes
+        setting = _graders_key(run) if is_rl else "data.train_path"
+        if is_rl and role == "actor":
+            setting = "algorithm.correction.form"
+        yield evidence_of(lines, seen, metric, 0.0, 0.0, setting=setting, role=role)
 
 
-def _reward_causes(run: RunLines) -> list[_Cause]:
-    sources = ", ".join(_grader_keys(run))
-    text = (
-        "all scores are equal, so nothing sets a good response apart from a bad"
-        f" one. Look at the responses and at what scores ({sources}): it may never find"
-        " the answer, or always; or choose problems that are neither too hard nor"
-        " too easy"
+def _failed_scores(run: RunLines) -> Iterator[Evidence | None]:
+    failing = [line for line in run.steps if failed_score_counts(line)]
+    counts: Counter[str] = Counter()
+    for line in failing:
+        counts.update(failed_score_counts(line))
+    if not counts:
+        return
+
+    num_failed = counts.total()
+    num_scores = sum(line.get(ScoreHealth.OK.metric, 0) for line in run.steps)
+    kinds = ", ".join(f"{kind} {count}" for kind, count in counts.items())
+    limits = [run.in_words(f"{key}.max_failed_fraction") for key in _grader_keys(run)]
+    seen = (
+        f"{num_failed / (num_failed + num_scores):.1%} of the scores failed ({kinds}),"
+        f" and their responses were not learned from. The run stops above"
+        f" {', '.join(limits)}"
     )
-    title = "All scores are equal"
-    draft = _draft(
-        "same_scores",
-        "critical",
-        title,
-        text,
-        "critic/score/max",
-        0,
-        0,
-        _grader_keys(run)[0],
-    )
-    causes = [_Cause(_same_scores, draft)]
+    commonest = max(counts, key=lambda kind: counts[kind])
+    metric = f"reward_health/{commonest}"
+    worst = max(line.get(metric, 0.0) for line in failing)
+    yield evidence_of(failing, seen, metric, worst, 0.0, setting=_graders_key(run))
 
-    if needs_group(run):
-        temperature = "rollout.temperature"
-        text = (
-            "no group had any spread: all responses to a prompt got the same score, so"
-            f" every advantage is 0. Raise {run.in_words(temperature)} or"
-            f" {run.in_words('rollout.group_size')}, or choose problems that are"
-            " neither too hard nor too easy"
-        )
-        title = "No group has any spread"
-        draft = _draft(
-            "no_spread", "critical", title, text, ZERO_STD, 1, 1, temperature
-        )
-        causes.append(_Cause(_equals(ZERO_STD, 1), draft))
-    return causes
+
+def _graders_key(run: RunLines) -> str:
+    """Return the key of the section that holds every grader."""
+    has_several = isinstance(run.at("reward.components"), Mapping)
+    return "reward.components" if has_several else "reward"
 
 
 def _grader_keys(run: RunLines) -> list[str]:
@@ -392,51 +512,74 @@ def _grader_keys(run: RunLines) -> list[str]:
     return ["reward"]
 
 
-def needs_group(run: RunLines) -> bool:
-    """Whether advantages compare the responses to a prompt."""
-    advantage = ADVANTAGES.get(str(run.at("algorithm.advantage")))
-    return advantage is not None and advantage.needs_group
-
-
-def _equals(name: str, value: float) -> Callable[[Line], bool]:
-    return lambda line: line.get(name) == value
-
-
-def _same_scores(line: Line) -> bool:
-    """Whether a step has several scores and all of them are equal."""
-    highest = line.get("critic/score/max", math.nan)
-    num_scores = line.get(ScoreHealth.OK.metric, 0)
-    return num_scores > 1 and highest == line.get("critic/score/min")
-
-
-def _failed_scores(run: RunLines, steps: Sequence[Line]) -> Finding | None:
-    """Return how many scores failed over all steps."""
-    failing = [line for line in steps if failed_score_counts(line)]
-    counts: Counter[str] = Counter()
-    for line in failing:
-        counts.update(failed_score_counts(line))
-
-    num_failed = counts.total()
-    num_scores = num_failed + sum(line.get(ScoreHealth.OK.metric, 0) for line in steps)
-    if not num_failed:
-        return None
-
-    kinds = ", ".join(f"{kind} {count}" for kind, count in counts.items())
-    limits = [f"{key}.max_failed_fraction" for key in _grader_keys(run)]
-    text = (
-        f"{num_failed / num_scores:.1%} of the scores failed ({kinds}), and their"
-        " responses were not learned from. The run stops above"
-        f" {', '.join(map(run.in_words, limits))}"
-    )
-    commonest = max(counts, key=lambda kind: counts[kind])
-    draft = _draft(
+CAUSES = (
+    Rule(
+        "few_examples",
+        "warning",
+        "A step takes the same examples several times",
+        "the data hold fewer examples than a step takes",
+        "copies cost time, and say nothing new",
+        "Use more data, or lower {the number of examples of a step}",
+        _few_examples,
+    ),
+    Rule(
+        "epoch_per_step",
+        "warning",
+        "Every step is a whole epoch",
+        "the data hold as many examples as a step takes",
+        "a model that always sees the same examples learns them by heart",
+        "Lower {the number of examples of a step}, or use more data",
+        _epoch_per_step,
+    ),
+    Rule(
+        "mostly_cut",
+        "critical",
+        "Nearly all responses are cut",
+        f"{MOSTLY_CUT:.0%} of the responses or more are cut in {PATIENCE} steps in a"
+        " row",
+        "a response without its answer scores as a wrong one, and few others remain",
+        "Raise {rollout.max_response_tokens}, or use a model that ends its responses",
+        _mostly_cut,
+    ),
+    Rule(
+        "same_scores",
+        "critical",
+        "All scores are equal",
+        f"all scores of a step are equal, in {PATIENCE} steps in a row",
+        "nothing sets a good response apart from a bad one",
+        "Look at the responses and at {what scores}: it may never find the answer, or"
+        " always; or choose problems that are neither too hard nor too easy",
+        _same_scores,
+    ),
+    Rule(
+        "no_spread",
+        "critical",
+        "No group has any spread",
+        f"in all groups all scores are equal, in {PATIENCE} steps in a row, and"
+        " advantages compare the members of a group",
+        "every advantage is 0",
+        "Raise {rollout.temperature} or {rollout.group_size}, or choose problems that"
+        " are neither too hard nor too easy",
+        _no_spread,
+    ),
+    Rule(
+        "zero_gradient",
+        "critical",
+        "A model does not change",
+        f"the norm of a gradient is exactly 0 in {PATIENCE} steps in a row, and scores"
+        " do not explain it",
+        "terms that differ do not add up to 0 to the last bit",
+        "Look at {what decides its loss}",
+        _zero_gradient,
+    ),
+    Rule(
         FAILED_SCORES,
         "warning",
         "Graders fail",
-        text,
-        f"reward_health/{commonest}",
-        num_failed / num_scores,
-        0.0,
-        _grader_keys(run)[0],
-    )
-    return _of_lines(draft, failing)
+        "a score failed",
+        "its response is not learned from",
+        "Look at the logs and at {what scores}",
+        _failed_scores,
+    ),
+)
+"""Why nothing is learned, and the failed scores. The table of all rules begins so."""

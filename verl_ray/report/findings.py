@@ -1,40 +1,42 @@
 """Findings: what a practitioner would point at in the record of a run.
 
-`findings` is the one place that knows them: the causes for which nothing is learned
-(`causes.py`), and the rules of `RULES`, which look at a whole run.
+`RULES` is the table of all of them. It begins with the causes for which nothing is
+learned (`causes.py`); the others look at a whole run.
 
-Invariant: a pure function of recorded lines, the configuration and the history of the
-processes. A rule looks at medians over several steps and, where the size of a metric
-depends on the task, compares a run with its own beginning.
+Invariant: a pure function of recorded lines, the configuration, and the processes of
+the run and their faults. A rule looks at medians over several steps and, where the size
+of a metric depends on the task, compares a run with its own beginning.
 """
 
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from statistics import NormalDist
 
 import numpy as np
 
 from verl_ray.agents.contract import LIMITS, End
 from verl_ray.report.causes import (
+    CAUSES,
     CUT,
+    WINDOW,
     ZERO_STD,
+    Evidence,
     Finding,
     Line,
+    Rule,
     RunLines,
     Series,
     Severity,
-    learns_nothing,
-    needs_group,
-)
-from verl_ray.report.rules import (
-    WINDOW,
-    Evidence,
-    Rule,
     evidence_above,
     evidence_where,
-    finding_of,
+    findings_of,
+    needs_group,
 )
 from verl_ray.tracking.base import HELD_OUT
 from verl_ray.tracking.comparison import is_lower_better
@@ -42,7 +44,10 @@ from verl_ray.tracking.history import HISTORY, Stint
 
 
 def findings(
-    lines: Sequence[Line], config: Mapping[str, object], history: Sequence[Stint] = ()
+    lines: Sequence[Line],
+    config: Mapping[str, object],
+    history: Sequence[Stint] = (),
+    faults: Sequence[Mapping[str, object]] = (),
 ) -> list[Finding]:
     """Return what the record of a run shows, the worst first.
 
@@ -50,22 +55,17 @@ def findings(
         lines: Lines of metrics.jsonl, in the order of their steps.
         config: The configuration of the run as a tree of plain values.
         history: The processes of the run, in order.
+        faults: Lines of faults.jsonl, in order.
     """
-    run = RunLines(lines, config, history)
-    causes = learns_nothing(lines, config)
-    kinds = {cause.kind for cause in causes}
-
-    seen = list(causes)
+    run = RunLines(lines, config, history, faults)
+    shown: list[Finding] = []
     for rule in RULES:
         # A cause for which nothing is learned says the same, and more.
-        if kinds & rule.unless:
-            continue
-        seen += [
-            finding_of(run, rule, evidence) for evidence in rule.test(run) if evidence
-        ]
+        if rule.unless.isdisjoint(finding.kind for finding in shown):
+            shown += findings_of(run, rule)
 
     order: list[Severity] = ["critical", "warning", "note"]
-    return sorted(seen, key=lambda finding: order.index(finding.severity))
+    return sorted(shown, key=lambda finding: order.index(finding.severity))
 
 
 # ------------------------------------------------------------------ reward and policy
@@ -169,7 +169,9 @@ def _mismatch(run: RunLines) -> Iterator[Evidence | None]:
 
 # ---------------------------------------------------------------- held-out data, losses
 
-STANDARD_ERRORS = 2.0
+FALSE_ALARM = 0.025
+"""Probability that held-out scores fall so far by chance: 2 standard errors where a
+single evaluation came before the last two."""
 OVERFITTED = 1.05
 RISEN = 1.2
 LOST_AGAIN = 0.1
@@ -218,29 +220,53 @@ def _past_the_best(
 
 def _over_optimisation(run: RunLines) -> Iterator[Evidence | None]:
     scores = run.series(SCORE)
-    num_problems = run.series("val-aux/num_prompts", of_steps=False).values
-    if not len(scores) or not len(num_problems):
+    if not len(scores):
         return
     noise = NOISE * scores.noise(WINDOW) / math.sqrt(WINDOW)
 
-    for metric in run.metrics(f"{HELD_OUT}.*"):
-        values = run.series(metric, of_steps=False).values
-        low = min(0.0, values.min(initial=0))
-        high = max(1.0, values.max(initial=1))
-
-        def tolerance(*means: float, low: float = low, high: float = high) -> float:
-            # No distribution between two bounds has a larger variance than these.
-            variances = [(mean - low) * (high - mean) for mean in means]
-            return STANDARD_ERRORS * math.sqrt(sum(variances) / num_problems[-1])
-
+    for metric, num_problems in _accuracies(run).items():
+        num_others = len(run.series(metric, of_steps=False)) - 2
+        tolerance = partial(_chance, num_problems, max(1, num_others))
         worse = _past_the_best(run, metric, tolerance)
-        if worse is None or is_lower_better(metric):
+        if worse is None:
             continue
         after, limit = worse
         first, last = int(after.steps[0]), int(after.steps[-1])
         if _around(scores, last) > _around(scores, first) + noise:
             holds = (np.arange(len(after)) > 0) & (after.values < limit)
             yield evidence_where(after, holds, metric, limit, below=True)
+
+
+def _chance(num_problems: float, num_others: int, best: float, last: float) -> float:
+    """Return how far an accuracy falls by chance, from the best of several others."""
+    mean = (best + last) / 2
+    # No values between 0 and 1 vary more than those that are 0 or 1.
+    error = math.sqrt(2 * mean * (1 - mean) / num_problems)
+    # The best of many is high by chance, so each of them has its share of false alarms.
+    return NormalDist().inv_cdf(1 - FALSE_ALARM / num_others) * error
+
+
+def _accuracies(run: RunLines) -> dict[str, float]:
+    """Return held-out accuracies, with the number of problems of their data source.
+
+    Other rewards may have any scale, so nothing bounds how much they vary.
+    """
+    names = run.metrics(rf"{HELD_OUT}.+/mean@\d+")
+    sources = {name.rsplit("/", 2)[0].removeprefix(HELD_OUT) for name in names}
+    accuracies = {}
+    for name in names:
+        values = run.series(name, of_steps=False).values
+        is_share = values.min(initial=0) >= 0 and values.max(initial=1) <= 1
+        if not is_share or not re.fullmatch(r".+/acc/mean@\d+", name):
+            continue
+        source = name.rsplit("/", 2)[0].removeprefix(HELD_OUT)
+        counts = run.series(f"val-aux/{source}/num_prompts", of_steps=False).values
+        # Records of older versions have the number of all problems alone.
+        if not len(counts) and len(sources) == 1:
+            counts = run.series("val-aux/num_prompts", of_steps=False).values
+        if len(counts) and counts[-1] > 0:
+            accuracies[name] = float(counts[-1])
+    return accuracies
 
 
 def _overfitting(run: RunLines) -> Iterator[Evidence | None]:
@@ -308,6 +334,9 @@ def _skipped_updates(run: RunLines) -> Iterator[Evidence | None]:
 MOSTLY_LIMITED = 0.5
 OFTEN_FAULTY = 0.1
 FAULTS = (End.PARSE_ERROR, End.ENVIRONMENT_FAILED)
+FAULTS_FILE = "faults.jsonl"
+RESTORED = ("restart", "go back")
+"""What a driver does about a fault without ending itself."""
 MEMORY = 0.9
 IDLE = 0.5
 BOTH_IDLE = 0.25
@@ -374,16 +403,18 @@ def _phase_dominates(run: RunLines) -> Iterator[Evidence | None]:
     times = {name: run.series(f"timing_s/{name}") for name in PHASES}
     seconds = {name: float(spent.values.sum()) for name, spent in times.items()}
     total_s = float(step_s.values.sum()) + sum(seconds[name] for name in BESIDE_STEPS)
-    for name, (threshold, setting) in PHASES.items():
-        spent = times[name]
-        share = seconds[name] / total_s
-        if share > threshold:
+    for name, (share, setting) in PHASES.items():
+        if seconds[name] > share * total_s:
             metric = f"timing_s/{name}"
-            seen = f"{metric} takes {share:.0%} of the time, more than {threshold:.0%}"
-            first, last = int(spent.steps[0]), int(spent.steps[-1])
-            yield Evidence(
-                seen, metric, first, last, len(spent), share, threshold, setting
+            seen = (
+                f"{metric} takes {seconds[name] / total_s:.0%} of the time, more than"
+                f" {share:.0%}"
             )
+            steps = times[name].steps
+            count, first, last = len(steps), int(steps[0]), int(steps[-1])
+            # The metric is in seconds, and so are its mean and what that may be.
+            mean_s, most_s = seconds[name] / count, share * total_s / count
+            yield Evidence(seen, metric, first, last, count, mean_s, most_s, setting)
 
 
 def _idle_devices(run: RunLines) -> Iterator[Evidence | None]:
@@ -421,14 +452,34 @@ def _restarts(run: RunLines) -> Iterator[Evidence | None]:
         count = len(lost)
         yield Evidence(seen, HISTORY, min(steps), max(steps), count, count, 0)
 
+    yield _restored(run)
     metric = "rollout/restarts"
     restarts = run.series(metric)
     yield evidence_where(restarts, restarts.values > 0, metric, 0.0)
 
 
+def _restored(run: RunLines) -> Evidence | None:
+    """Return how many processes were lost and came back while the driver went on."""
+    roles: Counter[str] = Counter()
+    steps = []
+    for fault in run.faults:
+        step = fault.get("step")
+        if fault.get("cure") in RESTORED and isinstance(step, int):
+            roles[f"{fault.get('role')} {fault.get('kind')}"] += 1
+            steps.append(step)
+    if not steps:
+        return None
+
+    count = len(steps)
+    parts = ", ".join(f"{what} {number}" for what, number in roles.items())
+    seen = f"processes were lost and started again: {parts}"
+    return Evidence(seen, FAULTS_FILE, min(steps), max(steps), count, count, 0)
+
+
 # ------------------------------------------------------------------------- the table
 
 RULES = (
+    *CAUSES,
     Rule(
         "reward_collapse",
         "critical",
@@ -520,8 +571,9 @@ RULES = (
         "over_optimisation",
         "critical",
         "Training scores rise, held-out ones fall",
-        "the last two evaluations are below the best one by"
-        f" {STANDARD_ERRORS:g} standard errors, and the score in training rose since",
+        "the last two accuracies of a data source are below its best one by more than"
+        f" chance explains in {FALSE_ALARM:.1%} of all runs, with the number of its"
+        " problems and of its evaluations, and the score in training rose since",
         "what is optimised is no longer what is wanted (arXiv:2210.10760)",
         "Take the best step, look at what earns a reward ({reward.kind}), or raise"
         " {algorithm.kl.coefficient}",
@@ -623,10 +675,10 @@ RULES = (
         "restarts",
         "warning",
         "Processes were lost",
-        "the driver failed or was killed, or a replica was started again",
+        "the driver failed or was killed, or a worker or a replica was started again",
         "each costs its start and the steps since the last state",
         "Read `faults.jsonl`; the limit is {run.recovery.max_restarts}",
         _restarts,
     ),
 )
-"""Every rule, the ones about learning first."""
+"""Every rule: why nothing is learned, how the policy changes, what time goes into."""

@@ -373,6 +373,10 @@ def test_lengths_and_cut_responses_are_of_a_data_source() -> None:
         "val-aux/y/response_length/min": 9.0,
         "val-aux/y/response_length/clip_ratio": 1.0,
     }
+    assert held_out_measures.problem_counts(["x", "y", "x"]) == {
+        "val-aux/x/num_prompts": 2.0,
+        "val-aux/y/num_prompts": 1.0,
+    }
     # Over two problems, as the file of the evaluation has them.
     interval = intervals(HeldOutScores.joined(parts))["val-aux/x/response_length/mean"]
     assert (interval.low, interval.mean, interval.high) == (3.0, 3.5, 4.0)
