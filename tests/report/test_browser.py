@@ -107,6 +107,8 @@ def test_every_tab_draws_itself_without_a_request(
     opened = Opened(browser, made(folder), size, theme)
     page = opened.page
     assert "4 steps, 1 to 4" in page.locator(".finding").inner_text()
+    assert page.locator(".made").inner_text().startswith("as of 20")
+    assert "sums/acc/mean@1, +0.25 since step 0" in page.locator(".facts").inner_text()
     for tab in ("Curves", "Samples", "Time and memory", "Settings", "Overview"):
         opened.tab(tab)
         page.wait_for_selector("main > :first-child")
@@ -341,12 +343,24 @@ def test_a_served_page_follows_its_run(browser: Browser, tmp_path: Path) -> None
         thread.start()
         try:
             opened = Opened(browser, server.address)
-            assert "4 of 4" in opened.page.locator(".facts").inner_text()
+            page = opened.page
+            assert "4 of 4" in page.locator(".facts").inner_text()
+            opened.tab("Samples")
+            assert opened.count().startswith("20 of 20 rows")
+            # The second problem of the first evaluation.
+            page.locator(".item").nth(18).click()
+            page.wait_for_selector(".item:nth-child(19)[aria-selected=true]")
+            selected = page.locator(".item[aria-selected=true]").inner_text()
+            RolloutFiles(folder, most_mb=10).write(5, rollouts(5, [("a", "b")]).encoded())
             tracker = JsonlTracker(folder, committed_step=4)
             tracker.log(5, {"training/global_step": 5, "critic/rewards/mean": 1.0})
             tracker.close(failed=False)
             assert (folder / METRICS).exists()
-            opened.page.wait_for_selector(".facts:has-text('5 of 4')", timeout=30_000)
+            page.wait_for_selector("#count:has-text('22 of 22')", timeout=60_000)
+            # Rows have other places now, and the same one is selected.
+            assert page.locator(".item[aria-selected=true]").inner_text() == selected
+            opened.tab("Overview")
+            page.wait_for_selector(".facts:has-text('5 of 4')")
             assert {url.split("?")[0] for url in opened.requests} == {server.address}
             assert opened.complaints == []
         finally:

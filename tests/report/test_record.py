@@ -209,7 +209,7 @@ def test_a_failed_run_says_why(tmp_path: Path) -> None:
     fault = {"role": "actor", "rank": 1, "kind": "died", "step": 3, "cause": "it left"}
     (folder / "faults.jsonl").write_text(json.dumps(fault))
     reason = read_run(folder, most_rows=1).reason
-    assert reason == "WorkerDied; actor rank 1 died at step 3: it left"
+    assert reason == "WorkerDied; last fault: actor rank 1 died at step 3: it left"
 
 
 def test_what_is_damaged_is_named_and_hides_nothing_else(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_errors_in_the_logs_are_counted(
     monkeypatch.setattr(report_logs, "_BYTES", 24)
     run = read_run(tmp_path, most_rows=10)
     assert [error.text for error in run.log_errors] == ["AssertionError"]
-    assert "the 1 oldest logs were not searched" in run.damage[0]
+    assert "the 1 oldest were not searched" in run.damage[0]
 
 
 def test_the_fingerprint_changes_with_the_record(tmp_path: Path) -> None:

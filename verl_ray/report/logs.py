@@ -54,7 +54,7 @@ def read_log_errors(folder: Path, damage: list[str]) -> list[LogError]:
     for place, path in enumerate(newest_first):
         if remaining_bytes <= 0:
             count = len(newest_first) - place
-            damage.append(f"logs/: the {count} oldest logs were not searched for errors")
+            damage.append(f"logs/: the {count} oldest were not searched for errors")
             break
         try:
             content = _end_of(path, min(_BYTES_PER_LOG, remaining_bytes))

@@ -123,10 +123,7 @@ class RunRecord:
 
     @property
     def evaluations(self) -> dict[int, dict[str, float]]:
-        """Main held-out metrics by the step of their evaluation.
-
-        Those that the best step is chosen by come first.
-        """
+        """Main held-out metrics by the step of their evaluation."""
         return _evaluations(self.lines, self.main_metric)
 
     @property
@@ -147,7 +144,7 @@ class RunRecord:
         if self.faults:
             fault = self.faults[-1]
             parts.append(
-                f"{fault.get('role')} rank {fault.get('rank')} {fault.get('kind')} at"
+                f"last fault: {fault.get('role')} rank {fault.get('rank')} {fault.get('kind')} at"
                 f" step {fault.get('step')}: {fault.get('cause')}"
             )
         return "; ".join(parts)
@@ -210,7 +207,7 @@ def _noting(damage: list[str]) -> Iterator[None]:
     """Note what cannot be read, instead of failing."""
     try:
         yield
-    except TrackingError as error:
+    except (TrackingError, OSError) as error:
         damage.append(str(error))
 
 

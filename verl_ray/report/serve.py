@@ -23,14 +23,12 @@ from urllib.parse import parse_qs, quote, urlsplit
 
 from verl_ray.report.page import MOST_ROWS, page
 from verl_ray.report.record import fingerprint, read_run
+from verl_ray.tracking.report import LARGEST_SHARE
 
 LOOPBACK = "127.0.0.1"
 
 PERIOD_S = 5.0
 """Shortest time between two pages."""
-
-LARGEST_SHARE = 0.02
-"""Largest share of the time that may be spent on pages."""
 
 
 def is_loopback(host: str) -> bool:

@@ -51,7 +51,7 @@ function panelCard(report, panel, numbers) {
         const title = isAlone ? words : names.length > 1 ? `${distinct[place]}, ${run.name}` : run.name;
         curves.push({
           title, color: isAlone ? (report.runs.length > 1 && names.length === 1 ? number : place) : number, dash: !isAlone && place > 0,
-          steps: run.steps, values: Array.from(await numberBlock(metric[1])),
+          steps: run.steps, values: Array.from(await report.blocks.numbers(metric[1])),
         });
       }
     }

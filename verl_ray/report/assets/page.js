@@ -70,8 +70,10 @@ function followTheme() {
 
 /** Read the data of a document and draw them. */
 async function show(doc) {
-  takeBlocks(doc);
-  report = await jsonBlock(Number(doc.body.dataset.index));
+  const blocks = blocksOf(doc);
+  const made = await blocks.json(Number(doc.body.dataset.index));
+  for (const holder of [made, ...made.runs]) holder.blocks = blocks;
+  report = made;
   showTitle();
   await draw();
 }

@@ -19,7 +19,7 @@ function isRow(columns, place, key) {
 }
 
 async function samplesTab(report, redraw) {
-  const columns = await jsonBlock(report.samples.columns);
+  const columns = await report.blocks.json(report.samples.columns);
   const samples = { ...report.samples, columns, report };
   if (!samples.shown) return [element("p", { class: "note" }, "No prompts and responses are recorded.")];
 
@@ -198,15 +198,15 @@ function placesBeside({ columns, shown }, place) {
 }
 
 /** Return the value of a row from blocks, of which each has its first row and its number. */
-async function valueOfRow(places, place) {
+async function valueOfRow(blocks, places, place) {
   const [first, number] = places.findLast(([start]) => start <= place);
-  return (await jsonBlock(number))[place - first];
+  return (await blocks.json(number))[place - first];
 }
 
 async function sampleCard(samples, place, selected) {
   const { columns, report } = samples;
-  const [prompt, response, answer, scores] = await valueOfRow(samples.texts, place);
-  const tokens = columns.hasTokens[place] ? await valueOfRow(samples.tokens, place) : null;
+  const [prompt, response, answer, scores] = await valueOfRow(report.blocks, samples.texts, place);
+  const tokens = columns.hasTokens[place] ? await valueOfRow(report.blocks, samples.tokens, place) : null;
 
   const pairs = [["step", columns.step[place]], ["reward", short(columns.reward[place])]];
   for (const [name, value] of Object.entries(scores)) pairs.push([name, value === null ? "failed" : short(value)]);

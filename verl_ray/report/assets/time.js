@@ -16,7 +16,7 @@ function phaseChart(run) {
   const load = async () => {
     const curves = [];
     for (const [name, words] of run.phases) {
-      const values = Array.from(await numberBlock(run.metrics.find((pair) => pair[0] === name)[1]));
+      const values = Array.from(await run.blocks.numbers(run.metrics.find((pair) => pair[0] === name)[1]));
       const total = values.reduce((sum, value) => sum + (Number.isFinite(value) ? value : 0), 0);
       curves.push({ title: words, steps: run.steps, values, total });
     }
@@ -96,7 +96,7 @@ function traceSection(run, redraw) {
     element("p", { class: "quiet" }, "From trace.json, which ui.perfetto.dev opens in full.", run.trace.leftOut ? ` The ${grouped(run.trace.leftOut)} oldest events are left out here.` : "",
       run.trace.skippedBytes ? ` ${grouped(run.trace.skippedBytes / 1e6)} MB of older events are not read here.` : ""));
 
-  jsonBlock(run.trace.block).then(([starts, durations, ofTrack, ofName]) => {
+  run.blocks.json(run.trace.block).then(([starts, durations, ofTrack, ofName]) => {
     const steps = stepsOfTrace(names, starts, durations, ofName, ofTrack);
     if (!steps.some((step) => step.title === timeView.step)) timeView.step = steps[steps.length - 1].title;
     const step = steps.find((other) => other.title === timeView.step);
