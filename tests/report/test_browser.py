@@ -348,19 +348,20 @@ def test_a_served_page_follows_its_run(browser: Browser, tmp_path: Path) -> None
             opened.tab("Samples")
             assert opened.count().startswith("20 of 20 rows")
             # The second problem of the first evaluation.
-            page.locator(".item").nth(18).click()
-            page.wait_for_selector(".item:nth-child(19)[aria-selected=true]")
+            page.locator(".item").nth(1).click()
+            page.wait_for_selector(".item:nth-child(2)[aria-selected=true]")
             selected = page.locator(".item[aria-selected=true]").inner_text()
-            RolloutFiles(folder, most_mb=10).write(5, rollouts(5, [("a", "b")]).encoded())
             tracker = JsonlTracker(folder, committed_step=4)
             tracker.log(5, {"training/global_step": 5, "critic/rewards/mean": 1.0})
             tracker.close(failed=False)
             assert (folder / METRICS).exists()
+            table = rollouts(5, [("a", "b")])
+            RolloutFiles(folder, most_mb=10).write(5, table.encoded())
             page.wait_for_selector("#count:has-text('22 of 22')", timeout=60_000)
             # Rows have other places now, and the same one is selected.
             assert page.locator(".item[aria-selected=true]").inner_text() == selected
             opened.tab("Overview")
-            page.wait_for_selector(".facts:has-text('5 of 4')")
+            page.wait_for_selector(".facts:has-text('5 of 4')", timeout=60_000)
             assert {url.split("?")[0] for url in opened.requests} == {server.address}
             assert opened.complaints == []
         finally:
