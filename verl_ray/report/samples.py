@@ -203,7 +203,9 @@ def _rows_of(
     first = list(dict.fromkeys(groups[: max(1, limits.rows)].tolist()))
     places = np.flatnonzero(np.isin(groups, first))
 
-    rows = _texts(file, places, source, step, group)
+    rows: dict[int, RecordedRow] = {}
+    for place, fields in _texts(file, places.tolist(), limits.characters):
+        rows[place] = _row(fields, source, step, group)
     rows = _within(rows, limits.characters)
     if set(_TOKEN_COLUMNS) <= set(file.schema_arrow.names):
         tokens = _tokens(file, sorted(rows), limits.tokens)
@@ -234,20 +236,19 @@ def _batches(
 
 
 def _texts(
-    file: pq.ParquetFile,
-    places: npt.NDArray[np.int64],
-    source: str,
-    step: int,
-    group: str,
-) -> dict[int, RecordedRow]:
-    """Return the rows at some places without their tokens, by their places."""
+    file: pq.ParquetFile, places: Sequence[int], most_characters: int
+) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yield the rows at some places without their tokens, until they are too long."""
     names = file.schema_arrow.names
     per_row = [name for name in names if name not in (*_TOKEN_COLUMNS, "tokens")]
-    rows = {}
-    for inside, batch in _batches(file, per_row, places.tolist(), _ROWS_AT_ONCE):
+    characters = 0
+    for inside, batch in _batches(file, per_row, places, _ROWS_AT_ONCE):
         for place, fields in zip(inside, batch.to_pylist(), strict=True):
-            rows[place] = _row(fields, source, step, group)
-    return rows
+            yield place, fields
+            texts = (fields.get(name) for name in ("prompt", "response", "answer"))
+            characters += sum(len(text or "") for text in texts)
+            if characters > most_characters:
+                return
 
 
 def _within(

@@ -90,7 +90,7 @@ class ReportServer(ThreadingHTTPServer):
         self._page = b""
         self._version = ""
         self._clock = clock
-        self._next_s = clock()
+        self._next_s = 0.0
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)
 

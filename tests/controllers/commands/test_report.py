@@ -117,7 +117,7 @@ def test_a_server_sends_the_page_once_per_version(tmp_path: Path) -> None:
         assert reply(server, Host="evil.example:80")[0] == 403
         assert reply(server, Host="localhost:80")[0] == 200
         assert reply(server, Host="[")[0] == 403
-        assert reply(server, "//[")[0] == 400
+        assert reply(server, "http://[")[0] == 400
 
 
 def test_who_has_no_token_sees_nothing(tmp_path: Path) -> None:
