@@ -124,6 +124,14 @@ def test_every_tab_draws_itself_without_a_request(
         page.get_by_label("step", exact=True).evaluate("menu => menu.options.length")
         == 2
     )
+    # A step that is made again does not go on from the first time.
+    steps = "stepsOfTrace(['step 4/9', 'step 5/9'], [0, 1, 7, 8], [1, 1, 1, 1], [0, 1, 0, 1], [0, 0, 0, 0])"
+    assert page.evaluate(f"{steps}.map(step => [step.title, step.start, step.end])") == [
+        ["4", 0, 1],
+        ["5", 1, 2],
+        ["4, made again (2)", 7, 8],
+        ["5, made again (2)", 8, 9],
+    ]
     # A finding leads to its curve.
     opened.tab("Overview")
     page.locator(".finding button").click()
@@ -222,6 +230,8 @@ def test_runs_are_laid_over_each_other_and_zoom_together(
         "high",
         "higher",
     ]
+    parts = "distinctParts(['val-core/a/acc/mean@1', 'val-core/b/acc/mean@1'])"
+    assert page.evaluate(parts) == ["a/acc/mean@1", "b/acc/mean@1"]
     differences = page.locator("#differences tbody tr")
     assert differences.count() == 1
     assert differences.inner_text().split() == [
@@ -286,6 +296,8 @@ def test_hostile_texts_run_nothing(browser: Browser, tmp_path: Path) -> None:
     assert page.locator("main img, main svg, main script, main a").count() == 0
     # Marks that turn the direction of text are named instead.
     assert "\u202e" not in texts
+    hidden = "visible('\\u00ad\\u061c\\u{e0041}')"
+    assert page.evaluate(hidden) == "⟨U+00AD⟩⟨U+061C⟩⟨U+E0041⟩"
     assert opened.complaints == [] and len(opened.requests) == 1
 
 

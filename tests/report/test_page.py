@@ -154,6 +154,16 @@ def test_rows_without_space_for_their_tokens_say_so(
     assert len(opened.json(number)) == 1
 
 
+def test_numbers_that_javascript_lacks_are_texts_or_left_out(tmp_path: Path) -> None:
+    record = read_run(write_run(tmp_path / "run"), 1)
+    lost = {"training/global_step": 5.0, "perf/total_num_tokens": float("nan")}
+    config = {"seed": 2**60, "steps": 2**53}
+    record = replace(record, config=config, lines=[*record.lines, lost])
+    (run,) = Opened(page([record])).index["runs"]
+    assert run["tokens"] == 400.0
+    assert dict(run["config"]) == {"seed": str(2**60), "steps": 2**53}
+
+
 def test_the_same_question_with_another_answer_is_another_prompt(
     tmp_path: Path,
 ) -> None:
