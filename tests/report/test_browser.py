@@ -126,7 +126,9 @@ def test_every_tab_draws_itself_without_a_request(
     )
     # A step that is made again does not go on from the first time.
     steps = "stepsOfTrace(['step 4/9', 'step 5/9'], [0, 1, 7, 8], [1, 1, 1, 1], [0, 1, 0, 1], [0, 0, 0, 0])"
-    assert page.evaluate(f"{steps}.map(step => [step.title, step.start, step.end])") == [
+    assert page.evaluate(
+        f"{steps}.map(step => [step.title, step.start, step.end])"
+    ) == [
         ["4", 0, 1],
         ["5", 1, 2],
         ["4, made again (2)", 7, 8],

@@ -55,7 +55,9 @@ def test_a_finished_run_is_read_whole(tmp_path: Path) -> None:
     sampled = run.sampled
     assert len(sampled.rows) == sampled.num_rows == 4 * 2 * 2 + 2 * 2
     assert sampled.num_steps == sampled.recorded_steps == 4 + 2
-    row = next(row for row in sampled.rows if row.source == "training" and row.member == 1)
+    row = next(
+        row for row in sampled.rows if row.source == "training" and row.member == 1
+    )
     assert (row.step, row.group, row.prompt, row.response) == (1, 100, "1+2=", "3")
     assert (row.reward, row.scores) == (1.0, {"reward": 1.0, "style": None})
     assert (row.finish, row.failure) == ("length", "style: timeout")

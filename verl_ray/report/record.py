@@ -74,7 +74,7 @@ class RunRecord:
     scores: Mapping[int, HeldOutScores]
     """Scores of the first and of the last evaluation, by step."""
 
-    sampled: SampledRows = SampledRows()
+    sampled: SampledRows = field(default_factory=SampledRows)
     """Some of the prompts and responses, as many as were requested."""
 
     faults: Sequence[Mapping[str, Any]] = ()
@@ -142,11 +142,10 @@ class RunRecord:
         if self.status is not None and ": " in self.status.ended:
             parts.append(self.status.ended.partition(": ")[2])
         if self.faults:
-            fault = self.faults[-1]
-            parts.append(
-                f"last fault: {fault.get('role')} rank {fault.get('rank')} {fault.get('kind')} at"
-                f" step {fault.get('step')}: {fault.get('cause')}"
-            )
+            names = ("role", "rank", "kind", "step", "cause")
+            role, rank, kind, step, cause = map(self.faults[-1].get, names)
+            where = f"{role} rank {rank} {kind} at step {step}"
+            parts.append(f"last fault: {where}: {cause}")
         return "; ".join(parts)
 
 

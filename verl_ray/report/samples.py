@@ -210,8 +210,7 @@ def _rows_of(
     if set(_TOKEN_COLUMNS) <= set(file.schema_arrow.names):
         tokens = _tokens(file, sorted(rows), limits.tokens)
         rows = {
-            place: replace(row, tokens=tokens.get(place))
-            for place, row in rows.items()
+            place: replace(row, tokens=tokens.get(place)) for place, row in rows.items()
         }
     in_order = sorted(rows, key=lambda place: (groups[place], place))
     return [rows[place] for place in in_order], len(groups)
