@@ -134,4 +134,6 @@ def test_a_supervised_run_has_no_scores() -> None:
     ]
     epoch, zero = learns_nothing(steps, sft)
     assert f"sft.batch_size = {size:.0f}" in epoch.text
-    assert zero.setting == "data.train_path" and "data.train_path = t" in zero.text
+    assert (
+        zero.setting == "data.train_path" and "Look at data.train_path = " in zero.text
+    )

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from verl_ray.report.findings import RULES, Finding, findings
+from verl_ray.report.causes import Finding
+from verl_ray.report.findings import RULES, findings
 from verl_ray.tracking.history import Stint
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -207,8 +208,12 @@ CASES: dict[str, Case] = {
         (1, 3, 0.91, 0.9, "rollout.max_response_tokens"),
     ),
     "same_scores": (
-        run_of(critic__score__max=[0.5] * 3, critic__score__min=0.4, reward_health__ok=8),
-        run_of(critic__score__max=[0.5] * 3, critic__score__min=0.5, reward_health__ok=8),
+        run_of(
+            critic__score__max=[0.5] * 3, critic__score__min=0.4, reward_health__ok=8
+        ),
+        run_of(
+            critic__score__max=[0.5] * 3, critic__score__min=0.5, reward_health__ok=8
+        ),
         RL,
         (1, 3, 0.5, 0.5, "reward"),
     ),
@@ -493,7 +498,10 @@ def test_processes_that_came_back_while_the_driver_went_on_are_counted() -> None
     def fault(role: str, kind: str, step: object, cure: str) -> dict[str, object]:
         return {"role": role, "kind": kind, "step": step, "cure": cure}
 
-    ended = [fault("actor", "defect", 9, "stop"), fault("ray", "cluster", 5, "start again")]
+    ended = [
+        fault("actor", "defect", 9, "stop"),
+        fault("ray", "cluster", 5, "start again"),
+    ]
     assert findings([], RL, faults=[*ended, {"kind": "died"}]) == []
 
     restored = [

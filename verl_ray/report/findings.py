@@ -572,8 +572,8 @@ RULES = (
         "critical",
         "Training scores rise, held-out ones fall",
         "the last two accuracies of a data source are below its best one by more than"
-        f" chance explains in {FALSE_ALARM:.1%} of all runs, with the number of its"
-        " problems and of its evaluations, and the score in training rose since",
+        f" chance explains (at a level of {FALSE_ALARM:.1%}, for its number of problems"
+        " and evaluations), and the score in training rose since",
         "what is optimised is no longer what is wanted (arXiv:2210.10760)",
         "Take the best step, look at what earns a reward ({reward.kind}), or raise"
         " {algorithm.kl.coefficient}",
