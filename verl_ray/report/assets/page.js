@@ -26,6 +26,7 @@ async function draw() {
   const main = document.getElementById("main");
   const focused = main.contains(document.activeElement) ? document.activeElement.getAttribute("aria-label") : null;
   main.replaceChildren(...parts.filter((part) => part !== null));
+  main.dataset.tab = name;
   if (focused) [...main.querySelectorAll("[aria-label]")].find((other) => other.getAttribute("aria-label") === focused)?.focus();
 }
 
