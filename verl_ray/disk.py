@@ -23,18 +23,30 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def replace_file(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: bytes, *, is_shared: bool = False) -> None:
     """Write a file anew, or leave it as it was.
+
+    Args:
+        path: Path of the file.
+        content: What it holds afterwards.
+        is_shared: Whether another process may do the same at the same time.
 
     Raises:
         OSError: The file cannot be written.
     """
     # The content is on the disk before the name points to it.
-    part = path.with_name(path.name + ".part")
-    with part.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+    suffix = f".{os.getpid()}.part" if is_shared else ".part"
+    part = path.with_name(path.name + suffix)
+    try:
+        with part.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError:
+        # Nobody else would replace a part of this process.
+        if is_shared:
+            part.unlink(missing_ok=True)
+        raise
     # The directory holds the new name.
     sync(path.parent)

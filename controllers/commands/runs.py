@@ -37,22 +37,27 @@ def main(argv: list[str]) -> int:
 
     # A sweep has its runs one level below.
     paths = [*folder.glob("*/config.yaml"), *folder.glob("*/*/config.yaml")]
-    records = [read_run(path.parent) for path in sorted(paths)]
-    if not records:
+    rows: list[tuple[float, tuple[str, ...]]] = []
+    for path in sorted(paths):
+        # The lines of a long run take much memory, so one record is held at a time.
+        run = read_run(path.parent)
+        name = str(run.folder.relative_to(folder))
+        begun_s = run.stints[0].begun_s if run.stints else 0.0
+        rows.append((begun_s, (name, run.state, _steps(run), _time(run), _result(run))))
+    if not rows:
         print(f"{folder} holds no runs")
         return 0
 
     # The one that began last stands last, next to the prompt of the terminal.
-    records.sort(key=lambda run: run.stints[0].begun_s if run.stints else 0.0)
+    rows.sort(key=lambda row: row[0])
     table = Table(box=None, pad_edge=False, header_style="")
     table.add_column("run", overflow="fold")
     table.add_column("state", no_wrap=True)
     for title in ("steps", "time"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("result", overflow="fold")
-    for run in records:
-        name = str(run.folder.relative_to(folder))
-        table.add_row(name, run.state, _steps(run), _time(run), _result(run))
+    for _, cells in rows:
+        table.add_row(*cells)
     plain_console(sys.stdout, None).print(table)
     return 0
 
@@ -68,11 +73,11 @@ def _time(run: RunRecord) -> str:
 
 
 def _result(run: RunRecord) -> str:
-    """Return the first held-out metric before and at its best, or the last reward."""
+    """Return the main held-out metric before and at its best, or the last reward."""
     if run.damage:
         return run.damage[0]
     evaluations = run.evaluations
-    names = sorted({name for values in evaluations.values() for name in values})
+    names = run.held_out_names
     if names:
         name = names[0]
         by_step = {
@@ -98,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="verl-ray runs",
         description=(
             "Print the runs in a folder, the newest one last: how each stands, how far"
-            " it is, and its first held-out metric before the first step and at its"
+            " it is, and its main held-out metric before the first step and at its"
             " best. Nothing is started or changed."
         ),
         epilog=f"examples:\n  verl-ray runs\n  verl-ray runs {OUTPUTS}/sweep\n",

@@ -26,6 +26,7 @@ from verl_ray.config.schema import Config
 from verl_ray.disk import replace_file
 from verl_ray.errors import ConfigError, Interrupted, TrackingError
 from verl_ray.report.findings import findings
+from verl_ray.report.record import read_faults
 from verl_ray.tracking import GLOBAL_STEP, Trackers
 from verl_ray.tracking.base import Sample
 from verl_ray.tracking.comparison import intervals, paired_differences
@@ -133,14 +134,17 @@ class Conclusion:
             step = self._last_step(lines)
             end_stint(self._folder, step, ending)
 
+            is_recorded = self._task is not None and bool(lines)
+            # A setting that was refused did not become a run.
+            if isinstance(failure, ConfigError) and not is_recorded:
+                return
+            # The page does not depend on the terminal, so it comes first.
+            last_report(self._folder)
             if self._task is not None and lines:
                 how = f"{ending} after step {step} of {self._task.config.run.steps}"
                 self._report(lines, how)
-                last_report(self._folder)
-            # A setting that was refused did not become a run.
-            elif not isinstance(failure, ConfigError):
+            else:
                 self._report_start(ending)
-                last_report(self._folder)
 
     def _report_start(self, ending: Ending) -> None:
         """Print the report of a run that ended before there was anything to record."""
@@ -218,6 +222,8 @@ def report_of(
     with _noting(damage):
         stints = read_history(folder)
     total_s = wall_s(stints)
+    faults = read_faults(folder, stints[0].begun_s if stints else 0.0, damage)
+    shown = findings(lines, to_tree(task.config), stints, faults)
 
     return Report(
         title=title,
@@ -229,7 +235,7 @@ def report_of(
         after=_with_intervals(after, scores),
         changes=changes,
         best=best_of(task.config, evaluations).in_words(),
-        warnings=[*map(str, findings(lines, to_tree(task.config), stints)), *damage],
+        warnings=[*map(str, shown), *damage],
         samples=samples,
         outputs=outputs,
     )

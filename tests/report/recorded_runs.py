@@ -123,6 +123,8 @@ def write_run(
                 "memory/actor/learn_predicted_gib": 2.0,
                 "reward_health/ok": 3.0,
                 "reward_health/timeout": 1.0,
+                # Not a score that failed: one that another process made again.
+                "reward_health/rescored": 2.0,
             }
             files.write(step, rollouts(step, texts).encoded())
         if step in (0, steps):

@@ -77,10 +77,11 @@ class Opened:
         self.seconds = time.monotonic() - began_s
 
     def tab(self, name: str) -> None:
-        self.page.get_by_role("tab", name=name).click()
-        self.page.wait_for_selector(
-            f"[role=tab][aria-selected=true]:has-text('{name}')"
-        )
+        button = self.page.get_by_role("tab", name=name)
+        button.click()
+        # The content of the tab before may stand there for a moment.
+        key = button.get_attribute("data-tab")
+        self.page.wait_for_selector(f"main[data-tab={key}]")
 
     def count(self) -> str:
         self.page.wait_for_selector("#count")
@@ -107,6 +108,8 @@ def test_every_tab_draws_itself_without_a_request(
     opened = Opened(browser, made(folder), size, theme)
     page = opened.page
     assert "4 steps, 1 to 4" in page.locator(".finding").inner_text()
+    assert page.locator(".made").inner_text().startswith("as of 20")
+    assert "sums/acc/mean@1, +0.25 since step 0" in page.locator(".facts").inner_text()
     for tab in ("Curves", "Samples", "Time and memory", "Settings", "Overview"):
         opened.tab(tab)
         page.wait_for_selector("main > :first-child")
@@ -122,6 +125,16 @@ def test_every_tab_draws_itself_without_a_request(
         page.get_by_label("step", exact=True).evaluate("menu => menu.options.length")
         == 2
     )
+    # A step that is made again does not go on from the first time.
+    steps = "stepsOfTrace(['step 4/9', 'step 5/9'], [0, 1, 7, 8], [1, 1, 1, 1], [0, 1, 0, 1], [0, 0, 0, 0])"
+    assert page.evaluate(
+        f"{steps}.map(step => [step.title, step.start, step.end])"
+    ) == [
+        ["4", 0, 1],
+        ["5", 1, 2],
+        ["4, made again (2)", 7, 8],
+        ["5, made again (2)", 8, 9],
+    ]
     # A finding leads to its curve.
     opened.tab("Overview")
     page.locator(".finding button").click()
@@ -220,6 +233,8 @@ def test_runs_are_laid_over_each_other_and_zoom_together(
         "high",
         "higher",
     ]
+    parts = "distinctParts(['val-core/a/acc/mean@1', 'val-core/b/acc/mean@1'])"
+    assert page.evaluate(parts) == ["a/acc/mean@1", "b/acc/mean@1"]
     differences = page.locator("#differences tbody tr")
     assert differences.count() == 1
     assert differences.inner_text().split() == [
@@ -274,9 +289,11 @@ def test_hostile_texts_run_nothing(browser: Browser, tmp_path: Path) -> None:
             )
     opened.tab("Samples")
     page.get_by_label("from", exact=True).select_option("training")
-    for mode in ("its group", "its prompt over the steps"):
+    for mode, count in (("its group", 2), ("its prompt over the steps", 8)):
         page.get_by_role("button", name=mode).click()
-        page.wait_for_function("document.querySelectorAll('.sample').length > 1")
+        page.wait_for_function(
+            "count => document.querySelectorAll('.sample').length === count", arg=count
+        )
     texts = page.locator("main").inner_text()
     assert "</script><script>window.hit = 1</script>" in texts
 
@@ -284,6 +301,8 @@ def test_hostile_texts_run_nothing(browser: Browser, tmp_path: Path) -> None:
     assert page.locator("main img, main svg, main script, main a").count() == 0
     # Marks that turn the direction of text are named instead.
     assert "\u202e" not in texts
+    hidden = "visible('\\u00ad\\u061c\\u{e0041}')"
+    assert page.evaluate(hidden) == "⟨U+00AD⟩⟨U+061C⟩⟨U+E0041⟩"
     assert opened.complaints == [] and len(opened.requests) == 1
 
 
@@ -341,12 +360,25 @@ def test_a_served_page_follows_its_run(browser: Browser, tmp_path: Path) -> None
         thread.start()
         try:
             opened = Opened(browser, server.address)
-            assert "4 of 4" in opened.page.locator(".facts").inner_text()
+            page = opened.page
+            assert "4 of 4" in page.locator(".facts").inner_text()
+            opened.tab("Samples")
+            assert opened.count().startswith("20 of 20 rows")
+            # The second problem of the first evaluation.
+            page.locator(".item").nth(1).click()
+            page.wait_for_selector(".item:nth-child(2)[aria-selected=true]")
+            selected = page.locator(".item[aria-selected=true]").inner_text()
             tracker = JsonlTracker(folder, committed_step=4)
             tracker.log(5, {"training/global_step": 5, "critic/rewards/mean": 1.0})
             tracker.close(failed=False)
             assert (folder / METRICS).exists()
-            opened.page.wait_for_selector(".facts:has-text('5 of 4')", timeout=30_000)
+            table = rollouts(5, [("a", "b")])
+            RolloutFiles(folder, most_mb=10).write(5, table.encoded())
+            page.wait_for_selector("#count:has-text('22 of 22')", timeout=60_000)
+            # Rows have other places now, and the same one is selected.
+            assert page.locator(".item[aria-selected=true]").inner_text() == selected
+            opened.tab("Overview")
+            page.wait_for_selector(".facts:has-text('5 of 4')", timeout=60_000)
             assert {url.split("?")[0] for url in opened.requests} == {server.address}
             assert opened.complaints == []
         finally:

@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def test_numbers_have_five_significant_digits() -> None:
     random = np.random.default_rng(0).normal(size=10_000)
     blocks = Blocks()
     blocks.add_numbers(random)
-    assert blocks.num_characters < 10_000 * 4
+    assert sum(map(len, blocks.texts)) < 10_000 * 4
 
 
 def test_the_page_holds_the_record(tmp_path: Path) -> None:
@@ -78,6 +79,8 @@ def test_the_page_holds_the_record(tmp_path: Path) -> None:
         "predicted": 2.0,
     }
     assert run["scoreFailures"] == [["timeout", 4.0]]
+
+    assert run["reason"] == ""
 
     (finding,) = run["findings"]
     assert (finding["kind"], finding["value"]) == ("failed_scores", 1.0)
@@ -109,12 +112,15 @@ def test_rows_are_found_by_their_places(tmp_path: Path) -> None:
         and (columns["group"][i], columns["member"][i]) == (201, 1)
     )
     assert (columns["reward"][place], columns["finish"][place]) == (1.0, "length")
-    prompt, response, answer, scores = opened.json(samples["texts"][0])[place]
+    ((first, texts),) = samples["texts"]
+    assert first == 0 and (samples["steps"], samples["recordedSteps"]) == (6, 6)
+    prompt, response, answer, scores = opened.json(texts)[place]
     assert (prompt, response, answer) == ("2+2=", "5", "3")
     assert scores == {"reward": 1.0, "style": None}
-    pieces, mask, sampler, trainer, advantages, versions = opened.json(
-        samples["tokens"][0]
-    )[place]
+    ((_, tokens),) = samples["tokens"]
+    values = opened.json(tokens)[place]
+    pieces, mask, sampler, trainer, advantages, versions, total = values
+    assert total == 5
     assert "".join(pieces) == "2+2=5" and mask == [0, 0, 0, 0, 1]
     assert (sampler[4], trainer[4], advantages[4], versions[4]) == (-500, -250, 500, 1)
     assert sampler[:4] == [None] * 4
@@ -122,6 +128,53 @@ def test_rows_are_found_by_their_places(tmp_path: Path) -> None:
     # The same prompt has the same number in training and in evaluations.
     same = [i for i in range(20) if columns["prompt"][i] == columns["prompt"][place]]
     assert {columns["source"][i] for i in same} == {"training", "held out"}
+
+
+def test_rows_without_space_for_their_tokens_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_run(tmp_path / "run", texts=[("1+2=", "3")], steps=2)
+    monkeypatch.setattr(page_module, "_ROWS_PER_BLOCK", 4)
+    opened = Opened(page([read_run(folder, 100)]))
+    samples = opened.index["samples"]
+    has_tokens = opened.json(samples["columns"])["hasTokens"]
+    assert samples["shown"] == 2 * 2 + 2 == len(has_tokens)
+    assert [first for first, _ in samples["texts"]] == [0, 4]
+    assert sum(has_tokens) == 4
+
+    # All texts fit a block. The tokens of the first row fill another one, and there is
+    # no space for a third.
+    monkeypatch.setattr(page_module, "_ROWS_PER_BLOCK", 50)
+    monkeypatch.setattr(page_module, "_SIZE_PER_BLOCK", 40)
+    monkeypatch.setattr(page_module, "MOST_TEXT", 0)
+    opened = Opened(page([read_run(folder, 100)]))
+    samples = opened.index["samples"]
+    assert opened.json(samples["columns"])["hasTokens"] == [1, 0, 0, 0, 0, 0]
+    ((_, number),) = samples["tokens"]
+    assert len(opened.json(number)) == 1
+
+
+def test_numbers_that_javascript_lacks_are_texts_or_left_out(tmp_path: Path) -> None:
+    record = read_run(write_run(tmp_path / "run"), 1)
+    lost = {"training/global_step": 5.0, "perf/total_num_tokens": float("nan")}
+    config = {"seed": 2**60, "steps": 2**53}
+    record = replace(record, config=config, lines=[*record.lines, lost])
+    (run,) = Opened(page([record])).index["runs"]
+    assert run["tokens"] == 400.0
+    assert dict(run["config"]) == {"seed": str(2**60), "steps": 2**53}
+
+
+def test_the_same_question_with_another_answer_is_another_prompt(
+    tmp_path: Path,
+) -> None:
+    folder = write_run(tmp_path / "run", steps=1)
+    record = read_run(folder, 100)
+    first = record.sampled.rows[0]
+    rows = [first, replace(first, answer="4"), first]
+    sampled = replace(record.sampled, rows=rows)
+    opened = Opened(page([replace(record, sampled=sampled)]))
+    columns = opened.json(opened.index["samples"]["columns"])
+    assert columns["prompt"] == [0, 1, 0]
 
 
 def test_nothing_that_was_recorded_is_markup(tmp_path: Path) -> None:

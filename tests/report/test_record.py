@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
+import yaml
 
-from tests.report.recorded_runs import ACCURACY, rollouts, write_run
+from tests.report.recorded_runs import ACCURACY, rollouts, write_run, write_trace
 from verl_ray.ownership import Owner
 from verl_ray.profiling.process_table import RunStatus, write_status
+from verl_ray.report import logs as report_logs
+from verl_ray.report import record, samples
+from verl_ray.report.findings import findings
 from verl_ray.report.record import fingerprint, read_run
+from verl_ray.tracking.history import begin_stint, wall_s
 from verl_ray.tracking.rollouts import RolloutFiles
 
 
@@ -43,8 +52,12 @@ def test_a_finished_run_is_read_whole(tmp_path: Path) -> None:
     assert list(run.scores) == [0, 4] and run.damage == []
 
     # Two groups of two in each of four steps, and two problems in each evaluation.
-    assert len(run.rows) == run.recorded_rows == 4 * 2 * 2 + 2 * 2
-    row = next(row for row in run.rows if row.source == "training" and row.member == 1)
+    sampled = run.sampled
+    assert len(sampled.rows) == sampled.num_rows == 4 * 2 * 2 + 2 * 2
+    assert sampled.num_steps == sampled.recorded_steps == 4 + 2
+    row = next(
+        row for row in sampled.rows if row.source == "training" and row.member == 1
+    )
     assert (row.step, row.group, row.prompt, row.response) == (1, 100, "1+2=", "3")
     assert (row.reward, row.scores) == (1.0, {"reward": 1.0, "style": None})
     assert (row.finish, row.failure) == ("length", "style: timeout")
@@ -53,11 +66,12 @@ def test_a_finished_run_is_read_whole(tmp_path: Path) -> None:
     assert row.tokens.mask.tolist() == [False] * 4 + [True]
     assert row.tokens.rollout_log_probs[4] == -0.5 and row.tokens.versions[4] == 0
     assert np.isnan(row.tokens.rollout_log_probs[:4]).all()
+    assert row.tokens.total == 5
 
 
 def test_few_rows_are_whole_groups_of_all_steps(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run"), most_rows=12)
-    training = [row for row in run.rows if row.source == "training"]
+    training = [row for row in run.sampled.rows if row.source == "training"]
     assert {row.step for row in training} == {1, 2, 3, 4}
     assert {row.group % 100 for row in training} == {0}
     assert [row.member for row in training] == [0, 1] * 4
@@ -67,9 +81,36 @@ def test_steps_are_chosen_evenly_where_there_are_many(tmp_path: Path) -> None:
     files = RolloutFiles(tmp_path, most_mb=10)
     for step in range(1, 202):
         files.write(step, rollouts(step, [("a", "b")], members=1).encoded())
-    steps = [row.step for row in read_run(tmp_path, most_rows=1000).rows]
+    sampled = read_run(tmp_path, most_rows=1000).sampled
+    assert (sampled.num_rows, sampled.num_steps, sampled.recorded_steps) == (
+        100,
+        100,
+        201,
+    )
+    steps = [row.step for row in sampled.rows]
     assert len(steps) == 100 and (steps[0], steps[-1]) == (1, 201)
     assert max(np.diff(steps)) == 3 and min(np.diff(steps)) == 2
+
+
+def test_long_rows_are_read_within_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [("a" * 6, "b" * 4)] * 4
+    RolloutFiles(tmp_path, most_mb=10).write(1, rollouts(1, texts).encoded())
+    monkeypatch.setattr(samples, "MOST_TOKENS_OF_ROW", 8)
+    monkeypatch.setattr(samples, "MOST_TOKENS", 25)
+    # Three of the eight rows have their tokens, the first eight of ten each.
+    rows = read_run(tmp_path, most_rows=8).sampled.rows
+    tokens = [row.tokens for row in rows if row.tokens is not None]
+    assert len(rows) == 8
+    assert [(len(row.pieces), row.total) for row in tokens] == [(8, 10)] * 3
+
+    # A row has eleven characters, so the fourth one is too long for 40 of them, and the
+    # group that it belongs to goes with it.
+    monkeypatch.setattr(samples, "MOST_CHARACTERS", 40)
+    sampled = read_run(tmp_path, most_rows=8).sampled
+    assert [(row.group, row.member) for row in sampled.rows] == [(100, 0), (100, 1)]
+    assert sampled.num_rows == 8
 
 
 def test_a_crashed_run_is_read_up_to_its_torn_line(tmp_path: Path) -> None:
@@ -77,18 +118,100 @@ def test_a_crashed_run_is_read_up_to_its_torn_line(tmp_path: Path) -> None:
     ended = Owner.here()
     ended = Owner(ended.boot, ended.namespace, ended.pid, ended.started + 1)
     write_status(folder, status_of(ended))
+    # Its last line was written 500 s after it began.
+    os.utime(folder / "metrics.jsonl", (1500.0, 1500.0))
     run = read_run(folder, most_rows=10)
     assert (run.state, run.step, run.damage) == ("killed", 4, [])
+    assert [stint.ending for stint in run.stints] == ["killed"]
+    assert wall_s(list(run.stints)) == 500.0
+    (lost,) = [
+        finding
+        for finding in findings(run.lines, run.config, run.stints)
+        if finding.kind == "restarts"
+    ]
+    assert "1 of the 1 processes" in lost.text
+    # No file changes when a process is killed.
+    seen = fingerprint(folder)
 
     write_status(folder, status_of(Owner.here()))
-    assert read_run(folder).state == "running"
+    run = read_run(folder)
+    assert run.state == "running" and run.stints[-1].ended_s is None
+    assert fingerprint(folder) != seen
     elsewhere = Owner(1, 2, os.getpid(), 3)
+    os.utime(folder / "metrics.jsonl")
     write_status(folder, status_of(elsewhere))
     assert read_run(folder).state == "running"
     (folder / "status.json").unlink()
     old_s = time.time() - 700
     os.utime(folder / "metrics.jsonl", (old_s, old_s))
-    assert read_run(folder).state == "silent"
+    run = read_run(folder)
+    assert (run.state, run.stints[-1].ending) == ("silent", "killed")
+
+
+def test_a_run_that_resumes_is_not_judged_by_the_driver_before(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", ending="stopped")
+    ended = Owner.here()
+    ended = Owner(ended.boot, ended.namespace, ended.pid, ended.started + 1)
+    write_status(folder, status_of(ended))
+    begin_stint(folder, 4, time.time() + 1)
+    run = read_run(folder)
+    assert (run.state, run.status) == ("running", None)
+
+
+def test_files_of_an_earlier_run_are_left_out(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    write_trace(folder)
+    faults = [{"time": 999.0, "step": 1}, {"time": 1001.0, "step": 2}]
+    (folder / "faults.jsonl").write_text("\n".join(map(json.dumps, faults)))
+    run = read_run(folder, most_rows=1)
+    assert [fault["step"] for fault in run.faults] == [2] and run.trace
+    os.utime(folder / "trace.json", (999.0, 999.0))
+    assert read_run(folder, most_rows=1).trace == []
+
+
+def test_a_large_trace_has_its_names_and_its_newest_events(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_run(tmp_path / "run")
+    write_trace(folder)
+    size = (folder / "trace.json").stat().st_size
+    whole = read_run(folder, most_rows=1)
+    assert whole.skipped_trace_bytes == 0
+    monkeypatch.setattr(record, "_TRACE_HEAD_BYTES", size // 2)
+    monkeypatch.setattr(record, "_TRACE_BYTES", 150)
+    run = read_run(folder, most_rows=1)
+    assert run.skipped_trace_bytes == size - size // 2 - 150
+    assert [event["name"] for event in run.trace if event["ph"] == "X"] == ["update"]
+    assert any(event["name"] == "process_name" for event in run.trace)
+
+
+def test_scores_are_those_of_recorded_evaluations(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    # A process ended between the scores of step 6 and its line.
+    path = folder / "evaluations" / "step_000004.jsonl"
+    shutil.copyfile(path, path.with_name("step_000006.jsonl"))
+    assert list(read_run(folder, most_rows=1).scores) == [0, 4]
+
+
+def test_the_main_metric_comes_first(tmp_path: Path) -> None:
+    other = "val-core/a_source/reward/best@2/mean"
+    aside = "val-aux/sums/score"
+    folder = write_run(tmp_path / "run", extra={other: 1.0, aside: 2.0})
+    assert read_run(folder).held_out_names == [ACCURACY, other]
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["run"]["best_metric"] = aside
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    assert read_run(folder).held_out_names == [aside, other, ACCURACY]
+
+
+def test_a_failed_run_says_why(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", ending="failed")
+    status = replace(status_of(Owner.here()), ended="ended: WorkerDied")
+    write_status(folder, status)
+    fault = {"role": "actor", "rank": 1, "kind": "died", "step": 3, "cause": "it left"}
+    (folder / "faults.jsonl").write_text(json.dumps(fault))
+    reason = read_run(folder, most_rows=1).reason
+    assert reason == "WorkerDied; last fault: actor rank 1 died at step 3: it left"
 
 
 def test_what_is_damaged_is_named_and_hides_nothing_else(tmp_path: Path) -> None:
@@ -107,7 +230,8 @@ def test_what_is_damaged_is_named_and_hides_nothing_else(tmp_path: Path) -> None
     run = read_run(folder, most_rows=100)
     assert [line["training/global_step"] for line in run.lines] == [0, 1, 3, 4]
     assert run.name == "run" and run.config == {} and run.state == "silent"
-    assert {row.step for row in run.rows if row.source == "training"} == {1, 3, 4}
+    training = [row for row in run.sampled.rows if row.source == "training"]
+    assert {row.step for row in training} == {1, 3, 4}
     assert [fault["step"] for fault in run.faults] == [3]
     named = [
         "config.yaml",
@@ -120,22 +244,49 @@ def test_what_is_damaged_is_named_and_hides_nothing_else(tmp_path: Path) -> None
         assert any(name in text for text in run.damage), name
 
 
+def test_metrics_that_cannot_be_read_are_damage(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    metrics = folder / "metrics.jsonl"
+    huge = '{"training/global_step": 1, "a": %s}\n'
+    metrics.write_text(huge % ("1" * 5000) + huge % ("1" * 400) + huge % "2")
+    run = read_run(folder)
+    assert run.lines == [{"training/global_step": 1.0, "a": 2.0}]
+    assert run.damage == ["metrics.jsonl: 1 lines of 3 cannot be read"]
+    metrics.unlink()
+    # Nobody can read the memory of a process at address 0.
+    metrics.symlink_to("/proc/self/mem")
+    run = read_run(folder)
+    assert run.lines == [] and "metrics.jsonl cannot be read" in run.damage[0]
+
+
 def test_a_folder_without_a_record_is_a_run_that_is_new(tmp_path: Path) -> None:
     run = read_run(tmp_path, most_rows=10)
-    assert (run.state, run.step, run.total_steps, run.rows) == ("new", 0, None, [])
+    assert (run.state, run.step, run.total_steps) == ("new", 0, None)
+    assert run.sampled.rows == []
 
 
-def test_errors_in_the_logs_are_counted(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
-    (folder / "logs").mkdir()
+def test_errors_in_the_logs_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
     lines = ["all is well", "ValueError: 1 of 7", "ValueError: 2 of 7", "no error"]
-    (folder / "logs" / "actor-0.log").write_text("\n".join(lines))
-    (error,) = read_run(folder, most_rows=10).log_errors
-    assert (error.file, error.text, error.count) == (
-        "actor-0.log",
-        "ValueError: 2 of 7",
-        2,
-    )
+    lines += ["  Error: x", "AssertionError", "an Error"]
+    (logs / "actor-0.log").write_text("\n".join(lines))
+    (logs / "old-0.log").write_text("a.OSError: old")
+    os.utime(logs / "old-0.log", (1000.0, 1000.0))
+    errors = read_run(tmp_path, most_rows=10).log_errors
+    assert [(error.file, error.text, error.count) for error in errors] == [
+        ("old-0.log", "a.OSError: old", 1),
+        ("actor-0.log", "ValueError: 2 of 7", 2),
+        ("actor-0.log", "  Error: x", 1),
+        ("actor-0.log", "AssertionError", 1),
+    ]
+
+    monkeypatch.setattr(report_logs, "_BYTES", 24)
+    run = read_run(tmp_path, most_rows=10)
+    assert [error.text for error in run.log_errors] == ["AssertionError"]
+    assert "the 1 oldest were not searched" in run.damage[0]
 
 
 def test_the_fingerprint_changes_with_the_record(tmp_path: Path) -> None:

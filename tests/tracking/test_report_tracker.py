@@ -53,3 +53,5 @@ def test_a_report_that_cannot_be_made_is_said_once_and_ends_nothing(
     assert capsys.readouterr().err.count("ReportTracker failed and is off") == 1
     last_report(folder)
     assert "report.html cannot be made: IsADirectoryError" in capsys.readouterr().err
+    # Each process writes to a part of its own, and removes it.
+    assert not list(folder.glob("*.part"))

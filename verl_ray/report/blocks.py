@@ -26,11 +26,6 @@ class Blocks:
 
     texts: list[str] = field(default_factory=list)
 
-    @property
-    def num_characters(self) -> int:
-        """The length of all blocks together."""
-        return sum(map(len, self.texts))
-
     def add_json(self, value: object) -> int:
         """Add a value as JSON, and return the number of its block.
 

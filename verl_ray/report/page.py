@@ -11,6 +11,7 @@ import base64
 import hashlib
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
@@ -23,6 +24,7 @@ import numpy.typing as npt
 
 from verl_ray.algorithms.intervals import Interval
 from verl_ray.report.blocks import Blocks
+from verl_ray.report.causes import failed_score_counts
 from verl_ray.report.findings import findings
 from verl_ray.report.record import Metrics, RunRecord
 from verl_ray.report.samples import RecordedRow
@@ -53,8 +55,10 @@ MOST_TEXT = 4_000_000
 """Characters of the blocks of prompts and responses; those of tokens may be as many."""
 
 _ROWS_PER_BLOCK = 50
+_SIZE_PER_BLOCK = 1_000_000
 _PREVIEW = 90
 _TOKENS = "perf/total_num_tokens"
+_LARGEST_WHOLE = 2**53
 
 _SCRIPTS = (
     "uPlot.iife.min.js",
@@ -167,7 +171,8 @@ def _run(record: RunRecord, blocks: Blocks, stride: int) -> dict[str, Any]:
         "totalSteps": record.total_steps,
         "wallS": total_s,
         "phaseNow": record.status.phase if record.status else "",
-        "tokens": sum(line.get(_TOKENS, 0.0) for line in lines),
+        "reason": record.reason,
+        "tokens": _sum_of(lines, _TOKENS),
         "steps": [int(line[GLOBAL_STEP]) for line in shown],
         "metrics": metrics,
         "facts": _facts(record),
@@ -175,7 +180,9 @@ def _run(record: RunRecord, blocks: Blocks, stride: int) -> dict[str, Any]:
         "heldOut": _held_out(record),
         "findings": [
             asdict(item)
-            for item in findings(lines, record.config, history=record.stints)
+            for item in findings(
+                lines, record.config, history=record.stints, faults=record.faults
+            )
         ],
         "stints": [asdict(stint) for stint in record.stints],
         "phases": list(phase_names(names).items()),
@@ -189,8 +196,14 @@ def _run(record: RunRecord, blocks: Blocks, stride: int) -> dict[str, Any]:
         "faults": [dict(fault) for fault in record.faults],
         "logErrors": [asdict(error) for error in record.log_errors],
         "damage": list(record.damage),
-        "trace": trace_of(record.trace, blocks),
+        "trace": trace_of(record.trace, blocks, record.skipped_trace_bytes),
     }
+
+
+def _sum_of(lines: Sequence[Metrics], name: str) -> float:
+    """Return the sum of a metric over the steps in which it is a finite number."""
+    values = [line.get(name, 0.0) for line in lines]
+    return sum(value for value in values if math.isfinite(value))
 
 
 def _num_points(lines: Sequence[Metrics]) -> int:
@@ -207,6 +220,9 @@ def _flat(tree: object, prefix: str = "") -> list[tuple[str, object]]:
             for pair in _flat(value, f"{prefix}.{key}" if prefix else str(key))
         ]
     is_plain = tree is None or isinstance(tree, bool | int | float | str)
+    # JavaScript would round what is larger.
+    if isinstance(tree, int) and abs(tree) > _LARGEST_WHOLE:
+        is_plain = False
     return [(prefix, tree if is_plain else str(tree))] if prefix else []
 
 
@@ -244,7 +260,10 @@ def _facts(record: RunRecord) -> list[tuple[str, str]]:
 
 
 def _held_out(record: RunRecord) -> list[dict[str, Any]]:
-    """Return each main held-out metric before, after and at its best."""
+    """Return each main held-out metric before, after and at its best.
+
+    The first one is the one that the best step is chosen by.
+    """
     evaluations = record.evaluations
     if not evaluations:
         return []
@@ -255,7 +274,7 @@ def _held_out(record: RunRecord) -> list[dict[str, Any]]:
         changes = paired_differences(record.scores[first], record.scores[last])
 
     rows = []
-    for name in sorted({name for values in evaluations.values() for name in values}):
+    for name in record.held_out_names:
         by_step = {
             step: values[name]
             for step, values in evaluations.items()
@@ -305,21 +324,17 @@ def _memory(lines: Sequence[Metrics]) -> list[dict[str, Any]]:
     ]
 
 
-def _score_failures(lines: Sequence[Metrics]) -> list[tuple[str, float]]:
+def _score_failures(lines: Sequence[Metrics]) -> list[tuple[str, int]]:
     """Return how many scores failed, by kind, over all steps."""
-    prefix = "reward_health/"
-    sums: dict[str, float] = {}
+    counts: Counter[str] = Counter()
     for line in lines:
-        for name, value in line.items():
-            if name.startswith(prefix) and value == value:
-                kind = name.removeprefix(prefix)
-                sums[kind] = sums.get(kind, 0.0) + value
-    return [(kind, value) for kind, value in sums.items() if value and kind != "ok"]
+        counts.update(failed_score_counts(line))
+    return list(counts.items())
 
 
 # ------------------------------------------------------------------------------ samples
 
-_COLUMNS = ("step", "group", "member", "trajectory", "row")
+_COLUMNS = ("step", "group", "member", "row")
 _NUMBERS = ("reward", "response_tokens", "num_turns", "advantage")
 _WORDS = ("source", "data_source", "finish", "end", "failure")
 
@@ -328,39 +343,86 @@ def _samples(records: Sequence[RunRecord], blocks: Blocks) -> dict[str, Any]:
     """Add prompts, responses and tokens, and return the index over them."""
     most = MOST_ROWS // max(1, len(records))
     chosen = [
-        (number, row)
+        (place, number, row)
         for number, record in enumerate(records)
-        for row in record.rows[:most]
+        for place, row in enumerate(record.sampled.rows[:most])
     ]
     # What is dropped where texts are long are the last groups of every step.
-    places = [place for record in records for place in range(len(record.rows[:most]))]
-    order = sorted(range(len(chosen)), key=lambda index: places[index])
+    chosen.sort(key=lambda item: item[0])
+    rows = [(number, row) for _, number, row in chosen]
 
-    rows: list[tuple[int, RecordedRow]] = []
-    texts: list[int] = []
-    tokens: list[int | None] = []
-    text_characters = token_characters = 0
-    for start in range(0, len(order), _ROWS_PER_BLOCK):
-        if text_characters > MOST_TEXT:
+    texts = _RowBlocks(blocks)
+    for _, row in rows:
+        size = len(row.prompt) + len(row.response) + len(row.answer)
+        if not texts.add(_text(row), size):
             break
-        part = [chosen[index] for index in order[start : start + _ROWS_PER_BLOCK]]
-        rows += part
-        texts.append(blocks.add_json([_text(row) for _, row in part]))
-        text_characters += len(blocks.texts[texts[-1]])
-        if token_characters < MOST_TEXT and any(row.tokens for _, row in part):
-            tokens.append(blocks.add_json([_token_values(row) for _, row in part]))
-            token_characters += len(blocks.texts[-1])
-        else:
-            tokens.append(None)
+    texts.close()
+    rows = rows[: texts.num_rows]
 
+    tokens = _RowBlocks(blocks)
+    has_tokens: list[int] = []
+    for _, row in rows:
+        size = 0 if row.tokens is None else 6 * len(row.tokens.pieces)
+        if not tokens.add(_token_values(row), size):
+            break
+        has_tokens.append(int(row.tokens is not None))
+    tokens.close()
+    has_tokens += [0] * (len(rows) - len(has_tokens))
+
+    sampled = [record.sampled for record in records]
     return {
-        "rowsPerBlock": _ROWS_PER_BLOCK,
-        "recorded": sum(record.recorded_rows for record in records),
+        "recorded": sum(part.num_rows for part in sampled),
         "shown": len(rows),
-        "texts": texts,
-        "tokens": tokens,
-        "columns": blocks.add_json(_columns(rows)),
+        "steps": sum(part.num_steps for part in sampled),
+        "recordedSteps": sum(part.recorded_steps for part in sampled),
+        "texts": texts.places,
+        "tokens": tokens.places,
+        "columns": blocks.add_json({**_columns(rows), "hasTokens": has_tokens}),
     }
+
+
+class _RowBlocks:
+    """Blocks of a value per row. Each is small enough to be read for one row."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        """Begin without rows."""
+        self._blocks = blocks
+        self._values: list[object] = []
+        self._size = 0
+        self._characters = 0
+
+        self.num_rows = 0
+        """Rows of the blocks that are closed."""
+
+        self.places: list[tuple[int, int]] = []
+        """The first row of each block, and its number."""
+
+    def add(self, value: object, size: int) -> bool:
+        """Add the value of the next row, or return that the page has no space for it.
+
+        Args:
+            value: The value, as JSON has it.
+            size: About how many characters it has.
+        """
+        is_full = len(self._values) >= _ROWS_PER_BLOCK
+        if self._values and (is_full or self._size + size > _SIZE_PER_BLOCK):
+            self.close()
+        if self._characters > MOST_TEXT:
+            return False
+        self._values.append(value)
+        self._size += size
+        return True
+
+    def close(self) -> None:
+        """Write the rows that are in no block yet."""
+        if not self._values:
+            return
+        number = self._blocks.add_json(self._values)
+        self.places.append((self.num_rows, number))
+        self.num_rows += len(self._values)
+        self._characters += len(self._blocks.texts[number])
+        self._values = []
+        self._size = 0
 
 
 def _columns(rows: Sequence[tuple[int, RecordedRow]]) -> dict[str, Any]:
@@ -373,14 +435,14 @@ def _columns(rows: Sequence[tuple[int, RecordedRow]]) -> dict[str, Any]:
     for name in _WORDS:
         columns[name] = [getattr(row, name) for _, row in rows]
 
-    numbers: dict[str, int] = {}
+    # Data may have the same question with several answers.
+    numbers: dict[tuple[str, str], int] = {}
     columns["prompt"] = [
-        numbers.setdefault(row.prompt, len(numbers)) for _, row in rows
+        numbers.setdefault((row.prompt, row.answer), len(numbers)) for _, row in rows
     ]
     columns["preview"] = [
         " ".join(row.response[: 2 * _PREVIEW].split())[:_PREVIEW] for _, row in rows
     ]
-    columns["hasTokens"] = [int(row.tokens is not None) for _, row in rows]
     return columns
 
 
@@ -389,7 +451,10 @@ def _text(row: RecordedRow) -> list[Any]:
 
 
 def _token_values(row: RecordedRow) -> list[Any] | None:
-    """Return the tokens of a row; numbers are thousandths, null where there is none."""
+    """Return the tokens of a row, and how many it has.
+
+    Numbers are thousandths, null where there is none.
+    """
     tokens = row.tokens
     if tokens is None:
         return None
@@ -400,6 +465,7 @@ def _token_values(row: RecordedRow) -> list[Any] | None:
         _thousandths(tokens.log_probs),
         _thousandths(tokens.advantages),
         np.nan_to_num(tokens.versions, nan=-1).astype(int).tolist(),
+        tokens.total,
     ]
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
+import math
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,15 +21,16 @@ import yaml
 from verl_ray.errors import TrackingError
 from verl_ray.ownership import Owner
 from verl_ray.profiling.process_table import STATUS, RunStatus, read_status
-from verl_ray.profiling.trace import TRACE, read_trace
-from verl_ray.report.samples import RecordedRow, read_rows
+from verl_ray.profiling.trace import TRACE, events_in, read_trace
+from verl_ray.report.logs import LogError, read_log_errors
+from verl_ray.report.samples import SampledRows, read_rows
 from verl_ray.tracking.base import GLOBAL_STEP, HELD_OUT
 from verl_ray.tracking.evaluations import (
     HeldOutScores,
     read_scores,
     recorded_evaluations,
 )
-from verl_ray.tracking.history import Stint, read_history
+from verl_ray.tracking.history import HISTORY, Stint, killed_stint, read_history
 from verl_ray.tracking.jsonl import METRICS, read_metrics, step_of
 
 State = Literal["finished", "stopped", "failed", "killed", "running", "silent", "new"]
@@ -39,25 +40,21 @@ State = Literal["finished", "stopped", "failed", "killed", "running", "silent", 
 SILENCE_S = 600.0
 """Seconds without a sign of life after which a driver elsewhere counts as silent."""
 
+FAULTS = "faults.jsonl"
+"""File in a run's folder with a line for each failure of a process."""
+
 Metrics = Mapping[str, float]
 
-_LOG_BYTES = 1 << 20
-_LOG_ERRORS = 100
-_ERROR = re.compile(r"\w(?:Error|Exception): |CRITICAL|Segmentation fault|ut of memory")
-_NUMBERS = re.compile(r"\d+")
-_LONGEST_ERROR = 400
-_TRACE_BYTES = 64 << 20
+# Pages show tens of thousands of events, each of about 150 bytes.
+_TRACE_BYTES = 16 << 20
+_TRACE_HEAD_BYTES = 1 << 20
 
-
-@dataclass(frozen=True)
-class LogError:
-    """Lines of a log that are alike but for their numbers, and name an error."""
-
-    file: str
-    text: str
-    """The last such line, at most 400 characters of it."""
-
-    count: int
+# Patterns of the metrics that the best step of a task is chosen by.
+_MAIN_METRICS = {
+    "rl": "val-core/*/mean@*",
+    "sft": "val-core/held_out/loss",
+    "reward_model": "val-core/held_out/pair_accuracy",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,11 +74,8 @@ class RunRecord:
     scores: Mapping[int, HeldOutScores]
     """Scores of the first and of the last evaluation, by step."""
 
-    rows: Sequence[RecordedRow] = ()
+    sampled: SampledRows = field(default_factory=SampledRows)
     """Some of the prompts and responses, as many as were requested."""
-
-    recorded_rows: int = 0
-    """How many there are in the files."""
 
     faults: Sequence[Mapping[str, Any]] = ()
     """Lines of faults.jsonl: failures of processes."""
@@ -92,6 +86,9 @@ class RunRecord:
 
     trace: Sequence[Mapping[str, Any]] = ()
     """Events of trace.json in Chrome's format."""
+
+    skipped_trace_bytes: int = 0
+    """Bytes in the middle of a large trace.json that were not read."""
 
     damage: Sequence[str] = ()
     """What could not be read, a sentence each."""
@@ -116,16 +113,40 @@ class RunRecord:
         return total if isinstance(total, int) else None
 
     @property
+    def main_metric(self) -> str:
+        """Pattern of the held-out metrics that the best step is chosen by."""
+        run = self.config.get("run")
+        chosen = run.get("best_metric") if isinstance(run, Mapping) else None
+        if isinstance(chosen, str):
+            return chosen
+        return _MAIN_METRICS.get(str(self.config.get("task")), f"{HELD_OUT}*")
+
+    @property
     def evaluations(self) -> dict[int, dict[str, float]]:
         """Main held-out metrics by the step of their evaluation."""
-        evaluations = {}
-        for line in self.lines:
-            held_out = {
-                name: value for name, value in line.items() if name.startswith(HELD_OUT)
-            }
-            if held_out:
-                evaluations[int(line[GLOBAL_STEP])] = held_out
-        return evaluations
+        return _evaluations(self.lines, self.main_metric)
+
+    @property
+    def held_out_names(self) -> list[str]:
+        """Names of the main held-out metrics, the ones of `main_metric` first."""
+        names = {name for values in self.evaluations.values() for name in values}
+        pattern = self.main_metric
+        return sorted(names, key=lambda name: (not _is_meant(name, pattern), name))
+
+    @property
+    def reason(self) -> str:
+        """Why the run has failed, as far as that is on record; else empty."""
+        if self.state not in ("failed", "killed"):
+            return ""
+        parts = []
+        if self.status is not None and ": " in self.status.ended:
+            parts.append(self.status.ended.partition(": ")[2])
+        if self.faults:
+            names = ("role", "rank", "kind", "step", "cause")
+            role, rank, kind, step, cause = map(self.faults[-1].get, names)
+            where = f"{role} rank {rank} {kind} at step {step}"
+            parts.append(f"last fault: {where}: {cause}")
+        return "; ".join(parts)
 
 
 def read_run(folder: Path, most_rows: int = 0) -> RunRecord:
@@ -139,50 +160,44 @@ def read_run(folder: Path, most_rows: int = 0) -> RunRecord:
     damage: list[str] = []
     config = _config(folder, damage)
     lines = _lines(folder / METRICS, damage)
-    stints: list[Stint] = []
-    with _noting(damage):
-        stints = read_history(folder)
-    status = None
-    try:
-        status = read_status(folder)
-    except (ValueError, OSError) as error:
-        damage.append(f"{STATUS} cannot be read: {error}")
-
-    state = _state(folder, stints, status, lines)
+    stints, status, state = _processes(folder, bool(lines), damage)
+    if state in ("killed", "silent") and stints and stints[-1].ending == "running":
+        stints[-1] = killed_stint(stints[-1], folder / METRICS)
+    record = RunRecord(folder, config, lines, stints, status, state, {}, damage=damage)
     if not most_rows:
-        return RunRecord(
-            folder, config, lines, stints, status, state, {}, damage=damage
-        )
+        return record
 
-    rows, recorded_rows = read_rows(folder, most_rows, damage)
-    return RunRecord(
-        folder=folder,
-        config=config,
-        lines=lines,
-        stints=stints,
-        status=status,
-        state=state,
-        scores=_scores(folder, damage),
-        rows=rows,
-        recorded_rows=recorded_rows,
-        faults=_faults(folder / "faults.jsonl", damage),
-        log_errors=_log_errors(folder / "logs", damage),
+    # A run that began anew may leave files of the one before.
+    begun_s = stints[0].begun_s if stints else 0.0
+    trace, skipped_bytes = _trace(folder / TRACE, begun_s, damage)
+    return replace(
+        record,
+        scores=_scores(folder, record.evaluations, damage),
+        sampled=read_rows(folder, most_rows, damage),
+        faults=read_faults(folder, begun_s, damage),
+        log_errors=read_log_errors(folder / "logs", damage),
         versions=_versions(folder / "checkpoints"),
-        trace=_trace(folder / TRACE, damage),
-        damage=damage,
+        trace=trace,
+        skipped_trace_bytes=skipped_bytes,
     )
 
 
-def fingerprint(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    """Return what changes when the record does: names, sizes and times of its files."""
-    names = ("config.yaml", METRICS, "history.jsonl", "faults.jsonl", TRACE)
+def fingerprint(folder: Path) -> tuple[object, ...]:
+    """Return what changes when the record does.
+
+    That is the state of the run, and the names, sizes and times of its files.
+    """
+    names = ("config.yaml", METRICS, HISTORY, FAULTS, TRACE)
     paths = [folder / name for name in names]
     paths += [folder / name for name in ("rollouts", "evaluations")]
-    facts = []
+    facts: list[object] = []
     for path in paths:
         with contextlib.suppress(OSError):
             stat = path.stat()
             facts.append((path.name, stat.st_size, stat.st_mtime_ns))
+    # A run that is killed writes nothing more.
+    has_lines = any(fact[0] == METRICS for fact in facts if isinstance(fact, tuple))
+    facts.append(_processes(folder, has_lines, [])[2])
     return tuple(facts)
 
 
@@ -191,7 +206,7 @@ def _noting(damage: list[str]) -> Iterator[None]:
     """Note what cannot be read, instead of failing."""
     try:
         yield
-    except TrackingError as error:
+    except (TrackingError, OSError) as error:
         damage.append(str(error))
 
 
@@ -212,41 +227,89 @@ def _config(folder: Path, damage: list[str]) -> Mapping[str, Any]:
 
 def _lines(path: Path, damage: list[str]) -> list[Metrics]:
     """Return the lines of metrics.jsonl that can be read, the last one of each step."""
-    if not path.is_file():
-        return []
     lines: list[dict[str, float]] = []
     try:
-        lines = read_metrics(path)
-    except TrackingError:
-        # A killed run may leave a torn line, which the run repairs when it continues.
-        content = path.read_bytes() if path.is_file() else b""
-        texts = [text for text in content.split(b"\n") if text.strip(b"\0 ")]
-        lines = [json.loads(text) for text in texts if step_of(text) is not None]
-        lost = len(texts) - len(lines)
-        damage.append(f"{path.name}: {lost} lines of {len(texts)} cannot be read")
+        if path.is_file():
+            lines = read_metrics(path)
+    # Numbers may be too long for Python, and values too deep.
+    except (TrackingError, OSError, ValueError, RecursionError):
+        lines = _whole_lines(path, damage)
 
     by_step: dict[int, Metrics] = {}
     for line in lines:
-        numbers = {
-            name: float(value)
-            for name, value in line.items()
-            if isinstance(value, int | float)
-        }
-        step = numbers.get(GLOBAL_STEP)
-        if step is not None and step == step:
+        numbers: dict[str, float] = {}
+        for name, value in line.items():
+            if isinstance(value, int | float):
+                with contextlib.suppress(OverflowError):
+                    numbers[name] = float(value)
+        step = numbers.get(GLOBAL_STEP, math.nan)
+        if math.isfinite(step):
             by_step[int(step)] = numbers
     return [by_step[step] for step in sorted(by_step)]
+
+
+def _whole_lines(path: Path, damage: list[str]) -> list[dict[str, float]]:
+    """Return the lines of a damaged metrics.jsonl that are whole."""
+    # A killed run may leave a torn line, which the run repairs when it continues.
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        damage.append(f"{path.name} cannot be read: {error}")
+        return []
+    texts = [text for text in content.split(b"\n") if text.strip(b"\0 ")]
+    lines = [json.loads(text) for text in texts if step_of(text) is not None]
+    lost = len(texts) - len(lines)
+    damage.append(f"{path.name}: {lost} lines of {len(texts)} cannot be read")
+    return lines
+
+
+def _is_meant(name: str, pattern: str) -> bool:
+    # A name may hold characters that mean something in a pattern.
+    return name == pattern or fnmatchcase(name, pattern)
+
+
+def _evaluations(lines: Sequence[Metrics], pattern: str) -> dict[int, dict[str, float]]:
+    """Return held-out metrics, the core ones and those of a pattern, by their step."""
+    evaluations = {}
+    for line in lines:
+        held_out = {
+            name: value
+            for name, value in line.items()
+            if name.startswith(HELD_OUT)
+            or (name.startswith("val-") and _is_meant(name, pattern))
+        }
+        if held_out:
+            evaluations[int(line[GLOBAL_STEP])] = held_out
+    return evaluations
+
+
+def _processes(
+    folder: Path, has_lines: bool, damage: list[str]
+) -> tuple[list[Stint], RunStatus | None, State]:
+    """Return the processes of a run, the status of the last one, and how it stands."""
+    stints: list[Stint] = []
+    with _noting(damage):
+        stints = read_history(folder)
+    status = None
+    try:
+        status = read_status(folder)
+    except (ValueError, OSError) as error:
+        damage.append(f"{STATUS} cannot be read: {error}")
+    # While a process starts, the status is still that of the one before.
+    if status is not None and stints and status.written < stints[-1].begun_s:
+        status = None
+    return stints, status, _state(folder, stints, status, has_lines)
 
 
 def _state(
     folder: Path,
     stints: Sequence[Stint],
     status: RunStatus | None,
-    lines: Sequence[Metrics],
+    has_lines: bool,
 ) -> State:
     """Return how the run stands, from its last process."""
     if not stints:
-        return "silent" if lines else "new"
+        return "silent" if has_lines else "new"
     ending = stints[-1].ending
     if ending != "running":
         return ending
@@ -261,17 +324,31 @@ def _state(
     return "silent" if time.time() - last_s > SILENCE_S else "running"
 
 
-def _scores(folder: Path, damage: list[str]) -> dict[int, HeldOutScores]:
-    """Return the scores of the first and of the last evaluation."""
+def _scores(
+    folder: Path, steps: Collection[int], damage: list[str]
+) -> dict[int, HeldOutScores]:
+    """Return the scores of the first and of the last evaluation among some steps."""
+    # A process may end between the scores of an evaluation and its line.
     paths = recorded_evaluations(folder)
     scores = {}
-    for step in {min(paths), max(paths)} if paths else ():
+    for step in {min(steps), max(steps)} & paths.keys() if steps else ():
         with _noting(damage):
             scores[step] = read_scores(paths[step])
     return scores
 
 
-def _faults(path: Path, damage: list[str]) -> list[Mapping[str, Any]]:
+def read_faults(
+    folder: Path, begun_s: float, damage: list[str]
+) -> list[Mapping[str, Any]]:
+    """Return the lines of faults.jsonl: failures of processes.
+
+    Args:
+        folder: Folder of the run.
+        begun_s: Time at which the run began, in seconds since 1970. Older faults are
+            those of a run that this one took the place of.
+        damage: Receives a sentence if the file cannot be read.
+    """
+    path = folder / FAULTS
     faults: list[Mapping[str, Any]] = []
     try:
         text = path.read_text("utf-8", errors="replace") if path.is_file() else ""
@@ -279,36 +356,15 @@ def _faults(path: Path, damage: list[str]) -> list[Mapping[str, Any]]:
         damage.append(f"{path.name} cannot be read: {error}")
         text = ""
     for line in text.splitlines():
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             fault = json.loads(line)
-            if isinstance(fault, dict):
+            if isinstance(fault, dict) and not _is_before(fault.get("time"), begun_s):
                 faults.append(fault)
     return faults
 
 
-def _log_errors(folder: Path, damage: list[str]) -> list[LogError]:
-    """Return the errors in the ends of the logs, alike ones once, the newest last."""
-    errors = []
-    for path in sorted(folder.glob("*.log")):
-        try:
-            with path.open("rb") as file:
-                file.seek(max(0, path.stat().st_size - _LOG_BYTES))
-                text = file.read().decode("utf-8", errors="replace")
-        except OSError as error:
-            damage.append(f"logs/{path.name} cannot be read: {error}")
-            continue
-
-        counts: Counter[str] = Counter()
-        last: dict[str, str] = {}
-        for line in text.splitlines():
-            if _ERROR.search(line):
-                kind = _NUMBERS.sub("0", line)[:_LONGEST_ERROR]
-                counts[kind] += 1
-                last[kind] = line[:_LONGEST_ERROR]
-        errors += [
-            LogError(path.name, last[kind], count) for kind, count in counts.items()
-        ]
-    return errors[-_LOG_ERRORS:]
+def _is_before(time_s: object, begun_s: float) -> bool:
+    return isinstance(time_s, int | float) and time_s < begun_s
 
 
 def _versions(folder: Path) -> dict[str, str]:
@@ -320,15 +376,29 @@ def _versions(folder: Path) -> dict[str, str]:
     return {}
 
 
-def _trace(path: Path, damage: list[str]) -> Sequence[Mapping[str, Any]]:
-    """Return the events of a trace."""
-    if not path.is_file():
-        return []
-    if path.stat().st_size > _TRACE_BYTES:
-        damage.append(f"{path.name} is too large for a page; open it in Perfetto")
-        return []
+def _trace(
+    path: Path, begun_s: float, damage: list[str]
+) -> tuple[Sequence[Mapping[str, Any]], int]:
+    """Return the newest events of a trace, and how many bytes before them are skipped.
+
+    The names of processes stand at the beginning, which is read, too.
+    """
     try:
-        return read_trace(path)
+        if not path.is_file() or path.stat().st_mtime < begun_s:
+            return [], 0
+        skipped_bytes = path.stat().st_size - _TRACE_BYTES - _TRACE_HEAD_BYTES
+        if skipped_bytes <= 0:
+            return read_trace(path), 0
+        with path.open("rb") as file:
+            head = file.read(_TRACE_HEAD_BYTES)
+            file.seek(len(head) + skipped_bytes)
+            tail = file.read(_TRACE_BYTES)
     except OSError as error:
         damage.append(f"{path.name} cannot be read: {error}")
-        return []
+        return [], 0
+
+    begun = events_in(head.decode("utf-8", "replace"))
+    names = [event for event in begun if event.get("ph") == "M"]
+    # The first line of the rest is a part of one.
+    newest = tail.partition(b"\n")[2].decode("utf-8", "replace")
+    return [*names, *events_in(newest)], skipped_bytes

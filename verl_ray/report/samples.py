@@ -2,14 +2,15 @@
 
 Invariant: rows are chosen by their places alone, evenly over the steps and in whole
 groups, and the first problems of every evaluation are the same ones, so a problem can
-be followed over the steps. Files that cannot be read are named and left out.
+be followed over the steps. Files that cannot be read are named and left out. What is in
+memory is bounded, however many rows a file has and however long they are.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,12 +23,26 @@ from verl_ray.tracking.rollouts import recorded_rollouts
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
 TRAINING = "training"
 HELD_OUT = "held out"
 
 MOST_FILES = 100
 """Files of each kind that are read, chosen evenly over the steps."""
+
+MOST_CHARACTERS = 32_000_000
+"""Characters of all texts that are read, but for the first row of each file."""
+
+MOST_TOKENS = 1_000_000
+"""Tokens of all rows that are read, but for the first row of each file."""
+
+MOST_TOKENS_OF_ROW = 4_000
+"""Tokens that are read of a row, from its beginning."""
+
+_ROWS_AT_ONCE = 64
+_TOKEN_ROWS_AT_ONCE = 8
+_BUFFER_BYTES = 1 << 20
 
 _TOKEN_COLUMNS = (
     "pieces",
@@ -55,6 +70,9 @@ class TokenValues:
     versions: Floats
     """Policy version that sampled the token, -1 for none, [tokens]."""
 
+    total: int
+    """Tokens of the row, of which the first are here."""
+
 
 @dataclass(frozen=True, eq=False)
 class RecordedRow:
@@ -73,7 +91,6 @@ class RecordedRow:
     response: str
     answer: str
     reward: float
-    trajectory: int = -1
     row: int = 0
     scores: Mapping[str, float | None] = field(default_factory=dict)
     finish: str = ""
@@ -85,10 +102,24 @@ class RecordedRow:
     tokens: TokenValues | None = None
 
 
-def read_rows(
-    folder: Path, most_rows: int, damage: list[str]
-) -> tuple[list[RecordedRow], int]:
-    """Return some rows of a run, and how many are recorded in the files that were read.
+@dataclass(frozen=True, eq=False)
+class SampledRows:
+    """Some of the prompts and responses of a run, and how many there are."""
+
+    rows: Sequence[RecordedRow] = ()
+
+    num_rows: int = 0
+    """Rows of the files that were read."""
+
+    num_steps: int = 0
+    """Files that were read, each of a step or of an evaluation."""
+
+    recorded_steps: int = 0
+    """Files that there are."""
+
+
+def read_rows(folder: Path, most_rows: int, damage: list[str]) -> SampledRows:
+    """Return some rows of a run.
 
     They are in the order in which they should be dropped from the end: the first group
     of each step, then the second one of each, and so on.
@@ -101,21 +132,27 @@ def read_rows(
     training = recorded_rollouts(folder)
     kinds = [paths for paths in (training, recorded_responses(folder)) if paths]
     by_step = []
-    recorded = 0
+    num_rows = num_steps = 0
     for paths in kinds:
         chosen = _evenly(sorted(paths), MOST_FILES)
-        most_per_file = math.ceil(most_rows / len(kinds) / len(chosen))
+        num_files = len(kinds) * len(chosen)
+        limits = _Limits(
+            rows=math.ceil(most_rows / num_files),
+            characters=MOST_CHARACTERS // num_files,
+            tokens=MOST_TOKENS // len(chosen),
+        )
         for step in chosen:
             source = TRAINING if paths is training else HELD_OUT
             try:
-                rows, in_file = _rows_of(paths[step], source, step, most_per_file)
+                rows, in_file = _rows_of(paths[step], source, step, limits)
             # Parquet's own errors are OSError and ValueError.
             except (OSError, ValueError, KeyError, TypeError) as error:
                 name = paths[step].relative_to(folder)
                 damage.append(f"{name} cannot be read: {error}")
                 continue
             by_step.append(_groups(rows))
-            recorded += in_file
+            num_rows += in_file
+            num_steps += 1
 
     rows = [
         row
@@ -123,7 +160,8 @@ def read_rows(
         for group in groups
         for row in group or ()
     ]
-    return rows[:most_rows], recorded
+    recorded_steps = sum(map(len, kinds))
+    return SampledRows(rows[:most_rows], num_rows, num_steps, recorded_steps)
 
 
 def _evenly(steps: Sequence[int], most: int) -> list[int]:
@@ -141,54 +179,120 @@ def _groups(rows: Sequence[RecordedRow]) -> list[list[RecordedRow]]:
     return list(groups.values())
 
 
+@dataclass(frozen=True)
+class _Limits:
+    """Limits of what is read of a file; a first row is read whatever its size."""
+
+    rows: int
+    characters: int
+    tokens: int
+
+
 def _rows_of(
-    path: Path, source: str, step: int, most: int
+    path: Path, source: str, step: int, limits: _Limits
 ) -> tuple[list[RecordedRow], int]:
     """Return the rows of the first groups of a file, and how many rows it has."""
     # Imported here, because it takes longer than all else of a small report.
     import pyarrow.parquet
 
-    file = pyarrow.parquet.ParquetFile(path)
+    # A buffer in place of whole columns, which may be larger than memory.
+    file = pyarrow.parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES)
     group = "ordinal" if source == TRAINING else "problem"
     groups = np.asarray(file.read([group]).column(group))
     # A group that begins within the limit is whole.
-    first = list(dict.fromkeys(groups[: max(1, most)].tolist()))
+    first = list(dict.fromkeys(groups[: max(1, limits.rows)].tolist()))
     places = np.flatnonzero(np.isin(groups, first))
-    order = np.argsort(groups[places], kind="stable")
-    table = file.read().take(places[order])
-    return list(_table_rows(table, source, step, group)), len(groups)
+
+    rows: dict[int, RecordedRow] = {}
+    for place, fields in _texts(file, places.tolist(), limits.characters):
+        rows[place] = _row(fields, source, step, group)
+    rows = _within(rows, limits.characters)
+    if set(_TOKEN_COLUMNS) <= set(file.schema_arrow.names):
+        tokens = _tokens(file, sorted(rows), limits.tokens)
+        rows = {
+            place: replace(row, tokens=tokens.get(place)) for place, row in rows.items()
+        }
+    in_order = sorted(rows, key=lambda place: (groups[place], place))
+    return [rows[place] for place in in_order], len(groups)
 
 
-def _table_rows(
-    table: pa.Table, source: str, step: int, group: str
-) -> Iterator[RecordedRow]:
-    """Yield the rows of a table of rollouts or of held-out responses."""
-    per_row = [name for name in table.column_names if name not in _TOKEN_COLUMNS]
-    per_row = [name for name in per_row if name != "tokens"]
-    tokens = list(_tokens(table))
-    for place, fields in enumerate(table.select(per_row).to_pylist()):
-        reward = fields.get("reward", fields.get("score"))
-        yield RecordedRow(
-            source=source,
-            step=step,
-            group=_whole(fields[group]),
-            member=_whole(fields.get("member")),
-            data_source=fields.get("data_source") or "",
-            prompt=fields.get("prompt") or "",
-            response=fields.get("response") or "",
-            answer=fields.get("answer") or "",
-            reward=_number(reward),
-            trajectory=_whole(fields.get("trajectory")),
-            row=max(0, _whole(fields.get("row"))),
-            scores=dict(fields.get("scores") or ()),
-            finish=fields.get("finish") or "",
-            end=fields.get("end") or "",
-            failure=fields.get("failure") or "",
-            num_turns=_whole(fields.get("num_turns")),
-            response_tokens=_whole(fields.get("response_tokens")),
-            advantage=_number(fields.get("advantage")),
-            tokens=tokens[place] if tokens else None,
-        )
+def _batches(
+    file: pq.ParquetFile, columns: Sequence[str], places: Sequence[int], size: int
+) -> Iterator[tuple[Sequence[int], pa.RecordBatch]]:
+    """Yield the rows at some places, which rise, in parts, with their places.
+
+    What comes behind the last of them is not read.
+    """
+    start = 0
+    for batch in file.iter_batches(size, columns=list(columns)):
+        end = start + batch.num_rows
+        inside = [place for place in places if start <= place < end]
+        if inside:
+            yield inside, batch.take([place - start for place in inside])
+        start = end
+        if not places or end > places[-1]:
+            return
+
+
+def _texts(
+    file: pq.ParquetFile, places: Sequence[int], most_characters: int
+) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yield the rows at some places without their tokens, until they are too long."""
+    names = file.schema_arrow.names
+    per_row = [name for name in names if name not in (*_TOKEN_COLUMNS, "tokens")]
+    characters = 0
+    for inside, batch in _batches(file, per_row, places, _ROWS_AT_ONCE):
+        for place, fields in zip(inside, batch.to_pylist(), strict=True):
+            yield place, fields
+            texts = (fields.get(name) for name in ("prompt", "response", "answer"))
+            characters += sum(len(text or "") for text in texts)
+            if characters > most_characters:
+                return
+
+
+def _within(
+    rows: Mapping[int, RecordedRow], most_characters: int
+) -> dict[int, RecordedRow]:
+    """Return the first groups of a file whose texts are not too long together."""
+    within: dict[int, RecordedRow] = {}
+    characters = 0
+    in_order = sorted(rows, key=lambda place: (rows[place].group, place))
+    for place in in_order:
+        row = rows[place]
+        characters += len(row.prompt) + len(row.response) + len(row.answer)
+        if within and characters > most_characters:
+            # Only the first group may be cut short.
+            first = rows[in_order[0]].group
+            return {
+                other: shown
+                for other, shown in within.items()
+                if shown.group != row.group or shown.group == first
+            }
+        within[place] = row
+    return within
+
+
+def _row(fields: Mapping[str, Any], source: str, step: int, group: str) -> RecordedRow:
+    """Return a line of a file of rollouts or of held-out responses."""
+    return RecordedRow(
+        source=source,
+        step=step,
+        group=_whole(fields[group]),
+        member=_whole(fields.get("member")),
+        data_source=fields.get("data_source") or "",
+        prompt=fields.get("prompt") or "",
+        response=fields.get("response") or "",
+        answer=fields.get("answer") or "",
+        reward=_number(fields.get("reward", fields.get("score"))),
+        row=max(0, _whole(fields.get("row"))),
+        scores=dict(fields.get("scores") or ()),
+        finish=fields.get("finish") or "",
+        end=fields.get("end") or "",
+        failure=fields.get("failure") or "",
+        num_turns=_whole(fields.get("num_turns")),
+        response_tokens=_whole(fields.get("response_tokens")),
+        advantage=_number(fields.get("advantage")),
+    )
 
 
 def _whole(value: Any) -> int:
@@ -199,23 +303,36 @@ def _number(value: Any) -> float:
     return math.nan if value is None else float(value)
 
 
-def _tokens(table: pa.Table) -> Iterator[TokenValues]:
-    """Yield the token columns of each row, where the table has them."""
-    if not set(_TOKEN_COLUMNS) <= set(table.column_names):
-        return
-    offsets: npt.NDArray[np.int64] | None = None
-    flat: dict[str, Any] = {}
-    for name in _TOKEN_COLUMNS:
-        column = table.column(name).combine_chunks()
-        lengths = np.asarray(column.value_lengths().fill_null(0))
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
-        values = column.flatten()
-        if name == "pieces":
-            flat[name] = [piece or "" for piece in values.to_pylist()]
-        else:
-            flat[name] = values.to_numpy(zero_copy_only=False).astype(np.float64)
+def _tokens(
+    file: pq.ParquetFile, places: Sequence[int], most_tokens: int
+) -> dict[int, TokenValues]:
+    """Return the tokens of the first rows among some places, by their places."""
+    tokens: dict[int, TokenValues] = {}
+    num_tokens = 0
+    for inside, batch in _batches(file, _TOKEN_COLUMNS, places, _TOKEN_ROWS_AT_ONCE):
+        for place, values in zip(inside, _token_values(batch), strict=True):
+            num_tokens += 0 if values is None else len(values.pieces)
+            if tokens and num_tokens > most_tokens:
+                return tokens
+            if values is not None:
+                tokens[place] = values
+    return tokens
 
-    assert offsets is not None
-    for start, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
-        row = {name: values[start:end] for name, values in flat.items()}
-        yield TokenValues(**{**row, "mask": row["mask"] == 1})
+
+def _token_values(batch: pa.RecordBatch) -> Iterator[TokenValues | None]:
+    """Yield the first tokens of each row; None for a row without any."""
+    for place in range(batch.num_rows):
+        columns = {name: batch.column(name)[place].values for name in _TOKEN_COLUMNS}
+        if columns["mask"] is None:
+            yield None
+            continue
+        first = {name: values[:MOST_TOKENS_OF_ROW] for name, values in columns.items()}
+        pieces = [piece or "" for piece in first.pop("pieces").to_pylist()]
+        numbers = {
+            name: values.to_numpy(zero_copy_only=False).astype(np.float64)
+            for name, values in first.items()
+        }
+        mask = numbers.pop("mask") == 1
+        yield TokenValues(
+            pieces=pieces, mask=mask, total=len(columns["mask"]), **numbers
+        )

@@ -9,19 +9,26 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import socket
+import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import parse_qs, urlsplit
+from typing import Any
+from urllib.parse import parse_qs, quote, urlsplit
 
 from verl_ray.report.page import MOST_ROWS, page
 from verl_ray.report.record import fingerprint, read_run
+from verl_ray.tracking.report import LARGEST_SHARE
 
 LOOPBACK = "127.0.0.1"
-_OWN_NAMES = ("localhost", LOOPBACK, "::1")
+
+PERIOD_S = 5.0
+"""Shortest time between two pages."""
 
 
 def is_loopback(host: str) -> bool:
@@ -52,14 +59,26 @@ def serve(folders: Sequence[Path], host: str, port: int, token: str) -> None:
 
 
 class ReportServer(ThreadingHTTPServer):
-    """A server that makes the page anew whenever the record has changed."""
+    """A server that makes the page anew when the record has changed, now and then."""
 
     daemon_threads = True
 
     def __init__(
-        self, folders: Sequence[Path], host: str, port: int, token: str
+        self,
+        folders: Sequence[Path],
+        host: str,
+        port: int,
+        token: str,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begin to listen.
+
+        Args:
+            folders: Folders of the runs.
+            host: Address to listen at.
+            port: Port to listen at; 0 for any that is free.
+            token: Text that the query of a request has to hold; empty for none.
+            clock: Clock in seconds that only increases.
 
         Raises:
             OSError: The address cannot be listened at.
@@ -70,32 +89,50 @@ class ReportServer(ThreadingHTTPServer):
         self._lock = threading.Lock()
         self._page = b""
         self._version = ""
+        self._clock = clock
+        self._next_s = 0.0
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)
 
     @property
     def address(self) -> str:
         """The URL of the page."""
         host, port = self.server_address[:2]
-        query = f"?token={self.token}" if self.token else ""
-        return f"http://{host!s}:{port}/{query}"
+        shown_host = f"[{host!s}]" if ":" in str(host) else str(host)
+        query = f"?token={quote(self.token, safe='')}" if self.token else ""
+        return f"http://{shown_host}:{port}/{query}"
 
     @property
-    def version(self) -> str:
+    def _present_version(self) -> str:
         """The version of the record, as an entity tag."""
         facts = repr([fingerprint(folder) for folder in self._folders])
         return f'"{sha256(facts.encode()).hexdigest()[:16]}"'
 
     def page(self) -> tuple[bytes, str]:
-        """Return the page of the present record, and the version of that."""
+        """Return the page, and the version of the record that it was made from.
+
+        That is the present record, or the one of a moment before.
+        """
         # Browsers that ask at the same time wait for one page.
         with self._lock:
-            version = self.version
+            start_s = self._clock()
+            if self._page and start_s < self._next_s:
+                return self._page, self._version
+            version = self._present_version
             if version != self._version:
                 most_rows = -(-MOST_ROWS // len(self._folders))
                 records = [read_run(folder, most_rows) for folder in self._folders]
                 self._page = page(records, live=version)
                 self._version = version
+                end_s = self._clock()
+                pause_s = max(PERIOD_S, (end_s - start_s) / LARGEST_SHARE)
+                self._next_s = end_s + pause_s
             return self._page, self._version
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Report what a request raised, unless a browser has closed its connection."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -103,7 +140,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Reply with the page, or with why there is none."""
-        address = urlsplit(self.path)
+        try:
+            address = urlsplit(self.path)
+        except ValueError:
+            self.send_error(HTTPStatus.BAD_REQUEST)
+            return
         if self.server.demands_own_name and not self._names_this_machine():
             self.send_error(HTTPStatus.FORBIDDEN, "The page is for this machine alone")
             return
@@ -113,12 +154,12 @@ class _Handler(BaseHTTPRequestHandler):
         if address.path != "/":
             self.send_error(HTTPStatus.NOT_FOUND)
             return
-        if self.headers.get("If-None-Match") == self.server.version:
+
+        content, version = self.server.page()
+        if self.headers.get("If-None-Match") == version:
             self.send_response(HTTPStatus.NOT_MODIFIED)
             self.end_headers()
             return
-
-        content, version = self.server.page()
         self.send_response(HTTPStatus.OK)
         self.send_header("Content-Type", "text/html; charset=utf-8")
         self.send_header("Content-Length", str(len(content)))
@@ -131,8 +172,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def _names_this_machine(self) -> bool:
-        host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
-        return host in _OWN_NAMES
+        try:
+            host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
+        except ValueError:
+            return False
+        return host is not None and is_loopback(host)
 
     def _has_token(self, query: dict[str, list[str]]) -> bool:
         sent = query.get("token", [""])[0]

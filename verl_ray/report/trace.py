@@ -17,7 +17,7 @@ _MICROSECONDS = 1e-6
 
 
 def trace_of(
-    events: Sequence[Mapping[str, Any]], blocks: Blocks
+    events: Sequence[Mapping[str, Any]], blocks: Blocks, skipped_bytes: int = 0
 ) -> dict[str, Any] | None:
     """Add the events of a trace to the blocks, and return the index over them.
 
@@ -25,6 +25,7 @@ def trace_of(
         events: Events in Chrome's format; times are microseconds.
         blocks: Receives one block with the columns start (seconds since the first
             event), duration (seconds), track and name, the events in order.
+        skipped_bytes: Bytes of the trace whose events are not among these.
 
     Returns:
         The tracks, the names and the number of the block; None without events.
@@ -56,6 +57,7 @@ def trace_of(
         "names": list(names),
         "block": blocks.add_json(columns),
         "leftOut": len(complete) - len(newest),
+        "skippedBytes": skipped_bytes,
     }
 
 

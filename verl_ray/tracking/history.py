@@ -7,6 +7,7 @@ last line of metrics.jsonl was written.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -71,7 +72,7 @@ def begin_stint(run_dir: Path, step: int, begun_s: float) -> None:
         except TrackingError as error:
             print(f"warning: {error}", file=sys.stderr, flush=True)
     if stints and stints[-1].ending == "running":
-        stints[-1] = _killed(stints[-1], run_dir / METRICS)
+        stints[-1] = killed_stint(stints[-1], run_dir / METRICS)
 
     stints.append(Stint(begun_s, None, step, None, "running"))
     _write(run_dir, stints)
@@ -133,6 +134,19 @@ def read_history(run_dir: Path) -> list[Stint]:
         ) from error
 
 
+def killed_stint(stint: Stint, metrics: Path) -> Stint:
+    """Return the part of a process that could not note its end.
+
+    Args:
+        stint: The part as it is on record, which still runs.
+        metrics: The metrics.jsonl of the run, which was written last before the end.
+    """
+    ended_s = stint.begun_s
+    with contextlib.suppress(OSError):
+        ended_s = max(ended_s, metrics.stat().st_mtime)
+    return replace(stint, ended_s=ended_s, ending="killed")
+
+
 def wall_s(stints: list[Stint]) -> float:
     """Return how long all processes of a run took together, in seconds."""
     now_s = time.time()
@@ -162,14 +176,6 @@ def starting_s(stints: list[Stint]) -> float:
         ):
             total_s += max(0.0, ready_s - stint.begun_s - stint.preparing_s)
     return total_s
-
-
-def _killed(stint: Stint, metrics: Path) -> Stint:
-    """Return the part of a process that could not note its end."""
-    ended_s = stint.begun_s
-    if metrics.exists():
-        ended_s = max(ended_s, metrics.stat().st_mtime)
-    return replace(stint, ended_s=ended_s, ending="killed")
 
 
 def _write(run_dir: Path, stints: list[Stint]) -> None:

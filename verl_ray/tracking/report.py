@@ -85,4 +85,6 @@ def write_report(folders: Sequence[Path], output: Path) -> None:
     from verl_ray.report.record import read_run
 
     most_rows = -(-MOST_ROWS // len(folders))
-    replace_file(output, page([read_run(folder, most_rows) for folder in folders]))
+    content = page([read_run(folder, most_rows) for folder in folders])
+    # `verl-ray report` may write the same file while the run does.
+    replace_file(output, content, is_shared=True)

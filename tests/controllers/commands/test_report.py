@@ -5,10 +5,12 @@ from __future__ import annotations
 import http.client
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -59,8 +61,13 @@ def test_a_mistake_is_named(
 
 
 @contextmanager
-def served(folder: Path, token: str = "") -> Iterator[ReportServer]:
-    with ReportServer([folder], LOOPBACK, 0, token) as server:
+def served(
+    folder: Path,
+    token: str = "",
+    host: str = LOOPBACK,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[ReportServer]:
+    with ReportServer([folder], host, 0, token, clock) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
@@ -73,9 +80,8 @@ def served(folder: Path, token: str = "") -> Iterator[ReportServer]:
 def reply(
     server: ReportServer, path: str = "/", **headers: str
 ) -> tuple[int, str | None, bytes]:
-    connection = http.client.HTTPConnection(
-        LOOPBACK, server.server_address[1], timeout=30
-    )
+    host, port = server.server_address[:2]
+    connection = http.client.HTTPConnection(str(host), port, timeout=30)
     connection.request(
         "GET", path, headers={k.replace("_", "-"): v for k, v in headers.items()}
     )
@@ -87,7 +93,14 @@ def reply(
 
 def test_a_server_sends_the_page_once_per_version(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", ending="crashed")
-    with served(folder) as server:
+    now = [100.0]
+    steps = iter([0.0, 2.0])
+
+    def clock() -> float:
+        now[0] += next(steps, 0.0)
+        return now[0]
+
+    with served(folder, clock=clock) as server:
         status, version, content = reply(server)
         assert (
             status == 200 and version is not None and b"connect-src 'self'" in content
@@ -95,18 +108,50 @@ def test_a_server_sends_the_page_once_per_version(tmp_path: Path) -> None:
         assert reply(server, If_None_Match=version)[0] == 304
         with (folder / "metrics.jsonl").open("a") as file:
             file.write("ard")
+        # A page took two seconds, so the next one is made 100 s later.
+        now[0] += 99
+        assert reply(server, If_None_Match=version)[0] == 304
+        now[0] += 2
         status, changed, _ = reply(server, If_None_Match=version)
         assert status == 200 and changed != version
         assert reply(server, "/metrics.jsonl")[0] == 404
         assert reply(server, Host="evil.example:80")[0] == 403
         assert reply(server, Host="localhost:80")[0] == 200
+        assert reply(server, Host="[")[0] == 403
+        with socket.create_connection(server.server_address[:2]) as connection:
+            connection.sendall(b"GET http://[ HTTP/1.0\r\n\r\n")
+            assert b" 400 " in connection.makefile("rb").readline()
 
 
 def test_who_has_no_token_sees_nothing(tmp_path: Path) -> None:
-    with served(write_run(tmp_path / "run"), token="secret") as server:
-        assert server.address.endswith("/?token=secret")
+    token = "s+c & r#t%"
+    with served(write_run(tmp_path / "run"), token) as server:
+        _, _, query = server.address.partition("/?")
+        assert query == "token=s%2Bc%20%26%20r%23t%25"
         assert reply(server)[0] == reply(server, "/?token=secre")[0] == 403
-        assert reply(server, "/?token=secret")[0] == 200
+        assert reply(server, f"/?{query}")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "shown"), [("127.0.0.2", "127.0.0.2"), ("::1", "[::1]")]
+)
+def test_a_server_listens_at_any_address_of_this_machine(
+    tmp_path: Path, host: str, shown: str
+) -> None:
+    with served(write_run(tmp_path / "run"), host=host) as server:
+        assert server.address.startswith(f"http://{shown}:")
+        assert reply(server)[0] == 200
+
+
+def test_a_browser_that_goes_away_is_no_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with served(write_run(tmp_path / "run")) as server:
+        try:
+            raise BrokenPipeError
+        except BrokenPipeError:
+            server.handle_error(None, (LOOPBACK, 1))
+        assert capsys.readouterr().err == ""
 
 
 def test_addresses_of_this_machine_are_known() -> None:
@@ -140,16 +185,20 @@ def test_runs_are_listed_with_their_results(
     write_run(tmp_path / "sweep" / "0", ending="failed")
     damaged = write_run(tmp_path / "damaged")
     (damaged / "config.yaml").write_text("- 1\n")
+    unreadable = write_run(tmp_path / "unreadable") / "metrics.jsonl"
+    unreadable.unlink()
+    unreadable.symlink_to("/proc/self/mem")
     (tmp_path / "other").mkdir()
 
     assert main(["runs", str(tmp_path)]) == 0
     lines = [line.split(maxsplit=4) for line in capsys.readouterr().out.splitlines()]
     by_name = {words[0]: words for words in lines}
-    assert by_name.keys() == {"run", "whole", "sweep/0", "damaged"}
+    assert by_name.keys() == {"run", "whole", "sweep/0", "damaged", "unreadable"}
     assert by_name["whole"][1:3] == ["finished", "4/4"]
     assert by_name["whole"][4].strip() == "sums/acc/mean@1 0.375 -> 0.625 at step 4"
     assert by_name["sweep/0"][1] == "failed"
     assert "holds no configuration" in by_name["damaged"][4]
+    assert "metrics.jsonl cannot be read" in by_name["unreadable"][4]
 
     empty = tmp_path / "other"
     assert main(["runs", str(empty)]) == 0

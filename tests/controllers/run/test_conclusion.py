@@ -121,12 +121,26 @@ def test_a_run_that_was_broken_off_reports_the_same(
     assert "starting" in text and f"logs: {tmp_path}/logs" in text
 
 
+def test_a_terminal_that_is_gone_costs_no_page(
+    inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("controllers.run.conclusion.show", refuse)
+    config = inputs.config("ppo", tmp_path, "run.total_steps=9")
+    concluding(config, recorded(config, {0: 2}, steps=2)).break_off(RewardError("y"))
+    assert (tmp_path / "report.html").exists()
+    assert [stint.ending for stint in read_history(tmp_path)] == ["failed"]
+
+
 def test_a_setting_that_was_refused_has_no_report(
     inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = inputs.config("ppo", tmp_path)
     concluding(config, None).break_off(ConfigError([]))
     assert capsys.readouterr().out == ""
+    assert not (tmp_path / "report.html").exists()
 
 
 def test_damage_to_the_record_costs_only_a_part_of_the_report(

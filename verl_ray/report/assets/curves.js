@@ -26,10 +26,19 @@ function namesOfPanel(run, panel) {
   return panel.names.filter((name) => all.includes(name));
 }
 
+/** Return the ends of some names, which begin where the names begin to differ. */
+function distinctParts(names) {
+  const parts = names.map((name) => name.split("/"));
+  let same = 0;
+  while (parts.every((words) => same < words.length - 1 && words[same] === parts[0][same])) same++;
+  return parts.map((words) => words.slice(same).join("/"));
+}
+
 /** Return the chart of a panel over some runs; null where none of them has its metrics. */
 function panelCard(report, panel, numbers) {
   const names = [...new Set(numbers.flatMap((number) => namesOfPanel(report.runs[number], panel)))];
   if (!names.length) return null;
+  const distinct = distinctParts(names);
   const load = async () => {
     const curves = [];
     for (const number of numbers) {
@@ -39,10 +48,10 @@ function panelCard(report, panel, numbers) {
         if (!metric) continue;
         const isAlone = report.runs.length === 1 || numbers.length === 1;
         const words = name.replace("val-core/", "");
-        const title = isAlone ? words : names.length > 1 ? `${words.slice(words.lastIndexOf("/") + 1)}, ${run.name}` : run.name;
+        const title = isAlone ? words : names.length > 1 ? `${distinct[place]}, ${run.name}` : run.name;
         curves.push({
           title, color: isAlone ? (report.runs.length > 1 && names.length === 1 ? number : place) : number, dash: !isAlone && place > 0,
-          steps: run.steps, values: Array.from(await numberBlock(metric[1])),
+          steps: run.steps, values: Array.from(await report.blocks.numbers(metric[1])),
         });
       }
     }

@@ -15,7 +15,7 @@ function element(name, properties = {}, ...children) {
 }
 
 // Characters that show nothing, or that turn the direction of the text around them.
-const invisible = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]|\p{Surrogate}/gu;
+const invisible = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff\u{e0000}-\u{e007f}]|\p{Surrogate}/gu;
 
 /** Return a recorded text with its invisible characters named. */
 function visible(text) {
@@ -51,6 +51,11 @@ function duration(seconds) {
   const whole = Math.round(seconds);
   const [hours, minutes] = [Math.floor(whole / 3600), Math.floor((whole % 3600) / 60)];
   return hours ? `${hours} h ${minutes} min` : `${minutes} min ${whole % 60} s`;
+}
+
+/** Return a time in seconds since 1970 as text, to the minute or to the second. */
+function utc(seconds, length = 16) {
+  return `${new Date(1000 * seconds).toISOString().replace("T", " ").slice(0, length)} UTC`;
 }
 
 function grouped(value) {

@@ -7,7 +7,9 @@ function overviewTab(report) {
   const parts = report.runs.flatMap((run, number) => [
     element("h2", { class: "run-title" },
       report.runs.length > 1 ? swatch(number) : null, recorded(run.name),
-      element("span", { class: `chip ${stateClass[run.state] ?? ""}` }, run.state)),
+      element("span", { class: `chip ${stateClass[run.state] ?? ""}` }, run.state),
+      element("span", { class: "quiet made" }, `as of ${utc(report.made)}`)),
+    run.reason ? element("p", { class: "note bad reason" }, recorded(run.reason)) : null,
     facts(run),
     ...run.damage.map((text) => element("p", { class: "note warn" }, recorded(text))),
     findingList(run),
@@ -30,10 +32,12 @@ function facts(run) {
   ];
   const main = run.heldOut[0];
   if (main) {
+    const name = main.metric.replace("val-core/", "");
     const [, value] = main.after;
-    const change = main.change ? main.change[0] : value - main.before[1];
-    shown.push([short(value), `held out, ${signed(change)} since step ${main.before[0]}`]);
-    shown.push([short(main.best[1]), `best, at step ${grouped(main.best[0])}`]);
+    const isPaired = value !== null && main.before[1] !== null;
+    const change = main.change ? main.change[0] : isPaired ? value - main.before[1] : null;
+    shown.push([short(value), `${name}, ${change === null ? "–" : signed(change)} since step ${main.before[0]}`]);
+    shown.push([short(main.best[1]), `best ${name}, at step ${grouped(main.best[0])}`]);
   }
   if (run.state === "running" && run.phaseNow) shown.push(["now", run.phaseNow]);
   return element("div", { class: "facts" },
@@ -103,12 +107,12 @@ function keyCharts(report, numbers) {
 
 function factTable(run) {
   const stints = run.stints.map((stint) => [
-    new Date(1000 * stint.begun_s).toISOString().replace("T", " ").slice(0, 19),
+    utc(stint.begun_s, 19),
     { number: stint.ended_s === null ? "–" : duration(stint.ended_s - stint.begun_s) },
     { number: `${stint.first_step} to ${stint.last_step ?? "?"}` }, visible(stint.ending)]);
   return element("div", {},
     table(["", ""], run.facts.map(([title, value]) => [element("span", { class: "quiet" }, title), recorded(value, title === "command" ? "mono" : "")])),
-    stints.length ? table(["process began (UTC)", { number: "took" }, { number: "steps" }, "ended"], stints) : "");
+    stints.length ? table(["process began", { number: "took" }, { number: "steps" }, "ended"], stints) : "");
 }
 
 function runTable(report) {

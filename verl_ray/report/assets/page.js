@@ -26,6 +26,7 @@ async function draw() {
   const main = document.getElementById("main");
   const focused = main.contains(document.activeElement) ? document.activeElement.getAttribute("aria-label") : null;
   main.replaceChildren(...parts.filter((part) => part !== null));
+  main.dataset.tab = name;
   if (focused) [...main.querySelectorAll("[aria-label]")].find((other) => other.getAttribute("aria-label") === focused)?.focus();
 }
 
@@ -33,7 +34,7 @@ function showTitle() {
   const title = report.runs.map((run) => run.name).join(", ");
   const target = document.getElementById("title");
   target.textContent = visible(title);
-  target.title = `made ${new Date(1000 * report.made).toISOString().replace("T", " ").slice(0, 16)} UTC by verl_ray ${report.version}`;
+  target.title = `made ${utc(report.made)} by verl_ray ${report.version}`;
   document.title = `${visible(title)} · verl_ray`;
 }
 
@@ -70,8 +71,10 @@ function followTheme() {
 
 /** Read the data of a document and draw them. */
 async function show(doc) {
-  takeBlocks(doc);
-  report = await jsonBlock(Number(doc.body.dataset.index));
+  const blocks = blocksOf(doc);
+  const made = await blocks.json(Number(doc.body.dataset.index));
+  for (const holder of [made, ...made.runs]) holder.blocks = blocks;
+  report = made;
   showTitle();
   await draw();
 }

@@ -4,16 +4,31 @@
 const itemHeight = 62;
 const mostBeside = 24;
 const samplesView = {
-  filters: {}, sort: "recorded", selected: null, mode: "sample", coloring: "turns",
+  filters: {}, sort: "recorded", selected: null, selectedKey: null, mode: "sample", coloring: "turns",
 };
 
+const identity = ["run", "source", "step", "group", "member", "row"];
+
+/** Return what a row is known by, whatever its place. */
+function keyOf(columns, place) {
+  return place === null ? null : identity.map((name) => columns[name][place]);
+}
+
+function isRow(columns, place, key) {
+  return place !== null && identity.every((name, i) => columns[name][place] === key[i]);
+}
+
 async function samplesTab(report, redraw) {
-  const columns = await jsonBlock(report.samples.columns);
+  const columns = await report.blocks.json(report.samples.columns);
   const samples = { ...report.samples, columns, report };
   if (!samples.shown) return [element("p", { class: "note" }, "No prompts and responses are recorded.")];
 
   const places = matching(samples);
+  // Newer data may have the row that is selected at another place.
+  const last = samplesView.selectedKey;
+  if (last !== null && !isRow(columns, samplesView.selected, last)) samplesView.selected = places.find((place) => isRow(columns, place, last)) ?? null;
   if (!places.includes(samplesView.selected)) samplesView.selected = places[0] ?? null;
+  samplesView.selectedKey = keyOf(columns, samplesView.selected);
   const detail = element("div", { id: "detail", "aria-live": "polite" });
   const showDetail = async () => {
     const made = await detailOf(samples, samplesView.selected, showDetail, select);
@@ -21,6 +36,7 @@ async function samplesTab(report, redraw) {
   };
   const select = (place) => {
     samplesView.selected = place;
+    samplesView.selectedKey = keyOf(columns, place);
     list.refresh();
     return showDetail();
   };
@@ -28,10 +44,12 @@ async function samplesTab(report, redraw) {
   await showDetail();
 
   const rest = samples.recorded - samples.shown;
+  const isPart = samples.steps < samples.recordedSteps;
   return [
     filterTools(samples, redraw),
     element("p", { class: "quiet", id: "count" }, `${grouped(places.length)} of ${grouped(samples.shown)} rows`,
-      rest > 0 ? `; ${grouped(rest)} more are in the run's folder (rollouts/, evaluations/)` : ""),
+      isPart ? `, from ${grouped(samples.steps)} of ${grouped(samples.recordedSteps)} recorded steps` : "",
+      rest > 0 ? `; ${grouped(rest)} more of ${isPart ? "these steps" : "them"} are in the run's folder (rollouts/, evaluations/)` : ""),
     element("div", { class: "split" }, list, detail),
   ];
 }
@@ -179,12 +197,16 @@ function placesBeside({ columns, shown }, place) {
   return [place];
 }
 
+/** Return the value of a row from blocks, of which each has its first row and its number. */
+async function valueOfRow(blocks, places, place) {
+  const [first, number] = places.findLast(([start]) => start <= place);
+  return (await blocks.json(number))[place - first];
+}
+
 async function sampleCard(samples, place, selected) {
-  const { columns, report, rowsPerBlock } = samples;
-  const [block, row] = [Math.floor(place / rowsPerBlock), place % rowsPerBlock];
-  const [prompt, response, answer, scores] = (await jsonBlock(samples.texts[block]))[row];
-  const tokenBlock = samples.tokens[block];
-  const tokens = tokenBlock === null ? null : (await jsonBlock(tokenBlock))[row];
+  const { columns, report } = samples;
+  const [prompt, response, answer, scores] = await valueOfRow(report.blocks, samples.texts, place);
+  const tokens = columns.hasTokens[place] ? await valueOfRow(report.blocks, samples.tokens, place) : null;
 
   const pairs = [["step", columns.step[place]], ["reward", short(columns.reward[place])]];
   for (const [name, value] of Object.entries(scores)) pairs.push([name, value === null ? "failed" : short(value)]);
@@ -200,7 +222,8 @@ async function sampleCard(samples, place, selected) {
   const plain = (text) => element("p", { class: "text-block" }, visible(text));
   return element("article", { class: "card sample", "aria-current": place === selected ? "true" : null },
     element("div", { class: "pairs" }, ...pairs.map(([title, value]) => element("div", {}, element("span", {}, `${visible(title)} `), recorded(value)))),
-    ...(tokens ? [part("tokens of the row, prompt included", tokenText(tokens))] : [part("prompt", plain(prompt)), part("response", plain(response))]),
+    ...(tokens ? [part(tokenTitle(tokens), tokenText(tokens))] : []),
+    ...(tokens && !isCut(tokens) ? [] : [part("prompt", plain(prompt)), part("response", plain(response))]),
     answer ? part("expected answer", plain(answer)) : "");
 }
 
@@ -218,6 +241,16 @@ function strengthOf(tokens, i) {
     case "version": return versions[i] < 0 ? null : versions[i] % 2 ? 0.7 : -0.7;
     default: return null;
   }
+}
+
+/** Return whether a page has the first tokens of a row alone. */
+function isCut([pieces, , , , , , total]) {
+  return pieces.length < total;
+}
+
+function tokenTitle(tokens) {
+  const [pieces, , , , , , total] = tokens;
+  return isCut(tokens) ? `the first ${grouped(pieces.length)} of the row's ${grouped(total)} tokens, prompt included` : "tokens of the row, prompt included";
 }
 
 function tokenText(tokens) {

@@ -16,7 +16,7 @@ function phaseChart(run) {
   const load = async () => {
     const curves = [];
     for (const [name, words] of run.phases) {
-      const values = Array.from(await numberBlock(run.metrics.find((pair) => pair[0] === name)[1]));
+      const values = Array.from(await run.blocks.numbers(run.metrics.find((pair) => pair[0] === name)[1]));
       const total = values.reduce((sum, value) => sum + (Number.isFinite(value) ? value : 0), 0);
       curves.push({ title: words, steps: run.steps, values, total });
     }
@@ -93,10 +93,11 @@ function traceSection(run, redraw) {
   const picker = element("span", {});
   const section = element("section", {}, element("h2", {}, "Processes of a step"),
     element("div", { class: "card" }, element("div", { class: "tools" }, picker), canvas, shown),
-    element("p", { class: "quiet" }, "From trace.json, which ui.perfetto.dev opens in full.", run.trace.leftOut ? ` The ${grouped(run.trace.leftOut)} oldest events are left out here.` : ""));
+    element("p", { class: "quiet" }, "From trace.json, which ui.perfetto.dev opens in full.", run.trace.leftOut ? ` The ${grouped(run.trace.leftOut)} oldest events are left out here.` : "",
+      run.trace.skippedBytes ? ` ${grouped(run.trace.skippedBytes / 1e6)} MB of older events are not read here.` : ""));
 
-  jsonBlock(run.trace.block).then(([starts, durations, ofTrack, ofName]) => {
-    const steps = stepsOfTrace(names, starts, durations, ofName);
+  run.blocks.json(run.trace.block).then(([starts, durations, ofTrack, ofName]) => {
+    const steps = stepsOfTrace(names, starts, durations, ofName, ofTrack);
     if (!steps.some((step) => step.title === timeView.step)) timeView.step = steps[steps.length - 1].title;
     const step = steps.find((other) => other.title === timeView.step);
     picker.replaceChildren(menu("step", steps.map((other) => [other.title, other.title]), step.title, (value) => { timeView.step = value; redraw(); }));
@@ -115,17 +116,28 @@ function traceSection(run, redraw) {
 }
 
 /** Return the steps of a trace with their times; all of it where it names none. */
-function stepsOfTrace(names, starts, durations, ofName) {
+function stepsOfTrace(names, starts, durations, ofName, ofTrack) {
   const numbers = names.map((name) => /^step (\d+)/.exec(name)?.[1]);
-  const steps = new Map();
+  const steps = [];
+  const newest = new Map();
+  const counts = new Map();
   for (let i = 0; i < starts.length; i++) {
     const number = numbers[ofName[i]];
     if (number === undefined) continue;
     const end = starts[i] + durations[i];
-    const known = steps.get(number) ?? { title: number, start: starts[i], end };
-    steps.set(number, { title: number, start: Math.min(known.start, starts[i]), end: Math.max(known.end, end) });
+    const step = newest.get(ofTrack[i]);
+    if (step?.number === number) {
+      step.end = Math.max(step.end, end);
+      continue;
+    }
+    // A run that goes back makes a step again, maybe in another process.
+    const count = (counts.get(number) ?? 0) + 1;
+    counts.set(number, count);
+    const made = { number, title: count > 1 ? `${number}, made again (${count})` : number, start: starts[i], end };
+    newest.set(ofTrack[i], made);
+    steps.push(made);
   }
-  if (steps.size) return [...steps.values()];
+  if (steps.length) return steps;
   return [{ title: "all", start: 0, end: starts.reduce((end, start, i) => Math.max(end, start + durations[i]), 0) }];
 }
 
