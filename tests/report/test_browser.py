@@ -368,6 +368,8 @@ def test_a_served_page_follows_its_run(browser: Browser, tmp_path: Path) -> None
             page.locator(".item").nth(1).click()
             page.wait_for_selector(".item:nth-child(2)[aria-selected=true]")
             selected = page.locator(".item[aria-selected=true]").inner_text()
+            top = "document.getElementById('list').scrollTop"
+            page.evaluate(f"{top} = 100")
             tracker = JsonlTracker(folder, committed_step=4)
             tracker.log(5, {"training/global_step": 5, "critic/rewards/mean": 1.0})
             tracker.close(failed=False)
@@ -377,6 +379,7 @@ def test_a_served_page_follows_its_run(browser: Browser, tmp_path: Path) -> None
             page.wait_for_selector("#count:has-text('22 of 22')", timeout=60_000)
             # Rows have other places now, and the same one is selected.
             assert page.locator(".item[aria-selected=true]").inner_text() == selected
+            page.wait_for_function(f"{top} === 100")
             opened.tab("Overview")
             page.wait_for_selector(".facts:has-text('5 of 4')", timeout=60_000)
             assert {url.split("?")[0] for url in opened.requests} == {server.address}

@@ -5,6 +5,7 @@ const itemHeight = 62;
 const mostBeside = 24;
 const samplesView = {
   filters: {}, sort: "recorded", selected: null, selectedKey: null, mode: "sample", coloring: "turns",
+  scrolled: { order: "", top: 0 },
 };
 
 const identity = ["run", "source", "step", "group", "member", "row"];
@@ -132,7 +133,11 @@ function sampleList(samples, places, select) {
     const last = Math.min(places.length, first + Math.ceil((list.clientHeight || 800) / itemHeight) + 9);
     space.replaceChildren(...places.slice(first, last).map((place, i) => sampleItem(samples, place, first + i, select)));
   };
-  list.addEventListener("scroll", list.refresh, { passive: true });
+  const order = JSON.stringify([samplesView.filters, samplesView.sort]);
+  list.addEventListener("scroll", () => {
+    samplesView.scrolled = { order, top: list.scrollTop };
+    list.refresh();
+  }, { passive: true });
   list.addEventListener("keydown", (event) => {
     const moves = { ArrowDown: 1, ArrowUp: -1, PageDown: 8, PageUp: -8 };
     if (!(event.key in moves) || !places.length) return;
@@ -145,7 +150,11 @@ function sampleList(samples, places, select) {
     select(places[next]);
   });
   list.refresh();
-  requestAnimationFrame(() => list.refresh());
+  requestAnimationFrame(() => {
+    // Newer data leave the list where it was.
+    if (samplesView.scrolled.order === order) list.scrollTop = samplesView.scrolled.top;
+    list.refresh();
+  });
   return list;
 }
 
