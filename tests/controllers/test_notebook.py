@@ -153,7 +153,8 @@ async def _work_through(inputs: Inputs, folder: Path) -> None:
         record = folder / "outputs" / "long" / "metrics.jsonl"
         long = AT_ONCE.format(steps=100_000, name="long")
         text = await notebook.run(long, interrupt_at=record)
-        assert "SIGINT: step" in text and "Traceback" not in text
+        # What comes next depends on whether a step is under way at that moment.
+        assert "SIGINT: " in text and "Traceback" not in text
         assert "is saved in" in text and text.endswith("raised Stopped")
         stopped_at = record.read_text().count("\n")
         more = AT_ONCE.format(steps=stopped_at + 1, name="long")
