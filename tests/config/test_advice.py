@@ -23,7 +23,7 @@ OF_BACKENDS = {
     f"backend.{name}" for kind in BACKENDS.values() for name in kind.model_fields
 }
 # Their keys are the user's own.
-FREE = re.compile(r"(rollout\.vllm_args|reward\.functions)\.\w+")
+FREE = re.compile(r"(rollout\.vllm_args|reward\.functions|agent\.environments)\.\w+")
 RL = value_keys(RLConfig)
 
 
@@ -64,6 +64,9 @@ def test_every_answer_names_settings_and_choices_that_exist(role: str) -> None:
         ("trainer.total_epochs", "run.total_epochs"),
         ("checkpointing.enabled", "run.checkpoint_every"),
         ("overlong_buffer.enable", "algorithm.overlong_share"),
+        ("agent_func_path", "agent.environments.default"),
+        ("actor_rollout_ref.rollout.multi_turn.max_assistant_turns", "agent.max_turns"),
+        ("actor_rollout_ref.rollout.multi_turn.format", "agent.tool_parser"),
         ("algorithm.filter_groups.enable", "algorithm.dynamic_sampling"),
         ("use_dynamic_sampling", "algorithm.dynamic_sampling"),
         ("delta", "algorithm.dual_clip"),

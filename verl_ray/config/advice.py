@@ -290,6 +290,10 @@ _DTYPES = (
     "backend.dtype=bfloat16 sets the trainers, rollout.dtype=bfloat16 the rollout"
     " engine."
 )
+_ENVIRONMENT = (
+    "agent.environments.default=FILE.py:NAME names a class, a coroutine function or"
+    " tools."
+)
 _FUNCTION = (
     "Name your function as reward.functions.default=FILE.py:FUNCTION or"
     " MODULE:FUNCTION. Functions written for verl and TRL are called as there."
@@ -555,6 +559,17 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     ),
     (_FUNCTION, "reward_manager reward_function reward_fn compute_score"),
     (_FUNCTION, "reward.function reward.func reward.fn reward.path reward.functions"),
+    (
+        _ENVIRONMENT,
+        "agent.environment agent.env agent_func_path environment_factory rollout_func"
+        " multi_turn.enable default_agent_loop multi_turn.tool_config_path"
+        " tool_config_path",
+    ),
+    (
+        "agent.max_turns",
+        "max_assistant_turns max_rollout_turns max_tool_calling_iterations",
+    ),
+    ("agent.tool_parser", "multi_turn.format"),
     ("Choose reward=http with reward.url=URL.", "remote_rm_url"),
     ("Choose reward=mixed; reward.weights has them.", "reward_weights"),
 )
