@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -103,6 +104,8 @@ TEXTS = [
 @cache
 def tokenizer_with(template: str) -> PreTrainedTokenizerBase:
     """Make a byte-level tokenizer with this chat template; <|im_end|> ends its turns."""
-    with TemporaryDirectory() as folder:
-        train_bpe(Path(folder), TEXTS * 20, 400, template)
-        return load_tokenizer(folder)
+    # An engine reads it again, so it stays until this process ends.
+    folder = TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    train_bpe(Path(folder.name), TEXTS * 20, 400, template)
+    return load_tokenizer(folder.name)
