@@ -227,7 +227,7 @@ def _of_other_systems(inputs: Inputs) -> list[Mistake]:
         ("attn_implementation=sdpa", "Nothing to set"),
         ("max_off_policy_steps=8", "rollout.staleness is the bound"),
         ("partial_rollout=true", "schedule=carry_over"),
-        ("agent.environment=own.py:Game", "agent.environments.default"),
+        ("agent.environment=own.py:Game", "Did you mean agent.environments?"),
     ]
     return [
         Mistake(f"{override.split('=')[0]} of another system", _check(inputs, override), fix)
