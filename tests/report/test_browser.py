@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from controllers.commands.report import LOOPBACK, ReportServer
 from tests.report.recorded_runs import rollouts, write_run, write_trace
-from verl_ray.report.serve import LOOPBACK, ReportServer
 from verl_ray.tracking.history import begin_stint
 from verl_ray.tracking.jsonl import METRICS, JsonlTracker
 from verl_ray.tracking.report import write_report
@@ -135,6 +135,10 @@ def test_every_tab_draws_itself_without_a_request(
         ["4, made again (2)", 7, 8],
         ["5, made again (2)", 8, 9],
     ]
+    # Step 5 was broken off before other processes had noted work, step 6 after that.
+    steps = "stepsOfTrace(['step 4/9', 'step 5/9', 'step 6/9', 'update'], [0, 0, 1, 2, 2], [1, 1, 1, 1, 1], [0, 3, 1, 2, 3], [0, 1, 0, 0, 1])"
+    for finished, chosen in ((5, "4"), (6, "6")):
+        assert page.evaluate(f"lastWholeStep({steps}, {finished}).title") == chosen
     # A finding leads to its curve.
     opened.tab("Overview")
     page.locator(".finding button").click()
@@ -214,7 +218,27 @@ def test_tokens_are_coloured_by_their_values(browser: Browser, tmp_path: Path) -
         shades.append(page.evaluate(shade))
     assert len(set(shades)) == 6 and shades[1] == "rgba(0, 0, 0, 0)"
     # No token of the prompt is coloured, and all of it is there.
-    assert page.locator(".text-block .given").all_inner_texts() == list("1+2=")
+    assert page.locator(".text-block .given").all_inner_texts() == ["1+2="]
+    assert page.locator(".text-block .turn").count() == 0
+
+
+def test_turns_of_an_episode_are_framed(browser: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    table = rollouts(5, [("ask", "call")], members=1, observation="it says ")
+    RolloutFiles(folder, most_mb=100).write(5, table.encoded())
+    opened = Opened(browser, made(folder) + "#samples")
+    page = opened.page
+    page.get_by_label("step", exact=True).select_option("5")
+    page.wait_for_selector(".text-block .turn")
+    turns = page.locator(".text-block .turn")
+    assert turns.all_text_contents() == ["call", "call"]
+    numbers = [turns.nth(i).get_attribute("data-turn") for i in range(2)]
+    assert numbers == ["1", "2"]
+    # What was masked stands apart, before the first turn and between two.
+    assert page.locator(".text-block .given").all_text_contents() == ["ask", "it says "]
+    assert page.locator(".text-block .between").all_text_contents() == ["it says "]
+    assert page.locator(".given [title]").count() == 0
+    assert opened.complaints == []
 
 
 def test_runs_are_laid_over_each_other_and_zoom_together(
