@@ -218,7 +218,7 @@ async function sampleCard(samples, place, selected) {
   const tokens = columns.hasTokens[place] ? await valueOfRow(report.blocks, samples.tokens, place) : null;
 
   const pairs = [["step", columns.step[place]], ["reward", short(columns.reward[place])]];
-  for (const [name, value] of Object.entries(scores)) pairs.push([name, value === null ? "failed" : short(value)]);
+  for (const [name, value] of Object.entries(scores)) pairs.push([`${name} score`, value === null ? "failed" : short(value)]);
   if (columns.advantage[place] !== null) pairs.push(["advantage", signed(columns.advantage[place])]);
   if (columns.response_tokens[place] >= 0) pairs.push(["tokens", columns.response_tokens[place]]);
   if (columns.num_turns[place] > 1) pairs.push(["turns", columns.num_turns[place]]);

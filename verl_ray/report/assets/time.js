@@ -63,7 +63,8 @@ function memoryTable(run) {
   });
   const made = table(["role", "phase", { number: "predicted, GiB" }, { number: "measured at most, GiB" }, ""], rows);
   for (const cell of made.querySelectorAll("td:last-child")) cell.className = "bar-cell";
-  return element("section", {}, element("h2", {}, "Memory by phase, of the rank with most"), element("div", { class: "card" }, made));
+  return element("section", {}, element("h2", {}, "Memory by phase, of the rank with most"), element("div", { class: "card" }, made),
+    run.memory.some((cell) => cell.isBeyondPlan) ? element("p", { class: "quiet" }, "What is red is beyond its prediction by more than the tolerance, and the run has warned of it.") : null);
 }
 
 function failures(run) {
