@@ -55,11 +55,11 @@ _MODULES_WITH_FLAGS = {
     "plan": "controllers.commands.plan",
     "play": "controllers.commands.play",
     "report": "controllers.commands.report",
-    "runs": "controllers.commands.runs",
+    "runs": "controllers.commands.report:list_runs",
     "status": "controllers.commands.status",
     "watch": "controllers.commands.watch",
 }
-"""Command with flags of its own -> the module whose `main` reads them."""
+"""Command with flags of its own -> the module, and its function if it is not `main`."""
 
 
 class TakesConfig(Protocol):
@@ -236,9 +236,9 @@ def _unnamed_root(command: str) -> Problem:
 def _run_with_flags(command: str, rest: list[str]) -> int:
     """Run a command that reads flags of its own."""
     stop_on_signals()
-    module = importlib.import_module(_MODULES_WITH_FLAGS[command])
-    implementation = cast(TakesArguments, module.main)
-    return stoppable(functools.partial(implementation, rest))
+    module, _, function = _MODULES_WITH_FLAGS[command].partition(":")
+    implementation = getattr(importlib.import_module(module), function or "main")
+    return stoppable(functools.partial(cast(TakesArguments, implementation), rest))
 
 
 def _run_with_config(

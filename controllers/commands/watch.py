@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
-import yaml
 from rich.text import Text
 
 from controllers.commands.status import state_of_driver, status_of
@@ -26,6 +25,8 @@ from verl_ray.errors import TrackingError
 from verl_ray.paths import OUTPUTS, RUN_HELP, run_folder
 from verl_ray.profiling.phases import Doing
 from verl_ray.profiling.process_table import RunStatus, read_status
+from verl_ray.report.lines import setting
+from verl_ray.report.record import read_config
 from verl_ray.tracking.block import Course, RunView
 from verl_ray.tracking.console import step_parts
 from verl_ray.tracking.history import Stint, read_history, wall_s
@@ -230,11 +231,7 @@ def _numbers(fields: Mapping[str, float | None]) -> dict[str, float]:
 
 def _total_steps(folder: Path) -> int | None:
     """Return the number of steps of a run; None if that is not known."""
-    try:
-        config = yaml.safe_load((folder / "config.yaml").read_text())
-        total = config["run"]["total_steps"]
-    except (OSError, yaml.YAMLError, KeyError, TypeError):
-        return None
+    total = setting(read_config(folder, []), "run.total_steps")
     return total if isinstance(total, int) else None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,9 @@ from verl_ray.cluster.signals import stop_requested
 from verl_ray.config.load import to_tree
 from verl_ray.config.schema import Config
 from verl_ray.disk import replace_file
-from verl_ray.errors import ConfigError, Interrupted, TrackingError
+from verl_ray.errors import ConfigError, Interrupted
 from verl_ray.report.findings import findings
-from verl_ray.report.record import read_faults
+from verl_ray.report.record import noting, read_faults
 from verl_ray.tracking import GLOBAL_STEP, Trackers
 from verl_ray.tracking.base import Sample
 from verl_ray.tracking.comparison import intervals, paired_differences
@@ -207,7 +207,7 @@ def report_of(
     scores: dict[int, HeldOutScores] = {}
     for side in (before, after):
         if side is not None and side.step in paths:
-            with _noting(damage):
+            with noting(damage):
                 scores[side.step] = read_scores(paths[side.step])
     changes: Mapping[str, Interval] = {}
     if len(scores) == 2:
@@ -215,11 +215,11 @@ def report_of(
         changes = paired_differences(first, last)
 
     samples: list[Sample] = []
-    with _noting(damage):
+    with noting(damage):
         samples = newest_samples(folder, SHOWN_SAMPLES)
 
     stints: list[Stint] = []
-    with _noting(damage):
+    with noting(damage):
         stints = read_history(folder)
     total_s = wall_s(stints)
     faults = read_faults(folder, stints[0].begun_s if stints else 0.0, damage)
@@ -239,15 +239,6 @@ def report_of(
         samples=samples,
         outputs=outputs,
     )
-
-
-@contextlib.contextmanager
-def _noting(damage: list[str]) -> Iterator[None]:
-    """Add a file of the record that cannot be read to a list, instead of failing."""
-    try:
-        yield
-    except TrackingError as error:
-        damage.append(str(error))
 
 
 def _first_and_last(

@@ -60,7 +60,7 @@ from verl_ray.data.stages import (
 from verl_ray.data.tokenizers import policy_tokenizer
 from verl_ray.profiling.memory import host_total_gib, host_used_gib
 from verl_ray.profiling.phases import PHASES, Timers, phase
-from verl_ray.report.causes import NUM_EXAMPLES
+from verl_ray.report.evidence import NUM_EXAMPLES
 from verl_ray.rewards.shaping import ResponseScores, Shaping
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 Invariant: what is printed follows from recorded lines and the configuration alone, so
 a resumed run prints the same as one that never stopped. The causes themselves are those
-of `verl_ray/report/causes.py`.
+of `verl_ray/report/findings.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 
 from verl_ray.config.load import to_tree
 from verl_ray.config.schema import Config
-from verl_ray.report.causes import FAILED_SCORES, PATIENCE, Line, learns_nothing
+from verl_ray.report.findings import FAILED_SCORES, PATIENCE, learns_nothing
+from verl_ray.report.lines import Line
 from verl_ray.tracking.base import Sample, Tracker
 
 

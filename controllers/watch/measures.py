@@ -31,7 +31,7 @@ from verl_ray.data.stages import (
     sums_of_trajectories,
 )
 from verl_ray.ops.masked import Moments, explained_variance, whiten
-from verl_ray.report.causes import ZERO_STD
+from verl_ray.report.evidence import ZERO_STD
 from verl_ray.rewards.health import health_metrics
 from verl_ray.rewards.shaping import ResponseScores, component
 

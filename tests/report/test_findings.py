@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from verl_ray.report.causes import Finding
-from verl_ray.report.findings import RULES, findings
+from verl_ray.report.evidence import Finding
+from verl_ray.report.findings import RULES, findings, is_beyond_plan
 from verl_ray.tracking.history import Stint
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -387,7 +387,8 @@ def test_a_rule_holds_beyond_its_threshold_alone(kind: str) -> None:
         held_out(0.4, score=0.45),
         # Of 500 problems 499 are as good as all.
         best_of_all(),
-        # A mean reward may have any scale, and the best of k is seen in the mean, too.
+        # Nobody knows the scale of a mean reward without scores in training, and the
+        # best of k is seen in the mean, too.
         held_out(0.1, metric="val-core/sums/reward/mean@1"),
         held_out(0.1, metric="val-core/sums/acc/best@4/mean"),
         # Two steps of twenty say nothing.
@@ -420,6 +421,37 @@ def test_held_out_scores_fall_by_data_source() -> None:
     (finding,) = findings(lines, RL)
     assert finding.kind == "over_optimisation"
     assert finding.metric == "val-core/sums/acc/mean@1"
+
+
+def test_mean_rewards_fall_on_the_scale_of_the_scores_in_training() -> None:
+    # The case of `CASES` with scores of -1 and 3 in place of 0 and 1.
+    def rewarded(last: float, metric: str = "val-core/sums/reward/mean@1") -> Lines:
+        lines = held_out(last, metric=metric)
+        for line in lines:
+            if metric in line:
+                line[metric] = 4 * line[metric] - 1
+            line |= {"critic/score/min": -1.0, "critic/score/max": 3.0}
+        return lines
+
+    assert findings(rewarded(0.535), RL) == []
+    (finding,) = findings(rewarded(0.525), RL)
+    assert finding.kind == "over_optimisation"
+    assert finding.value == pytest.approx(1.1)
+    assert finding.threshold == pytest.approx(4 * 0.5297 - 1, abs=1e-3)
+
+    # Graders of held-out problems alone have a scale that nobody knows.
+    functions = {"functions": {"default": "numeric"}}
+    assert findings(rewarded(0.525), {**RL, "evaluation": functions}) == []
+    aside = "val-aux/sums/reward/mean@1"
+    assert findings(rewarded(0.525, aside), RL) == []
+    chosen = {**RL, "run": {"best_metric": aside}}
+    assert kinds(findings(rewarded(0.525, aside), chosen)) == {"over_optimisation"}
+
+
+def test_memory_beyond_its_plan_is_more_than_a_margin() -> None:
+    # 1.2 * 2 GiB and a quarter of one.
+    assert is_beyond_plan(2.66, 2.0) and not is_beyond_plan(2.64, 2.0)
+    assert not is_beyond_plan(np.nan, 2.0) and not is_beyond_plan(2.66, np.nan)
 
 
 def test_the_best_of_many_evaluations_is_high_by_chance() -> None:

@@ -17,7 +17,6 @@ import yaml
 from tests.report.recorded_runs import ACCURACY, rollouts, write_run, write_trace
 from verl_ray.ownership import Owner
 from verl_ray.profiling.process_table import RunStatus, write_status
-from verl_ray.report import logs as report_logs
 from verl_ray.report import record, samples
 from verl_ray.report.findings import findings
 from verl_ray.report.record import fingerprint, read_run
@@ -197,11 +196,18 @@ def test_the_main_metric_comes_first(tmp_path: Path) -> None:
     other = "val-core/a_source/reward/best@2/mean"
     aside = "val-aux/sums/score"
     folder = write_run(tmp_path / "run", extra={other: 1.0, aside: 2.0})
-    assert read_run(folder).held_out_names == [ACCURACY, other]
+    assert [course.metric for course in read_run(folder).held_out] == [ACCURACY, other]
     config = yaml.safe_load((folder / "config.yaml").read_text())
-    config["run"]["best_metric"] = aside
+    config["run"] |= {"best_metric": aside, "best_is": "lowest"}
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    assert read_run(folder).held_out_names == [aside, other, ACCURACY]
+    courses = read_run(folder).held_out
+    assert [course.metric for course in courses] == [aside, other, ACCURACY]
+    assert [course.should_fall for course in courses] == [True, False, False]
+    assert courses[2].values == {0: 0.375, 4: 0.625} and courses[2].best_step == 4
+    # The first of the best ones.
+    values = {0: 2.0, 3: 1.0, 6: 1.0, 9: 2.0}
+    assert record.HeldOutCourse("loss", True, values).best_step == 3
+    assert record.HeldOutCourse("score", False, values).best_step == 0
 
 
 def test_a_failed_run_says_why(tmp_path: Path) -> None:
@@ -283,7 +289,7 @@ def test_errors_in_the_logs_are_counted(
         ("actor-0.log", "AssertionError", 1),
     ]
 
-    monkeypatch.setattr(report_logs, "_BYTES", 24)
+    monkeypatch.setattr(record, "_LOG_BYTES", 24)
     run = read_run(tmp_path, most_rows=10)
     assert [error.text for error in run.log_errors] == ["AssertionError"]
     assert "the 1 oldest were not searched" in run.damage[0]

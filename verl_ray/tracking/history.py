@@ -22,6 +22,9 @@ from verl_ray.tracking.jsonl import METRICS
 
 HISTORY = "history.jsonl"
 
+FAULTS = "faults.jsonl"
+"""File in a run's folder with a line for each failure of a process."""
+
 Ending = Literal["running", "finished", "stopped", "failed", "killed"]
 """How a process ended. `running` is what it is until then."""
 
