@@ -214,7 +214,10 @@ def _problems(arguments: argparse.Namespace) -> Iterator[Problem]:
         if value != usual and present is None:
             fix = f"Give {needed} as well, or leave it out."
             yield Problem(key, value, f"has no effect without {needed}", fix)
-    if arguments.model is not None and not Path(arguments.model, "config.json").is_file():
+    if (
+        arguments.model is not None
+        and not Path(arguments.model, "config.json").is_file()
+    ):
         rule = "is no local model directory: it has no config.json"
         yield Problem("--model", arguments.model, rule, "Name one.")
     if arguments.model is not None and arguments.tokenizer is not None:
@@ -257,7 +260,10 @@ def _task(arguments: argparse.Namespace) -> EpisodeTask:
     if arguments.data is None:
         return EpisodeTask(as_messages(arguments.prompt), arguments.answer)
     with _own_options(
-        {"data.train_path and data.validation_path": "--data", "data.train_path": "--data"}
+        {
+            "data.train_path and data.validation_path": "--data",
+            "data.train_path": "--data",
+        }
     ):
         records = read_prompts(arguments.data)
     number = arguments.record

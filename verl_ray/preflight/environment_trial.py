@@ -112,7 +112,9 @@ def try_environments(config: RLConfig, files: Sequence[DataFile]) -> Environment
             trials.problems.append(Problem("data.chat_template", None, rule, fix))
             return trials
 
-    others = [task for source, task in tasks.items() if source not in agent.environments]
+    others = [
+        task for source, task in tasks.items() if source not in agent.environments
+    ]
     offered: set[str] = set()
     for source in agent.environments:
         rest = others[0] if others and source == DEFAULT else None
@@ -248,9 +250,7 @@ def _unpaid(
             )
 
 
-def _request(
-    config: RLConfig, source: str, task: EpisodeTask | None
-) -> dict[str, Any]:
+def _request(config: RLConfig, source: str, task: EpisodeTask | None) -> dict[str, Any]:
     """Return what the process of a trial must know."""
     start = EpisodeStart.of_run(
         config.agent,

@@ -223,9 +223,7 @@ class EpisodePool:
         self._episode_s = start.limits.episode_s
         self._numbers = itertools.count()
         # Episodes without a process, by the number of times that they were lost.
-        self._waiting: tuple[deque[tuple[int, _OpenEpisode]], ...] = (
-            deque(), deque(), deque(),
-        )  # fmt: skip
+        self._waiting = tuple(deque[tuple[int, _OpenEpisode]]() for _ in self._capacity)
         # Episodes that are run again once what has failed them may be gone.
         self._resting: dict[int, _OpenEpisode] = {}
         self._counts = EpisodeCounts()

@@ -103,7 +103,7 @@ def test_what_is_wrong_with_the_command_line_is_told_at_once() -> None:
         main(["number_guessing", "--data", "no_such.jsonl"])
     with pytest.raises(ModelError, match="; set --tokenizer to a local"):
         main(["number_guessing", "--tokenizer", "no_such_model"])
-    with pytest.raises(ConfigError, match="it has no config.json") as caught:
+    with pytest.raises(ConfigError, match=r"it has no config\.json") as caught:
         main(["number_guessing", "--model", "no_such_model", "--tokenizer", "other"])
     keys = [problem.key for problem in caught.value.problems]
     assert keys == ["--model", "--tokenizer"]
