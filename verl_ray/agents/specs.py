@@ -231,7 +231,7 @@ def _type_hints(target: Callable[..., object]) -> dict[str, Any]:
     """Return the type hints of the parameters of a class or a function."""
     function: Any = target
     if inspect.isclass(target):
-        function = target.__init__  # type: ignore[misc]
+        function = target.__init__
     try:
         return typing.get_type_hints(function, include_extras=True)
     # Names that are only imported for type checkers are not there.
