@@ -331,15 +331,17 @@ def _time(run: RunRecord) -> str:
 
 
 def _result(run: RunRecord) -> str:
-    """Return the main held-out metric before and at its best, or the last reward."""
+    """Return the main held-out metric before, now and at its best, or the reward."""
     if run.damage:
         return run.damage[0]
     if run.held_out:
         course = run.held_out[0]
-        first, best = min(course.values), course.best_step
-        text = f"{course.values[best]:.4g} at step {best}"
-        if best != first:
+        first, last, best = min(course.values), max(course.values), course.best_step
+        text = f"{course.values[last]:.4g} at step {last}"
+        if last != first:
             text = f"{course.values[first]:.4g} -> {text}"
+        if best != last:
+            text += f", best {course.values[best]:.4g} at step {best}"
         return f"{course.metric.removeprefix(HELD_OUT)} {text}"
 
     rewards = [line[_REWARD] for line in run.lines if _REWARD in line]
@@ -351,8 +353,8 @@ def _runs_parser() -> argparse.ArgumentParser:
         prog="verl-ray runs",
         description=(
             "Print the runs in a folder, the newest one last: how each stands, how far"
-            " it is, and its main held-out metric before the first step and at its"
-            " best. Nothing is started or changed."
+            " it is, and its main held-out metric before the first step, now and"
+            " at its best. Nothing is started or changed."
         ),
         epilog=f"examples:\n  verl-ray runs\n  verl-ray runs {OUTPUTS}/sweep\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,

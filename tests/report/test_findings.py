@@ -521,7 +521,7 @@ def test_processes_that_were_lost_are_counted() -> None:
     lost = [stint(0, 4, "failed"), stint(4, None, "killed"), stint(6, 9, "finished")]
     (finding,) = findings([], RL, lost)
     assert str(finding).startswith(
-        "2 of the 3 processes of the run failed or were killed."
+        "the driver failed or was killed in 2 of its 3 starts."
     )
     assert (finding.step, finding.value, finding.metric) == (4, 2, "history.jsonl")
 
@@ -544,7 +544,8 @@ def test_processes_that_came_back_while_the_driver_went_on_are_counted() -> None
     (finding,) = findings([], RL, [stint(0, 9, "finished")], [*restored, *ended])
     assert str(finding) == (
         "processes were lost and started again: actor died 2, reward stalled 1. Read"
-        " `faults.jsonl`; the limit is run.recovery.max_restarts (3 steps, 3 to 6)"
+        " `history.jsonl` and `faults.jsonl`; the limit is run.recovery.max_restarts"
+        " (3 steps, 3 to 6)"
     )
     assert (finding.kind, finding.value) == ("restarts", 3)
     assert finding.metric == "faults.jsonl"

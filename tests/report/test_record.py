@@ -128,7 +128,7 @@ def test_a_crashed_run_is_read_up_to_its_torn_line(tmp_path: Path) -> None:
         for finding in findings(run.lines, run.config, run.stints)
         if finding.kind == "restarts"
     ]
-    assert "1 of the 1 processes" in lost.text
+    assert "killed in 1 of its 1 starts" in lost.text and lost.step == 4
     # No file changes when a process is killed.
     seen = fingerprint(folder)
 

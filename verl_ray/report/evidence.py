@@ -561,12 +561,12 @@ def restarts(run: RunLines) -> Iterator[Evidence | None]:
     """Yield drivers that were lost, and processes that were started again."""
     lost = [stint for stint in run.history if stint.ending in ("failed", "killed")]
     if lost:
+        count = len(lost)
         seen = (
-            f"{len(lost)} of the {len(run.history)} processes of the run failed or were"
-            " killed"
+            f"the driver failed or was killed in {count} of its {len(run.history)}"
+            " starts"
         )
         steps = [stint.last_step or stint.first_step for stint in lost]
-        count = len(lost)
         yield Evidence(seen, HISTORY, min(steps), max(steps), count, count, 0)
 
     yield _restored(run)

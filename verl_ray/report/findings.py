@@ -664,7 +664,8 @@ RULES = (
         "Processes were lost",
         "the driver failed or was killed, or a worker or a replica was started again",
         "each costs its start and the steps since the last state",
-        "Read `faults.jsonl`; the limit is {run.recovery.max_restarts}",
+        "Read `history.jsonl` and `faults.jsonl`; the limit is"
+        " {run.recovery.max_restarts}",
         restarts,
     ),
 )

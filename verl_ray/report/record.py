@@ -184,9 +184,10 @@ def read_run(folder: Path, most_rows: int = 0) -> RunRecord:
     config = read_config(folder, damage)
     lines = _lines(folder / METRICS, damage)
     stints, status, state = _processes(folder, bool(lines), damage)
-    if state in ("killed", "silent") and stints and stints[-1].ending == "running":
-        stints[-1] = killed_stint(stints[-1], folder / METRICS)
     record = RunRecord(folder, config, lines, stints, status, state, {}, damage=damage)
+    if state in ("killed", "silent") and stints and stints[-1].ending == "running":
+        lost = killed_stint(stints[-1], folder / METRICS)
+        stints[-1] = replace(lost, last_step=record.step)
     if not most_rows:
         return record
 
