@@ -143,8 +143,8 @@ def _pack(lengths: Int64, max_tokens: int) -> list[Int64]:
         start = first
         free_tokens = max_tokens
 
-        # Takes the neighbours that fit, and goes on at the next row that does. Where all
-        # neighbours remain, this more than halves what is free, so rounds are few.
+        # Takes the neighbours that fit, and goes on at the next row that does. Where
+        # all neighbours remain, that more than halves what is free: rounds are few.
         while start < num_rows:
             end = bisect_right(starts, starts[start] + free_tokens) - 1
             is_taken = remains[start:end]
