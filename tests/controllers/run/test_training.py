@@ -31,7 +31,7 @@ from verl_ray.tracking.evaluations import (
     scores_path,
 )
 from verl_ray.tracking.jsonl import read_metrics
-from verl_ray.tracking.responses import recorded_responses
+from verl_ray.tracking.evaluations import recorded_responses
 from verl_ray.tracking.rollouts import recorded_rollouts
 
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from controllers.watch import held_out_measures, measures, update_measures
-from controllers.watch.entries import (
+from controllers.watch.measures import (
     entry_metrics,
     held_out_entry_metrics,
     merged_entries,
