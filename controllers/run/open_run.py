@@ -107,14 +107,10 @@ def open_run(config: Config, command: str = "") -> Iterator[OpenRun | None]:
         resumption = Resumption(config, verify=False)
         resumption.refuse_fewer_steps(config.run.total_steps)
 
-        # A mistake in the data is reported before any process starts. Data that the
-        # run makes for itself are not there yet.
+        # Data that the run makes for itself are not there yet.
         data = None
         if config.preparation is None:
-            with live_block(config.run.name, enabled=config.tracking.console):
-                data = read_data(config)
-            config = _with_counted_steps(config, data)
-            resumption.refuse_fewer_steps(config.run.total_steps)
+            config, data = _with_data(config, resumption)
 
             # The number of steps of run.total_epochs is known only now.
             finished = finished_step(config)
@@ -129,17 +125,14 @@ def open_run(config: Config, command: str = "") -> Iterator[OpenRun | None]:
         _allow_other_drivers(config.run)
         check = CheckpointCheck(resumption)
         conclusion = Conclusion(config, resumption.step or 0, begun_s, command)
+        folder = Path(config.run.dir)
         is_in_loop = False
         try:
             with (
                 SPANS.noted(config.run.trace == "steps"),
-                live_block(
-                    config.run.name,
-                    Path(config.run.dir),
-                    enabled=config.tracking.console,
-                ),
+                live_block(config.run.name, folder, enabled=config.tracking.console),
                 open_session(config) as session,
-                keeping_status(Path(config.run.dir)),
+                keeping_status(folder),
                 _started(config, session, resumption, check, conclusion, data) as run,
             ):
                 is_in_loop = True
@@ -152,6 +145,18 @@ def open_run(config: Config, command: str = "") -> Iterator[OpenRun | None]:
             conclusion.break_off(failure)
             raise
         run.exit_code = conclusion.finish()
+
+
+def _with_data(config: Config, resumption: Resumption) -> tuple[Config, Any]:
+    """Return the configuration with counted steps, and what the run's task has read.
+
+    A mistake in the data is reported here, before any process starts.
+    """
+    with live_block(config.run.name, enabled=config.tracking.console):
+        data = read_data(config)
+    config = _with_counted_steps(config, data)
+    resumption.refuse_fewer_steps(config.run.total_steps)
+    return config, data
 
 
 def _allow_other_drivers(run: RunConfig) -> None:

@@ -390,7 +390,7 @@ class ReferenceDivergence:
 # Entries that reward functions return beside scores: metrics, and texts to read.
 #
 # Invariant: a number of an entry is averaged over the responses that have it; a text is
-# never averaged. The entries of several graders have the grader's name before their own.
+# never averaged. Entries of several graders have the grader's name before their own.
 
 
 def read_entries(

@@ -374,8 +374,8 @@ def failures_of_rows(
 
 # ---------------------------------------------------------------------- text of tokens
 
-# Invariant: the pieces of a row, joined, are the decoded row. A token that ends within a
-# character has an empty piece, and the token that completes it has the character.
+# Invariant: the pieces of a row, joined, are the decoded row. A token that ends within
+# a character has an empty piece, and the token that completes it has the character.
 
 
 class Pieces:

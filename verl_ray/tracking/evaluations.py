@@ -403,13 +403,17 @@ def encoded_responses(responses: Iterable[HeldOutResponse]) -> bytes:
     return encoded
 
 
-def _response_table(responses: Iterable[HeldOutResponse], schema: pa.Schema) -> pa.Table:
+def _response_table(
+    responses: Iterable[HeldOutResponse], schema: pa.Schema
+) -> pa.Table:
     """Return some responses as columns."""
     import pyarrow as pa
 
     lines = []
     for response in responses:
-        line: dict[str, object] = {name: getattr(response, name) for name in RESPONSE_COLUMNS}
+        line: dict[str, object] = {
+            name: getattr(response, name) for name in RESPONSE_COLUMNS
+        }
         line["score"] = response.score if math.isfinite(response.score) else None
         line["entries"] = ""
         if response.entries:

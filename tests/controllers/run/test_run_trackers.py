@@ -12,7 +12,6 @@ from controllers.run.open_run import LearningWatch, TraceTracker
 from verl_ray.errors import ClusterError, Interrupted
 from verl_ray.profiling.trace import ProcessSpans, Span, read_trace
 
-
 SAME = {
     "critic/score/max": 1.0,
     "critic/score/min": 1.0,
@@ -30,7 +29,9 @@ class Replies:
         self.limits_s: list[float] = []
         self.waits_for_late: list[bool] = []
 
-    def take_spans(self, within_s: float, *, waits_for_late: bool) -> list[ProcessSpans]:
+    def take_spans(
+        self, within_s: float, *, waits_for_late: bool
+    ) -> list[ProcessSpans]:
         """The next reply; nothing behind the last."""
         self.limits_s.append(within_s)
         self.waits_for_late.append(waits_for_late)
