@@ -561,7 +561,11 @@ _LAST_S = 30.0
 
 
 class LearningWatch(Tracker):
-    """Prints a warning when the newest steps have a cause to learn nothing."""
+    """Prints a warning when the newest steps have a cause to learn nothing.
+
+    What is printed follows from recorded lines and the configuration alone, so a
+    resumed run prints the same as one that never stopped.
+    """
 
     def __init__(self, config: Config, recorded: Sequence[Line]) -> None:
         """Take the configuration and the lines of the steps before.

@@ -318,8 +318,8 @@ def _values(
 
 # ------------------------------------------------------------------------- responses
 
-# In the order of the problems and of their responses. They are written in pieces, since
-# not all of them fit into the driver's memory.
+# Responses stand in the order of the problems and of their members. They are written in
+# pieces, since not all of them fit into the driver's memory.
 
 RESPONSE_COLUMNS = {
     "problem": "int32",
