@@ -31,7 +31,7 @@ from controllers.compose.composition import examine
 from controllers.compose.listing import named_root
 from controllers.compose.sources import MISSING, key_exists, value_at
 from controllers.run.finished import finished_step, show_finished
-from controllers.run.next_command import failure_hint, resume_hint
+from controllers.run.next_command import failure_hint, resume_hint, typed_command
 from verl_ray.cluster.signals import (
     heed_signals,
     outlast_full_disks,
@@ -254,7 +254,7 @@ def _run_with_config(
 
     Args:
         command: the command, which is also the name of its module and function.
-        arguments: all arguments of `verl-ray`, for a message at a stop.
+        arguments: all arguments of `verl-ray`, for messages and the record of a run.
         config_name: the root config.
         overrides: what the user typed, in Hydra's grammar.
         config_dir: a folder of the user's own, or None.
@@ -275,6 +275,7 @@ def _run_with_config(
         work = functools.partial(_implementation(command), config, **settings)
         if command != "train":
             return stoppable(work)
+        work = functools.partial(work, command=typed_command(arguments))
         # A second signal ends the process before it comes to the hint below.
         with pointing(functools.partial(resume_hint, config, arguments)):
             return stoppable(work)

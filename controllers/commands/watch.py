@@ -122,6 +122,9 @@ class WatchedRun:
         self._file = (0, 0)
         """Device and inode of the metrics.jsonl that was read last."""
 
+        self._config_written_ns = 0
+        """Time at which the config.yaml was written that was read last."""
+
         self._lines: list[str] = []
         """Lines of steps that were not taken yet."""
 
@@ -194,9 +197,11 @@ class WatchedRun:
             course = self.view.course
             # A run that goes on from a checkpoint may have replaced the file.
             if course is None or file != self._file or stat.st_size < self._position:
-                course = Course(_total_steps(self._folder))
+                course = Course(None)
+                self._config_written_ns = 0
                 self._file = file
                 self._position = 0
+            self._read_total_steps(course)
             with path.open("rb") as stream:
                 stream.seek(self._position)
                 content = stream.read()
@@ -214,6 +219,14 @@ class WatchedRun:
             course.note(metrics)
             self._lines.append("  ".join(step_parts(course)))
         self.view.course = course
+
+    def _read_total_steps(self, course: Course) -> None:
+        """Read the number of steps if it may be another one than before."""
+        with contextlib.suppress(OSError):
+            written_ns = (self._folder / "config.yaml").stat().st_mtime_ns
+            if written_ns != self._config_written_ns:
+                self._config_written_ns = written_ns
+                course.total_steps = _total_steps(self._folder)
 
 
 def _is_starting(last: Stint, status: RunStatus) -> bool:

@@ -20,6 +20,7 @@ from controllers.run.next_command import next_in_words
 from controllers.trainers.base import Task
 from controllers.watch.measures import Metrics
 from verl_ray.algorithms.intervals import Interval
+from verl_ray.checkpoint.manifest import installed_versions
 from verl_ray.cluster.signals import stop_requested
 from verl_ray.config.load import to_tree
 from verl_ray.config.schema import Config
@@ -59,13 +60,16 @@ FILE_WIDTH = 80
 class Conclusion:
     """Notes how a process of a run begins and ends, and reports the run."""
 
-    def __init__(self, config: Config, first_step: int, begun_s: float) -> None:
+    def __init__(
+        self, config: Config, first_step: int, begun_s: float, command: str = ""
+    ) -> None:
         """Note that a process begins.
 
         Args:
             config: configuration of the run.
             first_step: Number of steps that were finished before.
             begun_s: Time at which the process began, in seconds since 1970.
+            command: The command that was typed; empty for none.
         """
         self._run = config.run
         self._folder = Path(config.run.dir)
@@ -73,7 +77,7 @@ class Conclusion:
         self._task: Task[Any, Any] | None = None
         self._trackers: Trackers | None = None
         self._preparing_s = 0.0
-        begin_stint(self._folder, first_step, begun_s)
+        begin_stint(self._folder, first_step, begun_s, command, installed_versions())
 
     def prepared(self, seconds: float) -> None:
         """Note how long the run took to make its inputs."""

@@ -9,10 +9,9 @@ import numpy as np
 import yaml
 
 from verl_ray.profiling.trace import ProcessSpans, Span, TraceFile
-from verl_ray.tracking.evaluations import HeldOutScores
+from verl_ray.tracking.evaluations import HeldOutResponse, HeldOutScores
 from verl_ray.tracking.history import begin_stint, end_stint, ready_stint
 from verl_ray.tracking.jsonl import JsonlTracker
-from verl_ray.tracking.responses import HeldOutResponse
 from verl_ray.tracking.rollouts import RolloutFiles, RolloutTable
 
 ACCURACY = "val-core/sums/acc/mean@1"

@@ -152,9 +152,10 @@ def test_a_run_that_resumes_is_not_judged_by_the_driver_before(tmp_path: Path) -
     ended = Owner.here()
     ended = Owner(ended.boot, ended.namespace, ended.pid, ended.started + 1)
     write_status(folder, status_of(ended))
-    begin_stint(folder, 4, time.time() + 1)
-    run = read_run(folder)
+    begin_stint(folder, 4, time.time() + 1, "verl-ray train", {"torch": "2.11.0"})
+    run = read_run(folder, most_rows=1)
     assert (run.state, run.status) == ("running", None)
+    assert (run.command, run.versions) == ("verl-ray train", {"torch": "2.11.0"})
 
 
 def test_files_of_an_earlier_run_are_left_out(tmp_path: Path) -> None:

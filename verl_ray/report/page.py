@@ -322,7 +322,9 @@ def _facts(record: RunRecord) -> list[tuple[str, str]]:
     add("reward", "reward.kind", "reward.functions.default")
     add("learning rate", "actor.optimizer.lr")
     add("seed", "run.seed")
-    if record.config:
+    if record.command:
+        facts.append(("command", record.command))
+    elif record.config:
         words = ["verl-ray", "train", "--config-dir", str(record.folder)]
         facts.append(("command", for_shell([*words, "--config-name", "config"])))
     if record.versions:

@@ -106,7 +106,7 @@ class RunRecord:
 
     log_errors: Sequence[LogError] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Versions of packages, by name, from the newest checkpoint."""
+    """Versions of packages, by name, of the last process or the newest checkpoint."""
 
     trace: Sequence[Mapping[str, Any]] = ()
     """Events of trace.json in Chrome's format."""
@@ -157,6 +157,11 @@ class RunRecord:
         return courses
 
     @property
+    def command(self) -> str:
+        """The command that started the last process; empty where none was noted."""
+        return str(self.stints[-1].command) if self.stints else ""
+
+    @property
     def reason(self) -> str:
         """Why the run has failed, as far as that is on record; else empty."""
         if self.state not in ("failed", "killed"):
@@ -200,7 +205,7 @@ def read_run(folder: Path, most_rows: int = 0) -> RunRecord:
         sampled=read_rows(folder, most_rows, damage),
         faults=read_faults(folder, begun_s, damage),
         log_errors=_log_errors(folder / "logs", damage),
-        versions=_versions(folder / "checkpoints"),
+        versions=_versions(stints, folder / "checkpoints"),
         trace=trace,
         skipped_trace_bytes=skipped_bytes,
     )
@@ -394,8 +399,15 @@ def _is_before(time_s: object, begun_s: float) -> bool:
     return isinstance(time_s, int | float) and time_s < begun_s
 
 
-def _versions(folder: Path) -> dict[str, str]:
-    """Return the versions of packages that the newest whole checkpoint names."""
+def _versions(stints: Sequence[Stint], folder: Path) -> dict[str, str]:
+    """Return the versions of packages that the last process has noted.
+
+    Records of earlier versions have them only in the newest whole checkpoint.
+    """
+    noted = stints[-1].versions if stints else None
+    # The file may hold anything.
+    if noted and isinstance(noted, Mapping):
+        return {str(name): str(version) for name, version in noted.items()}
     for path in sorted(folder.glob("step_*/manifest.json"), reverse=True):
         with contextlib.suppress(OSError, ValueError, AttributeError, KeyError):
             versions = json.loads(path.read_text("utf-8"))["versions"]
