@@ -6,11 +6,10 @@ Deliberately not here: the run (`tests/test_drills.py`).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 from ray._private.node import Node
 from ray.cluster_utils import Cluster
 
@@ -28,9 +27,7 @@ def two_nodes() -> Iterator[Cluster]:
         cluster.add_node(num_cpus=4, **SMALL)
         yield cluster
     finally:
-        workers = _workers_of(cluster.list_all_nodes())
         cluster.shutdown()
-        _kill(workers)
 
 
 def snapshots_on(node: Node) -> list[Path]:
@@ -52,33 +49,14 @@ def has_second_copies(cluster: Cluster) -> bool:
 
 
 def lose_node(cluster: Cluster) -> None:
-    """Kill all processes of the other node, and remove what it had in shared memory.
+    """Kill the raylet of the other node, and remove what it had in shared memory.
 
     Another node comes in its place.
     """
     (node,) = cluster.worker_nodes
     lost = snapshots_on(node)
     assert lost, list(SHARED_FOLDER.iterdir())
-    workers = _workers_of([node])
     cluster.remove_node(node, allow_graceful=False)
-    _kill(workers)
     for path in lost:
         path.unlink(missing_ok=True)
     cluster.add_node(num_cpus=4, **SMALL)
-
-
-def _workers_of(nodes: Iterable[Node]) -> list[psutil.Process]:
-    """Return the processes that the raylets of nodes have started."""
-    workers: list[psutil.Process] = []
-    for node in nodes:
-        for raylet in node.all_processes.get("raylet", []):
-            with suppress(psutil.NoSuchProcess):
-                workers += psutil.Process(raylet.process.pid).children(recursive=True)
-    return workers
-
-
-def _kill(workers: Iterable[psutil.Process]) -> None:
-    """Kill processes; one that is stopped does not notice that its raylet has gone."""
-    for worker in workers:
-        with suppress(psutil.NoSuchProcess):
-            worker.kill()
