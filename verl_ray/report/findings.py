@@ -265,6 +265,9 @@ RISEN = 1.2
 LOST_AGAIN = 0.1
 CRITIC_STEPS = 50
 CRITIC_WINDOW = 20
+CRITIC_SHARE = 0.001
+"""Share of the variance of returns that a critic has to explain. One that does not
+learn comes to some ten-thousandths above or below 0."""
 
 
 def _over_optimisation(run: RunLines) -> Iterator[Evidence | None]:
@@ -319,8 +322,8 @@ def _loss_rises(run: RunLines) -> Iterator[Evidence | None]:
 def _blind_critic(run: RunLines) -> Iterator[Evidence | None]:
     metric = "critic/vf_explained_var"
     medians = run.series(metric).medians(CRITIC_WINDOW)
-    holds = (medians.values <= 0) & (medians.steps >= CRITIC_STEPS)
-    yield evidence_where(medians, holds, metric, 0.0, below=True)
+    holds = (medians.values < CRITIC_SHARE) & (medians.steps >= CRITIC_STEPS)
+    yield evidence_where(medians, holds, metric, CRITIC_SHARE, below=True)
 
 
 def _skipped_updates(run: RunLines) -> Iterator[Evidence | None]:
@@ -571,7 +574,7 @@ RULES = (
         "warning",
         "The critic explains nothing",
         f"from step {CRITIC_STEPS} on the median of `critic/vf_explained_var` over"
-        f" {CRITIC_WINDOW} steps is 0 or less",
+        f" {CRITIC_WINDOW} steps is below {CRITIC_SHARE}",
         "a constant would predict the returns as well",
         "Change {critic.optimizer.lr}, set {algorithm.critic_warmup_steps}, or choose"
         " an algorithm without a critic",
