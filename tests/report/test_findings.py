@@ -385,6 +385,8 @@ def test_a_rule_holds_beyond_its_threshold_alone(kind: str) -> None:
     [
         # Who is certain and right has not collapsed.
         entropy(0.01, score=0.95),
+        # A critic that explains something by now was only slow.
+        run_of(critic__vf_explained_var=[0.0] * 80 + [0.01] * 20),
         # Longer responses that earn more are what was wanted.
         lengths(40, score=0.6),
         # Held-out accuracy that falls with the training score is not over-optimised.

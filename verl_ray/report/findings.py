@@ -323,7 +323,9 @@ def _blind_critic(run: RunLines) -> Iterator[Evidence | None]:
     metric = "critic/vf_explained_var"
     medians = run.series(metric).medians(CRITIC_WINDOW)
     holds = (medians.values < CRITIC_SHARE) & (medians.steps >= CRITIC_STEPS)
-    yield evidence_where(medians, holds, metric, CRITIC_SHARE, below=True)
+    # One that explains something by now was only slow.
+    if holds[-1:].any():
+        yield evidence_where(medians, holds, metric, CRITIC_SHARE, below=True)
 
 
 def _skipped_updates(run: RunLines) -> Iterator[Evidence | None]:
@@ -574,7 +576,7 @@ RULES = (
         "warning",
         "The critic explains nothing",
         f"from step {CRITIC_STEPS} on the median of `critic/vf_explained_var` over"
-        f" {CRITIC_WINDOW} steps is below {CRITIC_SHARE}",
+        f" {CRITIC_WINDOW} steps is below {CRITIC_SHARE}, and still is",
         "a constant would predict the returns as well",
         "Change {critic.optimizer.lr}, set {algorithm.critic_warmup_steps}, or choose"
         " an algorithm without a critic",
