@@ -29,8 +29,8 @@ def kinds(seen: Sequence[Finding]) -> set[str]:
 def recorded(name: str) -> list[Finding]:
     """Findings of a run of the command `train`, whose numbers have four digits.
 
-    The first line of a file is its configuration and its history, the others are those
-    of metrics.jsonl.
+    The first line of a file is its configuration, its history and the faults of its
+    processes, if it had any; the others are those of metrics.jsonl.
     """
     text = gzip.decompress((RECORDED / f"{name}.jsonl.gz").read_bytes()).decode()
     head, *lines = map(json.loads, text.splitlines())
@@ -40,7 +40,7 @@ def recorded(name: str) -> list[Finding]:
         for line in lines
     ]
     history = [Stint(**stint) for stint in head["history"]]
-    return findings(numbers, head["config"], history)
+    return findings(numbers, head["config"], history, head.get("faults", ()))
 
 
 HEALTHY = (
@@ -87,6 +87,43 @@ FAULTY: dict[str, set[str]] = {
     "blind_critic": {"blind_critic"},
     # PPO whose grader waits 50 ms for each response.
     "slow_grader": {"phase_dominates"},
+    # GRPO on 16 sums, in steps of 32.
+    "few_examples": {"few_examples"},
+    # GRPO on 32 sums, in steps of 32.
+    "epoch_per_step": {"epoch_per_step"},
+    # GRPO with algorithm.entropy_coefficient=0.5 and rollout.max_response_tokens=64: the
+    # policy becomes uniform, and so rarely ends a response.
+    "lengths_exploding": {
+        "lengths_exploding",
+        "same_scores",
+        "reward_collapse",
+        "kl_runaway",
+    },
+    # GRPO with actor.epochs=4 and actor.optimizer.lr=1e-2.
+    "large_updates": {
+        "large_updates",
+        "same_scores",
+        "reward_collapse",
+        "kl_runaway",
+        "responses_cut",
+    },
+    # GRPO with schedule=asynchronous, rollout.staleness=4 and actor.optimizer.lr=1e-2.
+    "mismatch": {
+        "mismatch",
+        "large_updates",
+        "same_scores",
+        "reward_collapse",
+        "entropy_collapse",
+        "kl_runaway",
+    },
+    # PPO with critic.optimizer.lr=1e18, whose values are not finite from step 2 on.
+    "skipped_updates": {"skipped_updates"},
+    # GRPO whose engine computes in bfloat16, with a correction that rejects every row:
+    # algorithm.correction.lower=0.999999 and upper=1.000001, of sequences.
+    "zero_gradient": {"zero_gradient/actor"},
+    # GRPO whose grader and whose engine are killed in steps 6 and 15. The weight sync of
+    # step 15 waits for the engine, which takes 38% of the time of the run.
+    "restarts": {"restarts"},
 }
 
 
@@ -134,9 +171,9 @@ def scored(second: float) -> Lines:
     )
 
 
-def entropy(second: float, score: float = 0.5) -> Lines:
+def entropy(second: float, score: float = 0.5, first: float = 1.0) -> Lines:
     return run_of(
-        actor__entropy_per_token=ten_and_ten(1.0, second),
+        actor__entropy_per_token=ten_and_ten(first, second),
         critic__score__mean=score,
         critic__score__min=0.0,
         critic__score__max=1.0,
@@ -385,6 +422,8 @@ def test_a_rule_holds_beyond_its_threshold_alone(kind: str) -> None:
     [
         # Who is certain and right has not collapsed.
         entropy(0.01, score=0.95),
+        # A policy that is certain from the beginning has nothing to lose.
+        entropy(0.0, first=0.0099),
         # A critic that explains something by now was only slow.
         run_of(critic__vf_explained_var=[0.0] * 80 + [0.01] * 20),
         # Longer responses that earn more are what was wanted.

@@ -523,6 +523,9 @@ _BESIDE_STEPS = ("save_checkpoint", "testing")
 """Phases that are no part of timing_s/step."""
 
 
+_RESTARTS = "rollout/restarts"
+
+
 def long_phases(
     run: RunLines, phases: Mapping[str, tuple[float, str]]
 ) -> Iterator[Evidence | None]:
@@ -532,6 +535,8 @@ def long_phases(
         run: The record.
         phases: That share, and the setting that changes it, by phase.
     """
+    # Whatever waits for a replica that starts again takes as long as its start.
+    run = replace(run, lines=[line for line in run.lines if not line.get(_RESTARTS)])
     step_s = run.series("timing_s/step")
     # What learns from data has one phase.
     if len(step_s) < 2 * WINDOW or run.at("task") != "rl":
@@ -570,9 +575,8 @@ def restarts(run: RunLines) -> Iterator[Evidence | None]:
         yield Evidence(seen, HISTORY, min(steps), max(steps), count, count, 0)
 
     yield _restored(run)
-    metric = "rollout/restarts"
-    replicas = run.series(metric)
-    yield evidence_where(replicas, replicas.values > 0, metric, 0.0)
+    replicas = run.series(_RESTARTS)
+    yield evidence_where(replicas, replicas.values > 0, _RESTARTS, 0.0)
 
 
 def _restored(run: RunLines) -> Evidence | None:

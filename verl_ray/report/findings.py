@@ -178,6 +178,8 @@ RESPONSE_LENGTH = "response_length/mean"
 
 COLLAPSED = 0.5
 EXHAUSTED = 0.1
+CERTAIN = 0.01
+"""Entropy in nats per token below which a policy is certain."""
 SOLVED = 0.9
 FAR_FROM_REFERENCE = 1.0
 LARGE_UPDATE = 0.1
@@ -214,7 +216,11 @@ def _entropy_collapse(run: RunLines) -> Iterator[Evidence | None]:
     medians = entropy.medians(WINDOW)
     if not len(medians) or not len(smooth):
         return
-    threshold = EXHAUSTED * max(entropy.values[0], medians.values[0])
+    first = max(entropy.values[0], medians.values[0])
+    # Who is certain from the beginning has no entropy to lose.
+    if first < CERTAIN:
+        return
+    threshold = EXHAUSTED * first
 
     # Who has solved all problems may be certain.
     lowest = lowest_score(run)
@@ -487,8 +493,8 @@ RULES = (
         "entropy_collapse",
         "warning",
         "The entropy collapses",
-        f"less than {EXHAUSTED:.0%} of the first entropy remains, and less than"
-        f" {SOLVED:.0%} of the score is reached",
+        f"less than {EXHAUSTED:.0%} of a first entropy of {CERTAIN:g} nat or more"
+        f" remains, and less than {SOLVED:.0%} of the score is reached",
         "rewards are paid for with entropy; without any they stand still"
         " (arXiv:2505.22617)",
         "Raise {algorithm.clip_high} or {algorithm.entropy_coefficient}, or lower"
@@ -637,7 +643,8 @@ RULES = (
         "note",
         "A phase takes most of the time",
         "a phase takes more of the time than "
-        + ", ".join(f"`{name}` {share:.0%}" for name, (share, _) in PHASES.items()),
+        + ", ".join(f"`{name}` {share:.0%}" for name, (share, _) in PHASES.items())
+        + "; steps in which a replica was started again do not count",
         "generation is most of a step as a rule (arXiv:2405.11143), nothing else is",
         "Look at {the setting of this phase}",
         lambda run: long_phases(run, PHASES),
