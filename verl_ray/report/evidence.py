@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from statistics import NormalDist
 from typing import Literal
 
@@ -564,14 +565,21 @@ _RESTORED = ("restart", "go back")
 
 def restarts(run: RunLines) -> Iterator[Evidence | None]:
     """Yield drivers that were lost, and processes that were started again."""
-    lost = [stint for stint in run.history if stint.ending in ("failed", "killed")]
+    lost = [
+        (stint, after)
+        for stint, after in zip_longest(run.history, run.history[1:])
+        if stint.ending in ("failed", "killed")
+    ]
     if lost:
         count = len(lost)
         seen = (
             f"the driver failed or was killed in {count} of its {len(run.history)}"
             " starts"
         )
-        steps = [stint.last_step or stint.first_step for stint in lost]
+        # Who is killed notes no step; the next driver goes on with one that it saved.
+        steps = [
+            stint.last_step or (after or stint).first_step for stint, after in lost
+        ]
         yield Evidence(seen, HISTORY, min(steps), max(steps), count, count, 0)
 
     yield _restored(run)

@@ -202,7 +202,7 @@ def _reward_collapse(run: RunLines) -> Iterator[Evidence | None]:
 
     lowest = lowest_score(run)
     limit = lowest + COLLAPSED * (best - lowest)
-    falls = best - medians.values > NOISE * scores.noise(WINDOW)
+    falls = best - medians.values > NOISE * scores.noise
     holds = falls & (medians.values < limit)
     if holds.any():
         threshold = float(limit[holds][0])
@@ -246,7 +246,7 @@ def _lengths_exploding(run: RunLines) -> Iterator[Evidence | None]:
         return
     threshold = DOUBLED * float(lengths.values[0])
     score = np.interp(lengths.steps, smooth.steps, smooth.values)
-    pays = score > smooth.values[0] + scores.noise(WINDOW)
+    pays = score > smooth.values[0] + scores.noise
     holds = (lengths.values > threshold) & ~pays
     yield evidence_where(lengths, holds, RESPONSE_LENGTH, threshold)
 
@@ -280,7 +280,7 @@ def _over_optimisation(run: RunLines) -> Iterator[Evidence | None]:
     scores = run.series(SCORE)
     if not len(scores):
         return
-    noise = NOISE * scores.noise(WINDOW) / math.sqrt(WINDOW)
+    noise = NOISE * scores.noise / math.sqrt(WINDOW)
 
     for metric, scale in held_out_scales(run).items():
         # The best of many is high by chance, so each has its share of false alarms.
@@ -316,7 +316,7 @@ def _loss_rises(run: RunLines) -> Iterator[Evidence | None]:
         # Near 0 a loss may double, and nothing is lost.
         matters = LOST_AGAIN * (losses.values[0] - best)
         rise = medians.values - best
-        holds = (rise > NOISE * losses.noise(WINDOW)) & (rise > matters)
+        holds = (rise > NOISE * losses.noise) & (rise > matters)
         holds &= medians.values > RISEN * best
         if holds.any():
             threshold = float(RISEN * best[holds][0])
