@@ -274,6 +274,8 @@ def _write_responses(path: Path, responses: Iterable[HeldOutResponse]) -> None:
             if file is None:
                 file = path.open("w", encoding="utf-8", errors="backslashreplace")
             fields = finite(asdict(response))
+            # They say what the text says, many times as long.
+            del fields["tokens"]
             file.write(json.dumps(fields, ensure_ascii=False) + "\n")
     finally:
         if file is not None:

@@ -16,13 +16,19 @@ from controllers.rollouts.producer import Producer
 from controllers.watch import held_out_measures, measures
 from controllers.watch.held_out_measures import CoreScores, Evaluation
 from controllers.watch.measures import Metrics
-from controllers.watch.rollout_record import ends_of_rows, failures_of_rows
+from controllers.watch.rollout_record import (
+    Pieces,
+    ends_of_rows,
+    failures_of_rows,
+    sampled_columns,
+    turns_of_rows,
+)
 from verl_ray.cluster.waiting import read
 from verl_ray.config.reward import HELD_OUT_GRADER, MixedReward
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.data.batch import Int64
+from verl_ray.data.batch import Array, Int64
 from verl_ray.data.buffer import Experience, RolloutBuffer
-from verl_ray.data.stages import Finish, Float32, Prompts
+from verl_ray.data.stages import Finish, Float32, Prompts, Rollouts
 from verl_ray.profiling.phases import Timers
 from verl_ray.rewards.built_in import is_accuracy
 from verl_ray.rewards.health import Entries
@@ -229,6 +235,7 @@ class HeldOutResponses(Iterable[HeldOutResponse]):
         self._entries = entries
         self._response_tokens = response_tokens
         self._tokenizer = tokenizer
+        self._pieces = Pieces(tokenizer)
         self._stall_s = config.run.stall_s
         self._group_size = config.evaluation.group_size
 
@@ -251,6 +258,8 @@ class HeldOutResponses(Iterable[HeldOutResponse]):
         of_rows = np.arange(rows.num_rows)
         failures = failures_of_rows(rows, experience.scores, of_rows, self._stall_s)
 
+        turns = turns_of_rows(rows)
+        tokens = None if rows.end is None else self._tokens_of(rows)
         for i, number in enumerate(numbers):
             first = rows.offsets[i]
             last = rows.offsets[i + 1]
@@ -268,7 +277,26 @@ class HeldOutResponses(Iterable[HeldOutResponse]):
                 end=ends[i],
                 failure=failures[i],
                 response_tokens=int(self._response_tokens[number]),
+                num_turns=int(turns[i]),
+                tokens=None if tokens is None else tokens[i],
             )
+
+    def _tokens_of(self, rows: Rollouts) -> list[dict[str, Array]]:
+        """Return the tokens of each row, as `HeldOutResponse` has them."""
+        columns = sampled_columns(rows)
+        columns["pieces"] = np.array(self._pieces.of_rows(rows), dtype=object)
+        # Nothing is learned from them, so no trainer computes anything.
+        missing = np.full(rows.num_tokens, np.nan, np.float32)
+        columns |= {"log_probs": missing, "advantages": missing}
+
+        parts = {
+            name: np.split(values, rows.offsets[1:-1])
+            for name, values in columns.items()
+        }
+        return [
+            {name: of_rows[i] for name, of_rows in parts.items()}
+            for i in range(rows.num_rows)
+        ]
 
     def _text(self, tokens: np.ndarray) -> str:
         """Return tokens as text, without special tokens."""

@@ -217,7 +217,7 @@ class RolloutRecord:
         texts = [json.dumps(of_row, ensure_ascii=False) for of_row in entries]
 
         tokens = self._token_columns(rows, credit, rollouts)
-        tokens["pieces"] = self._pieces_of(rows, go_on)
+        tokens["pieces"] = self._pieces.of_rows(rows, go_on)
         is_learned = credit.in_loss & (rows.response_length > 0)
         advantage = _means(tokens["advantages"], rows)
         columns: dict[str, Sequence[Any] | Array] = {
@@ -240,7 +240,7 @@ class RolloutRecord:
             "end": ends_of_rows(rows),
             "failure": failures_of_rows(rows, scores, last, stall_s),
             "entries": [texts[row] if entries[row] else "" for row in last],
-            "num_turns": _num_turns(rows),
+            "num_turns": turns_of_rows(rows),
             "response_tokens": rows.response_length,
             "advantage": np.where(is_learned, advantage, np.nan),
         }
@@ -257,29 +257,16 @@ class RolloutRecord:
             computed = read(rollouts.log_probs, self._config.run.stall_s).log_probs
             log_probs = np.where(mask, computed, missing)
 
-        versions = np.full(rows.num_tokens, -1, np.int64)
-        versions[mask] = versions_of_tokens(rows)
         advantages = advantages_in_loss(
             self._config.algorithm, rows, credit, rollouts.whitening
         )
         is_learned = mask & credit.in_loss[rows.row_of_token]
 
         return {
-            "tokens": rows.tokens,
-            "mask": mask,
-            "rollout_log_probs": np.where(mask, rows.rollout_log_probs, missing),
+            **sampled_columns(rows),
             "log_probs": log_probs,
             "advantages": np.where(is_learned, advantages, missing),
-            "versions": versions,
         }
-
-    def _pieces_of(self, rows: Rollouts, go_on: Callable[[], None]) -> list[str]:
-        """Return the text of each token, [tokens]."""
-        pieces: list[str] = []
-        for tokens in np.split(rows.tokens, rows.offsets[1:-1]):
-            pieces += self._pieces.of(tokens.tolist())
-            go_on()
-        return pieces
 
     def _texts(self, rows: Rollouts, starts: Int64, lengths: Array) -> list[str]:
         """Return parts of rows as text, without special tokens."""
@@ -290,6 +277,22 @@ class RolloutRecord:
             )
             for start, end in bounds
         ]
+
+
+def sampled_columns(rows: Rollouts) -> dict[str, Array]:
+    """Return the columns that the sampler decides, [tokens] each; see `TOKEN_COLUMNS`.
+
+    The texts of the tokens are not among them.
+    """
+    mask = rows.response_mask
+    versions = np.full(rows.num_tokens, -1, np.int64)
+    versions[mask] = versions_of_tokens(rows)
+    return {
+        "tokens": rows.tokens,
+        "mask": mask,
+        "rollout_log_probs": np.where(mask, rows.rollout_log_probs, np.float32(np.nan)),
+        "versions": versions,
+    }
 
 
 def _means(values: Sequence[Any] | Array, rows: Rollouts) -> Float32:
@@ -335,7 +338,7 @@ def ends_of_rows(rows: Rollouts) -> list[str]:
     return [_ENDS[end] for end in rows.end]
 
 
-def _num_turns(rows: Rollouts) -> Array:
+def turns_of_rows(rows: Rollouts) -> Array:
     """Return the turns of the policy in each row's trajectory, [rows]."""
     if rows.num_turns is None:
         return np.ones(rows.num_rows, np.int32)
@@ -395,6 +398,22 @@ class Pieces:
         """Text of each token behind the anchor: a first word loses its space."""
         self._anchor: int | None = None
         """The first token that has a text by itself."""
+
+    def of_rows(
+        self, rows: Rollouts, go_on: Callable[[], None] | None = None
+    ) -> list[str]:
+        """Return the text of each token of some rows, [tokens].
+
+        Args:
+            rows: The rows.
+            go_on: Called after each row, so that other work goes on.
+        """
+        pieces: list[str] = []
+        for tokens in np.split(rows.tokens, rows.offsets[1:-1]):
+            pieces += self.of(tokens.tolist())
+            if go_on is not None:
+                go_on()
+        return pieces
 
     def of(self, tokens: Sequence[int]) -> list[str]:
         """Return the text of each token of a row, special tokens included."""

@@ -20,7 +20,9 @@ from verl_ray.profiling.process_table import RunStatus, write_status
 from verl_ray.report import record, samples
 from verl_ray.report.findings import findings
 from verl_ray.report.record import fingerprint, read_run
+from verl_ray.tracking.evaluations import HeldOutResponse
 from verl_ray.tracking.history import begin_stint, wall_s
+from verl_ray.tracking.jsonl import JsonlTracker
 from verl_ray.tracking.rollouts import RolloutFiles
 
 
@@ -66,6 +68,25 @@ def test_a_finished_run_is_read_whole(tmp_path: Path) -> None:
     assert row.tokens.rollout_log_probs[4] == -0.5 and row.tokens.versions[4] == 0
     assert np.isnan(row.tokens.rollout_log_probs[:4]).all()
     assert row.tokens.total == 5
+
+
+def test_held_out_episodes_are_read_with_their_turns(tmp_path: Path) -> None:
+    # The policy sampled "go" twice.
+    episode = rollouts(3, [("ask", "go")], members=1, observation="ok").tokens
+    single = HeldOutResponse(0, "sums", "1+1=", "2", "2", 1.0, "stop")
+    several = HeldOutResponse(
+        1, "games", "ask", "gookgo", "", 0.5, "stop", end="completed", num_turns=2,
+        tokens=episode,
+    )  # fmt: skip
+    tracker = JsonlTracker(tmp_path)
+    tracker.responses(3, [single, several])
+    tracker.close(failed=False)
+
+    first, second = read_run(tmp_path, most_rows=9).sampled.rows
+    assert (first.num_turns, first.tokens, second.num_turns) == (1, None, 2)
+    assert second.tokens is not None and second.tokens.pieces == list("askgookgo")
+    assert second.tokens.mask.tolist() == [bool(int(bit)) for bit in "000110011"]
+    assert second.tokens.rollout_log_probs[3] == -0.5
 
 
 def test_few_rows_are_whole_groups_of_all_steps(tmp_path: Path) -> None:

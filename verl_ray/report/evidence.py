@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from statistics import NormalDist
 from typing import Literal
 
@@ -523,6 +524,9 @@ _BESIDE_STEPS = ("save_checkpoint", "testing")
 """Phases that are no part of timing_s/step."""
 
 
+_RESTARTS = "rollout/restarts"
+
+
 def long_phases(
     run: RunLines, phases: Mapping[str, tuple[float, str]]
 ) -> Iterator[Evidence | None]:
@@ -532,6 +536,8 @@ def long_phases(
         run: The record.
         phases: That share, and the setting that changes it, by phase.
     """
+    # Whatever waits for a replica that starts again takes as long as its start.
+    run = replace(run, lines=[line for line in run.lines if not line.get(_RESTARTS)])
     step_s = run.series("timing_s/step")
     # What learns from data has one phase.
     if len(step_s) < 2 * WINDOW or run.at("task") != "rl":
@@ -559,20 +565,26 @@ _RESTORED = ("restart", "go back")
 
 def restarts(run: RunLines) -> Iterator[Evidence | None]:
     """Yield drivers that were lost, and processes that were started again."""
-    lost = [stint for stint in run.history if stint.ending in ("failed", "killed")]
+    lost = [
+        (stint, after)
+        for stint, after in zip_longest(run.history, run.history[1:])
+        if stint.ending in ("failed", "killed")
+    ]
     if lost:
         count = len(lost)
         seen = (
             f"the driver failed or was killed in {count} of its {len(run.history)}"
             " starts"
         )
-        steps = [stint.last_step or stint.first_step for stint in lost]
+        # Who is killed notes no step; the next driver goes on with one that it saved.
+        steps = [
+            stint.last_step or (after or stint).first_step for stint, after in lost
+        ]
         yield Evidence(seen, HISTORY, min(steps), max(steps), count, count, 0)
 
     yield _restored(run)
-    metric = "rollout/restarts"
-    replicas = run.series(metric)
-    yield evidence_where(replicas, replicas.values > 0, metric, 0.0)
+    replicas = run.series(_RESTARTS)
+    yield evidence_where(replicas, replicas.values > 0, _RESTARTS, 0.0)
 
 
 def _restored(run: RunLines) -> Evidence | None:

@@ -178,6 +178,8 @@ RESPONSE_LENGTH = "response_length/mean"
 
 COLLAPSED = 0.5
 EXHAUSTED = 0.1
+CERTAIN = 0.01
+"""Entropy in nats per token below which a policy is certain."""
 SOLVED = 0.9
 FAR_FROM_REFERENCE = 1.0
 LARGE_UPDATE = 0.1
@@ -200,7 +202,7 @@ def _reward_collapse(run: RunLines) -> Iterator[Evidence | None]:
 
     lowest = lowest_score(run)
     limit = lowest + COLLAPSED * (best - lowest)
-    falls = best - medians.values > NOISE * scores.noise(WINDOW)
+    falls = best - medians.values > NOISE * scores.noise
     holds = falls & (medians.values < limit)
     if holds.any():
         threshold = float(limit[holds][0])
@@ -214,7 +216,11 @@ def _entropy_collapse(run: RunLines) -> Iterator[Evidence | None]:
     medians = entropy.medians(WINDOW)
     if not len(medians) or not len(smooth):
         return
-    threshold = EXHAUSTED * max(entropy.values[0], medians.values[0])
+    first = max(entropy.values[0], medians.values[0])
+    # Who is certain from the beginning has no entropy to lose.
+    if first < CERTAIN:
+        return
+    threshold = EXHAUSTED * first
 
     # Who has solved all problems may be certain.
     lowest = lowest_score(run)
@@ -240,7 +246,7 @@ def _lengths_exploding(run: RunLines) -> Iterator[Evidence | None]:
         return
     threshold = DOUBLED * float(lengths.values[0])
     score = np.interp(lengths.steps, smooth.steps, smooth.values)
-    pays = score > smooth.values[0] + scores.noise(WINDOW)
+    pays = score > smooth.values[0] + scores.noise
     holds = (lengths.values > threshold) & ~pays
     yield evidence_where(lengths, holds, RESPONSE_LENGTH, threshold)
 
@@ -274,7 +280,7 @@ def _over_optimisation(run: RunLines) -> Iterator[Evidence | None]:
     scores = run.series(SCORE)
     if not len(scores):
         return
-    noise = NOISE * scores.noise(WINDOW) / math.sqrt(WINDOW)
+    noise = NOISE * scores.noise / math.sqrt(WINDOW)
 
     for metric, scale in held_out_scales(run).items():
         # The best of many is high by chance, so each has its share of false alarms.
@@ -310,7 +316,7 @@ def _loss_rises(run: RunLines) -> Iterator[Evidence | None]:
         # Near 0 a loss may double, and nothing is lost.
         matters = LOST_AGAIN * (losses.values[0] - best)
         rise = medians.values - best
-        holds = (rise > NOISE * losses.noise(WINDOW)) & (rise > matters)
+        holds = (rise > NOISE * losses.noise) & (rise > matters)
         holds &= medians.values > RISEN * best
         if holds.any():
             threshold = float(RISEN * best[holds][0])
@@ -487,8 +493,8 @@ RULES = (
         "entropy_collapse",
         "warning",
         "The entropy collapses",
-        f"less than {EXHAUSTED:.0%} of the first entropy remains, and less than"
-        f" {SOLVED:.0%} of the score is reached",
+        f"less than {EXHAUSTED:.0%} of a first entropy of {CERTAIN:g} nat or more"
+        f" remains, and less than {SOLVED:.0%} of the score is reached",
         "rewards are paid for with entropy; without any they stand still"
         " (arXiv:2505.22617)",
         "Raise {algorithm.clip_high} or {algorithm.entropy_coefficient}, or lower"
@@ -637,7 +643,8 @@ RULES = (
         "note",
         "A phase takes most of the time",
         "a phase takes more of the time than "
-        + ", ".join(f"`{name}` {share:.0%}" for name, (share, _) in PHASES.items()),
+        + ", ".join(f"`{name}` {share:.0%}" for name, (share, _) in PHASES.items())
+        + "; steps in which a replica was started again do not count",
         "generation is most of a step as a rule (arXiv:2405.11143), nothing else is",
         "Look at {the setting of this phase}",
         lambda run: long_phases(run, PHASES),

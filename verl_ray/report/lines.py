@@ -60,16 +60,17 @@ class Series:
         steps = self.steps[middle : middle + len(windows)]
         return Series(steps, np.median(windows, axis=1))
 
-    def noise(self, window: int) -> float:
-        """Return the spread of single values around these medians.
+    @property
+    def noise(self) -> float:
+        """The standard deviation of single values around their course.
 
-        It is the median absolute deviation times 1.4826, which is the standard
-        deviation of normal noise, however large some of the values are.
+        It is the median difference of neighbours times 1.4826 / sqrt(2), which is that
+        of normal noise, however large some of the differences are.
         """
-        medians = self.medians(window).values
-        middle = window // 2
-        apart = np.abs(self.values[middle : middle + len(medians)] - medians)
-        return 1.4826 * float(np.median(apart)) if len(apart) else math.nan
+        apart = np.abs(np.diff(self.values))
+        return (
+            1.4826 / math.sqrt(2) * float(np.median(apart)) if len(apart) else math.nan
+        )
 
 
 @dataclass(frozen=True)

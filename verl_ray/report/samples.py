@@ -35,7 +35,7 @@ MOST_CHARACTERS = 32_000_000
 """Characters of all texts that are read, but for the first row of each file."""
 
 MOST_TOKENS = 1_000_000
-"""Tokens of all rows that are read, but for the first row of each file."""
+"""Tokens of all rows of each kind that are read, but for the first row of each file."""
 
 MOST_TOKENS_OF_ROW = 4_000
 """Tokens that are read of a row, from its beginning."""
@@ -323,7 +323,7 @@ def _token_values(batch: pa.RecordBatch) -> Iterator[TokenValues | None]:
     """Yield the first tokens of each row; None for a row without any."""
     for place in range(batch.num_rows):
         columns = {name: batch.column(name)[place].values for name in _TOKEN_COLUMNS}
-        if columns["mask"] is None:
+        if not columns["mask"]:
             yield None
             continue
         first = {name: values[:MOST_TOKENS_OF_ROW] for name, values in columns.items()}

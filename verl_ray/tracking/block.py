@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import sys
 import threading
 import time
@@ -324,10 +325,10 @@ class RunView:
         count = doing.count
         amount: list[Text] = []
         if count is not None and count.total > 0:
-            # A text that was made a moment ago may have older numbers of the same.
             amount = [Text(str(count))]
             if f"/{str(count).split()[0].split('/')[1]}" in text:
                 amount = [Text(f"{min(1.0, count.done / count.total):.0%}")]
+                text = _with_number_of(count, text)
         elif doing.seconds is not None:
             amount = [Text(f"{doing.seconds:.0f} s", style="dim")]
 
@@ -436,6 +437,19 @@ def _last_step(course: Course, columns: int) -> list[Text]:
         bar.append("█" * (round(so_far * width) - bar.cell_len), style)
         names.append(Text.assemble(("█ ", style), f"{printable(name)} {share:.0%}"))
     return _flow("time", [bar, *names], columns)[:_MOST_LINES]
+
+
+def _with_number_of(count: Count, text: str) -> str:
+    """Return a text that was made a moment ago, with the number that is counted now.
+
+    Several numbers of the same total are left as they are: it may be any of them.
+    """
+    number = str(count).split()[0]
+    before, colon, work = text.rpartition(": ")
+    older = re.compile(rf"\b\d+/{number.partition('/')[2]}\b")
+    if len(older.findall(work)) == 1:
+        work = older.sub(number, work)
+    return f"{before}{colon}{work}"
 
 
 def _with_bar(parts: list[Text], place: int, count: Count, columns: int) -> Text:

@@ -13,8 +13,9 @@ of responses (pass@k, best@k, maj@k) follow from the scores and answers in the f
 their intervals and differences can be computed afterwards. Each is one value per
 problem, and is computed once for an evaluation in memory.
 
-The responses stand beside the scores as text, in `evaluations/step_000010.parquet`.
-That file is whole or is not there, too.
+The responses stand beside the scores as text, in `evaluations/step_000010.parquet`;
+those of episodes also have their tokens, in the columns of training rollouts. That file
+is whole or is not there, too.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import nan
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -41,8 +42,10 @@ from verl_ray.algorithms.subsets import (
     pass_at,
     sample_sizes,
 )
+from verl_ray.data.batch import Array
 from verl_ray.disk import drop_after, replace_file, step_files, step_path
 from verl_ray.errors import TrackingError
+from verl_ray.tracking.rollouts import TOKEN_COLUMNS, token_lists
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -334,8 +337,10 @@ RESPONSE_COLUMNS = {
     "failure": "string",
     "entries": "string",  # JSON; empty where there are none
     "response_tokens": "int32",
+    "num_turns": "int32",
 }
-"""Columns of a file of responses, a line per response, and their types."""
+"""Columns of a file of responses, a line per response, and their types. It also has
+`TOKEN_COLUMNS` of training rollouts, empty lists where no tokens are kept."""
 
 ROWS_AT_ONCE = 256
 """Responses that are in memory at the same time while they are written."""
@@ -374,6 +379,13 @@ class HeldOutResponse:
     response_tokens: int = 0
     """Tokens that the policy sampled."""
 
+    num_turns: int = 1
+    """Turns of the policy."""
+
+    tokens: Mapping[str, Sequence[Any] | Array] | None = None
+    """Values of `TOKEN_COLUMNS`, [tokens] each, of an episode's last row; None of a
+    single response, whose text says the same."""
+
 
 def responses_path(run_dir: Path, step: int) -> Path:
     """Return the file for the responses of the evaluation after `step` of a run."""
@@ -391,24 +403,22 @@ def encoded_responses(responses: Iterable[HeldOutResponse]) -> bytes:
     import pyarrow as pa
     import pyarrow.parquet
 
-    types = {name: pa.type_for_alias(type_) for name, type_ in RESPONSE_COLUMNS.items()}
-    schema = pa.schema(types)
+    schema = _response_table([]).schema
     content = pa.BufferOutputStream()
     rows = iter(responses)
     with pyarrow.parquet.ParquetWriter(content, schema, compression="zstd") as writer:
         # Consumes the responses in pieces. Ends with the last one.
         while piece := list(itertools.islice(rows, ROWS_AT_ONCE)):
-            writer.write_table(_response_table(piece, schema))
+            writer.write_table(_response_table(piece))
     encoded: bytes = content.getvalue().to_pybytes()
     return encoded
 
 
-def _response_table(
-    responses: Iterable[HeldOutResponse], schema: pa.Schema
-) -> pa.Table:
-    """Return some responses as columns."""
+def _response_table(responses: Sequence[HeldOutResponse]) -> pa.Table:
+    """Return some responses as `RESPONSE_COLUMNS` and `TOKEN_COLUMNS`."""
     import pyarrow as pa
 
+    types = {name: pa.type_for_alias(type_) for name, type_ in RESPONSE_COLUMNS.items()}
     lines = []
     for response in responses:
         line: dict[str, object] = {
@@ -419,7 +429,18 @@ def _response_table(
         if response.entries:
             line["entries"] = json.dumps(dict(response.entries), ensure_ascii=False)
         lines.append(line)
-    return pa.Table.from_pylist(lines, schema)
+    table = pa.Table.from_pylist(lines, pa.schema(types))
+
+    rows = [response.tokens for response in responses if response.tokens is not None]
+    lengths = [len((response.tokens or {}).get("mask", ())) for response in responses]
+    offsets = np.cumsum([0, *lengths])
+    tokens = {
+        name: np.concatenate([row[name] for row in rows]) if rows else ()
+        for name in TOKEN_COLUMNS
+    }
+    for name, lists in token_lists(offsets, tokens).items():
+        table = table.append_column(name, lists)
+    return table
 
 
 def first_responses(path: Path, count: int) -> list[HeldOutResponse]:

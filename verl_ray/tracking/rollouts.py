@@ -103,12 +103,26 @@ class RolloutTable:
                 type_ = pa.type_for_alias(type_name)
             columns[name] = pa.array(self.rows[name], type_, from_pandas=True)
 
-        offsets = pa.array(self.offsets, pa.int32())
-        for name, type_name in TOKEN_COLUMNS.items():
-            type_ = pa.type_for_alias(type_name)
-            values = pa.array(self.tokens[name], type_, from_pandas=True)
-            columns[name] = pa.ListArray.from_arrays(offsets, values)
-        return pa.table(columns)
+        return pa.table(columns | token_lists(self.offsets, self.tokens))
+
+
+def token_lists(
+    offsets: Int64, tokens: Mapping[str, Sequence[Any] | Array]
+) -> dict[str, pa.ListArray]:
+    """Return the `TOKEN_COLUMNS` of some rows, a list per row and column.
+
+    Args:
+        offsets: First token of each row and the total behind them, int64 [rows + 1].
+        tokens: Values by column, flat: [tokens] each; NaN becomes null.
+    """
+    import pyarrow as pa
+
+    columns = {}
+    for name, type_name in TOKEN_COLUMNS.items():
+        type_ = pa.type_for_alias(type_name)
+        values = pa.array(tokens[name], type_, from_pandas=True)
+        columns[name] = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values)
+    return columns
 
 
 def recorded_rollouts(run_dir: Path) -> dict[int, Path]:

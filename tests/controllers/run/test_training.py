@@ -293,6 +293,7 @@ def test_a_run_writes_all_that_it_promises(
     for kept, row in zip(written, rows, strict=True):
         assert kept["response"] == row["response"] and kept["score"] == row["score"]
         assert kept["response_tokens"] > 0 == kept["member"]
+        assert kept["num_turns"] == 1 and kept["pieces"] == []
     scores = read_scores(scores_path(run_dir, 3))
     is_core = [name.startswith("val-core/") for name in scores.metrics]
     assert scores.scores[is_core].tolist() == [[row["score"]] for row in rows]

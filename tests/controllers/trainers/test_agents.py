@@ -13,6 +13,7 @@ from tests.controllers.runs import Inputs, command, command_here, lasting
 from tests.faults import HAPPENED
 from tests.kills import Run
 from verl_ray.cluster.session import Session
+from verl_ray.tracking.evaluations import recorded_responses
 from verl_ray.tracking.rollouts import recorded_rollouts
 
 pytestmark = [pytest.mark.cluster, pytest.mark.processes]
@@ -96,10 +97,26 @@ def test_a_policy_learns_from_episodes(
         recording_s = metrics["timing_s/record_rollouts"]
         assert 0 < recording_s < metrics["timing_s/update_actor"]
 
+    # Held-out episodes keep the tokens of their last rows in the same columns.
+    held_out = rows_in(recorded_responses(tmp_path / "run")[4])
+    assert len(held_out) == 16
+    for row in held_out:
+        # A special token may stand behind a turn, and texts are without those.
+        assert "".join(row["pieces"]).startswith(row["prompt"][:4])
+        assert row["num_turns"] == 2
+        assert 0 < sum(row["mask"]) <= row["response_tokens"] <= 2 * 6
+        assert [version == 4 for version in row["versions"]] == row["mask"]
+        sampled = [value is not None for value in row["rollout_log_probs"]]
+        assert sampled == row["mask"] and len(row["tokens"]) == len(row["mask"])
+        assert set(row["log_probs"]) == set(row["advantages"]) == {None}
+
 
 def recorded(run_dir: Path, step: int) -> list[dict[str, Any]]:
     """The recorded rollouts of a step."""
-    path = recorded_rollouts(run_dir)[step]
+    return rows_in(recorded_rollouts(run_dir)[step])
+
+
+def rows_in(path: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
     return rows
 
