@@ -27,7 +27,7 @@ def _splitmix(x: int) -> int:
 
 def test_a_small_one_by_hand() -> None:
     # Two int64 lanes along the only dim: values 3 and 5.
-    hashes = [_splitmix((i + 0x9E3779B97F4A7C15) % 2**64) for i in range(2)]
+    hashes = [_splitmix((i + 0x9E3779B97F4A7C15) % 2**64) | 1 for i in range(2)]
     summed = 3 * hashes[0] + 5 * hashes[1]
 
     def expected(dtype: str, numel: int) -> Fingerprint:
@@ -84,6 +84,18 @@ def test_what_it_sees(dtype: torch.dtype) -> None:
         name for name, found in fingerprints.items() if found == fingerprint(tensor)
     ] == []
     assert len(set(fingerprints.values())) == len(fingerprints)
+
+
+def test_a_sign_that_changed_is_seen_wherever_it_is() -> None:
+    tensor = torch.ones(4, 6)
+    before = fingerprint(tensor).total
+    for row, column in np.ndindex(4, 6):
+        changed = tensor.clone()
+        changed[row, column] = -1
+        difference = (fingerprint(changed).total - before) % 2**64
+        # The sign of an odd column is the highest bit of its lane, times an odd factor.
+        assert difference != 0
+        assert (difference == 2**63) == (column % 2 == 1)
 
 
 @pytest.mark.parametrize("offset", range(9))

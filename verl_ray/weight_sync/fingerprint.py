@@ -83,11 +83,12 @@ class FingerprintAccumulator:
 
         total = sum_d sum_i h(d, i) S_d(i)  mod 2^64.
 
-    One pass per dim thus sees any changed value, and rows, columns or blocks that
-    changed places. It does not see a change that leaves every one of those sums as it
-    was. A slice that starts or ends inside a lane is filled up with zeros, which add
-    nothing. A hash of the dtype is added once per element, so the same bits of another
-    dtype differ.
+    The hashes of the first dim are odd and those of the others even, so every lane has
+    an odd factor, and whatever changes in one lane alone changes the total. One pass
+    per dim also sees rows, columns or blocks that changed places. It does not see a
+    change that leaves every one of those sums as it was. A slice that starts or ends
+    inside a lane is filled up with zeros, which add nothing. A hash of the dtype is
+    added once per element, so the same bits of another dtype differ.
 
     Cost: two passes over a matrix, the second in the cache. On one core that is about
     what a copy takes (1.1 and 1.2 times as fast, for matrices of 7 and 41 MB in
@@ -231,7 +232,8 @@ def _dtype_hash(dtype: torch.dtype) -> int:
 def _index_hash(dim: int, first: int, count: int) -> npt.NDArray[np.uint64]:
     """Return hashes of (dim, index) for `count` indices from `first`, uint64 [count].
 
-    The hash is the finaliser of splitmix64 (Steele et al., OOPSLA 2014).
+    The hash is the finaliser of splitmix64 (Steele et al., OOPSLA 2014), with a lowest
+    bit of 1 in dim 0 and of 0 in the others.
     """
     seed = np.uint64((dim + 1) * 0x9E3779B97F4A7C15 % _MODULUS)
     # The arithmetic is modulo 2^64 on purpose.
@@ -239,4 +241,7 @@ def _index_hash(dim: int, first: int, count: int) -> npt.NDArray[np.uint64]:
         x = np.arange(first, first + count, dtype=np.uint64) + seed
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    x = x ^ (x >> np.uint64(31))
+    # A factor that is even would lose the highest bit of a lane, the sign of a weight.
+    lowest_bit = np.uint64(1)
+    return x | lowest_bit if dim == 0 else x & ~lowest_bit
