@@ -50,7 +50,7 @@ class Fingerprints:
 
     by_name: dict[str, Fingerprint] = field(default_factory=dict)
     seconds: float = 0.0
-    """Seconds of the thread that computed them."""
+    """Seconds of the thread that computed them, and made copies along with them."""
 
     def __add__(self, other: Fingerprints) -> Fingerprints:
         sums = dict(self.by_name)
@@ -101,7 +101,13 @@ class FingerprintAccumulator:
         self._pending: list[_Pending] = []
         self._seconds = 0.0
 
-    def add(self, name: str, tensor: torch.Tensor, part: Slice | None = None) -> None:
+    def add(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        part: Slice | None = None,
+        copy: torch.Tensor | None = None,
+    ) -> None:
         """Add a slice of a parameter.
 
         Its memory may change once `take` has returned.
@@ -110,12 +116,19 @@ class FingerprintAccumulator:
             name: The parameter.
             tensor: The content.
             part: The slice that it is; None for all of the parameter.
+            copy: Where to copy the content, of the same shape and dtype.
         """
         began = time.perf_counter()
 
         if tensor.numel():
             lanes, first = _lanes(tensor, part)
-            self._sums += _sums(lanes)
+            # Both at once read the content once.
+            target = None
+            if copy is not None and _is_host_matrix(lanes):
+                target = _lanes_in_place(copy, part)
+            if copy is not None and target is None:
+                copy.copy_(tensor)
+            self._sums += _sums(lanes, target)
             dtype_total = tensor.numel() * _dtype_hash(tensor.dtype) % _MODULUS
             of_dtype = Fingerprint(dtype_total, tensor.numel())
             shape = tuple(lanes.shape)
@@ -156,11 +169,21 @@ class FingerprintAccumulator:
         return Fingerprints(by_name, seconds)
 
 
-def _sums(lanes: torch.Tensor) -> list[torch.Tensor]:
-    """Return for each dim the sums over all other dims, int64 [size of the dim]."""
+def _is_host_matrix(lanes: torch.Tensor) -> bool:
+    """Whether `_matrix_sums` reads these lanes."""
+    return lanes.device.type == "cpu" and lanes.dim() == 2
+
+
+def _sums(lanes: torch.Tensor, copy: torch.Tensor | None) -> list[torch.Tensor]:
+    """Return for each dim the sums over all other dims, int64 [size of the dim].
+
+    Args:
+        lanes: The lanes.
+        copy: Where those of a matrix on the host are copied; None copies nothing.
+    """
     # A matrix on the CPU is the common case, and has a faster way.
-    if lanes.device.type == "cpu" and lanes.dim() == 2:
-        return _matrix_sums(lanes)
+    if _is_host_matrix(lanes):
+        return _matrix_sums(lanes, copy)
 
     sums: list[torch.Tensor] = []
     for dim in range(lanes.dim()):
@@ -172,15 +195,16 @@ def _sums(lanes: torch.Tensor) -> list[torch.Tensor]:
     return sums
 
 
-def _matrix_sums(lanes: torch.Tensor) -> list[torch.Tensor]:
+def _matrix_sums(lanes: torch.Tensor, copy: torch.Tensor | None) -> list[torch.Tensor]:
     """Return the sums of the rows and of the columns of a matrix on the CPU.
 
-    The matrix is read block by block, so that the second pass reads what the first has
-    loaded into the cache. It is read by one thread: while weights travel, sender,
-    receiver and loader compute at the same time, and threads that must wait for each
-    other take several times as long.
+    The matrix is read block by block, so that the second pass, and the copy, read what
+    the first has loaded into the cache. It is read by one thread: while weights travel,
+    sender, receiver and loader compute at the same time, and threads that must wait for
+    each other take several times as long.
     """
     matrix = lanes.numpy()
+    target = None if copy is None else copy.numpy()
     height, width = matrix.shape
     row_sums = np.empty(height, np.int64)
     column_sums = np.zeros(width, np.int64)
@@ -191,6 +215,8 @@ def _matrix_sums(lanes: torch.Tensor) -> list[torch.Tensor]:
         block = matrix[start : start + block_height]
         block.sum(1, out=row_sums[start : start + block_height])
         column_sums += block.sum(0)
+        if target is not None:
+            target[start : start + block_height] = block
     return [torch.from_numpy(row_sums), torch.from_numpy(column_sums)]
 
 
@@ -219,6 +245,14 @@ def _lanes(
         # Lanes must begin where the memory of the storage has them.
         bits = bits.clone()
     return bits.view(torch.int64), (*start[:-1], start[-1] // per_lane)
+
+
+def _lanes_in_place(tensor: torch.Tensor, part: Slice | None) -> torch.Tensor | None:
+    """Return a tensor's memory as lanes; None unless it consists of whole ones."""
+    if not tensor.is_contiguous():
+        return None
+    lanes, _ = _lanes(tensor, part)
+    return lanes if lanes.data_ptr() == tensor.data_ptr() else None
 
 
 @functools.cache
