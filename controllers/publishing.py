@@ -188,7 +188,8 @@ class Publisher:
         if verifies or self._keeps_version or self._device_sharing.offloads_actor:
             probe_call = self._verification.request_probe(version)
         receivers.wait([*sent.calls, *commit_calls])
-        self._wire.finish()
+        # The actor does this after its probe, and nobody needs it yet.
+        finish_call = self._wire.finish()
 
         streamed = time.perf_counter()
         self._verification.store_probe(version, probe_call)
@@ -204,6 +205,7 @@ class Publisher:
         metrics = self._metrics_of(sent)
         if verifies:
             metrics["weight_sync/probe_difference"] = self._verify(version, receivers)
+        receivers.wait([finish_call])
         load_s = max(seconds for call in commit_calls for seconds in call.result())
 
         seconds = {
@@ -528,10 +530,14 @@ class WeightWire:
         if self._is_open:
             self._finish_sync()
 
-    def finish(self) -> None:
-        """End the sync, after every receiver has committed what was sent."""
-        self._finish_sync()
+    def finish(self) -> Call[Any]:
+        """End the sync, after every receiver has committed what was sent.
+
+        Returns:
+            The call by which the actor's ranks free what the sync needed.
+        """
         self._synced_peers = self._peers
+        return self._actor.broadcast(ActorWorker.finish_sync)
 
     def _finish_sync(self) -> None:
         self._actor.broadcast(ActorWorker.finish_sync).result()
