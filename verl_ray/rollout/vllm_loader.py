@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -129,7 +129,9 @@ class WeightLoader(_Worker):
                 name: tensor.to("cpu", copy=True) for name, tensor in received.items()
             }
         elif self._weights_plan is not None:
-            self._weights_plan.load(self._weights_inbox.receive(bucket))
+            received = self._weights_inbox.receive(bucket)
+            with _leaving_a_core():
+                self._weights_plan.load(received)
         else:
             with self._weights_context():
                 self.update_weights({"bucket": bucket})
@@ -303,6 +305,21 @@ class WeightLoader(_Worker):
 
     def _weights_context(self) -> AbstractContextManager[object]:
         return set_current_vllm_config(self.vllm_config)
+
+
+@contextmanager
+def _leaving_a_core() -> Iterator[None]:
+    """Compute the block with one thread less.
+
+    The core is for the thread that takes fingerprints meanwhile, and for the sender on
+    the same node. Threads that must wait for each other would wait for it.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads - 1))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _tied_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
