@@ -166,7 +166,7 @@ class ModulePlan:
 
     def _pack(self) -> None:
         """Let vLLM pack the module, which keeps its parameter objects."""
-        module = self.module
+        module: Any = self.module
         packing = getattr(module, "quant_method", None)
         if packing is not None:
             # The memory of the earlier weights is free for the new ones.
