@@ -31,7 +31,7 @@ from controllers.compose.composition import examine
 from controllers.compose.listing import named_root
 from controllers.compose.sources import MISSING, key_exists, value_at
 from controllers.run.finished import finished_step, show_finished
-from controllers.run.next_command import failure_hint, resume_hint
+from controllers.run.next_command import failure_hint, resume_hint, typed_command
 from verl_ray.cluster.signals import (
     heed_signals,
     outlast_full_disks,
@@ -55,11 +55,11 @@ _MODULES_WITH_FLAGS = {
     "plan": "controllers.commands.plan",
     "play": "controllers.commands.play",
     "report": "controllers.commands.report",
-    "runs": "controllers.commands.runs",
+    "runs": "controllers.commands.report:list_runs",
     "status": "controllers.commands.status",
     "watch": "controllers.commands.watch",
 }
-"""Command with flags of its own -> the module whose `main` reads them."""
+"""Command with flags of its own -> the module, and its function if it is not `main`."""
 
 
 class TakesConfig(Protocol):
@@ -236,9 +236,9 @@ def _unnamed_root(command: str) -> Problem:
 def _run_with_flags(command: str, rest: list[str]) -> int:
     """Run a command that reads flags of its own."""
     stop_on_signals()
-    module = importlib.import_module(_MODULES_WITH_FLAGS[command])
-    implementation = cast(TakesArguments, module.main)
-    return stoppable(functools.partial(implementation, rest))
+    module, _, function = _MODULES_WITH_FLAGS[command].partition(":")
+    implementation = getattr(importlib.import_module(module), function or "main")
+    return stoppable(functools.partial(cast(TakesArguments, implementation), rest))
 
 
 def _run_with_config(
@@ -254,7 +254,7 @@ def _run_with_config(
 
     Args:
         command: the command, which is also the name of its module and function.
-        arguments: all arguments of `verl-ray`, for a message at a stop.
+        arguments: all arguments of `verl-ray`, for messages and the record of a run.
         config_name: the root config.
         overrides: what the user typed, in Hydra's grammar.
         config_dir: a folder of the user's own, or None.
@@ -275,6 +275,7 @@ def _run_with_config(
         work = functools.partial(_implementation(command), config, **settings)
         if command != "train":
             return stoppable(work)
+        work = functools.partial(work, command=typed_command(arguments))
         # A second signal ends the process before it comes to the hint below.
         with pointing(functools.partial(resume_hint, config, arguments)):
             return stoppable(work)

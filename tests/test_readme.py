@@ -303,9 +303,9 @@ def test_the_quickstart_leaves_what_the_readme_says(first_run: Path) -> None:
         .partition("\n## ")[0],
         re.M,
     )
-    assert len(listed) == 17
-    # Another command, other tasks and failures write these.
-    for name in set(listed) - {"evaluated", "model", "faults.jsonl"}:
+    assert len(listed) == 18
+    # Another command, other tasks and settings, and failures write these.
+    for name in set(listed) - {"evaluated", "model", "faults.jsonl", "trace.json"}:
         assert (first_run / "outputs" / "first" / name).exists(), name
 
 

@@ -20,6 +20,8 @@ import select
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -30,6 +32,39 @@ from verl_ray.ownership import prefix, remove_stale
 # worker and guard, which is a single thread that lives as long as its process.
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+
+_ROOT = str(Path(__file__).parents[1])
+# What a module imports may start threads, so the guard comes first.
+_PROGRAM = (
+    "import sys; sys.path.insert(0, {root!r});"
+    " from verl_ray.guard import guarded_connection;"
+    " connection = guarded_connection({descriptor}, own_folder=True);"
+    " from {module} import main; main(connection)"
+)
+
+
+def start_guarded(module: str, descriptor: int) -> subprocess.Popen[bytes]:
+    """Start a process that has a guard, and calls `main(connection)` of a module.
+
+    The guard kills all of it once the other end of its connection is gone. Temporary
+    files lie in a folder that the guard removes, and what is printed goes to stderr.
+
+    Args:
+        module: Name of the module.
+        descriptor: The file descriptor of the process's end of a pair of sockets.
+    """
+    program = _PROGRAM.format(root=_ROOT, descriptor=descriptor, module=module)
+    return subprocess.Popen(
+        [sys.executable, "-u", "-c", program],
+        stdin=subprocess.DEVNULL,
+        # What it prints is no part of a command's output.
+        stdout=2,
+        pass_fds=[descriptor],
+        # Hash seeds decide about the worlds of some environments.
+        env={**os.environ, "PYTHONHASHSEED": "0"},
+        # The processes form one group, to kill together.
+        start_new_session=True,
+    )
 
 
 def guarded_connection(descriptor: int, *, own_folder: bool = False) -> socket.socket:

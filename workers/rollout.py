@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from verl_ray.agents.episode import Limits
 from verl_ray.agents.wire import EpisodeStart
 from verl_ray.algorithms.groups import is_last_of_group
 from verl_ray.cluster.context import WorkerContext, concurrent, steering, when_abandoned
 from verl_ray.config.agent import AgentConfig
-from verl_ray.config.function_specs import parts_of
 from verl_ray.config.roles import LoraConfig
 from verl_ray.config.rollout import RolloutConfig, RolloutEngineConfig
 from verl_ray.data.batch import Int64, Ragged, offsets_of
@@ -434,24 +432,13 @@ def start_episodes(
     from verl_ray.rollout.tool_calls import ActionReader
 
     tokenizer = load_tokenizer(spec.model_path, spec.chat_template)
-    limits = Limits(
-        max_turns=agent.max_turns,
+    start = EpisodeStart.of_run(
+        agent,
+        spec.model_path,
         context_tokens=spec.max_model_len,
         row_tokens=spec.config.max_response_tokens,
-        max_tokens=agent.max_tokens,
-        max_tool_calls=agent.max_tool_calls,
-        max_turn_tokens=agent.max_turn_tokens,
-        model_s=agent.model_timeout_s,
-        tool_s=agent.tool_timeout_s,
-        turn_s=agent.turn_timeout_s,
-        episode_s=agent.episode_timeout_s,
-    )
-    start = EpisodeStart(
-        {source: parts_of(function) for source, function in agent.environments.items()},
-        spec.model_path,
-        limits,
-        spec.chat_template,
-        spec.template_arguments,
+        chat_template=spec.chat_template,
+        template_arguments=spec.template_arguments,
     )
     return EpisodePool(
         server,

@@ -50,10 +50,9 @@ from verl_ray.tracking.comparison import (
     show_comparison,
 )
 from verl_ray.tracking.console import HeldOut, Report, show
-from verl_ray.tracking.evaluations import write_scores
+from verl_ray.tracking.evaluations import HeldOutResponse, write_scores
 from verl_ray.tracking.history import TESTING
 from verl_ray.tracking.jsonl import finite, unused_path
-from verl_ray.tracking.responses import HeldOutResponse
 
 
 @dataclass(frozen=True)

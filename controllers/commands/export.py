@@ -27,10 +27,11 @@ from verl_ray.config.schema import Config
 from verl_ray.errors import CheckpointError, ConfigError, Problem
 from verl_ray.hub.models import fetch_models
 from verl_ray.paths import path_suggestion, typed_path
-from verl_ray.profiling.phases import phase
+from verl_ray.profiling.phases import blocking, phase
 
 if TYPE_CHECKING:
     from verl_ray.cluster.group import WorkerGroup
+    from verl_ray.cluster.session import Session
     from workers.model_worker import ModelWorker
 
 LARGEST_DIFFERENCE = {"float32": 1e-4, "bfloat16": 0.2}
@@ -106,13 +107,12 @@ def _export(
     from controllers.system.plan import ClusterShape, plan_processes, resolve_on
     from controllers.trainers.base import task_of
     from verl_ray.cluster.launch import start_groups
-    from verl_ray.cluster.session import Session
     from verl_ray.tracking.block import live_block
 
     with (
         tempfile.TemporaryDirectory() as logs,
         live_block(f"export of {checkpoint.path.name}"),
-        Session.open(address, log_dir=Path(logs)) as session,
+        _session(address, Path(logs)) as session,
     ):
         # Once more: a handler that Ray has put there exits without a message.
         stop_on_signals()
@@ -139,6 +139,14 @@ def _export(
                 groups[planned_role], source, str(directory), adapter=adapter
             )
             return config, difference
+
+
+def _session(address: str | None, logs: Path) -> Session:
+    """Open the cluster; it may take a while to start."""
+    from verl_ray.cluster.session import Session
+
+    with blocking("starting Ray"):
+        return Session.open(address, log_dir=logs)
 
 
 def _converted(

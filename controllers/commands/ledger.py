@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
-import yaml
 from rich import box
 from rich.table import Table
 
@@ -33,6 +32,8 @@ from verl_ray.data.ledger import (
 from verl_ray.errors import ConfigError, Problem, TrackingError
 from verl_ray.paths import OUTPUTS, RUN_HELP, RUN_HINT, run_folder
 from verl_ray.preflight.tables import print_tables
+from verl_ray.report.lines import setting
+from verl_ray.report.record import read_config
 from verl_ray.tracking.history import read_history
 
 _BLANK = "-"
@@ -165,10 +166,7 @@ def unfinished(history: History, last_step: int | None) -> list[str]:
 
 def _prompts_per_step(run_dir: Path) -> int | None:
     """Return the number of ordinals of a batch; None where the run does not say it."""
-    path = run_dir / "config.yaml"
-    tree = yaml.safe_load(path.read_text()) if path.is_file() else None
-    data = tree.get("data") if isinstance(tree, dict) else None
-    number = data.get("prompts_per_step") if isinstance(data, dict) else None
+    number = setting(read_config(run_dir, []), "data.prompts_per_step")
     return number if isinstance(number, int) else None
 
 

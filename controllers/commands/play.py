@@ -21,9 +21,10 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -50,12 +51,13 @@ from verl_ray.agents.scripted import turn_end
 from verl_ray.agents.specs import EXPECTED, load_environment
 from verl_ray.agents.tasks import as_messages
 from verl_ray.agents.template import Renderer
+from verl_ray.agents.tools import call_text
 from verl_ray.config.rollout import RolloutEngineConfig
 from verl_ray.config.suggest import did_you_mean
 from verl_ray.data.encoding import encode
 from verl_ray.data.records import read_prompts
 from verl_ray.data.tokenizers import load_tokenizer, train_bpe
-from verl_ray.errors import ConfigError, DataError, Problem
+from verl_ray.errors import ConfigError, DataError, InputError, Problem
 from verl_ray.preflight.machine import Machine
 from verl_ray.rollout.requests import GenerationRequest, Sampling
 from verl_ray.rollout.vllm_core import environment as engine_variables
@@ -99,7 +101,9 @@ def main(argv: list[str]) -> int:
     """Play an episode.
 
     Raises:
-        ConfigError: There is no such environment, record or model.
+        ConfigError: There is no such environment or record, or the model has no chat
+            template.
+        InputError: The file or the model cannot be read.
     """
     # Options may stand between those of the environment.
     arguments = _parser().parse_intermixed_args(argv)
@@ -110,7 +114,8 @@ def main(argv: list[str]) -> int:
     environment = load_environment(_spec(arguments.env), options, "ENV")
     task = _task(arguments)
 
-    with _tokenizer(arguments.model or arguments.tokenizer) as tokenizer:
+    option = "--tokenizer" if arguments.model is None else "--model"
+    with _tokenizer(option, arguments.model or arguments.tokenizer) as tokenizer:
         screen = Screen(tokenizer, is_coloured=sys.stdout.isatty())
         context = arguments.context
         limits = Limits(
@@ -209,6 +214,15 @@ def _problems(arguments: argparse.Namespace) -> Iterator[Problem]:
         if value != usual and present is None:
             fix = f"Give {needed} as well, or leave it out."
             yield Problem(key, value, f"has no effect without {needed}", fix)
+    if (
+        arguments.model is not None
+        and not Path(arguments.model, "config.json").is_file()
+    ):
+        rule = "is no local model directory: it has no config.json"
+        yield Problem("--model", arguments.model, rule, "Name one.")
+    if arguments.model is not None and arguments.tokenizer is not None:
+        rule = "has no effect with --model, whose own tokenizer is taken"
+        yield Problem("--tokenizer", arguments.tokenizer, rule, "Leave it out.")
     if arguments.data is not None and (arguments.prompt or arguments.answer):
         fix = "Leave out one of them."
         rule = "the task is --prompt and --answer, or a record of --data"
@@ -245,7 +259,13 @@ def _task(arguments: argparse.Namespace) -> EpisodeTask:
     """
     if arguments.data is None:
         return EpisodeTask(as_messages(arguments.prompt), arguments.answer)
-    records = read_prompts(arguments.data)
+    with _own_options(
+        {
+            "data.train_path and data.validation_path": "--data",
+            "data.train_path": "--data",
+        }
+    ):
+        records = read_prompts(arguments.data)
     number = arguments.record
     if not 0 <= number < len(records):
         rule = f"{arguments.data} has {len(records)} records"
@@ -258,14 +278,38 @@ def _task(arguments: argparse.Namespace) -> EpisodeTask:
 
 
 @contextmanager
-def _tokenizer(folder: str | None) -> Iterator[PreTrainedTokenizerBase]:
+def _own_options(option_of: Mapping[str, str]) -> Iterator[None]:
+    """Let errors of the block name options of this command, not settings of a run.
+
+    Args:
+        option_of: Words of an error -> the option that they mean here.
+    """
+    try:
+        yield
+    except InputError as error:
+        for words, option in option_of.items():
+            error.fix = error.fix.replace(words, option)
+        raise
+
+
+@contextmanager
+def _tokenizer(option: str, folder: str | None) -> Iterator[PreTrainedTokenizerBase]:
     """Yield the tokenizer of a model; one of bytes if there is none.
+
+    Args:
+        option: The option that names the folder of the model.
 
     Raises:
         ModelError: It cannot be loaded.
+        ConfigError: It has no chat template.
     """
     if folder is not None:
-        yield load_tokenizer(folder)
+        with _own_options({"model.path": option}):
+            tokenizer = load_tokenizer(folder)
+        if not tokenizer.chat_template:
+            rule = "has no chat template, by which the turns of an episode are written"
+            raise ConfigError([Problem(option, folder, rule, "Name one that has.")])
+        yield tokenizer
         return
     with tempfile.TemporaryDirectory() as made:
         # All bytes and the three special tokens.
@@ -466,7 +510,7 @@ class Person:
             if tools and unknown is not None and action.parse_error is None:
                 fix = did_you_mean(unknown[1], tools, "tool")
                 print(f"--- a text, since no tool is {unknown[1]}. {fix}", flush=True)
-            text = "".join((action.text, *map(_call_text, action.tool_calls)))
+            text = "".join((action.text, *map(call_text, action.tool_calls)))
             try:
                 columns = encode(
                     self.tokenizer, [text], special=False, where=lambda _: "a turn"
@@ -509,12 +553,6 @@ def _typed_call(node: ast.expr) -> ToolCall:
         raise ValueError("each argument needs its name: NAME(argument=value)")
     arguments = {str(each.arg): ast.literal_eval(each.value) for each in node.keywords}
     return ToolCall(node.func.id, arguments)
-
-
-def _call_text(call: ToolCall) -> str:
-    """Return a call as Hermes models write it, for its tokens."""
-    written = {"name": call.name, "arguments": dict(call.arguments)}
-    return f"<tool_call>\n{json.dumps(written, ensure_ascii=False)}\n</tool_call>"
 
 
 # ---------------------------------------------------------------------- a model's turns

@@ -1,26 +1,51 @@
-"""The command `report`: what runs did, as one HTML file, or as a page that follows one.
+"""The commands `report` and `runs`: what runs did, from their folders alone.
+
+`report` writes one HTML file, or serves a page that follows the runs. `runs` lists the
+runs of a folder.
 
 Invariant: the runs are asked nothing, so their folders are enough, wherever they are,
-and neither torch nor ray is imported.
+and neither torch nor ray is imported. A run that cannot be read is listed with what is
+wrong, and hides no other. The server sends nothing but the page, and only to who has
+the token, where there is one. Without one it listens to this machine alone, and only
+under names of this machine, so that no page of another site can read it through a name
+that it has redirected.
 """
 
 from __future__ import annotations
 
 import argparse
+import hmac
+import ipaddress
 import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, quote, urlsplit
+
+from rich.table import Table
 
 from verl_ray.errors import ConfigError, Problem
 from verl_ray.paths import OUTPUTS, RUN_HELP, run_folder, shown_path, typed_path
-from verl_ray.report.serve import LOOPBACK, is_loopback, serve
-from verl_ray.tracking.report import PAGE, write_report
+from verl_ray.report.page import page_of
+from verl_ray.report.record import RunRecord, fingerprint, read_run
+from verl_ray.tracking.base import HELD_OUT
+from verl_ray.tracking.console import plain_console
+from verl_ray.tracking.history import wall_s
+from verl_ray.tracking.report import LARGEST_SHARE, PAGE, write_report
 
 TOKEN = "VERL_RAY_REPORT_TOKEN"
 """Environment variable with what a browser has to show where others reach the page."""
 
 
 def main(argv: list[str]) -> int:
-    """Write the report of some runs, or serve that of one.
+    """Write the report of some runs, or serve it.
 
     Raises:
         ConfigError: There is no such run, or the report cannot be written or served.
@@ -29,7 +54,9 @@ def main(argv: list[str]) -> int:
     folders = [run_folder(run) for run in arguments.runs]
     if arguments.serve:
         if arguments.output is not None:
-            _refuse("--output", arguments.output, "writes no file beside --serve")
+            rule = "writes no file beside --serve"
+            fix = "Leave out one of them."
+            raise ConfigError([Problem("--output", arguments.output, rule, fix)])
         return _serve(folders, arguments.host, arguments.port)
 
     default = folders[0] / PAGE if len(folders) == 1 else Path(PAGE)
@@ -46,24 +73,22 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _serve(folders: list[Path], host: str, port: int) -> int:
+def _serve(folders: Sequence[Path], host: str, port: int) -> int:
     token = os.environ.get(TOKEN, "")
     if not is_loopback(host) and not token:
         rule = f"{TOKEN} is not set, and others can reach this address"
         fix = f"Set {TOKEN} to a long random text, or leave out --host."
         raise ConfigError([Problem("--host", host, rule, fix)])
     try:
-        serve(folders, host, port, token)
+        with ReportServer(folders, host, port, token) as server:
+            print(f"report: {server.address} (Ctrl-C ends it)", flush=True)
+            server.serve_forever()
     # A port beyond the largest one overflows.
     except (OSError, OverflowError) as error:
         rule = f"no server can listen at {host}, port {port}: {error}"
         fix = "Name another --port; 0 stands for any that is free."
         raise ConfigError([Problem("--port", port, rule, fix)]) from error
     return 0
-
-
-def _refuse(option: str, value: str, rule: str) -> None:
-    raise ConfigError([Problem(option, value, rule, "Leave out one of them.")])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -101,4 +126,245 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--host", default=LOOPBACK, help="address to listen at")
     parser.add_argument("--port", type=int, default=8200, help="port to listen at")
+    return parser
+
+
+# ------------------------------------------------------------------------ the server
+
+LOOPBACK = "127.0.0.1"
+
+PERIOD_S = 5.0
+"""Shortest time between two pages."""
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only processes of this machine can reach an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class ReportServer(ThreadingHTTPServer):
+    """A server that makes the page anew when the record has changed, now and then."""
+
+    daemon_threads = True
+
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        host: str,
+        port: int,
+        token: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin to listen.
+
+        Args:
+            folders: Folders of the runs.
+            host: Address to listen at.
+            port: Port to listen at; 0 for any that is free.
+            token: Text that the query of a request has to hold; empty for none.
+            clock: Clock in seconds that only increases.
+
+        Raises:
+            OSError: The address cannot be listened at.
+        """
+        self._folders = list(folders)
+        self.token = token
+        self.demands_own_name = is_loopback(host)
+        self._lock = threading.Lock()
+        self._page = b""
+        self._version = ""
+        self._clock = clock
+        self._next_s = 0.0
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), _Handler)
+
+    @property
+    def address(self) -> str:
+        """The URL of the page."""
+        host, port = self.server_address[:2]
+        shown_host = f"[{host!s}]" if ":" in str(host) else str(host)
+        query = f"?token={quote(self.token, safe='')}" if self.token else ""
+        return f"http://{shown_host}:{port}/{query}"
+
+    @property
+    def _present_version(self) -> str:
+        """The version of the record, as an entity tag."""
+        facts = repr([fingerprint(folder) for folder in self._folders])
+        return f'"{sha256(facts.encode()).hexdigest()[:16]}"'
+
+    def page(self) -> tuple[bytes, str]:
+        """Return the page, and the version of the record that it was made from.
+
+        That is the present record, or the one of a moment before.
+        """
+        # Browsers that ask at the same time wait for one page.
+        with self._lock:
+            start_s = self._clock()
+            if self._page and start_s < self._next_s:
+                return self._page, self._version
+            version = self._present_version
+            if version != self._version:
+                self._page = page_of(self._folders, live=version)
+                self._version = version
+                end_s = self._clock()
+                pause_s = max(PERIOD_S, (end_s - start_s) / LARGEST_SHARE)
+                self._next_s = end_s + pause_s
+            return self._page, self._version
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Report what a request raised, unless a browser has closed its connection."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: ReportServer
+
+    def do_GET(self) -> None:
+        """Reply with the page, or with why there is none."""
+        try:
+            address = urlsplit(self.path)
+        except ValueError:
+            self.send_error(HTTPStatus.BAD_REQUEST)
+            return
+        if self.server.demands_own_name and not self._names_this_machine():
+            self.send_error(HTTPStatus.FORBIDDEN, "The page is for this machine alone")
+            return
+        if not self._has_token(parse_qs(address.query)):
+            self.send_error(HTTPStatus.FORBIDDEN, "The address has to have the token")
+            return
+        if address.path != "/":
+            self.send_error(HTTPStatus.NOT_FOUND)
+            return
+
+        content, version = self.server.page()
+        if self.headers.get("If-None-Match") == version:
+            self.send_response(HTTPStatus.NOT_MODIFIED)
+            self.end_headers()
+            return
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", version)
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("X-Frame-Options", "DENY")
+        self.end_headers()
+        self.wfile.write(content)
+
+    def _names_this_machine(self) -> bool:
+        try:
+            host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
+        except ValueError:
+            return False
+        return host is not None and is_loopback(host)
+
+    def _has_token(self, query: dict[str, list[str]]) -> bool:
+        sent = query.get("token", [""])[0]
+        return not self.server.token or hmac.compare_digest(
+            sent.encode(), self.server.token.encode()
+        )
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Print nothing: the address of a request may hold the token."""
+
+
+# ---------------------------------------------------------------------- a list of runs
+
+_REWARD = "critic/rewards/mean"
+
+
+def list_runs(argv: list[str]) -> int:
+    """Print the runs in a folder.
+
+    Raises:
+        ConfigError: There is no such folder.
+    """
+    arguments = _runs_parser().parse_args(argv)
+    folder = typed_path("FOLDER", arguments.folder)
+    if not folder.is_dir():
+        fix = "Name the folder that holds the folders of runs."
+        rule = "there is no such folder"
+        raise ConfigError([Problem("FOLDER", arguments.folder, rule, fix)])
+
+    # A sweep has its runs one level below.
+    paths = [*folder.glob("*/config.yaml"), *folder.glob("*/*/config.yaml")]
+    rows: list[tuple[float, tuple[str, ...]]] = []
+    for path in sorted(paths):
+        # The lines of a long run take much memory, so one record is held at a time.
+        run = read_run(path.parent)
+        name = str(run.folder.relative_to(folder))
+        begun_s = run.stints[0].begun_s if run.stints else 0.0
+        rows.append((begun_s, (name, run.state, _steps(run), _time(run), _result(run))))
+    if not rows:
+        print(f"{folder} holds no runs")
+        return 0
+
+    # The one that began last stands last, next to the prompt of the terminal.
+    rows.sort(key=lambda row: row[0])
+    table = Table(box=None, pad_edge=False, header_style="")
+    table.add_column("run", overflow="fold")
+    table.add_column("state", no_wrap=True)
+    for title in ("steps", "time"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("result", overflow="fold")
+    for _, cells in rows:
+        table.add_row(*cells)
+    plain_console(sys.stdout, None).print(table)
+    return 0
+
+
+def _steps(run: RunRecord) -> str:
+    return f"{run.step}" if run.total_steps is None else f"{run.step}/{run.total_steps}"
+
+
+def _time(run: RunRecord) -> str:
+    seconds = round(wall_s(list(run.stints)))
+    hours, minutes = divmod(seconds // 60, 60)
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds % 60:02}s"
+
+
+def _result(run: RunRecord) -> str:
+    """Return the main held-out metric before, now and at its best, or the reward."""
+    if run.damage:
+        return run.damage[0]
+    if run.held_out:
+        course = run.held_out[0]
+        first, last, best = min(course.values), max(course.values), course.best_step
+        text = f"{course.values[last]:.4g} at step {last}"
+        if last != first:
+            text = f"{course.values[first]:.4g} -> {text}"
+        if best != last:
+            text += f", best {course.values[best]:.4g} at step {best}"
+        return f"{course.metric.removeprefix(HELD_OUT)} {text}"
+
+    rewards = [line[_REWARD] for line in run.lines if _REWARD in line]
+    return f"reward {rewards[-1]:.4g}" if rewards else "-"
+
+
+def _runs_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="verl-ray runs",
+        description=(
+            "Print the runs in a folder, the newest one last: how each stands, how far"
+            " it is, and its main held-out metric before the first step, now and"
+            " at its best. Nothing is started or changed."
+        ),
+        epilog=f"examples:\n  verl-ray runs\n  verl-ray runs {OUTPUTS}/sweep\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        default=str(OUTPUTS),
+        metavar="FOLDER",
+        help=f"the folder; {OUTPUTS} without it",
+    )
     return parser

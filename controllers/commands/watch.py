@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
-import yaml
 from rich.text import Text
 
 from controllers.commands.status import state_of_driver, status_of
@@ -26,6 +25,8 @@ from verl_ray.errors import TrackingError
 from verl_ray.paths import OUTPUTS, RUN_HELP, run_folder
 from verl_ray.profiling.phases import Doing
 from verl_ray.profiling.process_table import RunStatus, read_status
+from verl_ray.report.lines import setting
+from verl_ray.report.record import read_config
 from verl_ray.tracking.block import Course, RunView
 from verl_ray.tracking.console import step_parts
 from verl_ray.tracking.history import Stint, read_history, wall_s
@@ -121,6 +122,9 @@ class WatchedRun:
         self._file = (0, 0)
         """Device and inode of the metrics.jsonl that was read last."""
 
+        self._config_written_ns = 0
+        """Time at which the config.yaml was written that was read last."""
+
         self._lines: list[str] = []
         """Lines of steps that were not taken yet."""
 
@@ -193,9 +197,11 @@ class WatchedRun:
             course = self.view.course
             # A run that goes on from a checkpoint may have replaced the file.
             if course is None or file != self._file or stat.st_size < self._position:
-                course = Course(_total_steps(self._folder))
+                course = Course(None)
+                self._config_written_ns = 0
                 self._file = file
                 self._position = 0
+            self._read_total_steps(course)
             with path.open("rb") as stream:
                 stream.seek(self._position)
                 content = stream.read()
@@ -214,6 +220,14 @@ class WatchedRun:
             self._lines.append("  ".join(step_parts(course)))
         self.view.course = course
 
+    def _read_total_steps(self, course: Course) -> None:
+        """Read the number of steps if it may be another one than before."""
+        with contextlib.suppress(OSError):
+            written_ns = (self._folder / "config.yaml").stat().st_mtime_ns
+            if written_ns != self._config_written_ns:
+                self._config_written_ns = written_ns
+                course.total_steps = _total_steps(self._folder)
+
 
 def _is_starting(last: Stint, status: RunStatus) -> bool:
     """Return whether another driver has begun since the status was written."""
@@ -230,11 +244,7 @@ def _numbers(fields: Mapping[str, float | None]) -> dict[str, float]:
 
 def _total_steps(folder: Path) -> int | None:
     """Return the number of steps of a run; None if that is not known."""
-    try:
-        config = yaml.safe_load((folder / "config.yaml").read_text())
-        total = config["run"]["total_steps"]
-    except (OSError, yaml.YAMLError, KeyError, TypeError):
-        return None
+    total = setting(read_config(folder, []), "run.total_steps")
     return total if isinstance(total, int) else None
 
 

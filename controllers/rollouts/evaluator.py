@@ -14,7 +14,6 @@ import numpy as np
 
 from controllers.rollouts.producer import Producer
 from controllers.watch import held_out_measures, measures
-from controllers.watch.entries import held_out_entry_metrics, read_entries
 from controllers.watch.held_out_measures import CoreScores, Evaluation
 from controllers.watch.measures import Metrics
 from controllers.watch.rollout_record import ends_of_rows, failures_of_rows
@@ -29,8 +28,13 @@ from verl_ray.rewards.built_in import is_accuracy
 from verl_ray.rewards.health import Entries
 from verl_ray.rewards.shaping import ResponseScores, Shaping
 from verl_ray.tracking.base import HELD_OUT, Sample
-from verl_ray.tracking.evaluations import HeldOutScores, digest, group_metric_means
-from verl_ray.tracking.responses import ROWS_AT_ONCE, HeldOutResponse
+from verl_ray.tracking.evaluations import (
+    ROWS_AT_ONCE,
+    HeldOutResponse,
+    HeldOutScores,
+    digest,
+    group_metric_means,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -88,7 +92,7 @@ class Evaluator:
         experience = taken.of_trajectories()
         raw_scores = measures.response_scores(experience.scores)
         scores = self._shaping.weigh(raw_scores)
-        entries = read_entries(experience.scores, self._config.run.stall_s)
+        entries = measures.read_entries(experience.scores, self._config.run.stall_s)
         core = self._core_scores(scores, raw_scores, entries)
         responses = HeldOutResponses(
             experience,
@@ -161,7 +165,7 @@ class Evaluator:
         """Return the metrics of each data source and grader."""
         group_size = self._config.evaluation.group_size
         sources = self._sources
-        metrics = held_out_entry_metrics(sources, entries, group_size)
+        metrics = measures.held_out_entry_metrics(sources, entries, group_size)
         metrics |= held_out_measures.held_out_rewards(sources, scores, core, group_size)
         # An accuracy that is the main metric of its data source has one name.
         for name in core.metrics:
@@ -234,18 +238,7 @@ class HeldOutResponses(Iterable[HeldOutResponse]):
 
     def samples(self, count: int) -> list[Sample]:
         """Return the first `count` rollouts as text, with their scores."""
-        return [
-            Sample(
-                prompt=response.prompt,
-                response=response.response,
-                answer=response.answer,
-                data_source=response.data_source,
-                score=response.score,
-                truncated=response.finish == Finish.LENGTH.name.lower(),
-                entries=response.entries,
-            )
-            for response in self._read(0, count)
-        ]
+        return [Sample.of(response) for response in self._read(0, count)]
 
     def _read(self, start: int, end: int) -> Iterator[HeldOutResponse]:
         """Yield the responses of some rows."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,14 @@ from controllers.run.next_command import next_in_words
 from controllers.trainers.base import Task
 from controllers.watch.measures import Metrics
 from verl_ray.algorithms.intervals import Interval
+from verl_ray.checkpoint.manifest import installed_versions
 from verl_ray.cluster.signals import stop_requested
 from verl_ray.config.load import to_tree
 from verl_ray.config.schema import Config
 from verl_ray.disk import replace_file
-from verl_ray.errors import ConfigError, Interrupted, TrackingError
+from verl_ray.errors import ConfigError, Interrupted
 from verl_ray.report.findings import findings
-from verl_ray.report.record import read_faults
+from verl_ray.report.record import noting, read_faults
 from verl_ray.tracking import GLOBAL_STEP, Trackers
 from verl_ray.tracking.base import Sample
 from verl_ray.tracking.comparison import intervals, paired_differences
@@ -59,13 +60,16 @@ FILE_WIDTH = 80
 class Conclusion:
     """Notes how a process of a run begins and ends, and reports the run."""
 
-    def __init__(self, config: Config, first_step: int, begun_s: float) -> None:
+    def __init__(
+        self, config: Config, first_step: int, begun_s: float, command: str = ""
+    ) -> None:
         """Note that a process begins.
 
         Args:
             config: configuration of the run.
             first_step: Number of steps that were finished before.
             begun_s: Time at which the process began, in seconds since 1970.
+            command: The command that was typed; empty for none.
         """
         self._run = config.run
         self._folder = Path(config.run.dir)
@@ -73,7 +77,7 @@ class Conclusion:
         self._task: Task[Any, Any] | None = None
         self._trackers: Trackers | None = None
         self._preparing_s = 0.0
-        begin_stint(self._folder, first_step, begun_s)
+        begin_stint(self._folder, first_step, begun_s, command, installed_versions())
 
     def prepared(self, seconds: float) -> None:
         """Note how long the run took to make its inputs."""
@@ -207,7 +211,7 @@ def report_of(
     scores: dict[int, HeldOutScores] = {}
     for side in (before, after):
         if side is not None and side.step in paths:
-            with _noting(damage):
+            with noting(damage):
                 scores[side.step] = read_scores(paths[side.step])
     changes: Mapping[str, Interval] = {}
     if len(scores) == 2:
@@ -215,11 +219,11 @@ def report_of(
         changes = paired_differences(first, last)
 
     samples: list[Sample] = []
-    with _noting(damage):
+    with noting(damage):
         samples = newest_samples(folder, SHOWN_SAMPLES)
 
     stints: list[Stint] = []
-    with _noting(damage):
+    with noting(damage):
         stints = read_history(folder)
     total_s = wall_s(stints)
     faults = read_faults(folder, stints[0].begun_s if stints else 0.0, damage)
@@ -239,15 +243,6 @@ def report_of(
         samples=samples,
         outputs=outputs,
     )
-
-
-@contextlib.contextmanager
-def _noting(damage: list[str]) -> Iterator[None]:
-    """Add a file of the record that cannot be read to a list, instead of failing."""
-    try:
-        yield
-    except TrackingError as error:
-        damage.append(str(error))
 
 
 def _first_and_last(

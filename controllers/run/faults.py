@@ -28,9 +28,7 @@ from verl_ray.errors import (
     WorkerDied,
     WorkerError,
 )
-
-FAULTS = "faults.jsonl"
-"""File in a run's folder with a line for each fault."""
+from verl_ray.tracking.history import FAULTS
 
 
 class FaultKind(StrEnum):

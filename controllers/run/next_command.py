@@ -254,6 +254,15 @@ def _has_checkpoints(config: Config) -> bool:
     return any((Path(config.run.dir) / "checkpoints").glob("step_*"))
 
 
+def typed_command(arguments: Sequence[str]) -> str:
+    """Return the command line as the user typed it, quoted for a shell.
+
+    Args:
+        arguments: the arguments of `verl-ray`.
+    """
+    return in_shell(typed_words(arguments), Path.cwd())
+
+
 def typed_words(arguments: Sequence[str]) -> list[str]:
     """Return the words of the command line, as the user typed them."""
     # The user typed the script's name in place of its first arguments.

@@ -8,8 +8,10 @@ block, the trackers then know whether the run failed, and the report is made.
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +30,7 @@ from controllers.supervisor import reports
 from controllers.system.build import System, restart_lost, start
 from controllers.system.plan import ClusterShape, facts_on
 from controllers.trainers.base import Task, Trainable, read_data, task_of
-from controllers.watch.learning import LearningWatch
-from controllers.watch.trace import TraceTracker
+from verl_ray.cluster.launch import Groups
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import (
     AtomicWork,
@@ -45,7 +46,14 @@ from verl_ray.cluster.whereabouts import keeping_status
 from verl_ray.config.load import to_tree
 from verl_ray.config.run import RunConfig
 from verl_ray.config.schema import Config, rule_violations
-from verl_ray.errors import ClusterError, ClusterLost, ConfigError, Problem, WorkerDied
+from verl_ray.errors import (
+    ClusterError,
+    ClusterLost,
+    ConfigError,
+    Interrupted,
+    Problem,
+    WorkerDied,
+)
 from verl_ray.preflight.memory_plan import memory_plan
 from verl_ray.preflight.resolve import (
     resolution_of_steps,
@@ -55,8 +63,11 @@ from verl_ray.preflight.resolve import (
 )
 from verl_ray.preflight.tables import memory_table, print_resolutions, print_tables
 from verl_ray.profiling.phases import blocking
+from verl_ray.profiling.trace import MOST_BYTES, SPANS, TRACE, TraceFile
+from verl_ray.report.findings import FAILED_SCORES, PATIENCE, learns_nothing
+from verl_ray.report.lines import Line
 from verl_ray.shell import override_of
-from verl_ray.tracking import Tracker, Trackers, open_trackers
+from verl_ray.tracking import Sample, Tracker, Trackers, open_trackers
 from verl_ray.tracking.block import live_block
 from verl_ray.tracking.jsonl import METRICS, read_metrics
 
@@ -76,11 +87,16 @@ class OpenRun:
 
 
 @contextlib.contextmanager
-def open_run(config: Config) -> Iterator[OpenRun | None]:
+def open_run(config: Config, command: str = "") -> Iterator[OpenRun | None]:
     """Start a run for the block, from its newest checkpoint or from the beginning.
 
     The report follows the block. A block that raises is a run that was stopped or has
     failed; any other block makes all of the steps.
+
+    Args:
+        config: The checked configuration.
+        command: The command that was typed, for the record; empty where a program calls
+            this.
 
     Yields:
         The run; None where it has nothing left to do, which is printed.
@@ -92,14 +108,10 @@ def open_run(config: Config) -> Iterator[OpenRun | None]:
         resumption = Resumption(config, verify=False)
         resumption.refuse_fewer_steps(config.run.total_steps)
 
-        # A mistake in the data is reported before any process starts. Data that the
-        # run makes for itself are not there yet.
+        # Data that the run makes for itself are not there yet.
         data = None
         if config.preparation is None:
-            with live_block(config.run.name, enabled=config.tracking.console):
-                data = read_data(config)
-            config = _with_counted_steps(config, data)
-            resumption.refuse_fewer_steps(config.run.total_steps)
+            config, data = _with_data(config, resumption)
 
             # The number of steps of run.total_epochs is known only now.
             finished = finished_step(config)
@@ -113,17 +125,15 @@ def open_run(config: Config) -> Iterator[OpenRun | None]:
 
         _allow_other_drivers(config.run)
         check = CheckpointCheck(resumption)
-        conclusion = Conclusion(config, resumption.step or 0, begun_s)
+        conclusion = Conclusion(config, resumption.step or 0, begun_s, command)
+        folder = Path(config.run.dir)
         is_in_loop = False
         try:
             with (
-                live_block(
-                    config.run.name,
-                    Path(config.run.dir),
-                    enabled=config.tracking.console,
-                ),
+                SPANS.noted(config.run.trace == "steps"),
+                live_block(config.run.name, folder, enabled=config.tracking.console),
                 open_session(config) as session,
-                keeping_status(Path(config.run.dir)),
+                keeping_status(folder),
                 _started(config, session, resumption, check, conclusion, data) as run,
             ):
                 is_in_loop = True
@@ -136,6 +146,18 @@ def open_run(config: Config) -> Iterator[OpenRun | None]:
             conclusion.break_off(failure)
             raise
         run.exit_code = conclusion.finish()
+
+
+def _with_data(config: Config, resumption: Resumption) -> tuple[Config, Any]:
+    """Return the configuration with counted steps, and what the run's task has read.
+
+    A mistake in the data is reported here, before any process starts.
+    """
+    with live_block(config.run.name, enabled=config.tracking.console):
+        data = read_data(config)
+    config = _with_counted_steps(config, data)
+    resumption.refuse_fewer_steps(config.run.total_steps)
+    return config, data
 
 
 def _allow_other_drivers(run: RunConfig) -> None:
@@ -514,15 +536,137 @@ def recording(
             )
         # The record is repaired by now, and so are its last lines.
         recorded = read_metrics(Path(config.run.dir) / METRICS)
-        further: list[Tracker] = [LearningWatch(config, recorded)]
+        trackers.add(LearningWatch(config, recorded))
         if config.run.trace == "steps":
             continues = resumption.recorded_step is not None
-            further.append(
+            trackers.add(
                 TraceTracker(Path(config.run.dir), system.groups, continues=continues)
             )
-        trackers = Trackers([trackers, *further])
         yield trackers
     except BaseException:
         trackers.close(failed=True)
         raise
     trackers.close(failed=False)
+
+
+# ------------------------------------------------------ trackers that look at the run
+
+_DRIVER = "driver"
+"""Name of the driver's track in a trace."""
+
+_SOON_S = 2.0
+"""Seconds that a step gives processes for their spans."""
+
+_LAST_S = 30.0
+"""Seconds that the end of a run gives them."""
+
+
+class LearningWatch(Tracker):
+    """Prints a warning when the newest steps have a cause to learn nothing.
+
+    What is printed follows from recorded lines and the configuration alone, so a
+    resumed run prints the same as one that never stopped.
+    """
+
+    def __init__(self, config: Config, recorded: Sequence[Line]) -> None:
+        """Take the configuration and the lines of the steps before.
+
+        Args:
+            config: Configuration of the run.
+            recorded: Lines of metrics.jsonl that a resumed run continues.
+        """
+        self._config = to_tree(config)
+        self._lines: deque[Line] = deque(recorded, maxlen=PATIENCE)
+        self._printed: set[str] = set()
+
+    def samples(self, step: int, rows: Sequence[Sample]) -> None: ...
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Print the causes that the newest steps show and that were not printed."""
+        self._lines.append(metrics)
+        for cause in learns_nothing(list(self._lines), self._config):
+            # Failed scores are in the line of each step, and were reported before.
+            is_new = cause.kind not in self._printed | {FAILED_SCORES}
+            if is_new and cause.last_step == step:
+                self._printed.add(cause.kind)
+                print(f"warning: {cause}", file=sys.stderr, flush=True)
+
+    def close(self, failed: bool) -> None: ...
+
+    def outputs(self) -> dict[str, str]:
+        return {}
+
+
+class TraceTracker(Tracker):
+    """Appends what the processes did since the last step to trace.json.
+
+    No step waits for a process that is busy, and hardly for one that hangs: processes
+    reply in their control group, and one that was late is not waited for again before
+    it has replied. What it noted is not lost but for what its buffer cannot hold.
+    """
+
+    def __init__(self, run_dir: Path, groups: Groups, *, continues: bool) -> None:
+        """Begin to gather spans.
+
+        Args:
+            run_dir: Folder of the run.
+            groups: The processes of the run.
+            continues: Whether the run goes on from a checkpoint in this folder.
+
+        Raises:
+            OSError: The file cannot be read or written.
+        """
+        self._path = run_dir / TRACE
+        self._groups = groups
+        self._file = TraceFile(self._path, continues=continues)
+        self._warned: set[str] = set()
+
+    def samples(self, step: int, rows: Sequence[Sample]) -> None:
+        """Do nothing: samples take no time."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._gather()
+
+    def close(self, failed: bool) -> None:
+        # Processes of a run that has failed may be lost, and no reply of them comes.
+        if failed:
+            self._file.append([SPANS.take(_DRIVER)])
+            return
+        # A process whose last reply was late is asked only the second time.
+        deadline = time.monotonic() + _LAST_S
+        for _ in range(2):
+            self._gather(max(0.0, deadline - time.monotonic()), waits_for_late=True)
+
+    def outputs(self) -> dict[str, str]:
+        return {"trace": str(self._path)}
+
+    def _gather(
+        self, within_s: float = _SOON_S, *, waits_for_late: bool = False
+    ) -> None:
+        """Write the spans of all processes that ended since the last time."""
+        if self._file.is_full:
+            self._warn_once(
+                "full",
+                f"{self._path} has {MOST_BYTES >> 20} MiB, and nothing more is written"
+                " to it",
+            )
+            return
+        processes = [SPANS.take(_DRIVER)]
+        # A stop is heeded by the loop, which has a line to write first.
+        with contextlib.suppress(Interrupted):
+            try:
+                processes += self._groups.take_spans(
+                    within_s, waits_for_late=waits_for_late
+                )
+            except ClusterError as error:
+                self._warn_once(
+                    "cluster",
+                    f"{self._path} lacks what processes did in this step, and they are"
+                    f" asked again after the next: {error}",
+                )
+        self._file.append(processes)
+
+    def _warn_once(self, kind: str, text: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            print(f"warning: {text}", file=sys.stderr, flush=True)

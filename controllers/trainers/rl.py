@@ -30,7 +30,6 @@ from controllers.trainers.base import (
 from controllers.trainers.learner import Learner
 from controllers.trainers.updates import ModelOutputs, whitening_moments
 from controllers.watch import measures
-from controllers.watch.entries import scored_metrics
 from controllers.watch.held_out_measures import Evaluation
 from controllers.watch.measures import Metrics
 from controllers.watch.memory import MemoryRecord
@@ -60,8 +59,9 @@ from verl_ray.data.stages import (
 from verl_ray.data.tokenizers import policy_tokenizer
 from verl_ray.profiling.memory import host_total_gib, host_used_gib
 from verl_ray.profiling.phases import PHASES, Timers, phase
-from verl_ray.report.causes import NUM_EXAMPLES
+from verl_ray.report.evidence import NUM_EXAMPLES
 from verl_ray.rewards.shaping import ResponseScores, Shaping
+from verl_ray.tracking.history import TESTING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -176,7 +176,7 @@ class Trainer:
             metrics |= self.publish(number)
             metrics |= self.memory.metrics()
 
-        metrics |= scored_metrics(fresh, self.shaping, self.config.run.stall_s)
+        metrics |= measures.scored_metrics(fresh, self.shaping, self.config.run.stall_s)
         metrics |= of_shaping
         if self.config.rollout.group_size > 1:
             metrics |= measures.group_metrics(responses.rollouts, scores, aborted)
@@ -212,8 +212,13 @@ class Trainer:
         if record is None:
             return None
         rollouts = experience.rollouts
-        group_id = rollouts.row("group_id")
-        rows = record.chosen(number, group_id, rollouts.lengths, self.supply.digests)
+        rows = record.chosen(
+            number,
+            rollouts.row("group_id"),
+            rollouts.row("trajectory_id"),
+            rollouts.lengths,
+            self.supply.digests,
+        )
         whitening = whitening_moments(self.config.algorithm, rollouts, credit)
         learned = LearnedRollouts(experience, credit, outputs.old_log_probs, whitening)
         learned = learned.select(rows)
@@ -313,10 +318,9 @@ class Trainer:
             timers,
         )
 
-        name = "timing_s/testing"
-        elapsed_s = timers.take()[name]
+        elapsed_s = timers.take()[TESTING]
         self._report_time_of_all(elapsed_s)
-        metrics = evaluation.metrics | {name: elapsed_s}
+        metrics = evaluation.metrics | {TESTING: elapsed_s}
         return replace(evaluation, metrics=metrics)
 
     def _report_time_of_all(self, elapsed_s: float) -> None:

@@ -21,8 +21,7 @@ from verl_ray.rewards.built_in import PRED
 from verl_ray.rewards.health import Entries
 from verl_ray.rewards.shaping import ResponseScores
 from verl_ray.tracking.base import HELD_OUT, Sample
-from verl_ray.tracking.evaluations import HeldOutScores
-from verl_ray.tracking.responses import HeldOutResponse
+from verl_ray.tracking.evaluations import HeldOutResponse, HeldOutScores
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from verl_ray.preflight.machine import GIB
 from verl_ray.preflight.memory_plan import MemoryPlan, memory_plan
 from verl_ray.preflight.role_memory import ROLLOUT, Phase
 from verl_ray.profiling.memory import CallPeaks
+from verl_ray.report.findings import is_beyond_plan
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker
 from workers.judge import JudgeWorker
@@ -61,15 +62,6 @@ PHASE_OF: dict[str, Phase] = {
     call.__name__: phase for phase, calls in CALLS.items() for call in calls
 }
 
-MARGIN = 1.2
-"""Ratio of measured to predicted memory above which a warning is due."""
-
-SLACK_BYTES = 256 << 20
-"""Excess over this ratio that is still tolerated.
-
-The libraries of two machines differ by more than small models take.
-"""
-
 
 class MemoryRecord:
     """Collects the peak memory of a run's processes and compares it with the plan."""
@@ -102,7 +94,7 @@ class MemoryRecord:
             metrics[f"memory/{role}/{phase}_gib"] = measured / GIB
             metrics[f"memory/{role}/{phase}_predicted_gib"] = predicted / GIB
 
-            if measured > MARGIN * predicted + SLACK_BYTES:
+            if is_beyond_plan(measured / GIB, predicted / GIB):
                 self._warn_once(role, phase, measured, predicted)
         return metrics
 

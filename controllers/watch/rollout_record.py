@@ -1,35 +1,35 @@
 """Training rollouts that a run keeps for people to read.
 
 Invariant: which groups of a step are kept follows from their prompts and lengths, not
-from the order in which they were finished, and a group is kept as a whole. A prompt
-that was chosen is most likely chosen again where it returns, and in other runs on the
-same data. The driver copies the rows that are kept, and no others, while the models
-learn.
+from the order in which they were finished. A prompt that was chosen is most likely
+chosen again where it returns, and in other runs on the same data. The driver copies the
+rows that are kept, and no others, while the models learn.
 
 `tracking.rollouts=sampled` orders the prompts of a step by their digests, which are as
-good as random, and keeps the first `GROUPS`, or fewer where their rows are long. Groups
-that `algorithm.replay` takes from earlier steps are kept by `all` alone.
+good as random, and keeps the first `GROUPS`, or fewer where their rows are long. A
+group is kept as a whole, unless it is too long by itself: then its first trajectories
+are, each as a whole. Groups that `algorithm.replay` takes from earlier steps are kept
+by `all` alone.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from controllers.watch.entries import read_entries
-from controllers.watch.measures import Metrics
+from controllers.watch.measures import Metrics, read_entries
 from verl_ray.agents.contract import End
 from verl_ray.cluster.waiting import read
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.batch import Array, Int64
 from verl_ray.data.buffer import Experience, versions_of_tokens
-from verl_ray.data.pieces import Pieces
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import (
     Bool,
@@ -55,9 +55,13 @@ GROUPS = 2
 """Groups of a step that `tracking.rollouts=sampled` keeps."""
 
 MOST_TOKENS = 1 << 16
-"""Tokens of them together, which the driver decodes. A single group may have more."""
+"""Tokens of them together, which the driver decodes. Only a single trajectory, of which
+the configuration bounds the length, may have more."""
 
 _ENDS = [end.value for end in End]
+
+_INCOMPLETE = "\ufffd"
+"""Character that stands for bytes which are no whole character."""
 
 
 @dataclass(frozen=True)
@@ -158,13 +162,20 @@ class RolloutRecord:
         return self._files.write(step, content)
 
     def chosen(
-        self, step: int, group_id: Int64, lengths: Int64, digests: Mapping[int, str]
+        self,
+        step: int,
+        group_id: Int64,
+        trajectory_id: Int64,
+        lengths: Int64,
+        digests: Mapping[int, str],
     ) -> Int64:
         """Return the numbers of the rows of a step that are kept, ascending, int64.
 
         Args:
             step: Number of the step, from 1.
             group_id: int64 [rows], the group of each row.
+            trajectory_id: int64 [rows], the trajectory of each row; its rows are
+                adjacent.
             lengths: int64 [rows], tokens of each row.
             digests: A digest of each prompt, by the ordinal of its group.
         """
@@ -177,7 +188,15 @@ class RolloutRecord:
         groups = groups[:GROUPS]
         tokens = np.cumsum([lengths[group_id == group].sum() for group in groups])
         num_groups = max(1, int((tokens <= MOST_TOKENS).sum()))
-        return np.flatnonzero(np.isin(group_id, groups[:num_groups]))
+        rows = np.flatnonzero(np.isin(group_id, groups[:num_groups]))
+        if not len(rows):
+            return rows
+
+        # Only a single group may have more tokens than are kept.
+        ends = last_rows(trajectory_id[rows])
+        tokens = np.cumsum(lengths[rows])[ends]
+        num_trajectories = max(1, int((tokens <= MOST_TOKENS).sum()))
+        return rows[: ends[num_trajectories - 1] + 1]
 
     def _table(
         self, step: int, rollouts: LearnedRollouts, go_on: Callable[[], None]
@@ -351,3 +370,109 @@ def failures_of_rows(
             kind = ScoreHealth(health[row]).name.lower()
             reasons[row].append(f"{component(role)}: {kind}: {detail}".strip(": "))
     return ["; ".join(of_row) for of_row in reasons]
+
+
+# ---------------------------------------------------------------------- text of tokens
+
+# Invariant: the pieces of a row, joined, are the decoded row. A token that ends within
+# a character has an empty piece, and the token that completes it has the character.
+
+
+class Pieces:
+    """Splits rows of tokens into the texts of their tokens.
+
+    A row costs one decoding of the whole, and few more: the text of a token is decoded
+    once, behind another one. Only tokens that end within a character are decoded with
+    those around them, and rows whose tokens are no sum of their parts.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Take the tokenizer that the tokens are of."""
+        self._tokenizer = tokenizer
+        self._alone: dict[int, str] = {}
+        """Text of each token at the beginning of a row."""
+        self._behind: dict[int, str] = {}
+        """Text of each token behind the anchor: a first word loses its space."""
+        self._anchor: int | None = None
+        """The first token that has a text by itself."""
+
+    def of(self, tokens: Sequence[int]) -> list[str]:
+        """Return the text of each token of a row, special tokens included."""
+        if not tokens:
+            return []
+        text = self._text(tokens)
+        pieces = [self._first(tokens[0]), *map(self._further, tokens[1:])]
+        if "".join(pieces) == text:
+            return pieces
+
+        for start, end in _incomplete_runs(pieces):
+            # The token before is the context of the first one.
+            context = tokens[max(start - 1, 0) : end]
+            of_context = self._in_context(context, self._text(context))
+            pieces[start:end] = of_context[-(end - start) :]
+        if "".join(pieces) == text:
+            return pieces
+        return self._in_context(tokens, text)
+
+    def _first(self, token: int) -> str:
+        """Return the text of a token at the beginning of a row."""
+        if token not in self._alone:
+            self._alone[token] = self._text([token])
+        return self._alone[token]
+
+    def _further(self, token: int) -> str:
+        """Return the text of a token behind others."""
+        known = self._behind.get(token)
+        if known is not None:
+            return known
+        alone = self._first(token)
+        if self._anchor is None:
+            if not alone.strip() or _INCOMPLETE in alone:
+                return alone
+            self._anchor = token
+
+        before = self._first(self._anchor)
+        both = self._text([self._anchor, token])
+        text = both[len(before) :] if both.startswith(before) else alone
+        self._behind[token] = text
+        return text
+
+    def _in_context(self, tokens: Sequence[int], text: str) -> list[str]:
+        """Return what each token adds to the text of those before it."""
+        pieces: list[str] = []
+        # Tokens from `start` to `end` are the context of the next piece.
+        start = end = 0
+        for next_end in range(1, len(tokens) + 1):
+            before = self._text(tokens[start:end])
+            now = self._text(tokens[start:next_end])
+            if now.endswith(_INCOMPLETE):
+                pieces.append("")
+                continue
+            pieces.append(now[len(before) :])
+            start, end = end, next_end
+
+        # Bytes at the end that are no whole character belong to the last token.
+        written = "".join(pieces)
+        if pieces and text.startswith(written):
+            pieces[-1] += text[len(written) :]
+        return pieces
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return str(
+            self._tokenizer.decode(
+                list(tokens),
+                skip_special_tokens=False,
+                clean_up_tokenization_spaces=False,
+            )
+        )
+
+
+def _incomplete_runs(pieces: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """Yield the bounds of adjacent pieces that end within a character."""
+    is_incomplete = [_INCOMPLETE in piece for piece in pieces]
+    start = 0
+    for value, run in itertools.groupby(is_incomplete):
+        end = start + len(list(run))
+        if value:
+            yield start, end
+        start = end

@@ -118,7 +118,6 @@ def test_an_episode_that_completes() -> None:
         len(RENDERER.begin(episode.messages[:count])) for count in (1, 3, 5)
     ]
     assert row.tokens[: len(sampler.calls[2].tokens)] == sampler.calls[2].tokens
-    assert sum(episode.seconds.values()) > 0
 
 
 # --------------------------------------------------------------------------------- ends
@@ -433,7 +432,6 @@ def test_a_pause_of_the_engine_is_no_time_of_the_episode(is_paused: bool) -> Non
         )
     if is_paused:
         assert episode.rows == play(Questions())[0].rows
-        assert episode.seconds["model"] < FOREVER / 2
     else:
         assert episode.end is End.EPISODE_TIMEOUT
 
@@ -453,7 +451,6 @@ def test_a_cancelled_episode_is_closed(where: str) -> None:
         reached = {"reset": 1, "step": 2}.get(where)
         while len(world.calls) != reached and not sampler.calls:
             await asyncio.sleep(0)
-        await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

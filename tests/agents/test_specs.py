@@ -19,6 +19,7 @@ KEY = "agent.environments.maths"
 
 SOURCE = '''
 import asyncio
+from pathlib import Path
 from verl_ray.agents.contract import Observation, Step
 
 class Game:
@@ -34,6 +35,13 @@ class Game:
 class Free(Game):
     def __init__(self, **options):
         self.options = options
+
+class Typed(Game):
+    def __init__(
+        self, size: int = 4, slippery: bool = False, noise: float = 0.0,
+        path: "Path | None" = None, sides: tuple[int, ...] = (), other: asyncio.Event = None,
+    ):
+        self.options = size, slippery, noise, path, sides, other
 
 class Half:
     async def reset(self, task, seed): ...
@@ -95,6 +103,13 @@ def test_a_class_is_built_for_each_episode(file: Path) -> None:
     assert other().options == {"anything": 1}
 
 
+def test_options_become_the_types_of_their_hints(file: Path) -> None:
+    options = {"slippery": True, "noise": 1, "path": "a/b", "sides": [1, 2], "other": 5}
+    make: Any = load_environment(f"{file}:Typed", options, KEY)
+    # Nobody knows how to make the last one, so it stays as it is.
+    assert make().options == (4, True, 1.0, Path("a/b"), (1, 2), 5)
+
+
 def test_a_coroutine_function_is_told_from_a_tool(file: Path) -> None:
     run: Any = load_environment(f"{file}:run", {"bonus": 0.75}, KEY)
     assert inspect.iscoroutinefunction(run)
@@ -121,6 +136,11 @@ def test_a_module_is_named_with_points() -> None:
         ("Game", {}, "needs the option size"),
         ("Game", {"size": 1, "nois": 2}, "takes no option nois"),
         ("Game", {"size": 1, "nois": 2}, "fix:  Did you mean noise?"),
+        ("Typed", {"slippery": "maybe"}, "does not take the option slippery='maybe' (slippery: Input should be a valid boolean)"),
+        ("Typed", {"slippery": 1}, "does not take the option slippery=1"),
+        ("Typed", {"size": "4"}, "does not take the option size='4'"),
+        ("Typed", {"sides": [1, "two"]}, "(sides.1: Input should be a valid integer)"),
+        ("add", {"max_parse_errors": "few"}, "does not take the option max_parse_errors='few'"),
         ("Half", {}, "is a class without step and close"),
         ("Blocking", {"size": 1}, "has a method step that is not asynchronous"),
         ("Blocking", {"size": 1}, "fix:  Write async def step."),
@@ -134,7 +154,7 @@ def test_a_module_is_named_with_points() -> None:
         ("Gam", {}, "defines no 'Gam' at its top level"),
         ("Gam", {}, "fix:  Did you mean Game?"),
     ],
-)
+)  # fmt: skip
 def test_a_mistake_names_key_and_remedy(file, name, options, words) -> None:
     with pytest.raises(ConfigError) as caught:
         load_environment(f"{file}:{name}", options, KEY)

@@ -201,13 +201,10 @@ def test_calls_are_executed_in_order_and_results_are_texts() -> None:
         ("guess", {"number": -1}, "Error: numbers are not negative"),
     ],
 )  # fmt: skip
-def test_a_wrong_call_comes_back_and_is_counted(name, arguments, words) -> None:
-    environment = ToolEnvironment([add, lookup, guess])
-    step = act(
-        ToolCall(name, arguments), ToolCall("add", {"a": 1}), environment=environment
-    )
+def test_a_wrong_call_comes_back(name, arguments, words) -> None:
+    step = act(ToolCall(name, arguments), ToolCall("add", {"a": 1}))
     assert results(step)[0].startswith(words)
-    assert (results(step)[1], step.done, environment.num_refused) == ("2", False, 1)
+    assert (results(step)[1], step.done) == ("2", False)
 
 
 def test_a_number_as_text_is_a_number() -> None:
@@ -260,7 +257,7 @@ def test_synchronous_tools_do_not_block_the_loop() -> None:
 
 def test_threads_are_bounded() -> None:
     gate = threading.Event()
-    running: list[int] = []
+    before = threading.active_count()
 
     def hold(number: int) -> int:
         """Wait for the gate.
@@ -268,7 +265,6 @@ def test_threads_are_bounded() -> None:
         Args:
             number: A number.
         """
-        running.append(number)
         gate.wait(30)
         return number
 
@@ -276,10 +272,9 @@ def test_threads_are_bounded() -> None:
         action = Action([1], "", [ToolCall("hold", {"number": 1})])
         steps = [ToolEnvironment([hold]).step(action) for _ in range(100)]
         everything = asyncio.gather(*steps)
-        while len(running) < 64:
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(0.05)
-        assert len(running) == 64
+        # Each step begins, and starts its thread if it may.
+        await asyncio.sleep(0)
+        assert threading.active_count() - before == 64
         gate.set()
         return await everything
 

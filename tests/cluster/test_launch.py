@@ -19,7 +19,7 @@ from verl_ray.cluster.session import Session, ray_messages
 from verl_ray.cluster.waiting import put
 from verl_ray.data.packing import Topology
 from verl_ray.errors import ClusterError, DeadlineExceeded, ModelError, WorkerError
-from verl_ray.profiling.trace import Span
+from verl_ray.profiling.trace import SPANS, Span
 
 
 def free_cpus(cluster: Session) -> float:
@@ -100,10 +100,13 @@ def test_colocated_roles_share_a_process_and_close_gracefully(
         processes("trainer", 2, bundle_group="main"),
         processes("rollout", 1, bundle_group="main"),
     ]
-    started = start_groups(
-        plan, [actor, critic, rollout], stall_s=60, log_dir=tmp_path / "logs"
-    )
-    with started as groups:
+    # Workers note spans where their driver does.
+    with (
+        SPANS.noted(True),
+        start_groups(
+            plan, [actor, critic, rollout], stall_s=60, log_dir=tmp_path / "logs"
+        ) as groups,
+    ):
         pids = [
             groups[role].broadcast(Echo.pid).result()
             for role in (actor, critic, rollout)
@@ -144,7 +147,7 @@ def test_colocated_roles_share_a_process_and_close_gracefully(
         spans: dict[str, list[Span]] = {}
         # None is asked again before it has replied. Ends when each has, once.
         while len(spans) < 3:
-            for process in groups.take_spans(within_s=0.01):
+            for process in groups.take_spans(within_s=0.01, waits_for_late=True):
                 spans.setdefault(process.name, process.spans)
         assert sorted(spans) == ["rollout-0", "trainer-0", "trainer-1"]
         # A span is noted when it ends.
@@ -152,6 +155,18 @@ def test_colocated_roles_share_a_process_and_close_gracefully(
         assert (read.name, count.name) == ("read Rows", "rollout.count")
         assert count.details == {"rows": 1, "tokens": 3}
         assert count.begin_ns <= read.begin_ns <= read.end_ns <= count.end_ns
+
+        # One that hangs is waited for once, and then not again before it has replied.
+        hanging = psutil.Process(pids[2][0])
+        hanging.suspend()
+        groups.take_spans(within_s=0.01)
+        groups.take_spans(within_s=0.01)
+        names = {process.name for process in groups.take_spans(within_s=3600)}
+        assert "rollout-0" not in names
+        hanging.resume()
+        while "rollout-0" not in names:
+            late = groups.take_spans(within_s=60, waits_for_late=True)
+            names |= {process.name for process in late}
     closed = sorted(path.name for path in tmp_path.glob("closed-*"))
     assert closed == [
         "closed-actor-0",

@@ -111,7 +111,7 @@ def test_a_signal_ends_a_command_with_a_message_after_its_clean_up(
 ) -> None:
     code = (
         "import sys, time, types\n"
-        "def train(config):\n"
+        "def train(config, command):\n"
         "    try:\n"
         "        print('working', flush=True)\n"
         "        time.sleep(60)\n"
@@ -145,7 +145,7 @@ class Compiled:
     def __del__(self):  # what is raised in here goes nowhere, as in some of Ray's calls
         os.kill(os.getpid(), signal.SIGTERM)
         for _ in range(1000): pass
-def train(config):
+def train(config, command):
     Compiled()
     print('working on')
     {then}

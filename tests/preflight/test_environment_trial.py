@@ -42,6 +42,9 @@ class Wordy(Echo):
     async def reset(self, task, seed):
         return Observation([{"role": "user", "content": task.extra["word"]}])
 
+class Sized(Echo):
+    def __init__(self, size: int): ...
+
 class Brittle(Echo):
     async def step(self, action):
         return Step(reward=float(action.text), done=True)
@@ -162,6 +165,30 @@ def test_a_parser_that_vllm_has_not_is_a_problem(tmp_path: Path, model: Path) ->
     assert not tried(
         tmp_path, model, {"default": "add"}, "agent.tool_parser=hermes"
     ).problems
+
+
+def test_what_has_no_effect_is_warned_of(tmp_path: Path, model: Path) -> None:
+    parser = "agent.tool_parser=hermes"
+    spec = f"{tmp_path}/worlds.py:Echo"
+    misspelt = f"agent.environments.defualt={spec}"
+    trials = tried(tmp_path, model, {"default": "Echo"}, parser, misspelt)
+    assert not trials.problems
+    assert trials.warnings == [
+        "agent.environments.defualt: no record has this environment, so far as read."
+        " Did you mean agent.environments.default?",
+        "agent.tool_parser=hermes reads no call: no environment that was tried begins"
+        " with tools",
+    ]
+
+
+def test_an_environment_without_a_record_is_imported(
+    tmp_path: Path, model: Path
+) -> None:
+    sized = f"agent.environments.other={{function: {tmp_path}/worlds.py:Sized, size: maybe}}"
+    trials = tried(tmp_path, model, {"default": "Echo"}, sized)
+    (problem,) = trials.problems
+    assert problem.key == "agent.environments.other"
+    assert "does not take the option size='maybe'" in problem.rule
 
 
 def test_a_world_that_cannot_begin_is_told_what_the_record_has(

@@ -100,11 +100,11 @@ def test_groups_within_nodes_gather_faster_than_all_ranks() -> None:
 def test_a_pipeline_waits_for_its_first_and_last_micro_batch() -> None:
     whole = timed(NODE, "megatron", ranks=8, tensor_parallel=8, sequence_parallel=True)
     staged = timed(NODE, "megatron", ranks=8, pipeline_parallel=8)
-    # 256 rows of 768 tokens, 6144 - 384 per micro-batch: 35. No tensors are exchanged.
+    # 256 rows of 768 tokens, 6144 per micro-batch: 32. No tensors are exchanged.
     assert staged.seconds["measure"] < whole.seconds["measure"]
     alone = timed(NODE, "megatron", ranks=8)
     assert staged.seconds["measure"] / alone.seconds["measure"] == pytest.approx(
-        1 + 7 / 35, rel=0.01
+        1 + 7 / 32, rel=0.01
     )
 
 
@@ -188,7 +188,7 @@ def test_megatron_fsdp_exchanges_what_fsdp_does() -> None:
     assert learn_s("megatron_fsdp") == pytest.approx(learn_s("fsdp"), rel=0.01)
     # Without sharded gradients they are summed once.
     once = learn_s("megatron_fsdp", sharding="optimizer")
-    assert once < learn_s("megatron_fsdp") / 2
+    assert once < learn_s("megatron_fsdp") * 2 / 3
 
 
 def test_a_layout_that_does_not_divide_its_ranks_has_a_time_all_the_same() -> None:

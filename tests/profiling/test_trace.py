@@ -49,6 +49,20 @@ def test_a_buffer_notes_what_ends_and_counts_what_it_forgets() -> None:
     assert taken.forgotten == 2
 
 
+def test_spans_are_noted_only_where_somebody_gathers_them() -> None:
+    buffer = SpanBuffer(is_on=False)
+    with buffer.span("before", "call"), buffer.noted(True):
+        with buffer.span("within", "call"):
+            pass
+        assert [span.name for span in buffer.take("driver").spans] == ["within"]
+        with buffer.noted(False), buffer.span("inner", "call"):
+            pass
+        with buffer.span("last", "call"):
+            pass
+    # What nobody took is no part of the next run.
+    assert buffer.take("driver").spans == [] and not buffer.is_on
+
+
 def test_all_processes_of_a_node_have_one_clock(tmp_path: Path) -> None:
     file = TraceFile(tmp_path / "trace.json", continues=False)
     file.append([spans_of("a", HOUR_NS, 5000), spans_of("b", 2 * HOUR_NS, 5000)])

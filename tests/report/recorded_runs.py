@@ -9,10 +9,9 @@ import numpy as np
 import yaml
 
 from verl_ray.profiling.trace import ProcessSpans, Span, TraceFile
-from verl_ray.tracking.evaluations import HeldOutScores
+from verl_ray.tracking.evaluations import HeldOutResponse, HeldOutScores
 from verl_ray.tracking.history import begin_stint, end_stint, ready_stint
 from verl_ray.tracking.jsonl import JsonlTracker
-from verl_ray.tracking.responses import HeldOutResponse
 from verl_ray.tracking.rollouts import RolloutFiles, RolloutTable
 
 ACCURACY = "val-core/sums/acc/mean@1"
@@ -25,11 +24,14 @@ def held_out(shift: int) -> HeldOutScores:
     return HeldOutScores(range(8), digests, [ACCURACY] * 8, scores)
 
 
-def rollouts(step: int, texts: list[tuple[str, str]], members: int = 2) -> RolloutTable:
+def rollouts(
+    step: int, texts: list[tuple[str, str]], members: int = 2, observation: str = ""
+) -> RolloutTable:
     """Rollouts of a step: for each prompt and response, as many members of a group.
 
     The reward of member m is m, and the pieces are characters. The log-prob of each
-    sampled one is -0.5 for the sampler and -0.25 for the trainer.
+    sampled one is -0.5 for the sampler and -0.25 for the trainer. With an observation
+    each is an episode of two turns, which give the response before and after it.
     """
     rows = [
         (number, member, prompt, response)
@@ -37,11 +39,16 @@ def rollouts(step: int, texts: list[tuple[str, str]], members: int = 2) -> Rollo
         for member in range(members)
     ]
     count = len(rows)
-    pieces = [list(prompt + response) for _, _, prompt, response in rows]
+    num_turns = 2 if observation else 1
+    parts = [
+        [prompt, *[response, observation] * (num_turns - 1), response]
+        for _, _, prompt, response in rows
+    ]
+    pieces = [list("".join(of_row)) for of_row in parts]
     mask = np.concatenate(
         [
-            [False] * len(prompt) + [True] * len(response)
-            for _, _, prompt, response in rows
+            np.repeat(np.arange(len(of_row)) % 2 == 1, list(map(len, of_row)))
+            for of_row in parts
         ]
     )
     zeros = np.zeros(count, dtype=np.int32)
@@ -54,16 +61,16 @@ def rollouts(step: int, texts: list[tuple[str, str]], members: int = 2) -> Rollo
             "row": zeros,
             "data_source": ["sums"] * count,
             "prompt": [row[2] for row in rows],
-            "response": [row[3] for row in rows],
+            "response": ["".join(of_row[1:]) for of_row in parts],
             "answer": ["3"] * count,
             "reward": np.array([float(row[1]) for row in rows], np.float32),
             "scores": [[("reward", float(row[1])), ("style", None)] for row in rows],
             "finish": ["length" if row[1] else "stop" for row in rows],
-            "end": [""] * count,
+            "end": ["completed" if observation else ""] * count,
             "failure": ["style: timeout" if row[1] else "" for row in rows],
             "entries": [""] * count,
-            "num_turns": zeros + 1,
-            "response_tokens": np.array([len(row[3]) for row in rows]),
+            "num_turns": zeros + num_turns,
+            "response_tokens": np.array([num_turns * len(row[3]) for row in rows]),
             "advantage": np.array([row[1] - 0.5 for row in rows], np.float32),
         },
         offsets=np.cumsum([0, *map(len, pieces)]),

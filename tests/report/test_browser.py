@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from controllers.commands.report import LOOPBACK, ReportServer
 from tests.report.recorded_runs import rollouts, write_run, write_trace
-from verl_ray.report.serve import LOOPBACK, ReportServer
 from verl_ray.tracking.history import begin_stint
 from verl_ray.tracking.jsonl import METRICS, JsonlTracker
 from verl_ray.tracking.report import write_report
@@ -50,7 +50,11 @@ def browser() -> Iterator[Browser]:
 
 
 class Opened:
-    """A page in a browser, with what it requested and complained about."""
+    """A page in a browser, with what it requested and complained about.
+
+    Conditions to wait for are functions, which are compiled once. Expressions would be
+    evaluated again and again, which the policy of the page forbids.
+    """
 
     def __init__(
         self,
@@ -135,10 +139,16 @@ def test_every_tab_draws_itself_without_a_request(
         ["4, made again (2)", 7, 8],
         ["5, made again (2)", 8, 9],
     ]
+    # Step 5 was broken off before other processes had noted work, step 6 after that.
+    steps = "stepsOfTrace(['step 4/9', 'step 5/9', 'step 6/9', 'update'], [0, 0, 1, 2, 2], [1, 1, 1, 1, 1], [0, 3, 1, 2, 3], [0, 1, 0, 0, 1])"
+    for finished, chosen in ((5, "4"), (6, "6")):
+        assert page.evaluate(f"lastWholeStep({steps}, {finished}).title") == chosen
     # A finding leads to its curve.
     opened.tab("Overview")
     page.locator(".finding button").click()
-    page.wait_for_function("document.querySelectorAll('#panels .chart').length === 1")
+    page.wait_for_function(
+        "() => document.querySelectorAll('#panels .chart').length === 1"
+    )
 
     dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (dark == "rgb(20, 23, 26)") == (theme == "dark")
@@ -154,35 +164,35 @@ def test_rows_are_filtered_sorted_and_set_side_by_side(
     assert opened.count().startswith("20 of 20 rows")
     page.get_by_label("from", exact=True).select_option("training")
     page.wait_for_function(
-        "document.querySelector('#count').innerText.startsWith('16 of')"
+        "() => document.querySelector('#count').innerText.startsWith('16 of')"
     )
     page.get_by_label("step", exact=True).select_option("3")
     page.wait_for_function(
-        "document.querySelector('#count').innerText.startsWith('4 of')"
+        "() => document.querySelector('#count').innerText.startsWith('4 of')"
     )
     page.get_by_label("reward from").fill("0.5")
     page.get_by_label("reward from").press("Enter")
     page.wait_for_function(
-        "document.querySelector('#count').innerText.startsWith('2 of')"
+        "() => document.querySelector('#count').innerText.startsWith('2 of')"
     )
     page.get_by_role("button", name="clear").click()
     page.wait_for_function(
-        "document.querySelector('#count').innerText.startsWith('20 of')"
+        "() => document.querySelector('#count').innerText.startsWith('20 of')"
     )
     page.get_by_label("failure", exact=True).select_option("any failure")
     page.wait_for_function(
-        "document.querySelector('#count').innerText.startsWith('8 of')"
+        "() => document.querySelector('#count').innerText.startsWith('8 of')"
     )
     page.get_by_role("button", name="clear").click()
     page.get_by_label("sort", exact=True).select_option("rewardDown")
-    page.wait_for_function("document.querySelector('.item b').innerText === '1'")
+    page.wait_for_function("() => document.querySelector('.item b').innerText === '1'")
     page.get_by_label("sort", exact=True).select_option("rewardUp")
-    page.wait_for_function("document.querySelector('.item b').innerText === '0'")
+    page.wait_for_function("() => document.querySelector('.item b').innerText === '0'")
 
     # The keyboard moves through the list.
     page.get_by_label("from", exact=True).select_option("training")
     page.wait_for_function(
-        "document.querySelector('#count').innerText.startsWith('16 of')"
+        "() => document.querySelector('#count').innerText.startsWith('16 of')"
     )
     page.locator(".item").first.click()
     page.wait_for_selector(".item:nth-child(1)[aria-selected=true]")
@@ -191,9 +201,9 @@ def test_rows_are_filtered_sorted_and_set_side_by_side(
     page.wait_for_selector(".item:nth-child(2)[aria-selected=true]")
 
     page.get_by_role("button", name="its group").click()
-    page.wait_for_function("document.querySelectorAll('.sample').length === 2")
+    page.wait_for_function("() => document.querySelectorAll('.sample').length === 2")
     page.get_by_role("button", name="its prompt over the steps").click()
-    page.wait_for_function("document.querySelectorAll('.sample').length === 8")
+    page.wait_for_function("() => document.querySelectorAll('.sample').length === 8")
     assert opened.complaints == []
 
 
@@ -214,7 +224,27 @@ def test_tokens_are_coloured_by_their_values(browser: Browser, tmp_path: Path) -
         shades.append(page.evaluate(shade))
     assert len(set(shades)) == 6 and shades[1] == "rgba(0, 0, 0, 0)"
     # No token of the prompt is coloured, and all of it is there.
-    assert page.locator(".text-block .given").all_inner_texts() == list("1+2=")
+    assert page.locator(".text-block .given").all_inner_texts() == ["1+2="]
+    assert page.locator(".text-block .turn").count() == 0
+
+
+def test_turns_of_an_episode_are_framed(browser: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    table = rollouts(5, [("ask", "call")], members=1, observation="it says ")
+    RolloutFiles(folder, most_mb=100).write(5, table.encoded())
+    opened = Opened(browser, made(folder) + "#samples")
+    page = opened.page
+    page.get_by_label("step", exact=True).select_option("5")
+    page.wait_for_selector(".text-block .turn")
+    turns = page.locator(".text-block .turn")
+    assert turns.all_text_contents() == ["call", "call"]
+    numbers = [turns.nth(i).get_attribute("data-turn") for i in range(2)]
+    assert numbers == ["1", "2"]
+    # What was masked stands apart, before the first turn and between two.
+    assert page.locator(".text-block .given").all_text_contents() == ["ask", "it says "]
+    assert page.locator(".text-block .between").all_text_contents() == ["it says "]
+    assert page.locator(".given [title]").count() == 0
+    assert opened.complaints == []
 
 
 def test_runs_are_laid_over_each_other_and_zoom_together(
@@ -246,7 +276,7 @@ def test_runs_are_laid_over_each_other_and_zoom_together(
 
     page.get_by_role("button", name="higher").click()
     page.wait_for_function(
-        "document.querySelector('.chart .values')?.querySelectorAll('i').length === 3"
+        "() => document.querySelector('.chart .values')?.querySelectorAll('i').length === 3"
     )
     box = page.locator(".plot .u-over").first.bounding_box()
     assert box is not None
@@ -254,14 +284,18 @@ def test_runs_are_laid_over_each_other_and_zoom_together(
     page.mouse.down()
     page.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 60, steps=4)
     page.mouse.up()
-    page.wait_for_function("sharedZoom !== null")
+    page.wait_for_function("() => sharedZoom !== null")
     ranges = page.evaluate("[...openCharts].map(chart => chart.scales.x.max)")
     assert len(set(ranges)) == 1 and len(ranges) > 2 and ranges[0] < 9
     page.get_by_role("button", name="all steps").click()
-    page.wait_for_function("[...openCharts].every(chart => chart.scales.x.max === 9)")
+    page.wait_for_function(
+        "() => [...openCharts].every(chart => chart.scales.x.max === 9)"
+    )
 
     page.get_by_label("Name of a metric").fill("TIMING_S")
-    page.wait_for_function("document.querySelectorAll('#panels .chart').length === 3")
+    page.wait_for_function(
+        "() => document.querySelectorAll('#panels .chart').length === 3"
+    )
     assert opened.complaints == []
 
 
@@ -345,7 +379,7 @@ def test_ten_thousand_steps_and_five_thousand_rows_are_usable_at_once(
     assert page.locator(".item").count() < 60
     page.get_by_label("sort", exact=True).select_option("step")
     page.wait_for_function(
-        "document.querySelector('.item .top').innerText.includes('10000')"
+        "() => document.querySelector('.item .top').innerText.includes('10000')"
     )
     opened.tab("Curves")
     page.wait_for_selector(".plot canvas")
@@ -379,7 +413,7 @@ def test_a_served_page_follows_its_run(browser: Browser, tmp_path: Path) -> None
             page.wait_for_selector("#count:has-text('22 of 22')", timeout=60_000)
             # Rows have other places now, and the same one is selected.
             assert page.locator(".item[aria-selected=true]").inner_text() == selected
-            page.wait_for_function(f"{top} === 100")
+            page.wait_for_function(f"() => {top} === 100")
             opened.tab("Overview")
             page.wait_for_selector(".facts:has-text('5 of 4')", timeout=60_000)
             assert {url.split("?")[0] for url in opened.requests} == {server.address}

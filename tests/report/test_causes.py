@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from controllers.compose.composition import compose
 from verl_ray.config.load import to_tree
-from verl_ray.report.causes import Finding, learns_nothing
+from verl_ray.report.evidence import Finding
+from verl_ray.report.findings import learns_nothing
 
 HEALTHY = {
     "critic/score/max": 1.0,
@@ -93,7 +96,9 @@ def test_failed_scores_are_counted_over_all_steps(config: Tree) -> None:
     # 3 + 1 of 4 * 32 + 4 scores: 3.0 %
     timeouts = {"reward_health/timeout": 3.0}
     error = {"reward_health/exception": 1.0}
-    (failed,) = learns_nothing(lines({}, timeouts, {}, error), config)
+    # A number that was not recorded counts as 0.
+    unknown = {"reward_health/timeout": math.nan, "reward_health/ok": math.nan}
+    (failed,) = learns_nothing(lines({}, timeouts, {}, error, unknown), config)
     assert str(failed) == (
         "3.0% of the scores failed (timeout 3, exception 1), and their responses were"
         " not learned from. The run stops above reward.max_failed_fraction = 0.1. Look"

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from verl_ray.report.causes import Finding
-from verl_ray.report.findings import RULES, findings
+from verl_ray.report.evidence import Finding
+from verl_ray.report.findings import RULES, findings, is_beyond_plan
 from verl_ray.tracking.history import Stint
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -83,6 +83,10 @@ FAULTY: dict[str, set[str]] = {
     "overfitting": {"overfitting"},
     # The model of agent_quickstart without its warm start.
     "untrained_model": {"same_scores"},
+    # PPO with critic.optimizer.lr=0.3 in place of 1e-3.
+    "blind_critic": {"blind_critic"},
+    # PPO whose grader waits 50 ms for each response.
+    "slow_grader": {"phase_dominates"},
 }
 
 
@@ -295,10 +299,10 @@ CASES: dict[str, Case] = {
     ),
     # The first median with a middle from step 50 on is that of steps 40 to 59.
     "blind_critic": (
-        run_of(critic__vf_explained_var=[0.01] * 80),
+        run_of(critic__vf_explained_var=[0.002] * 80),
         run_of(critic__vf_explained_var=[0.0] * 80),
         RL,
-        (50, 71, 0.0, 0.0, "critic.optimizer.lr"),
+        (50, 71, 0.0, 0.001, "critic.optimizer.lr"),
     ),
     "skipped_updates": (
         run_of(critic__skipped_steps=[0.0] * 9),
@@ -381,13 +385,16 @@ def test_a_rule_holds_beyond_its_threshold_alone(kind: str) -> None:
     [
         # Who is certain and right has not collapsed.
         entropy(0.01, score=0.95),
+        # A critic that explains something by now was only slow.
+        run_of(critic__vf_explained_var=[0.0] * 80 + [0.01] * 20),
         # Longer responses that earn more are what was wanted.
         lengths(40, score=0.6),
         # Held-out accuracy that falls with the training score is not over-optimised.
         held_out(0.4, score=0.45),
         # Of 500 problems 499 are as good as all.
         best_of_all(),
-        # A mean reward may have any scale, and the best of k is seen in the mean, too.
+        # Nobody knows the scale of a mean reward without scores in training, and the
+        # best of k is seen in the mean, too.
         held_out(0.1, metric="val-core/sums/reward/mean@1"),
         held_out(0.1, metric="val-core/sums/acc/best@4/mean"),
         # Two steps of twenty say nothing.
@@ -420,6 +427,37 @@ def test_held_out_scores_fall_by_data_source() -> None:
     (finding,) = findings(lines, RL)
     assert finding.kind == "over_optimisation"
     assert finding.metric == "val-core/sums/acc/mean@1"
+
+
+def test_mean_rewards_fall_on_the_scale_of_the_scores_in_training() -> None:
+    # The case of `CASES` with scores of -1 and 3 in place of 0 and 1.
+    def rewarded(last: float, metric: str = "val-core/sums/reward/mean@1") -> Lines:
+        lines = held_out(last, metric=metric)
+        for line in lines:
+            if metric in line:
+                line[metric] = 4 * line[metric] - 1
+            line |= {"critic/score/min": -1.0, "critic/score/max": 3.0}
+        return lines
+
+    assert findings(rewarded(0.535), RL) == []
+    (finding,) = findings(rewarded(0.525), RL)
+    assert finding.kind == "over_optimisation"
+    assert finding.value == pytest.approx(1.1)
+    assert finding.threshold == pytest.approx(4 * 0.5297 - 1, abs=1e-3)
+
+    # Graders of held-out problems alone have a scale that nobody knows.
+    functions = {"functions": {"default": "numeric"}}
+    assert findings(rewarded(0.525), {**RL, "evaluation": functions}) == []
+    aside = "val-aux/sums/reward/mean@1"
+    assert findings(rewarded(0.525, aside), RL) == []
+    chosen = {**RL, "run": {"best_metric": aside}}
+    assert kinds(findings(rewarded(0.525, aside), chosen)) == {"over_optimisation"}
+
+
+def test_memory_beyond_its_plan_is_more_than_a_margin() -> None:
+    # 1.2 * 2 GiB and a quarter of one.
+    assert is_beyond_plan(2.66, 2.0) and not is_beyond_plan(2.64, 2.0)
+    assert not is_beyond_plan(np.nan, 2.0) and not is_beyond_plan(2.66, np.nan)
 
 
 def test_the_best_of_many_evaluations_is_high_by_chance() -> None:
@@ -489,7 +527,7 @@ def test_processes_that_were_lost_are_counted() -> None:
     lost = [stint(0, 4, "failed"), stint(4, None, "killed"), stint(6, 9, "finished")]
     (finding,) = findings([], RL, lost)
     assert str(finding).startswith(
-        "2 of the 3 processes of the run failed or were killed."
+        "the driver failed or was killed in 2 of its 3 starts."
     )
     assert (finding.step, finding.value, finding.metric) == (4, 2, "history.jsonl")
 
@@ -512,7 +550,8 @@ def test_processes_that_came_back_while_the_driver_went_on_are_counted() -> None
     (finding,) = findings([], RL, [stint(0, 9, "finished")], [*restored, *ended])
     assert str(finding) == (
         "processes were lost and started again: actor died 2, reward stalled 1. Read"
-        " `faults.jsonl`; the limit is run.recovery.max_restarts (3 steps, 3 to 6)"
+        " `history.jsonl` and `faults.jsonl`; the limit is run.recovery.max_restarts"
+        " (3 steps, 3 to 6)"
     )
     assert (finding.kind, finding.value) == ("restarts", 3)
     assert finding.metric == "faults.jsonl"

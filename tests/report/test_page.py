@@ -16,8 +16,7 @@ import pytest
 
 from tests.report.recorded_runs import ACCURACY, write_run, write_trace
 from verl_ray.report import page as page_module
-from verl_ray.report.blocks import Blocks, planes
-from verl_ray.report.page import page
+from verl_ray.report.page import Blocks, page, planes
 from verl_ray.report.record import read_run
 
 _BLOCK = re.compile(r'<script type="text/plain" id="block-(\d+)">([^<]*)</script>')
@@ -77,6 +76,7 @@ def test_the_page_holds_the_record(tmp_path: Path) -> None:
         "phase": "learn",
         "measured": 5.0,
         "predicted": 2.0,
+        "isBeyondPlan": True,
     }
     assert run["scoreFailures"] == [["timeout", 4.0]]
 

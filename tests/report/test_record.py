@@ -17,7 +17,6 @@ import yaml
 from tests.report.recorded_runs import ACCURACY, rollouts, write_run, write_trace
 from verl_ray.ownership import Owner
 from verl_ray.profiling.process_table import RunStatus, write_status
-from verl_ray.report import logs as report_logs
 from verl_ray.report import record, samples
 from verl_ray.report.findings import findings
 from verl_ray.report.record import fingerprint, read_run
@@ -129,7 +128,7 @@ def test_a_crashed_run_is_read_up_to_its_torn_line(tmp_path: Path) -> None:
         for finding in findings(run.lines, run.config, run.stints)
         if finding.kind == "restarts"
     ]
-    assert "1 of the 1 processes" in lost.text
+    assert "killed in 1 of its 1 starts" in lost.text and lost.step == 4
     # No file changes when a process is killed.
     seen = fingerprint(folder)
 
@@ -153,9 +152,10 @@ def test_a_run_that_resumes_is_not_judged_by_the_driver_before(tmp_path: Path) -
     ended = Owner.here()
     ended = Owner(ended.boot, ended.namespace, ended.pid, ended.started + 1)
     write_status(folder, status_of(ended))
-    begin_stint(folder, 4, time.time() + 1)
-    run = read_run(folder)
+    begin_stint(folder, 4, time.time() + 1, "verl-ray train", {"torch": "2.11.0"})
+    run = read_run(folder, most_rows=1)
     assert (run.state, run.status) == ("running", None)
+    assert (run.command, run.versions) == ("verl-ray train", {"torch": "2.11.0"})
 
 
 def test_files_of_an_earlier_run_are_left_out(tmp_path: Path) -> None:
@@ -197,11 +197,18 @@ def test_the_main_metric_comes_first(tmp_path: Path) -> None:
     other = "val-core/a_source/reward/best@2/mean"
     aside = "val-aux/sums/score"
     folder = write_run(tmp_path / "run", extra={other: 1.0, aside: 2.0})
-    assert read_run(folder).held_out_names == [ACCURACY, other]
+    assert [course.metric for course in read_run(folder).held_out] == [ACCURACY, other]
     config = yaml.safe_load((folder / "config.yaml").read_text())
-    config["run"]["best_metric"] = aside
+    config["run"] |= {"best_metric": aside, "best_is": "lowest"}
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    assert read_run(folder).held_out_names == [aside, other, ACCURACY]
+    courses = read_run(folder).held_out
+    assert [course.metric for course in courses] == [aside, other, ACCURACY]
+    assert [course.should_fall for course in courses] == [True, False, False]
+    assert courses[2].values == {0: 0.375, 4: 0.625} and courses[2].best_step == 4
+    # The first of the best ones.
+    values = {0: 2.0, 3: 1.0, 6: 1.0, 9: 2.0}
+    assert record.HeldOutCourse("loss", True, values).best_step == 3
+    assert record.HeldOutCourse("score", False, values).best_step == 0
 
 
 def test_a_failed_run_says_why(tmp_path: Path) -> None:
@@ -283,7 +290,7 @@ def test_errors_in_the_logs_are_counted(
         ("actor-0.log", "AssertionError", 1),
     ]
 
-    monkeypatch.setattr(report_logs, "_BYTES", 24)
+    monkeypatch.setattr(record, "_LOG_BYTES", 24)
     run = read_run(tmp_path, most_rows=10)
     assert [error.text for error in run.log_errors] == ["AssertionError"]
     assert "the 1 oldest were not searched" in run.damage[0]

@@ -23,7 +23,7 @@ from verl_ray.rollout import vllm_engine
 from verl_ray.rollout.base import RolloutEngine
 from verl_ray.rollout.vllm_core import engine_config
 from verl_ray.rollout.vllm_engine import VllmEngine
-from verl_ray.weight_sync.fingerprint import Fingerprint
+from verl_ray.weight_sync.fingerprint import EMPTY, Fingerprint
 from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice, plan_buckets
 from verl_ray.weight_sync.shared_memory import create, map_slots, remove
 from verl_ray.weight_sync.transport import WireSpec
@@ -200,7 +200,7 @@ def publish() -> Publish:
                         (Slice(entry.parameter.name, start, tuple(part.shape)), part)
                     )
                 for name, found in transport.fill(bucket, shards).by_name.items():
-                    sent[name] = sent.get(name, Fingerprint(0, 0)) + found
+                    sent[name] = sent.get(name, EMPTY) + found
             engine.receive(bucket)
         remove(address)
         return engine.commit(sent, verification_follows=verification_follows).by_name

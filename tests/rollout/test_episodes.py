@@ -25,8 +25,9 @@ from verl_ray.agents.episode import Limits, turn_seed
 from verl_ray.agents.wire import EpisodeStart
 from verl_ray.data.stages import Finish
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
-from verl_ray.errors import ConfigError, EngineFailed
-from verl_ray.rollout.episodes import EpisodePool, EpisodeRequest
+from verl_ray.errors import ConfigError, EngineFailed, RolloutError
+from verl_ray.rollout import episodes as episodes_module
+from verl_ray.rollout.episodes import EpisodePool, EpisodeRequest, retry_wait_s
 from verl_ray.rollout.requests import GenerationRequest, Sampling
 from verl_ray.rollout.scripted import Script, ScriptedEngine
 from verl_ray.rollout.server import PauseRequest, RolloutServer
@@ -226,6 +227,37 @@ def test_a_fault_is_retried_within_its_budget(
     # None is begun a third time.
     assert ended(pool, requests(3)[2:])[2].end is End.ENVIRONMENT_FAILED
     assert pool.take_counts().retries == 1
+    # What has failed gets more time each time, but never longer than an episode.
+    assert [retry_wait_s(retries, 1800.0) for retries in (1, 2, 3, 5, 6, 9999)] == [
+        1, 2, 4, 16, 30, 30
+    ]  # fmt: skip
+    assert retry_wait_s(3, 2.5) == 2.5
+
+
+def test_an_episode_that_waits_to_be_run_again_goes_with_its_stream(
+    start_pool: Callable[..., EpisodePool],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rests = threading.Semaphore(0)
+
+    def for_long(retries: int, episode_s: float) -> float:
+        rests.release()
+        return 3600.0
+
+    monkeypatch.setattr(episodes_module, "retry_wait_s", for_long)
+    options = {"folder": str(tmp_path), "hopeless": 9}
+    pool = start_pool("Flaky", options=options, num_processes=1, max_retries=1)
+    cancelled, closed = pool.run(requests(2)), pool.run(requests(3)[2:])
+    assert all(rests.acquire(timeout=PATIENCE_S) for _ in range(3))
+    cancelled.close()
+    with pytest.raises(RolloutError, match="abandoned"):
+        cancelled.take(PATIENCE_S)
+    assert len(pool._resting) == 1
+    pool.close()
+    with pytest.raises(RolloutError, match="were closed"):
+        closed.take(PATIENCE_S)
+    assert not pool._resting
 
 
 def test_a_process_that_is_stuck_is_lost(

@@ -90,6 +90,7 @@ def test_closing_twice_closes_once() -> None:
 
 
 def test_outputs_and_state_are_those_of_all() -> None:
-    trackers = Trackers([Recorder("a"), Recorder("b")])
+    trackers = Trackers([Recorder("a")])
+    trackers.add(Recorder("b"))
     assert trackers.outputs() == {"a": "place of a", "b": "place of b"}
     assert trackers.state() == {"a_id": "7", "b_id": "7"}

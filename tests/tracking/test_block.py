@@ -145,6 +145,9 @@ def test_a_run_that_has_no_step_yet() -> None:
     assert head.plain == "first  starting  3s elapsed"
     assert now.plain.endswith(" loading the actor  2 s")
 
+    export = RunView("export of step_00000200", has_steps=False, elapsed_s=3.0)
+    assert export.lines(79, 10)[0].plain == "export of step_00000200  3s elapsed"
+
 
 # ------------------------------------------------------------------- on a real terminal
 

@@ -1,5 +1,6 @@
 """How long the processes of a run took, and on what."""
 
+import math
 import os
 from pathlib import Path
 
@@ -50,8 +51,11 @@ def test_the_processes_of_a_run_add_up(
     assert starting_s(history) == 4 and preparing_s(history) == 3
 
     # A run that begins anew has no past.
-    begin_stint(tmp_path, 0, 1240.0)
-    assert len(read_history(tmp_path)) == 1
+    begin_stint(tmp_path, 0, 1240.0, "verl-ray train", {"torch": "2.11.0"})
+    (begun,) = read_history(tmp_path)
+    assert begun.command == "verl-ray train" and begun.versions == {"torch": "2.11.0"}
+    # Processes of earlier versions noted neither.
+    assert history[0].command == "" and history[0].versions == {}
 
 
 def test_a_damaged_history_is_named_and_begins_anew(
@@ -75,8 +79,9 @@ def test_the_phases_of_a_run() -> None:
         {"timing_s/step": 10.0, "timing_s/gen": 6.0, "timing_s/controller": 0.1},
         {"timing_s/step": 10.0, "timing_s/gen": 7.0, "timing_s/save_checkpoint": 1.0},
         {"timing_s/gen/part": 3.0},
-        # These go on while all else does.
+        # These go on while all else does, or lie within it.
         {"timing_s/queue": 9.0, "timing_s/rollouts": 9.0},
+        {"timing_s/record_rollouts": 2.0, "timing_s/adv": math.nan},
     ]
     assert phase_durations(lines, 40.0, 8.0) == {
         STARTING: 8,

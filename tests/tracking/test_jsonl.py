@@ -18,8 +18,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_ray.errors import TrackingError
+from verl_ray.errors import Interrupted, TrackingError
 from verl_ray.tracking.base import Sample, Trackers
+from verl_ray.tracking.evaluations import HeldOutResponse, first_responses
 from verl_ray.tracking.jsonl import (
     JsonlTracker,
     format_ranges,
@@ -28,7 +29,6 @@ from verl_ray.tracking.jsonl import (
     read_metrics,
     repair,
 )
-from verl_ray.tracking.responses import HeldOutResponse, first_responses
 
 SAMPLE = Sample(
     prompt="1+1=",
@@ -87,6 +87,21 @@ def test_a_number_that_json_lacks_is_null_and_reads_back_as_nan(tmp_path: Path) 
     )
     (line,) = read_metrics(path)
     assert math.isnan(line["a"]) and math.isnan(line["b"]) and line["c"] == 1.0
+
+
+def test_a_stop_while_responses_are_read_leaves_the_record_open(tmp_path: Path) -> None:
+    def stopped() -> Iterator[HeldOutResponse]:
+        yield RESPONSE
+        raise Interrupted("stopped by SIGINT")
+
+    trackers = Trackers([JsonlTracker(tmp_path)])
+    with pytest.raises(Interrupted):
+        trackers.responses(0, stopped())
+    assert not (tmp_path / "evaluations").exists()
+    trackers.responses(0, [RESPONSE])
+    trackers.log(0, {"a": 1.0})
+    trackers.close(failed=False)
+    assert newest_samples(tmp_path, 9) == [SAMPLE] and steps_in(tmp_path) == [0]
 
 
 def test_a_resumed_run_has_one_line_per_step(tmp_path: Path) -> None:

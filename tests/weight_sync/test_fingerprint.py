@@ -1,4 +1,5 @@
 import hashlib
+import itertools
 
 import numpy as np
 import pytest
@@ -28,13 +29,14 @@ def _splitmix(x: int) -> int:
 def test_a_small_one_by_hand() -> None:
     # Two int64 lanes along the only dim: values 3 and 5.
     hashes = [_splitmix((i + 0x9E3779B97F4A7C15) % 2**64) | 1 for i in range(2)]
-    summed = 3 * hashes[0] + 5 * hashes[1]
+    sums = [3 * (hashes[0] >> k) + 5 * (hashes[1] >> k) for k in range(0, 64, 4)]
 
     def expected(dtype: str, numel: int) -> Fingerprint:
         per_element = int.from_bytes(
             hashlib.blake2b(dtype.encode(), digest_size=8).digest(), "little"
         )
-        return Fingerprint((summed + numel * per_element) % 2**64, numel)
+        totals = ((summed + numel * per_element) % 2**64 for summed in sums)
+        return Fingerprint(tuple(totals), numel)
 
     assert fingerprint(torch.tensor([3, 5])) == expected("torch.int64", 2)
     # Lanes are little-endian: eight bytes (3, 0, ...) are the integer 3.
@@ -86,16 +88,27 @@ def test_what_it_sees(dtype: torch.dtype) -> None:
     assert len(set(fingerprints.values())) == len(fingerprints)
 
 
-def test_a_sign_that_changed_is_seen_wherever_it_is() -> None:
-    tensor = torch.ones(4, 6)
-    before = fingerprint(tensor).total
-    for row, column in np.ndindex(4, 6):
+def test_signs_that_changed_are_seen_wherever_they_are() -> None:
+    # The sign of an odd column is the highest bit of its lane.
+    tensor = torch.ones(8, 12)
+    before = fingerprint(tensor).totals
+    places = list(np.ndindex(8, 12))
+    for row, column in places:
         changed = tensor.clone()
         changed[row, column] = -1
-        difference = (fingerprint(changed).total - before) % 2**64
-        # The sign of an odd column is the highest bit of its lane, times an odd factor.
+        # The factor of total 0 is odd, so 2^63 remains of the highest bit.
+        difference = (fingerprint(changed).totals[0] - before[0]) % 2**64
         assert difference != 0
         assert (difference == 2**63) == (column % 2 == 1)
+
+    # In pairs they cancel there, and not in all of the other fifteen.
+    pairs = itertools.combinations([place for place in places if place[1] % 2], 2)
+    for pair in pairs:
+        changed = tensor.clone()
+        for place in pair:
+            changed[place] = -1
+        totals = fingerprint(changed).totals
+        assert totals[0] == before[0] and totals != before
 
 
 @pytest.mark.parametrize("offset", range(9))
@@ -128,7 +141,8 @@ def test_numel_counts_coverage_and_scalars_work() -> None:
     assert fingerprint(torch.zeros(3, 5)).numel == 15
     assert fingerprint(torch.zeros(0, 5)) == EMPTY
     assert fingerprint(torch.tensor(2.0)).numel == 1
-    assert Fingerprint(2**64 - 1, 1) + Fingerprint(2, 3) == Fingerprint(1, 4)
+    first, second = (2**64 - 1,) * 16, (2,) * 16
+    assert Fingerprint(first, 1) + Fingerprint(second, 3) == Fingerprint((1,) * 16, 4)
 
 
 def test_a_matrix_that_is_read_in_blocks_is_the_sum_of_slices_that_are_not() -> None:

@@ -10,7 +10,7 @@ import torch
 from tests.weight_sync.fingerprints import fingerprint
 from verl_ray.errors import WeightSyncError
 from verl_ray.ownership import SHARED_FOLDER
-from verl_ray.weight_sync.fingerprint import Fingerprint
+from verl_ray.weight_sync.fingerprint import EMPTY, Fingerprint
 from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice, plan_buckets
 from verl_ray.weight_sync.shared_memory import (
     SharedMemoryAddress,
@@ -85,10 +85,7 @@ def test_two_processes_write_slices_and_a_third_reads_whole_parameters(
     assert torch.equal(read["w"], weights["w"].to(torch.bfloat16))
     assert torch.equal(read["b"], weights["b"])
     assert torch.equal(read["s"], weights["s"])
-    sent = {
-        name: first.get(name, Fingerprint(0, 0)) + second.get(name, Fingerprint(0, 0))
-        for name in read
-    }
+    sent = {name: first.get(name, EMPTY) + second.get(name, EMPTY) for name in read}
     assert sent == {name: fingerprint(tensor) for name, tensor in read.items()}
 
 

@@ -11,12 +11,13 @@ in either order.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 
+from verl_ray.agents.contract import ToolCall
 from verl_ray.agents.environments.calculator import CALCULATE, calculate
+from verl_ray.agents.tools import call_text
 from verl_ray.data.arithmetic import ArithmeticFiles, draw_sums
 from verl_ray.data.batch import Int64
 from verl_ray.data.fields import Fields
@@ -144,5 +145,4 @@ def _turns(expression: str, value: str) -> list[dict[str, str]]:
 
 def _call(expression: str) -> str:
     """Return a call as the policy writes it."""
-    call = {"name": "calculate", "arguments": {"expression": expression}}
-    return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+    return call_text(ToolCall("calculate", {"expression": expression}))

@@ -26,10 +26,12 @@ class End(enum.StrEnum):
     # A tool ended it.
     TOOL_STOPPED = "tool_stopped"
     MAX_TURNS = "max_turns"
-    # agent.max_tokens: the sampled tokens of the whole episode.
+    # agent.max_tokens: the sampled tokens of the whole episode. Or tools do without a
+    # turn that was cut.
     MAX_TOKENS = "max_tokens"
+    # A turn has more tool calls than remain; none of them is executed.
     MAX_TOOL_CALLS = "max_tool_calls"
-    # The next turn has no place in the model's context.
+    # The next turn has no place in its row, or in the model's context.
     CONTEXT_OVERFLOW = "context_overflow"
     # A tool call that could not be parsed.
     PARSE_ERROR = "parse_error"
@@ -305,7 +307,6 @@ class Episode:
         num_turns: Turns of the policy.
         num_tool_calls: Tool calls of the policy.
         messages: The conversation, for records.
-        seconds: Seconds by what they went to: "model", "environment".
     """
 
     rows: list[EpisodeRow]
@@ -315,4 +316,3 @@ class Episode:
     num_turns: int = 0
     num_tool_calls: int = 0
     messages: list[Message] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)

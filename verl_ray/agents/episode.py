@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 from verl_ray.agents.contract import (
     FAULTS,
+    LIMITS,
     Action,
     End,
     Environment,
@@ -55,12 +56,7 @@ OUR_FILES = (str(Path(__file__).parent), asyncio.__path__[0])
 _LOOK_S = 0.1
 """How often a wait looks whether its clock goes on."""
 
-_POLICY_LIMITS = (
-    End.MAX_TURNS,
-    End.MAX_TOKENS,
-    End.MAX_TOOL_CALLS,
-    End.CONTEXT_OVERFLOW,
-)
+_POLICY_LIMITS = LIMITS - FAULTS
 """Ends of which an environment is told by `finish`, if it has that method."""
 
 
@@ -187,8 +183,6 @@ class EpisodePolicy:
         self.failure: Exception | None = None
         """What the sampler raised."""
         self.score = 0.0
-        self.model_s = 0.0
-        """Seconds of sampling."""
 
         self._seed = seed
         self._sampler = sampler
@@ -280,7 +274,7 @@ class EpisodePolicy:
     async def _sample(
         self, prompt: TurnPrompt, tools: Sequence[ToolSchema], max_tokens: int
     ) -> Sampled:
-        started_s = self._clock.now()
+        until_s = self._clock.now() + self._limits.model_s
 
         def sample() -> Awaitable[Sampled]:
             return self._sampler.sample(
@@ -291,7 +285,6 @@ class EpisodePolicy:
             )
 
         try:
-            until_s = started_s + self._limits.model_s
             return await _bounded(sample, self._clock, until_s, self._limits.close_s)
         except _Late:
             raise self.over(End.MODEL_TIMEOUT) from None
@@ -300,8 +293,6 @@ class EpisodePolicy:
         except Exception as error:
             self.failure = error
             raise
-        finally:
-            self.model_s += self._clock.now() - started_s
 
     def _record(self, prompt: TurnPrompt, sampled: Sampled, max_tokens: int) -> None:
         try:
@@ -346,8 +337,7 @@ async def run_episode(
     """
     clock = clock or Clock()
     policy = EpisodePolicy(seed, sampler, renderer, limits, clock)
-    started_s = clock.now()
-    deadline_s = started_s + limits.episode_s
+    deadline_s = clock.now() + limits.episode_s
     world_seed = seed if world_seed is None else world_seed
     course = _Course(task, world_seed, policy, limits, clock, deadline_s)
     try:
@@ -364,7 +354,6 @@ async def run_episode(
     if not policy.num_turns:
         ending = _without_turns(ending)
 
-    elapsed_s = clock.now() - started_s
     return Episode(
         rows=policy.transcript.rows(),
         end=ending.end,
@@ -373,7 +362,6 @@ async def run_episode(
         num_turns=policy.num_turns,
         num_tool_calls=policy.num_tool_calls,
         messages=policy.messages,
-        seconds={"model": policy.model_s, "environment": elapsed_s - policy.model_s},
     )
 
 

@@ -1,8 +1,8 @@
 """Program of a process of episodes: it runs environments, many at a time.
 
-Invariant: an episode ends with one frame, whatever its environment does, and nothing of
-it outlives the process. Whoever started the process notices one that is stuck: its
-event loop says every second that it is alive.
+Invariant: an episode that nobody cancels ends with one frame, whatever its environment
+does, and nothing of it outlives the process. Whoever started the process notices one
+that is stuck: its event loop says every second that it is alive.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from verl_ray.agents.wire import (
     sampled_of,
     task_of,
 )
+from verl_ray.config.function_specs import DEFAULT
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import ConfigError
 from verl_ray.user_files import short_traceback
 
 _ALIVE_S = 1.0
 _READ_BYTES = 1 << 16
-_DEFAULT = "default"
 
 
 def main(connection: socket.socket) -> None:
@@ -139,7 +139,7 @@ class _Episodes:
     async def _run(self, number: int, fields: dict[str, Any]) -> None:
         task = task_of(fields["task"])
         source = task.data_source
-        name = source if source in self._environments else _DEFAULT
+        name = source if source in self._environments else DEFAULT
         try:
             episode = await run_episode(
                 self._environments[name],

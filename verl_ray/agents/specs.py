@@ -16,7 +16,9 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import json
 import symtable
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -101,12 +103,13 @@ def load_environment(
 
     Args:
         options: Keyword arguments of the class or the coroutine function; for tools,
-            those of `ToolEnvironment`.
+            those of `ToolEnvironment`. Each is a value that JSON has, and becomes what
+            its type hint names, such as a path of a text.
         key: The configuration key, `agent.environments.SOURCE`, for errors.
 
     Raises:
         ConfigError: There is no such thing, its file cannot be run, it is none of the
-            three kinds, or it does not take the options.
+            three kinds, or it does not take the options or their types.
     """
     problem = spec_problem(spec, key)
     if problem is not None:
@@ -119,24 +122,25 @@ def load_environment(
 
     if inspect.isclass(target):
         _require_environment(target, refused)
-        _require_options(target, 0, arguments, refused)
+        arguments = _options(target, 0, arguments, refused)
         build = cast("Callable[..., Environment]", target)
         return functools.partial(build, **arguments)
-    if _is_run(target):
-        _require_options(target, len(_RUN), arguments, refused)
-        run: Run = functools.partial(target, **arguments)
-        return run
-
-    if _is_nearly_run(target):
-        fix = f"Write async def {target.__name__}({', '.join(_RUN)}), then options."
-        raise refused("is a coroutine function with other first parameters", fix)
+    if inspect.iscoroutinefunction(target):
+        names = tuple(inspect.signature(target).parameters)
+        if names[: len(_RUN)] == _RUN:
+            arguments = _options(target, len(_RUN), arguments, refused)
+            run: Run = functools.partial(target, **arguments)
+            return run
+        if set(_RUN) <= set(names):
+            fix = f"Write async def {target.__name__}({', '.join(_RUN)}), then options."
+            raise refused("is a coroutine function with other first parameters", fix)
 
     functions = target if isinstance(target, list | tuple) else [target]
     if not functions or not all(map(inspect.isroutine, functions)):
         kind = type(target).__name__
         raise refused(f"is a {kind}, and no environment", _KINDS)
     tools: Sequence[Tool] = [as_tool(function, key, spec) for function in functions]
-    _require_options(ToolEnvironment, 1, arguments, refused)
+    arguments = _options(ToolEnvironment, 1, arguments, refused)
     factory = functools.partial(ToolEnvironment, tools, **arguments)
     # Two tools of a name are refused now, and not in each episode.
     factory()
@@ -165,20 +169,6 @@ def _imported(spec: str, key: str) -> Any:
         raise ConfigError([Problem(key, spec, rule, "Correct it.")]) from error
 
 
-def _is_run(target: Any) -> bool:
-    """Return whether something is a coroutine function of a task and a policy."""
-    if not inspect.iscoroutinefunction(target):
-        return False
-    return tuple(inspect.signature(target).parameters)[: len(_RUN)] == _RUN
-
-
-def _is_nearly_run(target: Any) -> bool:
-    """Return whether a coroutine function has a task and a policy, in any place."""
-    if not inspect.iscoroutinefunction(target):
-        return False
-    return set(_RUN) <= set(inspect.signature(target).parameters)
-
-
 def _require_environment(
     target: type, refused: Callable[[str, str], ConfigError]
 ) -> None:
@@ -195,16 +185,19 @@ def _require_environment(
         raise refused("is an abstract class", "Name one that can be built.")
 
 
-def _require_options(
+def _options(
     target: Callable[..., object],
     num_given: int,
     options: Mapping[str, object],
     refused: Callable[[str, str], ConfigError],
-) -> None:
-    """Raise ConfigError if something does not take these options, or needs others.
+) -> dict[str, Any]:
+    """Return the options of a class or a function as the types of its hints.
 
     Args:
         num_given: Number of its first parameters that are no options.
+
+    Raises:
+        ConfigError: It does not take one of them, or needs another.
     """
     signature = inspect.signature(target)
     parameters = list(signature.parameters.values())[num_given:]
@@ -225,3 +218,48 @@ def _require_options(
     if missing:
         fix = f"Give it a value beside the spec, or a default: {missing[0]}=None."
         raise refused(f"needs the option {missing[0]}", fix)
+
+    values = dict(options)
+    hints = _type_hints(target)
+    for name, value in options.items():
+        if name in names and name in hints:
+            values[name] = _converted(name, value, hints[name], refused)
+    return values
+
+
+def _type_hints(target: Callable[..., object]) -> dict[str, Any]:
+    """Return the type hints of the parameters of a class or a function."""
+    function: Any = target
+    if inspect.isclass(target):
+        function = target.__init__
+    try:
+        return typing.get_type_hints(function, include_extras=True)
+    # Names that are only imported for type checkers are not there.
+    except (NameError, AttributeError, TypeError):
+        return {}
+
+
+def _converted(
+    name: str, value: object, hint: Any, refused: Callable[[str, str], ConfigError]
+) -> object:
+    """Return the value of an option as the type of its hint.
+
+    Raises:
+        ConfigError: It has another type.
+    """
+    # Imported here: most environments have no options.
+    from pydantic import TypeAdapter, ValidationError
+    from pydantic.errors import PydanticUserError
+
+    try:
+        # As in JSON: a list may be a tuple, but no text is a number or a truth value.
+        text = json.dumps(value, default=str)
+        return TypeAdapter(hint).validate_json(text, strict=True)
+    except ValidationError as error:
+        reason = error.errors()[0]
+        place = ".".join(map(str, (name, *reason["loc"])))
+        rule = f"does not take the option {name}={value!r} ({place}: {reason['msg']})"
+        raise refused(rule, "Give it what its type hint says.") from None
+    # A type that pydantic does not know is for the user's code to look at.
+    except (PydanticUserError, NameError):
+        return value

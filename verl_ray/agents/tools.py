@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import inspect
+import json
 import sys
 import threading
 import typing
@@ -58,6 +59,12 @@ class ToolStop(Exception):
 
 class ToolError(Exception):
     """A tool's way to refuse a call: the policy reads the text, and goes on."""
+
+
+def call_text(call: ToolCall) -> str:
+    """Return a call as models write it that vLLM's parser hermes reads."""
+    written = {"name": call.name, "arguments": dict(call.arguments)}
+    return f"<tool_call>\n{json.dumps(written, ensure_ascii=False)}\n</tool_call>"
 
 
 # ------------------------------------------------------------------------------ schemas
@@ -236,10 +243,7 @@ class ToolEnvironment:
             raise ConfigError(
                 [Problem("agent.environments", names, rule, "Rename one of them.")]
             )
-        self.num_refused = 0
-        """Calls of unknown tools, with wrong arguments, or refused by a `ToolError`."""
-        self.num_parse_errors = 0
-
+        self._num_parse_errors = 0
         self._max_parse_errors = max_parse_errors
         self._max_characters = max_characters
 
@@ -276,8 +280,8 @@ class ToolEnvironment:
         """Do nothing: functions hold nothing."""
 
     def _unparsed(self, reason: str) -> Step:
-        self.num_parse_errors += 1
-        if self.num_parse_errors > self._max_parse_errors:
+        self._num_parse_errors += 1
+        if self._num_parse_errors > self._max_parse_errors:
             return Step(done=True, end=End.PARSE_ERROR)
         content = f"The tool call could not be read: {reason}"
         return Step([{"role": "user", "content": content}])
@@ -286,18 +290,15 @@ class ToolEnvironment:
         """Return the result of a call, or the text that refuses it."""
         tool = self._tools.get(call.name)
         if tool is None:
-            self.num_refused += 1
             fix = did_you_mean(call.name, list(self._tools), "tool")
             return f"Error: there is no tool {call.name!r}. {fix}"
 
         refusal = tool.refusal(call.arguments)
         if refusal is not None:
-            self.num_refused += 1
             return f"Error: {refusal}"
         try:
             values = tool.values(call.arguments)
         except ValueError as error:
-            self.num_refused += 1
             return f"Error: {error}"
 
         try:
@@ -305,7 +306,6 @@ class ToolEnvironment:
                 return await tool.function(**values)
             return await _in_thread(tool.function, values)
         except ToolError as error:
-            self.num_refused += 1
             return f"Error: {error}"
 
     def _message(self, call: ToolCall, result: object) -> Message:

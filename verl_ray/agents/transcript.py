@@ -100,9 +100,7 @@ class Transcript:
             tokens += turn.sampled.tokens
         return TurnPrompt(parent, context, tokens + context, digests[-1])
 
-    def record(
-        self, prompt: TurnPrompt, sampled: Sampled, max_tokens: int
-    ) -> SampledTurn:
+    def record(self, prompt: TurnPrompt, sampled: Sampled, max_tokens: int) -> None:
         """Add a turn that was sampled behind a prompt.
 
         Raises:
@@ -127,7 +125,6 @@ class Transcript:
         self.turns.append(turn)
         own = message_of(sampled.action)
         self._by_digest[_digest(prompt.digest, own)] = turn
-        return turn
 
     def rows(self) -> list[EpisodeRow]:
         """Return the rows, in the order in which their last turns were sampled."""

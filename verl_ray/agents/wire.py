@@ -4,9 +4,11 @@ Invariant: nothing is unpickled on either side. A frame is a kind, fields in JSO
 token ids as numbers of 32 bits.
 
 To a process: `start` once, then `run` for each episode, `sampled` or `failed` for each
-call of its policy, and `cancel`. From it: `ready` or `broken` once, then `sample`,
-`give_up` for a call that nobody waits for any more, `ended` for each episode, and
-`alive` every second, with the longest delay of its event loop since the last one.
+call of its policy, `cancel` for an episode that nobody waits for any more, and `pause`
+and `resume` with the engine. From it: `ready` or `broken` once, then `sample`,
+`give_up` for a call that nobody waits for any more, `ended` for each episode that was
+not cancelled, and `alive` every second, with the delay of its event loop and the number
+of episodes that go on.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +32,10 @@ from verl_ray.agents.contract import (
     ToolCall,
 )
 from verl_ray.agents.episode import Limits
+from verl_ray.config.function_specs import parts_of
+
+if TYPE_CHECKING:
+    from verl_ray.config.agent import AgentConfig
 
 Tokens = npt.NDArray[np.int32]
 
@@ -103,6 +109,35 @@ class EpisodeStart:
     limits: Limits
     chat_template: str | None = None
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of_run(
+        cls,
+        agent: AgentConfig,
+        model_path: str,
+        *,
+        context_tokens: int,
+        row_tokens: int,
+        chat_template: str | None,
+        template_arguments: Mapping[str, Any],
+    ) -> EpisodeStart:
+        """Return the start of a run's processes; see `EpisodeStart` and `Limits`."""
+        limits = Limits(
+            max_turns=agent.max_turns,
+            context_tokens=context_tokens,
+            row_tokens=row_tokens,
+            max_tokens=agent.max_tokens,
+            max_tool_calls=agent.max_tool_calls,
+            max_turn_tokens=agent.max_turn_tokens,
+            model_s=agent.model_timeout_s,
+            tool_s=agent.tool_timeout_s,
+            turn_s=agent.turn_timeout_s,
+            episode_s=agent.episode_timeout_s,
+        )
+        environments = {
+            source: parts_of(spec) for source, spec in agent.environments.items()
+        }
+        return cls(environments, model_path, limits, chat_template, template_arguments)
 
     def fields(self, sys_path: Sequence[str]) -> dict[str, Any]:
         """Return the fields of the frame `start`."""
@@ -202,7 +237,6 @@ def episode_frame(number: int, episode: Episode) -> bytes:
         "num_turns": episode.num_turns,
         "num_tool_calls": episode.num_tool_calls,
         "messages": episode.messages,
-        "seconds": episode.seconds,
     }
     return frame(
         "ended", fields, [token for row in episode.rows for token in row.tokens]

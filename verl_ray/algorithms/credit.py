@@ -27,8 +27,8 @@ from verl_ray.algorithms.estimators import (
 )
 from verl_ray.algorithms.group_baselines import gradient_energy, tokens_of_rows
 from verl_ray.algorithms.groups import complete_trajectories, sums_on_rows
-from verl_ray.config.agent import DEFAULT
 from verl_ray.config.algorithm import AlgorithmConfig
+from verl_ray.config.function_specs import DEFAULT
 from verl_ray.data.batch import Int64, offsets_of
 from verl_ray.data.stages import (
     Bool,

@@ -125,7 +125,7 @@ def write_manifest(
     manifest = {
         "schema": SCHEMA,
         "step": step,
-        "versions": _versions(),
+        "versions": installed_versions(),
         "state": dict(state),
         "config": dict(config),
         "roles": sorted(roles),
@@ -146,7 +146,7 @@ def replace_state(checkpoint: Checkpoint, state: Mapping[str, Any]) -> None:
     write_json(path, sealed(manifest | {"state": dict(state)}))
 
 
-def _versions() -> dict[str, str]:
+def installed_versions() -> dict[str, str]:
     """Return the versions of the installed packages that a checkpoint depends on."""
     versions = {}
     for name in _PACKAGES:

@@ -138,6 +138,7 @@ class RankSpec:
         process_group: True if the ranks form a torch.distributed process group.
         log_dir: Directory for the output of the process.
         incarnation: 1 at first, plus one for each restart.
+        notes_spans: Whether the process notes spans for a trace.
     """
 
     processes: str
@@ -148,6 +149,7 @@ class RankSpec:
     process_group: bool
     log_dir: str
     incarnation: int
+    notes_spans: bool = False
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,7 @@ class WorkerHost:
         os.environ.update(process_environment(rank_spec, os.environ))
 
         self._rank_spec = rank_spec
+        SPANS.is_on = rank_spec.notes_spans
         self._log_path = keep_output(rank_spec)
         self._workers: dict[str, Any] = {}
         # (role, method, start) of the call in the collective group.

@@ -30,7 +30,12 @@ from verl_ray.cluster.processes import (
     silent_sets,
     start,
 )
-from verl_ray.cluster.rank_calls import RankCall, replies_within, take_ready
+from verl_ray.cluster.rank_calls import (
+    RankCall,
+    ready_replies,
+    replies_within,
+    take_ready,
+)
 from verl_ray.cluster.stalls import IdleProcesses
 from verl_ray.cluster.waiting import CLUSTER_LOSS, TICK_S, Background
 from verl_ray.cluster.whereabouts import ROSTER
@@ -124,20 +129,27 @@ class Groups:
 
         return peaks
 
-    def take_spans(self, within_s: float) -> list[ProcessSpans]:
+    def take_spans(
+        self, within_s: float, *, waits_for_late: bool = False
+    ) -> list[ProcessSpans]:
         """Return what processes did since the last time, of those that reply soon.
 
-        Processes reply also while they are busy. A reply that is late is returned the
-        next time, and its process is not asked again before. Replies of processes that
-        are lost are left out.
+        Processes reply also while they are busy. A process that has not replied is
+        neither asked nor waited for again before it has; its reply is returned by the
+        first call after it came. Replies of processes that are lost are left out.
 
         Args:
             within_s: Limit in seconds of the wait.
+            waits_for_late: Whether to wait also for processes that were late before.
         """
         late = {id(rank_call.member.actor) for rank_call in self._span_calls}
+        requested: list[RankCall] = []
         for processes in self._sets:
-            self._span_calls += processes.request("spans", late)
-        return take_ready(self._span_calls, within_s)
+            requested += processes.request("spans", late)
+        # A wait that is interrupted loses no reply.
+        self._span_calls += requested
+        ready_replies(self._span_calls if waits_for_late else requested, within_s)
+        return take_ready(self._span_calls, 0.0)
 
     def close(self) -> None:
         """Close all workers, stop their processes and release the bundles.

@@ -32,6 +32,7 @@ from verl_ray.cluster.rank_calls import START, RankCall
 from verl_ray.cluster.waiting import RAY_CALLS, TICK_S, wait, wait_while_closing
 from verl_ray.data.packing import Topology
 from verl_ray.errors import ClusterError
+from verl_ray.profiling.trace import SPANS
 
 W = TypeVar("W")
 
@@ -154,6 +155,7 @@ class Processes:
             process_group=self.spec.process_group,
             log_dir=self.log_dir,
             incarnation=self.incarnation,
+            notes_spans=SPANS.is_on,
         )
 
     def build(self, spawn_replies: Sequence[Any]) -> list[RankCall]:

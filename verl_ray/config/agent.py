@@ -20,6 +20,7 @@ from verl_ray.agents.contract import (
 )
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.config.algorithm import AlgorithmConfig
+from verl_ray.config.function_specs import DEFAULT
 from verl_ray.config.paths import RewardFunction
 from verl_ray.config.reward import ModelReward, SingleReward
 from verl_ray.config.section import (
@@ -31,9 +32,6 @@ from verl_ray.config.section import (
 )
 from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import Problem
-
-DEFAULT = "default"
-"""The data source that stands for all without an environment of their own."""
 
 ENVIRONMENT = "environment"
 """Name of the reward function whose score is that of the episode."""
@@ -76,7 +74,8 @@ class AgentConfig(Section):
     """Episodes that a process runs at a time."""
     max_retries: NonNegative
     """How often an episode that ended by a fault, a timeout or a failed environment, is
-    run again from the beginning, with the same seeds."""
+    run again from the beginning, with the same seeds: after a second, then two, then
+    four, and so on up to 30."""
     ends: Annotated[dict[str, Treatment], Field(examples=["{max_turns: mask}"])]
     """End of an episode -> train, mask (its reward counts, its tokens are not learned
     from) or drop (it is no member of its group), where that differs from the usual."""
@@ -109,10 +108,14 @@ def agent_problems(
     agent: AgentConfig,
     algorithm: AlgorithmConfig,
     graders: Mapping[str, SingleReward],
+    max_response_tokens: int,
     overridden: OverriddenKeys,
 ) -> Iterator[Problem]:
     """Yield the problems of episodes, and of what is set for them without any."""
     yield from agent_settings_work(agent, overridden)
+    if agent.is_used:
+        yield from agent_limits_work(agent, max_response_tokens, overridden)
+        yield from completed_episodes_are_members(agent)
     yield from episodes_are_not_greedy(agent, algorithm)
     yield from overlong_episodes_have_a_limit(agent, algorithm)
     yield from episodes_have_scores(agent, graders)
@@ -139,6 +142,34 @@ def agent_settings_work(
     yield from overridden.ignored(
         keys, reason, "Set agent.environments.default=my_env.py:NAME, or leave it out."
     )
+
+
+def agent_limits_work(
+    agent: AgentConfig, max_response_tokens: int, overridden: OverriddenKeys
+) -> Iterator[Problem]:
+    """Yield a problem for each limit of a turn that another limit always precedes."""
+    row = "rollout.max_response_tokens", max_response_tokens
+    episode = "agent.max_tokens", agent.max_tokens
+    seconds = "agent.episode_timeout_s", agent.episode_timeout_s
+    limits = [
+        ("agent.max_turn_tokens", agent.max_turn_tokens, row),
+        ("agent.max_turn_tokens", agent.max_turn_tokens, episode),
+        ("agent.model_timeout_s", agent.model_timeout_s, seconds),
+        ("agent.turn_timeout_s", agent.turn_timeout_s, seconds),
+    ]
+    for key, limit, (other_key, other) in limits:
+        if limit is not None and other is not None and limit > other:
+            keys = [key] if key in overridden.keys else []
+            reason = f"{other_key}={other} is reached before"
+            yield from overridden.ignored(keys, reason, "Lower it, or leave it out.")
+
+
+def completed_episodes_are_members(agent: AgentConfig) -> Iterator[Problem]:
+    """Yield a problem if nothing is learned from episodes that have no fault at all."""
+    if agent.ends.get(End.COMPLETED) is Treatment.DROP:
+        rule = "what is dropped says nothing of the policy, and such an episode does"
+        fix = "Use mask for one whose tokens are not learned from, or leave it out."
+        yield Problem("agent.ends", f"{End.COMPLETED}: {Treatment.DROP}", rule, fix)
 
 
 def episodes_are_not_greedy(

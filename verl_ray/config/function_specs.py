@@ -13,6 +13,9 @@ import json
 import re
 from collections.abc import Mapping
 
+DEFAULT = "default"
+"""The data source that stands for all without a function of their own."""
+
 NAME = "function"
 """Key of the table that names the function; all others are arguments."""
 

@@ -8,8 +8,8 @@ and exactly one of them returns results.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,8 @@ def micro_batches(
 ) -> list[Int64]:
     """Return the row indices of each micro-batch.
 
-    Rows of similar length go together, since attention pads within a micro-batch.
+    There are few of them: first-fit decreasing makes at most 11/9 of the fewest
+    possible and 6/9 more (Dosa 2007), and mostly fills all but the last.
 
     Args:
         lengths: Tokens of each row, int64 [rows].
@@ -116,19 +117,51 @@ def _shared(peers: int) -> str:
 
 
 def _pack(lengths: Int64, max_tokens: int) -> list[Int64]:
-    """Pack lengths of at most `max_tokens`, longest first; indices ascend in each."""
+    """Pack lengths of at most `max_tokens` by first-fit decreasing.
+
+    From the longest row down, each goes to the first micro-batch that it fits into. So
+    what a micro-batch gets depends only on those before it, and each in turn is filled
+    with the longest of the rows that remain and fit, a run of neighbours at a time.
+
+    Returns:
+        The indices of each micro-batch, ascending. Of equal lengths the first comes
+        first.
+    """
     order = np.argsort(-lengths, kind="stable")
-    ends = np.cumsum(lengths[order])
+    descending = lengths[order]
+    ascending = (-descending).tolist()
+    starts = [0, *np.cumsum(descending).tolist()]
 
-    # Each round closes a micro-batch where the next row would exceed the cap; the last
-    # one ends with the last row.
-    cuts = [0]
-    while cuts[-1] < len(order):
-        before = int(ends[cuts[-1] - 1]) if cuts[-1] else 0
-        cut = np.searchsorted(ends, before + max_tokens, side="right")
-        cuts.append(int(cut))
+    # The last entry is no row: a search that comes to it has run out of rows.
+    num_rows = len(order)
+    remains = np.ones(num_rows + 1, np.bool_)
+    batch = np.empty(num_rows, np.int64)
+    num_batches = 0
+    first = 0
 
-    return [np.sort(order[start:end]) for start, end in pairwise(cuts)]
+    while first < num_rows:
+        start = first
+        free_tokens = max_tokens
+
+        # Takes the neighbours that fit, and goes on at the next row that does. Where
+        # all neighbours remain, that more than halves what is free: rounds are few.
+        while start < num_rows:
+            end = bisect_right(starts, starts[start] + free_tokens) - 1
+            is_taken = remains[start:end]
+            free_tokens -= int(descending[start:end] @ is_taken)
+            batch[start:end][is_taken] = num_batches
+            is_taken[:] = False
+
+            start = bisect_left(ascending, -free_tokens, end)
+            start += int(remains[start:].argmax())
+
+        num_batches += 1
+        first += int(remains[first:].argmax())
+
+    batch_of_row = np.empty_like(batch)
+    batch_of_row[order] = batch
+    rows = np.argsort(batch_of_row, kind="stable")
+    return np.split(rows, np.cumsum(np.bincount(batch))[:-1])
 
 
 def lengths_of_units(lengths: Int64, unit: int) -> Int64:

@@ -318,9 +318,8 @@ def _refuse_changes(
     if len(changed) > 1:
         others = f" (and {len(changed) - 1} others)"
     raise EngineError(
-        f"{name}{others} changed on the way to the {place}: its fingerprint was"
-        f" {before[name].total:016x}, and is {after[name].total:016x} there. What"
-        " this rank holds is lost: go on from the last checkpoint, with"
+        f"{name}{others} changed on the way to the {place}: it has another fingerprint"
+        " there. What this rank holds is lost: go on from the last checkpoint, with"
         " placement.offload=none, which moves nothing"
     )
 

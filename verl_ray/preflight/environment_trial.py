@@ -4,7 +4,8 @@ Both episodes are about the first record of a data source, with the same seed. I
 first one the policy repeats the record's own answer. In the second one it writes what
 says nothing: no words, words beside the point, and, where there are tools, a call that
 cannot be read and a call of a tool that does not exist. No tool is called, since a tool
-may change something.
+may change something. An environment of which there is no record is only imported, with
+its options.
 
 Invariant: user's code runs in a process that is killed at its deadline with all that it
 started, never in this one. A score is shown and never judged: only the environment's
@@ -13,34 +14,37 @@ own failures are problems.
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import importlib.util
 import json
-import os
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_ray.agents.contract import Action, End, EpisodeTask, ToolCall
-from verl_ray.agents.episode import Limits, run_episode
+from verl_ray.agents.episode import run_episode
 from verl_ray.agents.scripted import ScriptedSampler, read_words, turn_end
 from verl_ray.agents.specs import KEY, load_environment
 from verl_ray.agents.tasks import tasks_of
 from verl_ray.agents.template import Renderer, prefix_problems
 from verl_ray.agents.tools import ToolEnvironment
-from verl_ray.config.agent import DEFAULT, ENVIRONMENT, AgentConfig
-from verl_ray.config.function_specs import in_words, parts_of
+from verl_ray.agents.wire import EpisodeStart, task_fields, task_of
+from verl_ray.config.agent import ENVIRONMENT, AgentConfig
+from verl_ray.config.function_specs import DEFAULT, in_words
+from verl_ray.config.suggest import closest, did_you_mean, is_alike
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.encoding import encode
 from verl_ray.data.tokenizers import load_tokenizer, of_run, template_of
 from verl_ray.errors import ConfigError, DataError, Problem
+from verl_ray.guard import start_guarded
 from verl_ray.preflight.data_files import DataFile
 from verl_ray.preflight.tokenizer_trial import tried_tokenizer
-from verl_ray.preflight.tool_parsers import tool_parser_problem
 from verl_ray.profiling.phases import blocking
 from verl_ray.rewards.built_in import built_in_of
 from verl_ray.user_files import last_cause
@@ -61,14 +65,9 @@ _OFF_TOPIC = "I do not know."
 _UNREADABLE = '<tool_call>{"name": '
 _UNKNOWN = '<tool_call>{"name": "no_such_tool", "arguments": {}}</tool_call>'
 
-_ROOT = str(Path(__file__).parents[2])
-_PROGRAM = (
-    "import sys; sys.path.insert(0, {root!r});"
-    " from verl_ray.guard import guarded_connection;"
-    " connection = guarded_connection({descriptor}, own_folder=True);"
-    " from verl_ray.preflight.environment_trial import main; main(connection)"
-)
-_STDERR = 2
+_PARSERS = "_TOOL_PARSERS_TO_REGISTER"
+"""Name of the table of tool parsers in vLLM's source."""
+_PLUGINS = "vllm.general_plugins"
 
 
 @dataclass
@@ -78,7 +77,8 @@ class EnvironmentTrials:
     Attributes:
         lines: What `check` prints.
         problems: Failures of environments, and settings that do not fit them.
-        warnings: Environments whose seed does not decide about their world.
+        warnings: Settings that do what a user hardly meant, and environments whose seed
+            does not decide about their world.
     """
 
     lines: list[str] = field(default_factory=list)
@@ -89,69 +89,141 @@ class EnvironmentTrials:
 def try_environments(config: RLConfig, files: Sequence[DataFile]) -> EnvironmentTrials:
     """Try the environments of a run on its records.
 
+    One without any is only imported, with its options.
+
     Args:
         config: Configuration of the run, without `auto`.
         files: The data files of the run.
     """
     trials = EnvironmentTrials()
     agent = config.agent
-    tasks = _first_tasks(agent, files)
+    tasks = _first_tasks(files)
+    tokenizer = None
     # A run that makes its inputs has neither records nor a model yet.
-    if not tasks:
-        trials.lines.append(f"{KEY}: there are no records yet to try them on")
-        return trials
-    try:
-        tokenizer = tried_tokenizer(config)
-    except ConfigError as error:
-        trials.problems += error.problems
-        return trials
-    if not tokenizer.chat_template:
-        rule = "the turns of an episode are messages, and the model has no template"
-        fix = "Give it one, such as data.chat_template=chatml."
-        trials.problems.append(Problem("data.chat_template", None, rule, fix))
-        return trials
+    if tasks:
+        try:
+            tokenizer = tried_tokenizer(config)
+        except ConfigError as error:
+            trials.problems += error.problems
+            return trials
+        if not tokenizer.chat_template:
+            rule = "the turns of an episode are messages, and the model has no template"
+            fix = "Give it one, such as data.chat_template=chatml."
+            trials.problems.append(Problem("data.chat_template", None, rule, fix))
+            return trials
 
+    others = [
+        task for source, task in tasks.items() if source not in agent.environments
+    ]
     offered: set[str] = set()
-    for source, spec in agent.environments.items():
-        key = f"{KEY}.{source}"
-        if source not in tasks:
-            trials.lines.append(
-                f"{key}: no record has this environment, so far as read"
-            )
-            continue
-        with blocking(f"trying {key} in two episodes"):
-            stage, outcome = _in_a_process(_request(config, source, tasks[source]))
-        if outcome is None:
-            rule = f"its process ended, or took more than {DEADLINE_S:g} s, in {stage}"
-            fix = "Let it await what takes long; it may not end its process."
-            trials.problems.append(Problem(key, in_words(spec), rule, fix))
-        elif "problem" in outcome:
-            trials.problems.append(Problem(**outcome["problem"]))
-        else:
-            _report(trials, key, in_words(spec), tasks[source], outcome)
-            trials.warnings += _unpaid(config, tasks[source], outcome)
-            offered.update(outcome["tools"])
+    for source in agent.environments:
+        rest = others[0] if others and source == DEFAULT else None
+        task = tasks.get(source, rest)
+        offered.update(_try(trials, config, source, task))
+        if task is None:
+            _report_absence(trials, source, sorted(tasks))
 
     trials.problems += _parser_problems(agent, offered)
-    if agent.max_turns > 1:
+    is_tried = bool(tasks) and not trials.problems
+    if agent.tool_parser is not None and is_tried and not offered:
+        trials.warnings.append(
+            f"agent.tool_parser={agent.tool_parser} reads no call: no environment that"
+            " was tried begins with tools"
+        )
+    if agent.max_turns > 1 and tokenizer is not None:
         trials.lines += _template_lines(config, tokenizer, has_tools=bool(offered))
     return trials
 
 
+def _first_tasks(files: Sequence[DataFile]) -> dict[str, EpisodeTask]:
+    """Return the first task of each data source, in the order of the files."""
+    tasks: dict[str, EpisodeTask] = {}
+    for file in files:
+        for task in [] if file.prompts is None else tasks_of(file.prompts):
+            tasks.setdefault(task.data_source, task)
+    return tasks
+
+
+def _try(
+    trials: EnvironmentTrials, config: RLConfig, source: str, task: EpisodeTask | None
+) -> Sequence[str]:
+    """Try an environment on a task; return the names of the tools that it offers."""
+    key, spec = f"{KEY}.{source}", in_words(config.agent.environments[source])
+    with blocking(f"trying {key}"):
+        stage, outcome = _in_a_process(_request(config, source, task))
+    if outcome is None:
+        rule = f"its process ended, or took more than {DEADLINE_S:g} s, in {stage}"
+        fix = "Let it await what takes long; it may not end its process."
+        trials.problems.append(Problem(key, spec, rule, fix))
+    elif "problem" in outcome:
+        trials.problems.append(Problem(**outcome["problem"]))
+    elif task is not None:
+        _report(trials, key, spec, task, outcome)
+        trials.warnings += _unpaid(config, task, outcome)
+        tools: Sequence[str] = outcome["tools"]
+        return tools
+    return ()
+
+
+def _report_absence(
+    trials: EnvironmentTrials, source: str, sources: Sequence[str]
+) -> None:
+    """Add that no record has an environment, and what its name may be meant to be.
+
+    Args:
+        sources: The data sources of the records.
+    """
+    if not sources:
+        trials.lines.append(f"{KEY}.{source}: there are no records yet to try it on")
+        return
+    text = f"{KEY}.{source}: no record has this environment, so far as read"
+    names = {DEFAULT, *sources} - {source}
+    if is_alike(source, names):
+        near = closest(source, names, 1)[0]
+        trials.warnings.append(f"{text}. Did you mean {KEY}.{near}?")
+    else:
+        trials.lines.append(text)
+
+
 def _parser_problems(agent: AgentConfig, offered: set[str]) -> Iterator[Problem]:
     """Yield a problem if no call of the tools that are offered would be read."""
-    if agent.tool_parser is not None:
-        problem = tool_parser_problem(agent.tool_parser)
-        if problem is not None:
-            yield problem
-    elif offered:
+    key, name = "agent.tool_parser", agent.tool_parser
+    known = [] if name is None else _known_parsers()
+    if name is None and offered:
         names = ", ".join(sorted(offered))
         rule = f"the policy is offered tools ({names}), and no call would be read"
         fix = (
             "Set it to vLLM's parser of the model's tool calls, such as hermes, or"
             " qwen3_xml."
         )
-        yield Problem("agent.tool_parser", None, rule, fix)
+        yield Problem(key, None, rule, fix)
+    if name is not None and known and name not in known:
+        fix = did_you_mean(name, known, "parser")
+        yield Problem(key, name, "vLLM has no such parser of tool calls", fix)
+
+
+def _known_parsers() -> list[str]:
+    """Return the names of vLLM's parsers of tool calls; none if not all are known.
+
+    They are read without importing vLLM. A plugin may add some.
+    """
+    plugins = [each.value for each in entry_points(group=_PLUGINS)]
+    package = importlib.util.find_spec("vllm")
+    if package is None or package.origin is None:
+        return []
+    path = Path(package.origin).with_name("tool_parsers") / "__init__.py"
+    is_all = all(each.startswith("vllm.") for each in plugins)
+    if not is_all or not path.is_file():
+        return []
+
+    for statement in ast.parse(path.read_text(encoding="utf-8")).body:
+        if not isinstance(statement, ast.Assign):
+            continue
+        names = [each.id for each in statement.targets if isinstance(each, ast.Name)]
+        if _PARSERS in names and isinstance(statement.value, ast.Dict):
+            keys = statement.value.keys
+            return [str(key.value) for key in keys if isinstance(key, ast.Constant)]
+    return []
 
 
 def _unpaid(
@@ -178,45 +250,24 @@ def _unpaid(
             )
 
 
-def _first_tasks(
-    agent: AgentConfig, files: Sequence[DataFile]
-) -> dict[str, EpisodeTask]:
-    """Return the first task of each environment that has any."""
-    tasks: dict[str, EpisodeTask] = {}
-    for file in files:
-        for task in [] if file.prompts is None else tasks_of(file.prompts):
-            is_named = task.data_source in agent.environments
-            tasks.setdefault(task.data_source if is_named else DEFAULT, task)
-    return tasks
-
-
-def _request(config: RLConfig, source: str, task: EpisodeTask) -> dict[str, Any]:
+def _request(config: RLConfig, source: str, task: EpisodeTask | None) -> dict[str, Any]:
     """Return what the process of a trial must know."""
-    agent = config.agent
-    row_tokens = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    limits = Limits(
-        max_turns=agent.max_turns,
-        context_tokens=row_tokens,
+    start = EpisodeStart.of_run(
+        config.agent,
+        config.model_roles[config.evaluated_role].model.folder,
+        context_tokens=config.data.max_prompt_tokens
+        + config.rollout.max_response_tokens,
         row_tokens=config.rollout.max_response_tokens,
-        max_tokens=agent.max_tokens,
-        max_tool_calls=agent.max_tool_calls,
-        max_turn_tokens=agent.max_turn_tokens,
-        tool_s=agent.tool_timeout_s,
-        turn_s=agent.turn_timeout_s,
-        episode_s=min(agent.episode_timeout_s, EPISODE_S),
+        chat_template=template_of(config.data),
+        template_arguments=dict(config.data.chat_template_kwargs),
     )
-    spec, options = parts_of(agent.environments[source])
+    episode_s = min(start.limits.episode_s, EPISODE_S)
+    short = replace(start, limits=replace(start.limits, episode_s=episode_s))
     return {
-        "sys_path": sys.path,
-        "key": f"{KEY}.{source}",
-        "spec": spec,
-        "options": dict(options),
-        "task": asdict(task),
+        **short.fields(sys.path),
+        "source": source,
+        "task": None if task is None else task_fields(task),
         "seed": config.run.seed,
-        "limits": asdict(limits),
-        "model_path": config.model_roles[config.evaluated_role].model.folder,
-        "chat_template": template_of(config.data),
-        "template_arguments": dict(config.data.chat_template_kwargs),
     }
 
 
@@ -307,17 +358,7 @@ def _in_a_process(request: Mapping[str, Any]) -> tuple[str, dict[str, Any] | Non
     stage = "the start"
     ours, theirs = socket.socketpair()
     with theirs:
-        program = _PROGRAM.format(root=_ROOT, descriptor=theirs.fileno())
-        process = subprocess.Popen(
-            [sys.executable, "-c", program],
-            stdin=subprocess.DEVNULL,
-            # What it prints is no part of a command's output.
-            stdout=_STDERR,
-            pass_fds=[theirs.fileno()],
-            # As in the processes of episodes.
-            env={**os.environ, "PYTHONHASHSEED": "0"},
-            start_new_session=True,
-        )
+        process = start_guarded(__name__, theirs.fileno())
     try:
         # The guard of the process kills all of it once the connection is gone.
         with ours, ours.makefile("rw", encoding="utf-8") as stream:
@@ -346,23 +387,25 @@ def main(connection: socket.socket) -> None:
     with connection.makefile("rw", encoding="utf-8") as stream:
         request = json.loads(stream.readline())
         sys.path[:] = request["sys_path"]
+        start, source = EpisodeStart.of(request), request["source"]
 
         def tell(message: Mapping[str, Any]) -> None:
             print(json.dumps(message, default=str), file=stream, flush=True)
 
         tell({"stage": "its import"})
         try:
-            environment = load_environment(
-                request["spec"], request["options"], request["key"]
-            )
+            spec, options = start.environments[source]
+            environment = load_environment(spec, options, f"{KEY}.{source}")
         except ConfigError as error:
             tell({"problem": asdict(error.problems[0])})
             return
 
-        task = EpisodeTask(**request["task"])
-        tokenizer = load_tokenizer(request["model_path"], request["chat_template"])
-        renderer = Renderer(tokenizer, request["template_arguments"])
-        limits, seed = Limits(**request["limits"]), request["seed"]
+        if request["task"] is None:
+            tell({})
+            return
+        task, seed = task_of(request["task"]), request["seed"]
+        tokenizer = load_tokenizer(start.model_path, start.chat_template)
+        renderer = Renderer(tokenizer, start.template_arguments)
         episodes: list[dict[str, Any]] = []
         openings: list[Sequence[int]] = []
         tools: list[str] = []
@@ -373,7 +416,7 @@ def main(connection: socket.socket) -> None:
                 tokenizer, texts, repeats=True, end=turn_end(renderer), read=_read
             )
             episode = asyncio.run(
-                run_episode(environment, task, seed, sampler, renderer, limits)
+                run_episode(environment, task, seed, sampler, renderer, start.limits)
             )
             openings += [call.tokens for call in sampler.calls[:1]]
             offered = sampler.calls[0].tools if sampler.calls else ()

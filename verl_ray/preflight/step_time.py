@@ -482,10 +482,9 @@ def pass_s(
     rows_per_rank = -(-rows.rows // max(1, role.num_ranks // backend.peers))
     tokens = rows_per_rank * rows.mean_tokens / backend.token_slices
 
-    # A micro-batch ends where the next row does not fit: half a row is free.
-    per_batch = float(backend.micro_batch_tokens_per_rank)
-    per_batch -= rows.mean_tokens / backend.token_slices / 2
-    batches = min(rows_per_rank, math.ceil(tokens / max(per_batch, 1)))
+    # All micro-batches but the last are nearly full.
+    per_batch = resolved(backend.micro_batch_tokens_per_rank)
+    batches = min(rows_per_rank, math.ceil(tokens / per_batch))
 
     work = Pass(
         role=role,

@@ -345,10 +345,11 @@ class Timers:
             also holds `timing_s/controller`: the driver's own share of the step,
             without the time spent waiting.
         """
-        still_open = [name for name, span in self._spans.items() if span.is_open]
+        unions = self._spans.items()
+        still_open = [name for name, union in unions if union.is_open]
         assert not still_open, f"spans still open: {still_open}"
 
-        times = {f"timing_s/{name}": span.total_s for name, span in self._spans.items()}
+        times = {f"timing_s/{name}": union.total_s for name, union in unions}
         if STEP in self._spans:
             step_s = self._spans[STEP].total_s
             times["timing_s/controller"] = step_s - self._waits.total_s

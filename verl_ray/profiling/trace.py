@@ -81,10 +81,20 @@ class ProcessSpans:
 
 
 class SpanBuffer:
-    """The spans of this process that are not gathered yet. Any thread may add some."""
+    """The spans of this process that are not gathered yet. Any thread may add some.
 
-    def __init__(self, most: int = MOST_SPANS) -> None:
-        """Begin without spans."""
+    Attributes:
+        is_on: Whether spans are noted at all.
+    """
+
+    def __init__(self, most: int = MOST_SPANS, *, is_on: bool = True) -> None:
+        """Begin without spans.
+
+        Args:
+            most: Number of spans that wait to be gathered; older ones are forgotten.
+            is_on: Whether spans are noted at all.
+        """
+        self.is_on = is_on
         self._spans: deque[Span] = deque(maxlen=most)
         # A signal handler may end a span of the thread that holds the lock.
         self._lock = threading.RLock()
@@ -94,7 +104,17 @@ class SpanBuffer:
     def span(
         self, name: str, category: str, details: Mapping[str, Any] | None = None
     ) -> Iterator[None]:
-        """Note the block as a span, also where it raises."""
+        """Note the block as a span, also where it raises.
+
+        Args:
+            name: Name of the work.
+            category: See `Span`.
+            details: See there.
+        """
+        if not self.is_on:
+            yield
+            return
+
         begin_ns = time.monotonic_ns()
         try:
             yield
@@ -105,6 +125,22 @@ class SpanBuffer:
             with self._lock:
                 self._forgotten += len(self._spans) == self._spans.maxlen
                 self._spans.append(span)
+
+    @contextlib.contextmanager
+    def noted(self, is_on: bool) -> Iterator[None]:
+        """Note the spans of the block, and forget what nobody took of them.
+
+        Args:
+            is_on: Whether they are noted at all. Workers that are started within the
+                block do the same.
+        """
+        before = self.is_on
+        self.is_on = is_on
+        try:
+            yield
+        finally:
+            self.is_on = before
+            self.take("")
 
     def take(self, name: str) -> ProcessSpans:
         """Return the spans that ended since the last call.
@@ -127,8 +163,8 @@ class SpanBuffer:
         )
 
 
-SPANS = SpanBuffer()
-"""The spans of this process."""
+SPANS = SpanBuffer(is_on=False)
+"""The spans of this process, which notes them where somebody gathers them."""
 span = SPANS.span
 
 

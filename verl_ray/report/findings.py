@@ -1,46 +1,58 @@
 """Findings: what a practitioner would point at in the record of a run.
 
-`RULES` is the table of all of them. It begins with the causes for which nothing is
-learned (`causes.py`); the others look at a whole run.
+`RULES` is the table of all of them, with every threshold in this file; `evidence.py`
+has what they compute with. The table begins with the causes for which nothing is
+learned. The live warning reads these after each step (`learns_nothing`); the others
+look at a whole run.
 
 Invariant: a pure function of recorded lines, the configuration, and the processes of
-the run and their faults. A rule looks at medians over several steps and, where the size
-of a metric depends on the task, compares a run with its own beginning.
+the run and their faults. The causes look at single steps. The other rules look at
+medians over several steps and, where the size of a metric depends on the task, compare
+a run with its own beginning.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from statistics import NormalDist
 
 import numpy as np
 
 from verl_ray.agents.contract import LIMITS, End
-from verl_ray.report.causes import (
-    CAUSES,
-    CUT,
+from verl_ray.report.evidence import (
+    HIGHEST,
     WINDOW,
     ZERO_STD,
     Evidence,
     Finding,
-    Line,
     Rule,
-    RunLines,
-    Series,
     Severity,
+    decline_of,
+    episode_ends,
+    epoch_per_step,
     evidence_above,
+    evidence_of,
     evidence_where,
+    failed_scores,
+    few_examples,
     findings_of,
+    graders_key,
+    has_no_spread,
+    has_same_scores,
+    held_out_scales,
+    long_phases,
+    lowest_score,
+    mean_until,
+    medians_above,
     needs_group,
+    restarts,
+    steps_in_a_row,
+    supervised_losses,
 )
+from verl_ray.report.lines import Line, RunLines
 from verl_ray.tracking.base import HELD_OUT
-from verl_ray.tracking.comparison import is_lower_better
-from verl_ray.tracking.history import HISTORY, Stint
+from verl_ray.tracking.history import Stint
 
 
 def findings(
@@ -68,6 +80,96 @@ def findings(
     return sorted(shown, key=lambda finding: order.index(finding.severity))
 
 
+def learns_nothing(
+    lines: Sequence[Line], config: Mapping[str, object]
+) -> list[Finding]:
+    """Return why the run learns nothing, and which scores failed.
+
+    A cause counts where it holds in three steps in a row, or in every step of a shorter
+    run. What the data alone decide counts from the first step.
+
+    Args:
+        lines: Lines of metrics.jsonl, in the order of their steps.
+        config: The configuration of the run as a tree of plain values.
+    """
+    run = RunLines(lines, config)
+    return [finding for cause in CAUSES for finding in findings_of(run, cause)]
+
+
+# ------------------------------------------------------------ a run that learns nothing
+
+PATIENCE = 3
+"""Steps in a row after which a run that learns nothing says so."""
+MOSTLY_CUT = 0.9
+"""Share of the responses that are cut, from which on a run says so."""
+
+FAILED_SCORES = "failed_scores"
+"""Kind of a finding that does not mean that nothing is learned."""
+
+_CUT = "response_length/clip_ratio"
+
+
+def _mostly_cut(run: RunLines) -> Iterator[Evidence | None]:
+    lines = steps_in_a_row(run, PATIENCE, lambda line: line.get(_CUT, 0) >= MOSTLY_CUT)
+    seen = (
+        f"{MOSTLY_CUT:.0%} of the responses or more were cut at the length limit, and"
+        " did not end with an answer"
+    )
+    worst = max((line[_CUT] for line in lines), default=math.nan)
+    yield evidence_of(lines, seen, _CUT, worst, MOSTLY_CUT)
+
+
+def _same_scores(run: RunLines) -> Iterator[Evidence | None]:
+    if run.at("task") != "rl":
+        return
+    lines = steps_in_a_row(run, PATIENCE, has_same_scores)
+    score = lines[-1][HIGHEST] if lines else math.nan
+    seen = (
+        "all scores are equal, so nothing sets a good response apart from a bad one;"
+        f" the last ones were {score:g}"
+    )
+    yield evidence_of(lines, seen, HIGHEST, score, score, setting=graders_key(run))
+
+
+def _no_spread(run: RunLines) -> Iterator[Evidence | None]:
+    if run.at("task") != "rl":
+        return
+    # Where all scores are equal, this follows.
+    lines = steps_in_a_row(
+        run,
+        PATIENCE,
+        lambda line: has_no_spread(run, line) and not has_same_scores(line),
+    )
+    seen = (
+        "no group had any spread: all responses to a prompt got the same score, so"
+        " every advantage is 0"
+    )
+    yield evidence_of(lines, seen, ZERO_STD, 1.0, 1.0)
+
+
+def _has_zero_gradient(run: RunLines, metric: str, line: Line) -> bool:
+    """Whether the norm of a gradient is 0, and scores do not explain it."""
+    is_explained = run.at("task") == "rl" and (
+        has_same_scores(line) or has_no_spread(run, line)
+    )
+    return line.get(metric) == 0 and not is_explained
+
+
+def _zero_gradient(run: RunLines) -> Iterator[Evidence | None]:
+    is_rl = run.at("task") == "rl"
+    for metric in run.metrics(r"[a-z]\w*/grad_norm"):
+        lines = steps_in_a_row(run, PATIENCE, partial(_has_zero_gradient, run, metric))
+        role = metric.partition("/")[0]
+        seen = (
+            f"the gradient of the {role} was exactly 0, so it does not change: no token"
+            " had a loss that depends on it"
+        )
+        setting = graders_key(run) if is_rl else "data.train_path"
+        if is_rl and role == "actor":
+            setting = "algorithm.correction.form"
+        yield evidence_of(lines, seen, metric, 0.0, 0.0, setting=setting, role=role)
+
+
 # ------------------------------------------------------------------ reward and policy
 
 SCORE = "critic/score/mean"
@@ -87,12 +189,6 @@ NOISE = 4.0
 """Multiples of the noise of single steps that a change has to exceed."""
 
 
-def _lowest(run: RunLines) -> float:
-    """Return the score of the worst responses, the median over steps."""
-    values = run.series("critic/score/min").values
-    return float(np.median(values)) if len(values) else math.nan
-
-
 def _reward_collapse(run: RunLines) -> Iterator[Evidence | None]:
     scores = run.series(SCORE)
     medians = scores.medians(WINDOW)
@@ -102,7 +198,7 @@ def _reward_collapse(run: RunLines) -> Iterator[Evidence | None]:
     earlier = np.append(scores.values[0], medians.values[:-1])
     best = np.maximum.accumulate(earlier)
 
-    lowest = _lowest(run)
+    lowest = lowest_score(run)
     limit = lowest + COLLAPSED * (best - lowest)
     falls = best - medians.values > NOISE * scores.noise(WINDOW)
     holds = falls & (medians.values < limit)
@@ -121,8 +217,8 @@ def _entropy_collapse(run: RunLines) -> Iterator[Evidence | None]:
     threshold = EXHAUSTED * max(entropy.values[0], medians.values[0])
 
     # Who has solved all problems may be certain.
-    lowest = _lowest(run)
-    highest = run.series("critic/score/max").values.max(initial=lowest)
+    lowest = lowest_score(run)
+    highest = run.series(HIGHEST).values.max(initial=lowest)
     score = np.interp(medians.steps, smooth.steps, smooth.values)
     is_solved = score >= lowest + SOLVED * max(highest - lowest, 1e-9)
     holds = (medians.values < threshold) & ~is_solved
@@ -136,10 +232,6 @@ def _kl_runaway(run: RunLines) -> Iterator[Evidence | None]:
         yield evidence_above(run, "actor/kl_loss", FAR_FROM_REFERENCE)
 
 
-def _large_updates(run: RunLines) -> Iterator[Evidence | None]:
-    yield evidence_above(run, "actor/ppo_kl", LARGE_UPDATE)
-
-
 def _lengths_exploding(run: RunLines) -> Iterator[Evidence | None]:
     lengths = run.series(RESPONSE_LENGTH).medians(WINDOW)
     scores = run.series(SCORE)
@@ -151,10 +243,6 @@ def _lengths_exploding(run: RunLines) -> Iterator[Evidence | None]:
     pays = score > smooth.values[0] + scores.noise(WINDOW)
     holds = (lengths.values > threshold) & ~pays
     yield evidence_where(lengths, holds, RESPONSE_LENGTH, threshold)
-
-
-def _responses_cut(run: RunLines) -> Iterator[Evidence | None]:
-    yield evidence_above(run, CUT, OFTEN_CUT)
 
 
 def _groups_without_spread(run: RunLines) -> Iterator[Evidence | None]:
@@ -177,45 +265,9 @@ RISEN = 1.2
 LOST_AGAIN = 0.1
 CRITIC_STEPS = 50
 CRITIC_WINDOW = 20
-
-
-def _around(series: Series, step: int) -> float:
-    """Return the mean over the five steps that end at a step.
-
-    The first step is of the model before the training, which is that of step 0.
-    """
-    count = max(1, int(np.searchsorted(series.steps, step, side="right")))
-    return float(np.mean(series.values[:count][-WINDOW:]))
-
-
-def _past_the_best(
-    run: RunLines, metric: str, tolerance: Callable[[float, float], float]
-) -> tuple[Series, float] | None:
-    """Return the evaluations after the best one, if the last two are worse.
-
-    Args:
-        run: The record.
-        metric: A held-out metric.
-        tolerance: How much worse counts, from the best value and the last ones' mean.
-
-    Returns:
-        The best evaluation and those after it, and the value from which on they count
-        as worse; None if the last two do not.
-    """
-    evaluations = run.series(metric, of_steps=False)
-    sign = -1.0 if is_lower_better(metric) else 1.0
-    if len(evaluations) < 3:
-        return None
-    best = int(np.argmax(sign * evaluations.values))
-    after = evaluations.values[best + 1 :]
-    if len(after) < 2:
-        return None
-
-    limit = float(evaluations.values[best])
-    limit -= sign * tolerance(limit, float(after[-2:].mean()))
-    if not (sign * after[-2:] < sign * limit).all():
-        return None
-    return Series(evaluations.steps[best:], evaluations.values[best:]), limit
+CRITIC_SHARE = 0.001
+"""Share of the variance of returns that a critic has to explain. One that does not
+learn comes to some ten-thousandths above or below 0."""
 
 
 def _over_optimisation(run: RunLines) -> Iterator[Evidence | None]:
@@ -224,77 +276,31 @@ def _over_optimisation(run: RunLines) -> Iterator[Evidence | None]:
         return
     noise = NOISE * scores.noise(WINDOW) / math.sqrt(WINDOW)
 
-    for metric, num_problems in _accuracies(run).items():
-        num_others = len(run.series(metric, of_steps=False)) - 2
-        tolerance = partial(_chance, num_problems, max(1, num_others))
-        worse = _past_the_best(run, metric, tolerance)
-        if worse is None:
+    for metric, scale in held_out_scales(run).items():
+        # The best of many is high by chance, so each has its share of false alarms.
+        num_others = max(1, len(run.series(metric, of_steps=False)) - 2)
+        tolerance = partial(scale.fall_by_chance, FALSE_ALARM / num_others)
+        decline = decline_of(run, metric, tolerance)
+        if decline is None:
             continue
-        after, limit = worse
-        first, last = int(after.steps[0]), int(after.steps[-1])
-        if _around(scores, last) > _around(scores, first) + noise:
-            holds = (np.arange(len(after)) > 0) & (after.values < limit)
-            yield evidence_where(after, holds, metric, limit, below=True)
-
-
-def _chance(num_problems: float, num_others: int, best: float, last: float) -> float:
-    """Return how far an accuracy falls by chance, from the best of several others."""
-    mean = (best + last) / 2
-    # No values between 0 and 1 vary more than those that are 0 or 1.
-    error = math.sqrt(2 * mean * (1 - mean) / num_problems)
-    # The best of many is high by chance, so each of them has its share of false alarms.
-    return NormalDist().inv_cdf(1 - FALSE_ALARM / num_others) * error
-
-
-def _accuracies(run: RunLines) -> dict[str, float]:
-    """Return held-out accuracies, with the number of problems of their data source.
-
-    Other rewards may have any scale, so nothing bounds how much they vary.
-    """
-    names = run.metrics(rf"{HELD_OUT}.+/mean@\d+")
-    sources = {name.rsplit("/", 2)[0].removeprefix(HELD_OUT) for name in names}
-    accuracies = {}
-    for name in names:
-        values = run.series(name, of_steps=False).values
-        is_share = values.min(initial=0) >= 0 and values.max(initial=1) <= 1
-        if not is_share or not re.fullmatch(r".+/acc/mean@\d+", name):
-            continue
-        source = name.rsplit("/", 2)[0].removeprefix(HELD_OUT)
-        counts = run.series(f"val-aux/{source}/num_prompts", of_steps=False).values
-        # Records of older versions have the number of all problems alone.
-        if not len(counts) and len(sources) == 1:
-            counts = run.series("val-aux/num_prompts", of_steps=False).values
-        if len(counts) and counts[-1] > 0:
-            accuracies[name] = float(counts[-1])
-    return accuracies
+        rise = mean_until(scores, decline.last) - mean_until(scores, decline.first)
+        if rise > noise:
+            yield decline.evidence
 
 
 def _overfitting(run: RunLines) -> Iterator[Evidence | None]:
     for metric in run.metrics(f"{HELD_OUT}.*loss"):
-        worse = _past_the_best(run, metric, _overfitted)
-        for name in _supervised_losses(run):
-            if worse is None:
-                continue
-            after, limit = worse
+        decline = decline_of(run, metric, lambda best, _: (OVERFITTED - 1) * abs(best))
+        if decline is None:
+            continue
+        for name in supervised_losses(run):
             losses = run.series(name)
-            first, last = int(after.steps[0]), int(after.steps[-1])
-            if _around(losses, last) < _around(losses, first):
-                yield evidence_where(after, after.values > limit, metric, limit)
-
-
-def _overfitted(best: float, _last: float) -> float:
-    return (OVERFITTED - 1) * abs(best)
-
-
-def _supervised_losses(run: RunLines) -> list[str]:
-    """Return the metrics of losses that should fall: none in reinforcement learning."""
-    if run.at("task") == "rl":
-        return []
-    return run.metrics(r"[a-z]\w*/loss")[:1]
+            if mean_until(losses, decline.last) < mean_until(losses, decline.first):
+                yield decline.evidence
 
 
 def _loss_rises(run: RunLines) -> Iterator[Evidence | None]:
-    for name in _supervised_losses(run):
+    for name in supervised_losses(run):
         losses = run.series(name)
         medians = losses.medians(WINDOW)
         if not len(medians):
@@ -316,8 +322,10 @@ def _loss_rises(run: RunLines) -> Iterator[Evidence | None]:
 def _blind_critic(run: RunLines) -> Iterator[Evidence | None]:
     metric = "critic/vf_explained_var"
     medians = run.series(metric).medians(CRITIC_WINDOW)
-    holds = (medians.values <= 0) & (medians.steps >= CRITIC_STEPS)
-    yield evidence_where(medians, holds, metric, 0.0, below=True)
+    holds = (medians.values < CRITIC_SHARE) & (medians.steps >= CRITIC_STEPS)
+    # One that explains something by now was only slow.
+    if holds[-1:].any():
+        yield evidence_where(medians, holds, metric, CRITIC_SHARE, below=True)
 
 
 def _skipped_updates(run: RunLines) -> Iterator[Evidence | None]:
@@ -333,27 +341,15 @@ def _skipped_updates(run: RunLines) -> Iterator[Evidence | None]:
 
 MOSTLY_LIMITED = 0.5
 OFTEN_FAULTY = 0.1
-FAULTS = (End.PARSE_ERROR, End.ENVIRONMENT_FAILED)
-FAULTS_FILE = "faults.jsonl"
-RESTORED = ("restart", "go back")
-"""What a driver does about a fault without ending itself."""
+_FAULTY_ENDS = (End.PARSE_ERROR, End.ENVIRONMENT_FAILED)
 MEMORY = 0.9
+BEYOND_PLAN = 1.2
+"""Ratio of measured to predicted memory above which the prediction was wrong."""
+BEYOND_PLAN_GIB = 0.25
+"""Excess over this ratio that is still tolerated: the libraries of two machines differ
+by more than small models take."""
 IDLE = 0.5
 BOTH_IDLE = 0.25
-
-END_SETTINGS = {
-    End.MAX_TURNS: "agent.max_turns",
-    End.MAX_TOKENS: "agent.max_tokens",
-    End.MAX_TOOL_CALLS: "agent.max_tool_calls",
-    End.CONTEXT_OVERFLOW: "rollout.max_response_tokens",
-    End.MODEL_TIMEOUT: "agent.model_timeout_s",
-    End.TOOL_TIMEOUT: "agent.tool_timeout_s",
-    End.TURN_TIMEOUT: "agent.turn_timeout_s",
-    End.EPISODE_TIMEOUT: "agent.episode_timeout_s",
-    End.PARSE_ERROR: "agent.tool_parser",
-    End.ENVIRONMENT_FAILED: "agent.environments",
-}
-"""The setting that decides how many episodes end so."""
 
 PHASES = {
     "gen": (0.9, "rollout.num_replicas"),
@@ -369,52 +365,6 @@ PHASES = {
     "testing": (0.5, "run.evaluate_every"),
 }
 """Share of the time of a run above which a phase dominates, and what changes it."""
-BESIDE_STEPS = ("save_checkpoint", "testing")
-"""Phases that are no part of timing_s/step."""
-
-
-def _episode_ends(
-    run: RunLines, ends: Sequence[End], threshold: float
-) -> Iterator[Evidence | None]:
-    """Yield where these ends together have a larger share of the episodes."""
-    metrics = {end: f"episode/ends/{end}" for end in ends}
-    medians = run.total(list(metrics.values())).medians(WINDOW)
-    if not len(medians):
-        return
-    commonest = max(ends, key=lambda end: float(run.series(metrics[end]).values.sum()))
-    metric = metrics[commonest]
-    setting = END_SETTINGS[commonest]
-    evidence = evidence_where(
-        medians, medians.values > threshold, metric, threshold, setting=setting
-    )
-    if evidence is not None:
-        seen = (
-            f"of the episodes {evidence.value:.0%} ended so in five steps, most of them"
-            f" with {commonest}"
-        )
-        yield replace(evidence, seen=seen)
-
-
-def _phase_dominates(run: RunLines) -> Iterator[Evidence | None]:
-    step_s = run.series("timing_s/step")
-    # What learns from data has one phase.
-    if len(step_s) < 2 * WINDOW or run.at("task") != "rl":
-        return
-    times = {name: run.series(f"timing_s/{name}") for name in PHASES}
-    seconds = {name: float(spent.values.sum()) for name, spent in times.items()}
-    total_s = float(step_s.values.sum()) + sum(seconds[name] for name in BESIDE_STEPS)
-    for name, (share, setting) in PHASES.items():
-        if seconds[name] > share * total_s:
-            metric = f"timing_s/{name}"
-            seen = (
-                f"{metric} takes {seconds[name] / total_s:.0%} of the time, more than"
-                f" {share:.0%}"
-            )
-            steps = times[name].steps
-            count, first, last = len(steps), int(steps[0]), int(steps[-1])
-            # The metric is in seconds, and so are its mean and what that may be.
-            mean_s, most_s = seconds[name] / count, share * total_s / count
-            yield Evidence(seen, metric, first, last, count, mean_s, most_s, setting)
 
 
 def _idle_devices(run: RunLines) -> Iterator[Evidence | None]:
@@ -441,42 +391,84 @@ def _memory_near_limit(run: RunLines) -> Iterator[Evidence | None]:
             yield evidence_above(run, metric, MEMORY * float(sizes[-1]), setting)
 
 
-def _restarts(run: RunLines) -> Iterator[Evidence | None]:
-    lost = [stint for stint in run.history if stint.ending in ("failed", "killed")]
-    if lost:
-        seen = (
-            f"{len(lost)} of the {len(run.history)} processes of the run failed or were"
-            " killed"
-        )
-        steps = [stint.last_step or stint.first_step for stint in lost]
-        count = len(lost)
-        yield Evidence(seen, HISTORY, min(steps), max(steps), count, count, 0)
-
-    yield _restored(run)
-    metric = "rollout/restarts"
-    restarts = run.series(metric)
-    yield evidence_where(restarts, restarts.values > 0, metric, 0.0)
-
-
-def _restored(run: RunLines) -> Evidence | None:
-    """Return how many processes were lost and came back while the driver went on."""
-    roles: Counter[str] = Counter()
-    steps = []
-    for fault in run.faults:
-        step = fault.get("step")
-        if fault.get("cure") in RESTORED and isinstance(step, int):
-            roles[f"{fault.get('role')} {fault.get('kind')}"] += 1
-            steps.append(step)
-    if not steps:
-        return None
-
-    count = len(steps)
-    parts = ", ".join(f"{what} {number}" for what, number in roles.items())
-    seen = f"processes were lost and started again: {parts}"
-    return Evidence(seen, FAULTS_FILE, min(steps), max(steps), count, count, 0)
+def is_beyond_plan(measured_gib: float, predicted_gib: float) -> bool:
+    """Whether a process held more memory than was predicted; False where one is NaN."""
+    return measured_gib > BEYOND_PLAN * predicted_gib + BEYOND_PLAN_GIB
 
 
 # ------------------------------------------------------------------------- the table
+
+CAUSES = (
+    Rule(
+        "few_examples",
+        "warning",
+        "A step takes the same examples several times",
+        "the data hold fewer examples than a step takes",
+        "copies cost time, and say nothing new",
+        "Use more data, or lower {the number of examples of a step}",
+        few_examples,
+    ),
+    Rule(
+        "epoch_per_step",
+        "warning",
+        "Every step is a whole epoch",
+        "the data hold as many examples as a step takes",
+        "a model that always sees the same examples learns them by heart",
+        "Lower {the number of examples of a step}, or use more data",
+        epoch_per_step,
+    ),
+    Rule(
+        "mostly_cut",
+        "critical",
+        "Nearly all responses are cut",
+        f"{MOSTLY_CUT:.0%} of the responses or more are cut in {PATIENCE} steps in a"
+        " row",
+        "a response without its answer scores as a wrong one, and few others remain",
+        "Raise {rollout.max_response_tokens}, or use a model that ends its responses",
+        _mostly_cut,
+    ),
+    Rule(
+        "same_scores",
+        "critical",
+        "All scores are equal",
+        f"all scores of a step are equal, in {PATIENCE} steps in a row",
+        "nothing sets a good response apart from a bad one",
+        "Look at the responses and at {what scores}: it may never find the answer, or"
+        " always; or choose problems that are neither too hard nor too easy",
+        _same_scores,
+    ),
+    Rule(
+        "no_spread",
+        "critical",
+        "No group has any spread",
+        f"in all groups all scores are equal, in {PATIENCE} steps in a row, and"
+        " advantages compare the members of a group",
+        "every advantage is 0",
+        "Raise {rollout.temperature} or {rollout.group_size}, or choose problems that"
+        " are neither too hard nor too easy",
+        _no_spread,
+    ),
+    Rule(
+        "zero_gradient",
+        "critical",
+        "A model does not change",
+        f"the norm of a gradient is exactly 0 in {PATIENCE} steps in a row, and scores"
+        " do not explain it",
+        "terms that differ do not add up to 0 to the last bit",
+        "Look at {what decides its loss}",
+        _zero_gradient,
+    ),
+    Rule(
+        FAILED_SCORES,
+        "warning",
+        "Graders fail",
+        "a score failed",
+        "its response is not learned from",
+        "Look at the logs and at {what scores}",
+        failed_scores,
+    ),
+)
+"""Why nothing is learned, and the failed scores."""
 
 RULES = (
     *CAUSES,
@@ -520,7 +512,7 @@ RULES = (
         f"`actor/ppo_kl` is above {LARGE_UPDATE:g} nats",
         "PPO that stops early does so at 0.01 to 0.05 (Spinning Up, `target_kl`)",
         "Lower {actor.optimizer.lr} or {actor.epochs}",
-        _large_updates,
+        medians_above("actor/ppo_kl", LARGE_UPDATE),
     ),
     Rule(
         "lengths_exploding",
@@ -541,7 +533,7 @@ RULES = (
         "a response without its answer scores as a wrong one, so the reward measures"
         " the limit (arXiv:2503.14476, section 3.4)",
         "Raise {rollout.max_response_tokens}",
-        _responses_cut,
+        medians_above(_CUT, OFTEN_CUT),
         unless=frozenset({"mostly_cut"}),
     ),
     Rule(
@@ -571,9 +563,9 @@ RULES = (
         "over_optimisation",
         "critical",
         "Training scores rise, held-out ones fall",
-        "the last two accuracies of a data source are below its best one by more than"
-        f" chance explains (at a level of {FALSE_ALARM:.1%}, for its number of problems"
-        " and evaluations), and the score in training rose since",
+        "the last two values of a held-out metric are worse than its best one by more"
+        f" than chance explains (at a level of {FALSE_ALARM:.1%}, for its number of"
+        " problems and evaluations), and the score in training rose since",
         "what is optimised is no longer what is wanted (arXiv:2210.10760)",
         "Take the best step, look at what earns a reward ({reward.kind}), or raise"
         " {algorithm.kl.coefficient}",
@@ -584,7 +576,7 @@ RULES = (
         "warning",
         "The critic explains nothing",
         f"from step {CRITIC_STEPS} on the median of `critic/vf_explained_var` over"
-        f" {CRITIC_WINDOW} steps is 0 or less",
+        f" {CRITIC_WINDOW} steps is below {CRITIC_SHARE}, and still is",
         "a constant would predict the returns as well",
         "Change {critic.optimizer.lr}, set {algorithm.critic_warmup_steps}, or choose"
         " an algorithm without a critic",
@@ -627,7 +619,7 @@ RULES = (
         f"limits end more than {MOSTLY_LIMITED:.0%} of the episodes",
         "the reward then measures the limits",
         "Raise {the setting of this limit}",
-        lambda run: _episode_ends(run, sorted(LIMITS), MOSTLY_LIMITED),
+        lambda run: episode_ends(run, sorted(LIMITS), MOSTLY_LIMITED),
     ),
     Rule(
         "episode_faults",
@@ -638,7 +630,7 @@ RULES = (
         "a run that only scores responses stops at this share of failures, too"
         " (`reward.max_failed_fraction`)",
         "Look at the logs and at {the setting of this fault}",
-        lambda run: _episode_ends(run, FAULTS, OFTEN_FAULTY),
+        lambda run: episode_ends(run, _FAULTY_ENDS, OFTEN_FAULTY),
     ),
     Rule(
         "phase_dominates",
@@ -648,7 +640,7 @@ RULES = (
         + ", ".join(f"`{name}` {share:.0%}" for name, (share, _) in PHASES.items()),
         "generation is most of a step as a rule (arXiv:2405.11143), nothing else is",
         "Look at {the setting of this phase}",
-        _phase_dominates,
+        lambda run: long_phases(run, PHASES),
     ),
     Rule(
         "idle_devices",
@@ -677,8 +669,9 @@ RULES = (
         "Processes were lost",
         "the driver failed or was killed, or a worker or a replica was started again",
         "each costs its start and the steps since the last state",
-        "Read `faults.jsonl`; the limit is {run.recovery.max_restarts}",
-        _restarts,
+        "Read `history.jsonl` and `faults.jsonl`; the limit is"
+        " {run.recovery.max_restarts}",
+        restarts,
     ),
 )
 """Every rule: why nothing is learned, how the policy changes, what time goes into."""

@@ -1,21 +1,25 @@
 """The page of one run or of several: one HTML file without any request.
 
-Invariant: nothing that a run recorded stands in the page but inside of blocks
-(`blocks.py`), and the page's own scripts and styles are the only ones that its policy
-lets a browser use. So no text of a model, a log or a name can become markup.
+Invariant: nothing that a run recorded stands in the page but inside of blocks, which
+are text that can stand in any element of HTML, and the page's own scripts and styles
+are the only ones that its policy lets a browser use. So no text of a model, a log or a
+name can become markup.
 """
 
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
+import json
 import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib import metadata, resources
+from pathlib import Path
 from string import Template
 from typing import Any
 
@@ -23,20 +27,14 @@ import numpy as np
 import numpy.typing as npt
 
 from verl_ray.algorithms.intervals import Interval
-from verl_ray.report.blocks import Blocks
-from verl_ray.report.causes import failed_score_counts
-from verl_ray.report.findings import findings
-from verl_ray.report.record import Metrics, RunRecord
+from verl_ray.report.evidence import failed_score_counts
+from verl_ray.report.findings import findings, is_beyond_plan
+from verl_ray.report.lines import Line
+from verl_ray.report.record import RunRecord, read_run
 from verl_ray.report.samples import RecordedRow
-from verl_ray.report.trace import trace_of
 from verl_ray.shell import for_shell
 from verl_ray.tracking.base import GLOBAL_STEP
-from verl_ray.tracking.comparison import (
-    best_step,
-    intervals,
-    is_lower_better,
-    paired_differences,
-)
+from verl_ray.tracking.comparison import intervals, paired_differences
 from verl_ray.tracking.history import (
     phase_durations,
     phase_names,
@@ -53,6 +51,9 @@ MOST_POINTS = 1_600_000
 
 MOST_TEXT = 4_000_000
 """Characters of the blocks of prompts and responses; those of tokens may be as many."""
+
+MOST_EVENTS = 40_000
+"""Events of a trace, the newest ones."""
 
 _ROWS_PER_BLOCK = 50
 _SIZE_PER_BLOCK = 1_000_000
@@ -72,6 +73,12 @@ _SCRIPTS = (
     "page.js",
 )
 _STYLES = ("uPlot.min.css", "page.css")
+
+
+def page_of(folders: Sequence[Path], *, live: str = "") -> bytes:
+    """Return the report of the runs in some folders as HTML; `live` as of `page`."""
+    most_rows = -(-MOST_ROWS // len(folders))
+    return page([read_run(folder, most_rows) for folder in folders], live=live)
 
 
 def page(records: Sequence[RunRecord], *, live: str = "") -> bytes:
@@ -95,6 +102,72 @@ def page(records: Sequence[RunRecord], *, live: str = "") -> bytes:
     index["samples"] = _samples(records, blocks)
     number = blocks.add_json(index)
     return _html(blocks, number, live=bool(live))
+
+
+# ------------------------------------------------------------------------------- blocks
+
+_GZIP_LEVEL = 6
+# 17 of 23 bits of the mantissa are five significant digits.
+_DROPPED_BITS = 6
+
+
+@dataclass
+class Blocks:
+    """The blocks of a page, by their numbers: gzip in base64.
+
+    The page decodes a block when it needs it. Numbers are float32 with five significant
+    digits.
+    """
+
+    texts: list[str] = field(default_factory=list)
+
+    def add_json(self, value: object) -> int:
+        """Add a value as JSON, and return the number of its block.
+
+        Infinite numbers and NaN become null.
+        """
+        # Lone surrogates have no bytes in UTF-8, so all but ASCII is escaped.
+        try:
+            text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+        except ValueError:
+            text = json.dumps(_finite(value), separators=(",", ":"))
+        return self._add(text.encode("ascii"))
+
+    def add_numbers(self, values: Sequence[float] | npt.NDArray[np.float64]) -> int:
+        """Add numbers, [n], and return the number of their block."""
+        return self._add(planes(np.asarray(values, dtype=np.float64)))
+
+    def _add(self, content: bytes) -> int:
+        packed = gzip.compress(content, _GZIP_LEVEL, mtime=0)
+        self.texts.append(base64.b64encode(packed).decode("ascii"))
+        return len(self.texts) - 1
+
+
+def planes(values: npt.NDArray[np.float64]) -> bytes:
+    """Return numbers, [n], as float32: their last bytes, those before, and so on.
+
+    Bytes of one kind are alike, so they are packed better side by side.
+    """
+    # Numbers beyond float32 become infinite.
+    with np.errstate(over="ignore"):
+        short = values.astype("<f4")
+    bits = short.view("<u4")
+    half = np.uint32(1 << (_DROPPED_BITS - 1))
+    rounded = (bits + half) & np.uint32(~((1 << _DROPPED_BITS) - 1) & 0xFFFFFFFF)
+    rounded = np.where(np.isnan(short), np.uint32(0x7FC00000), rounded)
+    columns = rounded.astype("<u4").view(np.uint8).reshape(-1, 4)
+    return columns.T.tobytes()
+
+
+def _finite(value: object) -> object:
+    """Return a value of plain types without NaN and infinity, which JSON lacks."""
+    if isinstance(value, float):
+        return value if abs(value) < float("inf") else None
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
 
 
 # ----------------------------------------------------------------------------- assembly
@@ -196,17 +269,17 @@ def _run(record: RunRecord, blocks: Blocks, stride: int) -> dict[str, Any]:
         "faults": [dict(fault) for fault in record.faults],
         "logErrors": [asdict(error) for error in record.log_errors],
         "damage": list(record.damage),
-        "trace": trace_of(record.trace, blocks, record.skipped_trace_bytes),
+        "trace": _trace(record, blocks),
     }
 
 
-def _sum_of(lines: Sequence[Metrics], name: str) -> float:
+def _sum_of(lines: Sequence[Line], name: str) -> float:
     """Return the sum of a metric over the steps in which it is a finite number."""
     values = [line.get(name, 0.0) for line in lines]
     return sum(value for value in values if math.isfinite(value))
 
 
-def _num_points(lines: Sequence[Metrics]) -> int:
+def _num_points(lines: Sequence[Line]) -> int:
     names = {name for line in lines for name in line}
     return len(lines) * len(names)
 
@@ -249,7 +322,9 @@ def _facts(record: RunRecord) -> list[tuple[str, str]]:
     add("reward", "reward.kind", "reward.functions.default")
     add("learning rate", "actor.optimizer.lr")
     add("seed", "run.seed")
-    if record.config:
+    if record.command:
+        facts.append(("command", record.command))
+    elif record.config:
         words = ["verl-ray", "train", "--config-dir", str(record.folder)]
         facts.append(("command", for_shell([*words, "--config-name", "config"])))
     if record.versions:
@@ -274,24 +349,17 @@ def _held_out(record: RunRecord) -> list[dict[str, Any]]:
         changes = paired_differences(record.scores[first], record.scores[last])
 
     rows = []
-    for name in record.held_out_names:
-        by_step = {
-            step: values[name]
-            for step, values in evaluations.items()
-            if math.isfinite(values.get(name, math.nan))
-        }
-        if not by_step:
-            continue
-        best = best_step(name, by_step)
+    for course in record.held_out:
+        name, best = course.metric, course.best_step
         row: dict[str, Any] = {
             "metric": name,
-            "lowerIsBetter": is_lower_better(name),
-            "best": [best, by_step[best]],
+            "lowerIsBetter": course.should_fall,
+            "best": [best, course.values[best]],
             "change": None,
         }
         for title, step in (("before", first), ("after", last)):
             interval = bounds.get(step, {}).get(name)
-            row[title] = [step, by_step.get(step), *_bounds(interval)]
+            row[title] = [step, course.values.get(step), *_bounds(interval)]
         if name in changes:
             change = changes[name]
             row["change"] = [change.mean, *_bounds(change), change.prompts]
@@ -305,8 +373,8 @@ def _bounds(interval: Interval | None) -> tuple[float | None, float | None]:
     return interval.low, interval.high
 
 
-def _memory(lines: Sequence[Metrics]) -> list[dict[str, Any]]:
-    """Return the largest memory of each role and phase, measured and predicted."""
+def _memory(lines: Sequence[Line]) -> list[dict[str, Any]]:
+    """Return the largest memory of each role and phase in GiB, beside its plan."""
     largest: dict[tuple[str, str], dict[str, float]] = {}
     for line in lines:
         for name, value in line.items():
@@ -316,20 +384,90 @@ def _memory(lines: Sequence[Metrics]) -> list[dict[str, Any]]:
             phase = parts[2].removesuffix("_gib")
             kind = "predicted" if phase.endswith("_predicted") else "measured"
             cell = largest.setdefault((parts[1], phase.removesuffix("_predicted")), {})
-            if value == value:
+            if math.isfinite(value):
                 cell[kind] = max(value, cell.get(kind, 0.0))
-    return [
-        {"role": role, "phase": phase, **cell}
-        for (role, phase), cell in sorted(largest.items())
-    ]
+
+    cells: list[dict[str, Any]] = []
+    for (role, phase), gib in sorted(largest.items()):
+        sizes = gib.get("measured", math.nan), gib.get("predicted", math.nan)
+        is_beyond = is_beyond_plan(*sizes)
+        cells.append({"role": role, "phase": phase, **gib, "isBeyondPlan": is_beyond})
+    return cells
 
 
-def _score_failures(lines: Sequence[Metrics]) -> list[tuple[str, int]]:
+def _score_failures(lines: Sequence[Line]) -> list[tuple[str, int]]:
     """Return how many scores failed, by kind, over all steps."""
     counts: Counter[str] = Counter()
     for line in lines:
         counts.update(failed_score_counts(line))
     return list(counts.items())
+
+
+# -------------------------------------------------------------------------------- trace
+
+_MICROSECONDS = 1e-6
+
+
+def _trace(record: RunRecord, blocks: Blocks) -> dict[str, Any] | None:
+    """Add the events of a trace to the blocks, and return the index over them.
+
+    There is one block, with the columns start (seconds since the first event), duration
+    (seconds), track and name, the events in order. Of what a trace holds, complete
+    events and names of processes and threads are read.
+
+    Returns:
+        The tracks, the names and the number of the block; None without events.
+    """
+    events = record.trace
+    complete = [event for event in events if _is_complete(event)]
+    if not complete:
+        return None
+    complete.sort(key=lambda event: float(event["ts"]))
+    newest = complete[-MOST_EVENTS:]
+
+    titles = _titles(events)
+    tracks: dict[str, int] = {}
+    names: dict[str, int] = {}
+    begun = float(newest[0]["ts"])
+    columns: list[list[float]] = [[], [], [], []]
+    for event in newest:
+        track = titles.get((event.get("pid"), None), f"process {event.get('pid')}")
+        thread = titles.get((event.get("pid"), event.get("tid")))
+        if thread is not None:
+            track = f"{track}: {thread}"
+        start_s = (float(event["ts"]) - begun) * _MICROSECONDS
+        columns[0].append(round(start_s, 6))
+        columns[1].append(round(float(event["dur"]) * _MICROSECONDS, 6))
+        columns[2].append(tracks.setdefault(track, len(tracks)))
+        columns[3].append(names.setdefault(str(event.get("name")), len(names)))
+
+    return {
+        "tracks": list(tracks),
+        "names": list(names),
+        "block": blocks.add_json(columns),
+        "leftOut": len(complete) - len(newest),
+        "skippedBytes": record.skipped_trace_bytes,
+    }
+
+
+def _is_complete(event: Mapping[str, Any]) -> bool:
+    times = (event.get("ts"), event.get("dur"))
+    return event.get("ph") == "X" and all(isinstance(t, int | float) for t in times)
+
+
+def _titles(events: Sequence[Mapping[str, Any]]) -> dict[tuple[Any, Any], str]:
+    """Return the names of processes, by (pid, None), and of threads, by (pid, tid)."""
+    titles: dict[tuple[Any, Any], str] = {}
+    for event in events:
+        arguments = event.get("args")
+        if event.get("ph") != "M" or not isinstance(arguments, Mapping):
+            continue
+        name = str(arguments.get("name", ""))
+        if event.get("name") == "process_name":
+            titles[event.get("pid"), None] = name
+        elif event.get("name") == "thread_name":
+            titles[event.get("pid"), event.get("tid")] = name
+    return titles
 
 
 # ------------------------------------------------------------------------------ samples

@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from verl_ray.errors import TrackingError
 from verl_ray.ownership import Owner
 from verl_ray.profiling.process_table import STATUS, RunStatus, read_status
 from verl_ray.profiling.trace import TRACE, events_in, read_trace
-from verl_ray.report.logs import LogError, read_log_errors
+from verl_ray.report.lines import Line, MainMetric, setting
 from verl_ray.report.samples import SampledRows, read_rows
 from verl_ray.tracking.base import GLOBAL_STEP, HELD_OUT
 from verl_ray.tracking.evaluations import (
@@ -30,7 +31,13 @@ from verl_ray.tracking.evaluations import (
     read_scores,
     recorded_evaluations,
 )
-from verl_ray.tracking.history import HISTORY, Stint, killed_stint, read_history
+from verl_ray.tracking.history import (
+    FAULTS,
+    HISTORY,
+    Stint,
+    killed_stint,
+    read_history,
+)
 from verl_ray.tracking.jsonl import METRICS, read_metrics, step_of
 
 State = Literal["finished", "stopped", "failed", "killed", "running", "silent", "new"]
@@ -40,21 +47,38 @@ State = Literal["finished", "stopped", "failed", "killed", "running", "silent", 
 SILENCE_S = 600.0
 """Seconds without a sign of life after which a driver elsewhere counts as silent."""
 
-FAULTS = "faults.jsonl"
-"""File in a run's folder with a line for each failure of a process."""
-
-Metrics = Mapping[str, float]
-
 # Pages show tens of thousands of events, each of about 150 bytes.
 _TRACE_BYTES = 16 << 20
 _TRACE_HEAD_BYTES = 1 << 20
 
-# Patterns of the metrics that the best step of a task is chosen by.
-_MAIN_METRICS = {
-    "rl": "val-core/*/mean@*",
-    "sft": "val-core/held_out/loss",
-    "reward_model": "val-core/held_out/pair_accuracy",
-}
+
+@dataclass(frozen=True)
+class LogError:
+    """Lines of a log that are alike but for their numbers, and name an error."""
+
+    file: str
+    text: str
+    """The last such line, at most 400 characters of it."""
+
+    count: int
+
+
+@dataclass(frozen=True)
+class HeldOutCourse:
+    """A held-out metric over the evaluations of a run."""
+
+    metric: str
+    should_fall: bool
+    """Whether it is better where it is lower."""
+
+    values: Mapping[int, float]
+    """Its finite values by step, at least one."""
+
+    @property
+    def best_step(self) -> int:
+        """The first step at which it is best."""
+        sign = -1 if self.should_fall else 1
+        return max(self.values, key=lambda step: (sign * self.values[step], -step))
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +89,7 @@ class RunRecord:
     config: Mapping[str, Any]
     """Tree of config.yaml; empty where there is none."""
 
-    lines: Sequence[Metrics]
+    lines: Sequence[Line]
     """Lines of metrics.jsonl, each with `training/global_step`, which increases."""
 
     stints: Sequence[Stint]
@@ -82,7 +106,7 @@ class RunRecord:
 
     log_errors: Sequence[LogError] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Versions of packages, by name, from the newest checkpoint."""
+    """Versions of packages, by name, of the last process or the newest checkpoint."""
 
     trace: Sequence[Mapping[str, Any]] = ()
     """Events of trace.json in Chrome's format."""
@@ -96,8 +120,7 @@ class RunRecord:
     @property
     def name(self) -> str:
         """The name of the run, or that of its folder."""
-        run = self.config.get("run")
-        name = run.get("name") if isinstance(run, Mapping) else None
+        name = setting(self.config, "run.name")
         return str(name or self.folder.resolve().name)
 
     @property
@@ -108,30 +131,35 @@ class RunRecord:
     @property
     def total_steps(self) -> int | None:
         """The number of steps that the run is to make; None if that is not known."""
-        run = self.config.get("run")
-        total = run.get("total_steps") if isinstance(run, Mapping) else None
+        total = setting(self.config, "run.total_steps")
         return total if isinstance(total, int) else None
-
-    @property
-    def main_metric(self) -> str:
-        """Pattern of the held-out metrics that the best step is chosen by."""
-        run = self.config.get("run")
-        chosen = run.get("best_metric") if isinstance(run, Mapping) else None
-        if isinstance(chosen, str):
-            return chosen
-        return _MAIN_METRICS.get(str(self.config.get("task")), f"{HELD_OUT}*")
 
     @property
     def evaluations(self) -> dict[int, dict[str, float]]:
         """Main held-out metrics by the step of their evaluation."""
-        return _evaluations(self.lines, self.main_metric)
+        return _evaluations(self.lines, MainMetric.of(self.config))
 
     @property
-    def held_out_names(self) -> list[str]:
-        """Names of the main held-out metrics, the ones of `main_metric` first."""
-        names = {name for values in self.evaluations.values() for name in values}
-        pattern = self.main_metric
-        return sorted(names, key=lambda name: (not _is_meant(name, pattern), name))
+    def held_out(self) -> list[HeldOutCourse]:
+        """Main held-out metrics, those first that the best step is chosen by."""
+        main = MainMetric.of(self.config)
+        evaluations = _evaluations(self.lines, main)
+        courses = []
+        names = {name for values in evaluations.values() for name in values}
+        for name in sorted(names, key=lambda name: (not main.is_meant(name), name)):
+            by_step = {
+                step: values[name]
+                for step, values in evaluations.items()
+                if math.isfinite(values.get(name, math.nan))
+            }
+            if by_step:
+                courses.append(HeldOutCourse(name, main.should_fall(name), by_step))
+        return courses
+
+    @property
+    def command(self) -> str:
+        """The command that started the last process; empty where none was noted."""
+        return str(self.stints[-1].command) if self.stints else ""
 
     @property
     def reason(self) -> str:
@@ -158,12 +186,13 @@ def read_run(folder: Path, most_rows: int = 0) -> RunRecord:
             steps; 0 leaves them out, with the logs and the trace.
     """
     damage: list[str] = []
-    config = _config(folder, damage)
+    config = read_config(folder, damage)
     lines = _lines(folder / METRICS, damage)
     stints, status, state = _processes(folder, bool(lines), damage)
-    if state in ("killed", "silent") and stints and stints[-1].ending == "running":
-        stints[-1] = killed_stint(stints[-1], folder / METRICS)
     record = RunRecord(folder, config, lines, stints, status, state, {}, damage=damage)
+    if state in ("killed", "silent") and stints and stints[-1].ending == "running":
+        lost = killed_stint(stints[-1], folder / METRICS)
+        stints[-1] = replace(lost, last_step=record.step)
     if not most_rows:
         return record
 
@@ -175,8 +204,8 @@ def read_run(folder: Path, most_rows: int = 0) -> RunRecord:
         scores=_scores(folder, record.evaluations, damage),
         sampled=read_rows(folder, most_rows, damage),
         faults=read_faults(folder, begun_s, damage),
-        log_errors=read_log_errors(folder / "logs", damage),
-        versions=_versions(folder / "checkpoints"),
+        log_errors=_log_errors(folder / "logs", damage),
+        versions=_versions(stints, folder / "checkpoints"),
         trace=trace,
         skipped_trace_bytes=skipped_bytes,
     )
@@ -202,15 +231,21 @@ def fingerprint(folder: Path) -> tuple[object, ...]:
 
 
 @contextlib.contextmanager
-def _noting(damage: list[str]) -> Iterator[None]:
-    """Note what cannot be read, instead of failing."""
+def noting(damage: list[str]) -> Iterator[None]:
+    """Add a sentence to `damage` for a file that cannot be read, instead of failing."""
     try:
         yield
     except (TrackingError, OSError) as error:
         damage.append(str(error))
 
 
-def _config(folder: Path, damage: list[str]) -> Mapping[str, Any]:
+def read_config(folder: Path, damage: list[str]) -> Mapping[str, Any]:
+    """Return the configuration of a run as a tree; empty where there is none.
+
+    Args:
+        folder: Folder of the run.
+        damage: Receives a sentence if it cannot be read.
+    """
     path = folder / "config.yaml"
     try:
         tree = yaml.safe_load(path.read_text("utf-8"))
@@ -225,7 +260,7 @@ def _config(folder: Path, damage: list[str]) -> Mapping[str, Any]:
     return {}
 
 
-def _lines(path: Path, damage: list[str]) -> list[Metrics]:
+def _lines(path: Path, damage: list[str]) -> list[Line]:
     """Return the lines of metrics.jsonl that can be read, the last one of each step."""
     lines: list[dict[str, float]] = []
     try:
@@ -235,7 +270,7 @@ def _lines(path: Path, damage: list[str]) -> list[Metrics]:
     except (TrackingError, OSError, ValueError, RecursionError):
         lines = _whole_lines(path, damage)
 
-    by_step: dict[int, Metrics] = {}
+    by_step: dict[int, Line] = {}
     for line in lines:
         numbers: dict[str, float] = {}
         for name, value in line.items():
@@ -263,20 +298,17 @@ def _whole_lines(path: Path, damage: list[str]) -> list[dict[str, float]]:
     return lines
 
 
-def _is_meant(name: str, pattern: str) -> bool:
-    # A name may hold characters that mean something in a pattern.
-    return name == pattern or fnmatchcase(name, pattern)
-
-
-def _evaluations(lines: Sequence[Metrics], pattern: str) -> dict[int, dict[str, float]]:
-    """Return held-out metrics, the core ones and those of a pattern, by their step."""
+def _evaluations(
+    lines: Sequence[Line], main: MainMetric
+) -> dict[int, dict[str, float]]:
+    """Return held-out metrics, the core ones and the main ones, by their step."""
     evaluations = {}
     for line in lines:
         held_out = {
             name: value
             for name, value in line.items()
             if name.startswith(HELD_OUT)
-            or (name.startswith("val-") and _is_meant(name, pattern))
+            or (name.startswith("val-") and main.is_meant(name))
         }
         if held_out:
             evaluations[int(line[GLOBAL_STEP])] = held_out
@@ -288,7 +320,7 @@ def _processes(
 ) -> tuple[list[Stint], RunStatus | None, State]:
     """Return the processes of a run, the status of the last one, and how it stands."""
     stints: list[Stint] = []
-    with _noting(damage):
+    with noting(damage):
         stints = read_history(folder)
     status = None
     try:
@@ -332,7 +364,7 @@ def _scores(
     paths = recorded_evaluations(folder)
     scores = {}
     for step in {min(steps), max(steps)} & paths.keys() if steps else ():
-        with _noting(damage):
+        with noting(damage):
             scores[step] = read_scores(paths[step])
     return scores
 
@@ -367,8 +399,15 @@ def _is_before(time_s: object, begun_s: float) -> bool:
     return isinstance(time_s, int | float) and time_s < begun_s
 
 
-def _versions(folder: Path) -> dict[str, str]:
-    """Return the versions of packages that the newest whole checkpoint names."""
+def _versions(stints: Sequence[Stint], folder: Path) -> dict[str, str]:
+    """Return the versions of packages that the last process has noted.
+
+    Records of earlier versions have them only in the newest whole checkpoint.
+    """
+    noted = stints[-1].versions if stints else None
+    # The file may hold anything.
+    if noted and isinstance(noted, Mapping):
+        return {str(name): str(version) for name, version in noted.items()}
     for path in sorted(folder.glob("step_*/manifest.json"), reverse=True):
         with contextlib.suppress(OSError, ValueError, AttributeError, KeyError):
             versions = json.loads(path.read_text("utf-8"))["versions"]
@@ -402,3 +441,71 @@ def _trace(
     # The first line of the rest is a part of one.
     newest = tail.partition(b"\n")[2].decode("utf-8", "replace")
     return [*names, *events_in(newest)], skipped_bytes
+
+
+# ------------------------------------------------------------------------------- logs
+
+_BYTES_PER_LOG = 1 << 20
+_LOG_BYTES = 16 << 20
+_MOST_ERRORS = 100
+_LONGEST = 400
+# An exception with its message, the name of one alone, and what no exception says.
+_ERROR = re.compile(
+    r"\b\w*(?:Error|Exception): |\b\w+(?:Error|Exception)\s*$"
+    r"|CRITICAL|Segmentation fault|ut of memory"
+)
+_NUMBERS = re.compile(r"\d+")
+
+
+def _log_errors(folder: Path, damage: list[str]) -> list[LogError]:
+    """Return the errors in the ends of the logs, those of the newest log last.
+
+    A bounded number of bytes is read, those written last.
+    """
+    written: list[tuple[int, Path]] = []
+    for path in sorted(folder.glob("*.log")):
+        try:
+            written.append((path.stat().st_mtime_ns, path))
+        except OSError as error:
+            damage.append(f"logs/{path.name} cannot be read: {error}")
+
+    newest_first = [path for _, path in sorted(written, reverse=True)]
+    errors: list[LogError] = []
+    remaining_bytes = _LOG_BYTES
+    for place, path in enumerate(newest_first):
+        if remaining_bytes <= 0:
+            count = len(newest_first) - place
+            damage.append(f"logs/: the {count} oldest were not searched for errors")
+            break
+        try:
+            content = _end_of(path, min(_BYTES_PER_LOG, remaining_bytes))
+        except OSError as error:
+            damage.append(f"logs/{path.name} cannot be read: {error}")
+            continue
+        remaining_bytes -= len(content)
+        text = content.decode("utf-8", errors="replace")
+        errors = [*_errors_in(path.name, text), *errors]
+    return errors[-_MOST_ERRORS:]
+
+
+def _end_of(path: Path, num_bytes: int) -> bytes:
+    """Return the last bytes of a file.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - num_bytes))
+        # It may grow meanwhile.
+        return file.read(num_bytes)
+
+
+def _errors_in(name: str, text: str) -> list[LogError]:
+    counts: Counter[str] = Counter()
+    last: dict[str, str] = {}
+    for line in text.splitlines():
+        if _ERROR.search(line):
+            kind = _NUMBERS.sub("0", line)[:_LONGEST]
+            counts[kind] += 1
+            last[kind] = line[:_LONGEST]
+    return [LogError(name, last[kind], count) for kind, count in counts.items()]

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from verl_ray.config.agent import DEFAULT, ENVIRONMENT
+from verl_ray.config.agent import ENVIRONMENT
+from verl_ray.config.function_specs import DEFAULT
 from verl_ray.config.reward import MixedReward, SingleReward
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.batch import Int64

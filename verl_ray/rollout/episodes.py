@@ -23,7 +23,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from verl_ray.agents.contract import (
@@ -46,17 +45,11 @@ from verl_ray.agents.wire import (
 )
 from verl_ray.data.stages import Finish
 from verl_ray.errors import ConfigError, EngineFailed, Problem, RolloutError
+from verl_ray.guard import start_guarded
 from verl_ray.profiling.progress import touch
 from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling
 from verl_ray.rollout.server import RolloutServer
 
-_PROGRAM = (
-    "import sys; sys.path.insert(0, {root!r});"
-    " from verl_ray.guard import guarded_connection;"
-    " connection = guarded_connection({descriptor}, own_folder=True);"
-    " from verl_ray.agents.process import main; main(connection)"
-)
-_ROOT = str(Path(__file__).parents[2])
 _READ_BYTES = 1 << 16
 
 START_S = 120.0
@@ -64,6 +57,9 @@ START_S = 120.0
 
 _GUARD_S = 60.0
 """Seconds that a guard may take to kill all of a process and remove its folder."""
+
+_RETRY_S, _MOST_RETRY_S = 1.0, 30.0
+"""Seconds before an episode is run again after a fault: the first, and at most."""
 
 _FEW = 8
 """Episodes that a process runs at a time of those that were lost with one once."""
@@ -161,11 +157,8 @@ class EpisodeStream:
         taken: list[tuple[int, Episode]] = []
         with contextlib.suppress(queue.Empty):
             while True:
-                reply = (
-                    self._replies.get(timeout=None if taken else timeout_s)
-                    if (not taken)
-                    else self._replies.get_nowait()
-                )
+                # Those that are there by then come along.
+                reply = self._replies.get(not taken, timeout_s)
                 if isinstance(reply, Exception):
                     self._open.clear()
                     raise reply
@@ -227,11 +220,12 @@ class EpisodePool:
         self.stall_s = stall_s
         self._max_retries = max_retries
         self._retried_ends = frozenset(retried_ends)
+        self._episode_s = start.limits.episode_s
         self._numbers = itertools.count()
         # Episodes without a process, by the number of times that they were lost.
-        self._waiting: tuple[deque[tuple[int, _OpenEpisode]], ...] = (
-            deque(), deque(), deque(),
-        )  # fmt: skip
+        self._waiting = tuple(deque[tuple[int, _OpenEpisode]]() for _ in self._capacity)
+        # Episodes that are run again once what has failed them may be gone.
+        self._resting: dict[int, _OpenEpisode] = {}
         self._counts = EpisodeCounts()
         self._counting = threading.Lock()
         self._processes: list[_Process] = []
@@ -332,6 +326,9 @@ class EpisodePool:
             others = [item for item in episodes if item[1].stream is not stream]
             episodes.clear()
             episodes.extend(others)
+        for number, episode in list(self._resting.items()):
+            if episode.stream is stream:
+                del self._resting[number]
         for process in self._processes:
             process.cancel(stream)
         # Whoever waits for the stream waits no longer.
@@ -352,7 +349,7 @@ class EpisodePool:
                 process.run(*waiting.popleft())
 
     def settle(self, episode: _OpenEpisode, ended: Episode) -> None:
-        """Deliver an episode that has ended, or run it again after a fault.
+        """Deliver an episode that has ended, or run it again some time after a fault.
 
         It has the same seeds then, so that what it becomes does not depend on when a
         fault came about: only a cause outside of the episode can be gone by then.
@@ -363,7 +360,22 @@ class EpisodePool:
             return
         episode.retries += 1
         self.note(EpisodeCounts(retries=1))
-        self._wait_again(next(self._numbers), episode)
+        number = next(self._numbers)
+        self._resting[number] = episode
+        wait_s = retry_wait_s(episode.retries, self._episode_s)
+        self._loop.call_later(wait_s, self._end_rest, number)
+
+    def _end_rest(self, number: int) -> None:
+        episode = self._resting.pop(number, None)
+        # It was cancelled meanwhile.
+        if episode is not None:
+            self._wait_again(number, episode)
+            self.assign()
+
+    @property
+    def has_resting_episodes(self) -> bool:
+        """Whether an episode waits to be run again after a fault."""
+        return bool(self._resting)
 
     def _wait_again(self, number: int, episode: _OpenEpisode) -> None:
         """Let an episode wait among those that were lost as often as it was."""
@@ -376,6 +388,8 @@ class EpisodePool:
         streams = {
             episode.stream for waiting in self._waiting for _, episode in waiting
         }
+        streams |= {episode.stream for episode in self._resting.values()}
+        self._resting.clear()
         for waiting in self._waiting:
             waiting.clear()
         for process in self._processes:
@@ -464,6 +478,18 @@ class EpisodePool:
         return frame("failed", reply)
 
 
+def retry_wait_s(retries: int, episode_s: float) -> float:
+    """Return the seconds before an episode is run again, twice those of the last time.
+
+    Args:
+        retries: How often it was run again, with this time.
+        episode_s: The longest time of an episode, which no rest exceeds.
+    """
+    # A power of many retries is no float.
+    grown_s = _RETRY_S * 2.0 ** min(retries - 1, 16)
+    return min(grown_s, _MOST_RETRY_S, episode_s)
+
+
 async def sampled_turn(
     server: RolloutServer,
     request: GenerationRequest,
@@ -536,7 +562,9 @@ class _Process:
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                self._process = _popen(theirs.fileno())
+                self._process = start_guarded(
+                    "verl_ray.agents.process", theirs.fileno()
+                )
             ours.setblocking(False)
             self._reader, self._writer = await asyncio.open_connection(sock=ours)
         except BaseException:
@@ -604,8 +632,8 @@ class _Process:
         fields = message.fields
         if message.kind == "alive":
             self.pool.note(EpisodeCounts(lag_s=fields["lag_s"]))
-            # Tools and environments may take long without a token of the engine.
-            if fields["open"]:
+            # Tools, environments and rests may take long without a token of the engine.
+            if fields["open"] or self.pool.has_resting_episodes:
                 touch()
         elif message.kind == "give_up":
             call = self._calls.get(fields["call"])
@@ -659,19 +687,3 @@ class _Process:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             await asyncio.to_thread(self._process.wait)
-
-
-def _popen(descriptor: int) -> subprocess.Popen[bytes]:
-    """Start a process of episodes that is connected to the socket `descriptor`."""
-    program = _PROGRAM.format(root=_ROOT, descriptor=descriptor)
-    return subprocess.Popen(
-        [sys.executable, "-u", "-c", program],
-        stdin=subprocess.DEVNULL,
-        # What environments print goes to the log.
-        stdout=2,
-        pass_fds=[descriptor],
-        # Hash seeds decide about the worlds of some environments.
-        env={**os.environ, "PYTHONHASHSEED": "0"},
-        # The processes form one group, to kill together.
-        start_new_session=True,
-    )

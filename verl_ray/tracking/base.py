@@ -18,8 +18,7 @@ from typing import ClassVar
 
 from verl_ray.errors import TrackingError
 from verl_ray.profiling.phases import blocking
-from verl_ray.tracking.evaluations import HeldOutScores
-from verl_ray.tracking.responses import HeldOutResponse
+from verl_ray.tracking.evaluations import HeldOutResponse, HeldOutScores
 
 GLOBAL_STEP = "training/global_step"
 SAMPLES = "val/generations"
@@ -52,6 +51,19 @@ class Sample:
 
     entries: Mapping[str, float | str] = field(default_factory=dict)
     """What the reward function returned beside the score."""
+
+    @classmethod
+    def of(cls, response: HeldOutResponse) -> Sample:
+        """Return a held-out response as a sample."""
+        return cls(
+            prompt=response.prompt,
+            response=response.response,
+            answer=response.answer,
+            data_source=response.data_source,
+            score=response.score,
+            truncated=response.finish == "length",
+            entries=response.entries,
+        )
 
 
 class Tracker(ABC):
@@ -116,7 +128,8 @@ class Trackers(Tracker):
 
     A required tracker that fails raises. Any other tracker that fails is reported on
     stderr once, and left out from then on. A failing network of a metrics service is no
-    reason to lose a run, but a run that records nothing is one.
+    reason to lose a run, but a run that records nothing is one. Errors that come out of
+    what is recorded, such as a stop while rows are read, are no failures of a tracker.
     """
 
     required = True
@@ -125,6 +138,11 @@ class Trackers(Tracker):
         self._all = tuple(trackers)
         self._open = list(trackers)
         self._last_step = -1
+
+    def add(self, tracker: Tracker) -> None:
+        """Forward to another tracker, too, from now on."""
+        self._all = (*self._all, tracker)
+        self._open.append(tracker)
 
     def samples(self, step: int, rows: Sequence[Sample]) -> None:
         if step > self._last_step:
@@ -179,13 +197,17 @@ class Trackers(Tracker):
         """Let every open tracker act, also after one has failed.
 
         Raises:
-            Exception: The first error of a required tracker.
+            TrackingError: The first error of a required tracker.
+            Exception: Any other error that it met, such as one of reading rows.
         """
         fatal: Exception | None = None
         for tracker in tuple(self._open):
             try:
                 act(tracker)
             except Exception as error:
+                # It can go on, as the run may after a process that was lost.
+                if tracker.required and not isinstance(error, TrackingError):
+                    raise
                 # A tracker that failed is not called again, not even to close it.
                 self._open.remove(tracker)
                 if not tracker.required:

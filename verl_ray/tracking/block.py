@@ -262,11 +262,14 @@ def duration_text(seconds: float) -> str:
 
 @dataclass
 class RunView:
-    """A run as its block shows it at a moment."""
+    """A run as its block shows it at a moment, or other work, such as an export."""
 
     name: str
     course: Course | None = None
     """Its steps so far; None before there can be any."""
+
+    has_steps: bool = True
+    """Whether there will be steps."""
 
     elapsed_s: float | None = None
     doing: Doing = NOTHING
@@ -299,8 +302,12 @@ class RunView:
         if self.elapsed_s is not None:
             times.append(f"{duration_text(self.elapsed_s)} elapsed")
         if course is None or course.total_steps is None:
-            state = "starting" if course is None else f"step {course.step}"
-            return [_GAP_TEXT.join([head, Text(state), *map(Text, times)])]
+            states = []
+            if course is not None:
+                states = [f"step {course.step}"]
+            elif self.has_steps:
+                states = ["starting"]
+            return [_GAP_TEXT.join([head, *map(Text, [*states, *times])])]
 
         if course.remaining_s is not None:
             times.append(f"{duration_text(course.remaining_s)} left")
@@ -480,7 +487,7 @@ class LiveBlock:
                 there is none.
             stream: The terminal.
         """
-        self.view = RunView(name)
+        self.view = RunView(name, has_steps=folder is not None)
         self.terminal = LiveLines(stream, self._lines)
         self._folder = folder
         self._begun_s = time.monotonic()

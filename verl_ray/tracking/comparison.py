@@ -87,17 +87,6 @@ def is_lower_better(name: str) -> bool:
     return name.rpartition("/")[2] in LOWER_IS_BETTER
 
 
-def best_step(name: str, values: Mapping[int, float]) -> int:
-    """Return the first step at which a held-out metric is best.
-
-    Args:
-        name: Name of the metric.
-        values: Its values by step; at least one.
-    """
-    best = min(values.values()) if is_lower_better(name) else max(values.values())
-    return min(step for step, value in values.items() if value == best)
-
-
 def perplexity_of(loss: float) -> float:
     """Return the exponential of a loss; above 700 it would overflow float64."""
     return exp(min(loss, 700))

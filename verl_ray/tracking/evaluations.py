@@ -1,4 +1,4 @@
-"""The scores of every held-out problem, one file per evaluation of a run, and pass@k.
+"""Evaluations of a run on the disk: the scores of every problem, and every response.
 
 A line of `evaluations/step_000010.jsonl` holds the number of a problem, a digest of it,
 the metric that its scores count towards, and the score of each response. A problem has
@@ -13,18 +13,21 @@ of responses (pass@k, best@k, maj@k) follow from the scores and answers in the f
 their intervals and differences can be computed afterwards. Each is one value per
 problem, and is computed once for an evaluation in memory.
 
-Deliberately not here: the responses, which stand beside them (`responses.py`).
+The responses stand beside the scores as text, in `evaluations/step_000010.parquet`.
+That file is whole or is not there, too.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import nan
 from pathlib import Path
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -38,9 +41,11 @@ from verl_ray.algorithms.subsets import (
     pass_at,
     sample_sizes,
 )
-from verl_ray.disk import replace_file
+from verl_ray.disk import drop_after, replace_file, step_files, step_path
 from verl_ray.errors import TrackingError
-from verl_ray.tracking.step_files import step_files, step_path
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 FOLDER = "evaluations"
 
@@ -213,6 +218,16 @@ def recorded_evaluations(run_dir: Path) -> dict[int, Path]:
     return step_files(run_dir / FOLDER, "jsonl")
 
 
+def drop_evaluations(run_dir: Path, after: int) -> None:
+    """Remove the evaluations of steps after `after`, which run again.
+
+    Raises:
+        OSError: A file cannot be removed.
+    """
+    drop_after(recorded_evaluations(run_dir), after)
+    drop_after(recorded_responses(run_dir), after)
+
+
 def _short(score: float) -> float | int | None:
     """Return a score as JSON: short, and null where it is left out."""
     if not math.isfinite(score):
@@ -299,3 +314,143 @@ def _values(
             assert answers is not None
             of_metrics[f"{place}/maj@{k}/mean"] = majority_of(values, answers, k)
     return of_metrics
+
+
+# ------------------------------------------------------------------------- responses
+
+# Responses stand in the order of the problems and of their members. They are written in
+# pieces, since not all of them fit into the driver's memory.
+
+RESPONSE_COLUMNS = {
+    "problem": "int32",
+    "member": "int32",
+    "data_source": "string",
+    "prompt": "string",
+    "response": "string",
+    "answer": "string",
+    "score": "float32",  # null where it failed
+    "finish": "string",
+    "end": "string",
+    "failure": "string",
+    "entries": "string",  # JSON; empty where there are none
+    "response_tokens": "int32",
+}
+"""Columns of a file of responses, a line per response, and their types."""
+
+ROWS_AT_ONCE = 256
+"""Responses that are in memory at the same time while they are written."""
+
+
+@dataclass(frozen=True)
+class HeldOutResponse:
+    """A response to a held-out problem."""
+
+    problem: int
+    """Number of the problem, which is that of its record in the file."""
+
+    data_source: str
+    prompt: str
+    response: str
+    answer: str
+
+    score: float
+    """Number from the grader; nan if it failed."""
+
+    finish: str
+    """Why the response ended: stop, length or aborted."""
+
+    entries: Mapping[str, float | str] = field(default_factory=dict)
+    """What the reward function returned beside the score."""
+
+    member: int = 0
+    """Place of the response among those to its problem, from 0."""
+
+    end: str = ""
+    """How the episode ended; empty for a single response."""
+
+    failure: str = ""
+    """What failed in the episode or in scoring; empty where nothing did."""
+
+    response_tokens: int = 0
+    """Tokens that the policy sampled."""
+
+
+def responses_path(run_dir: Path, step: int) -> Path:
+    """Return the file for the responses of the evaluation after `step` of a run."""
+    return step_path(run_dir / FOLDER, step, "parquet")
+
+
+def recorded_responses(run_dir: Path) -> dict[int, Path]:
+    """Return the files of responses by their steps, in increasing order."""
+    return step_files(run_dir / FOLDER, "parquet")
+
+
+def encoded_responses(responses: Iterable[HeldOutResponse]) -> bytes:
+    """Return responses as the content of a Parquet file."""
+    # Imported here, because most processes write none.
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    types = {name: pa.type_for_alias(type_) for name, type_ in RESPONSE_COLUMNS.items()}
+    schema = pa.schema(types)
+    content = pa.BufferOutputStream()
+    rows = iter(responses)
+    with pyarrow.parquet.ParquetWriter(content, schema, compression="zstd") as writer:
+        # Consumes the responses in pieces. Ends with the last one.
+        while piece := list(itertools.islice(rows, ROWS_AT_ONCE)):
+            writer.write_table(_response_table(piece, schema))
+    encoded: bytes = content.getvalue().to_pybytes()
+    return encoded
+
+
+def _response_table(
+    responses: Iterable[HeldOutResponse], schema: pa.Schema
+) -> pa.Table:
+    """Return some responses as columns."""
+    import pyarrow as pa
+
+    lines = []
+    for response in responses:
+        line: dict[str, object] = {
+            name: getattr(response, name) for name in RESPONSE_COLUMNS
+        }
+        line["score"] = response.score if math.isfinite(response.score) else None
+        line["entries"] = ""
+        if response.entries:
+            line["entries"] = json.dumps(dict(response.entries), ensure_ascii=False)
+        lines.append(line)
+    return pa.Table.from_pylist(lines, schema)
+
+
+def first_responses(path: Path, count: int) -> list[HeldOutResponse]:
+    """Return the first responses in a file of `encoded_responses`.
+
+    Raises:
+        TrackingError: The file cannot be read, or holds something else.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+        lines: list[dict[str, object]] = []
+        for batch in file.iter_batches(max(count, 1), columns=list(RESPONSE_COLUMNS)):
+            lines += batch.to_pylist()
+            if len(lines) >= count:
+                break
+        return [_response(line) for line in lines[:count]]
+    except (OSError, pa.ArrowException, ValueError, KeyError, TypeError) as error:
+        raise TrackingError(
+            f"{path}: cannot be read as the responses of an evaluation ({error!r});"
+            " remove it, and the run goes on without it"
+        ) from error
+
+
+def _response(line: Mapping[str, object]) -> HeldOutResponse:
+    """Return a line of the file as a response."""
+    fields = dict(line)
+    if fields["score"] is None:
+        fields["score"] = math.nan
+    entries = str(fields["entries"])
+    fields["entries"] = json.loads(entries) if entries else {}
+    return HeldOutResponse(**fields)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +21,9 @@ from verl_ray.errors import TrackingError
 from verl_ray.tracking.jsonl import METRICS
 
 HISTORY = "history.jsonl"
+
+FAULTS = "faults.jsonl"
+"""File in a run's folder with a line for each failure of a process."""
 
 Ending = Literal["running", "finished", "stopped", "failed", "killed"]
 """How a process ended. `running` is what it is until then."""
@@ -51,8 +54,21 @@ class Stint:
     preparing_s: float = 0.0
     """Part of the time until then in which the run made its inputs, in seconds."""
 
+    command: str = ""
+    """Command that was typed, quoted for a shell; empty where a program called verl_ray
+    as a library, or in records of earlier versions."""
 
-def begin_stint(run_dir: Path, step: int, begun_s: float) -> None:
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Versions of the packages that the process used, by name."""
+
+
+def begin_stint(
+    run_dir: Path,
+    step: int,
+    begun_s: float,
+    command: str = "",
+    versions: Mapping[str, str] | None = None,
+) -> None:
     """Note that a process begins.
 
     Args:
@@ -60,6 +76,8 @@ def begin_stint(run_dir: Path, step: int, begun_s: float) -> None:
         step: Number of finished steps. With 0 the run begins anew, and so does its
             history.
         begun_s: Time at which the process began, in seconds since 1970.
+        command: See `Stint`, like `versions`.
+        versions: See there.
 
     Raises:
         TrackingError: The history cannot be written.
@@ -74,7 +92,8 @@ def begin_stint(run_dir: Path, step: int, begun_s: float) -> None:
     if stints and stints[-1].ending == "running":
         stints[-1] = killed_stint(stints[-1], run_dir / METRICS)
 
-    stints.append(Stint(begun_s, None, step, None, "running"))
+    begun = Stint(begun_s, None, step, None, "running", command=command)
+    stints.append(replace(begun, versions=dict(versions or {})))
     _write(run_dir, stints)
 
 
@@ -202,9 +221,10 @@ TESTING = f"{_TIMING}testing"
 # The step holds all other times but these.
 _OUTSIDE_STEP = ("testing", "save_checkpoint")
 
-# The driver's own share of a step lies within the other phases. Groups wait in the
-# queue, and engines generate, while all else goes on.
-_NO_PHASE = (STEP, "controller", "queue", "rollouts")
+# The driver's own share of a step lies within the other phases, and it records rollouts
+# while models are updated. Groups wait in the queue, and engines generate, while all
+# else goes on.
+_NO_PHASE = (STEP, "controller", "queue", "rollouts", "record_rollouts")
 
 _IN_WORDS = {
     "gen": "generation",
@@ -213,7 +233,6 @@ _IN_WORDS = {
     "ref": "reference log-probs",
     "values": "values",
     "adv": "advantages",
-    "record_rollouts": "recording rollouts",
     "update_actor": "update of the actor",
     "update_critic": "update of the critic",
     "update_reward": "update of the reward model",
@@ -263,21 +282,13 @@ def phase_durations(
     for line in lines:
         for name, seconds in line.items():
             # A time that is not a number is not equal to itself.
-            phase = name.removeprefix(_TIMING)
-            # A name with a slash is of a part of a phase.
-            is_phase = name.startswith(_TIMING) and "/" not in phase
-            if is_phase and seconds == seconds:
-                sums[phase] = sums.get(phase, 0.0) + seconds
+            if name.startswith(_TIMING) and seconds == seconds:
+                sums[name] = sums.get(name, 0.0) + seconds
 
-    step_s = sums.get(STEP, 0.0)
-    phases = {name: seconds for name, seconds in sums.items() if name not in _NO_PHASE}
-    outside_s = sum(phases.get(name, 0.0) for name in _OUTSIDE_STEP)
-    inside_s = sum(phases.values()) - outside_s
-
-    durations = {
-        _IN_WORDS.get(name, name.replace("_", " ")): seconds
-        for name, seconds in phases.items()
-    }
+    step_s = sums.get(_TIMING + STEP, 0.0)
+    outside_s = sum(sums.get(_TIMING + phase, 0.0) for phase in _OUTSIDE_STEP)
+    durations = {words: sums[name] for name, words in phase_names(sums).items()}
+    inside_s = sum(durations.values()) - outside_s
     durations[REST_OF_STEPS] = max(0.0, step_s - inside_s)
     if total_s is not None:
         durations[STARTING] = starting_s

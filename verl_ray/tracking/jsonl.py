@@ -35,20 +35,17 @@ from verl_ray.errors import TrackingError
 from verl_ray.tracking.base import GLOBAL_STEP, Sample, Tracker
 from verl_ray.tracking.evaluations import (
     FOLDER,
-    HeldOutScores,
-    recorded_evaluations,
-    scores_path,
-    write_scores,
-)
-from verl_ray.tracking.responses import (
     HeldOutResponse,
+    HeldOutScores,
+    drop_evaluations,
     encoded_responses,
     first_responses,
     recorded_responses,
     responses_path,
+    scores_path,
+    write_scores,
 )
 from verl_ray.tracking.rollouts import drop_rollouts
-from verl_ray.tracking.step_files import drop_after
 
 METRICS = "metrics.jsonl"
 
@@ -100,8 +97,7 @@ class JsonlTracker(Tracker):
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             self._steps = repair(self._path, self._last_step, recorded)
-            drop_after(recorded_evaluations(run_dir), self._last_step)
-            drop_after(recorded_responses(run_dir), self._last_step)
+            drop_evaluations(run_dir, self._last_step)
             drop_rollouts(run_dir, self._last_step)
             # Without a buffer, what a full disk has taken of a line is known.
             self._file = self._path.open("ab", buffering=0)
@@ -266,18 +262,7 @@ def newest_samples(run_dir: Path, count: int) -> list[Sample]:
     paths = [*recorded_responses(run_dir).values()]
     if not paths:
         return []
-    return [
-        Sample(
-            prompt=response.prompt,
-            response=response.response,
-            answer=response.answer,
-            data_source=response.data_source,
-            score=response.score,
-            truncated=response.finish == "length",
-            entries=response.entries,
-        )
-        for response in first_responses(paths[-1], count)
-    ]
+    return [Sample.of(response) for response in first_responses(paths[-1], count)]
 
 
 def _line(fields: Mapping[str, object]) -> str:

@@ -81,10 +81,7 @@ def write_report(folders: Sequence[Path], output: Path) -> None:
         OSError: The file cannot be written.
     """
     # Imported here, because the report reads records through this package.
-    from verl_ray.report.page import MOST_ROWS, page
-    from verl_ray.report.record import read_run
+    from verl_ray.report.page import page_of
 
-    most_rows = -(-MOST_ROWS // len(folders))
-    content = page([read_run(folder, most_rows) for folder in folders])
     # `verl-ray report` may write the same file while the run does.
-    replace_file(output, content, is_shared=True)
+    replace_file(output, page_of(folders), is_shared=True)

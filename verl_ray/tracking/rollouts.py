@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_ray.data.batch import Array, Int64
-from verl_ray.disk import replace_file
-from verl_ray.tracking.step_files import drop_after, step_files, step_path
+from verl_ray.disk import drop_after, replace_file, step_files, step_path
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -63,6 +63,27 @@ CASES = [
         "algorithm.overlong_share=null",
     ),
     Case(
+        "agent_problems",
+        f"{EPISODES} agent.max_turn_tokens=200000",
+        "agent.max_turn_tokens",
+        "is reached before",
+        "Lower it, or leave it out",
+    ),
+    Case(
+        "agent_problems",
+        f"{EPISODES} agent.turn_timeout_s=60.5 agent.episode_timeout_s=60",
+        "agent.turn_timeout_s",
+        "agent.episode_timeout_s=60.0 is reached before",
+        "Lower it, or leave it out",
+    ),
+    Case(
+        "agent_problems",
+        f"{EPISODES} agent.ends.completed=drop",
+        "agent.ends",
+        "says nothing of the policy, and such an episode does",
+        "Use mask",
+    ),
+    Case(
         "rewards_have_a_function",
         "reward.functions={}",
         "reward.functions",

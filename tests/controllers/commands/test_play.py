@@ -15,7 +15,7 @@ from verl_ray.agents.contract import ToolCall
 from verl_ray.agents.template import prefix_problems
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.tokenizers import train_bpe
-from verl_ray.errors import ConfigError
+from verl_ray.errors import ConfigError, DataError, ModelError
 from verl_ray.models.tiny import make_tiny
 
 
@@ -97,6 +97,16 @@ def test_what_is_wrong_with_the_command_line_is_told_at_once() -> None:
     assert set(problems) == {"ENV", "--record", "--max-turns"}
     assert problems["ENV"].startswith("Did you mean number_guessing?")
     assert problems["--record"] == "Give --data as well, or leave it out."
+
+    # What is read names these options, and no setting of a run.
+    with pytest.raises(DataError, match="does not exist; set --data to"):
+        main(["number_guessing", "--data", "no_such.jsonl"])
+    with pytest.raises(ModelError, match="; set --tokenizer to a local"):
+        main(["number_guessing", "--tokenizer", "no_such_model"])
+    with pytest.raises(ConfigError, match=r"it has no config\.json") as caught:
+        main(["number_guessing", "--model", "no_such_model", "--tokenizer", "other"])
+    keys = [problem.key for problem in caught.value.problems]
+    assert keys == ["--model", "--tokenizer"]
 
 
 @pytest.mark.processes

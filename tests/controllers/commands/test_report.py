@@ -17,11 +17,10 @@ from pathlib import Path
 import pytest
 
 from controllers.command_line import main
-from controllers.commands.report import TOKEN
+from controllers.commands.report import LOOPBACK, TOKEN, ReportServer, is_loopback
 from tests.kills import ROOT
 from tests.report.recorded_runs import write_run
 from tests.waiting import PATIENCE_S
-from verl_ray.report.serve import LOOPBACK, ReportServer, is_loopback
 
 
 def test_a_report_is_one_file(

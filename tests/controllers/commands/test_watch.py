@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -71,6 +72,16 @@ def test_lines_are_read_once_and_whole_and_anew_where_the_file_is_replaced(
     assert watched.view.course is not None
     assert watched.take_lines()[1:] == ["step 2/9  loss 2.5  3.00 s  35s left"]
     assert watched.view.course.held_out == []
+
+    # It is for fewer steps than before.
+    config = run / "config.yaml"
+    config.write_text("run: {total_steps: 5}")
+    os.utime(config, ns=(0, config.stat().st_mtime_ns + 1))
+    with path.open("a") as file:
+        file.write(line(3))
+    watched.look()
+    (shown,) = watched.take_lines()
+    assert shown.startswith("step 3/5  loss 2.5  3.00 s  ")
 
 
 def test_the_block_is_that_of_the_status_and_the_history(run: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -139,10 +140,15 @@ def test_a_replica_that_is_lost_again_before_it_has_its_weights_comes_back(
     # An actor that does not reply: the replica waits for it, as for one that learns.
     thread = threading.Thread(target=lose_it_again)
     thread.start()
-    os.kill(actor, signal.SIGSTOP)
-    while job.num_pending:
-        replicas.advance(TICK_S)
-    thread.join()
+    try:
+        os.kill(actor, signal.SIGSTOP)
+        while job.num_pending:
+            replicas.advance(TICK_S)
+    finally:
+        # Whatever has failed, nothing that is stopped stays behind.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(actor, signal.SIGCONT)
+        thread.join()
     assert replicas.take_counts()["rollout/restarts"] == 2
 
 

@@ -61,7 +61,8 @@ def recorded(config: RLConfig, right: dict[int, int], steps: int) -> Trackers:
 
 
 def concluding(config: RLConfig, trackers: Trackers | None) -> Conclusion:
-    conclusion = Conclusion(config, 0, begun_s=time.time() - 40)
+    begun_s = time.time() - 40
+    conclusion = Conclusion(config, 0, begun_s, "verl-ray train run.seed=1")
     if trackers is not None:
         conclusion.record(task_of(config), trackers)
     return conclusion
@@ -93,7 +94,9 @@ def test_a_finished_run_reports_what_its_record_holds(
         f" run.resume={tmp_path}/checkpoints/step_00000003\n" in text
     )
 
-    assert read_history(tmp_path)[-1].ending == "finished"
+    (stint,) = read_history(tmp_path)
+    assert stint.ending == "finished" and stint.command == "verl-ray train run.seed=1"
+    assert {"torch", "ray", "transformers"} <= stint.versions.keys()
     assert SUMS in (tmp_path / "report.txt").read_text()
 
 

@@ -46,8 +46,8 @@ from verl_ray.cluster.waiting import Background
 from verl_ray.errors import Interrupted
 from verl_ray.profiling.phases import Timers
 from verl_ray.tracking import Tracker, Trackers
+from verl_ray.tracking.evaluations import HeldOutResponse, recorded_responses
 from verl_ray.tracking.jsonl import JsonlTracker, read_metrics
-from verl_ray.tracking.responses import HeldOutResponse, recorded_responses
 
 
 @pytest.fixture

@@ -28,10 +28,10 @@ from verl_ray.profiling.trace import read_trace
 from verl_ray.tracking.evaluations import (
     read_scores,
     recorded_evaluations,
+    recorded_responses,
     scores_path,
 )
 from verl_ray.tracking.jsonl import read_metrics
-from verl_ray.tracking.responses import recorded_responses
 from verl_ray.tracking.rollouts import recorded_rollouts
 
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from controllers.watch import held_out_measures, measures, update_measures
-from controllers.watch.entries import (
+from controllers.watch.held_out_measures import CoreScores
+from controllers.watch.measures import (
     entry_metrics,
     held_out_entry_metrics,
     merged_entries,
 )
-from controllers.watch.held_out_measures import CoreScores
 from tests.corrections import NO_CORRECTION, NO_LIMIT
 from tests.rows import rewards_of, rollouts_of, values_of
 from verl_ray.algorithms.correction import CORRECTION_PREFIX

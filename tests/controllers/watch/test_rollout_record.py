@@ -41,7 +41,9 @@ def test_a_prompt_that_was_chosen_is_chosen_again_whatever_was_finished_first(
             for ordinal, prompt in zip(ordinals, prompts, strict=True)
         }
         group_id = np.repeat(ordinals, 2)
-        rows = sampled.chosen(1, group_id, np.full(len(group_id), 9), of_ordinals)
+        lengths = np.full(len(group_id), 9)
+        members = np.arange(len(group_id))
+        rows = sampled.chosen(1, group_id, members, lengths, of_ordinals)
         groups = group_id[rows]
         # Both members of a group, or none.
         np.testing.assert_array_equal(groups[::2], groups[1::2])
@@ -52,25 +54,30 @@ def test_a_prompt_that_was_chosen_is_chosen_again_whatever_was_finished_first(
     # The first prompt of all is kept in whatever step it comes.
     assert by_digest[0] in chosen(by_digest[0] + "".join(by_digest[5:]), 16)
     # Groups of earlier steps have no digest any more.
-    group_id, lengths = np.array([3, 3, 9, 9]), np.array([5, 5, 5, 5])
-    assert list(sampled.chosen(1, group_id, lengths, {9: "0"})) == [2, 3]
-    every_row = record(tmp_path, "all").chosen(1, group_id, lengths, {})
+    columns = np.array([3, 3, 9, 9]), np.array([6, 7, 18, 19]), np.array([5, 5, 5, 5])
+    assert list(sampled.chosen(1, *columns, {9: "0"})) == [2, 3]
+    assert list(sampled.chosen(1, *columns, {})) == []
+    every_row = record(tmp_path, "all").chosen(1, *columns, {})
     assert list(every_row) == [0, 1, 2, 3]
 
 
-def test_groups_of_a_step_are_bounded_in_tokens_but_for_a_single_one(
+def test_rows_of_a_step_are_bounded_in_tokens_but_for_a_single_trajectory(
     tmp_path: Path,
 ) -> None:
     sampled = record(tmp_path, "sampled")
 
-    def chosen(of_first: int, of_second: int) -> list[int]:
-        lengths = np.array([of_second, 1, of_first, 1])
-        rows = sampled.chosen(1, np.array([3, 3, 9, 9]), lengths, {3: "b", 9: "a"})
-        return rows.tolist()
+    def chosen(of_second: int, *of_first: int) -> list[int]:
+        # The first prompt's first trajectory has two rows, and its second one has one.
+        groups, trajectories = np.array([3, 9, 9, 9]), np.array([6, 18, 18, 19])
+        lengths = np.array([of_second, *of_first])
+        digests = {3: "b", 9: "a"}
+        return sampled.chosen(1, groups, trajectories, lengths, digests).tolist()
 
-    assert chosen(MOST_TOKENS - 9, 7) == [0, 1, 2, 3]
-    assert chosen(MOST_TOKENS - 9, 8) == [2, 3]
-    assert chosen(2 * MOST_TOKENS, 8) == [2, 3]
+    assert chosen(8, MOST_TOKENS - 10, 1, 1) == [0, 1, 2, 3]
+    assert chosen(9, MOST_TOKENS - 10, 1, 1) == [1, 2, 3]
+    # The first prompt's second trajectory is too long, and then both are.
+    assert chosen(9, MOST_TOKENS - 1, 1, 1) == [1, 2]
+    assert chosen(9, 2 * MOST_TOKENS, 1, 1) == [1, 2]
 
 
 def test_rollouts_that_cannot_be_recorded_end_no_run(

@@ -269,7 +269,10 @@ class RLConfig(RolloutTaskConfig):
         yield from normalised_scores_matter(self)
         yield from mixed_rewards_have_weights(self.reward)
         graders = self.active_graders(learns=True)
-        yield from agent_problems(self.agent, algorithm, graders, overridden)
+        row_tokens = self.rollout.max_response_tokens
+        yield from agent_problems(
+            self.agent, algorithm, graders, row_tokens, overridden
+        )
         if self.prepare is not None:
             yield from _inputs_can_be_made(self, self.prepare, overridden)
 

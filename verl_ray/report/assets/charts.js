@@ -26,7 +26,7 @@ function zoomTo(range) {
   isZooming = true;
   for (const chart of openCharts) {
     const steps = chart.data[0];
-    if (!chart.followsZoom || !steps.length) continue;
+    if (!steps.length) continue;
     chart.setScale("x", range ?? { min: steps[0], max: steps[steps.length - 1] });
   }
   isZooming = false;
@@ -136,7 +136,6 @@ function drawCurves(plot, values, curves, options) {
       }],
     },
   }, shown, plot);
-  chart.followsZoom = true;
   openCharts.add(chart);
   if (sharedZoom) {
     isZooming = true;

@@ -32,7 +32,7 @@ async function samplesTab(report, redraw) {
   samplesView.selectedKey = keyOf(columns, samplesView.selected);
   const detail = element("div", { id: "detail", "aria-live": "polite" });
   const showDetail = async () => {
-    const made = await detailOf(samples, samplesView.selected, showDetail, select);
+    const made = await detailOf(samples, samplesView.selected, showDetail);
     detail.replaceChildren(...made);
   };
   const select = (place) => {
@@ -179,7 +179,7 @@ const colorings = [
   ["advantage", "advantage"], ["version", "policy version"],
 ];
 
-async function detailOf(samples, place, redraw, select) {
+async function detailOf(samples, place, redraw) {
   if (place === null) return [element("p", { class: "note" }, "No row passes the filters.")];
   const beside = placesBeside(samples, place);
   const shown = beside.slice(0, mostBeside);
@@ -218,20 +218,23 @@ async function sampleCard(samples, place, selected) {
   const tokens = columns.hasTokens[place] ? await valueOfRow(report.blocks, samples.tokens, place) : null;
 
   const pairs = [["step", columns.step[place]], ["reward", short(columns.reward[place])]];
-  for (const [name, value] of Object.entries(scores)) pairs.push([name, value === null ? "failed" : short(value)]);
+  for (const [name, value] of Object.entries(scores)) pairs.push([`${name} score`, value === null ? "failed" : short(value)]);
   if (columns.advantage[place] !== null) pairs.push(["advantage", signed(columns.advantage[place])]);
   if (columns.response_tokens[place] >= 0) pairs.push(["tokens", columns.response_tokens[place]]);
   if (columns.num_turns[place] > 1) pairs.push(["turns", columns.num_turns[place]]);
+  if (columns.row[place] > 0) pairs.push(["row of the episode", columns.row[place] + 1]);
   for (const name of ["data_source", "finish", "end", "failure"]) {
     if (columns[name][place]) pairs.push([name.replace("_", " "), columns[name][place]]);
   }
   if (report.runs.length > 1) pairs.unshift(["run", report.runs[columns.run[place]].name]);
 
+  // How an episode ended is known of its rows alone.
+  const isEpisode = columns.end[place] !== "";
   const part = (title, body) => element("div", { class: "part" }, element("span", {}, title), body);
   const plain = (text) => element("p", { class: "text-block" }, visible(text));
   return element("article", { class: "card sample", "aria-current": place === selected ? "true" : null },
     element("div", { class: "pairs" }, ...pairs.map(([title, value]) => element("div", {}, element("span", {}, `${visible(title)} `), recorded(value)))),
-    ...(tokens ? [part(tokenTitle(tokens), tokenText(tokens))] : []),
+    ...(tokens ? [part(tokenTitle(tokens, isEpisode), tokenText(tokens, isEpisode))] : []),
     ...(tokens && !isCut(tokens) ? [] : [part("prompt", plain(prompt)), part("response", plain(response))]),
     answer ? part("expected answer", plain(answer)) : "");
 }
@@ -257,27 +260,40 @@ function isCut([pieces, , , , , , total]) {
   return pieces.length < total;
 }
 
-function tokenTitle(tokens) {
+function tokenTitle(tokens, isEpisode) {
   const [pieces, , , , , , total] = tokens;
-  return isCut(tokens) ? `the first ${grouped(pieces.length)} of the row's ${grouped(total)} tokens, prompt included` : "tokens of the row, prompt included";
+  const which = isCut(tokens) ? `the first ${grouped(pieces.length)} of the row's ${grouped(total)} tokens` : "tokens of the row";
+  return `${which}, prompt included; ${isEpisode ? "frames are turns of the policy, and " : ""}grey ones are masked: the policy did not sample them`;
 }
 
-function tokenText(tokens) {
-  const [pieces, mask, sampler, trainer, advantages, versions] = tokens;
-  const made = pieces.map((piece, i) => {
-    const span = element("span", { class: mask[i] ? "" : "given" }, visible(piece));
-    const strength = strengthOf(tokens, i);
-    if (strength !== null) {
-      const share = Math.round(70 * Math.abs(strength));
-      span.style.background = `color-mix(in srgb, var(--series-${strength < 0 ? 1 : 0}) ${share}%, transparent)`;
+/** Return the tokens of a row. A run of sampled ones is a turn of the policy; the others were given to it. */
+function tokenText(tokens, isEpisode) {
+  const [pieces, mask] = tokens;
+  const parts = [];
+  let turns = 0;
+  pieces.forEach((_, i) => {
+    if (i === 0 || mask[i] !== mask[i - 1]) {
+      if (mask[i]) turns++;
+      const kind = mask[i] ? (isEpisode ? "sampled turn" : "sampled") : turns ? "given between" : "given";
+      parts.push(element("span", { class: kind, "data-turn": mask[i] && isEpisode ? turns : null }));
     }
-    if (mask[i]) {
-      const thousandths = (value) => (value === null ? "–" : (value / 1000).toFixed(3));
-      span.title = `log-prob ${thousandths(sampler[i])}, of the trainer ${thousandths(trainer[i])}, advantage ${thousandths(advantages[i])}, version ${versions[i]}`;
-    }
-    return span;
+    parts.at(-1).append(tokenSpan(tokens, i));
   });
-  return element("p", { class: "text-block" }, ...made);
+  return element("p", { class: "text-block" }, ...parts);
+}
+
+function tokenSpan(tokens, i) {
+  const [pieces, mask, sampler, trainer, advantages, versions] = tokens;
+  const span = element("span", {}, visible(pieces[i]));
+  const strength = strengthOf(tokens, i);
+  if (strength !== null) {
+    const share = Math.round(70 * Math.abs(strength));
+    span.style.background = `color-mix(in srgb, var(--series-${strength < 0 ? 1 : 0}) ${share}%, transparent)`;
+  }
+  if (!mask[i]) return span;
+  const thousandths = (value) => (value === null ? "–" : (value / 1000).toFixed(3));
+  span.title = `log-prob ${thousandths(sampler[i])}, of the trainer ${thousandths(trainer[i])}, advantage ${thousandths(advantages[i])}, version ${versions[i]}`;
+  return span;
 }
 
 function coloringScale() {

@@ -57,14 +57,14 @@ function memoryTable(run) {
   if (!run.memory.length) return null;
   const largest = Math.max(...run.memory.map((cell) => Math.max(cell.measured ?? 0, cell.predicted ?? 0)));
   const rows = run.memory.map((cell) => {
-    const isOver = cell.measured > 1.2 * cell.predicted + 0.25;
     const bar = shareBar((cell.measured ?? 0) / largest);
-    if (isOver) bar.style.background = "var(--bad)";
-    return [visible(cell.role), visible(cell.phase), { number: short(cell.predicted) }, { number: element("span", { class: isOver ? "bad" : "" }, short(cell.measured)) }, bar];
+    if (cell.isBeyondPlan) bar.style.background = "var(--bad)";
+    return [visible(cell.role), visible(cell.phase), { number: short(cell.predicted) }, { number: element("span", { class: cell.isBeyondPlan ? "bad" : "" }, short(cell.measured)) }, bar];
   });
   const made = table(["role", "phase", { number: "predicted, GiB" }, { number: "measured at most, GiB" }, ""], rows);
   for (const cell of made.querySelectorAll("td:last-child")) cell.className = "bar-cell";
-  return element("section", {}, element("h2", {}, "Memory by phase, of the rank with most"), element("div", { class: "card" }, made));
+  return element("section", {}, element("h2", {}, "Memory by phase, of the rank with most"), element("div", { class: "card" }, made),
+    run.memory.some((cell) => cell.isBeyondPlan) ? element("p", { class: "quiet" }, "What is red is beyond its prediction by more than the tolerance, and the run has warned of it.") : null);
 }
 
 function failures(run) {
@@ -98,7 +98,7 @@ function traceSection(run, redraw) {
 
   run.blocks.json(run.trace.block).then(([starts, durations, ofTrack, ofName]) => {
     const steps = stepsOfTrace(names, starts, durations, ofName, ofTrack);
-    if (!steps.some((step) => step.title === timeView.step)) timeView.step = steps[steps.length - 1].title;
+    if (!steps.some((step) => step.title === timeView.step)) timeView.step = lastWholeStep(steps, run.step).title;
     const step = steps.find((other) => other.title === timeView.step);
     picker.replaceChildren(menu("step", steps.map((other) => [other.title, other.title]), step.title, (value) => { timeView.step = value; redraw(); }));
     const events = [];
@@ -113,6 +113,12 @@ function traceSection(run, redraw) {
     });
   });
   return section;
+}
+
+/** Return the last finished step whose processes have noted work; a step that was broken off may lack theirs. */
+function lastWholeStep(steps, finished) {
+  const worked = steps.filter((step) => step.hasWork);
+  return worked.findLast((step) => Number(step.number) <= finished) ?? worked.at(-1) ?? steps.at(-1);
 }
 
 /** Return the steps of a trace with their times; all of it where it names none. */
@@ -133,12 +139,18 @@ function stepsOfTrace(names, starts, durations, ofName, ofTrack) {
     // A run that goes back makes a step again, maybe in another process.
     const count = (counts.get(number) ?? 0) + 1;
     counts.set(number, count);
-    const made = { number, title: count > 1 ? `${number}, made again (${count})` : number, start: starts[i], end };
+    const made = { number, title: count > 1 ? `${number}, made again (${count})` : number, start: starts[i], end, track: ofTrack[i], hasWork: false };
     newest.set(ofTrack[i], made);
     steps.push(made);
   }
+  // Events are in the order of their beginnings, and so are steps.
+  for (let i = 0, at = 0; i < starts.length && steps.length; i++) {
+    while (at + 1 < steps.length && steps[at + 1].start <= starts[i]) at++;
+    const isInside = steps[at].start <= starts[i] && starts[i] < steps[at].end;
+    if (isInside && ofTrack[i] !== steps[at].track) steps[at].hasWork = true;
+  }
   if (steps.length) return steps;
-  return [{ title: "all", start: 0, end: starts.reduce((end, start, i) => Math.max(end, start + durations[i]), 0) }];
+  return [{ title: "all", hasWork: true, start: 0, end: starts.reduce((end, start, i) => Math.max(end, start + durations[i]), 0) }];
 }
 
 function drawTrace(canvas, step, events, { starts, durations, ofTrack, ofName, tracks, names }) {

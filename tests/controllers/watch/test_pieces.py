@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from verl_ray.data.pieces import Pieces
+from controllers.watch.rollout_record import Pieces
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

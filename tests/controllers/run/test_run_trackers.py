@@ -1,4 +1,4 @@
-"""The trace of a run, where processes reply late or not at all."""
+"""Trackers that look at a run: its trace, and the warning that it learns nothing."""
 
 from __future__ import annotations
 
@@ -7,9 +7,18 @@ from typing import Any, cast
 
 import pytest
 
-from controllers.watch.trace import TraceTracker
+from controllers.compose.composition import compose
+from controllers.run.open_run import LearningWatch, TraceTracker
 from verl_ray.errors import ClusterError, Interrupted
 from verl_ray.profiling.trace import ProcessSpans, Span, read_trace
+
+SAME = {
+    "critic/score/max": 1.0,
+    "critic/score/min": 1.0,
+    "reward_health/ok": 32.0,
+    "frac_reward_zero_std": 1.0,
+    "actor/grad_norm": 0.0,
+}
 
 
 class Replies:
@@ -18,10 +27,14 @@ class Replies:
     def __init__(self, *replies: list[ProcessSpans] | Exception) -> None:
         self.replies = list(replies)
         self.limits_s: list[float] = []
+        self.waits_for_late: list[bool] = []
 
-    def take_spans(self, within_s: float) -> list[ProcessSpans]:
+    def take_spans(
+        self, within_s: float, *, waits_for_late: bool
+    ) -> list[ProcessSpans]:
         """The next reply; nothing behind the last."""
         self.limits_s.append(within_s)
+        self.waits_for_late.append(waits_for_late)
         reply = self.replies.pop(0) if self.replies else []
         if isinstance(reply, Exception):
             raise reply
@@ -50,6 +63,30 @@ def test_a_step_without_replies_ends_neither_the_run_nor_its_trace(
     tracker.close(failed=False)
     *of_steps, first_s, second_s = groups.limits_s
     assert of_steps == [2.0] * 4 and 29 < second_s <= first_s <= 30
+    assert groups.waits_for_late == [False] * 4 + [True] * 2
     events = read_trace(tmp_path / "trace.json")
     calls = [event["ts"] for event in events if event["name"] == "actor.update"]
     assert calls == [1.0, 5.0]
+
+
+def test_a_warning_is_printed_once_and_a_resumed_run_prints_the_same(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    paths = ("model.path=m", "data.train_path=t", "data.validation_path=v")
+    config = compose("grpo", [*paths, "run.total_steps=100"])
+    steps = [{**SAME, "training/global_step": number} for number in range(1, 6)]
+    watch = LearningWatch(config, [])
+    warnings = []
+    for line in steps:
+        watch.log(int(line["training/global_step"]), line)
+        warnings.append(capsys.readouterr().err)
+    assert [bool(warning) for warning in warnings] == [False, False, True, False, False]
+    assert warnings[2].startswith(
+        "warning: all scores are equal, so nothing sets a good"
+    )
+    assert warnings[2].endswith("(3 steps, 1 to 3)\n")
+
+    # The first two lines are on the disk, and the third step runs again.
+    resumed = LearningWatch(config, steps[:2])
+    resumed.log(3, steps[2])
+    assert capsys.readouterr().err == warnings[2]

@@ -1,0 +1,182 @@
+"""Recorded lines of a run as series of numbers, and the held-out metrics it goes by.
+
+Invariant: numbers that are not finite are in no series. What a run did not record makes
+an empty one.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from verl_ray.tracking.base import GLOBAL_STEP, HELD_OUT
+from verl_ray.tracking.comparison import is_lower_better
+from verl_ray.tracking.history import Stint
+
+Line = Mapping[str, float]
+"""Metrics of a step by their names, `training/global_step` among them."""
+
+
+def setting(config: Mapping[str, object], key: str) -> object:
+    """Return the value of a setting in a tree of plain values; None where it is not."""
+    node: object = config
+    for part in key.split("."):
+        if not isinstance(node, Mapping):
+            return None
+        node = node.get(part)
+    return node
+
+
+Numbers = npt.NDArray[np.float64]
+Steps = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Series:
+    """The recorded values of a metric, without those that are not finite."""
+
+    steps: Steps
+    values: Numbers
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def medians(self, window: int) -> Series:
+        """Return the medians over `window` values, at the step in their middle.
+
+        A series that is shorter has none.
+        """
+        if len(self) < window:
+            return Series(self.steps[:0], self.values[:0])
+        windows = np.lib.stride_tricks.sliding_window_view(self.values, window)
+        middle = window // 2
+        steps = self.steps[middle : middle + len(windows)]
+        return Series(steps, np.median(windows, axis=1))
+
+    def noise(self, window: int) -> float:
+        """Return the spread of single values around these medians.
+
+        It is the median absolute deviation times 1.4826, which is the standard
+        deviation of normal noise, however large some of the values are.
+        """
+        medians = self.medians(window).values
+        middle = window // 2
+        apart = np.abs(self.values[middle : middle + len(medians)] - medians)
+        return 1.4826 * float(np.median(apart)) if len(apart) else math.nan
+
+
+@dataclass(frozen=True)
+class RunLines:
+    """Lines, settings and processes of a run, as the rules read them."""
+
+    lines: Sequence[Line]
+    config: Mapping[str, object]
+    history: Sequence[Stint] = ()
+    faults: Sequence[Mapping[str, object]] = ()
+    """Lines of faults.jsonl."""
+
+    @cached_property
+    def steps(self) -> list[Line]:
+        """Lines of steps, without that of step 0, which is before the training."""
+        return [line for line in self.lines if line[GLOBAL_STEP] >= 1]
+
+    def series(self, metric: str, of_steps: bool = True) -> Series:
+        """Return the values of a metric.
+
+        Args:
+            metric: Its name.
+            of_steps: Whether to leave out step 0, which is before the training.
+        """
+        points = [
+            (line[GLOBAL_STEP], line[metric])
+            for line in self.lines
+            if metric in line and line[GLOBAL_STEP] >= of_steps
+        ]
+        table = np.array(points, np.float64).reshape(-1, 2)
+        table = table[np.isfinite(table[:, 1])]
+        return Series(table[:, 0].astype(np.int64), table[:, 1])
+
+    def total(self, metrics: Sequence[str]) -> Series:
+        """Return the sums of metrics, over the steps that have any of them."""
+        parts = [self.series(metric) for metric in metrics]
+        sums: dict[int, float] = {}
+        for part in parts:
+            for step, value in zip(part.steps.tolist(), part.values, strict=True):
+                sums[step] = sums.get(step, 0.0) + value
+        steps = sorted(sums)
+        values = [sums[step] for step in steps]
+        return Series(np.array(steps, np.int64), np.array(values, np.float64))
+
+    def metrics(self, pattern: str) -> list[str]:
+        """Return the names of the metrics that match a regular expression."""
+        return [name for name in self._names if re.fullmatch(pattern, name)]
+
+    @cached_property
+    def _names(self) -> list[str]:
+        """Names of all metrics, sorted."""
+        return sorted({name for line in self.lines for name in line})
+
+    def at(self, key: str) -> object:
+        """Return the value of a setting; None where the configuration lacks it."""
+        return setting(self.config, key)
+
+    def number(self, key: str, otherwise: float) -> float:
+        """Return the value of a setting that is a number."""
+        value = self.at(key)
+        if isinstance(value, int | float):
+            return float(value)
+        return otherwise
+
+    def in_words(self, key: str) -> str:
+        """Return a setting and its value, as texts name it; of a section its key."""
+        value = self.at(key)
+        if value is None or isinstance(value, Mapping):
+            return key
+        return f"{key} = {value:g}" if isinstance(value, float) else f"{key} = {value}"
+
+
+# ------------------------------------------------------------------ held-out metrics
+
+# Patterns of the metrics that the best step of a task is chosen by.
+_MAIN_METRICS = {
+    "rl": f"{HELD_OUT}*/mean@*",
+    "sft": f"{HELD_OUT}held_out/loss",
+    "reward_model": f"{HELD_OUT}held_out/pair_accuracy",
+}
+
+
+@dataclass(frozen=True)
+class MainMetric:
+    """The held-out metrics that the best step of a run is chosen by."""
+
+    pattern: str
+    """Name of the metric, in which * stands for anything."""
+
+    best_is: object
+    """`lowest` or `highest`; anything else leaves it to the name of the metric."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, object]) -> MainMetric:
+        """Return that of a run, by its configuration as a tree of plain values."""
+        pattern = setting(config, "run.best_metric")
+        if not isinstance(pattern, str):
+            pattern = _MAIN_METRICS.get(str(config.get("task")), f"{HELD_OUT}*")
+        return cls(pattern, setting(config, "run.best_is"))
+
+    def is_meant(self, name: str) -> bool:
+        """Whether a metric is among them."""
+        # A name may hold characters that mean something in a pattern.
+        return name == self.pattern or fnmatchcase(name, self.pattern)
+
+    def should_fall(self, name: str) -> bool:
+        """Whether a held-out metric is better where it is lower."""
+        if self.best_is in ("lowest", "highest") and self.is_meant(name):
+            return self.best_is == "lowest"
+        return is_lower_better(name)
