@@ -34,7 +34,7 @@ from verl_ray.data.stages import (
 )
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import EngineFailed, VerlRayError
-from verl_ray.profiling.progress import counting_reads, touch
+from verl_ray.profiling.progress import touch
 from verl_ray.rollout.base import RolloutEngine
 from verl_ray.rollout.engine_state import EngineMemoryPart, Probe
 from verl_ray.rollout.episodes import EpisodeCounts, EpisodePool
@@ -495,18 +495,17 @@ def start_engine(
         device, context.threads, config.tensor_parallel, dtype=config.dtype
     )
     os.environ.update(variables)
-    with counting_reads():
-        return VllmEngine(
-            model_path,
-            config,
-            max_model_len=max_model_len,
-            seed=seed,
-            device=device,
-            initial_version=initial_version,
-            sleeps=sleeps,
-            lora=lora,
-            chat_template=chat_template,
-        )
+    return VllmEngine(
+        model_path,
+        config,
+        max_model_len=max_model_len,
+        seed=seed,
+        device=device,
+        initial_version=initial_version,
+        sleeps=sleeps,
+        lora=lora,
+        chat_template=chat_template,
+    )
 
 
 # ------------------------------------------------------------------- rows from chunks

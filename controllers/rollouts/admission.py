@@ -18,11 +18,10 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from controllers.watch.measures import Metrics
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.algorithms.credit import says_something
 from verl_ray.config.tasks.rl import RLConfig
@@ -32,6 +31,10 @@ from verl_ray.data.prompts import PromptSource
 from verl_ray.data.stages import Bool, Float32, Int8, Prompts
 from verl_ray.errors import CheckpointError, DataError
 from verl_ray.rewards.shaping import ResponseScores
+
+if TYPE_CHECKING:
+    # It imports Ray, and `check` does without.
+    from controllers.watch.measures import Metrics
 
 
 @dataclass(frozen=True)

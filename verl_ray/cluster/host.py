@@ -54,6 +54,7 @@ from verl_ray.profiling.memory import CallPeaks, PeakWatch
 from verl_ray.profiling.progress import (
     advance,
     begin,
+    counting_reads,
     own_line,
     progress_and_waits,
     thread_stacks,
@@ -74,6 +75,10 @@ class WorkerHost:
         # start to go through what imports leave behind.
         gc.disable()
         os.environ.update(process_environment(rank_spec, os.environ))
+
+        # Neither imports nor vLLM count what they have done.
+        self._starting = contextlib.ExitStack()
+        self._starting.enter_context(counting_reads())
 
         self._rank_spec = rank_spec
         SPANS.is_on = rank_spec.notes_spans
@@ -141,6 +146,7 @@ class WorkerHost:
             # Objects that exist now are permanent: no collection visits them again.
             gc.freeze()
             gc.enable()
+            self._starting.close()
             self._running = None
             del self._calls[threading.get_ident()]
             touch()

@@ -156,9 +156,9 @@ def _own_work() -> _ThreadWork:
 def counting_reads(interval_s: float = _INTERVAL_S) -> Iterator[None]:
     """Count bytes that are read within the block as progress.
 
-    It is for a library that counts nothing itself, such as a rollout engine that reads
-    its weights. Reads of this process and of its descendants count. A compilation reads
-    and writes nothing for minutes.
+    It is for what counts nothing itself, such as an import, or a rollout engine that
+    reads its weights. Reads of this process and of its descendants count. A compilation
+    reads and writes nothing for minutes.
 
     Args:
         interval_s: Seconds between two looks at the counters.
