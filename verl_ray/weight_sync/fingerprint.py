@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -57,9 +58,10 @@ class Fingerprints:
     """Seconds of the thread that computed them, and made copies along with them."""
 
     def __add__(self, other: Fingerprints) -> Fingerprints:
-        sums = dict(self.by_name)
-        for name, addend in other.by_name.items():
-            sums[name] = sums.get(name, EMPTY) + addend
+        # Most parameters have a single owner, whose fingerprint is that of the whole.
+        sums = self.by_name | other.by_name
+        for name in self.by_name.keys() & other.by_name.keys():
+            sums[name] = self.by_name[name] + other.by_name[name]
         return Fingerprints(sums, self.seconds + other.seconds)
 
 
@@ -68,8 +70,10 @@ class _Pending:
     """A slice whose sums are computed on the device and not read yet."""
 
     name: str
-    of_dtype: Fingerprint
-    """Fingerprint of its dtype and number of elements alone."""
+    numel: int
+    """Number of its elements."""
+    of_dtype: int
+    """What its dtype adds to each total."""
     first: tuple[int, ...]
     """Global index of its first lane, per dim."""
     shape: tuple[int, ...]
@@ -139,12 +143,11 @@ class FingerprintAccumulator:
                 copy.copy_(tensor)
             self._sums += _sums(lanes, target)
             dtype_total = tensor.numel() * _dtype_hash(tensor.dtype) % _MODULUS
-            totals = (dtype_total,) * len(_SHIFTS)
-            of_dtype = Fingerprint(totals, tensor.numel())
             shape = tuple(lanes.shape)
-            self._pending.append(_Pending(name, of_dtype, first, shape))
+            pending = _Pending(name, tensor.numel(), dtype_total, first, shape)
         else:
-            self._pending.append(_Pending(name, EMPTY, (), ()))
+            pending = _Pending(name, 0, 0, (), ())
+        self._pending.append(pending)
 
         self._seconds += time.perf_counter() - began
 
@@ -157,21 +160,24 @@ class FingerprintAccumulator:
         if self._sums:
             sums = torch.cat(self._sums).cpu().numpy().view(np.uint64)
 
-        by_name: dict[str, Fingerprint] = {}
+        # Arithmetic modulo 2^64. There is one term of the sum over d per dim.
+        totals: dict[str, npt.NDArray[np.uint64]] = {}
+        numels: Counter[str] = Counter()
         position = 0
         for pending in self._pending:
-            # One term of the sum over d per dim, in arithmetic modulo 2^64.
-            totals = np.zeros(len(_SHIFTS), np.uint64)
+            total = totals.setdefault(pending.name, np.zeros(len(_SHIFTS), np.uint64))
+            total += np.uint64(pending.of_dtype)
             dims = zip(pending.first, pending.shape, strict=True)
             for dim, (start, size) in enumerate(dims):
                 dim_sums = sums[position : position + size]
-                totals += (_index_hash(dim, start, size) >> _SHIFTS) @ dim_sums
+                total += (_index_hash(dim, start, size) >> _SHIFTS) @ dim_sums
                 position += size
+            numels[pending.name] += pending.numel
 
-            of_bits = Fingerprint(tuple(totals.tolist()), 0)
-            so_far = by_name.get(pending.name, EMPTY)
-            by_name[pending.name] = so_far + pending.of_dtype + of_bits
-
+        by_name = {
+            name: Fingerprint(tuple(total.tolist()), numels[name])
+            for name, total in totals.items()
+        }
         seconds = self._seconds + time.perf_counter() - began
         self._sums = []
         self._pending = []
