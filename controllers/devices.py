@@ -105,6 +105,11 @@ class DeviceSharing:
         return bool(self._offloaded) and self.plan.trainers_offload == "all"
 
     @property
+    def moves_nothing(self) -> bool:
+        """Whether trainers and engines keep all of their memory in every phase."""
+        return not self._offloaded and self.plan.engines_free is None
+
+    @property
     def engine_fits(self) -> bool:
         """Whether there is memory for an engine that starts now, awake at first."""
         return not self._offloaded or self._phase == "rollouts"

@@ -187,11 +187,19 @@ class Publisher:
         probe_call = None
         if verifies or self._keeps_version or self._device_sharing.offloads_actor:
             probe_call = self._verification.request_probe(version)
+
+        verify_calls: list[Call[Any]] = []
+        if verifies and self._device_sharing.moves_nothing:
+            # No memory is needed that somebody still holds, so the proof follows the
+            # commit without the driver.
+            self._verification.store_probe(version, probe_call, receivers)
+            verify_calls = self._begin_to_verify(version, receivers)
         receivers.wait([*sent.calls, *commit_calls])
-        self._wire.finish()
+        # The actor does this after its probe, and nobody needs it yet.
+        finish_call = self._wire.finish()
 
         streamed = time.perf_counter()
-        self._verification.store_probe(version, probe_call)
+        self._verification.store_probe(version, probe_call, receivers)
 
         probed = time.perf_counter()
         self._device_sharing.switch_to("rollouts")
@@ -203,7 +211,11 @@ class Publisher:
         woken = time.perf_counter()
         metrics = self._metrics_of(sent)
         if verifies:
-            metrics["weight_sync/probe_difference"] = self._verify(version, receivers)
+            verify_calls = verify_calls or self._begin_to_verify(version, receivers)
+            metrics["weight_sync/probe_difference"] = self._verified(
+                verify_calls, receivers
+            )
+        receivers.wait([finish_call])
         load_s = max(seconds for call in commit_calls for seconds in call.result())
 
         seconds = {
@@ -251,15 +263,14 @@ class Publisher:
             sent.add(result, receivers.broadcast(RolloutWorker.receive, bucket))
         return sent
 
-    def _verify(self, version: int, receivers: Receivers) -> float:
-        """Let every replica verify the version by the actor's probe.
-
-        Returns:
-            The largest difference of a log-prob that any replica found.
-        """
+    def _begin_to_verify(self, version: int, receivers: Receivers) -> list[Call[Any]]:
+        """Let every replica verify the version by the actor's probe."""
         probe = self._verification.probe_of(version)
-        differences = receivers.wait(receivers.broadcast(RolloutWorker.verify, probe))
-        largest: float = max(difference for (difference,) in differences)
+        return receivers.broadcast(RolloutWorker.verify, probe)
+
+    def _verified(self, calls: Sequence[Call[Any]], receivers: Receivers) -> float:
+        """Return the largest difference of a log-prob that any replica found."""
+        largest: float = max(difference for (difference,) in receivers.wait(calls))
         self._verification.note_difference(largest)
         return largest
 
@@ -359,11 +370,20 @@ class Verification:
             ActorWorker.probe, self._num_tokens, self._tolerance
         )
 
-    def store_probe(self, version: int, call: ProbeCall | None) -> None:
-        """Wait for the call of `request_probe`, and keep the probe."""
+    def store_probe(
+        self, version: int, call: ProbeCall | None, receivers: Receivers | None = None
+    ) -> None:
+        """Wait for the call of `request_probe`, and keep the probe.
+
+        Args:
+            version: The version.
+            call: The call; None does nothing.
+            receivers: The replicas of the sync, if there is one.
+        """
         if call is not None:
+            probes = call.result() if receivers is None else receivers.wait([call])[0]
             # All ranks compute, and one of them returns the probe.
-            (self._probe,) = (probe for probe in call.result() if probe is not None)
+            (self._probe,) = (probe for probe in probes if probe is not None)
             self._version = version
 
     def note_difference(self, difference: float) -> None:
@@ -528,10 +548,14 @@ class WeightWire:
         if self._is_open:
             self._finish_sync()
 
-    def finish(self) -> None:
-        """End the sync, after every receiver has committed what was sent."""
-        self._finish_sync()
+    def finish(self) -> Call[Any]:
+        """End the sync, after every receiver has committed what was sent.
+
+        Returns:
+            The call by which the actor's ranks free what the sync needed.
+        """
         self._synced_peers = self._peers
+        return self._actor.broadcast(ActorWorker.finish_sync)
 
     def _finish_sync(self) -> None:
         self._actor.broadcast(ActorWorker.finish_sync).result()

@@ -23,6 +23,26 @@ def test_a_plan_by_hand() -> None:
     assert plan_buckets(Manifest(()), 64) == ()
 
 
+def test_what_is_needed_at_once_travels_together_if_it_fits() -> None:
+    sizes = {"attn.q": 32, "attn.k": 16, "attn.v": 16, "mlp.up": 16, "mlp.down": 16}
+    manifest = Manifest(
+        tuple(
+            Parameter(f"layers.0.{name}.weight", (size,), "float32")
+            for name, size in sizes.items()
+        )
+    )
+
+    def bytes_of_buckets(limit: int) -> list[int]:
+        return [bucket.nbytes for bucket in plan_buckets(manifest, limit)]
+
+    # 128, 64 and 64 bytes of attention, then 64 and 64: two buckets of 192 would balance.
+    assert bytes_of_buckets(384) == [384]
+    assert bytes_of_buckets(256) == [256, 128]
+    # Attention fits into no bucket, so its parameters travel as they fit.
+    assert bytes_of_buckets(192) == [192, 192]
+    assert bytes_of_buckets(128) == [128, 128, 128]
+
+
 @given(
     sizes=st.lists(st.integers(1, 5000), min_size=1, max_size=60),
     limit=st.integers(64, 8192),

@@ -14,7 +14,7 @@ was read in its source, and not run.
 
 Deliberately not here: requests and responses as values of this project
 (`vllm_engine.py`), and what runs inside vLLM's workers (`vllm_loader.py`,
-`vllm_cpu_worker.py`).
+`vllm_load_plan.py`, `vllm_cpu_worker.py`).
 """
 
 from __future__ import annotations

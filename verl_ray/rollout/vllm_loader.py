@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,6 +44,7 @@ from verl_ray.rollout.vllm_core import (
     drop_adapters,
     is_attention,
 )
+from verl_ray.rollout.vllm_load_plan import LoadPlan, LoadRecorder
 from verl_ray.weight_sync.fingerprint import Fingerprints
 from verl_ray.weight_sync.manifest import Bucket
 from verl_ray.weight_sync.transport import Address, Inbox, WireEndpoint, WireSpec
@@ -67,6 +68,11 @@ class WeightLoader(_Worker):
 
     # The modules that have the weights of others.
     _weights_tied: list[torch.nn.Module]
+
+    # How models are loaded. Without a plan vLLM's own loader does it, which is recorded
+    # once.
+    _weights_plan: LoadPlan | None = None
+    _weights_are_recorded = False
 
     # What vLLM has recorded for each module, and for each of these records how many of
     # its tensors were copied from the wire.
@@ -98,6 +104,9 @@ class WeightLoader(_Worker):
         self._weights_tied = _tied_modules(model)
         if not holds_model:
             return
+        if self._weights_plan is not None:
+            self._weights_plan.begin()
+            return
 
         if self._weights_on_cpu():
             self._weights_reset_expert_kernels(model)
@@ -107,6 +116,9 @@ class WeightLoader(_Worker):
         modules = list(model.modules())
         self._weights_layer_infos = [get_layerwise_info(module) for module in modules]
         self._weights_num_copied = {}
+        # A plan has not run on a GPU, where not every update is probed either.
+        if self._weights_on_cpu() and not self._weights_are_recorded:
+            self._weights_engine.recorder = LoadRecorder(model)
 
     def weights_receive(self, bucket: Bucket) -> None:
         """Load a bucket, and free its place on the wire."""
@@ -116,6 +128,10 @@ class WeightLoader(_Worker):
             self._weights_adapter |= {
                 name: tensor.to("cpu", copy=True) for name, tensor in received.items()
             }
+        elif self._weights_plan is not None:
+            received = self._weights_inbox.receive(bucket)
+            with _leaving_a_core():
+                self._weights_plan.load(received)
         else:
             with self._weights_context():
                 self.update_weights({"bucket": bucket})
@@ -139,12 +155,13 @@ class WeightLoader(_Worker):
 
     def weights_abort_update(self) -> None:
         """Leave the reload, whatever was loaded, so that another update can begin."""
-        if not self._weights_holds_model:
+        if not self._weights_holds_model or self._weights_plan is not None:
             return
         with self._weights_context():
             finalize_layerwise_reload(self.model_runner.model, self.model_config)
         # vLLM has no method for this.
         self._weight_update_active = False
+        self._weights_engine.recorder = None
 
     def weights_close(self) -> None:
         """Close the wire."""
@@ -208,7 +225,8 @@ class WeightLoader(_Worker):
 
     def _weights_commit_model(self) -> None:
         model = self.model_runner.model
-        incomplete = self._weights_incomplete(model)
+        plan = self._weights_plan
+        incomplete = plan.incomplete() if plan else self._weights_incomplete(model)
         if incomplete:
             raise WeightSyncError(
                 "vLLM's model was not loaded completely; parameters are missing for"
@@ -216,7 +234,10 @@ class WeightLoader(_Worker):
             )
 
         with self._weights_context():
-            self.finish_weight_update()
+            if plan is not None:
+                plan.finish(self.model_config.dtype)
+            else:
+                self._weights_finish_recorded()
             if self._weights_on_cpu():
                 # vLLM 0.32 packs the weights of a linear layer for the CPU, but not
                 # again for a head that is tied to the embedding: it would continue
@@ -225,6 +246,15 @@ class WeightLoader(_Worker):
                     if isinstance(module, VocabParallelEmbedding):
                         module.quant_method.process_weights_after_loading(module)
         drop_adapters(self.model_runner)
+
+    def _weights_finish_recorded(self) -> None:
+        """Let vLLM finish the update, and plan those to come."""
+        self.finish_weight_update()
+        recorder = self._weights_engine.recorder
+        if recorder is not None:
+            self._weights_plan = recorder.plan()
+            self._weights_are_recorded = True
+            self._weights_engine.recorder = None
 
     def _weights_incomplete(self, model: torch.nn.Module) -> list[str]:
         """Return the modules that got fewer elements than a checkpoint has for them."""
@@ -262,15 +292,34 @@ class WeightLoader(_Worker):
 
     @property
     def _weights_inbox(self) -> Inbox:
+        return self._weights_engine.inbox
+
+    @property
+    def _weights_engine(self) -> BucketTransferEngine:
         engine = self.weight_transfer_engine
         assert isinstance(engine, BucketTransferEngine)
-        return engine.inbox
+        return engine
 
     def _weights_on_cpu(self) -> bool:
         return bool(self.device.type == "cpu")
 
     def _weights_context(self) -> AbstractContextManager[object]:
         return set_current_vllm_config(self.vllm_config)
+
+
+@contextmanager
+def _leaving_a_core() -> Iterator[None]:
+    """Compute the block with one thread less.
+
+    The core is for the thread that takes fingerprints meanwhile, and for the sender on
+    the same node. Threads that must wait for each other would wait for it.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads - 1))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _tied_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -355,6 +404,7 @@ class BucketTransferEngine(WeightTransferEngine[WireInitInfo, BucketUpdateInfo])
 
     Attributes:
         inbox: The receiving end of the wire.
+        recorder: What records the loading of an update, if anything does.
     """
 
     init_info_cls = WireInitInfo
@@ -364,6 +414,7 @@ class BucketTransferEngine(WeightTransferEngine[WireInitInfo, BucketUpdateInfo])
         # The arguments differ between versions of vLLM.
         super().__init__(*arguments, **options)
         self.inbox = Inbox()
+        self.recorder: LoadRecorder | None = None
 
     def init_transfer_engine(self, init_info: WireInitInfo) -> None:
         self.inbox.connect(init_info.address, init_info.endpoint)
@@ -379,7 +430,11 @@ class BucketTransferEngine(WeightTransferEngine[WireInitInfo, BucketUpdateInfo])
         received = self.inbox.receive(update_info.bucket)
         # Only vLLM 0.22 passes a function; newer versions leave loading to this engine.
         load = load_weights or self.model.load_weights
-        load(list(received.items()))
+        recording: AbstractContextManager[None] = nullcontext()
+        if self.recorder is not None:
+            recording = self.recorder.recording(received)
+        with recording:
+            load(list(received.items()))
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -54,12 +55,13 @@ class Fingerprints:
 
     by_name: dict[str, Fingerprint] = field(default_factory=dict)
     seconds: float = 0.0
-    """Seconds of the thread that computed them."""
+    """Seconds of the thread that computed them, and made copies along with them."""
 
     def __add__(self, other: Fingerprints) -> Fingerprints:
-        sums = dict(self.by_name)
-        for name, addend in other.by_name.items():
-            sums[name] = sums.get(name, EMPTY) + addend
+        # Most parameters have a single owner, whose fingerprint is that of the whole.
+        sums = self.by_name | other.by_name
+        for name in self.by_name.keys() & other.by_name.keys():
+            sums[name] = self.by_name[name] + other.by_name[name]
         return Fingerprints(sums, self.seconds + other.seconds)
 
 
@@ -68,8 +70,10 @@ class _Pending:
     """A slice whose sums are computed on the device and not read yet."""
 
     name: str
-    of_dtype: Fingerprint
-    """Fingerprint of its dtype and number of elements alone."""
+    numel: int
+    """Number of its elements."""
+    of_dtype: int
+    """What its dtype adds to each total."""
     first: tuple[int, ...]
     """Global index of its first lane, per dim."""
     shape: tuple[int, ...]
@@ -110,7 +114,13 @@ class FingerprintAccumulator:
         self._pending: list[_Pending] = []
         self._seconds = 0.0
 
-    def add(self, name: str, tensor: torch.Tensor, part: Slice | None = None) -> None:
+    def add(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        part: Slice | None = None,
+        copy: torch.Tensor | None = None,
+    ) -> None:
         """Add a slice of a parameter.
 
         Its memory may change once `take` has returned.
@@ -119,19 +129,25 @@ class FingerprintAccumulator:
             name: The parameter.
             tensor: The content.
             part: The slice that it is; None for all of the parameter.
+            copy: Where to copy the content, of the same shape and dtype.
         """
         began = time.perf_counter()
 
         if tensor.numel():
             lanes, first = _lanes(tensor, part)
-            self._sums += _sums(lanes)
+            # Both at once read the content once.
+            target = None
+            if copy is not None and _is_host_matrix(lanes):
+                target = _lanes_in_place(copy, part)
+            if copy is not None and target is None:
+                copy.copy_(tensor)
+            self._sums += _sums(lanes, target)
             dtype_total = tensor.numel() * _dtype_hash(tensor.dtype) % _MODULUS
-            totals = (dtype_total,) * len(_SHIFTS)
-            of_dtype = Fingerprint(totals, tensor.numel())
             shape = tuple(lanes.shape)
-            self._pending.append(_Pending(name, of_dtype, first, shape))
+            pending = _Pending(name, tensor.numel(), dtype_total, first, shape)
         else:
-            self._pending.append(_Pending(name, EMPTY, (), ()))
+            pending = _Pending(name, 0, 0, (), ())
+        self._pending.append(pending)
 
         self._seconds += time.perf_counter() - began
 
@@ -144,21 +160,24 @@ class FingerprintAccumulator:
         if self._sums:
             sums = torch.cat(self._sums).cpu().numpy().view(np.uint64)
 
-        by_name: dict[str, Fingerprint] = {}
+        # Arithmetic modulo 2^64. There is one term of the sum over d per dim.
+        totals: dict[str, npt.NDArray[np.uint64]] = {}
+        numels: Counter[str] = Counter()
         position = 0
         for pending in self._pending:
-            # One term of the sum over d per dim, in arithmetic modulo 2^64.
-            totals = np.zeros(len(_SHIFTS), np.uint64)
+            total = totals.setdefault(pending.name, np.zeros(len(_SHIFTS), np.uint64))
+            total += np.uint64(pending.of_dtype)
             dims = zip(pending.first, pending.shape, strict=True)
             for dim, (start, size) in enumerate(dims):
                 dim_sums = sums[position : position + size]
-                totals += (_index_hash(dim, start, size) >> _SHIFTS) @ dim_sums
+                total += (_index_hash(dim, start, size) >> _SHIFTS) @ dim_sums
                 position += size
+            numels[pending.name] += pending.numel
 
-            of_bits = Fingerprint(tuple(totals.tolist()), 0)
-            so_far = by_name.get(pending.name, EMPTY)
-            by_name[pending.name] = so_far + pending.of_dtype + of_bits
-
+        by_name = {
+            name: Fingerprint(tuple(total.tolist()), numels[name])
+            for name, total in totals.items()
+        }
         seconds = self._seconds + time.perf_counter() - began
         self._sums = []
         self._pending = []
@@ -166,11 +185,21 @@ class FingerprintAccumulator:
         return Fingerprints(by_name, seconds)
 
 
-def _sums(lanes: torch.Tensor) -> list[torch.Tensor]:
-    """Return for each dim the sums over all other dims, int64 [size of the dim]."""
+def _is_host_matrix(lanes: torch.Tensor) -> bool:
+    """Whether `_matrix_sums` reads these lanes."""
+    return lanes.device.type == "cpu" and lanes.dim() == 2
+
+
+def _sums(lanes: torch.Tensor, copy: torch.Tensor | None) -> list[torch.Tensor]:
+    """Return for each dim the sums over all other dims, int64 [size of the dim].
+
+    Args:
+        lanes: The lanes.
+        copy: Where those of a matrix on the host are copied; None copies nothing.
+    """
     # A matrix on the CPU is the common case, and has a faster way.
-    if lanes.device.type == "cpu" and lanes.dim() == 2:
-        return _matrix_sums(lanes)
+    if _is_host_matrix(lanes):
+        return _matrix_sums(lanes, copy)
 
     sums: list[torch.Tensor] = []
     for dim in range(lanes.dim()):
@@ -182,15 +211,16 @@ def _sums(lanes: torch.Tensor) -> list[torch.Tensor]:
     return sums
 
 
-def _matrix_sums(lanes: torch.Tensor) -> list[torch.Tensor]:
+def _matrix_sums(lanes: torch.Tensor, copy: torch.Tensor | None) -> list[torch.Tensor]:
     """Return the sums of the rows and of the columns of a matrix on the CPU.
 
-    The matrix is read block by block, so that the second pass reads what the first has
-    loaded into the cache. It is read by one thread: while weights travel, sender,
-    receiver and loader compute at the same time, and threads that must wait for each
-    other take several times as long.
+    The matrix is read block by block, so that the second pass, and the copy, read what
+    the first has loaded into the cache. It is read by one thread: while weights travel,
+    sender, receiver and loader compute at the same time, and threads that must wait for
+    each other take several times as long.
     """
     matrix = lanes.numpy()
+    target = None if copy is None else copy.numpy()
     height, width = matrix.shape
     row_sums = np.empty(height, np.int64)
     column_sums = np.zeros(width, np.int64)
@@ -201,6 +231,8 @@ def _matrix_sums(lanes: torch.Tensor) -> list[torch.Tensor]:
         block = matrix[start : start + block_height]
         block.sum(1, out=row_sums[start : start + block_height])
         column_sums += block.sum(0)
+        if target is not None:
+            target[start : start + block_height] = block
     return [torch.from_numpy(row_sums), torch.from_numpy(column_sums)]
 
 
@@ -229,6 +261,14 @@ def _lanes(
         # Lanes must begin where the memory of the storage has them.
         bits = bits.clone()
     return bits.view(torch.int64), (*start[:-1], start[-1] // per_lane)
+
+
+def _lanes_in_place(tensor: torch.Tensor, part: Slice | None) -> torch.Tensor | None:
+    """Return a tensor's memory as lanes; None unless it consists of whole ones."""
+    if not tensor.is_contiguous():
+        return None
+    lanes, _ = _lanes(tensor, part)
+    return lanes if lanes.data_ptr() == tensor.data_ptr() else None
 
 
 @functools.cache

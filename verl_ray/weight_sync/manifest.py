@@ -10,7 +10,9 @@ the layers.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -135,15 +137,17 @@ def torch_dtype(parameter: Parameter) -> torch.dtype:
 def plan_buckets(manifest: Manifest, bucket_bytes: int) -> tuple[Bucket, ...]:
     """Divide the parameters that travel into buckets of at most `bucket_bytes`.
 
-    A larger parameter has a bucket to itself. Those of an adapter come last, since they
-    also travel alone.
+    Parameters of one block, such as queries, keys and values, travel together if they
+    fit into a bucket. A parameter that is larger than a bucket has one to itself. Those
+    of an adapter come last, since they also travel alone.
     """
     buckets: list[Bucket] = []
     for adapter in (False, True):
         parameters = [
             parameter for parameter in manifest.sent if parameter.adapter == adapter
         ]
-        sizes = [aligned_bytes(parameter) for parameter in parameters]
+        units = _units(parameters, bucket_bytes)
+        sizes = [sum(map(aligned_bytes, unit)) for unit in units]
 
         # Sizes are balanced: a bucket is closed once it has its share of the total, so
         # that the last one is not a remainder.
@@ -152,19 +156,43 @@ def plan_buckets(manifest: Manifest, bucket_bytes: int) -> tuple[Bucket, ...]:
 
         entries: list[Entry] = []
         filled_bytes = 0
-        for parameter, size in zip(parameters, sizes, strict=True):
+        for unit, size in zip(units, sizes, strict=True):
             is_full = filled_bytes >= share or filled_bytes + size > bucket_bytes
             # An empty bucket takes any parameter, also one that is too large.
             if entries and is_full:
                 buckets.append(Bucket(len(buckets), tuple(entries), filled_bytes))
                 entries = []
                 filled_bytes = 0
-            entries.append(Entry(parameter, filled_bytes))
-            filled_bytes += size
+            for parameter in unit:
+                entries.append(Entry(parameter, filled_bytes))
+                filled_bytes += aligned_bytes(parameter)
 
         if entries:
             buckets.append(Bucket(len(buckets), tuple(entries), filled_bytes))
     return tuple(buckets)
+
+
+def _units(
+    parameters: Iterable[Parameter], bucket_bytes: int
+) -> list[tuple[Parameter, ...]]:
+    """Return neighbours that travel in one bucket, since they are of one block.
+
+    A receiver may need several of them at once, and would have to copy those that came
+    with an earlier bucket.
+    """
+    units: list[tuple[Parameter, ...]] = []
+    for _, neighbours in itertools.groupby(parameters, _block_of):
+        block = tuple(neighbours)
+        if sum(map(aligned_bytes, block)) <= bucket_bytes:
+            units.append(block)
+        else:
+            units += [(parameter,) for parameter in block]
+    return units
+
+
+def _block_of(parameter: Parameter) -> str:
+    """Return the block of a parameter: "layers.0.mlp" of "layers.0.mlp.up.weight"."""
+    return parameter.name.rsplit(".", 2)[0]
 
 
 def aligned_bytes(parameter: Parameter) -> int:

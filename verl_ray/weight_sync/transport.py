@@ -368,8 +368,7 @@ class Slots:
             # The fingerprint is of what travels, so it is taken after the cast.
             target = plan.targets[place]
             source = tensor.detach().to(target.dtype)
-            target.copy_(source)
-            self._accumulator.add(part.name, source, part)
+            self._accumulator.add(part.name, source, part, copy=target)
             advance(source.nbytes, "bytes")
         return self._accumulator.take()
 
