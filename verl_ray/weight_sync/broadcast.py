@@ -32,10 +32,10 @@ from verl_ray.errors import WeightSyncError
 from verl_ray.profiling.progress import waiting_for_others
 from verl_ray.weight_sync import SLOTS
 from verl_ray.weight_sync.delta import DeltaDecoder, DeltaEncoder, body_bytes
+from verl_ray.weight_sync.gathered_slots import GatheredSlots
 from verl_ray.weight_sync.manifest import Bucket
 from verl_ray.weight_sync.transport import (
     Address,
-    GatheredSlots,
     SendResult,
     Shards,
     Slots,
