@@ -148,7 +148,7 @@ class GatheredSlots(Slots):
         self._exchanges.clear()
         self._staging = torch.empty(0, dtype=torch.uint8)
 
-    # ---------------------------------------------------------------------- communication
+    # -------------------------------------------------------------------- communication
 
     def _send_to_root(self, bucket: Bucket, messages: Sequence[_Message]) -> None:
         """Send this rank's message to the root, or receive those of the others."""
@@ -183,7 +183,7 @@ class GatheredSlots(Slots):
             if message.owner != self._rank:
                 message.unpack()
 
-    # ------------------------------------------------------------------------------- plan
+    # ----------------------------------------------------------------------------- plan
 
     def _new_place(self, bucket: Bucket, part: Slice, packed_bytes: int) -> Place:
         in_slot = super()._new_place(bucket, part, packed_bytes)
@@ -232,7 +232,7 @@ class GatheredSlots(Slots):
                 staged[owner] = nbytes
                 needed_bytes += _aligned(nbytes)
 
-        # Messages of other buckets arrive in the same memory. Few need more than a slot.
+        # Messages of other buckets arrive in the same memory, of about a slot's size.
         if needed_bytes > self._staging.numel():
             size = max(needed_bytes, flat.untyped_storage().nbytes())
             self._staging = torch.empty(size, dtype=torch.uint8, device=flat.device)

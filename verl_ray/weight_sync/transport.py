@@ -4,7 +4,7 @@ what both ends keep.
 Order of the calls:
 
 1. Every rank of the actor makes a `Sender` from the same `WireSpec`. The address that
-   rank 0 offers is the address of the wire.
+   rank 0 offers is the address of the wire, with the places of all roots.
 2. Each sender calls `Sender.connect` with that address, while each receiving process
    calls `Address.open`. Wires that need a rendezvous perform it here.
 3. Any number of syncs follow. Each sends the buckets in the order of the specification,
@@ -42,6 +42,15 @@ Shards = Iterable[tuple[Slice, torch.Tensor]]
 
 
 @dataclass(frozen=True)
+class WireRoot:
+    """A rank of the actor that gathers buckets and broadcasts them."""
+
+    rank: int
+    host: str
+    """Address of its node."""
+
+
+@dataclass(frozen=True)
 class WireSpec:
     """Specification of a wire, the same for every sender and receiver."""
 
@@ -50,8 +59,9 @@ class WireSpec:
     """Number of processes that receive: all ranks of all rollout engines."""
     patience_s: float
     """Seconds that an endpoint waits for its peers before it fails."""
-    host: str = "127.0.0.1"
-    """Address of the node of the actor's rank 0."""
+    roots: tuple[WireRoot, ...] = (WireRoot(0, "127.0.0.1"),)
+    """The ranks that broadcast buckets, in turn: bucket i is that of root i modulo
+    their number. Other wires have no roots, or rank 0 alone."""
     folder: str = ""
     """Directory for the files of wires that use files."""
     delta: bool = False
@@ -108,7 +118,7 @@ class Sender(Protocol):
     """
 
     def offer(self) -> Address:
-        """Return the address at which this rank can be reached."""
+        """Return the address of the wire; only rank 0's is of use."""
 
     def connect(self, address: Address) -> None:
         """Prepare for `send`.
