@@ -44,7 +44,7 @@ _CARRIED = struct.Struct("=120xQQ")
 
 @dataclass(frozen=True)
 class _Setup:
-    """What all processes know."""
+    """Settings of a measurement, which all processes know."""
 
     folder: str
     """Folder in which they find each other."""

@@ -23,7 +23,7 @@ from verl_ray.profiling.progress import advance, waiting_for_others
 from verl_ray.weight_sync.fingerprint import Fingerprints
 from verl_ray.weight_sync.manifest import ALIGNMENT_BYTES, Bucket, Slice
 from verl_ray.weight_sync.transport import (
-    Place,
+    SlicePlace,
     Shards,
     Slots,
     packed_range,
@@ -44,7 +44,7 @@ def from_all_ranks(value: T) -> list[T]:
 
 @dataclass(frozen=True)
 class _Message:
-    """What one rank owns of a bucket, as it travels."""
+    """The slices of a bucket that one rank owns, as they travel."""
 
     owner: int
     """The rank that sends it."""
@@ -185,13 +185,13 @@ class GatheredSlots(Slots):
 
     # ----------------------------------------------------------------------------- plan
 
-    def _new_place(self, bucket: Bucket, part: Slice, packed_bytes: int) -> Place:
+    def _new_place(self, bucket: Bucket, part: Slice, packed_bytes: int) -> SlicePlace:
         in_slot = super()._new_place(bucket, part, packed_bytes)
         if not self._several_ranks or self.holds(bucket):
             return in_slot
         # What leaves this rank is packed where it is written.
         packed = _packed_view(self.flat(bucket), packed_bytes, in_slot.target)
-        return Place(part, packed, in_slot.packed_end)
+        return SlicePlace(part, packed, in_slot.packed_end)
 
     def _plan_messages(self, bucket: Bucket, own: Sequence[Slice]) -> list[_Message]:
         """Return the messages that this rank sends or receives. Collective."""

@@ -320,7 +320,7 @@ class KeptVersion:
 
 
 @dataclass(frozen=True)
-class Place:
+class SlicePlace:
     """A slice of a bucket, and where it is written in every sync."""
 
     part: Slice
@@ -335,7 +335,7 @@ class _FillPlan:
     """The places of one bucket's slices, in the order of their arrival."""
 
     bucket: Bucket
-    places: list[Place] = field(default_factory=list)
+    places: list[SlicePlace] = field(default_factory=list)
 
 
 class Slots:
@@ -404,7 +404,7 @@ class Slots:
         self._buffers.clear()
         self._plans.clear()
 
-    def _places(self, bucket: Bucket) -> list[Place]:
+    def _places(self, bucket: Bucket) -> list[SlicePlace]:
         """Return the places of the slices that were written last."""
         plan = self._plans.get(bucket.index)
         # Another bucket of the same number belongs to another plan of buckets.
@@ -413,7 +413,7 @@ class Slots:
             self._plans[bucket.index] = plan
         return plan.places
 
-    def _new_place(self, bucket: Bucket, part: Slice, packed_bytes: int) -> Place:
+    def _new_place(self, bucket: Bucket, part: Slice, packed_bytes: int) -> SlicePlace:
         """Return the place of a slice within the whole parameter.
 
         Args:
@@ -422,7 +422,7 @@ class Slots:
             packed_bytes: Bytes of the slices before it, packed.
         """
         target = slice_view(self.flat(bucket), bucket, part)
-        return Place(part, target, packed_range(packed_bytes, target).stop)
+        return SlicePlace(part, target, packed_range(packed_bytes, target).stop)
 
 
 def slice_view(flat: torch.Tensor, bucket: Bucket, part: Slice) -> torch.Tensor:
