@@ -23,8 +23,8 @@ from verl_ray.profiling.progress import advance, waiting_for_others
 from verl_ray.weight_sync.fingerprint import Fingerprints
 from verl_ray.weight_sync.manifest import ALIGNMENT_BYTES, Bucket, Slice
 from verl_ray.weight_sync.transport import (
-    SlicePlace,
     Shards,
+    SlicePlace,
     Slots,
     packed_range,
     slice_view,
