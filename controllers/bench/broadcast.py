@@ -211,7 +211,8 @@ def _send(setup: _Setup, rank: int) -> Syncs:
         for _ in range(setup.rounds):
             for roots in setup.roots:
                 dist.barrier()
-                syncs[roots].append(_watched(sync, roots))
+                # What a rank has sent counts once it has arrived.
+                syncs[roots].append(_watched(sync, roots, dist.barrier))
         for sender, _ in senders.values():
             sender.close()
     return syncs
@@ -262,12 +263,17 @@ def _receive(setup: _Setup, number: int) -> Syncs:
     return syncs
 
 
-def _watched(sync: Callable[[int], Fingerprints], roots: int) -> _Sync:
-    """Run a sync, and count its time and bytes."""
+def _watched(
+    sync: Callable[[int], Fingerprints],
+    roots: int,
+    settle: Callable[[], object] = lambda: None,
+) -> _Sync:
+    """Run a sync, and count its time and bytes; `settle` waits for the others."""
     sent_before, received_before = _carried_bytes()
     began = time.monotonic()
     fingerprints = sync(roots)
     ended = time.monotonic()
+    settle()
     sent, received = _carried_bytes()
     return _Sync(
         began, ended, sent - sent_before, received - received_before, fingerprints
