@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from controllers.bench.processes import PATIENCE_S, fork, joined
 from controllers.bench.suite import MIB, Flags, circumstances, print_json
@@ -120,7 +120,8 @@ def _measure(
     # The forks have these modules then.
     import verl_ray.weight_sync.broadcast  # noqa: F401
 
-    tasks = [(_send, setup, rank) for rank in range(setup.ranks)]
+    tasks: list[tuple[Callable[[_Setup, int], Syncs], _Setup, int]] = []
+    tasks += [(_send, setup, rank) for rank in range(setup.ranks)]
     tasks += [(_receive, setup, number) for number in range(setup.receivers)]
     of_processes: list[Syncs] = fork(_call, tasks)
     for roots in setup.roots:
@@ -183,7 +184,7 @@ def _send(setup: _Setup, rank: int) -> Syncs:
 
     choose_interfaces(_HOST)
     with joined(rank, setup.ranks, f"{setup.folder}/ranks") as device:
-        store = dist.FileStore(f"{setup.folder}/addresses")
+        store = _addresses(setup)
         senders: dict[int, tuple[BroadcastSender, Sequence[Bucket]]] = {}
         for roots in setup.roots:
             wire_spec = setup.wire_spec(roots)
@@ -229,12 +230,11 @@ def _rows(bucket: Bucket, start: int, rows: Tensor) -> Iterable[tuple[Slice, Ten
 def _receive(setup: _Setup, number: int) -> Syncs:
     """Receive as a rank of an engine, without loading."""
     import torch
-    import torch.distributed as dist
 
     from verl_ray.weight_sync.transport import Inbox, WireEndpoint
 
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{setup.folder}/addresses")
+    store = _addresses(setup)
     inboxes: dict[int, tuple[Inbox, Sequence[Bucket]]] = {}
     for roots in setup.roots:
         wire_spec = setup.wire_spec(roots)
@@ -261,6 +261,15 @@ def _receive(setup: _Setup, number: int) -> Syncs:
     for inbox, _ in inboxes.values():
         inbox.close()
     return syncs
+
+
+def _addresses(setup: _Setup) -> Any:
+    """Return the store in which rank 0 leaves the addresses of the wires."""
+    import torch.distributed as dist
+
+    return dist.FileStore(  # type: ignore[attr-defined]
+        f"{setup.folder}/addresses"
+    )
 
 
 def _watched(

@@ -283,7 +283,8 @@ def _packed_at(flat: torch.Tensor, views: Iterable[torch.Tensor]) -> int | None:
     first: int | None = None
     end = 0
     for view in views:
-        byte = view.storage_offset() * view.element_size() - flat.storage_offset()
+        byte = int(view.storage_offset()) * view.element_size()
+        byte -= int(flat.storage_offset())
         place = packed_range(end, view)
         if first is None:
             first = byte
