@@ -197,3 +197,21 @@ def test_a_rendezvous_ends_when_a_receiver_will_not_come() -> None:
         with pytest.raises(WeightSyncError, match="receiver 1 waited"):
             other.result(120)
     sender.close()
+
+
+def test_a_root_that_gives_up_is_named_and_the_group_of_the_other_is_closed() -> None:
+    first, listener = invite("127.0.0.1", receivers=1)
+    second, other_listener = invite("127.0.0.1", receivers=2)
+    endpoint = WireEndpoint(WireSpec(BUCKETS, 1, 60.0, roots=ROOTS), 0, CPU)
+    with ThreadPoolExecutor(2) as pool:
+        gathering = pool.submit(gather, first, listener, 60.0, "cpu")
+        opening = pool.submit(BroadcastAddress((first, second)).open, endpoint)
+        group = gathering.result(120)
+        with pytest.raises(WeightSyncError, match=rf"1\] did not connect to {second}"):
+            gather(second, other_listener, 1.0, "cpu")
+        with pytest.raises(WeightSyncError, match=rf"receiver 0 waited .* at {second}"):
+            opening.result(120)
+
+    with pytest.raises(WeightSyncError, match="or another member has exited"):
+        group.wait(group.broadcast(torch.zeros(1 << 20)))
+    group.close()
