@@ -39,8 +39,8 @@ from verl_ray.weight_sync.manifest import (
     cast_for_engine,
     plan_buckets,
 )
-from verl_ray.weight_sync.transport import Address, SendResult, WireSpec
-from verl_ray.weight_sync.wires import WireLayout, carrier_device
+from verl_ray.weight_sync.transport import Address, SendResult, WireRoot, WireSpec
+from verl_ray.weight_sync.wires import WireLayout, carrier_device, choose_roots
 from workers.actor import ActorWorker
 from workers.rollout import RolloutWorker
 
@@ -622,7 +622,10 @@ class WeightWire:
             self._buckets,
             receivers=num_ranks * self._config.tensor_parallel,
             patience_s=PEER_TIMEOUT_FRACTION * min(stall_limits),
-            host=actor_processes[0].address,
+            roots=tuple(
+                WireRoot(rank, actor_processes[rank].address)
+                for rank in choose_roots(sync.wire, wire_layout, len(self._buckets))
+            ),
             folder=sync.folder,
             delta=sync.delta,
             separate_adapter=self._separate_adapter,

@@ -24,6 +24,10 @@ SUITES = {
         "episodes of several turns, compared with the same turns drawn without an"
         " environment; and a thousand episodes at once"
     ),
+    "broadcast": (
+        "weights from several ranks to several receivers over gloo, by the number of"
+        " ranks that broadcast, with the bytes of each process"
+    ),
     "data": (
         "split, concatenate, select, put and get rows, compared with the memory"
         " bandwidth of the same minute"

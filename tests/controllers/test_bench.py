@@ -148,6 +148,26 @@ def test_step(tmp_path: Path) -> None:
     assert found["peak_memory_gib"] > 0 and found["start_to_first_step_s"] > 0
 
 
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_broadcast_counts_the_bytes_of_every_process() -> None:
+    found = measured(
+        "broadcast", "--ranks", "4", "--receivers", "2", "--roots", "1", "2",
+        "--mib", "16", "--bucket-mib", "4", "--repeats", "1",
+    )  # fmt: skip
+    alone, shared = found["1 roots"], found["2 roots"]
+    # Rank 0 sends all to both receivers; the others send it their quarter.
+    assert alone["sent_by_ranks"] == pytest.approx([2, 0.25, 0.25, 0.25], abs=0.02)
+    assert alone["received_by_ranks"] == pytest.approx([0.75, 0, 0, 0], abs=0.02)
+    # Two roots share that, and each sends its quarter of the other one's half.
+    assert shared["sent_by_ranks"] == pytest.approx([9 / 8, 1 / 4] * 2, abs=0.02)
+    assert shared["received_by_ranks"] == pytest.approx([3 / 8, 0] * 2, abs=0.02)
+    for figures in (alone, shared):
+        assert figures["received_by_receivers"] == pytest.approx([1, 1], abs=0.02)
+        assert figures["sent_by_receivers"] == pytest.approx([0, 0], abs=0.02)
+        assert figures["ns_per_byte"] > 0
+
+
 @pytest.mark.cluster
 @pytest.mark.vllm
 @pytest.mark.slow

@@ -205,6 +205,12 @@ def test_the_wire_is_open_where_weights_are_written_and_read() -> None:
             found.by_role["rollout"]["learn"].of("buffers") == mapped + 4 * 14 * 128
         )  # and the head, packed
 
+    # On a root the slices of other ranks arrive beside the slots.
+    two = ("actor.num_ranks=2", small)
+    for wire, buckets in (("shared_memory", 2), ("broadcast", 3)):
+        found = made(*two, f"rollout.sync.transport={wire}", on_gpus=False)
+        assert found.by_role["actor"]["learn"].of("buffers") == buckets << 20
+
 
 def test_what_was_published_is_kept_on_the_host_while_replicas_may_restart() -> None:
     """Beside the wire, in float32 as it was sent, a share on each rank."""

@@ -1,4 +1,4 @@
-"""A broadcast between real processes: two ranks send, two receive, then one dies."""
+"""A broadcast between real processes: three ranks send, two receive, then one dies."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +24,22 @@ from verl_ray.weight_sync.broadcast import (
     invite,
     join,
 )
-from verl_ray.weight_sync.fingerprint import EMPTY, Fingerprint
-from verl_ray.weight_sync.transport import Address, WireEndpoint, WireSpec
+from verl_ray.weight_sync.fingerprint import Fingerprint, Fingerprints
+from verl_ray.weight_sync.manifest import Bucket, Slice
+from verl_ray.weight_sync.transport import Address, WireEndpoint, WireRoot, WireSpec
 
-WIRE_SPEC = WireSpec(BUCKETS, receivers=2, patience_s=60)
+# Two ranks take turns with the buckets, and the last owns nothing.
+ROOTS = (WireRoot(0, "127.0.0.1"), WireRoot(1, "127.0.0.1"))
+WIRE_SPEC = WireSpec(BUCKETS, receivers=2, patience_s=60, roots=ROOTS)
+RANKS = 3
 SYNCS = 2
 
 
 def _send(rank: int, rendezvous: str, inbox: Any, outbox: Any) -> None:
-    """Send as a rank of the actor, which owns every second slice."""
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
-    for _ in range(2):  # the second time to other receivers
-        sender = BroadcastSender(WIRE_SPEC, rank, CPU)
+    """Send as a rank of the actor, which owns every second slice or nothing."""
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=RANKS)
+    for delta in (False, True):  # the second time to other receivers
+        sender = BroadcastSender(replace(WIRE_SPEC, delta=delta), rank, CPU)
         outbox.put(sender.offer())
         sender.connect(inbox.get())
         for step in range(SYNCS):
@@ -44,6 +49,11 @@ def _send(rank: int, rendezvous: str, inbox: Any, outbox: Any) -> None:
         sender.close()
 
 
+def _owned(bucket: Bucket, step: int, rank: int) -> list[tuple[Slice, torch.Tensor]]:
+    """The rows of two ranks; the third has none."""
+    return shards(bucket, made(step))[rank::2] if rank < 2 else []
+
+
 def _sync(
     sender: BroadcastSender, rank: int, step: int
 ) -> tuple[dict[str, Fingerprint], int, str | None]:
@@ -51,7 +61,7 @@ def _sync(
     nbytes = 0
     broken = None
     for bucket in BUCKETS:
-        sent = sender.send(bucket, shards(bucket, made(step))[rank::2], whole=True)
+        sent = sender.send(bucket, _owned(bucket, step, rank), whole=step == 0)
         fingerprints |= sent.fingerprints.by_name
         nbytes += sent.nbytes
         broken = broken or sent.broken
@@ -59,8 +69,9 @@ def _sync(
     return fingerprints, nbytes, broken
 
 
-def _receive(number: int, address: Address, outbox: Any) -> None:
-    receiver = address.open(WireEndpoint(WIRE_SPEC, number, CPU))
+def _receive(number: int, address: Address, delta: bool, outbox: Any) -> None:
+    wire_spec = replace(WIRE_SPEC, delta=delta)
+    receiver = address.open(WireEndpoint(wire_spec, number, CPU))
     for _ in range(SYNCS):
         outbox.put(
             {
@@ -84,7 +95,7 @@ def _receive(number: int, address: Address, outbox: Any) -> None:
 
 @pytest.mark.processes
 @pytest.mark.timeout(240)
-def test_slices_of_two_ranks_reach_two_processes_sync_after_sync_until_one_of_them_dies(
+def test_slices_of_ranks_reach_two_processes_sync_after_sync_until_one_of_them_dies(
     tmp_path: Path,
 ) -> None:
     context = multiprocessing.get_context(
@@ -93,7 +104,7 @@ def test_slices_of_two_ranks_reach_two_processes_sync_after_sync_until_one_of_th
     context.set_forkserver_preload(
         ["tests.weight_sync.endpoints", "verl_ray.weight_sync.broadcast"]
     )
-    inboxes, told = ([context.Queue() for _ in range(2)] for _ in range(2))
+    inboxes, told = ([context.Queue() for _ in range(RANKS)] for _ in range(2))
     rendezvous = f"file://{tmp_path}/meeting"
 
     def start(method: Any, *arguments: Any) -> Any:
@@ -102,44 +113,45 @@ def test_slices_of_two_ranks_reach_two_processes_sync_after_sync_until_one_of_th
         return process
 
     senders = [
-        start(_send, rank, rendezvous, inboxes[rank], told[rank]) for rank in range(2)
+        start(_send, rank, rendezvous, inboxes[rank], told[rank])
+        for rank in range(RANKS)
     ]
     addresses = []
-    for _ in range(2):
-        address, _ = (queue.get(timeout=100) for queue in told)
+    for delta in (False, True):
+        address, *_ = (queue.get(timeout=100) for queue in told)
         addresses.append(address)
         heard = [context.Queue() for _ in range(2)]
         receivers = [
-            start(_receive, number, address, heard[number]) for number in range(2)
+            start(_receive, number, address, delta, heard[number])
+            for number in range(2)
         ]
         for inbox in inboxes:
             inbox.put(address)
         for step in range(SYNCS):
-            (first, nbytes, broken), (second, none, _) = (
-                queue.get(timeout=100) for queue in told
-            )
-            sent = {
-                name: first.get(name, EMPTY) + second.get(name, EMPTY)
-                for name in first | second
-            }
+            results = [queue.get(timeout=100) for queue in told]
+            sent = sum((Fingerprints(part) for part, _, _ in results), Fingerprints())
             weights = made(step)
             expected = {
                 one.name: fingerprint(weights[one.name].to(getattr(torch, one.dtype)))
                 for one in MANIFEST.parameters
             }
-            assert sent == expected
+            assert sent.by_name == expected
             assert [queue.get(timeout=100) for queue in heard] == [expected, expected]
-            assert (nbytes, none, broken) == (
-                sum(bucket.nbytes for bucket in BUCKETS),
-                0,
-                None,
-            )
+            # Two layers and two layers; then one, a norm and a scale. All of them
+            # changed, so a delta has a header of two numbers and a count of each more.
+            first, second, third = 2048, 2048, 1024 + 64 + 64
+            headers = (8 * (4 + 5), 8 * 4, 0) if delta else (0, 0, 0)
+            of_ranks = (first + third, second, 0)
+            assert [(nbytes, broken) for _, nbytes, broken in results] == [
+                (sent_bytes + header, None)
+                for sent_bytes, header in zip(of_ranks, headers, strict=True)
+            ]
 
         receivers[1].join(60)
         assert receivers[1].exitcode == 9
         for inbox in inboxes:
             inbox.put(None)
-        (_, _, broken), (helped, _, _) = (queue.get(timeout=100) for queue in told)
+        (_, _, broken), (helped, _, _), _ = (queue.get(timeout=100) for queue in told)
         assert (
             "or another member has exited" in broken
         )  # and is no error: the ranks of the actor stay in step
@@ -169,11 +181,11 @@ def test_receivers_that_do_not_come_are_named() -> None:
 
 def test_a_rendezvous_ends_when_a_receiver_will_not_come() -> None:
     sender = BroadcastSender(
-        WireSpec(BUCKETS, 2, 3600.0), 0, CPU
-    )  # longer than anybody waits here
-    rendezvous = sender.offer().rendezvous
+        WireSpec(BUCKETS, 2, 3600.0, roots=ROOTS), 1, CPU
+    )  # longer than anybody waits here, and for the second root
+    (rendezvous,) = sender.offer().rendezvous
     with ThreadPoolExecutor(2) as pool:
-        sending = pool.submit(sender.connect, BroadcastAddress(rendezvous))
+        sending = pool.submit(sender.connect, BroadcastAddress((rendezvous,)))
         other = pool.submit(join, rendezvous, 1, 3600.0, "cpu")
         time.sleep(0.5)
         assert not sending.done() and not other.done()
@@ -185,3 +197,22 @@ def test_a_rendezvous_ends_when_a_receiver_will_not_come() -> None:
         with pytest.raises(WeightSyncError, match="receiver 1 waited"):
             other.result(120)
     sender.close()
+
+
+def test_a_root_that_gives_up_is_named_and_the_group_of_the_other_is_closed() -> None:
+    first, listener = invite("127.0.0.1", receivers=1)
+    second, other_listener = invite("127.0.0.1", receivers=2)
+    endpoint = WireEndpoint(WireSpec(BUCKETS, 1, 60.0, roots=ROOTS), 0, CPU)
+    with ThreadPoolExecutor(2) as pool:
+        gathering = pool.submit(gather, first, listener, 60.0, "cpu")
+        opening = pool.submit(BroadcastAddress((first, second)).open, endpoint)
+        group = gathering.result(120)
+        with pytest.raises(WeightSyncError, match=rf"1\] did not connect to {second}"):
+            gather(second, other_listener, 1.0, "cpu")
+        with pytest.raises(WeightSyncError, match=rf"receiver 0 waited .* at {second}"):
+            opening.result(120)
+
+    with pytest.raises(WeightSyncError, match="another member has exited") as caught:
+        group.wait(group.broadcast(torch.zeros(1 << 20)))
+    assert "timed out" not in str(caught.value)
+    group.close()

@@ -103,11 +103,10 @@ def test_the_place_of_slices_is_computed_once(address: SharedMemoryAddress) -> N
         (Slice("b", (4,), (3,)), torch.full((3,), 2.0)),
     ]
     slots.fill(BUCKET, halves)
-    first = list(slots._plans[0].targets)
+    first = list(slots._plans[0].places)
     slots.fill(BUCKET, halves)
-    assert all(
-        one is other for one, other in zip(first, slots._plans[0].targets, strict=True)
-    )
+    again = slots._plans[0].places
+    assert all(one is other for one, other in zip(first, again, strict=True))
     slots.fill(BUCKET, halves[::-1])  # in another order they go to the same places
     assert dict(slots.receive(BUCKET))["b"].tolist() == [1, 1, 1, 1, 2, 2, 2]
 

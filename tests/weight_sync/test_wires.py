@@ -26,7 +26,7 @@ from verl_ray.errors import WeightSyncError
 from verl_ray.rollout.scripted import ScriptedEngine
 from verl_ray.weight_sync.cuda_ipc import CudaIpcSender
 from verl_ray.weight_sync.transport import WireSpec
-from verl_ray.weight_sync.wires import WireLayout, carrier_device
+from verl_ray.weight_sync.wires import WireLayout, carrier_device, choose_roots
 
 WIRES: list[tuple[WireName, bool]] = [
     ("shared_memory", False), ("broadcast", False), ("broadcast", True), ("disk", False), ("disk", True),
@@ -188,3 +188,21 @@ def test_a_wire_joins_its_processes_or_is_refused() -> None:
         carrier_device("cuda_ipc", replace(ONE, gpus=True))
     with pytest.raises(WeightSyncError, match="the actor is not on a GPU"):
         CudaIpcSender(WireSpec(BUCKETS, 1, 1.0), 0, CPU)
+
+
+def test_roots_are_on_different_nodes_and_no_more_than_pay() -> None:
+    def roots(nodes: int, ranks_per_node: int, buckets: int = 12) -> tuple[int, ...]:
+        hosts = [f"node{i // ranks_per_node}" for i in range(nodes * ranks_per_node)]
+        layout = replace(TWO, actor_hosts=hosts)
+        assert choose_roots("disk", layout, buckets) == (0,)
+        host = choose_roots("host_broadcast", layout, buckets)
+        assert choose_roots("broadcast", layout, buckets) == host
+        return host
+
+    assert roots(1, 1) == (0,)
+    assert roots(1, 8) == (0, 4)
+    assert roots(1, 8, buckets=1) == (0,)
+    assert roots(2, 8) == (0, 8)
+    assert roots(3, 8) == (0, 8, 16)
+    assert roots(5, 8) == (0, 10, 20, 30)
+    assert roots(64, 8) == (0, 128, 256, 384)

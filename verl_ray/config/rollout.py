@@ -152,8 +152,9 @@ class SyncConfig(Section):
     the first bucket can be loaded, and few calls are made.
     """
     delta: bool
-    """After the first sync send only what changed, over a broadcast or disk; the
-    actor's rank 0 and every rollout rank keep a copy of the weights in host memory."""
+    """After the first sync send only what changed, over a broadcast or disk; the ranks
+    of the actor that send share a copy of the weights, and every rollout rank keeps
+    one, in host memory."""
     adapter: Literal["alone", "merged"] | Auto
     """How a LoRA adapter leaves the actor.
 

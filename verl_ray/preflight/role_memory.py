@@ -240,6 +240,10 @@ def _with_wire(
     wire = _endpoint_bytes(config, on_gpus=on_gpus)
     if not wire:
         return own
+    # Slices of other ranks arrive beside the slots, in a bucket's worth of memory.
+    sync = config.rollout.sync
+    if config.actor.num_ranks > 1 and sync.wire != "shared_memory":
+        wire += min(sent_bytes(config), sync.bucket_bytes)
     return replace(own, persistent={**own.persistent, "buffers": wire})
 
 

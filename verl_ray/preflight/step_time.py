@@ -260,7 +260,7 @@ def _publish_s(config: RolloutTaskConfig, links: Links) -> float:
     if wire == "disk":
         return sent / DISK_BYTES_PER_S + load
     if wire == "host_broadcast":
-        # Ranks reduce a bucket to the first one, which broadcasts it.
+        # Ranks send a bucket to its root, which broadcasts it.
         return max(2 * sent / HOST_BROADCAST_BYTES_PER_S, load)
     if wire == "cuda_ipc":
         return links.sum_s(sent, ranks)

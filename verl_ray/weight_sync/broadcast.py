@@ -1,14 +1,17 @@
-"""The wire between nodes: rank 0 of the actor broadcasts buckets to all receivers.
+"""The wire between nodes: ranks of the actor broadcast buckets to all receivers.
 
-Rank 0 gathers each bucket from the actor's ranks. Sending is asynchronous: `send`
-returns while the bucket travels, so the next one is gathered meanwhile. A receiver
-requests the next bucket before it loads the present one.
+These ranks, the roots, take turns: each gathers a bucket from the actor's ranks and
+broadcasts it in a process group of its own, whose other members are the receivers.
+Sending is asynchronous: `send` returns while the bucket travels, so the next root
+gathers the next one meanwhile. A receiver requests the next bucket before it waits for
+the present one, so two buckets travel at the same time, from different roots.
 
-Invariant: the group of a wire serves any number of syncs, and is closed by the first
-failure. The next group has another address. A group exists only once every endpoint
-has come, and no endpoint waits longer than the deadline; the error names the endpoints
-that did not connect. Has run over gloo only; over NCCL
-(`WireSpec.device_type` = "cuda") it is written but has not run on a GPU yet.
+Invariant: the groups of a wire serve any number of syncs, and each is closed by its
+first failure. The next ones have other addresses. A group exists only once every
+endpoint has come, and no endpoint waits longer than the deadline; the error names the
+endpoints that did not connect. Receivers enter the groups, and begin broadcasts, in the
+order of the roots and buckets, so no two wait for each other. Has run over gloo only;
+over NCCL (`WireSpec.device_type` = "cuda") it is written but has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -32,10 +35,10 @@ from verl_ray.errors import WeightSyncError
 from verl_ray.profiling.progress import waiting_for_others
 from verl_ray.weight_sync import SLOTS
 from verl_ray.weight_sync.delta import DeltaDecoder, DeltaEncoder, body_bytes
+from verl_ray.weight_sync.gathered_slots import GatheredSlots, from_all_ranks
 from verl_ray.weight_sync.manifest import Bucket
 from verl_ray.weight_sync.transport import (
     Address,
-    GatheredSlots,
     SendResult,
     Shards,
     Slots,
@@ -47,27 +50,33 @@ from verl_ray.weight_sync.transport import (
 
 @dataclass(frozen=True)
 class BroadcastAddress:
-    """The rendezvous of sender and receivers."""
+    """The rendezvous of each root with all receivers, in the order of the roots."""
 
-    rendezvous: WireRendezvous
+    rendezvous: tuple[WireRendezvous, ...]
 
     waits_for_peers: ClassVar[bool] = True
 
     def open(self, endpoint: WireEndpoint) -> BroadcastReceiver:
-        """Join the group; return when all endpoints have come."""
-        return BroadcastReceiver(self.rendezvous, endpoint)
+        """Join the groups; return when all endpoints have come."""
+        return BroadcastReceiver(self, endpoint)
 
 
 class BroadcastSender:
-    """The sending endpoint: rank 0 gathers buckets and broadcasts them."""
+    """The sending endpoint: roots gather buckets and broadcast them."""
 
     def __init__(self, wire_spec: WireSpec, rank: int, device: torch.device) -> None:
         """Allocate the slots."""
         self._wire_spec = wire_spec
-        self._rank = rank
         self._device = _carrier(wire_spec, device)
-        self._slots = GatheredSlots(_new_slots(wire_spec, self._device))
+        self._slots = GatheredSlots(
+            _new_slots(wire_spec, self._device),
+            roots=[root.rank for root in wire_spec.roots],
+        )
         self._encoder = DeltaEncoder() if wire_spec.delta else None
+
+        hosts = {root.rank: root.host for root in wire_spec.roots}
+        self._host = hosts.get(rank)
+        """Address of this root's node; None if this rank is no root."""
 
         self._rendezvous: WireRendezvous | None = None
         self._listener: socket.socket | None = None
@@ -79,17 +88,19 @@ class BroadcastSender:
         self._broken: str | None = None
 
     def offer(self) -> BroadcastAddress:
-        """Return the rendezvous; only rank 0's is of use."""
-        if self._rank == 0:
+        """Return the rendezvous of all roots. Collective."""
+        if self._host is not None:
             self._rendezvous, self._listener = invite(
-                self._wire_spec.host,
+                self._host,
                 self._wire_spec.receivers,
             )
-        return BroadcastAddress(self._rendezvous or WireRendezvous("", 0, 0, ""))
+        # Roots are chosen in the order of their ranks.
+        offered = from_all_ranks(self._rendezvous)
+        return BroadcastAddress(tuple(filter(None, offered)))
 
     def connect(self, address: Address) -> None:
-        """Wait for all receivers, on rank 0."""
-        if self._rank != 0:
+        """Wait for all receivers, on a root."""
+        if self._host is None:
             return
         assert self._rendezvous is not None and self._listener is not None, (
             "offer comes first"
@@ -107,13 +118,14 @@ class BroadcastSender:
         self._stop_waiting.set()
 
     def send(self, bucket: Bucket, shards: Shards, *, whole: bool) -> SendResult:
-        """Gather the bucket on rank 0, which begins to broadcast it."""
+        """Gather the bucket on its root, which begins to broadcast it."""
         # The slot is free once its last bucket has left.
         slot = bucket.index % SLOTS
         self._wait(slot)
         # Every rank takes part in this, also while the wire is broken.
         fingerprints = self._slots.gather(bucket, shards)
-        if self._group is None or self._broken is not None:
+        is_root = self._slots.holds(bucket)
+        if not is_root or self._group is None or self._broken is not None:
             return SendResult(fingerprints, broken=self._broken)
 
         flat = self._slots.flat(bucket)
@@ -169,12 +181,11 @@ class BroadcastSender:
 class BroadcastReceiver:
     """The receiving endpoint of a broadcast."""
 
-    def __init__(self, rendezvous: WireRendezvous, endpoint: WireEndpoint) -> None:
-        """Join the group; return when all endpoints have come.
+    def __init__(self, address: BroadcastAddress, endpoint: WireEndpoint) -> None:
+        """Join the group of every root; return when all endpoints have come.
 
         Raises:
-            WeightSyncError: The sender cannot be reached, or another receiver did not
-                come.
+            WeightSyncError: A root cannot be reached, or another receiver did not come.
         """
         wire_spec = endpoint.wire_spec
         self._wire_spec = wire_spec
@@ -191,15 +202,23 @@ class BroadcastReceiver:
 
         self._under_way: dict[int, Any] = {}
         """Broadcasts that this endpoint has joined and not waited for, by bucket."""
-        self._group = join(
-            rendezvous,
-            endpoint.receiver,
-            wire_spec.patience_s,
-            wire_spec.device_type,
-        )
+        self._groups: list[SyncGroup] = []
+        """The group of each root."""
+        try:
+            for rendezvous in address.rendezvous:
+                group = join(
+                    rendezvous,
+                    endpoint.receiver,
+                    wire_spec.patience_s,
+                    wire_spec.device_type,
+                )
+                self._groups.append(group)
+        except WeightSyncError:
+            self.close()
+            raise
 
     def receive(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
-        """Wait for the bucket, request the next one, and yield the parameters."""
+        """Request this bucket and the next, wait for it, and yield the parameters."""
         if self._decoder is not None:
             flat = self._receive_delta(self._decoder, bucket)
             yield from parameters_in(flat, bucket)
@@ -214,13 +233,15 @@ class BroadcastReceiver:
         work = self._under_way.pop(bucket.index, None)
         if work is None:
             work = self._begin_receive(bucket)
-        self._group.wait(work)
 
-        # The next bucket travels while this one is loaded.
+        # The next bucket travels at the same time, and while this one is loaded: its
+        # slot was released before this call.
         next_place = bucket.index + 1
         if next_place < len(self._wire_spec.buckets):
             next_bucket = self._wire_spec.buckets[next_place]
             self._under_way[next_bucket.index] = self._begin_receive(next_bucket)
+
+        self._group_of(bucket).wait(work)
         yield from self._slots.receive(bucket)
 
     def release(self) -> None:
@@ -229,35 +250,37 @@ class BroadcastReceiver:
             torch.cuda.current_stream(self._device).synchronize()
 
     def close(self) -> None:
-        """Close the group and free the slots."""
-        self._group.close()
+        """Close the groups and free the slots."""
+        for group in self._groups:
+            group.close()
         self._slots.close()
         self._under_way.clear()
 
+    def _group_of(self, bucket: Bucket) -> SyncGroup:
+        return self._groups[bucket.index % len(self._groups)]
+
     def _begin_receive(self, bucket: Bucket) -> Any:
         """Join the broadcast of a bucket into its slot."""
-        return self._group.broadcast(self._slots.flat(bucket))
+        return self._group_of(bucket).broadcast(self._slots.flat(bucket))
 
     def _receive_delta(self, decoder: DeltaDecoder, bucket: Bucket) -> torch.Tensor:
         """Receive a packed bucket, and return the bytes of the bucket."""
+        group = self._group_of(bucket)
         header = torch.empty(
             2 + len(bucket.entries),
             dtype=torch.int64,
             device=self._device,
         )
-        self._receive_now(header)
+        group.wait(group.broadcast(header))
         header = header.cpu()
 
         # The header says how long the body is.
         nbytes = body_bytes(bucket, header)
         body = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        self._receive_now(body)
+        # Where nothing changed, nothing follows the header.
+        if nbytes:
+            group.wait(group.broadcast(body))
         return decoder.unpack(bucket, header, body)
-
-    def _receive_now(self, tensor: torch.Tensor) -> None:
-        """Receive a tensor, and wait for it. An empty tensor is not sent."""
-        if tensor.numel():
-            self._group.wait(self._group.broadcast(tensor))
 
 
 def _carrier(wire_spec: WireSpec, device: torch.device) -> torch.device:
@@ -277,8 +300,8 @@ def _new_slots(wire_spec: WireSpec, device: torch.device) -> list[torch.Tensor]:
 
 # --------------------------------------------------------- rendezvous and process group
 
-# The group of a wire is independent of the groups that its processes already belong to.
-# Member 0 is the sender.
+# The groups of a wire are independent of those that its processes already belong to.
+# Member 0 of each is its root, the sender.
 
 _KEY = "run.stall_s"
 _POLL_S = 0.02
@@ -313,7 +336,7 @@ class WireRendezvous:
 
 
 class SyncGroup:
-    """The process group of one wire."""
+    """The process group of one root and all receivers."""
 
     def __init__(self, group: Any, store: Any, deadline: timedelta, name: str) -> None:
         """Take a group of torch.

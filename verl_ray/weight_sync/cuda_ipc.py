@@ -15,16 +15,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from verl_ray.errors import WeightSyncError
 from verl_ray.profiling.memory import exportable
 from verl_ray.weight_sync import SLOTS
+from verl_ray.weight_sync.gathered_slots import GatheredSlots, from_all_ranks
 from verl_ray.weight_sync.manifest import Bucket
 from verl_ray.weight_sync.transport import (
     Address,
-    GatheredSlots,
     SendResult,
     Shards,
     Slots,
@@ -118,18 +117,9 @@ class CudaIpcSender:
     def offer(self) -> CudaIpcAddress:
         """Return the handles of all ranks. Collective."""
         own_handles = tuple(_export(buffer) for buffer in self._buffers)
-        own = {_uuid(self._device): own_handles}
-
         # The ranks are on different GPUs; each receiver finds its own by the UUID.
-        handles_of_ranks: list[dict[str, tuple[Handle, ...]]] = [own]
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            handles_of_ranks = [{} for _ in range(dist.get_world_size())]
-            dist.all_gather_object(handles_of_ranks, own)
-
-        handles: dict[str, tuple[Handle, ...]] = {}
-        for handles_of_rank in handles_of_ranks:
-            handles |= handles_of_rank
-        return CudaIpcAddress(handles)
+        handles_of_ranks = from_all_ranks((_uuid(self._device), own_handles))
+        return CudaIpcAddress(dict(handles_of_ranks))
 
     def connect(self, address: Address) -> None:
         """Do nothing: receivers open the handles themselves."""

@@ -24,10 +24,10 @@ from verl_ray.disk import sync
 from verl_ray.errors import WeightSyncError
 from verl_ray.weight_sync import SLOTS
 from verl_ray.weight_sync.delta import DeltaDecoder, DeltaEncoder
+from verl_ray.weight_sync.gathered_slots import GatheredSlots
 from verl_ray.weight_sync.manifest import Bucket, Entry
 from verl_ray.weight_sync.transport import (
     Address,
-    GatheredSlots,
     SendResult,
     Shards,
     WireEndpoint,

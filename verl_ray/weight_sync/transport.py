@@ -4,7 +4,7 @@ what both ends keep.
 Order of the calls:
 
 1. Every rank of the actor makes a `Sender` from the same `WireSpec`. The address that
-   rank 0 offers is the address of the wire.
+   rank 0 offers is the address of the wire, with the places of all roots.
 2. Each sender calls `Sender.connect` with that address, while each receiving process
    calls `Address.open`. Wires that need a rendezvous perform it here.
 3. Any number of syncs follow. Each sends the buckets in the order of the specification,
@@ -27,7 +27,6 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 import torch
-import torch.distributed as dist
 
 from verl_ray.errors import WeightSyncError
 from verl_ray.profiling.progress import advance
@@ -43,6 +42,15 @@ Shards = Iterable[tuple[Slice, torch.Tensor]]
 
 
 @dataclass(frozen=True)
+class WireRoot:
+    """A rank of the actor that gathers buckets and broadcasts them."""
+
+    rank: int
+    host: str
+    """Address of its node."""
+
+
+@dataclass(frozen=True)
 class WireSpec:
     """Specification of a wire, the same for every sender and receiver."""
 
@@ -51,8 +59,9 @@ class WireSpec:
     """Number of processes that receive: all ranks of all rollout engines."""
     patience_s: float
     """Seconds that an endpoint waits for its peers before it fails."""
-    host: str = "127.0.0.1"
-    """Address of the node of the actor's rank 0."""
+    roots: tuple[WireRoot, ...] = (WireRoot(0, "127.0.0.1"),)
+    """The ranks that broadcast buckets, in turn: bucket i is that of root i modulo
+    their number. Other wires have no roots, or rank 0 alone."""
     folder: str = ""
     """Directory for the files of wires that use files."""
     delta: bool = False
@@ -109,7 +118,7 @@ class Sender(Protocol):
     """
 
     def offer(self) -> Address:
-        """Return the address at which this rank can be reached."""
+        """Return the address of the wire; only rank 0's is of use."""
 
     def connect(self, address: Address) -> None:
         """Prepare for `send`.
@@ -310,13 +319,23 @@ class KeptVersion:
 # -------------------------------------------------------------------------------- slots
 
 
-@dataclass
+@dataclass(frozen=True)
+class SlicePlace:
+    """A slice of a bucket, and where it is written in every sync."""
+
+    part: Slice
+    target: torch.Tensor
+    """The slice's memory in the slot, of the dtype in which it travels."""
+    packed_end: int
+    """Bytes of all slices up to this one, packed behind one another."""
+
+
+@dataclass(frozen=True)
 class _FillPlan:
-    """The slices of one bucket in the order of their arrival, with their places."""
+    """The places of one bucket's slices, in the order of their arrival."""
 
     bucket: Bucket
-    parts: list[Slice] = field(default_factory=list)
-    targets: list[torch.Tensor] = field(default_factory=list)
+    places: list[SlicePlace] = field(default_factory=list)
 
 
 class Slots:
@@ -349,27 +368,25 @@ class Slots:
             WeightSyncError: A slice is not part of this bucket, lies outside of its
                 parameter, or has no memory.
         """
-        # Another bucket of the same number belongs to another plan of buckets.
-        plan = self._plans.get(bucket.index)
-        if plan is None or plan.bucket is not bucket:
-            plan = _FillPlan(bucket)
-            self._plans[bucket.index] = plan
-
-        for place, (part, tensor) in enumerate(shards):
+        places = self._places(bucket)
+        count = 0
+        for part, tensor in shards:
             _check_slice(part, tensor)
 
             # From the first slice that differs from the last time, the plan is new.
-            if place == len(plan.parts) or plan.parts[place] != part:
-                del plan.parts[place:]
-                del plan.targets[place:]
-                plan.targets.append(self._target(bucket, part))
-                plan.parts.append(part)
+            if count == len(places) or places[count].part != part:
+                del places[count:]
+                packed_bytes = places[-1].packed_end if places else 0
+                places.append(self._new_place(bucket, part, packed_bytes))
 
             # The fingerprint is of what travels, so it is taken after the cast.
-            target = plan.targets[place]
+            target = places[count].target
             source = tensor.detach().to(target.dtype)
             self._accumulator.add(part.name, source, part, copy=target)
             advance(source.nbytes, "bytes")
+            count += 1
+
+        del places[count:]
         return self._accumulator.take()
 
     def receive(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
@@ -387,34 +404,66 @@ class Slots:
         self._buffers.clear()
         self._plans.clear()
 
-    def _target(self, bucket: Bucket, part: Slice) -> torch.Tensor:
-        """Return the view of the slot that a slice is written to."""
-        by_name = {entry.parameter.name: entry for entry in bucket.entries}
-        entry = by_name.get(part.name)
-        if entry is None:
-            raise WeightSyncError(
-                f"{part.name} was sent with bucket {bucket.index}, which does not"
-                " hold it"
-            )
+    def _places(self, bucket: Bucket) -> list[SlicePlace]:
+        """Return the places of the slices that were written last."""
+        plan = self._plans.get(bucket.index)
+        # Another bucket of the same number belongs to another plan of buckets.
+        if plan is None or plan.bucket is not bucket:
+            plan = _FillPlan(bucket)
+            self._plans[bucket.index] = plan
+        return plan.places
 
-        shape = entry.parameter.shape
-        stops = [
-            start + size for start, size in zip(part.start, part.shape, strict=True)
-        ]
-        is_inside = len(stops) == len(shape) and all(
-            stop <= size for stop, size in zip(stops, shape, strict=True)
-        )
-        if not is_inside:
-            raise WeightSyncError(
-                f"{part.name}: the slice {part.shape} at {part.start} of {shape} does"
-                " not exist"
-            )
+    def _new_place(self, bucket: Bucket, part: Slice, packed_bytes: int) -> SlicePlace:
+        """Return the place of a slice within the whole parameter.
 
-        # The fill plan keeps this view, so it is made once and not in every sync.
-        box = tuple(
-            slice(start, stop) for start, stop in zip(part.start, stops, strict=True)
+        Args:
+            bucket: The bucket.
+            part: The slice.
+            packed_bytes: Bytes of the slices before it, packed.
+        """
+        target = slice_view(self.flat(bucket), bucket, part)
+        return SlicePlace(part, target, packed_range(packed_bytes, target).stop)
+
+
+def slice_view(flat: torch.Tensor, bucket: Bucket, part: Slice) -> torch.Tensor:
+    """Return a slice of a parameter as a view of the bytes of its bucket.
+
+    Raises:
+        WeightSyncError: The slice is not part of this bucket, or lies outside of its
+            parameter.
+    """
+    by_name = {entry.parameter.name: entry for entry in bucket.entries}
+    entry = by_name.get(part.name)
+    if entry is None:
+        raise WeightSyncError(
+            f"{part.name} was sent with bucket {bucket.index}, which does not hold it"
         )
-        return parameter_view(self.flat(bucket), entry)[box]
+
+    shape = entry.parameter.shape
+    stops = [start + size for start, size in zip(part.start, part.shape, strict=True)]
+    is_inside = len(stops) == len(shape) and all(
+        stop <= size for stop, size in zip(stops, shape, strict=True)
+    )
+    if not is_inside:
+        raise WeightSyncError(
+            f"{part.name}: the slice {part.shape} at {part.start} of {shape} does not"
+            " exist"
+        )
+
+    box = tuple(
+        slice(start, stop) for start, stop in zip(part.start, stops, strict=True)
+    )
+    return parameter_view(flat, entry)[box]
+
+
+def packed_range(packed_bytes: int, content: torch.Tensor) -> range:
+    """Return the bytes that a tensor takes behind `packed_bytes` that are taken.
+
+    It begins at a multiple of the size of its elements.
+    """
+    size = content.element_size()
+    start = -(-packed_bytes // size) * size
+    return range(start, start + content.numel() * size)
 
 
 def _check_slice(part: Slice, tensor: torch.Tensor) -> None:
@@ -446,73 +495,3 @@ def parameter_view(flat: torch.Tensor, entry: Entry) -> torch.Tensor:
     nbytes = entry.parameter.numel * entry.dtype.itemsize
     content = flat[entry.offset : entry.offset + nbytes]
     return content.view(entry.dtype).view(entry.parameter.shape)
-
-
-class GatheredSlots(Slots):
-    """Slots with whole buckets, gathered from all ranks on rank 0 or on every rank.
-
-    The bits are those of the owners. Buckets that rank 0 owns alone are not
-    communicated.
-    """
-
-    def __init__(
-        self,
-        buffers: Sequence[torch.Tensor],
-        *,
-        everywhere: bool = False,
-    ) -> None:
-        """Use these buffers on this rank.
-
-        Args:
-            buffers: Buffers, uint8 [bytes], each as large as the largest bucket.
-            everywhere: Whether every rank gets the whole buckets, not only rank 0.
-        """
-        super().__init__(buffers)
-        self._everywhere = everywhere
-        self._needs_sum: dict[int, bool] = {}
-        """By index of the bucket: whether ranks other than 0 own parts of it."""
-
-        self._several_ranks = dist.is_initialized() and dist.get_world_size() > 1
-        self._rank = 0
-        if self._several_ranks:
-            self._rank = dist.get_rank()
-
-    def gather(self, bucket: Bucket, shards: Shards) -> Fingerprints:
-        """Fill the slot on every rank, then make the bucket whole. Collective.
-
-        Returns:
-            The fingerprints of this rank's slices.
-        """
-        flat = self.flat(bucket)
-        if not self._several_ranks:
-            return self.fill(bucket, shards)
-
-        # Bytes of all ranks are summed, so those of the other ranks must be 0 here.
-        if self._needs_sum.get(bucket.index, True):
-            flat.zero_()
-        written = self.fill(bucket, shards)
-
-        if bucket.index not in self._needs_sum:
-            # A tensor on the host: the gloo half of the process group carries it.
-            others_own = torch.tensor(int(self._rank > 0 and bool(written.by_name)))
-            dist.all_reduce(others_own, dist.ReduceOp.MAX)
-            self._needs_sum[bucket.index] = self._everywhere or bool(others_own)
-        if self._needs_sum[bucket.index]:
-            sum_bytes_over_ranks(flat, everywhere=self._everywhere)
-        return written
-
-
-def sum_bytes_over_ranks(flat: torch.Tensor, *, everywhere: bool = False) -> None:
-    """Sum the bytes of all ranks, in place. Collective.
-
-    Args:
-        flat: uint8 [a multiple of 8]; each byte is 0 on all ranks but one.
-        everywhere: Whether every rank gets the sum. Otherwise only rank 0 does, and on
-            the others the bytes have no meaning afterwards.
-    """
-    # Integers are exact: adding 0 leaves every bit of the owner's as it is.
-    words = flat.view(torch.int64)
-    if everywhere:
-        dist.all_reduce(words)
-    else:
-        dist.reduce(words, dst=0)

@@ -6,13 +6,14 @@ the key to change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from verl_ray.config.rollout import WireName
 from verl_ray.errors import WeightSyncError
+from verl_ray.weight_sync import SLOTS
 from verl_ray.weight_sync.broadcast import BroadcastSender
 from verl_ray.weight_sync.cuda_ipc import CudaIpcSender
 from verl_ray.weight_sync.disk import DiskSender
@@ -32,8 +33,8 @@ SENDERS: Mapping[WireName, Callable[[WireSpec, int, torch.device], Sender]] = {
 class WireLayout:
     """The nodes and devices of the processes that a wire joins."""
 
-    actor_hosts: Collection[str]
-    """Host name of every rank of the actor."""
+    actor_hosts: Sequence[str]
+    """Host name of every rank of the actor, by rank; they are numbered node by node."""
     rollout_hosts: Collection[str]
     """Host name of every rollout replica."""
     gpus: bool
@@ -68,3 +69,25 @@ def carrier_device(name: WireName, wire_layout: WireLayout) -> str:
     if name == "broadcast" and nccl_works:
         return "cuda"
     return "cpu"
+
+
+MOST_ROOTS = 4
+"""Most ranks that broadcast: every receiver is in a process group with each."""
+
+
+def choose_roots(
+    name: WireName, wire_layout: WireLayout, num_buckets: int
+) -> tuple[int, ...]:
+    """Return the ranks of the actor that broadcast buckets in turn, in ascending order.
+
+    There is one per node, on which it has a network card of its own, but at least as
+    many as buckets travel at the same time, and at most `MOST_ROOTS`. They are spread
+    evenly over the ranks, so they are on different nodes where there are enough.
+    """
+    if name not in ("broadcast", "host_broadcast"):
+        return (0,)
+
+    num_ranks = len(wire_layout.actor_hosts)
+    num_nodes = len(set(wire_layout.actor_hosts))
+    num_roots = min(max(num_nodes, SLOTS), MOST_ROOTS, num_ranks, num_buckets)
+    return tuple(number * num_ranks // num_roots for number in range(num_roots))

@@ -78,7 +78,7 @@ from verl_ray.weight_sync.manifest import (
     Slice,
     aligned_bytes,
 )
-from verl_ray.weight_sync.transport import parameter_view, sum_bytes_over_ranks
+from verl_ray.weight_sync.transport import parameter_view
 
 
 class MegatronEngine(PackedEngine):
@@ -570,9 +570,9 @@ def collect_whole(
             whole[box] = value
 
         # Slices do not overlap and all other bytes are 0, so adding up the bytes of all
-        # ranks reproduces every owner's bits.
+        # ranks reproduces every owner's bits. Integers are added exactly.
         if dist.is_initialized() and dist.get_world_size() > 1:
-            sum_bytes_over_ranks(flat)
+            dist.reduce(flat.view(torch.int64), dst=0)
 
         yield whole
 

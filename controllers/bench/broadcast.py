@@ -1,0 +1,330 @@
+"""`verl-ray bench broadcast`: weights from the ranks of an actor to receivers over
+gloo, by the number of ranks that broadcast them.
+
+Invariant: senders and receivers are those of a weight sync, each in a process of its
+own, and the fingerprints of both sides have to agree. There is neither a driver nor
+vLLM, so a figure is of the wire alone. The bytes of a process are those that TCP has
+carried for it, with what it passes on to others. In a round all numbers take turns.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from controllers.bench.processes import PATIENCE_S, fork, joined
+from controllers.bench.suite import MIB, Flags, circumstances, print_json
+from verl_ray.errors import VerlRayError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from verl_ray.weight_sync.fingerprint import Fingerprints
+    from verl_ray.weight_sync.manifest import Bucket, Slice
+    from verl_ray.weight_sync.transport import WireSpec
+
+_HOST = "127.0.0.1"
+_WIDTH = 1024
+_ADDRESS = "address of {} roots"
+
+# Offset of the bytes that were acknowledged, and of those that arrived, in tcp_info of
+# <linux/tcp.h>.
+_TCP_INFO_BYTES = 136
+_CARRIED = struct.Struct("=120xQQ")
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """Settings of a measurement, which all processes know."""
+
+    folder: str
+    """Folder in which they find each other."""
+    ranks: int
+    receivers: int
+    roots: Sequence[int]
+    """Numbers of roots that are compared."""
+    bytes: int
+    bucket_bytes: int
+    rounds: int
+
+    def wire_spec(self, roots: int) -> WireSpec:
+        """Return the wire with this number of roots, which are spread evenly."""
+        from verl_ray.weight_sync.manifest import Manifest, Parameter, plan_buckets
+        from verl_ray.weight_sync.transport import WireRoot, WireSpec
+
+        count = self.bytes // (2 * _WIDTH * _WIDTH)
+        parameters = [
+            Parameter(f"layers.{number}.weight", (_WIDTH, _WIDTH), "bfloat16")
+            for number in range(count)
+        ]
+        manifest = Manifest(tuple(parameters))
+        places = [number * self.ranks // roots for number in range(roots)]
+        return WireSpec(
+            plan_buckets(manifest, self.bucket_bytes),
+            receivers=self.receivers,
+            patience_s=PATIENCE_S,
+            roots=tuple(WireRoot(rank, _HOST) for rank in places),
+        )
+
+
+@dataclass(frozen=True)
+class _Sync:
+    """One weight sync in one process."""
+
+    began: float
+    """Time of the clock that all processes of a machine share, in seconds."""
+    ended: float
+    sent_bytes: int
+    received_bytes: int
+    fingerprints: Fingerprints
+
+
+Syncs = dict[int, list[_Sync]]
+"""The weight syncs of a process by the number of roots."""
+
+
+def main(argv: list[str]) -> int:
+    """Run the suite and print its figures; return the exit code, 0."""
+    options = _flags().parse_args(argv)
+    with TemporaryDirectory() as folder:
+        setup = _Setup(
+            folder=folder,
+            ranks=options.ranks,
+            receivers=options.receivers,
+            roots=options.roots,
+            bytes=options.mib * MIB,
+            bucket_bytes=options.bucket_mib * MIB,
+            rounds=options.repeats + 1,
+        )
+        figures = {
+            f"{roots} roots": _figures(setup, senders, receivers)
+            for roots, senders, receivers in _measure(setup)
+        }
+    print_json({"bytes": setup.bytes, **figures, **circumstances()})
+    return 0
+
+
+def _measure(
+    setup: _Setup,
+) -> Iterable[tuple[int, list[list[_Sync]], list[list[_Sync]]]]:
+    """Yield the syncs of each number of roots, by sending and receiving process."""
+    # The forks have these modules then.
+    import verl_ray.weight_sync.broadcast  # noqa: F401
+
+    tasks: list[tuple[Callable[[_Setup, int], Syncs], _Setup, int]] = []
+    tasks += [(_send, setup, rank) for rank in range(setup.ranks)]
+    tasks += [(_receive, setup, number) for number in range(setup.receivers)]
+    of_processes: list[Syncs] = fork(_call, tasks)
+    for roots in setup.roots:
+        syncs = [of_process[roots][1:] for of_process in of_processes]
+        yield roots, syncs[: setup.ranks], syncs[setup.ranks :]
+
+
+def _call(run: Callable[[_Setup, int], Syncs], setup: _Setup, number: int) -> Syncs:
+    return run(setup, number)
+
+
+def _figures(
+    setup: _Setup, senders: list[list[_Sync]], receivers: list[list[_Sync]]
+) -> dict[str, object]:
+    """Return the figures of one number of roots.
+
+    Raises:
+        VerlRayError: What arrived is not what was sent.
+    """
+    from verl_ray.weight_sync.fingerprint import Fingerprints
+
+    seconds: list[float] = []
+    for number, of_rank_zero in enumerate(senders[0]):
+        sent = sum((syncs[number].fingerprints for syncs in senders), Fingerprints())
+        for syncs in receivers:
+            if syncs[number].fingerprints.by_name != sent.by_name:
+                raise VerlRayError("what arrived is not what was sent")
+        seconds.append(max(syncs[number].ended for syncs in receivers))
+        seconds[-1] -= of_rank_zero.began
+
+    def shares(processes: list[list[_Sync]], name: str) -> list[float]:
+        """Return the bytes of each process, as a multiple of the weights' size."""
+        return [
+            round(median(getattr(sync, name) for sync in syncs) / setup.bytes, 2)
+            for syncs in processes
+        ]
+
+    return {
+        "median_s": round(median(seconds), 4),
+        "best_s": round(min(seconds), 4),
+        "ns_per_byte": round(1e9 * median(seconds) / setup.bytes, 3),
+        "sent_by_ranks": shares(senders, "sent_bytes"),
+        "received_by_ranks": shares(senders, "received_bytes"),
+        "sent_by_receivers": shares(receivers, "sent_bytes"),
+        "received_by_receivers": shares(receivers, "received_bytes"),
+    }
+
+
+# ------------------------------------------------------------------------ the processes
+
+
+def _send(setup: _Setup, rank: int) -> Syncs:
+    """Send as a rank of the actor, which owns some rows of every parameter."""
+    import torch
+    import torch.distributed as dist
+
+    from verl_ray.cluster.rendezvous import choose_interfaces
+    from verl_ray.weight_sync.broadcast import BroadcastSender
+    from verl_ray.weight_sync.fingerprint import Fingerprints
+
+    choose_interfaces(_HOST)
+    with joined(rank, setup.ranks, f"{setup.folder}/ranks") as device:
+        store = _addresses(setup)
+        senders: dict[int, tuple[BroadcastSender, Sequence[Bucket]]] = {}
+        for roots in setup.roots:
+            wire_spec = setup.wire_spec(roots)
+            sender = BroadcastSender(wire_spec, rank, device)
+            address = sender.offer()
+            if rank == 0:
+                store.set(_ADDRESS.format(roots), pickle.dumps(address).hex())
+            sender.connect(address)
+            senders[roots] = sender, wire_spec.buckets
+
+        torch.manual_seed(rank)
+        start, stop = (_WIDTH * (rank + end) // setup.ranks for end in (0, 1))
+        rows = torch.randn(stop - start, _WIDTH).bfloat16()
+
+        def sync(roots: int) -> Fingerprints:
+            sender, buckets = senders[roots]
+            fingerprints = Fingerprints()
+            for bucket in buckets:
+                slices = _rows(bucket, start, rows)
+                fingerprints += sender.send(bucket, slices, whole=True).fingerprints
+            sender.finish()
+            return fingerprints
+
+        syncs: Syncs = {roots: [] for roots in setup.roots}
+        for _ in range(setup.rounds):
+            for roots in setup.roots:
+                dist.barrier()
+                # What a rank has sent counts once it has arrived.
+                syncs[roots].append(_watched(sync, roots, dist.barrier))
+        for sender, _ in senders.values():
+            sender.close()
+    return syncs
+
+
+def _rows(bucket: Bucket, start: int, rows: Tensor) -> Iterable[tuple[Slice, Tensor]]:
+    """Yield these rows of every parameter of a bucket."""
+    from verl_ray.weight_sync.manifest import Slice
+
+    for name in bucket.names:
+        yield Slice(name, (start, 0), tuple(rows.shape)), rows
+
+
+def _receive(setup: _Setup, number: int) -> Syncs:
+    """Receive as a rank of an engine, without loading."""
+    import torch
+
+    from verl_ray.weight_sync.transport import Inbox, WireEndpoint
+
+    torch.set_num_threads(1)
+    store = _addresses(setup)
+    inboxes: dict[int, tuple[Inbox, Sequence[Bucket]]] = {}
+    for roots in setup.roots:
+        wire_spec = setup.wire_spec(roots)
+        address = pickle.loads(
+            bytes.fromhex(store.get(_ADDRESS.format(roots)).decode())
+        )
+        inbox = Inbox()
+        endpoint = WireEndpoint(wire_spec, number, torch.device("cpu"))
+        inbox.connect(address, endpoint)
+        inboxes[roots] = inbox, wire_spec.buckets
+
+    def sync(roots: int) -> Fingerprints:
+        inbox, buckets = inboxes[roots]
+        inbox.begin()
+        for bucket in buckets:
+            inbox.receive(bucket)
+            inbox.release()
+        return inbox.fingerprints
+
+    syncs: Syncs = {roots: [] for roots in setup.roots}
+    for _ in range(setup.rounds):
+        for roots in setup.roots:
+            syncs[roots].append(_watched(sync, roots))
+    for inbox, _ in inboxes.values():
+        inbox.close()
+    return syncs
+
+
+def _addresses(setup: _Setup) -> Any:
+    """Return the store in which rank 0 leaves the addresses of the wires."""
+    import torch.distributed as dist
+
+    return dist.FileStore(  # type: ignore[attr-defined]
+        f"{setup.folder}/addresses"
+    )
+
+
+def _watched(
+    sync: Callable[[int], Fingerprints],
+    roots: int,
+    settle: Callable[[], object] = lambda: None,
+) -> _Sync:
+    """Run a sync, and count its time and bytes; `settle` waits for the others."""
+    sent_before, received_before = _carried_bytes()
+    began = time.monotonic()
+    fingerprints = sync(roots)
+    ended = time.monotonic()
+    settle()
+    sent, received = _carried_bytes()
+    return _Sync(
+        began, ended, sent - sent_before, received - received_before, fingerprints
+    )
+
+
+def _carried_bytes() -> tuple[int, int]:
+    """Return the bytes that TCP has sent and received over this process's sockets."""
+    total_sent = 0
+    total_received = 0
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            is_socket = entry.readlink().name.startswith("socket:")
+        except FileNotFoundError:
+            # The folder that is listed was open itself.
+            continue
+        if not is_socket:
+            continue
+        with socket.socket(fileno=os.dup(int(entry.name))) as own:
+            if own.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        sent, received = _CARRIED.unpack_from(info)
+        total_sent += sent
+        total_received += received
+    return total_sent, total_received
+
+
+def _flags() -> Flags:
+    flags = Flags(
+        "broadcast",
+        "Time weight syncs over gloo from the ranks of an actor to the ranks of rollout"
+        " engines, and count the bytes of each process, by the number of ranks that"
+        " broadcast.",
+    )
+    flags.number("--ranks", 8, "ranks of the actor")
+    flags.number("--receivers", 4, "ranks of rollout engines")
+    about = "ranks that broadcast in turn, one or more numbers to compare (1 2 4)"
+    flags.add_argument(
+        "--roots", nargs="+", type=int, default=[1, 2, 4], metavar="N", help=about
+    )
+    flags.number("--mib", 256, "size of the weights, in bfloat16")
+    flags.number("--bucket-mib", 16, "size of a bucket")
+    flags.number("--repeats", 5, "weight syncs of each that count")
+    return flags
