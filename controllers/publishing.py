@@ -39,7 +39,7 @@ from verl_ray.weight_sync.manifest import (
     cast_for_engine,
     plan_buckets,
 )
-from verl_ray.weight_sync.transport import Address, SendResult, WireSpec
+from verl_ray.weight_sync.transport import SealedAddress, SendResult, WireSpec
 from verl_ray.weight_sync.wires import WireLayout, carrier_device
 from workers.actor import ActorWorker
 from workers.rollout import RolloutWorker
@@ -565,7 +565,7 @@ class WeightWire:
             raise WeightSyncError(failures[0])
 
     def _connect_receivers(
-        self, replicas: ReplicaGroups, address: Address, wire_spec: WireSpec
+        self, replicas: ReplicaGroups, address: SealedAddress, wire_spec: WireSpec
     ) -> list[Call[Any]]:
         calls: list[Call[Any]] = []
         first_receiver = 0

@@ -12,15 +12,16 @@ import functools
 import hashlib
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from verl_ray.weight_sync.manifest import Slice
 
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer dtype by size of an element in bytes."""
+# The driver compares fingerprints, and does without torch.
+if TYPE_CHECKING:
+    import torch
 
 _LANE_BYTES = 8
 _BLOCK_BYTES = 1 << 20
@@ -137,6 +138,8 @@ class FingerprintAccumulator:
 
     def take(self) -> Fingerprints:
         """Return the sum of each parameter's slices since the last call."""
+        import torch
+
         began = time.perf_counter()
 
         # The sums of all slices, one after another, in one transfer.
@@ -190,6 +193,8 @@ def _matrix_sums(lanes: torch.Tensor) -> list[torch.Tensor]:
     receiver and loader compute at the same time, and threads that must wait for each
     other take several times as long.
     """
+    import torch
+
     matrix = lanes.numpy()
     height, width = matrix.shape
     row_sums = np.empty(height, np.int64)
@@ -209,6 +214,8 @@ def _lanes(
     part: Slice | None,
 ) -> tuple[torch.Tensor, tuple[int, ...]]:
     """Return the bits as lanes, int64, and the global index of the first lane."""
+    import torch
+
     shape = tensor.shape or (1,)
     # Flattened in between, since the strides of dims of size 1 may be anything.
     bits = tensor.detach().contiguous().view(-1).view(shape)
@@ -218,7 +225,7 @@ def _lanes(
         start = part.start
 
     per_lane = _LANE_BYTES // bits.element_size()
-    bits = bits.view(BITS[bits.element_size()])
+    bits = bits.view(integer_dtype(bits.element_size()))
 
     # Zeros fill up the first and the last lane of every row.
     padding_before = start[-1] % per_lane
@@ -229,6 +236,14 @@ def _lanes(
         # Lanes must begin where the memory of the storage has them.
         bits = bits.clone()
     return bits.view(torch.int64), (*start[:-1], start[-1] // per_lane)
+
+
+@functools.cache
+def integer_dtype(nbytes: int) -> torch.dtype:
+    """Return the integer dtype whose elements have 1, 2, 4 or 8 bytes."""
+    import torch
+
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[nbytes]
 
 
 @functools.cache

@@ -21,13 +21,11 @@ come in the same order.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 
 from verl_ray.errors import WeightSyncError
 from verl_ray.profiling.progress import advance
@@ -38,7 +36,11 @@ from verl_ray.weight_sync.fingerprint import (
 )
 from verl_ray.weight_sync.manifest import Bucket, Entry, Slice
 
-Shards = Iterable[tuple[Slice, torch.Tensor]]
+# The driver hands on specifications and results, and does without torch.
+if TYPE_CHECKING:
+    import torch
+
+Shards = Iterable[tuple[Slice, "torch.Tensor"]]
 """Slices of parameters that a rank owns, each with its content."""
 
 
@@ -187,6 +189,26 @@ class Address(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class SealedAddress:
+    """An address on its way through the driver, which hands it on unread.
+
+    Its class is in the module of its wire, which imports torch.
+    """
+
+    content: bytes
+    """The pickled address."""
+
+    @classmethod
+    def of(cls, address: Address) -> SealedAddress:
+        """Seal an address."""
+        return cls(pickle.dumps(address))
+
+    def unsealed(self) -> Address:
+        """Return the address, and import the module of its wire."""
+        return cast(Address, pickle.loads(self.content))
+
+
 # ---------------------------------------------------------------- the receiving process
 
 
@@ -284,6 +306,8 @@ class KeptVersion:
 
     def keep(self, index: int, shards: Shards) -> Iterator[tuple[Slice, torch.Tensor]]:
         """Yield the slices of a bucket, and copy each one to the host."""
+        import torch
+
         older = self._slices.get(index, [])
         copies: list[tuple[Slice, torch.Tensor]] = []
 
@@ -468,6 +492,8 @@ class GatheredSlots(Slots):
             buffers: Buffers, uint8 [bytes], each as large as the largest bucket.
             everywhere: Whether every rank gets the whole buckets, not only rank 0.
         """
+        import torch.distributed as dist
+
         super().__init__(buffers)
         self._everywhere = everywhere
         self._needs_sum: dict[int, bool] = {}
@@ -484,6 +510,9 @@ class GatheredSlots(Slots):
         Returns:
             The fingerprints of this rank's slices.
         """
+        import torch
+        import torch.distributed as dist
+
         flat = self.flat(bucket)
         if not self._several_ranks:
             return self.fill(bucket, shards)
@@ -511,6 +540,9 @@ def sum_bytes_over_ranks(flat: torch.Tensor, *, everywhere: bool = False) -> Non
         everywhere: Whether every rank gets the sum. Otherwise only rank 0 does, and on
             the others the bytes have no meaning afterwards.
     """
+    import torch
+    import torch.distributed as dist
+
     # Integers are exact: adding 0 leaves every bit of the owner's as it is.
     words = flat.view(torch.int64)
     if everywhere:
