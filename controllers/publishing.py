@@ -39,7 +39,12 @@ from verl_ray.weight_sync.manifest import (
     cast_for_engine,
     plan_buckets,
 )
-from verl_ray.weight_sync.transport import Address, SendResult, WireRoot, WireSpec
+from verl_ray.weight_sync.transport import (
+    SealedAddress,
+    SendResult,
+    WireRoot,
+    WireSpec,
+)
 from verl_ray.weight_sync.wires import WireLayout, carrier_device, choose_roots
 from workers.actor import ActorWorker
 from workers.rollout import RolloutWorker
@@ -589,7 +594,7 @@ class WeightWire:
             raise WeightSyncError(failures[0])
 
     def _connect_receivers(
-        self, replicas: ReplicaGroups, address: Address, wire_spec: WireSpec
+        self, replicas: ReplicaGroups, address: SealedAddress, wire_spec: WireSpec
     ) -> list[Call[Any]]:
         calls: list[Call[Any]] = []
         first_receiver = 0

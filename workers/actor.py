@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from verl_ray.algorithms.credit import response_divergences, token_credit
 from verl_ray.algorithms.losses import TokenLoss
@@ -39,20 +38,19 @@ from verl_ray.data.stages import (
 )
 from verl_ray.engine.base import EngineSpec, LossAccumulator, LossReport
 from verl_ray.errors import WeightSyncError
-from verl_ray.models.export import probe_rows
 from verl_ray.ops.masked import Moments, whiten
 from verl_ray.ops.outputs import RequestedOutputs
 from verl_ray.rollout.engine_state import Probe
 from verl_ray.weight_sync.manifest import Manifest
 from verl_ray.weight_sync.transport import (
-    Address,
     KeptVersion,
+    SealedAddress,
     Sender,
     SendResult,
     Shards,
     WireSpec,
 )
-from verl_ray.weight_sync.wires import SENDERS
+from verl_ray.weight_sync.wires import sender_of
 from workers.model_worker import MiniBatch, ModelWorker, UpdateReport, loss_weights
 
 
@@ -91,6 +89,8 @@ class ActorWorker(ModelWorker):
 
         Only rows that are learned from count.
         """
+        import torch
+
         mask = rows.response_mask & credit.in_loss[rows.row_of_token]
         row_of_token = torch.from_numpy(rows.row_of_token[mask])
         means, maxima = compare_log_probs(
@@ -236,6 +236,8 @@ class ActorWorker(ModelWorker):
 
         Every rank has to call this. All of them but one return None.
         """
+        from verl_ray.models.export import probe_rows
+
         rows = probe_rows(self.engine.vocab_size, longest)
         log_probs = self.compute_log_probs(rows, 1.0).log_probs
         if not self.topology.returns_results or self.topology.dp_rank:
@@ -247,7 +249,7 @@ class ActorWorker(ModelWorker):
         log_probs_by_row = [values[1:] for values in np.split(log_probs, cuts)]
         return Probe(tuple(tokens_by_row), tuple(log_probs_by_row), tolerance)
 
-    def open_wire(self, name: WireName, wire_spec: WireSpec) -> Address:
+    def open_wire(self, name: WireName, wire_spec: WireSpec) -> SealedAddress:
         """Open this rank's endpoint of the wire that weights will travel over.
 
         The endpoint of an earlier call is closed.
@@ -255,13 +257,15 @@ class ActorWorker(ModelWorker):
         Returns:
             The address of the wire, for the receivers; only that of rank 0 counts.
         """
+        import torch
+
         self._close_wire()
         device = torch.device(self.context.device)
-        sender = SENDERS[name](wire_spec, self.context.rank, device)
+        sender = sender_of(name)(wire_spec, self.context.rank, device)
         self._wire = sender, wire_spec
-        return sender.offer()
+        return SealedAddress.of(sender.offer())
 
-    def connect_wire(self, address: Address) -> str | None:
+    def connect_wire(self, address: SealedAddress) -> str | None:
         """Connect to the receivers, which connect at the same time.
 
         Returns:
@@ -269,7 +273,7 @@ class ActorWorker(ModelWorker):
             receiver is no failure of this rank, so it is not raised.
         """
         try:
-            self._sender.connect(address)
+            self._sender.connect(address.unsealed())
         except WeightSyncError as error:
             return str(error)
         return None
@@ -288,6 +292,8 @@ class ActorWorker(ModelWorker):
                 may lack the last version.
             again: Whether to send what was sent last, instead of the present weights.
         """
+        import torch
+
         sender, wire_spec = self._current_wire
         bucket = wire_spec.buckets[index]
         # What never changes is not kept.

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 
 from verl_ray.algorithms.objectives import Objective
@@ -26,12 +24,14 @@ from verl_ray.data.buffer import VersionAges
 from verl_ray.data.stages import Credit, LogProbs, Rollouts, Rows, TrainingBatch
 from verl_ray.engine.base import EngineSpec, LossReport, StepReport
 from verl_ray.engine.build import build_engine
-from verl_ray.models.export import plain_outputs, probe_rows
 from verl_ray.ops.outputs import RequestedOutputs
 from verl_ray.profiling.flops import peak_flops_per_s, training_flops
 from verl_ray.profiling.memory import DeviceMemory, device_memory
 
+# The driver names the methods of workers, and does without torch.
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from verl_ray.checkpoint.sharded import BackgroundSave
     from verl_ray.checkpoint.snapshot_files import SnapshotNames
     from verl_ray.checkpoint.snapshots import RankSnapshots
@@ -80,6 +80,8 @@ class ModelWorker:
     """One rank of a role whose model an engine holds."""
 
     def __init__(self, context: WorkerContext, spec: EngineSpec) -> None:
+        import torch
+
         self.context = context
         device = torch.device(context.device)
         self.engine = build_engine(
@@ -149,6 +151,9 @@ class ModelWorker:
 
     def total(self, values: NDArray[Any]) -> NDArray[Any]:
         """Return the sum of an array over the rows of all ranks. Collective."""
+        import torch
+        import torch.distributed as dist
+
         # Peers with the same rows count them once.
         if not self.topology.returns_results:
             values = np.zeros_like(values)
@@ -173,6 +178,8 @@ class ModelWorker:
 
         The state is written as it is now, whatever the next calls change.
         """
+        import torch.distributed as dist
+
         from verl_ray.checkpoint.sharded import BackgroundSave
 
         # A separate group, since the ranks communicate about the save while they train.
@@ -265,6 +272,8 @@ class ModelWorker:
         Args:
             path: The directory that transformers loads.
         """
+        from verl_ray.models.export import plain_outputs, probe_rows
+
         rows = probe_rows(self.engine.vocab_size)
         is_policy = self.engine.head == "policy"
         outputs = self.engine.forward(

@@ -34,6 +34,7 @@ from verl_ray.data.stages import (
 )
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import EngineFailed, VerlRayError
+from verl_ray.ops.installed_torch import choose_vector_program
 from verl_ray.profiling.progress import touch
 from verl_ray.rollout.base import RolloutEngine
 from verl_ray.rollout.engine_state import EngineMemoryPart, Probe
@@ -42,7 +43,7 @@ from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling, row_se
 from verl_ray.rollout.server import PauseMode, RolloutServer, ServerHealth
 from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import Bucket, Manifest
-from verl_ray.weight_sync.transport import Address, WireSpec
+from verl_ray.weight_sync.transport import SealedAddress, WireSpec
 from workers.episodes import episode_requests, episode_rollouts
 
 if TYPE_CHECKING:
@@ -289,9 +290,10 @@ class RolloutWorker:
         self.server.run(lambda engine: engine.wake(part))
 
     def connect(
-        self, address: Address, wire_spec: WireSpec, first_receiver: int
+        self, sealed_address: SealedAddress, wire_spec: WireSpec, first_receiver: int
     ) -> None:
         """Connect to the actor, whose ranks connect at the same time."""
+        address = sealed_address.unsealed()
         self._waits_for_sender = address.waits_for_peers
         self.server.run(
             lambda engine: engine.connect(address, wire_spec, first_receiver),
@@ -495,6 +497,8 @@ def start_engine(
         device, context.threads, config.tensor_parallel, dtype=config.dtype
     )
     os.environ.update(variables)
+    # The process has not imported torch before, and vLLM computes as it starts.
+    choose_vector_program()
     return VllmEngine(
         model_path,
         config,

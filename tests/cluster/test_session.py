@@ -146,6 +146,14 @@ def test_the_session_tells_what_the_cluster_has(cluster: Session) -> None:
 
 
 @pytest.mark.cluster
+def test_an_own_cluster_has_no_service_that_nobody_uses(cluster: Session) -> None:
+    children = psutil.Process().children()
+    assert {"gcs_server", "raylet"} <= {child.name() for child in children}
+    programs = [Path(word).name for child in children for word in child.cmdline()]
+    assert not {"monitor.py", "log_monitor.py", "dashboard.py"} & set(programs)
+
+
+@pytest.mark.cluster
 def test_this_process_goes_first_where_workers_keep_all_cores_busy(
     cluster: Session,
 ) -> None:

@@ -105,6 +105,21 @@ def test_train_checks_first_and_imports_nothing_for_it() -> None:
 
 
 @pytest.mark.processes
+def test_a_driver_does_without_torch() -> None:
+    names = ["commands.train", "commands.evaluate"]
+    names += [f"trainers.{task}" for task in ("rl", "sft", "reward_model")]
+    code = (
+        f"import sys, {', '.join(f'controllers.{name}' for name in names)}\n"
+        "heavy = ('torch', 'transformers', 'vllm')\n"
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_command_with_a_message_after_its_clean_up(
     number: signal.Signals,

@@ -8,12 +8,14 @@ from torch.nn import parallel
 from torch.nn.attention import varlen
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from verl_ray.models import role_model
 from verl_ray.ops.installed_torch import ddp_without_buffers, varlen_attn_groups_heads
 from verl_ray.ops.log_probs import HeadOutputs
 from verl_ray.ops.outputs import Routing, TokenOutputs
 
 
 def test_torch_finds_the_tensors_in_outputs() -> None:
+    assert role_model.TokenOutputs is TokenOutputs
     numbers = [torch.full((2,), float(value), requires_grad=True) for value in range(4)]
     outputs = TokenOutputs(
         log_probs=numbers[0],

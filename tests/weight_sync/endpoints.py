@@ -19,7 +19,7 @@ from verl_ray.weight_sync.manifest import (
     plan_buckets,
 )
 from verl_ray.weight_sync.transport import Address, Sender, WireSpec
-from verl_ray.weight_sync.wires import SENDERS, WireName
+from verl_ray.weight_sync.wires import WireName, sender_of
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -104,7 +104,7 @@ def joined(
     wire_spec = WireSpec(
         BUCKETS, receivers, patience_s, folder=str(folder), delta=delta
     )
-    sender = SENDERS[name](wire_spec, 0, CPU)
+    sender = sender_of(name)(wire_spec, 0, CPU)
     address = sender.offer()
     engines = [ScriptedEngine(lambda _: []) for _ in range(receivers)]
     with ThreadPoolExecutor(receivers) as threads:

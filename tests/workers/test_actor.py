@@ -248,7 +248,7 @@ def send(actor: ActorWorker, version: int, *, kept: bool) -> dict[str, torch.Ten
     wire_spec = WireSpec(buckets, receivers=1, patience_s=60, keeps_version=True)
     replica = ScriptedEngine(lambda _: [])
     address = actor.open_wire("shared_memory", wire_spec)
-    replica.connect(address, wire_spec, 0)
+    replica.connect(address.unsealed(), wire_spec, 0)
     assert actor.connect_wire(address) is None
 
     replica.begin_update(manifest, version)

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from verl_ray.ops.kl import MAX_EXPONENT, k1, k3
 from verl_ray.ops.rows import row_lengths, row_sums
+
+# The driver makes metrics of the sums, and does without torch.
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MISMATCH_PREFIX = "mismatch/"
 """The beginning of names of the token means and maxima that `mismatch_metrics`
@@ -77,7 +79,7 @@ def compare_log_probs(
     trainer_mean = row_sums(log_probs, row) / length
     rollout_mean = row_sums(rollout_log_probs, row) / length
     of_rows = {
-        "count": torch.ones_like(length),
+        "count": length.new_ones(length.shape),
         "trainer_ppl": _clamped_exp(-trainer_mean),
         "rollout_ppl": _clamped_exp(-rollout_mean),
         "log_ppl_diff": rollout_mean - trainer_mean,
@@ -199,4 +201,4 @@ def _squared_less_one(log_ratio: Tensor) -> Tensor:
 
     expm1 has the digits near 0 that exp(x) - 1 would lose.
     """
-    return torch.expm1(2 * log_ratio.clamp(max=MAX_EXPONENT))
+    return (2 * log_ratio.clamp(max=MAX_EXPONENT)).expm1()

@@ -9,13 +9,15 @@ neither micro-batches nor ranks. It sees no values of rows that are not learned 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from verl_ray.algorithms.losses import TokenLoss, bradley_terry, value_loss
 from verl_ray.config.algorithm import ValueLossConfig
 from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
+
+# The driver makes objectives and sends them, and does without torch.
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _OUTPUTS = ("log_probs", "entropy", "greedy", "values", "scores")
 """The outputs of a model that losses read."""

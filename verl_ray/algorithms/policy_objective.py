@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from verl_ray.algorithms.catalogue import KL_ESTIMATORS
 from verl_ray.algorithms.coefficients import ENTROPY_PER_TOKEN
@@ -44,6 +42,10 @@ from verl_ray.ops.kl import with_gradient_of_k2
 from verl_ray.ops.order_statistics import Total
 from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
 from verl_ray.ops.rows import row_lengths, row_sums
+
+# The driver makes objectives and sends them, and does without torch.
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def _masked(values: Tensor, mask: Tensor | None) -> Tensor:
@@ -181,7 +183,7 @@ class PolicyObjective:
         if form == "three_policy" or not choice.has_ratio:
             loss = loss * (weights.weight / self.mean_weight)
         if self.normalises:
-            of_batch = torch.full_like(weights.weight, self.mean_weight)
+            of_batch = weights.weight.new_full(weights.weight.shape, self.mean_weight)
             metrics[f"{CORRECTION_PREFIX}{BATCH_MEAN}"] = of_batch
         corrected = TokenLoss(
             _masked(loss, weights.mask),
@@ -371,8 +373,7 @@ def mean_weight(
 
     It is the mean over the tokens that are learned from, or over the sequences if the
     ratio is one of sequences. A token that the kind of correction leaves out has the
-    weight 0 and counts; what rejections leave out besides changes nothing. Every rank
-    has to call this.
+    weight 0 and counts; what rejections leave out besides changes nothing. Collective.
 
     Weights that are divided by it have the mean 1, so that a correction changes which
     tokens count and not how much all of them do together.
@@ -391,6 +392,8 @@ def mean_weight(
     Raises:
         DataError: The old log-probs are missing.
     """
+    import torch
+
     if old is None:
         raise DataError(
             "algorithm.correction.normalise needs the log-probs of the policy before"

@@ -347,7 +347,7 @@ def _start_ray(cores: int | None, gpus: int | None, object_store_bytes: int) -> 
         # machine would come first.
         "worker_niceness": 0,
     }
-    with leaving_signals_to_driver():
+    with leaving_signals_to_driver(), without_services():
         return ray.init(
             address="local",
             num_cpus=cores,
@@ -543,6 +543,33 @@ def leaving_signals_to_driver() -> Iterator[None]:
     finally:
         services.ConsolePopen = popen
         ray._private.utils.set_sigterm_handler = set_handler
+
+
+_SERVICES = ("start_monitor", "start_api_server", "start_log_monitor")
+
+
+@contextlib.contextmanager
+def without_services() -> Iterator[None]:
+    """Let a cluster that starts within the block do without what nobody asks of it.
+
+    An autoscaler, the server behind Ray's dashboard, and a reader of logs are a Python
+    process each. Ray waits for the second before it starts the raylet. Without a
+    dashboard the server does nothing but to report usage, and no log is read where the
+    driver does not print them.
+    """
+    node = ray._private.node.Node
+    methods = {name: getattr(node, name) for name in _SERVICES}
+
+    for name in _SERVICES:
+        setattr(node, name, _start_nothing)
+    try:
+        yield
+    finally:
+        for name, method in methods.items():
+            setattr(node, name, method)
+
+
+def _start_nothing(node: Any, **settings: Any) -> None: ...
 
 
 class _Messages:

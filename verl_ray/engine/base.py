@@ -17,10 +17,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from verl_ray.algorithms.aggregation import weighted_sum
 from verl_ray.algorithms.losses import TokenLoss
 from verl_ray.algorithms.objectives import Objective
 from verl_ray.backends import Backend
@@ -31,8 +28,11 @@ from verl_ray.ops.outputs import RequestedOutputs
 from verl_ray.profiling.flops import ModelShape
 from verl_ray.weight_sync.manifest import Manifest, Slice
 
-# The driver describes engines but holds none, and importing models takes a second.
+# The driver describes engines but holds none, and importing torch and models takes
+# seconds.
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from verl_ray.models.role_model import HeadKind
 
 
@@ -297,6 +297,8 @@ class LossAccumulator:
                 does not count, whatever its values are.
             expert_load: Tokens routed to each expert, [layers, experts].
         """
+        from verl_ray.algorithms.aggregation import weighted_sum
+
         counted = weight != 0
 
         def total(values: Tensor) -> Tensor:
@@ -327,7 +329,7 @@ class LossAccumulator:
         for name, values in maxima.items():
             largest = values.detach().float().where(counted, 0.0).amax()
             if name in self._maxima:
-                largest = torch.maximum(self._maxima[name], largest)
+                largest = self._maxima[name].maximum(largest)
             self._maxima[name] = largest
 
     def report(self) -> LossReport:
@@ -336,6 +338,8 @@ class LossAccumulator:
         The report is empty if no micro-batch was added, which is the case on pipeline
         stages before the last.
         """
+        import torch
+
         if not self._sums:
             return LossReport()
 

@@ -8,12 +8,14 @@ first.
 from __future__ import annotations
 
 from collections.abc import Callable
-
-import torch
+from typing import TYPE_CHECKING
 
 from verl_ray.config.versions import INSTALL, missing_packages
 from verl_ray.engine.base import Engine, EngineSpec
 from verl_ray.errors import EngineError
+
+if TYPE_CHECKING:
+    import torch
 
 
 def build_engine(

@@ -31,6 +31,7 @@ from verl_ray.errors import ModelError
 from verl_ray.models import attention, lora
 from verl_ray.models.settings import FAMILIES, LANGUAGE_HEAD, VALUE_HEAD, WITH_EXPERTS
 from verl_ray.models.weights import TensorSource, fill, materialize, parameters_on_meta
+from verl_ray.ops.installed_torch import with_tensors_found
 from verl_ray.ops.log_probs import HeadOutputs, head_log_probs
 from verl_ray.ops.outputs import RequestedOutputs, Routing, TokenOutputs
 
@@ -38,6 +39,10 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 HeadKind = Literal["policy", "value"]
+
+# Where they are defined, torch is not imported yet.
+with_tensors_found(Routing)
+with_tensors_found(TokenOutputs)
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,11 @@ ranks, read these classes and no more.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from verl_ray.ops.installed_torch import with_tensors_found
+# The driver requests outputs, and does without torch.
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,6 @@ class RequestedOutputs:
     """Also return the routing of a model with experts."""
 
 
-@with_tensors_found
 @dataclass(frozen=True)
 class Routing:
     """A summary of what the routers of one forward pass decided."""
@@ -46,7 +46,6 @@ class Routing:
     """float32 [layers, experts]: number of tokens that were routed to each expert."""
 
 
-@with_tensors_found
 @dataclass(frozen=True)
 class TokenOutputs:
     """The outputs of a model for some packed rows. Outputs not requested are None.

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import torch
 
 from verl_ray.errors import WeightSyncError
-from verl_ray.weight_sync.fingerprint import BITS
+from verl_ray.weight_sync.fingerprint import integer_dtype
 from verl_ray.weight_sync.manifest import ALIGNMENT_BYTES, Bucket, Entry
 
 ALL = -1
@@ -220,7 +220,7 @@ def _sections(
         indices = body[position : position + index_bytes].view(_index_dtype(entry))
         position += _aligned(index_bytes)
 
-        value_dtype = BITS[entry.dtype.itemsize]
+        value_dtype = integer_dtype(entry.dtype.itemsize)
         values = body[position : position + value_bytes].view(value_dtype)
         position += _aligned(value_bytes)
 
@@ -249,4 +249,4 @@ def _bits(flat: torch.Tensor, entry: Entry) -> torch.Tensor:
     """Return the elements of a parameter as integers, flat, as a view of the bucket."""
     nbytes = entry.parameter.numel * entry.dtype.itemsize
     content = flat[entry.offset : entry.offset + nbytes]
-    return content.view(BITS[entry.dtype.itemsize])
+    return content.view(integer_dtype(entry.dtype.itemsize))

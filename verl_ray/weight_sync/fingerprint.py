@@ -13,15 +13,16 @@ import hashlib
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from verl_ray.weight_sync.manifest import Slice
 
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer dtype by size of an element in bytes."""
+# The driver compares fingerprints, and does without torch.
+if TYPE_CHECKING:
+    import torch
 
 _LANE_BYTES = 8
 _BLOCK_BYTES = 1 << 20
@@ -153,6 +154,8 @@ class FingerprintAccumulator:
 
     def take(self) -> Fingerprints:
         """Return the sum of each parameter's slices since the last call."""
+        import torch
+
         began = time.perf_counter()
 
         # The sums of all slices, one after another, in one transfer.
@@ -219,6 +222,8 @@ def _matrix_sums(lanes: torch.Tensor, copy: torch.Tensor | None) -> list[torch.T
     sender, receiver and loader compute at the same time, and threads that must wait for
     each other take several times as long.
     """
+    import torch
+
     matrix = lanes.numpy()
     target = None if copy is None else copy.numpy()
     height, width = matrix.shape
@@ -241,6 +246,8 @@ def _lanes(
     part: Slice | None,
 ) -> tuple[torch.Tensor, tuple[int, ...]]:
     """Return the bits as lanes, int64, and the global index of the first lane."""
+    import torch
+
     shape = tensor.shape or (1,)
     # Flattened in between, since the strides of dims of size 1 may be anything.
     bits = tensor.detach().contiguous().view(-1).view(shape)
@@ -250,7 +257,7 @@ def _lanes(
         start = part.start
 
     per_lane = _LANE_BYTES // bits.element_size()
-    bits = bits.view(BITS[bits.element_size()])
+    bits = bits.view(integer_dtype(bits.element_size()))
 
     # Zeros fill up the first and the last lane of every row.
     padding_before = start[-1] % per_lane
@@ -269,6 +276,14 @@ def _lanes_in_place(tensor: torch.Tensor, part: Slice | None) -> torch.Tensor | 
         return None
     lanes, _ = _lanes(tensor, part)
     return lanes if lanes.data_ptr() == tensor.data_ptr() else None
+
+
+@functools.cache
+def integer_dtype(nbytes: int) -> torch.dtype:
+    """Return the integer dtype whose elements have 1, 2, 4 or 8 bytes."""
+    import torch
+
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[nbytes]
 
 
 @functools.cache

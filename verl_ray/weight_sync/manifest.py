@@ -12,10 +12,17 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import torch
+# The driver plans buckets, and does without torch.
+if TYPE_CHECKING:
+    import torch
+
+_BITS = re.compile(r"\d+")
+"""The size of an element in the name of its dtype, as in bfloat16 or float8_e4m3fn."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +137,8 @@ class Bucket:
 
 def torch_dtype(parameter: Parameter) -> torch.dtype:
     """Return the torch dtype of a parameter as it travels."""
+    import torch
+
     dtype: torch.dtype = getattr(torch, parameter.dtype)
     return dtype
 
@@ -197,5 +206,7 @@ def _block_of(parameter: Parameter) -> str:
 
 def aligned_bytes(parameter: Parameter) -> int:
     """Return the bytes that a parameter takes in a bucket."""
-    nbytes = parameter.numel * torch_dtype(parameter).itemsize
+    bits = _BITS.search(parameter.dtype)
+    assert bits is not None, f"{parameter.name} has the dtype {parameter.dtype}"
+    nbytes = parameter.numel * int(bits[0]) // 8
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -21,12 +21,11 @@ come in the same order.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
-
-import torch
+from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 
 from verl_ray.errors import WeightSyncError
 from verl_ray.profiling.progress import advance
@@ -37,7 +36,11 @@ from verl_ray.weight_sync.fingerprint import (
 )
 from verl_ray.weight_sync.manifest import Bucket, Entry, Slice
 
-Shards = Iterable[tuple[Slice, torch.Tensor]]
+# The driver hands on specifications and results, and does without torch.
+if TYPE_CHECKING:
+    import torch
+
+Shards = Iterable[tuple[Slice, "torch.Tensor"]]
 """Slices of parameters that a rank owns, each with its content."""
 
 
@@ -196,6 +199,26 @@ class Address(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class SealedAddress:
+    """An address on its way through the driver, which hands it on unread.
+
+    Its class is in the module of its wire, which imports torch.
+    """
+
+    content: bytes
+    """The pickled address."""
+
+    @classmethod
+    def of(cls, address: Address) -> SealedAddress:
+        """Seal an address."""
+        return cls(pickle.dumps(address))
+
+    def unsealed(self) -> Address:
+        """Return the address, and import the module of its wire."""
+        return cast(Address, pickle.loads(self.content))
+
+
 # ---------------------------------------------------------------- the receiving process
 
 
@@ -293,6 +316,8 @@ class KeptVersion:
 
     def keep(self, index: int, shards: Shards) -> Iterator[tuple[Slice, torch.Tensor]]:
         """Yield the slices of a bucket, and copy each one to the host."""
+        import torch
+
         older = self._slices.get(index, [])
         copies: list[tuple[Slice, torch.Tensor]] = []
 

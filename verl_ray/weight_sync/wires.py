@@ -6,27 +6,42 @@ the key to change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from verl_ray.config.rollout import WireName
 from verl_ray.errors import WeightSyncError
 from verl_ray.weight_sync import SLOTS
-from verl_ray.weight_sync.broadcast import BroadcastSender
-from verl_ray.weight_sync.cuda_ipc import CudaIpcSender
-from verl_ray.weight_sync.disk import DiskSender
-from verl_ray.weight_sync.shared_memory import SharedMemorySender
 from verl_ray.weight_sync.transport import Sender, WireSpec
 
-SENDERS: Mapping[WireName, Callable[[WireSpec, int, torch.device], Sender]] = {
-    "shared_memory": SharedMemorySender,
-    "cuda_ipc": CudaIpcSender,
-    "broadcast": BroadcastSender,
-    "host_broadcast": BroadcastSender,
-    "disk": DiskSender,
-}
+# The driver chooses the device of a wire, and does without torch.
+if TYPE_CHECKING:
+    import torch
+
+OpenSender = Callable[[WireSpec, int, "torch.device"], Sender]
+"""Makes a sender of a wire's specification, a rank of the actor and its device."""
+
+
+def sender_of(name: WireName) -> OpenSender:
+    """Return the sender of a wire, whose module is imported here."""
+    match name:
+        case "shared_memory":
+            from verl_ray.weight_sync.shared_memory import SharedMemorySender
+
+            return SharedMemorySender
+        case "cuda_ipc":
+            from verl_ray.weight_sync.cuda_ipc import CudaIpcSender
+
+            return CudaIpcSender
+        case "broadcast" | "host_broadcast":
+            from verl_ray.weight_sync.broadcast import BroadcastSender
+
+            return BroadcastSender
+        case "disk":
+            from verl_ray.weight_sync.disk import DiskSender
+
+            return DiskSender
 
 
 @dataclass(frozen=True)

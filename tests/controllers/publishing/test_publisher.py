@@ -279,8 +279,9 @@ def test_a_byte_that_changed_on_the_wire_is_found_and_nothing_generates(
     (told,) = actor.broadcast(ActorWorker.send, 0, True, False).result()
     victim = bucket.entries[3]
     name = re.escape(victim.parameter.name)
-    assert isinstance(address, SharedMemoryAddress)
-    with Path(address.paths[0]).open("r+b") as wire:
+    files = address.unsealed()
+    assert isinstance(files, SharedMemoryAddress)
+    with Path(files.paths[0]).open("r+b") as wire:
         wire.seek(victim.offset)
         byte = wire.read(1)
         wire.seek(victim.offset)
