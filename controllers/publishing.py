@@ -184,22 +184,9 @@ class Publisher:
 
         cleared = time.perf_counter()
         sent = self._send_buckets(version, receivers, again=again)
-        commit_calls = receivers.broadcast(
-            RolloutWorker.commit, sent.fingerprints, verifies
+        commit_calls, probe_call, verify_calls = self._commit(
+            sent, version, receivers, verifies=verifies
         )
-        # `catch_up` needs the probe later, when an actor that is offloaded, or learns,
-        # cannot make one.
-        probe_call = None
-        if verifies or self._keeps_version or self._device_sharing.offloads_actor:
-            probe_call = self._verification.request_probe(version)
-
-        verify_calls: list[Call[Any]] = []
-        if verifies and self._device_sharing.moves_nothing:
-            # No memory is needed that somebody still holds, so the proof follows the
-            # commit without the driver.
-            self._verification.store_probe(version, probe_call, receivers)
-            verify_calls = self._begin_to_verify(version, receivers)
-        receivers.wait([*sent.calls, *commit_calls])
         # The actor does this after its probe, and nobody needs it yet.
         finish_call = self._wire.finish()
 
@@ -267,6 +254,38 @@ class Publisher:
                 raise
             sent.add(result, receivers.broadcast(RolloutWorker.receive, bucket))
         return sent
+
+    def _commit(
+        self,
+        sent: _SentBuckets,
+        version: int,
+        receivers: Receivers,
+        *,
+        verifies: bool,
+    ) -> tuple[list[Call[Any]], ProbeCall | None, list[Call[Any]]]:
+        """Let every replica commit what was sent, and return when all have.
+
+        Returns:
+            The calls that commit, that of the actor's probe, and those that verify if
+            they have begun.
+        """
+        commit_calls = receivers.broadcast(
+            RolloutWorker.commit, sent.fingerprints, verifies
+        )
+        # `catch_up` needs the probe later, when an actor that is offloaded, or learns,
+        # cannot make one.
+        probe_call = None
+        if verifies or self._keeps_version or self._device_sharing.offloads_actor:
+            probe_call = self._verification.request_probe(version)
+
+        verify_calls: list[Call[Any]] = []
+        if verifies and self._device_sharing.moves_nothing:
+            # No memory is needed that somebody still holds, so the proof follows the
+            # commit without the driver.
+            self._verification.store_probe(version, probe_call, receivers)
+            verify_calls = self._begin_to_verify(version, receivers)
+        receivers.wait([*sent.calls, *commit_calls])
+        return commit_calls, probe_call, verify_calls
 
     def _begin_to_verify(self, version: int, receivers: Receivers) -> list[Call[Any]]:
         """Let every replica verify the version by the actor's probe."""
