@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.vllm_process import ready_for_vllm
+from tests.weight_sync.fingerprints import EMPTY
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.config.roles import LoraConfig
 from verl_ray.config.rollout import RolloutConfig
@@ -23,7 +24,7 @@ from verl_ray.rollout import vllm_engine
 from verl_ray.rollout.base import RolloutEngine
 from verl_ray.rollout.vllm_core import engine_config
 from verl_ray.rollout.vllm_engine import VllmEngine
-from verl_ray.weight_sync.fingerprint import EMPTY, Fingerprint
+from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice, plan_buckets
 from verl_ray.weight_sync.shared_memory import create, map_slots, remove
 from verl_ray.weight_sync.transport import WireSpec

@@ -1,4 +1,4 @@
-"""The fingerprint of one tensor."""
+"""The fingerprint of one tensor, and that of nothing."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import torch
 
 from verl_ray.weight_sync.fingerprint import Fingerprint, FingerprintAccumulator
 from verl_ray.weight_sync.manifest import Slice
+
+EMPTY = Fingerprint((0,) * 16, 0)
 
 
 def fingerprint(tensor: torch.Tensor, part: Slice | None = None) -> Fingerprint:

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.weight_sync.fingerprints import fingerprint
-from verl_ray.weight_sync.fingerprint import EMPTY, Fingerprint
+from tests.weight_sync.fingerprints import EMPTY, fingerprint
+from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import Slice
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8]

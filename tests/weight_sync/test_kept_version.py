@@ -16,7 +16,8 @@ from tests.weight_sync.endpoints import (
     made,
     shards,
 )
-from verl_ray.weight_sync.fingerprint import EMPTY, Fingerprint
+from tests.weight_sync.fingerprints import EMPTY
+from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import Slice
 from verl_ray.weight_sync.transport import KeptVersion
 

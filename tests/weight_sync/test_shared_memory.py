@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.weight_sync.fingerprints import fingerprint
+from tests.weight_sync.fingerprints import EMPTY, fingerprint
 from verl_ray.errors import WeightSyncError
 from verl_ray.ownership import SHARED_FOLDER
-from verl_ray.weight_sync.fingerprint import EMPTY, Fingerprint
+from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice, plan_buckets
 from verl_ray.weight_sync.shared_memory import (
     SharedMemoryAddress,

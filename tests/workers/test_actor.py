@@ -14,6 +14,7 @@ from tests.algorithms.test_objectives import algorithm
 from tests.corrections import NO_CORRECTION
 from tests.engine.inputs import ENGINE, OPTIMIZER
 from tests.rows import rollouts_of
+from tests.weight_sync.fingerprints import EMPTY
 from verl_ray.algorithms.objectives import ValueObjective
 from verl_ray.algorithms.policy_objective import PolicyObjective
 from verl_ray.backends.engine import EngineBackend
@@ -28,7 +29,7 @@ from verl_ray.engine.base import EngineSpec
 from verl_ray.errors import DataError
 from verl_ray.models.tiny import make_tiny
 from verl_ray.rollout.scripted import ScriptedEngine
-from verl_ray.weight_sync.fingerprint import EMPTY, Fingerprint
+from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import plan_buckets
 from verl_ray.weight_sync.transport import WireSpec
 from workers.actor import ActorWorker

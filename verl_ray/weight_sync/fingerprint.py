@@ -47,9 +47,6 @@ class Fingerprint:
         return Fingerprint(totals, self.numel + other.numel)
 
 
-EMPTY = Fingerprint((0,) * len(_SHIFTS), 0)
-
-
 @dataclass(frozen=True)
 class Fingerprints:
     """The fingerprints of several parameters, and the time that they took."""
