@@ -9,9 +9,12 @@ those of the last sync (another incarnation, other replicas) or that sync did no
 finish.
 
 Bucket i + 1 is sent while bucket i is loaded; a slot is filled again only after all
-replicas have received it. Where rollout engines share the trainers' GPUs, the
-engines' weights wake after all offloadable training state except the actor's weights
-has left the GPU. Their KV cache wakes after the actor's weights have left, too.
+replicas have received it. Over a wire that announces buckets, the calls that send and
+receive one are made at once, and the driver stands between no two of them.
+
+Where rollout engines share the trainers' GPUs, the engines' weights wake after all
+offloadable training state except the actor's weights has left the GPU. Their KV cache
+wakes after the actor's weights have left, too.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from verl_ray.config.section import resolved
 from verl_ray.errors import VerlRayError, WeightSyncError, worker_error_of
 from verl_ray.rollout.engine_state import Probe
 from verl_ray.weight_sync import SLOTS
-from verl_ray.weight_sync.fingerprint import Fingerprint, Fingerprints
+from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import (
     Bucket,
     Manifest,
@@ -45,9 +48,17 @@ from verl_ray.weight_sync.transport import (
     WireRoot,
     WireSpec,
 )
-from verl_ray.weight_sync.wires import WireLayout, carrier_device, choose_roots
+from verl_ray.weight_sync.wires import (
+    WireLayout,
+    announces_buckets,
+    carrier_device,
+    choose_roots,
+)
 from workers.actor import ActorWorker
 from workers.rollout import RolloutWorker
+
+SendCall = Call[list[SendResult]]
+"""A call of the actor's ranks that sends a bucket."""
 
 
 @dataclass
@@ -60,6 +71,7 @@ class _SentBuckets:
         changed: Elements that differ from what was sent before.
         fingerprint_s: Seconds that the sender's fingerprints took.
         opening_calls: Calls that wake the replicas' weights and open their updates.
+        send_calls: The calls that send the last buckets, in order, and are not added.
         receive_calls: For each bucket, the calls that receive it.
     """
 
@@ -68,23 +80,23 @@ class _SentBuckets:
     changed: int = 0
     fingerprint_s: float = 0.0
     opening_calls: list[Call[Any]] = field(default_factory=list)
+    send_calls: list[SendCall] = field(default_factory=list)
     receive_calls: list[list[Call[Any]]] = field(default_factory=list)
 
     @property
     def calls(self) -> list[Call[Any]]:
-        """All calls, in an order in which the first failure causes the others."""
+        """All calls of replicas; the first that failed causes the others to fail."""
         calls = list(self.opening_calls)
         for calls_of_bucket in self.receive_calls:
             calls += calls_of_bucket
         return calls
 
-    def add(self, sent: SendResult, receive_calls: list[Call[Any]]) -> None:
-        """Add a bucket that was sent, and the calls that receive it."""
+    def add(self, sent: SendResult) -> None:
+        """Add a bucket that was sent."""
         self.fingerprints |= sent.fingerprints.by_name
         self.nbytes += sent.nbytes
         self.changed += sent.changed
         self.fingerprint_s += sent.fingerprints.seconds
-        self.receive_calls.append(receive_calls)
 
 
 class Publisher:
@@ -223,11 +235,11 @@ class Publisher:
     def _send_buckets(
         self, version: int, receivers: Receivers, *, again: bool
     ) -> _SentBuckets:
-        """Send every bucket, and start the calls that receive them.
+        """Start the calls that send and receive every bucket.
 
-        The loop consumes the buckets in order. Before it sends a bucket, it waits
-        until all replicas have received the bucket that had the same slot. It ends
-        with the last bucket, or with the first failure of a sender or receiver.
+        Before a bucket is sent, the loop waits until all replicas have received the
+        bucket that had the same slot. It ends with the last bucket, or with the first
+        failure of a sender or receiver.
         """
         sent = _SentBuckets()
         self._wire.connect(receivers)
@@ -241,19 +253,37 @@ class Publisher:
 
         for index, bucket in enumerate(self._wire.buckets):
             if index >= SLOTS:
+                self._wait_for_senders(sent, receivers, under_way=SLOTS - 1)
                 calls_of_slot = sent.receive_calls[index - SLOTS]
                 receivers.wait([*sent.opening_calls, *calls_of_slot])
 
+            sent.send_calls.append(self._wire.send(bucket, again=again))
+            if not self._wire.announces_buckets:
+                self._wait_for_senders(sent, receivers)
+            calls_of_bucket = receivers.broadcast(RolloutWorker.receive, bucket)
+            sent.receive_calls.append(calls_of_bucket)
+        return sent
+
+    def _wait_for_senders(
+        self, sent: _SentBuckets, receivers: Receivers, under_way: int = 0
+    ) -> None:
+        """Wait for the senders of all buckets but the last ones, and add these up.
+
+        Args:
+            sent: The buckets of the sync.
+            receivers: The replicas that get them.
+            under_way: How many buckets may still be written.
+        """
+        while len(sent.send_calls) > under_way:
             try:
-                result = self._wire.send(bucket, receivers, again=again)
+                sent.add(self._wire.sent(sent.send_calls[0], receivers))
             except WeightSyncError as error:
                 # An error without an origin only reports that the wire is broken. The
                 # reason is the failure of a receiver, which this wait raises.
                 if error.origin is None:
                     receivers.wait(sent.calls)
                 raise
-            sent.add(result, receivers.broadcast(RolloutWorker.receive, bucket))
-        return sent
+            del sent.send_calls[0]
 
     def _commit(
         self,
@@ -269,14 +299,17 @@ class Publisher:
             The calls that commit, that of the actor's probe, and those that verify if
             they have begun.
         """
-        commit_calls = receivers.broadcast(
-            RolloutWorker.commit, sent.fingerprints, verifies
-        )
-        # `catch_up` needs the probe later, when an actor that is offloaded, or learns,
-        # cannot make one.
+        # The actor goes on with the probe as soon as it has sent the last bucket.
+        # `catch_up` needs it later, when an actor that is offloaded, or learns, cannot
+        # make one.
         probe_call = None
         if verifies or self._keeps_version or self._device_sharing.offloads_actor:
             probe_call = self._verification.request_probe(version)
+
+        self._wait_for_senders(sent, receivers)
+        commit_calls = receivers.broadcast(
+            RolloutWorker.commit, sent.fingerprints, verifies
+        )
 
         verify_calls: list[Call[Any]] = []
         if verifies and self._device_sharing.moves_nothing:
@@ -531,41 +564,40 @@ class WeightWire:
     def _sends_adapter_only(self) -> bool:
         return self._separate_adapter and not self._sends_all
 
-    def send(
-        self, bucket: Bucket, receivers: Receivers, *, again: bool = False
-    ) -> SendResult:
-        """Write a bucket to the wire.
+    @property
+    def announces_buckets(self) -> bool:
+        """Whether a bucket may be received while it is still being sent."""
+        return announces_buckets(self._config.sync.wire)
+
+    def send(self, bucket: Bucket, *, again: bool = False) -> SendCall:
+        """Start to write a bucket to the wire.
 
         Args:
             bucket: The bucket.
-            receivers: The replicas of the sync.
             again: Whether to send what was sent last, instead of the present weights.
+        """
+        return self._actor.broadcast(
+            ActorWorker.send, bucket.index, self._sends_all, again
+        )
 
-        Returns:
-            The result of all ranks together. Their fingerprints add up, and the time
-            for them is that of the slowest rank.
+    def sent(self, call: SendCall, receivers: Receivers) -> SendResult:
+        """Wait until a bucket is on the wire; return the result of all ranks together.
+
+        Args:
+            call: The call that sends it.
+            receivers: The replicas of the sync.
 
         Raises:
             WeightSyncError: The wire is broken. The receiver that failed has the
                 reason.
         """
-        call = self._actor.broadcast(
-            ActorWorker.send, bucket.index, self._sends_all, again
-        )
         (parts,) = receivers.wait([call])
 
         broken = [part.broken for part in parts if part.broken is not None]
         if broken:
             self._finish_sync()
             raise WeightSyncError(broken[0])
-
-        fingerprints = sum((part.fingerprints for part in parts), Fingerprints())
-        slowest = max(part.fingerprints.seconds for part in parts)
-        return SendResult(
-            fingerprints=Fingerprints(fingerprints.by_name, slowest),
-            nbytes=sum(part.nbytes for part in parts),
-            changed=sum(part.changed for part in parts),
-        )
+        return SendResult.of_ranks(parts)
 
     def abandon_sync(self) -> None:
         """Let ranks of the actor return that wait at the wire of a broken sync."""

@@ -122,6 +122,12 @@ def prefix(kind: str, owner: Owner | None = None) -> str:
     return f"verl_ray-{kind}-{owner or Owner.here()}-"
 
 
+def owner_of(path: Path) -> Owner | None:
+    """Return the owner of a file whose name begins with its `prefix`, else None."""
+    match = _NAME.fullmatch(path.name)
+    return None if match is None else Owner.parse(match["owner"])
+
+
 def available_bytes() -> int:
     """Return the free bytes in /dev/shm, after the removal of stale files."""
     remove_stale()
@@ -131,10 +137,7 @@ def available_bytes() -> int:
 def remove_stale(folder: Path = SHARED_FOLDER) -> None:
     """Remove the files and directories in a folder of owners that have exited."""
     for path in folder.glob("verl_ray-*"):
-        match = _NAME.fullmatch(path.name)
-        if match is None:
-            continue
-        owner = Owner.parse(match["owner"])
+        owner = owner_of(path)
         if owner is None or not owner.has_ended:
             continue
 

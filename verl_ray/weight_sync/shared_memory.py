@@ -1,8 +1,11 @@
 """The wire between processes of one node: files in /dev/shm that every process maps.
 
 Invariant: bytes are written once, by the ranks that own them, and are read in place.
-Nothing is pickled, gathered or copied. Deliberately not here: keeping writers and
-readers from overtaking each other, which is the caller's part.
+Nothing is pickled, gathered or copied. A receiver reads a bucket once every sender has
+announced it in the receiver's pipe, so it may be told to receive a bucket before that
+is written. It stops waiting when senders give up, or when their first rank has exited.
+Deliberately not here: that a slot is filled again only after it was read, which is the
+caller's part.
 """
 
 from __future__ import annotations
@@ -10,14 +13,20 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+import select
+import struct
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 
 from verl_ray.errors import WeightSyncError
-from verl_ray.ownership import SHARED_FOLDER, prefix, remove_stale
+from verl_ray.ownership import SHARED_FOLDER, owner_of, prefix, remove_stale
+from verl_ray.profiling.progress import waiting_for_others
 from verl_ray.weight_sync import SLOTS
 from verl_ray.weight_sync.manifest import Bucket
 from verl_ray.weight_sync.transport import (
@@ -29,6 +38,16 @@ from verl_ray.weight_sync.transport import (
     WireSpec,
 )
 
+_ANNOUNCEMENT = struct.Struct("=q")
+"""What a sender writes into a pipe: the number of a bucket among all that it has sent
+over this wire, from 0. Pipes hold thousands of them, and write each as a whole."""
+
+_GIVEN_UP = -1
+"""Instead of a number: the bucket that comes next will not be sent."""
+
+_LOOK_MS = 200
+"""Milliseconds of silence after which a receiver looks whether the sender exists."""
+
 
 @dataclass(frozen=True)
 class SharedMemoryAddress:
@@ -36,12 +55,87 @@ class SharedMemoryAddress:
 
     paths: tuple[str, ...]
     slot_bytes: int
+    pipes: tuple[str, ...] = ()
+    """A named pipe per receiver. Without pipes, a caller receives what was sent."""
+    senders: int = 1
+    """Number of ranks that announce each bucket."""
 
-    waits_for_peers: ClassVar[bool] = False
+    waits_for_peers: ClassVar[bool] = True
 
     def open(self, endpoint: WireEndpoint) -> Slots:
         """Map the files."""
-        return map_slots(self)
+        if not self.pipes:
+            return map_slots(self)
+        return AnnouncedSlots(self, endpoint.receiver)
+
+
+class AnnouncedSlots(Slots):
+    """Slots of which a bucket is read once all senders have announced it."""
+
+    def __init__(self, address: SharedMemoryAddress, receiver: int) -> None:
+        """Map the files, and open the pipe of this receiver."""
+        super().__init__(_maps(address))
+        self._senders = address.senders
+        self._path = Path(address.pipes[receiver])
+        # The pipe is open for writing too: a read then never finds it closed.
+        self._pipe: int | None = _open_pipe(self._path)
+
+        self._num_received = 0
+        self._announced: Counter[int] = Counter()
+
+    def receive(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
+        """Wait for a bucket, and yield its parameters as `Slots.receive` does.
+
+        Raises:
+            WeightSyncError: It will not be sent.
+        """
+        number = self._num_received
+        self._num_received += 1
+        if self._announced[number] < self._senders:
+            with waiting_for_others():
+                self._wait_for(number, bucket)
+        del self._announced[number]
+        return super().receive(bucket)
+
+    def close(self) -> None:
+        """Unmap the files, and close the pipe."""
+        super().close()
+        if self._pipe is not None:
+            os.close(self._pipe)
+            self._pipe = None
+
+    def _wait_for(self, number: int, bucket: Bucket) -> None:
+        """Wait until all senders have announced a bucket.
+
+        The wait has no limit of its own: who sends makes progress, or the driver finds
+        that it does not.
+        """
+        assert self._pipe is not None, "the wire is open"
+        poll = select.poll()
+        poll.register(self._pipe, select.POLLIN)
+        while self._announced[number] < self._senders:
+            if poll.poll(_LOOK_MS):
+                self._read(bucket)
+                continue
+
+            owner = owner_of(self._path)
+            if owner is not None and owner.has_ended:
+                raise WeightSyncError(
+                    f"bucket {bucket.index} will not arrive: the process of rank 0 of"
+                    " the actor has exited"
+                )
+
+    def _read(self, bucket: Bucket) -> None:
+        """Read the announcements that have come."""
+        assert self._pipe is not None, "the wire is open"
+        content = os.read(self._pipe, 4096 * _ANNOUNCEMENT.size)
+        for (number,) in _ANNOUNCEMENT.iter_unpack(content):
+            if number == _GIVEN_UP:
+                raise WeightSyncError(
+                    f"bucket {bucket.index} will not arrive: the actor has given up"
+                    " this weight sync"
+                )
+            self._announced[number] += 1
 
 
 class SharedMemorySender:
@@ -49,10 +143,18 @@ class SharedMemorySender:
 
     def __init__(self, wire_spec: WireSpec, rank: int, device: torch.device) -> None:
         """Make the files, on rank 0."""
+        self._last_bucket = wire_spec.buckets[-1].index
         self._slots = Slots([])
         self._own_address: SharedMemoryAddress | None = None
         if rank == 0:
-            self._own_address = create("sync", wire_spec.slot_bytes)
+            self._own_address = create(
+                "sync", wire_spec.slot_bytes, wire_spec.receivers
+            )
+
+        self._pipes: list[int] = []
+        self._num_sent = 0
+        self._is_complete = True
+        """Whether no receiver waits for a bucket of a sync that has begun."""
 
     def offer(self) -> SharedMemoryAddress:
         """Return the address of the files; an empty one on other ranks than 0."""
@@ -62,13 +164,19 @@ class SharedMemorySender:
         """Map the files of rank 0."""
         assert isinstance(address, SharedMemoryAddress)
         self._slots = map_slots(address)
+        self._pipes = [_open_pipe(Path(path)) for path in address.pipes]
 
     def stop_waiting(self) -> None:
         """Do nothing: this wire has no rendezvous."""
 
     def send(self, bucket: Bucket, shards: Shards, *, whole: bool) -> SendResult:
-        """Write this rank's slices in place."""
+        """Write this rank's slices in place, and announce them."""
+        self._is_complete = False
         fingerprints = self._slots.fill(bucket, shards)
+        self._announce(self._num_sent)
+        self._num_sent += 1
+        self._is_complete = bucket.index == self._last_bucket
+
         # The bucket is counted once, by the rank that owns the files.
         nbytes = 0
         if self._own_address is not None:
@@ -76,16 +184,29 @@ class SharedMemorySender:
         return SendResult(fingerprints, nbytes)
 
     def finish(self) -> None:
-        """Do nothing: the files stay for the next sync."""
+        """Let receivers that wait for further buckets give up; the files stay."""
+        if not self._is_complete:
+            self._announce(_GIVEN_UP)
 
     def close(self) -> None:
-        """Unmap the files; remove them, on rank 0."""
+        """Unmap the files and close the pipes; remove all, on rank 0."""
         self._slots.close()
+        for pipe in self._pipes:
+            os.close(pipe)
+        self._pipes = []
         if self._own_address is not None:
             remove(self._own_address)
 
+    def _announce(self, number: int) -> None:
+        """Write a number, or `_GIVEN_UP`, into the pipe of every receiver.
 
-def create(session: str, slot_bytes: int) -> SharedMemoryAddress:
+        What was written to memory before is seen by whoever has read it.
+        """
+        for pipe in self._pipes:
+            os.write(pipe, _ANNOUNCEMENT.pack(number))
+
+
+def create(session: str, slot_bytes: int, receivers: int = 0) -> SharedMemoryAddress:
     """Make files of `slot_bytes` bytes each, owned by this process.
 
     Files of owners that have exited are removed first. A live owner removes its files
@@ -94,6 +215,7 @@ def create(session: str, slot_bytes: int) -> SharedMemoryAddress:
     Args:
         session: A word that is part of the files' names.
         slot_bytes: Size of each file.
+        receivers: Number of receivers, of which each gets a pipe.
 
     Raises:
         WeightSyncError: /dev/shm has not enough free memory.
@@ -104,8 +226,12 @@ def create(session: str, slot_bytes: int) -> SharedMemoryAddress:
 
     name = f"{prefix('weights')}{session}-{secrets.token_hex(4)}"
     paths = tuple(str(SHARED_FOLDER / f"{name}-{i}") for i in range(SLOTS))
-    address = SharedMemoryAddress(paths, slot_bytes)
+    pipes = tuple(str(SHARED_FOLDER / f"{name}-pipe{i}") for i in range(receivers))
+    senders = dist.get_world_size() if dist.is_initialized() else 1
+    address = SharedMemoryAddress(paths, slot_bytes, pipes, senders)
 
+    for path in address.pipes:
+        os.mkfifo(path, 0o600)
     for path in address.paths:
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         try:
@@ -138,13 +264,23 @@ def map_slots(address: SharedMemoryAddress) -> Slots:
 
     See the module for who may write when.
     """
-    return Slots([_map(path, address.slot_bytes) for path in address.paths])
+    return Slots(_maps(address))
 
 
 def remove(address: SharedMemoryAddress) -> None:
     """Remove the files. Processes that have mapped them keep their maps."""
-    for path in address.paths:
+    for path in (*address.paths, *address.pipes):
         Path(path).unlink(missing_ok=True)
+
+
+def _open_pipe(path: Path) -> int:
+    """Open a named pipe without waiting for its other end."""
+    return os.open(path, os.O_RDWR | os.O_NONBLOCK)
+
+
+def _maps(address: SharedMemoryAddress) -> list[torch.Tensor]:
+    """Return the bytes of every file, uint8 [bytes] each."""
+    return [_map(path, address.slot_bytes) for path in address.paths]
 
 
 def _map(path: str, nbytes: int) -> torch.Tensor:

@@ -113,6 +113,20 @@ class SendResult:
     collective hangs.
     """
 
+    @classmethod
+    def of_ranks(cls, parts: Sequence[SendResult]) -> SendResult:
+        """Return the result of all ranks together.
+
+        Their fingerprints add up, and the time for them is that of the slowest rank.
+        """
+        fingerprints = sum((part.fingerprints for part in parts), Fingerprints())
+        slowest = max(part.fingerprints.seconds for part in parts)
+        return cls(
+            fingerprints=Fingerprints(fingerprints.by_name, slowest),
+            nbytes=sum(part.nbytes for part in parts),
+            changed=sum(part.changed for part in parts),
+        )
+
 
 class Sender(Protocol):
     """The sending endpoint on one rank of the actor.

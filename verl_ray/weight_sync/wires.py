@@ -44,6 +44,15 @@ def sender_of(name: WireName) -> OpenSender:
             return DiskSender
 
 
+def announces_buckets(name: WireName) -> bool:
+    """Whether receivers wait for a bucket, and see at once if none will come.
+
+    The calls that send and receive a bucket may then be made together. Over the other
+    wires a receiver would wait until its patience ends for a sender that was lost.
+    """
+    return name == "shared_memory"
+
+
 @dataclass(frozen=True)
 class WireLayout:
     """The nodes and devices of the processes that a wire joins."""
