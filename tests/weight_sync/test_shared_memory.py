@@ -2,6 +2,8 @@ import multiprocessing
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,14 +12,17 @@ import torch
 from tests.weight_sync.fingerprints import EMPTY, fingerprint
 from verl_ray.errors import WeightSyncError
 from verl_ray.ownership import SHARED_FOLDER
+from verl_ray.profiling.progress import progress
 from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice, plan_buckets
 from verl_ray.weight_sync.shared_memory import (
     SharedMemoryAddress,
+    SharedMemorySender,
     create,
     map_slots,
     remove,
 )
+from verl_ray.weight_sync.transport import WireEndpoint, WireSpec
 
 MANIFEST = Manifest(
     (
@@ -27,6 +32,10 @@ MANIFEST = Manifest(
     )
 )
 (BUCKET,) = plan_buckets(MANIFEST, 1 << 20)
+
+
+BUCKETS = plan_buckets(MANIFEST, 64)
+ENDPOINT = WireEndpoint(WireSpec(BUCKETS, 1, 60.0), 0, torch.device("cpu"))
 
 
 @pytest.fixture
@@ -111,13 +120,50 @@ def test_the_place_of_slices_is_computed_once(address: SharedMemoryAddress) -> N
     assert dict(slots.receive(BUCKET))["b"].tolist() == [1, 1, 1, 1, 2, 2, 2]
 
 
+def test_a_bucket_is_read_once_every_rank_has_sent_it() -> None:
+    first, second = (
+        SharedMemorySender(ENDPOINT.wire_spec, rank, ENDPOINT.device) for rank in (0, 1)
+    )
+    address = replace(first.offer(), senders=2)
+    for rank in (first, second):
+        rank.connect(address)
+    receiver = address.open(ENDPOINT)
+    halves = [
+        [(Slice("w", (start, 0), (3, 10)), torch.full((3, 10), float(start)))]
+        for start in (0, 3)
+    ]
+
+    with ThreadPoolExecutor(1) as thread:
+        # Both calls were made before anything is sent.
+        receiving = thread.submit(lambda: dict(receiver.receive(BUCKETS[0])))
+        first.send(BUCKETS[0], halves[0], whole=True)
+        while receiver._announced[0] < 1:
+            assert not receiving.done()
+        assert progress().waits_for_others
+        second.send(BUCKETS[0], halves[1], whole=True)
+        assert receiving.result(60)["w"].sum() == 3 * 30
+        assert not progress().waits_for_others
+
+        # One rank is ahead, and the other one fails.
+        first.send(BUCKETS[1], [], whole=True)
+        receiving = thread.submit(receiver.receive, BUCKETS[1])
+        with pytest.raises(WeightSyncError, match="x was sent with bucket 1"):
+            second.send(BUCKETS[1], [(Slice("x", (), ()), torch.ones(()))], whole=True)
+        second.finish()
+        with pytest.raises(WeightSyncError, match=r"bucket 1 will not .* given up"):
+            receiving.result(60)
+
+    for end in (receiver, second, first):
+        end.close()
+    assert not any(Path(path).exists() for path in (*address.paths, *address.pipes))
+
+
 def test_consecutive_buckets_use_different_slots(address: SharedMemoryAddress) -> None:
     transport = map_slots(address)
-    buckets = plan_buckets(MANIFEST, 64)
-    transport.fill(buckets[1], [(Slice("b", (0,), (7,)), torch.ones(7))])
-    transport.fill(buckets[2], [(Slice("s", (), ()), torch.tensor(5.0))])
-    assert dict(transport.receive(buckets[1]))["b"].tolist() == [1] * 7
-    assert dict(transport.receive(buckets[2]))["s"].item() == 5
+    transport.fill(BUCKETS[1], [(Slice("b", (0,), (7,)), torch.ones(7))])
+    transport.fill(BUCKETS[2], [(Slice("s", (), ()), torch.tensor(5.0))])
+    assert dict(transport.receive(BUCKETS[1]))["b"].tolist() == [1] * 7
+    assert dict(transport.receive(BUCKETS[2]))["s"].item() == 5
 
 
 def test_no_address_is_used_twice() -> None:
@@ -171,13 +217,17 @@ from verl_ray.ownership import SHARED_FOLDER, prefix
 from verl_ray.weight_sync.shared_memory import create
 folder = tempfile.mkdtemp(prefix=prefix("adapter"), dir=SHARED_FOLDER)
 open(f"{folder}/adapter_model.safetensors", "w").close()
-print(folder, *create("dies", 64).paths, flush=True)
+address = create("dies", 256, receivers=1)
+print(folder, *address.paths, *address.pipes, flush=True)
 os._exit(9)
 """
     died = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     left = died.stdout.split()
     assert died.returncode == 9
-    assert len(left) == 3 and all(Path(path).exists() for path in left)
+    assert len(left) == 4 and all(Path(path).exists() for path in left)
+    receiver = SharedMemoryAddress((left[1], left[2]), 256, (left[3],)).open(ENDPOINT)
+    with pytest.raises(WeightSyncError, match=r"the process of rank 0 .* has exited"):
+        receiver.receive(BUCKET)
     remove(create("next", 64))
     assert not any(Path(path).exists() for path in left)
     assert all(Path(path).exists() for path in address.paths)

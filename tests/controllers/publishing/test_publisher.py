@@ -155,7 +155,7 @@ def test_engines_wake_when_trainers_have_made_room(
     replicas = Replicas(samplers.rollout, publisher, device_sharing, run.config)
     events.watch(monkeypatch)
     replicas.sync_weights(1)
-    sent = [(name, while_sent) for name in ("wake weights", "send", "commit", "probe")]
+    sent = [(name, while_sent) for name in ("wake weights", "send", "probe", "commit")]
     drawn_from = [("wake kv_cache", while_drawn), ("verify", while_drawn)]
     in_order = [*sent, *drawn_from]
     assert events.take() == in_order
