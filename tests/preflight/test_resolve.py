@@ -62,7 +62,7 @@ ON_LAPTOP: dict[str, object] = {
     "placement.offload": "none",
     "rollout.sleep": "never",
     "rollout.sync.transport": "shared_memory",
-    "rollout.sync.bucket_mib": 16,
+    "rollout.sync.bucket_mib": 2,
     "rollout.sync.adapter": "merged",
     "rollout.sync.probe_every": 1,
     "rollout.sync.probe_tolerance": 0.001,

@@ -33,6 +33,7 @@ from verl_ray.preflight.device_defaults import (
 )
 from verl_ray.preflight.facts import ClusterFacts
 from verl_ray.preflight.footprints import sent_width
+from verl_ray.weight_sync import SLOTS
 
 MIB = 2**20
 
@@ -51,7 +52,8 @@ JUDGE_REPLICAS = 1
 BUCKETS_PER_MODEL = 12
 """Number of buckets that a model is cut into.
 
-More buckets let the first one be loaded earlier, fewer need fewer calls.
+More buckets let the first one be loaded earlier, fewer need fewer calls. There are at
+least two, of which the second is sent while the first is loaded.
 """
 
 SMALLEST_BUCKET_MIB = 16
@@ -291,12 +293,13 @@ def _bucket_mib(config: RolloutTaskConfig, facts: ClusterFacts) -> ValueAndReaso
     sent_bytes = facts.sent_parameters * sent_width(config)
     # Divide and round up.
     share = -(-sent_bytes // (BUCKETS_PER_MODEL * MIB))
-    bucket = min(max(share, SMALLEST_BUCKET_MIB), LARGEST_BUCKET_MIB)
+    half = max(1, -(-sent_bytes // (SLOTS * MIB)))
+    bucket = min(max(share, min(SMALLEST_BUCKET_MIB, half)), LARGEST_BUCKET_MIB)
 
     model_mib = sent_bytes / MIB
     because = (
         f"a part in {BUCKETS_PER_MODEL} of {model_mib:.0f} MiB, at least"
-        f" {SMALLEST_BUCKET_MIB} and at most {LARGEST_BUCKET_MIB}"
+        f" {SMALLEST_BUCKET_MIB} or half of it, and at most {LARGEST_BUCKET_MIB}"
     )
     return bucket, because
 
