@@ -35,7 +35,6 @@ from verl_ray.config.section import resolved
 from verl_ray.errors import VerlRayError, WeightSyncError, worker_error_of
 from verl_ray.rollout.engine_state import Probe
 from verl_ray.weight_sync import SLOTS
-from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import (
     Bucket,
     Manifest,
@@ -58,7 +57,7 @@ from workers.actor import ActorWorker
 from workers.rollout import RolloutWorker
 
 SendCall = Call[list[SendResult]]
-"""A call of the actor's ranks that sends a bucket."""
+"""A call of the actor's ranks that sends a portion of the buckets."""
 
 
 @dataclass
@@ -66,19 +65,13 @@ class _SentBuckets:
     """Everything a sync has sent so far, and the calls that receive it.
 
     Attributes:
-        fingerprints: The sender's fingerprint of each parameter.
-        nbytes: Bytes that were sent.
-        changed: Elements that differ from what was sent before.
-        fingerprint_s: Seconds that the sender's fingerprints took.
+        result: What all ranks of the actor report together.
         opening_calls: Calls that wake the replicas' weights and open their updates.
-        send_calls: The calls that send the last buckets, in order, and are not added.
-        receive_calls: For each bucket, the calls that receive it.
+        send_calls: The calls that send the last portions, and have no result yet.
+        receive_calls: For each portion, the calls that receive it.
     """
 
-    fingerprints: dict[str, Fingerprint] = field(default_factory=dict)
-    nbytes: int = 0
-    changed: int = 0
-    fingerprint_s: float = 0.0
+    result: SendResult = field(default_factory=SendResult)
     opening_calls: list[Call[Any]] = field(default_factory=list)
     send_calls: list[SendCall] = field(default_factory=list)
     receive_calls: list[list[Call[Any]]] = field(default_factory=list)
@@ -87,16 +80,9 @@ class _SentBuckets:
     def calls(self) -> list[Call[Any]]:
         """All calls of replicas; the first that failed causes the others to fail."""
         calls = list(self.opening_calls)
-        for calls_of_bucket in self.receive_calls:
-            calls += calls_of_bucket
+        for calls_of_portion in self.receive_calls:
+            calls += calls_of_portion
         return calls
-
-    def add(self, sent: SendResult) -> None:
-        """Add a bucket that was sent."""
-        self.fingerprints |= sent.fingerprints.by_name
-        self.nbytes += sent.nbytes
-        self.changed += sent.changed
-        self.fingerprint_s += sent.fingerprints.seconds
 
 
 class Publisher:
@@ -213,7 +199,7 @@ class Publisher:
             receivers.wait(receivers.broadcast(RolloutWorker.wake, "kv_cache"))
 
         woken = time.perf_counter()
-        metrics = self._metrics_of(sent)
+        metrics = self._metrics_of(sent.result)
         if verifies:
             verify_calls = verify_calls or self._begin_to_verify(version, receivers)
             metrics["weight_sync/probe_difference"] = self._verified(
@@ -228,9 +214,9 @@ class Publisher:
             "wake": woken - placed,
             "prove": probed - streamed + time.perf_counter() - woken,
             # Fingerprints of both sides; their time is part of the stream's.
-            "fingerprints": sent.fingerprint_s + load_s,
+            "fingerprints": sent.result.fingerprints.seconds + load_s,
         }
-        return metrics | _timings(seconds, sent.nbytes)
+        return metrics | _timings(seconds, sent.result.nbytes)
 
     def _send_buckets(
         self, version: int, receivers: Receivers, *, again: bool
@@ -244,39 +230,44 @@ class Publisher:
         sent = _SentBuckets()
         self._wire.connect(receivers)
 
-        # Nobody waits for these calls here; the first bucket follows at once.
-        if self._device_sharing.plan.engines_free == "weights":
-            sent.opening_calls += receivers.broadcast(RolloutWorker.wake, "weights")
-        sent.opening_calls += receivers.broadcast(
-            RolloutWorker.begin_update, self._wire.manifest, version
-        )
-
-        for index, bucket in enumerate(self._wire.buckets):
-            if index >= SLOTS:
+        for number, portion in enumerate(self._wire.portions):
+            if number >= SLOTS:
                 self._wait_for_senders(sent, receivers, under_way=SLOTS - 1)
-                calls_of_slot = sent.receive_calls[index - SLOTS]
+                calls_of_slot = sent.receive_calls[number - SLOTS]
                 receivers.wait([*sent.opening_calls, *calls_of_slot])
 
-            sent.send_calls.append(self._wire.send(bucket, again=again))
+            sent.send_calls.append(self._wire.send(portion, again=again))
+            if number == 0:
+                sent.opening_calls += self._open_updates(version, receivers)
             if not self._wire.announces_buckets:
                 self._wait_for_senders(sent, receivers)
-            calls_of_bucket = receivers.broadcast(RolloutWorker.receive, bucket)
-            sent.receive_calls.append(calls_of_bucket)
+            calls_of_portion = receivers.broadcast(RolloutWorker.receive, portion)
+            sent.receive_calls.append(calls_of_portion)
         return sent
+
+    def _open_updates(self, version: int, receivers: Receivers) -> list[Call[Any]]:
+        """Let the replicas wake their weights and begin, and wait for none of them."""
+        calls: list[Call[Any]] = []
+        if self._device_sharing.plan.engines_free == "weights":
+            calls += receivers.broadcast(RolloutWorker.wake, "weights")
+        calls += receivers.broadcast(
+            RolloutWorker.begin_update, self._wire.manifest, version
+        )
+        return calls
 
     def _wait_for_senders(
         self, sent: _SentBuckets, receivers: Receivers, under_way: int = 0
     ) -> None:
-        """Wait for the senders of all buckets but the last ones, and add these up.
+        """Wait for the senders of all portions but the last ones, and add these up.
 
         Args:
             sent: The buckets of the sync.
             receivers: The replicas that get them.
-            under_way: How many buckets may still be written.
+            under_way: How many portions may still be written.
         """
         while len(sent.send_calls) > under_way:
             try:
-                sent.add(self._wire.sent(sent.send_calls[0], receivers))
+                sent.result += self._wire.sent(sent.send_calls[0], receivers)
             except WeightSyncError as error:
                 # An error without an origin only reports that the wire is broken. The
                 # reason is the failure of a receiver, which this wait raises.
@@ -308,7 +299,7 @@ class Publisher:
 
         self._wait_for_senders(sent, receivers)
         commit_calls = receivers.broadcast(
-            RolloutWorker.commit, sent.fingerprints, verifies
+            RolloutWorker.commit, sent.result.fingerprints.by_name, verifies
         )
 
         verify_calls: list[Call[Any]] = []
@@ -331,9 +322,9 @@ class Publisher:
         self._verification.note_difference(largest)
         return largest
 
-    def _metrics_of(self, sent: _SentBuckets) -> dict[str, float]:
+    def _metrics_of(self, sent: SendResult) -> dict[str, float]:
         metrics = {
-            "weight_sync/verified": float(len(sent.fingerprints)),
+            "weight_sync/verified": float(len(sent.fingerprints.by_name)),
             "weight_sync/bytes": float(sent.nbytes),
         }
         if self._delta:
@@ -569,19 +560,28 @@ class WeightWire:
         """Whether a bucket may be received while it is still being sent."""
         return announces_buckets(self._config.sync.wire)
 
-    def send(self, bucket: Bucket, *, again: bool = False) -> SendCall:
-        """Start to write a bucket to the wire.
+    @property
+    def portions(self) -> Sequence[tuple[Bucket, ...]]:
+        """The buckets of this sync, by the calls that send and receive them.
+
+        There is one call for all, if each of them has a slot of its own.
+        """
+        if self.announces_buckets and len(self.buckets) <= SLOTS:
+            return (self.buckets,)
+        return [(bucket,) for bucket in self.buckets]
+
+    def send(self, portion: Sequence[Bucket], *, again: bool = False) -> SendCall:
+        """Start to write buckets to the wire.
 
         Args:
-            bucket: The bucket.
+            portion: The buckets.
             again: Whether to send what was sent last, instead of the present weights.
         """
-        return self._actor.broadcast(
-            ActorWorker.send, bucket.index, self._sends_all, again
-        )
+        indices = [bucket.index for bucket in portion]
+        return self._actor.broadcast(ActorWorker.send, indices, self._sends_all, again)
 
     def sent(self, call: SendCall, receivers: Receivers) -> SendResult:
-        """Wait until a bucket is on the wire; return the result of all ranks together.
+        """Wait until a portion is on the wire; return the result of all ranks together.
 
         Args:
             call: The call that sends it.

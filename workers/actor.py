@@ -6,7 +6,7 @@ step, and who receives the weights, is decided by `controllers`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -283,15 +283,19 @@ class ActorWorker(ModelWorker):
         """Stop waiting in `connect_wire`, since a receiver will not connect."""
         self._sender.stop_waiting()
 
-    def send(self, index: int, whole: bool, again: bool) -> SendResult:
-        """Send this rank's slices of a bucket.
+    def send(self, indices: Sequence[int], whole: bool, again: bool) -> SendResult:
+        """Send this rank's slices of buckets, one after another.
 
         Args:
-            index: The number of the bucket.
+            indices: The numbers of the buckets. Each of them has a slot of its own.
             whole: Whether to send whole tensors instead of changes, because a receiver
                 may lack the last version.
             again: Whether to send what was sent last, instead of the present weights.
         """
+        results = [self._send(index, whole=whole, again=again) for index in indices]
+        return sum(results, SendResult())
+
+    def _send(self, index: int, *, whole: bool, again: bool) -> SendResult:
         import torch
 
         sender, wire_spec = self._current_wire

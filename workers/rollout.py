@@ -304,12 +304,14 @@ class RolloutWorker:
         """Begin to receive a policy version."""
         self.server.run(lambda engine: engine.begin_update(manifest, version))
 
-    def receive(self, bucket: Bucket) -> None:
-        """Receive and load a bucket of weights."""
-        self.server.run(
-            lambda engine: engine.receive(bucket),
-            waits_for_others=self._waits_for_sender,
-        )
+    def receive(self, buckets: tuple[Bucket, ...]) -> None:
+        """Receive and load buckets of weights, one after another."""
+
+        def run(engine: RolloutEngine) -> None:
+            for bucket in buckets:
+                engine.receive(bucket)
+
+        self.server.run(run, waits_for_others=self._waits_for_sender)
 
     def commit(
         self, sent: Mapping[str, Fingerprint], verification_follows: bool

@@ -412,15 +412,18 @@ class WorkerHost:
 
 
 def _details(request: CallRequest) -> dict[str, Any]:
-    """Return what a trace says of a call: its rows, or its bucket of weights."""
+    """Return what a trace says of a call: its rows, or its first bucket of weights."""
     details: dict[str, Any] = {}
     argument: Any
     for argument in request.args:
         if isinstance(argument, Sharded):
             details = {"rows": len(argument), "tokens": argument.num_tokens} | details
-        # A bucket of weights, whose class would bring torch into every process.
-        elif hasattr(argument, "entries") and hasattr(argument, "nbytes"):
-            details |= {"bucket": argument.index, "bytes": argument.nbytes}
+        # Buckets of weights, whose class is none of this layer's.
+        elif isinstance(argument, tuple):
+            buckets = [part for part in argument if hasattr(part, "entries")]
+            if buckets:
+                nbytes = sum(bucket.nbytes for bucket in buckets)
+                details |= {"bucket": buckets[0].index, "bytes": nbytes}
     return details
 
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 
 from verl_ray.errors import WeightSyncError
@@ -95,7 +95,7 @@ class WireEndpoint:
 
 @dataclass(frozen=True)
 class SendResult:
-    """Report of one rank on the part of a bucket that it sent."""
+    """Report of one rank on its parts of the buckets that it sent."""
 
     fingerprints: Fingerprints = field(default_factory=Fingerprints)
     """Fingerprints of this rank's slices, taken where it read them.
@@ -113,19 +113,25 @@ class SendResult:
     collective hangs.
     """
 
+    def __add__(self, later: SendResult) -> SendResult:
+        """Return the result of these buckets and of later ones."""
+        return SendResult(
+            fingerprints=self.fingerprints + later.fingerprints,
+            nbytes=self.nbytes + later.nbytes,
+            changed=self.changed + later.changed,
+            broken=self.broken or later.broken,
+        )
+
     @classmethod
     def of_ranks(cls, parts: Sequence[SendResult]) -> SendResult:
         """Return the result of all ranks together.
 
         Their fingerprints add up, and the time for them is that of the slowest rank.
         """
-        fingerprints = sum((part.fingerprints for part in parts), Fingerprints())
+        together = sum(parts, cls())
         slowest = max(part.fingerprints.seconds for part in parts)
-        return cls(
-            fingerprints=Fingerprints(fingerprints.by_name, slowest),
-            nbytes=sum(part.nbytes for part in parts),
-            changed=sum(part.changed for part in parts),
-        )
+        fingerprints = replace(together.fingerprints, seconds=slowest)
+        return replace(together, fingerprints=fingerprints)
 
 
 class Sender(Protocol):

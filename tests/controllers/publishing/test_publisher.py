@@ -155,7 +155,7 @@ def test_engines_wake_when_trainers_have_made_room(
     replicas = Replicas(samplers.rollout, publisher, device_sharing, run.config)
     events.watch(monkeypatch)
     replicas.sync_weights(1)
-    sent = [(name, while_sent) for name in ("wake weights", "send", "probe", "commit")]
+    sent = [(name, while_sent) for name in ("send", "wake weights", "probe", "commit")]
     drawn_from = [("wake kv_cache", while_drawn), ("verify", while_drawn)]
     in_order = [*sent, *drawn_from]
     assert events.take() == in_order
@@ -166,7 +166,7 @@ def test_engines_wake_when_trainers_have_made_room(
     publisher.catch_up(1, Receivers((replica,), lambda: None))
     again = [
         (name, while_drawn)
-        for name in ("wake weights", "send", "commit", "wake kv_cache", "verify")
+        for name in ("send", "wake weights", "commit", "wake kv_cache", "verify")
     ]
     assert events.take() == again
 
@@ -276,7 +276,7 @@ def test_a_byte_that_changed_on_the_wire_is_found_and_nothing_generates(
         ActorWorker.open_wire, "shared_memory", wire_spec
     ).result()
     actor.broadcast(ActorWorker.connect_wire, address).result()
-    (told,) = actor.broadcast(ActorWorker.send, 0, True, False).result()
+    (told,) = actor.broadcast(ActorWorker.send, [0], True, False).result()
     victim = bucket.entries[3]
     name = re.escape(victim.parameter.name)
     files = address.unsealed()
@@ -289,7 +289,7 @@ def test_a_byte_that_changed_on_the_wire_is_found_and_nothing_generates(
     try:
         rollout.broadcast(RolloutWorker.connect, address, wire_spec, 0).result()
         rollout.broadcast(RolloutWorker.begin_update, manifest, 1).result()
-        rollout.broadcast(RolloutWorker.receive, bucket).result()
+        rollout.broadcast(RolloutWorker.receive, (bucket,)).result()
         with pytest.raises(
             WeightSyncError, match=rf"sent and received differ in \['{name}'\]"
         ) as caught:

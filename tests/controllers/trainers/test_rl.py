@@ -460,5 +460,5 @@ def test_two_policies_need_no_old_log_probs_and_compare_before_anything_is_learn
 
 def held(run: Trainer) -> list[dict[str, Fingerprint]]:
     """The fingerprints of the actor's weights."""
-    sent = run.system.actor.broadcast(ActorWorker.send, 0, True, False).result()
+    sent = run.system.actor.broadcast(ActorWorker.send, [0], True, False).result()
     return [part.fingerprints.by_name for part in sent]
