@@ -38,6 +38,7 @@ from verl_ray.data.stages import (
 )
 from verl_ray.engine.base import EngineSpec, LossAccumulator, LossReport
 from verl_ray.errors import WeightSyncError
+from verl_ray.ops.installed_torch import leaving_a_core
 from verl_ray.ops.masked import Moments, whiten
 from verl_ray.ops.outputs import RequestedOutputs
 from verl_ray.rollout.engine_state import Probe
@@ -239,7 +240,9 @@ class ActorWorker(ModelWorker):
         from verl_ray.models.export import probe_rows
 
         rows = probe_rows(self.engine.vocab_size, longest)
-        log_probs = self.compute_log_probs(rows, 1.0).log_probs
+        # Replicas load what was sent meanwhile.
+        with leaving_a_core():
+            log_probs = self.compute_log_probs(rows, 1.0).log_probs
         if not self.topology.returns_results or self.topology.dp_rank:
             return None
 

@@ -108,7 +108,9 @@ def main(argv: list[str]) -> int:
     options = _flags().parse_args(argv)
     # Torch reads these as it is imported, by the process that is started next.
     threads = options.threads
-    os.environ.update(thread_environment(threads) | environment("cpu", threads))
+    os.environ.update(
+        thread_environment(threads, os.environ) | environment("cpu", threads)
+    )
     with ProcessPoolExecutor(
         1, multiprocessing.get_context("spawn"), initializer=_write_to_stderr
     ) as process:

@@ -29,6 +29,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from controllers.compose.composition import compose
+from verl_ray.cluster.process_control import thread_environment
 from verl_ray.config.schema import Config
 from verl_ray.data.batch import offsets_of
 from verl_ray.data.stages import TrainingBatch
@@ -76,12 +77,10 @@ def run_processes(
         VerlRayError: A process failed, with its own messages on stderr, or did not end
             in time.
     """
-    # Idle threads sleep, like those of the product's workers. On a busy machine a
-    # thread that spins makes all others wait.
+    # Idle threads wait like those of the product's workers.
     environment = {
         **os.environ,
-        "OMP_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "PASSIVE",
+        **thread_environment(threads, os.environ),
         **_LOOPBACK,
         "HF_HUB_OFFLINE": "1",
         **(settings or {}),

@@ -126,7 +126,7 @@ def offline(running: ActorAndReplicas, count: int) -> Iterator[list[RawProcess]]
     config = running.config
     device = "cuda" if running.on_gpus else "cpu"
     threads = running.threads_per_engine
-    variables = thread_environment(threads) | environment(
+    variables = thread_environment(threads, os.environ) | environment(
         device, threads, dtype=resolved(config.rollout.dtype)
     )
     all_devices = ",".join(map(str, range(count)))

@@ -9,6 +9,7 @@ time.
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import replace
 from statistics import median
@@ -199,7 +200,10 @@ def _floor(config: RLConfig, threads: int) -> RawSpec:
     """Return the process that does the work of a step in the most direct way."""
     rollout = config.rollout
     return RawSpec(
-        environment={**thread_environment(threads), **environment("cpu", threads)},
+        environment={
+            **thread_environment(threads, os.environ),
+            **environment("cpu", threads),
+        },
         model_path=config.actor.model.folder,
         engine={
             "dtype": resolved(rollout.dtype),

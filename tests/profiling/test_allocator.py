@@ -30,10 +30,15 @@ def test_trainers_on_gpus_have_segments_that_grow() -> None:
     assert (
         settings("cuda:0", True, PYTORCH_ALLOC_CONF="expandable_segments:False") is None
     )
-    assert (
-        process_environment(rank_spec("cpu", process_group=True), {})["OMP_NUM_THREADS"]
-        == "2"
-    )
+
+
+def test_idle_threads_wait_as_the_user_says() -> None:
+    trainer = rank_spec("cpu", process_group=True)
+    ours = process_environment(trainer, {})
+    assert (ours["OMP_NUM_THREADS"], ours["GOMP_SPINCOUNT"]) == ("2", "10000")
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        theirs = process_environment(trainer, {name: "anything"})
+        assert not theirs.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
 
 
 def test_torch_takes_the_settings_of_its_allocator() -> None:

@@ -1,4 +1,4 @@
-"""Torch as it is installed: differences of its versions, and its first computation.
+"""Torch as it is installed: differences of its versions, and its threads.
 
 The supported versions are in `config/versions.py`.
 
@@ -10,6 +10,8 @@ function is called, so a process can first set what torch reads once.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
@@ -67,3 +69,21 @@ def choose_vector_program() -> None:
 
     # So few numbers are not shared out between threads.
     torch.zeros(1).exp()
+
+
+@contextmanager
+def leaving_a_core() -> Iterator[None]:
+    """Compute the block with one thread less.
+
+    While weights travel, senders, receivers and the threads that take fingerprints
+    share the cores of a node. Threads that must wait for each other would wait for all
+    of them.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads - 1))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,7 +36,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 
 from verl_ray.config.roles import LoraConfig
 from verl_ray.errors import WeightSyncError
-from verl_ray.ops.installed_torch import choose_vector_program
+from verl_ray.ops.installed_torch import choose_vector_program, leaving_a_core
 from verl_ray.ownership import SHARED_FOLDER, prefix, remove_stale
 from verl_ray.rollout.vllm_core import (
     TRANSFER,
@@ -130,7 +130,7 @@ class WeightLoader(_Worker):
             }
         elif self._weights_plan is not None:
             received = self._weights_inbox.receive(bucket)
-            with _leaving_a_core():
+            with leaving_a_core():
                 self._weights_plan.load(received)
         else:
             with self._weights_context():
@@ -305,21 +305,6 @@ class WeightLoader(_Worker):
 
     def _weights_context(self) -> AbstractContextManager[object]:
         return set_current_vllm_config(self.vllm_config)
-
-
-@contextmanager
-def _leaving_a_core() -> Iterator[None]:
-    """Compute the block with one thread less.
-
-    The core is for the thread that takes fingerprints meanwhile, and for the sender on
-    the same node. Threads that must wait for each other would wait for it.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(max(1, threads - 1))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _tied_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
