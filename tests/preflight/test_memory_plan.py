@@ -182,11 +182,13 @@ def test_on_a_cpu_everything_is_the_hosts_on_all_ranks() -> None:
 def test_the_wire_is_open_where_weights_are_written_and_read() -> None:
     config = settled(compose("quickstart"))
     assert isinstance(config, RLConfig)
-    assert wire_bytes(config) == 2 * 4 * PARAMETERS
+    assert wire_bytes(config) == 2 * (2 << 20)  # a half of 3 MiB, rounded up
+    whole = settled(compose("quickstart", ["rollout.sync.bucket_mib=16"]))
+    assert isinstance(whole, RLConfig) and wire_bytes(whole) == 2 * 4 * PARAMETERS
     apart = settled(compose("quickstart", ["rollout.sync.transport=broadcast"]))
     assert isinstance(apart, RLConfig) and wire_bytes(apart) == 0
-    # Of two slots one bucket fills one; of buckets of 1 MiB, two are full; what was
-    # sent last is kept beside them.
+    # Half of the model fills a part of each slot; of buckets of 1 MiB, two are full;
+    # what was sent last is kept beside them.
     small, changes = (
         "rollout.sync.bucket_mib=1",
         ("rollout.sync.transport=broadcast", "rollout.sync.delta=true"),

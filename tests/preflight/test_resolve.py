@@ -143,7 +143,7 @@ def values(config: Config, facts: ClusterFacts) -> dict[str, object]:
         ),
         pytest.param(
             ("rollout.dtype=bfloat16",), LAPTOP,
-            without("rollout.dtype", ON_LAPTOP) | {"rollout.sync.probe_tolerance": "measured"},
+            without("rollout.dtype", ON_LAPTOP) | {"rollout.sync.bucket_mib": 1, "rollout.sync.probe_tolerance": "measured"},
             id="the rollout engine alone rounds",
         ),
         pytest.param(LORA, LAPTOP, ON_LAPTOP | {"rollout.sync.adapter": "alone"}, id="LoRA, engines keep the model"),
