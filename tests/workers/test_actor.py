@@ -255,7 +255,7 @@ def send(actor: ActorWorker, version: int, *, kept: bool) -> dict[str, torch.Ten
     replica.begin_update(manifest, version)
     sent: dict[str, Fingerprint] = {}
     for bucket in buckets:
-        result = actor.send(bucket.index, True, kept)
+        result = actor.send([bucket.index], True, kept)
         for name, part in result.fingerprints.by_name.items():
             sent[name] = sent.get(name, EMPTY) + part
         replica.receive(bucket)
