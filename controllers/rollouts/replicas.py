@@ -311,6 +311,8 @@ class Replicas:
         """Send queued groups to replicas with capacity, unless they are paused."""
         if not self._paused:
             self.scheduler.dispatch()
+            # All of it may have ended when the wait that follows returns.
+            self._note_occupancy()
 
     def _excuse_losses(self) -> None:
         """Let the losses of replicas that prompts are guilty of not count.

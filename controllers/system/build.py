@@ -245,13 +245,18 @@ def restart_lost(config: Config, system: System, also: Collection[str] = ()) -> 
     """
     # Those that are starting again are killed, and start with the other lost ones.
     system.restarts.close()
+    again = [system.models[name] for name in also]
+    # Replicas may wait for weights from one of these, and are calmed next.
+    for processes in system.groups.lost(again):
+        processes.kill()
+
     offloads = False
     if isinstance(config, RolloutTaskConfig):
         plan = SharingPlan.of(config, on_gpus=system.has_gpus)
         offloads = plan.trainers_offload != "nothing"
         _calm_replicas(system, plan)
 
-    lost = system.groups.lost([system.models[name] for name in also])
+    lost = system.groups.lost(again)
     survivors = [group for group in system.models.values() if not group.runs_in(lost)]
     # An engine is awake when it starts, and takes the memory of the trainers.
     if offloads:
