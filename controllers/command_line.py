@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import gc
 import importlib
 import os
 import sys
@@ -154,6 +155,7 @@ def _run_typed(command: str, arguments: Sequence[str]) -> int:
     reads_data = not is_check or options.data == "on"
     described = parse_machine(options.machine) if is_check and options.machine else None
     if options.multirun:
+        _collect_garbage_again()
         return multirun(
             command,
             arguments,
@@ -238,6 +240,7 @@ def _run_with_flags(command: str, rest: list[str]) -> int:
     stop_on_signals()
     module, _, function = _MODULES_WITH_FLAGS[command].partition(":")
     implementation = getattr(importlib.import_module(module), function or "main")
+    _collect_garbage_again()
     return stoppable(functools.partial(cast(TakesArguments, implementation), rest))
 
 
@@ -273,6 +276,7 @@ def _run_with_config(
                 return 0
 
         work = functools.partial(_implementation(command), config, **settings)
+        _collect_garbage_again()
         if command != "train":
             return stoppable(work)
         work = functools.partial(work, command=typed_command(arguments))
@@ -315,6 +319,15 @@ def _checked(
     print_readings(checked.tried.data.files, sys.stderr)
     print_warnings(checked.warnings, sys.stderr)
     return checked.config
+
+
+def _collect_garbage_again() -> None:
+    """Switch Python's garbage collector on, for what is made from now on.
+
+    `__main__` switches it off before it imports anything.
+    """
+    gc.freeze()
+    gc.enable()
 
 
 def _implementation(command: str) -> TakesConfig:

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -547,6 +547,11 @@ def leaving_signals_to_driver() -> Iterator[None]:
 
 _SERVICES = ("start_monitor", "start_api_server", "start_log_monitor")
 
+_LOOK_S = 0.01
+"""Seconds between two looks for a raylet that starts."""
+_LOOKS_S = 10.0
+"""Seconds after which Ray's own looks, one per second, are enough."""
+
 
 @contextlib.contextmanager
 def without_services() -> Iterator[None]:
@@ -555,21 +560,53 @@ def without_services() -> Iterator[None]:
     An autoscaler, the server behind Ray's dashboard, and a reader of logs are a Python
     process each. Ray waits for the second before it starts the raylet. Without a
     dashboard the server does nothing but to report usage, and no log is read where the
-    driver does not print them.
+    driver does not print them. The dashboard's agent, for which the raylet waits, does
+    not serve, as where the packages of the dashboard are not installed.
     """
     node = ray._private.node.Node
     methods = {name: getattr(node, name) for name in _SERVICES}
+    dashboard_error = ray._private.utils.get_dashboard_dependency_error
+    get_node = services.get_node
 
     for name in _SERVICES:
         setattr(node, name, _start_nothing)
+    no_dashboard = ImportError("this cluster has no dashboard")
+    ray._private.utils.get_dashboard_dependency_error = lambda: no_dashboard
+    services.get_node = functools.partial(_node_soon, get_node)
     try:
         yield
     finally:
         for name, method in methods.items():
             setattr(node, name, method)
+        ray._private.utils.get_dashboard_dependency_error = dashboard_error
+        services.get_node = get_node
 
 
 def _start_nothing(node: Any, **settings: Any) -> None: ...
+
+
+def _node_soon(
+    get_node: Callable[[str, str], Any], gcs_address: str, node_id: str
+) -> Any:
+    """Return what Ray knows of a node, as soon as its raylet has started.
+
+    Ray itself looks once per second. Whatever goes wrong is left to it.
+
+    Args:
+        get_node: Ray's own function.
+        gcs_address: Address of the cluster.
+        node_id: The node, in hexadecimal digits.
+    """
+    client = ray._raylet.GcsClient(address=gcs_address)
+    until = time.monotonic() + _LOOKS_S
+    # Ends when the node is there, at a failure, or after ten seconds.
+    with contextlib.suppress(ray.exceptions.RayError):
+        while time.monotonic() < until:
+            nodes = client.get_all_node_info(timeout=_LOOKS_S)
+            if any(node.hex() == node_id for node in nodes):
+                break
+            time.sleep(_LOOK_S)
+    return get_node(gcs_address, node_id)
 
 
 class _Messages:
