@@ -17,9 +17,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from controllers.run.faults import FAULTS
 from tests.controllers.runs import Inputs, make_inputs
-from tests.faults import HAPPENED
+from tests.faults import BEGUN, HAPPENED
 from tests.kills import ROOT, Run
-from tests.layouts import LAYOUTS, differing, recorded
+from tests.layouts import LAYOUTS, STALL_S, differing, recorded
 from tests.lost_nodes import has_second_copies, lose_node, two_nodes
 from tests.tracking.wandb_files import steps_of as wandb_steps
 from verl_ray.checkpoint.snapshot_files import short_word
@@ -117,13 +117,22 @@ def test_ranks_may_die_and_stop_while_prompts_are_drawn_ahead(
         "publishing weights@8:kill=rollout-0",
         # What the ledger has written for this checkpoint stays.
         "step 4/5: saving@1:kill=actor-1",
-        goes_back=3,
+        # The replica waits for what this rank was to send.
+        "publishing weights@10:kill=actor-1",
+        goes_back=4,
     )
     assert [(fault["rank"], fault["kind"]) for fault in noticed] == [
         (1, "died"),
         (0, "stalled"),
         (1, "died"),
+        (1, "died"),
     ]
+    again = [
+        line["time"]
+        for line in recorded(tmp_path / BEGUN)
+        if line["phase"] == "beginning"
+    ]
+    assert 0 < float(again[-1]) - float(noticed[-1]["time"]) < STALL_S
 
 
 def test_a_run_outlives_its_driver_and_its_cluster(
