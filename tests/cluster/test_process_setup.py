@@ -1,7 +1,9 @@
-"""The log files of the processes."""
+"""The setup of a process: the name of its log, and its limits."""
+
+import resource
 
 from verl_ray.cluster.context import RankSpec
-from verl_ray.cluster.process_control import _log_name
+from verl_ray.cluster.process_control import _log_name, allow_open_files
 
 
 def test_the_name_of_a_log_needs_no_quotes() -> None:
@@ -9,3 +11,14 @@ def test_the_name_of_a_log_needs_no_quotes() -> None:
     assert _log_name(first) == "engine_trainer-0.log"
     restarted = RankSpec("reward", 1, 2, "cpu", 2, True, "logs", 3)
     assert _log_name(restarted) == "reward-1.3.log"
+
+
+def test_a_process_may_open_more_files_than_its_shell() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = before[1] if before[1] != resource.RLIM_INFINITY else 65_536
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+        allow_open_files()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(most, 65_536)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.weight_sync.fingerprints import EMPTY, fingerprint
-from verl_ray.weight_sync.fingerprint import Fingerprint
+from verl_ray.weight_sync.fingerprint import Fingerprint, FingerprintAccumulator
 from verl_ray.weight_sync.manifest import Slice
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8]
@@ -130,6 +130,13 @@ def test_where_a_tensor_lies_in_memory_does_not_matter(offset: int) -> None:
 def test_the_same_bits_of_another_dtype_differ() -> None:
     tensor = _random((4, 16), torch.bfloat16)
     assert fingerprint(tensor) != fingerprint(tensor.view(torch.float16))
+
+
+def test_offloaded_weights_go_from_the_host_to_slots_elsewhere() -> None:
+    weights, slot = torch.randn(6, 10), torch.empty(6, 10, device="meta")  # as a GPU
+    accumulator = FingerprintAccumulator()
+    accumulator.add("w", weights, copy=slot)
+    assert accumulator.take().by_name == {"w": fingerprint(weights)}
 
 
 def test_a_transposed_square_differs() -> None:

@@ -41,7 +41,12 @@ from verl_ray.cluster.context import (
     WorkerContext,
     this_thread,
 )
-from verl_ray.cluster.process_control import keep_output, process_environment, tail
+from verl_ray.cluster.process_control import (
+    allow_open_files,
+    keep_output,
+    process_environment,
+    tail,
+)
 from verl_ray.cluster.rendezvous import Rendezvous, join, listen, share_timeout
 from verl_ray.cluster.waiting import read
 from verl_ray.data.batch import Batch
@@ -75,6 +80,7 @@ class WorkerHost:
         # start to go through what imports leave behind.
         gc.disable()
         os.environ.update(process_environment(rank_spec, os.environ))
+        allow_open_files()
 
         # Neither imports nor vLLM count what they have done.
         self._starting = contextlib.ExitStack()

@@ -13,6 +13,7 @@ import contextlib
 import faulthandler
 import functools
 import os
+import resource
 import signal
 import sys
 import time
@@ -53,6 +54,25 @@ def process_environment(
     if trains_on_gpu:
         variables |= trainer_environment(inherited)
     return variables
+
+
+_OPEN_FILES = 65_536
+
+
+def allow_open_files() -> None:
+    """Raise the limit of open files and sockets of this process, if it may be raised.
+
+    Over gloo a receiver of weights is connected with each of the others, once per root:
+    more than the usual 1,024 from some 250 receivers on. Ray raises the limit of a
+    driver that starts a cluster, and of the cluster's processes, but not on nodes that
+    `ray start` adds.
+    """
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    new_limit = _OPEN_FILES
+    if most != resource.RLIM_INFINITY:
+        new_limit = min(new_limit, most)
+    if limit != resource.RLIM_INFINITY and limit < new_limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (new_limit, most))
 
 
 _WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}

@@ -73,11 +73,10 @@ def choose_vector_program() -> None:
 
 @contextmanager
 def leaving_a_core() -> Iterator[None]:
-    """Compute the block with one thread less.
+    """Compute the block with one thread less, beside another process of the node.
 
-    While weights travel, senders, receivers and the threads that take fingerprints
-    share the cores of a node. Threads that must wait for each other would wait for all
-    of them.
+    Threads that must wait for each other would wait for that process, too. It has no
+    effect in vLLM's processes, where vLLM makes `torch.set_num_threads` do nothing.
     """
     import torch
 

@@ -1,7 +1,7 @@
 """A plan by which vLLM's model takes weights without vLLM's own loader.
 
 In every update vLLM's loader looks for the place of every tensor, allocates each module
-anew, copies its tensors there, and packs the copy. The first update over a wire goes
+anew, copies its tensors there, and packs the copy. The first update of an engine goes
 that way, and is recorded. Later ones follow the record: what a module keeps is copied
 to its place, and what it keeps packed is packed from where it lies on the wire.
 
@@ -271,6 +271,7 @@ class LoadRecorder(TorchDispatchMode):
             for module in model.modules()
             for name, parameter in module.named_parameters(recurse=False)
         }
+        self._buffers = {_memory(buffer) for buffer in model.buffers()}
 
     @contextmanager
     def recording(self, received: Received) -> Iterator[None]:
@@ -295,6 +296,9 @@ class LoadRecorder(TorchDispatchMode):
             record = self._records.get(_memory(args[0]))
         if record is not None:
             self._note(record, func, args)
+        elif func is torch.ops.aten.copy_.default and _memory(args[0]) in self._buffers:
+            # A plan knows the places of parameters alone.
+            self._is_plain &= self._part_of(args[1]) is None
         return func(*args, **(kwargs or {}))
 
     def _note(self, record: _Record, func: Any, args: tuple[Any, ...]) -> None:

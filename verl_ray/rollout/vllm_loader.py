@@ -36,7 +36,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 
 from verl_ray.config.roles import LoraConfig
 from verl_ray.errors import WeightSyncError
-from verl_ray.ops.installed_torch import choose_vector_program, leaving_a_core
+from verl_ray.ops.installed_torch import choose_vector_program
 from verl_ray.ownership import SHARED_FOLDER, prefix, remove_stale
 from verl_ray.rollout.vllm_core import (
     TRANSFER,
@@ -130,8 +130,7 @@ class WeightLoader(_Worker):
             }
         elif self._weights_plan is not None:
             received = self._weights_inbox.receive(bucket)
-            with leaving_a_core():
-                self._weights_plan.load(received)
+            self._weights_plan.load(received)
         else:
             with self._weights_context():
                 self.update_weights({"bucket": bucket})

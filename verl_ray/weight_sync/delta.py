@@ -26,7 +26,7 @@ import torch
 
 from verl_ray.errors import WeightSyncError
 from verl_ray.weight_sync.fingerprint import integer_dtype
-from verl_ray.weight_sync.manifest import ALIGNMENT_BYTES, Bucket, Entry
+from verl_ray.weight_sync.manifest import Bucket, Entry, aligned
 
 ALL = -1
 """Count in a header that stands for all elements of a parameter."""
@@ -170,7 +170,7 @@ def body_bytes(bucket: Bucket, header: torch.Tensor) -> int:
     counts = header[2:].tolist()
     for entry, count in zip(bucket.entries, counts, strict=True):
         index_bytes, value_bytes = _sizes(entry, count)
-        total += _aligned(index_bytes) + _aligned(value_bytes)
+        total += aligned(index_bytes) + aligned(value_bytes)
     return total
 
 
@@ -218,11 +218,11 @@ def _sections(
         index_bytes, value_bytes = _sizes(entry, count)
 
         indices = body[position : position + index_bytes].view(_index_dtype(entry))
-        position += _aligned(index_bytes)
+        position += aligned(index_bytes)
 
         value_dtype = integer_dtype(entry.dtype.itemsize)
         values = body[position : position + value_bytes].view(value_dtype)
-        position += _aligned(value_bytes)
+        position += aligned(value_bytes)
 
         yield _Section(place, entry, indices, values)
 
@@ -232,10 +232,6 @@ def _sizes(entry: Entry, count: int) -> tuple[int, int]:
     if count == ALL:
         return 0, entry.parameter.numel * entry.dtype.itemsize
     return count * _index_dtype(entry).itemsize, count * entry.dtype.itemsize
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _index_dtype(entry: Entry) -> torch.dtype:

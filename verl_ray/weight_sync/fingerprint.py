@@ -133,9 +133,10 @@ class FingerprintAccumulator:
 
         if tensor.numel():
             lanes, first = _lanes(tensor, part)
-            # Both at once read the content once.
+            # Both at once read the content once. Offloaded weights may go from the host
+            # to a slot on a GPU, where NumPy does not write.
             target = None
-            if copy is not None and _is_host_matrix(lanes):
+            if copy is not None and copy.is_cpu and _is_host_matrix(lanes):
                 target = _lanes_in_place(copy, part)
             if copy is not None and target is None:
                 copy.copy_(tensor)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from verl_ray.errors import WeightSyncError
 from verl_ray.profiling.progress import advance, waiting_for_others
 from verl_ray.weight_sync.fingerprint import Fingerprints
-from verl_ray.weight_sync.manifest import ALIGNMENT_BYTES, Bucket, Slice
+from verl_ray.weight_sync.manifest import ALIGNMENT_BYTES, Bucket, Slice, aligned
 from verl_ray.weight_sync.transport import (
     Shards,
     SlicePlace,
@@ -230,17 +230,19 @@ class GatheredSlots(Slots):
                 yield _Message(owner, flat[first : first + nbytes], ())
             elif nbytes:
                 staged[owner] = nbytes
-                needed_bytes += _aligned(nbytes)
+                needed_bytes += aligned(nbytes)
 
-        # Messages of other buckets arrive in the same memory, of about a slot's size.
+        # Messages of other buckets arrive in the same memory, which has room for a slot
+        # in parts: memory that is made anew would not replace it in their plans.
         if needed_bytes > self._staging.numel():
-            size = max(needed_bytes, flat.untyped_storage().nbytes())
+            parts_bytes = ALIGNMENT_BYTES * dist.get_world_size()
+            size = max(needed_bytes, flat.untyped_storage().nbytes() + parts_bytes)
             self._staging = torch.empty(size, dtype=torch.uint8, device=flat.device)
 
         position = 0
         for owner, nbytes in staged.items():
             packed = self._staging[position : position + nbytes]
-            position += _aligned(nbytes)
+            position += aligned(nbytes)
             slices: list[tuple[torch.Tensor, torch.Tensor]] = []
             end = 0
             for in_slot in views_of_owners[owner]:
@@ -300,10 +302,6 @@ def _difference(before: Sequence[Slice], now: Sequence[Slice]) -> str:
         if old != new:
             return f"{new} in place of {old}"
     return f"{len(now)} in place of {len(before)}"
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _has_several_ranks() -> bool:

@@ -208,5 +208,9 @@ def aligned_bytes(parameter: Parameter) -> int:
     """Return the bytes that a parameter takes in a bucket."""
     bits = _BITS.search(parameter.dtype)
     assert bits is not None, f"{parameter.name} has the dtype {parameter.dtype}"
-    nbytes = parameter.numel * int(bits[0]) // 8
+    return aligned(parameter.numel * int(bits[0]) // 8)
+
+
+def aligned(nbytes: int) -> int:
+    """Return the bytes that content takes, up to where the next may begin."""
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -3,13 +3,15 @@
 Invariant: bytes are written once, by the ranks that own them, and are read in place.
 Nothing is pickled, gathered or copied. A receiver reads a bucket once every sender has
 announced it in the receiver's pipe, so it may be told to receive a bucket before that
-is written. It stops waiting when senders give up, or when their first rank has exited.
+is written. It stops waiting when a sender gives up or closes the wire, or when the
+process of the first rank has exited.
 Deliberately not here: that a slot is filled again only after it was read, which is the
 caller's part.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import secrets
@@ -82,6 +84,7 @@ class AnnouncedSlots(Slots):
 
         self._num_received = 0
         self._announced: Counter[int] = Counter()
+        self._is_given_up = False
 
     def receive(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
         """Wait for a bucket, and yield its parameters as `Slots.receive` does.
@@ -114,8 +117,13 @@ class AnnouncedSlots(Slots):
         poll = select.poll()
         poll.register(self._pipe, select.POLLIN)
         while self._announced[number] < self._senders:
+            if self._is_given_up:
+                raise WeightSyncError(
+                    f"bucket {bucket.index} will not arrive: the actor has given up"
+                    " this weight sync"
+                )
             if poll.poll(_LOOK_MS):
-                self._read(bucket)
+                self._read()
                 continue
 
             owner = owner_of(self._path)
@@ -125,16 +133,13 @@ class AnnouncedSlots(Slots):
                     " the actor has exited"
                 )
 
-    def _read(self, bucket: Bucket) -> None:
+    def _read(self) -> None:
         """Read the announcements that have come."""
         assert self._pipe is not None, "the wire is open"
         content = os.read(self._pipe, 4096 * _ANNOUNCEMENT.size)
         for (number,) in _ANNOUNCEMENT.iter_unpack(content):
-            if number == _GIVEN_UP:
-                raise WeightSyncError(
-                    f"bucket {bucket.index} will not arrive: the actor has given up"
-                    " this weight sync"
-                )
+            # Buckets that were announced before are there all the same.
+            self._is_given_up |= number == _GIVEN_UP
             self._announced[number] += 1
 
 
@@ -190,11 +195,15 @@ class SharedMemorySender:
 
     def close(self) -> None:
         """Unmap the files and close the pipes; remove all, on rank 0."""
+        self.finish()
         self._slots.close()
         for pipe in self._pipes:
             os.close(pipe)
         self._pipes = []
         if self._own_address is not None:
+            # Receivers keep their maps until they open another wire, which needs the
+            # memory.
+            _free(self._own_address)
             remove(self._own_address)
 
     def _announce(self, number: int) -> None:
@@ -271,6 +280,17 @@ def remove(address: SharedMemoryAddress) -> None:
     """Remove the files. Processes that have mapped them keep their maps."""
     for path in (*address.paths, *address.pipes):
         Path(path).unlink(missing_ok=True)
+
+
+def _free(address: SharedMemoryAddress) -> None:
+    """Free the memory of the files. Processes that have mapped them read zeros."""
+    for path in address.paths:
+        with (
+            contextlib.suppress(FileNotFoundError),
+            Path(path).open("r+b") as file,
+            mmap.mmap(file.fileno(), 0) as memory,
+        ):
+            memory.madvise(mmap.MADV_REMOVE)
 
 
 def _open_pipe(path: Path) -> int:
