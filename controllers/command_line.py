@@ -324,10 +324,12 @@ def _checked(
 def _collect_garbage_again() -> None:
     """Switch Python's garbage collector on, for what is made from now on.
 
-    `__main__` switches it off before it imports anything.
+    The program switches it off before it imports this module. A process that calls
+    `main` by itself keeps its collector as it is.
     """
-    gc.freeze()
-    gc.enable()
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
 
 
 def _implementation(command: str) -> TakesConfig:

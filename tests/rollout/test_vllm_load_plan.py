@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from verl_ray.rollout.vllm_load_plan import Copy, Elements, ParameterPlan
+from verl_ray.rollout.vllm_load_plan import (
+    Copy,
+    Elements,
+    LoadRecorder,
+    ParameterPlan,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -51,3 +56,17 @@ def test_a_parameter_comes_in_parts() -> None:
         assert PLAN.joined({name: part}) is None
         PLAN.fill(whole, {name: part})
     assert torch.equal(whole, torch.cat(list(parts.values())))
+
+
+@pytest.mark.parametrize("fills_buffer", [False, True])
+def test_there_is_a_plan_if_tensors_go_to_parameters_alone(fills_buffer: bool) -> None:
+    model = torch.nn.Module()
+    model.register_parameter("weight", torch.nn.Parameter(torch.zeros(3)))
+    model.register_buffer("scale", torch.zeros(3))
+    recorder = LoadRecorder(model)
+    received = {"weight": torch.ones(3), "scale": torch.ones(3)}
+    with torch.no_grad(), recorder.recording(received):
+        model.get_parameter("weight").copy_(received["weight"])
+        if fills_buffer:
+            model.get_buffer("scale").copy_(received["scale"])
+    assert (recorder.plan() is None) == fills_buffer

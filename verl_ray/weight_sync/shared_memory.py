@@ -283,10 +283,13 @@ def remove(address: SharedMemoryAddress) -> None:
 
 
 def _free(address: SharedMemoryAddress) -> None:
-    """Free the memory of the files. Processes that have mapped them read zeros."""
+    """Free the memory of the files. Processes that have mapped them read zeros.
+
+    Where the file system cannot do that, it is free once all have closed their maps.
+    """
     for path in address.paths:
         with (
-            contextlib.suppress(FileNotFoundError),
+            contextlib.suppress(OSError),
             Path(path).open("r+b") as file,
             mmap.mmap(file.fileno(), 0) as memory,
         ):
