@@ -33,13 +33,12 @@ from tests.controllers.runs import make_inputs
 from tests.faults import process_behind
 from tests.kills import ROOT, Run
 from tests.layouts import LAYOUTS, differing
+from verl_ray.cluster.session_folders import own_sessions
 from verl_ray.private_files import SHARED_MEMORY, shared_folder
 from verl_ray.tracking.jsonl import METRICS, read_metrics
 
 STALL_S = 45
 """Limit of a process without progress, which a start keeps on an idle machine."""
-
-SESSIONS = Path("/tmp/ray")
 
 PATIENCE_S = 300
 """Longest time without a new step."""
@@ -163,7 +162,7 @@ def _left(soaked: SoakedRun, before: set[Path]) -> Iterator[str]:
 def _files() -> set[Path]:
     """Return what there is in shared memory, and the sessions of Ray."""
     shared = {*shared_folder().iterdir(), *SHARED_MEMORY.iterdir()}
-    return {*shared, *SESSIONS.glob("session_*")}
+    return {*shared, *own_sessions().glob("session_*")}
 
 
 def main() -> int:

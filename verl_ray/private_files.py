@@ -32,9 +32,17 @@ def shared_folder() -> Path:
     Raises:
         UnsafeFile: Something else has its name.
     """
-    return private_folder(
-        SHARED_MEMORY / f"verl_ray-{_outer_user(os.geteuid(), _USERS.read_text())}"
-    )
+    return users_folder(SHARED_MEMORY)
+
+
+def users_folder(parent: Path) -> Path:
+    """Return this user's folder in one that all users share; make it if it is missing.
+
+    Raises:
+        UnsafeFile: Something else has its name.
+    """
+    user = _outer_user(os.geteuid(), _USERS.read_text())
+    return private_folder(parent / f"verl_ray-{user}")
 
 
 def available_bytes() -> int:

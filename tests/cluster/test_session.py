@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -19,10 +20,13 @@ import ray
 from tests.leftovers import left_in_shared_memory
 from verl_ray.cluster.session import (
     Session,
-    name_owners,
     ray_messages,
-    remove_ended_sessions,
     store_bytes,
+)
+from verl_ray.cluster.session_folders import (
+    name_owners,
+    own_sessions,
+    remove_ended_sessions,
 )
 from verl_ray.errors import ClusterError
 
@@ -151,6 +155,24 @@ def test_an_own_cluster_has_no_service_that_nobody_uses(cluster: Session) -> Non
     assert {"gcs_server", "raylet"} <= {child.name() for child in children}
     programs = [Path(word).name for child in children for word in child.cmdline()]
     assert not {"monitor.py", "log_monitor.py", "dashboard.py"} & set(programs)
+
+
+@pytest.mark.cluster
+def test_no_other_user_or_machine_reaches_an_own_cluster(cluster: Session) -> None:
+    family = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    listening = [
+        connection.laddr.ip
+        for process in family
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    # Those of this process, the head, the raylet and its two agents.
+    assert len(listening) >= 6
+    assert {address.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
+
+    assert cluster.folder is not None and cluster.folder.parent == own_sessions()
+    outer = own_sessions().parent.lstat()
+    assert outer.st_uid == os.geteuid() and stat.S_IMODE(outer.st_mode) == 0o700
 
 
 @pytest.mark.cluster

@@ -15,7 +15,6 @@ import logging
 import math
 import os
 import secrets
-import shutil
 import subprocess
 import sys
 import threading
@@ -27,7 +26,6 @@ from typing import Any, Self
 
 import psutil
 import ray
-from ray._common.utils import get_default_ray_temp_dir
 from ray._private import services
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
@@ -40,17 +38,21 @@ from verl_ray.cluster.guard import (
     start_guard,
 )
 from verl_ray.cluster.placement import NodeResources, node_resources
+from verl_ray.cluster.session_folders import (
+    name_owners,
+    own_sessions,
+    remove_ended_sessions,
+    remove_folder,
+)
 from verl_ray.cluster.signals import deferring_signals, heed_signals
 from verl_ray.cluster.waiting import CLUSTER_LOSS, RAY_CALLS
 from verl_ray.errors import ClusterError, Interrupted, WorkerDied
-from verl_ray.ownership import Owner
 from verl_ray.private_files import SHARED_MEMORY, available_bytes
 
 # Ray refuses an object store of less than 75 MiB.
 _LEAST_STORE_BYTES = 80 << 20
-# Ray exchanges 127.0.0.1 for the address of a network interface, which may vanish
-# (Wi-Fi, VPN) during the run. Any other loopback address stays.
-_LOOPBACK = "127.0.0.2"
+# The only address with which Ray's servers do not listen on every interface.
+_LOOPBACK = "127.0.0.1"
 # A third of the weight of another session.
 _WORKERS_NICENESS = 5
 # Ray connects within seconds, also on a busy machine.
@@ -189,14 +191,15 @@ class Session:
         object_store_bytes: int,
         stall_s: float,
     ) -> Session:
+        sessions = own_sessions()
+        remove_ended_sessions(sessions)
         before = dict(os.environ)
         environment = _set_own_token()
-        remove_ended_sessions(Path(get_default_ray_temp_dir()))
 
         this_process = psutil.Process()
         children_before = this_process.children(recursive=True)
         try:
-            context = _start_ray(cores, gpus, object_store_bytes)
+            context = _start_ray(cores, gpus, object_store_bytes, sessions)
         except BaseException as error:
             _shut_down_ray()
             _restore_variables(environment)
@@ -338,8 +341,10 @@ def refuse_connected() -> None:
         )
 
 
-def _start_ray(cores: int | None, gpus: int | None, object_store_bytes: int) -> Any:
-    """Start a cluster on this machine and return Ray's context of it."""
+def _start_ray(
+    cores: int | None, gpus: int | None, object_store_bytes: int, folder: Path
+) -> Any:
+    """Start a cluster on this machine, in a folder; return Ray's context of it."""
     system_config = {
         # Workers are started for actors as these come. Spare workers would only take
         # start-up time and memory.
@@ -348,7 +353,7 @@ def _start_ray(cores: int | None, gpus: int | None, object_store_bytes: int) -> 
         # machine would come first.
         "worker_niceness": 0,
     }
-    with leaving_signals_to_driver(), without_services():
+    with leaving_signals_to_driver(), without_services(), on_loopback():
         return ray.init(
             address="local",
             num_cpus=cores,
@@ -358,6 +363,7 @@ def _start_ray(cores: int | None, gpus: int | None, object_store_bytes: int) -> 
             log_to_driver=False,
             logging_level="ERROR",
             _node_ip_address=_LOOPBACK,
+            _temp_dir=str(folder),
             _system_config=system_config,
         )
 
@@ -400,68 +406,6 @@ def store_bytes(requested_bytes: int | None) -> int:
             " --shm-size=4g)"
         )
     return needed_bytes
-
-
-# ------------------------------------------------------------ folders of Ray's sessions
-
-# Ray's folders of clusters that sessions have started.
-#
-# Invariant: a folder is removed only when the driver and all of Ray's processes that
-# its list of owners names have ended. Folders without such a list, and those of other
-# users, stay.
-
-# File in Ray's folder of a cluster that a session started. Its first line names the
-# driver, the others Ray's processes.
-_OWNERS = "verl_ray_owners"
-
-# Time for processes that are about to stop and still write to the folder.
-_REMOVAL_S = 5.0
-
-
-def name_owners(folder: Path, pids: Iterable[int]) -> None:
-    """Write to Ray's folder which processes must have ended before its removal."""
-    lines = [f"{Owner.of(pid)}\n" for pid in pids]
-    (folder / _OWNERS).write_text("".join(lines))
-
-
-def remove_ended_sessions(folder: Path) -> None:
-    """Remove the folders of clusters whose driver was killed, with all of Ray.
-
-    Args:
-        folder: Ray's folder of all clusters. Only folders of clusters that sessions of
-            this user have started are removed from it.
-    """
-    for owners_file in folder.glob(f"session_*/{_OWNERS}"):
-        # "session_latest" is a link to one of the others.
-        if owners_file.parent.is_symlink():
-            continue
-        try:
-            is_ours = owners_file.stat().st_uid == os.getuid()
-            lines = owners_file.read_text().splitlines()
-        except OSError:
-            # Another run has removed the folder meanwhile.
-            continue
-
-        owners = [Owner.parse(line) for line in lines]
-        have_ended = all(owner is not None and owner.has_ended for owner in owners)
-        if is_ours and owners and have_ended:
-            remove_folder(owners_file.parent)
-
-
-def remove_folder(folder: Path) -> None:
-    """Remove Ray's folder of one cluster, with all logs of Ray's own processes."""
-    # Ray does not replace a "session_latest" that points to nothing.
-    latest = folder.parent / "session_latest"
-    if latest.is_symlink() and latest.readlink() == folder:
-        latest.unlink(missing_ok=True)
-
-    # A process that is about to end may write there once more, so the removal is
-    # repeated until the folder stays away, for a few seconds.
-    deadline = time.monotonic() + _REMOVAL_S
-    while folder.exists() and time.monotonic() < deadline:
-        shutil.rmtree(folder, ignore_errors=True)
-        if folder.exists():
-            time.sleep(0.1)
 
 
 # ---------------------------------------------------------- the token of an own cluster
@@ -581,6 +525,21 @@ def without_services() -> Iterator[None]:
             setattr(node, name, method)
         ray._private.utils.get_dashboard_dependency_error = dashboard_error
         services.get_node = get_node
+
+
+@contextlib.contextmanager
+def on_loopback() -> Iterator[None]:
+    """Let a cluster that starts within the block keep the address 127.0.0.1.
+
+    Ray would take that of a network interface, which other nodes can reach, and which
+    may vanish (Wi-Fi, VPN) during the run.
+    """
+    resolve = services.resolve_ip_for_localhost
+    services.resolve_ip_for_localhost = lambda address: address
+    try:
+        yield
+    finally:
+        services.resolve_ip_for_localhost = resolve
 
 
 def _start_nothing(node: Any, **settings: Any) -> None: ...
