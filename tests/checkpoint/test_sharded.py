@@ -14,10 +14,16 @@ import pytest
 import torch
 
 from controllers.run.recovery import SaveFailures
+from tests.foreign_files import Planted
 from verl_ray.checkpoint import sharded
 from verl_ray.checkpoint.manifest import file_record
 from verl_ray.errors import CheckpointError
 from verl_ray.profiling.progress import begin, progress
+
+_OS_IN_TORCH = (
+    b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c\x08os.mkdir\x93."
+)
+"""A pickle of a name with dots: the module `os` that a module of torch imports."""
 
 
 def state(value: float, **more: Any) -> dict[str, Any]:
@@ -107,6 +113,34 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
         CheckpointError, match=r"cannot be read; rank 0: .*model\.weight"
     ):
         sharded.load(state(0, model={"weight": torch.zeros(4, 2)}), str(tmp_path))
+
+
+def test_what_is_no_description_is_not_unpickled(tmp_path: Path) -> None:
+    sharded.save(state(7), str(tmp_path / "state"))
+    metadata = tmp_path / "state" / ".metadata"
+    described = metadata.read_bytes()
+    for content, fault in (
+        (pickle.dumps(Planted(tmp_path / "made")), "it refers to posix.mkdir"),
+        # What a module of torch imports is no part of it, either.
+        (
+            _OS_IN_TORCH,
+            r"it refers to torch\.distributed\.checkpoint\.metadata\.os\.mkdir",
+        ),
+        (b"", "Ran out of input"),
+        (described[:-9], "pickle data was truncated|ran out of input"),
+    ):
+        metadata.write_bytes(content)
+        with pytest.raises(CheckpointError, match=f"is no description: {fault}"):
+            sharded.load(state(0), str(tmp_path / "state"))
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_value_that_is_not_plain_is_not_unpickled(tmp_path: Path) -> None:
+    planted = state(7) | {"steps": Planted(tmp_path / "made")}
+    sharded.save(planted, str(tmp_path / "state"))
+    with pytest.raises(CheckpointError, match="steps is no plain value"):
+        sharded.load(state(0), str(tmp_path / "state"))
+    assert not (tmp_path / "made").exists()
 
 
 def test_a_path_without_a_state_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.foreign_files import give_away
+from tests.foreign_files import Planted, give_away
 from verl_ray.checkpoint.sharded import Slices
 from verl_ray.checkpoint.snapshot_files import SnapshotFiles, SnapshotNames
 from verl_ray.checkpoint.snapshots import RankSnapshots
@@ -85,29 +85,19 @@ def test_the_last_two_steps_are_there_value_for_value(place: str) -> None:
     assert not list(shared_folder().glob(f"{Path(place).name}*"))
 
 
-class _Planted:
-    """What makes a file when it is unpickled."""
-
-    def __init__(self, made: Path) -> None:
-        self._made = made
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return os.mkdir, (str(self._made),)
-
-
 @pytest.mark.parametrize("slot", [0, 1])
 def test_what_another_user_planted_is_refused_and_does_nothing(
     place: str, tmp_path: Path, slot: int
 ) -> None:
     index = Path(f"{place}-{slot}-index")
-    index.write_bytes(pickle.dumps(_Planted(tmp_path / "made")))
+    index.write_bytes(pickle.dumps(Planted(tmp_path / "made")))
     give_away(index)
     with pytest.raises(UnsafeFile, match=r"-index has the mode .* another user"):
         RankSnapshots(place, NAMES)
 
     # Nor does it where it looks as if it were this user's.
     index.unlink()
-    index.write_bytes(pickle.dumps(_Planted(tmp_path / "made")))
+    index.write_bytes(pickle.dumps(Planted(tmp_path / "made")))
     index.chmod(0o600)
     with pytest.raises(ValueError, match=r"utf-8|Expecting value"):
         RankSnapshots(place, NAMES)

@@ -35,7 +35,6 @@ from torch.distributed.checkpoint.default_planner import (
 )
 from torch.distributed.checkpoint.filesystem import (
     FileSystem,
-    FileSystemReader,
     FileSystemWriter,
 )
 from torch.distributed.checkpoint.metadata import (
@@ -55,6 +54,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.tensor import DTensor
 
 from verl_ray.checkpoint.manifest import FileRecord, new_hash
+from verl_ray.checkpoint.state_reader import StateReader, require_plain
 from verl_ray.errors import CheckpointError
 from verl_ray.models.names import Box
 from verl_ray.models.weights import is_first_copy, own_box
@@ -225,7 +225,7 @@ def load(state: dict[str, Any], path: str) -> list[str]:
         CheckpointError: The directory does not hold such a state.
     """
     with _readable_errors(f"{path} cannot be read"):
-        reader = FileSystemReader(path)
+        reader = StateReader(path)
         saved_keys = reader.read_metadata().state_dict_metadata
         # All other keys must be there; torch raises if one is missing.
         requested = {
@@ -316,6 +316,10 @@ class _CountingLoadPlanner(DefaultLoadPlanner):
                 itemsize = tensor.properties.dtype.itemsize
                 self._total += math.prod(item.lengths) * itemsize
         return plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        require_plain(value, read_item.dest_index.fqn)
+        super().load_bytes(read_item, value)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         super().commit_tensor(read_item, tensor)
