@@ -1,9 +1,16 @@
-"""The setup of a process: the name of its log, and its limits."""
+"""The setup of a process: its variables, the name of its log, and its limits."""
 
 import resource
+import tempfile
+from pathlib import Path
 
 from verl_ray.cluster.context import RankSpec
-from verl_ray.cluster.process_control import _log_name, allow_open_files
+from verl_ray.cluster.process_control import (
+    _log_name,
+    allow_open_files,
+    compiler_environment,
+)
+from verl_ray.private_files import users_folder
 
 
 def test_the_name_of_a_log_needs_no_quotes() -> None:
@@ -11,6 +18,12 @@ def test_the_name_of_a_log_needs_no_quotes() -> None:
     assert _log_name(first) == "engine_trainer-0.log"
     restarted = RankSpec("reward", 1, 2, "cpu", 2, True, "logs", 3)
     assert _log_name(restarted) == "reward-1.3.log"
+
+
+def test_what_torch_compiles_is_stored_where_nobody_else_writes() -> None:
+    ours = Path(compiler_environment({})["TORCHINDUCTOR_CACHE_DIR"])
+    assert ours.parent == users_folder(Path(tempfile.gettempdir()))
+    assert compiler_environment({"TORCHINDUCTOR_CACHE_DIR": "/elsewhere"}) == {}
 
 
 def test_a_process_may_open_more_files_than_its_shell() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from verl_ray.weight_sync.transport import WireEndpoint, WireSpec
 def test_two_files_at_most_and_none_when_it_is_over(tmp_path: Path) -> None:
     endpoints = joined("disk", tmp_path)
     endpoints.begin(1)
+    (folder,) = tmp_path.iterdir()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     seen = []
     for bucket in BUCKETS:
         endpoints.sender.send(bucket, shards(bucket, made(0)), whole=True)

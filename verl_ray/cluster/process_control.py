@@ -16,6 +16,7 @@ import os
 import resource
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl_ray.cluster.context import ProcessInfo, RankSpec
 from verl_ray.cluster.members import Member
 from verl_ray.cluster.waiting import RAY_CALLS, TICK_S, wait, wait_while_closing
+from verl_ray.private_files import users_folder
 from verl_ray.profiling.memory import trainer_environment
 
 # ---------------------------------------------------------------- setup of this process
@@ -53,7 +55,29 @@ def process_environment(
     trains_on_gpu = rank_spec.process_group and rank_spec.device != "cpu"
     if trains_on_gpu:
         variables |= trainer_environment(inherited)
-    return variables
+    return variables | compiler_environment(inherited)
+
+
+_COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def compiler_environment(inherited: Mapping[str, str]) -> dict[str, str]:
+    """Variables of a process that may compile with torch, or load what was compiled.
+
+    Torch would take `/tmp/torchinductor_NAME`, whoever has made it, and run what is in
+    it.
+
+    Args:
+        inherited: Variables that the process was started with. A folder that they name
+            stays.
+
+    Raises:
+        UnsafeFile: The folder of this user is not its own.
+    """
+    if inherited.get(_COMPILED):
+        return {}
+    folder = users_folder(Path(tempfile.gettempdir()))
+    return {_COMPILED: str(folder / "torchinductor")}
 
 
 _OPEN_FILES = 65_536

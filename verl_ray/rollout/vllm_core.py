@@ -558,7 +558,7 @@ def fixed_arguments(
         "kv_cache_memory_bytes": int(resolved(config.kv_cache_gib) * 2**30),
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
-        "load_format": "dummy" if without_weights else "auto",
+        "load_format": "dummy" if without_weights else "safetensors",
         "weight_transfer_config": {"backend": TRANSFER},
         "worker_extension_cls": "verl_ray.rollout.vllm_loader.WeightLoader",
         "disable_log_stats": True,

@@ -75,7 +75,8 @@ class DiskSender:
         if rank == 0:
             self._folder = Path(wire_spec.folder, f"wire-{secrets.token_hex(4)}")
             try:
-                self._folder.mkdir(parents=True)
+                self._folder.parent.mkdir(parents=True, exist_ok=True)
+                self._folder.mkdir(0o700)
             except OSError as error:
                 raise WeightSyncError(
                     f"{_KEY}: {self._folder} cannot be made: {error}"
