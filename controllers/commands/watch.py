@@ -133,7 +133,7 @@ class WatchedRun:
         """Time since which the driver is known to be gone, by the monotonic clock."""
 
         self._begun: tuple[str, float] = ("", 0.0)
-        """Driver that starts, and the time at which it was first seen, by that clock."""
+        """Driver that starts, and the time of the first look at it, by that clock."""
 
     @property
     def has_ended(self) -> bool:
