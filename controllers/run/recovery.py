@@ -289,11 +289,6 @@ class Recovery:
         self, trainer: Resumable, trackers: Tracker, background: Background | None
     ) -> None:
         assert self.finished_step is not None, "its data cursor was checked"
-        # A driver before this one may have died after its last checkpoint was whole.
-        resumption = self._resumption
-        if not self._has_written and resumption.is_in_run_dir:
-            best = BestEvaluation(resumption.config, resumption.best).step
-            self._store.remove_surplus(resumption.step or 0, best)
         content = CheckpointContent(
             self.finished_step,
             self._state(trackers),
