@@ -60,7 +60,8 @@ def test_contents_are_compared_while_the_run_starts_and_the_next_one_knows(
 def test_what_a_driver_that_died_was_about_to_remove_is_removed(
     inputs: Inputs, tmp_path: Path
 ) -> None:
-    config = inputs.config("ppo", tmp_path, "run.keep_checkpoints=2")
+    changes = ("run.checkpoint_every=1", "run.keep_checkpoints=2")
+    config = inputs.config("ppo", tmp_path, *changes)
     store = write_checkpoints(config, 1, 2, 3, 4)
     # One that is made again stays until it is written.
     (store.root / "step_00000004" / "actor" / "shard").unlink()
