@@ -1,7 +1,8 @@
 """Owners of what may outlive a process: files in memory, temporary folders, Ray's.
 
 Invariant: an owner has ended only if this process would see it if it still ran. Process
-ids are reused, so an owner is a process id and the start time of its process. Both mean
+ids are reused, so an owner is a process id and the start time of its process, which is
+counted from the start of the machine, since somebody may set the clock. Both mean
 another process on another machine that shares a folder, and in another namespace of
 process ids, as in a container that shares /dev/shm: owners from there never count as
 ended.
@@ -68,6 +69,11 @@ class Owner:
     def is_visible(self) -> bool:
         """Whether this process sees it: it sees those of its own namespace alone."""
         return (self.boot, self.namespace) == (_boot(), _namespace())
+
+    @property
+    def is_running(self) -> bool:
+        """Whether this process sees that the process runs."""
+        return self.is_visible and not self.has_ended
 
     @property
     def has_ended(self) -> bool:

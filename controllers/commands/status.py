@@ -8,9 +8,7 @@ and how old the words are.
 from __future__ import annotations
 
 import argparse
-import os
 import socket
-import time
 from typing import NoReturn
 
 import psutil
@@ -21,14 +19,12 @@ from verl_ray.paths import OUTPUTS, RUN_HELP, run_folder
 from verl_ray.profiling.output_lines import printable
 from verl_ray.profiling.process_table import (
     STATUS,
-    Located,
     RunStatus,
     numbers,
     read_status,
     table_text,
 )
 
-_SAME_START_S = 1.0
 _LATE = 3
 """How many times its interval a status may be old before the driver counts as stuck."""
 _SLACK_S = 5.0
@@ -50,7 +46,7 @@ def main(argv: list[str]) -> int:
     doing = status.phase or "starting"
     if status.count is not None:
         doing += f" ({status.count})"
-    print(table_text(f"{doing}, {_age_s(status):.0f} s ago", status.rows))
+    print(table_text(f"{doing}, {status.age_s:.0f} s ago", status.rows))
     for line in [] if is_gone else _changes(status):
         print(line)
     for warning in status.warnings:
@@ -75,13 +71,9 @@ def status_of(run: str) -> RunStatus:
     return status
 
 
-def _age_s(status: RunStatus) -> float:
-    return max(0.0, time.time() - status.written)
-
-
 def state_of_driver(status: RunStatus) -> tuple[str, bool]:
     """Return the state of the driver in words, and whether it is gone."""
-    age_s = _age_s(status)
+    age_s = status.age_s
     driver = f"driver {status.pid} on {status.host}"
     if status.ended:
         return f"the run has {status.ended}, {age_s:.0f} s ago", False
@@ -93,7 +85,7 @@ def state_of_driver(status: RunStatus) -> tuple[str, bool]:
     silent = f"has written nothing for {age_s:.0f} s"
     is_late = age_s > _LATE * status.interval_s + _SLACK_S
     if status.host == socket.gethostname() and owner is not None:
-        if _is_same_machine(owner) and _is_stopped(status.pid):
+        if owner.is_visible and _is_stopped(status.pid):
             return f"{driver} is stopped (SIGSTOP), and {silent}", False
         if is_late:
             return f"{driver} runs, but {silent}", False
@@ -101,12 +93,6 @@ def state_of_driver(status: RunStatus) -> tuple[str, bool]:
     if is_late:
         return f"{driver} {silent}; ask on its node whether it still runs", False
     return f"{driver} ran {age_s:.0f} s ago", False
-
-
-def _is_same_machine(owner: Owner) -> bool:
-    """Whether this process sees the processes that the owner is one of."""
-    here = Owner.of(os.getpid())
-    return (here.boot, here.namespace) == (owner.boot, owner.namespace)
 
 
 def _is_stopped(pid: int) -> bool:
@@ -118,14 +104,14 @@ def _is_stopped(pid: int) -> bool:
 
 def _changes(status: RunStatus) -> list[str]:
     """Return what has become of processes of this node since the driver wrote."""
-    owner = Owner.parse(status.driver)
-    if owner is None or not _is_same_machine(owner):
-        return []
     ended: dict[str, list[int]] = {}
     stopped: dict[str, list[int]] = {}
     for located in status.processes:
-        process = _process_of(located)
-        if process is None:
+        process = Owner.parse(located.owner)
+        # That of another machine is not seen.
+        if process is None or not process.is_visible:
+            continue
+        if process.has_ended:
             ended.setdefault(located.role, []).append(located.rank)
         elif _is_stopped(process.pid):
             stopped.setdefault(located.role, []).append(located.rank)
@@ -134,17 +120,6 @@ def _changes(status: RunStatus) -> list[str]:
         for what, by_role in (("has ended", ended), ("is stopped (SIGSTOP)", stopped))
         for role, ranks in by_role.items()
     ]
-
-
-def _process_of(located: Located) -> psutil.Process | None:
-    """Return a process of this node; None if it has ended."""
-    try:
-        process = psutil.Process(located.pid)
-        is_later = abs(process.create_time() - located.started) > _SAME_START_S
-        is_zombie = process.status() == psutil.STATUS_ZOMBIE
-        return None if is_later or is_zombie else process
-    except psutil.Error:
-        return None
 
 
 def _refuse(run: str, rule: str) -> NoReturn:

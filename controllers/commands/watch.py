@@ -22,6 +22,7 @@ from rich.text import Text
 from controllers.commands.status import state_of_driver, status_of
 from verl_ray.cluster.signals import Outlook, announcing
 from verl_ray.errors import TrackingError
+from verl_ray.ownership import Owner
 from verl_ray.paths import OUTPUTS, RUN_HELP, run_folder
 from verl_ray.profiling.phases import Doing
 from verl_ray.profiling.process_table import RunStatus, read_status
@@ -129,7 +130,10 @@ class WatchedRun:
         """Lines of steps that were not taken yet."""
 
         self._gone_since_s: float | None = None
-        """Time since which the driver is known to be gone, in seconds since 1970."""
+        """Time since which the driver is known to be gone, by the monotonic clock."""
+
+        self._begun: tuple[str, float] = ("", 0.0)
+        """Driver that starts, and the time of the first look at it, by that clock."""
 
     @property
     def has_ended(self) -> bool:
@@ -156,12 +160,23 @@ class WatchedRun:
         with contextlib.suppress(TrackingError):
             stints = read_history(self._folder)
             view.elapsed_s = wall_s(stints)
-            if stints and _is_starting(stints[-1], status):
+            if stints and self._is_starting(stints[-1], status):
                 self._gone_since_s = None
                 view.doing = Doing("starting", None, None)
                 view.rows = ()
                 return
         self._note_ending(status)
+
+    def _is_starting(self, last: Stint, status: RunStatus) -> bool:
+        """Return whether another driver than that of the status has begun."""
+        if last.ending != "running" or last.has_written(status):
+            return False
+        owner = Owner.parse(last.driver)
+        if owner is not None and owner.has_ended:
+            return False
+        if self._begun[0] != last.driver:
+            self._begun = last.driver, time.monotonic()
+        return time.monotonic() < self._begun[1] + _START_S
 
     def _note_ending(self, status: RunStatus) -> None:
         state, is_gone = state_of_driver(status)
@@ -175,9 +190,9 @@ class WatchedRun:
             self._gone_since_s = None
             return
 
-        now_s = time.time()
+        now_s = time.monotonic()
         if status.ended:
-            self._gone_since_s = status.written
+            self._gone_since_s = now_s - status.age_s
         elif self._gone_since_s is None:
             self._gone_since_s = now_s
         remaining_s = max(0.0, self._gone_since_s + _PATIENCE_S - now_s)
@@ -227,12 +242,6 @@ class WatchedRun:
             if written_ns != self._config_written_ns:
                 self._config_written_ns = written_ns
                 course.total_steps = _total_steps(self._folder)
-
-
-def _is_starting(last: Stint, status: RunStatus) -> bool:
-    """Return whether another driver has begun since the status was written."""
-    is_later = last.ending == "running" and last.begun_s > status.written
-    return is_later and time.time() < last.begun_s + _START_S
 
 
 def _numbers(fields: Mapping[str, float | None]) -> dict[str, float]:

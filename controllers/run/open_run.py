@@ -234,7 +234,7 @@ def _started(
         deferring_signals(),
         start(config, session, task.workers, may_restart=policy.may_restart) as system,
         contextlib.closing(snapshots),
-        _finished(check),
+        _finished(check, resumption),
         recording(config, resumption, system) as trackers,
     ):
         conclusion.record(task, trackers)
@@ -246,9 +246,10 @@ def _started(
 
 
 @contextlib.contextmanager
-def _finished(check: CheckpointCheck) -> Iterator[None]:
+def _finished(check: CheckpointCheck, resumption: Resumption) -> Iterator[None]:
     """Refuse a checkpoint whose contents have changed, before anything uses it."""
     check.finish()
+    resumption.remove_surplus()
     yield
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from controllers.rollouts.admission import require_dynamic_sampling
+from controllers.run.best import BestEvaluation
 from controllers.supervisor import reports
 from verl_ray.checkpoint.changes import Change, changed_keys
 from verl_ray.checkpoint.manifest import Checkpoint
@@ -184,6 +185,16 @@ class Resumption:
     def drop_later_parts(self, step: int) -> None:
         """Remove what the ledger says of steps after this one, which are made again."""
         drop_later_parts(Path(self.config.run.dir) / LEDGER, step)
+
+    def remove_surplus(self) -> None:
+        """Remove older checkpoints that a driver that died was about to remove.
+
+        Raises:
+            CheckpointError: The file system refuses.
+        """
+        if self.step is not None and self.is_in_run_dir:
+            best = BestEvaluation(self.config, self.best)
+            self.store.remove_surplus(self.step, best.step)
 
     def refuse_fewer_steps(self, total_steps: int | None) -> None:
         """Refuse a run that would end before the step of its checkpoint.

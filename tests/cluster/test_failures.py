@@ -44,6 +44,7 @@ from verl_ray.errors import (
     WorkerDied,
     WorkerError,
 )
+from verl_ray.ownership import Owner
 
 Crew = Callable[..., WorkerGroup[Any]]
 LIMIT_S = 4.0
@@ -394,7 +395,9 @@ child.wait()
 """
 
 
-def test_a_process_ends_with_what_it_has_started_though_that_is_stopped() -> None:
+def test_a_process_ends_with_what_it_has_started_though_that_is_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True
     ) as parent:
@@ -402,12 +405,16 @@ def test_a_process_ends_with_what_it_has_started_though_that_is_stopped() -> Non
         child = psutil.Process(int(parent.stdout.readline()))
         child.send_signal(signal.SIGSTOP)
         here = psutil.Process(parent.pid)
-        process_info = ProcessInfo(
-            parent.pid, here.create_time() + 10, "node", "127.0.0.1", "host", "log"
-        )
-        terminate(process_info)  # of another process, which had this number before
+        owner = Owner.of(parent.pid)
+        # Another process, which had this number before.
+        earlier = replace(owner, started=owner.started - 1)
+        process_info = ProcessInfo(earlier, "node", "127.0.0.1", "host", "log")
+        # Somebody sets the clock, and so the time at which the machine has started.
+        booted_s = psutil.boot_time()
+        monkeypatch.setattr("psutil._pslinux.boot_time", lambda: booted_s + 3600)
+        terminate(process_info)
         assert here.is_running() and child.is_running()
-        terminate(replace(process_info, started=here.create_time()))
+        terminate(replace(process_info, owner=owner))
         assert parent.wait(100) == -signal.SIGKILL
         gone, alive = psutil.wait_procs([child], timeout=100)
         assert gone == [child] and alive == []

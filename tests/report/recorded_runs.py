@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
 import numpy as np
 import yaml
 
+from verl_ray.ownership import Owner
 from verl_ray.profiling.trace import ProcessSpans, Span, TraceFile
 from verl_ray.tracking.evaluations import HeldOutResponse, HeldOutScores
-from verl_ray.tracking.history import begin_stint, end_stint, ready_stint
+from verl_ray.tracking.history import HISTORY, begin_stint, end_stint, ready_stint
 from verl_ray.tracking.jsonl import JsonlTracker
 from verl_ray.tracking.rollouts import RolloutFiles, RolloutTable
 
@@ -84,6 +86,14 @@ def rollouts(
             "versions": np.where(mask, step - 1, -1),
         },
     )
+
+
+def drive_by(folder: Path, owner: Owner) -> None:
+    """Let another process than this one be the last driver of a run."""
+    path = folder / HISTORY
+    *before, last = path.read_text().splitlines()
+    stint = {**json.loads(last), "driver": str(owner)}
+    path.write_text("\n".join([*before, json.dumps(stint)]) + "\n")
 
 
 def write_run(

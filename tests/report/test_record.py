@@ -14,14 +14,20 @@ import numpy as np
 import pytest
 import yaml
 
-from tests.report.recorded_runs import ACCURACY, rollouts, write_run, write_trace
+from tests.report.recorded_runs import (
+    ACCURACY,
+    drive_by,
+    rollouts,
+    write_run,
+    write_trace,
+)
 from verl_ray.ownership import Owner
 from verl_ray.profiling.process_table import RunStatus, write_status
 from verl_ray.report import record, samples
 from verl_ray.report.findings import findings
 from verl_ray.report.record import fingerprint, read_run
 from verl_ray.tracking.evaluations import HeldOutResponse
-from verl_ray.tracking.history import begin_stint, wall_s
+from verl_ray.tracking.history import HISTORY, begin_stint, wall_s
 from verl_ray.tracking.jsonl import JsonlTracker
 from verl_ray.tracking.rollouts import RolloutFiles
 
@@ -137,6 +143,8 @@ def test_a_crashed_run_is_read_up_to_its_torn_line(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", ending="crashed")
     ended = Owner.here()
     ended = Owner(ended.boot, ended.namespace, ended.pid, ended.started + 1)
+    history = (folder / HISTORY).read_text()
+    drive_by(folder, ended)
     write_status(folder, status_of(ended))
     # Its last line was written 500 s after it began.
     os.utime(folder / "metrics.jsonl", (1500.0, 1500.0))
@@ -153,12 +161,14 @@ def test_a_crashed_run_is_read_up_to_its_torn_line(tmp_path: Path) -> None:
     # No file changes when a process is killed.
     seen = fingerprint(folder)
 
+    (folder / HISTORY).write_text(history)
     write_status(folder, status_of(Owner.here()))
     run = read_run(folder)
     assert run.state == "running" and run.stints[-1].ended_s is None
     assert fingerprint(folder) != seen
     elsewhere = Owner(1, 2, os.getpid(), 3)
     os.utime(folder / "metrics.jsonl")
+    drive_by(folder, elsewhere)
     write_status(folder, status_of(elsewhere))
     assert read_run(folder).state == "running"
     (folder / "status.json").unlink()

@@ -284,14 +284,37 @@ class CheckpointStore:
         newest = unsealed(path, read_object(path))
         return int(newest["step"])
 
-    def _prune(self, step: int, best: int | None) -> None:
-        """Remove all checkpoints but the last `keep` up to `step`, and the best one."""
+    def paths(self) -> list[Path]:
+        """Return the folders of all checkpoints, also of those that are torn."""
+        return list(self._steps().values())
+
+    def surplus(self, step: int, best: int | None) -> list[Path]:
+        """Return the checkpoints up to `step` but the last `keep` and the best one."""
         steps = self._steps()
         past = sorted(known for known in steps if known <= step)
-        remaining = {*past[-self.keep :], best}
-        for known, path in steps.items():
-            if known not in remaining:
+        return [steps[known] for known in past[: -self.keep] if known != best]
+
+    def remove_surplus(self, step: int, best: int | None) -> None:
+        """Remove what the writer of a checkpoint that died behind it has left over.
+
+        Otherwise the next one would take more space than a run has asked for.
+
+        Args:
+            step: Step of the newest whole checkpoint.
+            best: Step of the best evaluation up to then, if there is one.
+
+        Raises:
+            CheckpointError: The file system refuses.
+        """
+        with _readable_errors(self.root):
+            for path in self.surplus(step, best):
                 self._remove(path)
+
+    def _prune(self, step: int, best: int | None) -> None:
+        """Remove the surplus up to `step`, and the checkpoints of later steps."""
+        later = [path for known, path in self._steps().items() if known > step]
+        for path in [*self.surplus(step, best), *later]:
+            self._remove(path)
 
     def _remove(self, path: Path) -> None:
         """Remove a checkpoint if it exists.

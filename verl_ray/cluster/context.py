@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from verl_ray.data.sharded import Receipt
 from verl_ray.errors import VerlRayError
+from verl_ray.ownership import Owner
 from verl_ray.profiling.progress import Progress
 
 M = TypeVar("M", bound=Callable[..., Any])
@@ -157,21 +158,23 @@ class ProcessInfo:
     """Location of a running process and of its log.
 
     Attributes:
-        pid: Process id on its node.
-        started: Start of the process in seconds since the epoch. Together with `pid`
-            it distinguishes the process from a later one with the same id.
+        owner: The process. A later one with the same id is another owner.
         node_id: Ray's id of the node.
         address: IP address of the node.
         host_name: Host name of the node.
         log_path: Path of the process's log on its node.
     """
 
-    pid: int
-    started: float
+    owner: Owner
     node_id: str
     address: str
     host_name: str
     log_path: str
+
+    @property
+    def pid(self) -> int:
+        """Process id on its node."""
+        return self.owner.pid
 
     @property
     def node(self) -> str:

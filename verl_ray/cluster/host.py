@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import psutil
 import ray
 
 from verl_ray.cluster.context import (
@@ -54,7 +53,7 @@ from verl_ray.data.packing import Topology
 from verl_ray.data.sharded import Receipt, Sharded
 from verl_ray.errors import ClusterError, StaleIncarnation, VerlRayError
 from verl_ray.ops.installed_torch import choose_vector_program
-from verl_ray.ownership import remove_stale
+from verl_ray.ownership import Owner, remove_stale
 from verl_ray.private_files import shared_folder
 from verl_ray.profiling.memory import CallPeaks, PeakWatch
 from verl_ray.profiling.progress import (
@@ -230,10 +229,8 @@ class WorkerHost:
 
     def process_info(self) -> ProcessInfo:
         """Location of this process and of its log."""
-        process = psutil.Process()
         return ProcessInfo(
-            pid=process.pid,
-            started=process.create_time(),
+            owner=Owner.here(),
             node_id=ray.get_runtime_context().get_node_id(),
             address=ray.util.get_node_ip_address(),
             host_name=socket.gethostname(),

@@ -207,9 +207,6 @@ _END_S = 2.0
 _END_POLL_S = 0.01
 _TRACKER = "multiprocessing.resource_tracker"
 _STACKS_BYTES = 32_768
-# Two readings of a process's start time differ by rounding alone; a later process with
-# the same id started much later.
-_SAME_START_S = 1.0
 
 
 def examine(members: Sequence[Member], stacks: bool) -> list[tuple[str, str]]:
@@ -253,30 +250,13 @@ def _result_from_node(reference: Any, deadline: float) -> tuple[str, str]:
 def examine_here(process_info: ProcessInfo, stacks: bool) -> tuple[str, str]:
     """State and last output, or stacks, of a process on this node."""
     ended = "the process has ended"
-    if not _is_alive(process_info):
+    if not process_info.owner.is_running:
         return ended, tail(process_info.log_path)
     try:
         return _examine_living(process_info, stacks)
     except psutil.NoSuchProcess:
         # The process ended during the examination.
         return ended, tail(process_info.log_path)
-
-
-def _is_alive(process_info: ProcessInfo) -> bool:
-    try:
-        process = psutil.Process(process_info.pid)
-        if not _is_same(process, process_info):
-            return False
-        # A zombie has ended; its parent has only not noticed yet.
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _is_same(process: psutil.Process, process_info: ProcessInfo) -> bool:
-    """Whether the process is the described one, and not a later one with its id."""
-    difference_s = abs(process.create_time() - process_info.started)
-    return bool(difference_s < _SAME_START_S)
 
 
 def _examine_living(process_info: ProcessInfo, stacks: bool) -> tuple[str, str]:
@@ -378,7 +358,7 @@ def end_here(process_infos: Sequence[ProcessInfo], actors: Sequence[Any]) -> Non
 
     RAY_CALLS.attempt(REPLY_S, _forget_actors, actors)
     deadline = time.monotonic() + _END_S
-    while any(_is_alive(info) for info in process_infos):
+    while any(info.owner.is_running for info in process_infos):
         if time.monotonic() > deadline:
             break
         time.sleep(_END_POLL_S)
@@ -407,7 +387,8 @@ def _family(process_info: ProcessInfo) -> list[psutil.Process]:
     family: list[psutil.Process] = []
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(process_info.pid)
-        if not _is_same(process, process_info):
+        # It may be a later process with the same id.
+        if not process_info.owner.is_running:
             return []
         for relative in (process, *process.children(recursive=True)):
             with contextlib.suppress(psutil.NoSuchProcess):

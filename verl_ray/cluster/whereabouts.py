@@ -43,6 +43,7 @@ from verl_ray.profiling.process_table import (
     RunStatus,
     merged,
     numbers,
+    uptime_s,
     write_status,
 )
 from verl_ray.profiling.progress import innermost_own_line
@@ -302,7 +303,7 @@ class _StatusThread(threading.Thread):
         host = socket.gethostname()
         self._rows = tuple(merged(present.rows))
         self._processes = tuple(
-            Located(role, rank, info.host_name, info.pid, info.started)
+            Located(role, rank, str(info.owner))
             for role, rank, info in present.processes
             if info.host_name == host
         )
@@ -325,6 +326,7 @@ class _StatusThread(threading.Thread):
             pid=os.getpid(),
             host=socket.gethostname(),
             written=time.time(),
+            uptime_s=uptime_s(),
             interval_s=interval_s,
             ended=ended,
             phase=doing.text,

@@ -8,18 +8,15 @@ small. It stands with the first of the problems, or else of the warnings.
 from __future__ import annotations
 
 import math
-import shutil
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from verl_ray.backends.base import BytesPerPart, MemoryPart
 from verl_ray.config.load import with_changes
-from verl_ray.config.run import RolloutTrackingConfig
 from verl_ray.config.schema import Config
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import Problem
-from verl_ray.paths import nearest_existing
 from verl_ray.preflight.device_defaults import shared_memory_bytes
 from verl_ray.preflight.devices import (
     as_sum,
@@ -30,20 +27,13 @@ from verl_ray.preflight.devices import (
     ranks_on_idle_gpus,
     ranks_without_rows,
 )
-from verl_ray.preflight.footprints import CERTAIN, trained_parameters
+from verl_ray.preflight.disk_space import disk_problems
+from verl_ray.preflight.footprints import CERTAIN
 from verl_ray.preflight.machine import GIB, MIB, OPTION, Machine, as_described
 from verl_ray.preflight.memory_plan import Job, MemoryPlan
-from verl_ray.preflight.model_files import model_size
 from verl_ray.preflight.role_memory import ROLLOUT, Phase, RoleMemory
 from verl_ray.preflight.savings import as_overrides, cheapest_change, single_rows
 from verl_ray.shell import for_shell
-from verl_ray.tracking.rollouts import BYTES_PER_MB
-
-BYTES_PER_SAVED_PARAMETER = 12
-"""Bytes of a float32 weight and of AdamW's two moments."""
-
-LOG_BYTES = 256 * MIB
-"""Disk space for the logs, evaluations and metrics of a run."""
 
 
 def resource_problems(
@@ -58,7 +48,7 @@ def resource_problems(
         learns: Whether the job trains. False stands for an evaluation alone.
     """
     if machine is None or not machine.is_described:
-        yield from _disk_problems(config)
+        yield from disk_problems(config, learns=learns)
     if machine is None:
         return
 
@@ -129,35 +119,6 @@ def _shared_memory_problems(config: Config, machine: Machine) -> Iterator[Proble
         f"Start the container with --shm-size={size_gib}g, or remount /dev/shm larger."
     )
     yield Problem("/dev/shm", free, rule, fix)
-
-
-# --------------------------------------------------------------------------------- disk
-
-
-def _disk_problems(config: Config) -> Iterator[Problem]:
-    """Yield a problem if the disk of run.dir is too small for the run's files."""
-    free = shutil.disk_usage(nearest_existing(config.run.dir)).free
-
-    needed = LOG_BYTES
-    tracking = config.tracking
-    if isinstance(tracking, RolloutTrackingConfig) and tracking.rollouts != "none":
-        needed += tracking.rollouts_max_mb * BYTES_PER_MB
-    if config.run.checkpoint_every:
-        learned = 0
-        for name, role in config.model_roles.items():
-            learned += trained_parameters(role, model_size(name, role, config))
-        checkpoint = learned * BYTES_PER_SAVED_PARAMETER
-        # The oldest checkpoint is removed only once the newest is whole, so for a
-        # while there is one more.
-        needed += checkpoint * (config.run.keep_checkpoints + 1)
-
-    if needed > free:
-        rule = (
-            f"the run writes up to {needed / GIB:.1f} GiB there, and {free / GIB:.1f}"
-            " GiB are free"
-        )
-        fix = "Free some, choose another run.dir, or lower run.keep_checkpoints."
-        yield Problem("run.dir", config.run.dir, rule, fix)
 
 
 # ------------------------------------------------------------------------------- memory

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from verl_ray.ownership import Owner
 from verl_ray.profiling.phases import Count
 
 _WIDTH = 160
@@ -141,16 +143,12 @@ class Located:
     Attributes:
         role: Its role, or the first one of several.
         rank: Its rank.
-        host: Host name of its node.
-        pid: Process id.
-        started: Start of the process in seconds since the epoch.
+        owner: The process as an owner (`verl_ray/ownership.py`).
     """
 
     role: str
     rank: int
-    host: str
-    pid: int
-    started: float
+    owner: str
 
 
 @dataclass(frozen=True)
@@ -162,6 +160,8 @@ class RunStatus:
         pid: Process id of the driver.
         host: Host name of the driver's node.
         written: Time of the facts, in seconds since the epoch.
+        uptime_s: The same time in seconds since the start of the driver's machine, a
+            clock that nobody sets; None in the files of earlier versions.
         interval_s: Seconds after which the driver writes the next status.
         ended: How the run ended; empty while it runs.
         phase: The driver's phase: "step 3/200: updating".
@@ -182,6 +182,20 @@ class RunStatus:
     processes: tuple[Located, ...]
     count: Count | None = None
     warnings: tuple[str, ...] = ()
+    uptime_s: float | None = None
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the facts; on another machine, by the clocks of both."""
+        owner = Owner.parse(self.driver)
+        if owner is None or not owner.is_visible or self.uptime_s is None:
+            return max(0.0, time.time() - self.written)
+        return max(0.0, uptime_s() - self.uptime_s)
+
+
+def uptime_s() -> float:
+    """Return the seconds since the start of the machine."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def write_status(folder: Path, status: RunStatus) -> bool:

@@ -328,7 +328,7 @@ def _processes(
     except (ValueError, OSError) as error:
         damage.append(f"{STATUS} cannot be read: {error}")
     # While a process starts, the status is still that of the one before.
-    if status is not None and stints and status.written < stints[-1].begun_s:
+    if stints and status is not None and not stints[-1].has_written(status):
         status = None
     return stints, status, _state(folder, stints, status, has_lines)
 

@@ -18,6 +18,8 @@ from typing import Literal
 
 from verl_ray.disk import replace_file
 from verl_ray.errors import TrackingError
+from verl_ray.ownership import Owner
+from verl_ray.profiling.process_table import RunStatus
 from verl_ray.tracking.jsonl import METRICS
 
 HISTORY = "history.jsonl"
@@ -61,6 +63,16 @@ class Stint:
     versions: Mapping[str, str] = field(default_factory=dict)
     """Versions of the packages that the process used, by name."""
 
+    driver: str = ""
+    """The process as an owner (`verl_ray/ownership.py`); empty in records of earlier
+    versions."""
+
+    def has_written(self, status: RunStatus) -> bool:
+        """Return whether a status is of this process, and not of one before it."""
+        if not self.driver:
+            return status.written >= self.begun_s
+        return self.driver == status.driver
+
 
 def begin_stint(
     run_dir: Path,
@@ -93,7 +105,8 @@ def begin_stint(
         stints[-1] = killed_stint(stints[-1], run_dir / METRICS)
 
     begun = Stint(begun_s, None, step, None, "running", command=command)
-    stints.append(replace(begun, versions=dict(versions or {})))
+    driver = str(Owner.here())
+    stints.append(replace(begun, versions=dict(versions or {}), driver=driver))
     _write(run_dir, stints)
 
 

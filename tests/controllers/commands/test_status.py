@@ -26,6 +26,7 @@ from verl_ray.profiling.process_table import (
     ProcessRow,
     RunStatus,
     read_status,
+    uptime_s,
     write_status,
 )
 
@@ -62,6 +63,7 @@ def status_here(*processes: Located, **changes: object) -> RunStatus:
         phase="step 3/5: updating",
         rows=(ROW,),
         processes=processes,
+        uptime_s=uptime_s(),
     )
     return replace(status, **changes)
 
@@ -126,8 +128,7 @@ def test_processes_of_this_node_are_looked_at_now(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def located(rank: int, process: subprocess.Popen[bytes]) -> Located:
-        started = psutil.Process(process.pid).create_time()
-        return Located("actor", rank, socket.gethostname(), process.pid, started)
+        return Located("actor", rank, str(Owner.of(process.pid)))
 
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
     children = [subprocess.Popen(command) for _ in range(4)]
@@ -162,6 +163,20 @@ def test_counts_and_warnings_are_part_of_the_status(
     lines = said(capsys, tmp_path).splitlines()
     assert lines[1].startswith("step 3/5: updating (2/7 MiB), ")
     assert lines[-1] == "warning: the disk is \\x1b[1mfull"
+
+
+def test_a_clock_that_was_set_makes_no_driver_late_and_no_process_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By an hour, which is what the two times of the same moment differ by."""
+    here = Located("actor", 0, str(Owner.here()))
+    for hours in (-1, 1):
+        status = status_here(here, written=time.time() + hours * 3600)
+        write_status(tmp_path, status)
+        state, facts, *_, last = said(capsys, tmp_path).splitlines()
+        assert state == f"driver {os.getpid()} on {socket.gethostname()} runs"
+        assert facts == "step 3/5: updating, 0 s ago"
+        assert last.startswith("actor ")
 
 
 def test_a_driver_of_another_machine_is_not_judged(

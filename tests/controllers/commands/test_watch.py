@@ -15,9 +15,16 @@ from controllers.command_line import main
 from controllers.commands import watch
 from controllers.commands.watch import FAILED, STOPPED, WatchedRun
 from tests.controllers.commands.test_status import ROW, status_here
+from tests.report.recorded_runs import drive_by
 from tests.tracking.terminals import Terminal
+from verl_ray.ownership import Owner
 from verl_ray.profiling.phases import Count
-from verl_ray.profiling.process_table import RunStatus, read_status, write_status
+from verl_ray.profiling.process_table import (
+    RunStatus,
+    read_status,
+    uptime_s,
+    write_status,
+)
 from verl_ray.tracking.history import begin_stint
 
 
@@ -108,8 +115,8 @@ def test_the_end_of_a_run_is_the_exit_code(
     ended: str, code: int, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # No other driver follows one that has failed so long ago.
-    minute_ago = time.time() - 61
-    write_status(run, status_here(ended=ended, rows=(), written=minute_ago))
+    minute_ago = uptime_s() - 61
+    write_status(run, status_here(ended=ended, rows=(), uptime_s=minute_ago))
     assert main(["watch", str(run)]) == code
     last, state = capsys.readouterr().out.splitlines()
     assert last == "step 2/9  loss 2.5  3.00 s  21s left"
@@ -136,12 +143,17 @@ def test_another_driver_may_follow_one_that_was_killed(
     watched.look()
     assert not watched.has_ended
     assert "ended: WorkerDied, 0 s ago; another driver may" in watched.view.doing.text
-    begin_stint(run, 2, begun_s=time.time())
+    # Somebody has set the clock back in the meantime.
+    begin_stint(run, 2, begun_s=time.time() - 3600)
+    drive_by(run, Owner.of(os.getppid()))
     monkeypatch.setattr(watch, "_PATIENCE_S", 0.0)
     watched.look()
     assert watched.view.doing.text == "starting" and not watched.has_ended
 
-    write_status(run, replace(gone, written=time.time()))
+    other = Owner.parse(gone.driver)
+    assert other is not None
+    drive_by(run, other)
+    write_status(run, gone)
     watched.look()
     assert "does not run any more" in watched.ending and watched.exit_code == FAILED
 

@@ -57,6 +57,19 @@ def test_contents_are_compared_while_the_run_starts_and_the_next_one_knows(
     assert Resumption(config, verify=False).step == 1
 
 
+def test_what_a_driver_that_died_was_about_to_remove_is_removed(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    changes = ("run.checkpoint_every=1", "run.keep_checkpoints=2")
+    config = inputs.config("ppo", tmp_path, *changes)
+    store = write_checkpoints(config, 1, 2, 3, 4)
+    # One that is made again stays until it is written.
+    (store.root / "step_00000004" / "actor" / "shard").unlink()
+    Resumption(config, verify=False).remove_surplus()
+    kept = sorted(path.name for path in store.paths())
+    assert kept == ["step_00000002", "step_00000003", "step_00000004"]
+
+
 def test_a_run_whose_checkpoints_are_all_torn_does_not_start_anew(
     inputs: Inputs, tmp_path: Path
 ) -> None:
