@@ -261,6 +261,8 @@ def _of_data(inputs: Inputs, folder: Path) -> list[Mistake]:
          json.dumps({"chosen": "2", "rejected": "3"}) + "\n", "Set 'data.columns={prompt: COLUMN}'"),
         ("images", "images.jsonl", json.dumps({"prompt": "1+1=", "answer": "2", "images": ["a.png"]}) + "\n",
          "images, videos and sounds are not supported yet"),
+        ("sounds", "sounds.jsonl", json.dumps({"prompt": "1+1=", "answer": "2", "audios": ["a.wav"]}) + "\n",
+         "images, videos and sounds are not supported yet"),
         ("a list in place of lines", "list.jsonl", f"[{good}]\n", "line 1: found list"),
         ("a .json that is cut", "cut.json", f"[{good}", "at the end of the file"),
         ("a .csv without a header", "bare.csv", "1+1=,2\n", "Expected the names of the columns in the first line"),

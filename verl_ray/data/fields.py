@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator
 from decimal import Decimal
 
+from verl_ray.data.media import refuse_media, text_of_part
 from verl_ray.errors import DataError
 
 Fields = dict[str, object]
@@ -41,10 +42,6 @@ TRAINABLE = "trainable"
 
 _TRAINABLE_NAMES = (TRAINABLE, "weight", "train", "training", "loss")
 """Names by which files say whether an answer is learned, with 0, 1, false or true."""
-
-_MEDIA = ("images", "image", "videos", "video")
-
-_TEXT_ONLY = "images, videos and sounds are not supported yet"
 
 
 # -------------------------------------------------------------------------------- texts
@@ -237,6 +234,7 @@ def is_learned(message: Message) -> bool:
 
 
 def _message(message: Message, place: str) -> Message:
+    refuse_media(message, place)
     # A chat template would take a null for a value.
     present = {key: part for key, part in message.items() if part is not None}
     marks = {key: present.pop(key) for key in _TRAINABLE_NAMES if key in present}
@@ -287,39 +285,15 @@ def _joined(parts: object, place: str) -> str:
     assert isinstance(parts, list)
     texts = []
     for part in parts:
-        if isinstance(part, dict) and isinstance(part.get("text"), str):
-            texts.append(part["text"])
-        elif isinstance(part, dict) and part.get("type") not in (None, "text"):
-            raise DataError(
-                f"content has a part of type {part['type']!r}; {_TEXT_ONLY}",
-                fix="take records of texts",
-                place=place,
-            )
-        else:
+        text = text_of_part(part, place)
+        if text is None:
             raise DataError(
                 f"content holds {excerpt(part)}",
                 expected="parts with a text",
                 place=place,
             )
+        texts.append(text)
     return "".join(texts)
-
-
-def refuse_media(fields: Fields, where: str) -> None:
-    """Raise DataError if a record comes with images, videos or definitions of tools."""
-    for name in _MEDIA:
-        if fields.get(name):
-            raise DataError(
-                f"found something in {name!r}; {_TEXT_ONLY}",
-                fix="take records of texts",
-                place=where,
-            )
-    if fields.get("tools"):
-        raise DataError(
-            "found something in 'tools', which a prompt would not show: tools are not"
-            " supported yet",
-            fix="take records without, or remove the column",
-            place=where,
-        )
 
 
 def excerpt(value: object) -> str:
@@ -395,8 +369,7 @@ def json_text(value: object) -> str:
 
     What JSON has is written as it is, and nothing else stops the writing. Dates and
     times are texts in ISO 8601, bytes are their UTF-8 text or null, numbers that are
-    not finite are null, and all else is the text that Python prints. Images and sounds,
-    which `datasets` stores as objects with bytes, are left out.
+    not finite are null, and all else is the text that Python prints.
     """
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -408,9 +381,9 @@ def _plain(value: object) -> object:
     """Return a value as JSON can hold it."""
     if isinstance(value, dict):
         items = value.items()
-        return {str(key): _plain(part) for key, part in items if not _is_media(part)}
+        return {str(key): _plain(part) for key, part in items}
     if isinstance(value, list | tuple | set):
-        return [_plain(part) for part in value if not _is_media(part)]
+        return [_plain(part) for part in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, str | int):
@@ -423,10 +396,3 @@ def _plain(value: object) -> object:
         except UnicodeDecodeError:
             return None
     return str(value)
-
-
-def _is_media(value: object) -> bool:
-    """Return whether a value is an image or a sound, stored or decoded."""
-    if isinstance(value, dict):
-        return isinstance(value.get("bytes"), bytes)
-    return type(value).__module__.partition(".")[0] in ("PIL", "torchcodec")
