@@ -336,7 +336,7 @@ VERL = {"prompt": TURNS[:1], "reward_model": {"ground_truth": "2"}}
 
 def test_what_a_run_cannot_show_is_refused(tmp_path: Path) -> None:
     record = {"prompt": "1+1=", "answer": "2", "tools": [{"name": "sum"}]}
-    with pytest.raises(DataError, match="'tools'.*not supported yet"):
+    with pytest.raises(DataError, match=r"'tools'.*not supported yet"):
         first_prompt(tmp_path, record)
     with pytest.raises(DataError, match=r"reward_model\.ground_truth is null"):
         list(
@@ -385,7 +385,7 @@ def test_columns_of_images_videos_and_sounds_are_refused(
     ):
         fields = {**record, **column}
         read = reading(DataSet("-"), fields, "line 1").record
-        with pytest.raises(DataError, match="line 1: .* not supported yet"):
+        with pytest.raises(DataError, match=r"line 1: .* not supported yet"):
             read("line 1", fields)
     unlike = {"image_id": 3, "imagery": "vivid", "audience": "all"}
     empty = {"images": [], "videos": None, "audio": EMPTY, "image": [None], "img": ""}

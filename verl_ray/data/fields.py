@@ -7,11 +7,13 @@ is in `schemas.py`.
 
 from __future__ import annotations
 
+import ast
 import datetime
 import difflib
 import functools
 import json
 import math
+import re
 from collections.abc import Iterator
 from decimal import Decimal
 
@@ -36,6 +38,10 @@ _SHAREGPT_ROLES = {
     "assistant": "assistant",
     "tool": "tool",
 }
+
+# The beginning of messages that were written as a text, in JSON or by Python.
+_FIRST_MESSAGE = re.compile(r"\[\s*\{\s*[\"'](role|content|from|value)[\"']\s*:")
+_ROLE = re.compile(r"[\"'](role|from)[\"']\s*:")
 
 TRAINABLE = "trainable"
 """Key of messages as they are read: false for an answer that is context alone."""
@@ -170,6 +176,53 @@ def is_messages(value: object) -> bool:
         return False
     first = value[0]
     return isinstance(first, dict) and ("role" in first or "from" in first)
+
+
+def unwritten_messages(value: object, name: str, where: str) -> object:
+    """Return chat messages where a text spells them out, and other values as they are.
+
+    A list that goes through a CSV file becomes a text, in JSON or as Python prints it.
+    Any other text stays one, whatever brackets it begins with.
+
+    Args:
+        name: The name of the value, for errors.
+
+    Raises:
+        DataError: The text begins and ends as messages do, and cannot be read as such.
+    """
+    if not isinstance(value, str):
+        return value
+    text = value.strip()
+    if not (text.startswith("[") and text.endswith("]") and _ROLE.search(text)):
+        return value
+
+    parsed = _parsed(text)
+    if parsed is None and _FIRST_MESSAGE.match(text):
+        raise DataError(
+            f"{name} looks like chat messages that were written as a text, but is"
+            f" neither JSON nor a list of Python: {excerpt(value)}",
+            fix="write the messages as a list, or with json.dumps",
+            place=where,
+        )
+    if not isinstance(parsed, list) or not is_messages(parsed):
+        return value
+    # Other lists may have such a field, too, as the edges of a graph have.
+    first = parsed[0].keys()
+    has_content = {"role", "content"} <= first or {"role", "tool_calls"} <= first
+    return parsed if has_content or {"from", "value"} <= first else value
+
+
+def _parsed(text: str) -> object:
+    """Return the value that a text spells in JSON or in Python; None if in neither."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return ast.literal_eval(text)
+    # A text of many brackets exceeds the stack of Python's parser.
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return None
 
 
 def messages_of(value: object, name: str, where: str) -> list[Message]:

@@ -49,6 +49,7 @@ from verl_ray.data.fields import (
     require_encodable,
     short_text_of,
     text_of,
+    unwritten_messages,
     without_marks,
 )
 from verl_ray.data.files import is_glob, read_rows
@@ -369,13 +370,16 @@ def _extra_json(fields: Fields, hidden: Collection[str], where: str) -> str:
 def _required(schema: Schema, field: str, fields: Fields, where: str) -> object:
     """Return the value of our field, which every record of the schema has.
 
+    Messages that were written as a text are messages again.
+
     Raises:
         DataError: this record has none.
     """
     value = schema.value(field, fields)
+    name = schema.columns[field]
     if value is None:
-        raise missing_field(schema.columns[field], fields, where)
-    return value
+        raise missing_field(name, fields, where)
+    return unwritten_messages(value, name, where)
 
 
 def _problem_and_answer(
