@@ -140,6 +140,11 @@ def _of_keys_and_values(inputs: Inputs) -> list[Mistake]:
         ("misspelt key", "rollout.temperatur=0.7", "rollout.temperature"),
         ("misspelt choice", "algorithm=gpro", "grpo"),
         ("text for a number", "run.total_steps=many", "run.total_steps"),
+        (
+            "null for a number",
+            "rollout.staleness=null",
+            "Use a whole number of at least 0",
+        ),
         ("negative number", "actor.optimizer.lr=-1", "actor.optimizer.lr"),
         ("override without value", "run.name", "Write run.name=VALUE"),
         ("flag in place of override", "--run.total_steps=3", "run.total_steps=3"),
