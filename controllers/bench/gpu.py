@@ -45,6 +45,7 @@ from controllers.bench.suite import Flags, print_json, progress, shown_versions
 from controllers.compose.listing import WIDTH
 from verl_ray.backends.base import FLOAT32, MOMENTS
 from verl_ray.config.versions import missing_packages, problem_of
+from verl_ray.json_lines import lines_of
 from verl_ray.ops.installed_torch import varlen_attn_groups_heads
 from verl_ray.preflight.findings import inputs_folder
 from verl_ray.preflight.machine import GIB, Machine
@@ -546,7 +547,7 @@ def grpo(task: dict[str, Any]) -> int:
     if ended.returncode:
         return ended.returncode
 
-    lines = Path(run_dir, "metrics.jsonl").read_text().splitlines()
+    lines = lines_of(Path(run_dir, "metrics.jsonl").read_bytes())
     print(json.dumps(_figures([json.loads(line) for line in lines])))
     return 0
 

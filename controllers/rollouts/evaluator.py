@@ -33,7 +33,7 @@ from verl_ray.profiling.phases import Timers
 from verl_ray.rewards.built_in import is_accuracy
 from verl_ray.rewards.health import Entries
 from verl_ray.rewards.shaping import ResponseScores, Shaping
-from verl_ray.tracking.base import HELD_OUT, Sample
+from verl_ray.tracking.base import Sample
 from verl_ray.tracking.evaluations import (
     ROWS_AT_ONCE,
     HeldOutResponse,
@@ -41,6 +41,7 @@ from verl_ray.tracking.evaluations import (
     digest,
     group_metric_means,
 )
+from verl_ray.tracking.held_out_names import ACCURACY
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -174,9 +175,9 @@ class Evaluator:
         metrics = measures.held_out_entry_metrics(sources, entries, group_size)
         metrics |= held_out_measures.held_out_rewards(sources, scores, core, group_size)
         # An accuracy that is the main metric of its data source has one name.
-        for name in core.metrics:
-            if f"/{held_out_measures.ACCURACY}/mean@" in name:
-                metrics.pop(name.replace(HELD_OUT, "val-aux/", 1), None)
+        for name in core.names:
+            if name.kind == ACCURACY:
+                metrics.pop(str(name.aside), None)
         metrics |= core.means()
         return metrics | measures.component_metrics(raw_scores, "val-aux/reward")
 

@@ -20,8 +20,9 @@ from verl_ray.algorithms.subsets import NO_ANSWER, Answers
 from verl_ray.rewards.built_in import PRED
 from verl_ray.rewards.health import Entries
 from verl_ray.rewards.shaping import ResponseScores
-from verl_ray.tracking.base import HELD_OUT, Sample
+from verl_ray.tracking.base import Sample
 from verl_ray.tracking.evaluations import HeldOutResponse, HeldOutScores
+from verl_ray.tracking.held_out_names import ACCURACY, REWARD, ScoreName
 
 
 @dataclass(frozen=True)
@@ -48,25 +49,26 @@ PAIR_ACCURACY = "val-core/held_out/pair_accuracy"
 LOG_LOSS = "val-core/held_out/log_loss"
 
 
-ACCURACY = "acc"
-"""Entry of a function's result that is an accuracy; its metric has the same name."""
-REWARD = "reward"
-
-
 @dataclass(frozen=True, eq=False)
 class CoreScores:
     """Numbers that count in the main metric of each data source."""
 
-    metrics: list[str]
+    names: list[ScoreName]
     """Name of the metric of each response, [rows]."""
     values: Float64s
     """Number of each response, [rows]; NaN where it is left out."""
 
+    @property
+    def metrics(self) -> list[str]:
+        """The names as metrics have them, [rows]."""
+        return list(map(str, self.names))
+
     def means(self) -> Metrics:
         """Return the mean of each metric; NaN where nothing counts."""
-        names = np.array(self.metrics)
+        metrics = self.metrics
+        names = np.array(metrics)
         means: Metrics = {}
-        for name in sorted(set(self.metrics)):
+        for name in sorted(set(metrics)):
             values = self.values[names == name]
             counted = values[~np.isnan(values)]
             means[name] = float(counted.mean()) if len(counted) else nan
@@ -98,7 +100,7 @@ def core_scores(
         for source, row in zip(sources, entries, strict=True)
         if isinstance(row.get(ACCURACY), float)
     }
-    metrics = []
+    core_names = []
     values = np.where(scores.ok, scores.score, nan).astype(np.float64)
     for row, source in enumerate(sources):
         kind = REWARD
@@ -109,8 +111,8 @@ def core_scores(
             kind = ACCURACY
             accuracy = entries[row].get(ACCURACY)
             values[row] = accuracy if isinstance(accuracy, float) else 0.0
-        metrics.append(f"{HELD_OUT}{source}/{kind}/mean@{group_size}")
-    return CoreScores(metrics, values)
+        core_names.append(ScoreName.of_means(source, kind, group_size))
+    return CoreScores(core_names, values)
 
 
 def held_out_rewards(
@@ -127,13 +129,14 @@ def held_out_rewards(
         group_size: Number of responses per prompt.
     """
     values = np.where(scores.ok, scores.score, nan).astype(np.float64)
-    is_core = np.array([f"/{REWARD}/mean@" in name for name in core.metrics])
+    is_core = np.array([name.kind == REWARD for name in core.names])
     if not len(values) or is_core.all():
         return {}
-    names = [f"val-aux/{source}/{REWARD}/mean@{group_size}" for source in sources]
     others = np.flatnonzero(~is_core)
-    aside = CoreScores([names[row] for row in others], values[others])
-    return aside.means()
+    of_others = [
+        ScoreName.of_means(sources[row], REWARD, group_size).aside for row in others
+    ]
+    return CoreScores(of_others, values[others]).means()
 
 
 def problem_counts(sources: Sequence[str]) -> Metrics:

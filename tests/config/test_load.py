@@ -13,6 +13,7 @@ from controllers.compose.composition import compose, examine
 from controllers.tasks import typed_config
 from verl_ray.config.load import known_keys, parse, to_tree, with_changes
 from verl_ray.config.renamed import ADDED, RENAMED, migrated
+from verl_ray.config.section import value_of
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import ConfigError, Problem
 
@@ -33,6 +34,32 @@ def problems(values: dict[str, Any]) -> dict[str, Problem]:
 def test_a_configuration_survives_yaml(root: str) -> None:
     config = compose(root, [] if root == "quickstart" else INPUTS)
     assert typed_config(yaml.safe_load(yaml.safe_dump(to_tree(config)))) == config
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["run.evaluate_every", "run.checkpoint_every", "run.recovery.snapshot_every",
+     "actor.lora.rank"],
+)  # fmt: skip
+def test_null_is_off_where_0_is(key: str) -> None:
+    off = compose("grpo", [*INPUTS, f"{key}=null"])
+    assert off == compose("grpo", [*INPUTS, f"{key}=0"])
+    assert value_of(off, key) == 0
+
+
+def test_a_message_says_whether_0_or_null_is_off() -> None:
+    values = tree()
+    values["rollout"]["staleness"] = None
+    values["actor"]["optimizer"]["weight_decay"] = None
+    values["run"] |= {"keep_checkpoints": None, "early_stop": 0, "max_skipped_steps": 0}
+    fixes = {key: problem.fix for key, problem in problems(values).items()}
+    assert fixes == {
+        "rollout.staleness": "Use a whole number of at least 0.",
+        "actor.optimizer.weight_decay": "Use a finite number of at least 0.",
+        "run.keep_checkpoints": "Use a whole number.",
+        "run.early_stop": "Use null or a number above 0; the nearest is 1.",
+        "run.max_skipped_steps": "Use a number above 0; the nearest is 1.",
+    }
 
 
 def test_a_key_that_was_renamed_leads_to_the_new_one() -> None:

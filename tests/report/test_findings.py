@@ -145,6 +145,28 @@ def test_a_run_with_a_fault_has_the_findings_of_it(name: str) -> None:
     assert kinds(recorded(name)) == FAULTY[name]
 
 
+@pytest.mark.parametrize(
+    ("form", "staleness", "advice"),
+    [
+        ("none", 4, "algorithm.correction.form = none"),
+        ("two_policy", 4, "rollout.staleness = 4"),
+        ("three_policy", 0, "rollout.dtype = bfloat16"),
+    ],
+)
+def test_no_run_is_advised_to_set_what_it_has(
+    form: str, staleness: int, advice: str
+) -> None:
+    config = {
+        **RL,
+        "algorithm": {"correction": {"form": form}},
+        "rollout": {"staleness": staleness, "dtype": "bfloat16"},
+    }
+    lines = run_of(rollout_corr__k3_kl=ten_and_ten(0.001, 0.051))
+    (mismatch,) = findings(lines, config, [], ())
+    assert mismatch.text.endswith(f". Look at {advice}")
+    assert mismatch.setting == advice.partition(" =")[0]
+
+
 def test_each_rule_has_a_recorded_run_with_its_fault() -> None:
     seen = {kind.partition("/")[0] for of_run in FAULTY.values() for kind in of_run}
     # What is idle is told of GPUs alone, and all of these runs were made without any.

@@ -18,6 +18,7 @@ from verl_ray.tracking.evaluations import (
     read_scores,
     write_scores,
 )
+from verl_ray.tracking.held_out_names import ScoreName
 
 N = NO_ANSWER
 
@@ -46,6 +47,39 @@ def test_names_and_values_by_hand() -> None:
         },
         nan_ok=True,
     )
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "a\u2028b",
+        "a\u2029b",
+        "a\x85b",
+        "a\nb",
+        "val-core/",
+        "x/acc/mean@1",
+        "x/mean@y",
+        "",
+    ],
+)
+def test_a_data_source_may_have_any_name(tmp_path: Path, source: str) -> None:
+    core = ScoreName.of_means(source, "reward", 4)
+    assert (str(core), core.group_size) == (f"val-core/{source}/reward/mean@4", 4)
+    assert ScoreName.parse(str(core)) == core
+    best = core.aside.with_statistic("best@2/mean")
+    assert str(best) == f"val-aux/{source}/reward/best@2/mean"
+    assert ScoreName.parse(str(best)) == best and best.group_size is None
+    # Lengths are no scores, whatever the source is called.
+    length = f"val-aux/{source}/response_length/mean"
+    assert ScoreName.parse(length) is None
+
+    path = tmp_path / "scores.jsonl"
+    scores = replace(SCORES, metrics=[str(core), str(core), length])
+    write_scores(path, scores)
+    again = read_scores(path)
+    assert again.metrics == scores.metrics
+    assert group_metric_means(again)[str(best)] == pytest.approx((1 - 1 / 6) / 2)
+    assert len(group_metric_means(again)) == 4
 
 
 def test_one_response_per_problem_makes_no_group() -> None:

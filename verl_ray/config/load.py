@@ -15,8 +15,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from types import NoneType
 from typing import Any, TypeVar, get_args
 
+from annotated_types import Ge
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
@@ -270,6 +272,13 @@ def _bad_value(
 
         near += closest(str(value), _choices(error))
 
+    field = _field(key, kind)
+    # Some settings are off where they are 0, others where they are null.
+    if value is None and _least(field) == 0:
+        expected = [f"{text} of at least 0" for text in expected]
+    if value == 0 and NoneType in get_args(field.annotation):
+        expected.insert(0, "null")
+
     hint = f"Did you mean {either(near)}? " if near else ""
 
     # Members of a union may expect the same.
@@ -391,6 +400,15 @@ def _examples(key: str, kind: type[BaseModel]) -> list[object]:
                 return list(note.examples)
 
     return []
+
+
+def _least(field: FieldInfo) -> object:
+    """Return the least number that a field takes; None where nothing says so."""
+    notes = list(field.metadata)
+    for member in get_args(field.annotation):
+        for note in getattr(member, "__metadata__", ()):
+            notes += note.metadata if isinstance(note, FieldInfo) else [note]
+    return next((note.ge for note in notes if isinstance(note, Ge)), None)
 
 
 def _field(key: str, kind: type[BaseModel]) -> FieldInfo:

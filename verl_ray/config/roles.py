@@ -22,6 +22,7 @@ from verl_ray.config.section import (
     Positive,
     PositiveFloat,
     Section,
+    ZeroIsOff,
 )
 from verl_ray.config.suggest import either
 from verl_ray.errors import Problem
@@ -76,8 +77,9 @@ class LoraConfig(Section):
     The adapter learns while the model's own weights are frozen.
     """
 
-    rank: NonNegative
-    """Inner size of the adapter's matrices; 0 = no adapter: all parameters learn."""
+    rank: ZeroIsOff
+    """Inner size of the adapter's matrices; 0 or null = no adapter: all parameters
+    learn."""
     alpha: Positive
     """Scale of the adapter, whose output is multiplied by alpha / rank."""
     targets: Annotated[

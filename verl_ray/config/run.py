@@ -21,6 +21,7 @@ from verl_ray.config.section import (
     PositiveFloat,
     Section,
     Seed,
+    ZeroIsOff,
 )
 from verl_ray.errors import Problem
 
@@ -58,10 +59,11 @@ class RecoveryConfig(Section):
     max_restarts: NonNegative
     """Restarts without a new finished step before the run stops: of rollout replicas,
     and of all other processes. The same failure at the same step stops it at once."""
-    snapshot_every: NonNegative | Literal["measured"] | Auto
+    snapshot_every: ZeroIsOff | Literal["measured"] | Auto
     """Copy the state of every role that learns to the memory of its host every N steps,
-    where a lost process finds it again; 0 = never. measured: as often as the copies
-    take at most 2 % of the time. auto: measured where the memory is large enough."""
+    where a lost process finds it again; 0 or null = never. measured: as often as the
+    copies take at most 2 % of the time. auto: measured where the memory is large
+    enough."""
     snapshot_copies: Literal[1, 2] | Auto
     """2 = another node has a copy of each snapshot, for the loss of a whole node. auto:
     2 where there are several nodes whose memory is large enough."""
@@ -96,11 +98,11 @@ class RunConfig(Section):
     total_epochs: Positive | None
     """Times that every example of the training data is used, at least; null = by
     total_steps. The run counts the examples and records the steps as total_steps."""
-    evaluate_every: NonNegative
-    """Evaluate before the first step and every N steps; 0 = never."""
-    checkpoint_every: NonNegative
+    evaluate_every: ZeroIsOff
+    """Evaluate before the first step and every N steps; 0 or null = never."""
+    checkpoint_every: ZeroIsOff
     """Write a checkpoint every N steps, after the last one, and where a run is stopped;
-    0 = never, not even then."""
+    0 or null = never, not even then."""
     checkpoint_behind: bool
     """Go on training while a checkpoint is written, from a copy of the state in host
     memory; it counts a step later."""

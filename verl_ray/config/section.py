@@ -12,13 +12,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import CoreSchema, core_schema
 
 from verl_ray.errors import Problem
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
+ZeroIsOff = Annotated[
+    int, BeforeValidator(lambda value: 0 if value is None else value), Field(ge=0)
+]
+"""A number that turns something off where it is 0; null, off elsewhere, becomes 0."""
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 PositiveFraction = Annotated[float, Field(gt=0, le=1)]

@@ -7,14 +7,17 @@ is in `schemas.py`.
 
 from __future__ import annotations
 
+import ast
 import datetime
 import difflib
 import functools
 import json
 import math
+import re
 from collections.abc import Iterator
 from decimal import Decimal
 
+from verl_ray.data.media import refuse_media, text_of_part
 from verl_ray.errors import DataError
 
 Fields = dict[str, object]
@@ -36,15 +39,15 @@ _SHAREGPT_ROLES = {
     "tool": "tool",
 }
 
+# The beginning of messages that were written as a text, in JSON or by Python.
+_FIRST_MESSAGE = re.compile(r"\[\s*\{\s*[\"'](role|content|from|value)[\"']\s*:")
+_ROLE = re.compile(r"[\"'](role|from)[\"']\s*:")
+
 TRAINABLE = "trainable"
 """Key of messages as they are read: false for an answer that is context alone."""
 
 _TRAINABLE_NAMES = (TRAINABLE, "weight", "train", "training", "loss")
 """Names by which files say whether an answer is learned, with 0, 1, false or true."""
-
-_MEDIA = ("images", "image", "videos", "video")
-
-_TEXT_ONLY = "images, videos and sounds are not supported yet"
 
 
 # -------------------------------------------------------------------------------- texts
@@ -175,6 +178,53 @@ def is_messages(value: object) -> bool:
     return isinstance(first, dict) and ("role" in first or "from" in first)
 
 
+def unwritten_messages(value: object, name: str, where: str) -> object:
+    """Return chat messages where a text spells them out, and other values as they are.
+
+    A list that goes through a CSV file becomes a text, in JSON or as Python prints it.
+    Any other text stays one, whatever brackets it begins with.
+
+    Args:
+        name: The name of the value, for errors.
+
+    Raises:
+        DataError: The text begins and ends as messages do, and cannot be read as such.
+    """
+    if not isinstance(value, str):
+        return value
+    text = value.strip()
+    if not (text.startswith("[") and text.endswith("]") and _ROLE.search(text)):
+        return value
+
+    parsed = _parsed(text)
+    if parsed is None and _FIRST_MESSAGE.match(text):
+        raise DataError(
+            f"{name} looks like chat messages that were written as a text, but is"
+            f" neither JSON nor a list of Python: {excerpt(value)}",
+            fix="write the messages as a list, or with json.dumps",
+            place=where,
+        )
+    if not isinstance(parsed, list) or not is_messages(parsed):
+        return value
+    # Other lists may have such a field, too, as the edges of a graph have.
+    first = parsed[0].keys()
+    has_content = {"role", "content"} <= first or {"role", "tool_calls"} <= first
+    return parsed if has_content or {"from", "value"} <= first else value
+
+
+def _parsed(text: str) -> object:
+    """Return the value that a text spells in JSON or in Python; None if in neither."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return ast.literal_eval(text)
+    # A text of many brackets exceeds the stack of Python's parser.
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return None
+
+
 def messages_of(value: object, name: str, where: str) -> list[Message]:
     """Return chat messages with `role` and `content`, whatever the file calls them.
 
@@ -237,6 +287,7 @@ def is_learned(message: Message) -> bool:
 
 
 def _message(message: Message, place: str) -> Message:
+    refuse_media(message, place)
     # A chat template would take a null for a value.
     present = {key: part for key, part in message.items() if part is not None}
     marks = {key: present.pop(key) for key in _TRAINABLE_NAMES if key in present}
@@ -287,39 +338,15 @@ def _joined(parts: object, place: str) -> str:
     assert isinstance(parts, list)
     texts = []
     for part in parts:
-        if isinstance(part, dict) and isinstance(part.get("text"), str):
-            texts.append(part["text"])
-        elif isinstance(part, dict) and part.get("type") not in (None, "text"):
-            raise DataError(
-                f"content has a part of type {part['type']!r}; {_TEXT_ONLY}",
-                fix="take records of texts",
-                place=place,
-            )
-        else:
+        text = text_of_part(part, place)
+        if text is None:
             raise DataError(
                 f"content holds {excerpt(part)}",
                 expected="parts with a text",
                 place=place,
             )
+        texts.append(text)
     return "".join(texts)
-
-
-def refuse_media(fields: Fields, where: str) -> None:
-    """Raise DataError if a record comes with images, videos or definitions of tools."""
-    for name in _MEDIA:
-        if fields.get(name):
-            raise DataError(
-                f"found something in {name!r}; {_TEXT_ONLY}",
-                fix="take records of texts",
-                place=where,
-            )
-    if fields.get("tools"):
-        raise DataError(
-            "found something in 'tools', which a prompt would not show: tools are not"
-            " supported yet",
-            fix="take records without, or remove the column",
-            place=where,
-        )
 
 
 def excerpt(value: object) -> str:
@@ -395,8 +422,7 @@ def json_text(value: object) -> str:
 
     What JSON has is written as it is, and nothing else stops the writing. Dates and
     times are texts in ISO 8601, bytes are their UTF-8 text or null, numbers that are
-    not finite are null, and all else is the text that Python prints. Images and sounds,
-    which `datasets` stores as objects with bytes, are left out.
+    not finite are null, and all else is the text that Python prints.
     """
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -408,9 +434,9 @@ def _plain(value: object) -> object:
     """Return a value as JSON can hold it."""
     if isinstance(value, dict):
         items = value.items()
-        return {str(key): _plain(part) for key, part in items if not _is_media(part)}
+        return {str(key): _plain(part) for key, part in items}
     if isinstance(value, list | tuple | set):
-        return [_plain(part) for part in value if not _is_media(part)]
+        return [_plain(part) for part in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, str | int):
@@ -423,10 +449,3 @@ def _plain(value: object) -> object:
         except UnicodeDecodeError:
             return None
     return str(value)
-
-
-def _is_media(value: object) -> bool:
-    """Return whether a value is an image or a sound, stored or decoded."""
-    if isinstance(value, dict):
-        return isinstance(value.get("bytes"), bytes)
-    return type(value).__module__.partition(".")[0] in ("PIL", "torchcodec")

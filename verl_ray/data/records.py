@@ -45,14 +45,15 @@ from verl_ray.data.fields import (
     json_text,
     messages_of,
     missing_field,
-    refuse_media,
     refuse_misspelt,
     require_encodable,
     short_text_of,
     text_of,
+    unwritten_messages,
     without_marks,
 )
 from verl_ray.data.files import is_glob, read_rows
+from verl_ray.data.media import refuse_media
 from verl_ray.data.schemas import Schema, choose_schema
 from verl_ray.data.tokenizers import TemplateArguments, arguments_of
 from verl_ray.errors import DataError
@@ -241,7 +242,7 @@ def _prompt_record(
     schema: Schema, default_source: str, where: str, fields: Fields
 ) -> PromptRecord:
     refuse_misspelt(where, tuple(fields), ("data_source", "extra"))
-    refuse_media(fields, where)
+    _refuse_unseen(fields, where)
     if "answer" not in schema.columns and fields.get("answer") is not None:
         raise DataError(
             "found an answer, which the first record of the set does not have",
@@ -269,7 +270,7 @@ def _prompt_record(
 
 
 def _supervised_record(schema: Schema, where: str, fields: Fields) -> SupervisedRecord:
-    refuse_media(fields, where)
+    _refuse_unseen(fields, where)
     # TRL marks bad completions so, which are not to be learned.
     if fields.get("label") is False:
         raise DataError(
@@ -283,7 +284,7 @@ def _supervised_record(schema: Schema, where: str, fields: Fields) -> Supervised
 
 def _preference_record(schema: Schema, where: str, fields: Fields) -> PreferenceRecord:
     refuse_misspelt(where, tuple(fields), ("margin",))
-    refuse_media(fields, where)
+    _refuse_unseen(fields, where)
     margin = _margin(schema, where, fields)
     chosen, rejected = _pair_of_contents(schema, fields, where)
     arguments = arguments_of(fields, where)
@@ -304,6 +305,21 @@ def _margin(schema: Schema, where: str, fields: Fields) -> float | None:
             place=where,
         )
     return float(value)
+
+
+def _refuse_unseen(fields: Fields, where: str) -> None:
+    """Raise DataError if a record has what the model would not see."""
+    # The fields of these objects stand beside the columns.
+    for part in (fields, fields.get("extra"), fields.get("extra_info")):
+        if isinstance(part, dict):
+            refuse_media(part, where)
+    if fields.get("tools"):
+        raise DataError(
+            "found something in 'tools', which a prompt would not show: tools are not"
+            " supported yet",
+            fix="take records without, or remove the column",
+            place=where,
+        )
 
 
 # ----------------------------------------------------------------------- further fields
@@ -354,13 +370,16 @@ def _extra_json(fields: Fields, hidden: Collection[str], where: str) -> str:
 def _required(schema: Schema, field: str, fields: Fields, where: str) -> object:
     """Return the value of our field, which every record of the schema has.
 
+    Messages that were written as a text are messages again.
+
     Raises:
         DataError: this record has none.
     """
     value = schema.value(field, fields)
+    name = schema.columns[field]
     if value is None:
-        raise missing_field(schema.columns[field], fields, where)
-    return value
+        raise missing_field(name, fields, where)
+    return unwritten_messages(value, name, where)
 
 
 def _problem_and_answer(

@@ -24,6 +24,7 @@ from verl_ray.algorithms.own_functions import is_own
 from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.config.function_specs import in_words
 from verl_ray.errors import DataError, Problem
+from verl_ray.json_lines import lines_of
 from verl_ray.profiling.phases import blocking
 
 DEADLINE_S = 120.0
@@ -130,7 +131,7 @@ def _in_a_process(algorithm: AlgorithmConfig) -> dict[str, dict[str, Any]]:
         text = ""
     finally:
         os.close(reading)
-    outcomes = [json.loads(line) for line in text.splitlines()]
+    outcomes = [json.loads(line) for line in lines_of(text)]
     return {outcome.pop("key"): outcome for outcome in outcomes}
 
 

@@ -26,6 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from verl_ray.json_lines import lines_of
+
 TRACE = "trace.json"
 
 _NAMES_TRACK = b'"ph": "M"'
@@ -295,7 +297,7 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
 def events_in(text: str) -> list[dict[str, Any]]:
     """Return the events of the whole lines of a trace."""
     events = []
-    for line in text[: text.rfind("\n") + 1].splitlines():
+    for line in lines_of(text[: text.rfind("\n") + 1]):
         with contextlib.suppress(ValueError):
             event = json.loads(line.rstrip(",[]") or "null")
             if isinstance(event, dict):

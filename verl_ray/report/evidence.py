@@ -26,6 +26,7 @@ from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.report.lines import Line, MainMetric, RunLines, Series
 from verl_ray.rewards.health import ScoreHealth
 from verl_ray.tracking.base import GLOBAL_STEP
+from verl_ray.tracking.held_out_names import ACCURACY, ScoreName
 from verl_ray.tracking.history import FAULTS, HISTORY
 
 Severity = Literal["critical", "warning", "note"]
@@ -424,22 +425,16 @@ def held_out_scales(run: RunLines) -> dict[str, HeldOutScale]:
     main = MainMetric.of(run.config)
     scales = {}
     for name in filter(main.is_meant, run.metrics("val-.+")):
-        parts = _HELD_OUT_SCORE.fullmatch(name)
+        parts = ScoreName.parse(name)
         values = run.series(name, of_steps=False).values
         if parts is None or not len(values):
             continue
-        low, high = (0.0, 1.0) if parts["kind"] == "acc" else _score_bounds(run)
-        num_problems = _num_problems(run, parts["source"])
+        low, high = (0.0, 1.0) if parts.kind == ACCURACY else _score_bounds(run)
+        num_problems = _num_problems(run, parts.source)
         # Bounds that are not known are NaN.
         if num_problems > 0 and low <= values.min() and values.max() <= high:
             scales[name] = HeldOutScale(low, high, num_problems)
     return scales
-
-
-_HELD_OUT_SCORE = re.compile(
-    r"val-(core|aux)/(?P<source>.+)/(?P<kind>acc|reward)/[^/]+(/mean)?"
-)
-"""Names such as val-core/<data source>/acc/mean@1 and .../reward/best@4/mean."""
 
 
 def _score_bounds(run: RunLines) -> tuple[float, float]:
@@ -459,8 +454,8 @@ def _num_problems(run: RunLines, source: str) -> float:
     counts = run.series(f"val-aux/{source}/num_prompts", of_steps=False).values
     if not len(counts):
         # Records of older versions have the number of all problems alone.
-        matches = map(_HELD_OUT_SCORE.fullmatch, run.metrics("val-.+"))
-        if len({match["source"] for match in matches if match is not None}) == 1:
+        names = map(ScoreName.parse, run.metrics("val-.+"))
+        if len({name.source for name in names if name is not None}) == 1:
             counts = run.series("val-aux/num_prompts", of_steps=False).values
     return float(counts[-1]) if len(counts) else 0.0
 

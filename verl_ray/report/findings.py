@@ -258,7 +258,13 @@ def _groups_without_spread(run: RunLines) -> Iterator[Evidence | None]:
 
 def _mismatch(run: RunLines) -> Iterator[Evidence | None]:
     metric = str(run.at("algorithm.mismatch.metric") or "rollout_corr/k3_kl")
-    yield evidence_above(run, metric, run.number("algorithm.mismatch.limit", MISMATCH))
+    limit = run.number("algorithm.mismatch.limit", MISMATCH)
+    # A run that corrects the mismatch already can lower what makes it.
+    setting = "algorithm.correction.form"
+    if run.at(setting) not in (None, "none"):
+        is_stale = run.number("rollout.staleness", 0) > 0
+        setting = "rollout.staleness" if is_stale else "rollout.dtype"
+    yield evidence_above(run, metric, limit, setting)
 
 
 # ---------------------------------------------------------------- held-out data, losses
@@ -562,7 +568,7 @@ RULES = (
         " `algorithm.mismatch` above its limit",
         "a divergence of x²/2 is a typical ratio of exp(x), here 1.37, which is beyond"
         " PPO's clip of 1.2",
-        "Set {algorithm.correction.form}, or lower {rollout.staleness}",
+        "Look at {what corrects it or, where that is set, at what makes it}",
         _mismatch,
     ),
     Rule(
@@ -584,7 +590,7 @@ RULES = (
         f"from step {CRITIC_STEPS} on the median of `critic/vf_explained_var` over"
         f" {CRITIC_WINDOW} steps is below {CRITIC_SHARE}, and still is",
         "a constant would predict the returns as well",
-        "Change {critic.optimizer.lr}, set {algorithm.critic_warmup_steps}, or choose"
+        "Change {critic.optimizer.lr}, raise {algorithm.critic_warmup_steps}, or choose"
         " an algorithm without a critic",
         _blind_critic,
     ),

@@ -117,7 +117,8 @@ class RunLines:
 
     def metrics(self, pattern: str) -> list[str]:
         """Return the names of the metrics that match a regular expression."""
-        return [name for name in self._names if re.fullmatch(pattern, name)]
+        # The name of a data source may have newlines.
+        return [name for name in self._names if re.fullmatch(pattern, name, re.DOTALL)]
 
     @cached_property
     def _names(self) -> list[str]:

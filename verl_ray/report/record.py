@@ -20,6 +20,7 @@ from typing import Any, Literal
 import yaml
 
 from verl_ray.errors import TrackingError
+from verl_ray.json_lines import lines_of
 from verl_ray.ownership import Owner
 from verl_ray.profiling.process_table import STATUS, RunStatus, read_status
 from verl_ray.profiling.trace import TRACE, events_in, read_trace
@@ -387,7 +388,7 @@ def read_faults(
     except OSError as error:
         damage.append(f"{path.name} cannot be read: {error}")
         text = ""
-    for line in text.splitlines():
+    for line in lines_of(text):
         with contextlib.suppress(ValueError, RecursionError):
             fault = json.loads(line)
             if isinstance(fault, dict) and not _is_before(fault.get("time"), begun_s):

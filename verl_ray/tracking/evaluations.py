@@ -45,6 +45,8 @@ from verl_ray.algorithms.subsets import (
 from verl_ray.data.batch import Array
 from verl_ray.disk import drop_after, replace_file, step_files, step_path
 from verl_ray.errors import TrackingError
+from verl_ray.json_lines import lines_of
+from verl_ray.tracking.held_out_names import ACCURACY, ScoreName
 from verl_ray.tracking.rollouts import TOKEN_COLUMNS, token_lists
 
 if TYPE_CHECKING:
@@ -196,7 +198,7 @@ def read_scores(path: Path) -> HeldOutScores:
         TrackingError: The file cannot be read, or holds something else.
     """
     try:
-        lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+        lines = [json.loads(line) for line in lines_of(path.read_bytes())]
         rows = [line["scores"] for line in lines]
         scores = np.array(rows, dtype=np.float64).reshape(len(rows), -1)
         none = [NO_ANSWER] * scores.shape[1]
@@ -245,9 +247,6 @@ def _short(score: float) -> float | int | None:
 
 Float64s = npt.NDArray[np.float64]
 
-_MEAN = "/mean@"
-_ACCURACY = "acc"
-
 _COMPUTED: WeakKeyDictionary[HeldOutScores, list[HeldOutScores]] = WeakKeyDictionary()
 """Group metrics of the evaluations that are in memory, which nothing changes."""
 
@@ -276,12 +275,12 @@ def _computed(scores: HeldOutScores) -> list[HeldOutScores]:
     names = np.array(scores.metrics)
     parts = []
     for name in dict.fromkeys(scores.metrics):
-        prefix, _, group_size = name.rpartition(_MEAN)
-        if not prefix or int(group_size) == 1:
+        parsed = ScoreName.parse(name)
+        if parsed is None or parsed.group_size in (None, 1):
             continue
         selected = scores.select(np.flatnonzero(names == name))
-        for metric, values in _values(prefix, int(group_size), selected).items():
-            parts.append(selected.of_metric(metric, values))
+        for metric, values in _values(parsed, selected).items():
+            parts.append(selected.of_metric(str(metric), values))
     return parts
 
 
@@ -294,28 +293,34 @@ def group_metric_means(scores: HeldOutScores) -> dict[str, float]:
     return metric_means
 
 
-def _values(
-    prefix: str, group_size: int, scores: HeldOutScores
-) -> Mapping[str, Float64s]:
-    """Return the value of each problem in each metric, [problems], by name."""
-    aside = prefix.replace("val-core/", "val-aux/", 1)
+def _values(name: ScoreName, scores: HeldOutScores) -> Mapping[ScoreName, Float64s]:
+    """Return the value of each problem in each metric, [problems], by name.
+
+    Args:
+        name: The name of the mean over all responses to a problem.
+        scores: What counts in it.
+    """
+    group_size = name.group_size
+    assert group_size is not None
     values = scores.scores
     is_right_or_wrong = np.isin(values[~np.isnan(values)], (0, 1)).all()
-    is_accuracy = prefix.rpartition("/")[2] == _ACCURACY and is_right_or_wrong
+    is_accuracy = name.kind == ACCURACY and is_right_or_wrong
     answers = scores.answers
     has_answers = answers is not None and bool((answers != NO_ANSWER).any())
 
-    of_metrics: dict[str, Float64s] = {}
+    of_metrics: dict[ScoreName, Float64s] = {}
     for k in sample_sizes(group_size):
         if is_accuracy:
-            of_metrics[f"{aside}/pass@{k}/mean"] = pass_at(values, k)
+            pass_k = name.aside.with_statistic(f"pass@{k}/mean")
+            of_metrics[pass_k] = pass_at(values, k)
         if k == 1:
             continue
-        place = prefix if k == group_size else aside
-        of_metrics[f"{place}/best@{k}/mean"] = best_of(values, k)
+        place = name if k == group_size else name.aside
+        of_metrics[place.with_statistic(f"best@{k}/mean")] = best_of(values, k)
         if has_answers:
             assert answers is not None
-            of_metrics[f"{place}/maj@{k}/mean"] = majority_of(values, answers, k)
+            maj_k = place.with_statistic(f"maj@{k}/mean")
+            of_metrics[maj_k] = majority_of(values, answers, k)
     return of_metrics
 
 

@@ -18,6 +18,7 @@ from typing import Literal
 
 from verl_ray.disk import replace_file
 from verl_ray.errors import TrackingError
+from verl_ray.json_lines import lines_of
 from verl_ray.ownership import Owner
 from verl_ray.profiling.process_table import RunStatus
 from verl_ray.tracking.jsonl import METRICS
@@ -157,8 +158,7 @@ def read_history(run_dir: Path) -> list[Stint]:
     if not path.exists():
         return []
     try:
-        lines = path.read_text("utf-8").splitlines()
-        return [Stint(**json.loads(line)) for line in lines]
+        return [Stint(**json.loads(line)) for line in lines_of(path.read_bytes())]
     except (OSError, ValueError, TypeError) as error:
         raise TrackingError(
             f"{path}: cannot be read ({error!r}); without it, nobody knows how long"

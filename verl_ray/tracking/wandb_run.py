@@ -32,6 +32,7 @@ import psutil
 
 from verl_ray.config.run import WandbConfig
 from verl_ray.errors import ConfigError, Problem, TrackingError
+from verl_ray.json_lines import lines_of
 from verl_ray.paths import program
 from verl_ray.shell import for_shell
 from verl_ray.tracking.base import (
@@ -409,7 +410,7 @@ def _steps_in(session: Path) -> Iterator[int]:
     nbytes = sum(path.stat().st_size for path in session.glob("*.wandb"))
     if reader.returncode and not reader.stdout and nbytes > _EMPTY_BYTES:
         raise OSError(reader.stderr.strip())
-    for line in reader.stdout.splitlines():
+    for line in lines_of(reader.stdout):
         record = json.loads(line)
         item = record.get("history", {}).get("item", {})
         if GLOBAL_STEP in item:

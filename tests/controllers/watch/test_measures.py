@@ -342,6 +342,16 @@ def test_accuracy_per_data_source() -> None:
     }
 
 
+def test_a_data_source_that_is_named_like_a_metric_loses_none() -> None:
+    source = "b/reward/mean@"
+    scored = ResponseScores(np.array([0.5], np.float32), np.array([0], np.int8))
+    core = held_out_measures.core_scores([source], scored, [{"acc": 1.0}], set(), 4)
+    assert core.means() == {f"val-core/{source}/acc/mean@4": 1.0}
+    assert held_out_measures.held_out_rewards([source], scored, core, 4) == {
+        f"val-aux/{source}/reward/mean@4": 0.5
+    }
+
+
 def test_answers_have_the_number_of_the_first_response_with_them() -> None:
     entries: list[Entries] = [
         {"pred": "7"},

@@ -23,6 +23,7 @@ from typing import Any
 
 from verl_ray.agents.contract import Action, EpisodeTask, Message
 from verl_ray.agents.environments.reasoning_gym import ReasoningGym, _package
+from verl_ray.json_lines import lines_of
 
 NUM_PROBLEMS = 3
 """Problems of each set that are looked at."""
@@ -88,7 +89,7 @@ def _reports(
             stderr=subprocess.DEVNULL,
             check=False,
         )
-        lines = child.stdout.decode().splitlines()
+        lines = lines_of(child.stdout)
         reports |= {report["name"]: report for report in map(json.loads, lines)}
         if child.returncode != 0:
             # The first set without a report is the one that the process died of.
