@@ -56,7 +56,8 @@ def spread(name: str, values: npt.NDArray[np.generic]) -> Metrics:
             f"{name}/min": nan,
         }
     return {
-        f"{name}/mean": float(values.mean()),
+        # A sum in float32 may be beyond it although each value is not.
+        f"{name}/mean": float(values.mean(dtype=np.float64)),
         f"{name}/max": float(values.max()),
         f"{name}/min": float(values.min()),
     }

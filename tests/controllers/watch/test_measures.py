@@ -104,6 +104,10 @@ def test_scores_that_failed_are_counted_and_not_averaged() -> None:
         0,
     ]  # the 1 was aborted
     assert found["reward_health/ok"] == 2
+    # The sum of the scores is beyond float32, and their mean is not.
+    large = ResponseScores(np.full(4, 3e38, np.float32), np.zeros(4, np.int8))
+    found = measures.score_metrics(large, raw, np.zeros(4, bool))
+    assert found["critic/score/mean"] == pytest.approx(3e38)
 
 
 def test_each_grader_of_several_has_its_own_numbers() -> None:
