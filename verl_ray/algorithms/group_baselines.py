@@ -25,6 +25,7 @@ from verl_ray.algorithms.groups import GroupMembers
 from verl_ray.data.batch import Int64, offsets_of
 from verl_ray.data.stages import Bool, Float32, LogProbs
 from verl_ray.errors import DataError
+from verl_ray.ops.masked import EQUAL
 
 
 def grpo(
@@ -191,8 +192,11 @@ def pass_at_k(
     its group, with the leave-one-out baseline.
     """
     groups = GroupMembers(rewards, group, valid, trajectory)
-    added = np.maximum(groups.reward - groups.best_of_others(), 0)
-    return groups.to_rows(np.where(groups.has_spread & groups.is_member, added, 0))
+    added = groups.reward - groups.best_of_others()
+    # Not `>`, which would hide a reward that is NaN.
+    is_best = ~(added <= EQUAL * np.abs(groups.reward))
+    is_alone = is_best & groups.has_spread & groups.is_member
+    return groups.to_rows(np.where(is_alone, added, 0))
 
 
 PASS_AT_K = GroupBaseline(
@@ -315,7 +319,7 @@ def remax(
     greedy = groups.of_trajectories(is_greedy.astype(np.float64)) > 0
     baseline = groups.sum(np.where(greedy, groups.reward, 0))
     has_baseline = groups.sum(greedy.astype(np.float64)) > 0
-    learns = groups.is_member & has_baseline & ~greedy
+    learns = groups.is_member & has_baseline & ~greedy & groups.has_spread
     return groups.to_rows(np.where(learns, groups.reward - baseline, 0))
 
 
