@@ -175,7 +175,7 @@ def with_spread(
     # Groups whose sums of rewards agree may differ in what is added.
     if ADVANTAGES[config.algorithm.advantage].reads_parts:
         for _, part in scores.parts:
-            spread |= has_spread(part, group_id, is_member)
+            spread |= has_spread(part, group_id, is_member & ~np.isnan(part))
     return spread
 
 

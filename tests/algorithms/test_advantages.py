@@ -679,6 +679,14 @@ def test_parts_are_normalised_before_they_are_added() -> None:
     assert alone[2:].tolist() == [0, 0] and alone[0] == -alone[1] != 0
 
 
+def test_a_member_without_a_part_is_left_out_of_its_statistics() -> None:
+    """Of 0 and 1 the mean is 0.5; the three sums -x, 0 and x deviate by x."""
+    part, same = f32(0, np.nan, 1), f32(2, 2, 2)
+    rewards, group = f32(2, 2, 3), ids(0, 0, 0)
+    found = gdpo(rewards, group, valid(3), parts=[(1.0, part), (1.0, same)])
+    assert found.tolist() == pytest.approx([-1, 0, 1], rel=1e-5)
+
+
 def test_one_part_is_grpo_at_another_scale() -> None:
     rewards, group = f32(1, 2, 4, 0, 3, 3), ids(0, 0, 0, 1, 1, 1)
     of_groups = grpo(rewards, group, valid(6))

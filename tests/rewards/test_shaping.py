@@ -12,7 +12,12 @@ from controllers.compose.composition import compose
 from verl_ray.config.reward import MixedReward
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.rewards.health import ScoreHealth
-from verl_ray.rewards.shaping import ResponseScores, Shaping, turn_weights
+from verl_ray.rewards.shaping import (
+    ResponseScores,
+    Shaping,
+    failures,
+    turn_weights,
+)
 
 INPUTS = [
     "model.path=/m",
@@ -134,6 +139,47 @@ def test_components_are_weighted_and_one_that_fails_fails_the_response() -> None
     assert [weight for weight, _ in found.parts] == [2.0, 0.5]
     assert [values[:2].tolist() for _, values in found.parts] == [[1, 0], [3, -3]]
     assert found.as_graded[:2].tolist() == found.score[:2].tolist()
+
+
+def declined(*scores: float) -> ResponseScores:
+    """Scores of a component that returned None where there is none."""
+    return scored(*scores, failed=ScoreHealth.NONE)
+
+
+def test_none_leaves_a_response_to_the_other_components() -> None:
+    """Weights are 2 and 0.5, and are not made larger where one of them is alone."""
+    raw = {
+        "reward.components.function": declined(1.0, math.nan, math.nan, math.nan),
+        "reward.components.model": scored(2.0, 2.0, math.nan, math.nan),
+    }
+    raw["reward.components.model"].health[3] = ScoreHealth.NONE
+    for found in (shaping(*MIXED).shape(raw), shaping(*MIXED).weigh(raw)):
+        np.testing.assert_array_equal(found.score, [3, 1, math.nan, math.nan])
+        assert [ScoreHealth(health).name for health in found.health] == [
+            "OK", "OK", "TIMEOUT", "NONE",
+        ]  # fmt: skip
+        # A part says that nobody gave it.
+        np.testing.assert_array_equal(found.parts[0][1], [1, *[math.nan] * 3])
+        np.testing.assert_array_equal(found.as_graded, found.score)
+    failed = failures({role: scores.health for role, scores in raw.items()})
+    assert {role: rows.tolist() for role, rows in failed.items()} == {
+        "reward.components.function": [False, False, False, True],
+        "reward.components.model": [False, False, True, True],
+    }
+
+
+def test_moments_of_a_component_are_those_of_what_it_scored() -> None:
+    """Of 1 and 3: -1 and 1; equal ones are 0, and a response without one has no part."""
+    one = shaping(*MIXED, "reward.components.function.normalise=batch")
+    raw = {
+        "reward.components.function": declined(1.0, 3.0, math.nan),
+        "reward.components.model": scored(0.0, 0.0, 1.0),
+    }
+    assert one.shape(raw).score == pytest.approx([-2, 2, 0.5])
+    raw["reward.components.function"] = declined(4.0, 4.0, math.nan)
+    found = one.shape(raw)
+    assert found.score.tolist() == [0, 0, 0.5]
+    np.testing.assert_array_equal(found.parts[0][1], [0, 0, math.nan])
 
 
 def test_turns_weigh_what_the_score_of_their_episode_weighs() -> None:

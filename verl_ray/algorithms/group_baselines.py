@@ -268,18 +268,21 @@ def gdpo(
     weighted sum of all a_k, divided by its standard deviation over all members of the
     step (+ epsilon). Its mean over the step is 0. Arguments, members and result are
     those of `grpo`, whose result it has, but for that scale, where there is one part.
+    A member without a part is left out of that part's mean and deviation, and the part
+    adds nothing to its sum.
 
     GDPO (arXiv:2601.05242): groups whose sums of rewards agree may differ in the parts,
     and a part of small spread counts as its weight says. Both deviations are sample
     ones (n - 1), as in `grpo`.
 
     Args:
-        parts: What `rewards` is the weighted sum of.
+        parts: What `rewards` is the weighted sum of; NaN where a row has none.
     """
     groups = GroupMembers(rewards, group, valid, trajectory)
     total = np.zeros(len(groups.reward))
     for weight, values in parts:
-        of_part = GroupMembers(values, group, valid, trajectory)
+        has_part = valid & ~np.isnan(values)
+        of_part = GroupMembers(values, group, has_part, trajectory)
         total += weight * of_part.deviation / (of_part.std + epsilon)
 
     return groups.to_rows(total / (groups.std_of_step(total) + epsilon))

@@ -185,7 +185,8 @@ class ScoredResponses:
         trajectory: int64.
         length: int64, response tokens.
         truncated: bool, whether the response was cut at the length limit.
-        parts: What the scores are the weighted sum of.
+        parts: What the scores are the weighted sum of; NaN where a grader left a
+            response to others.
         max_tokens: The limit on the length of a response, one number.
     """
 

@@ -1,8 +1,9 @@
 """Shaping: from the scores of the graders to one reward per response.
 
 Scores are normalised, clipped, weighted and added up. Invariant: shaping needs one
-number per response and grader. A response that a grader could not score has no reward,
-and neither has one whose sum float32 does not hold. The state is the moments of the
+number per response and grader. A grader that returned None leaves a response to the
+others. One that a grader failed has no reward, and neither has one that all of them
+left, or whose sum float32 does not hold. The state is the moments of the
 scores so far, so a resumed run shapes as if it had never stopped.
 """
 
@@ -20,7 +21,7 @@ from verl_ray.config.function_specs import DEFAULT
 from verl_ray.config.reward import MixedReward, SingleReward
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.batch import Int64
-from verl_ray.data.stages import Float32
+from verl_ray.data.stages import Bool, Float32
 from verl_ray.ops.masked import Moments, whiten
 from verl_ray.rewards.health import LARGEST, ScoreHealth
 
@@ -43,14 +44,17 @@ class ResponseScores:
     rescored: int = 0
     """Number of rows that were scored again, since their first process died."""
     parts: tuple[Part, ...] = ()
-    """Weights, and what they weight, of which the scores are the sum; () for none."""
+    """Weights, and what they weight, of which the scores are the sum; () for none.
+
+    A part is NaN where its grader gave no score.
+    """
     graded: Float32 | None = None
     """The scores neither normalised nor with additions; None: they are `score`."""
 
     @property
-    def ok(self) -> npt.NDArray[np.bool_]:
+    def ok(self) -> Bool:
         """Rows with a score, bool [rows]."""
-        has_score: npt.NDArray[np.bool_] = self.health == ScoreHealth.OK
+        has_score: Bool = self.health == ScoreHealth.OK
         return has_score
 
     @property
@@ -119,7 +123,8 @@ class Shaping:
         parts, of_graders = [], []
         for role, scores in raw.items():
             weight = self._weights[role]
-            normalised = self._normalise_and_clip(role, scores, aborted)
+            shaped = self._normalise_and_clip(role, scores, aborted)
+            normalised = np.where(scores.ok, shaped, np.float32(np.nan))
             parts.append((weight, normalised))
             # Normalised scores lie around 0, and their bound is one of deviations.
             is_normalised = self._graders[role].normalise != "none"
@@ -218,11 +223,32 @@ def component(role: str) -> str:
     return role.rpartition(".")[2]
 
 
+def failures(healths: Mapping[str, Healths]) -> dict[str, Bool]:
+    """Return which rows each of several graders has failed, bool [rows].
+
+    One that returns None says that a response is not its task, which is no failure
+    where another grader scores it.
+
+    Args:
+        healths: Numbers of `ScoreHealth`, [rows], by grader.
+    """
+    has_declined = {
+        role: health == ScoreHealth.NONE for role, health in healths.items()
+    }
+    left_by_all = np.all(list(has_declined.values()), axis=0)
+    return {
+        role: (health != ScoreHealth.OK) & (left_by_all | ~has_declined[role])
+        for role, health in healths.items()
+    }
+
+
 def _health(raw: Mapping[str, ResponseScores]) -> Healths:
     """Return the health of each row: that of its first failure, [rows]."""
-    health = np.zeros(len(next(iter(raw.values())).health), np.int8)
-    for scores in raw.values():
-        health = np.where(health == ScoreHealth.OK, scores.health, health)
+    healths = {role: scores.health for role, scores in raw.items()}
+    health = np.zeros(len(next(iter(healths.values()))), np.int8)
+    for role, failed in failures(healths).items():
+        is_first = failed & (health == ScoreHealth.OK)
+        health = np.where(is_first, healths[role], health)
     return health
 
 
@@ -230,7 +256,7 @@ def _sum(parts: Sequence[Part], health: Healths) -> tuple[Float32, Healths]:
     """Add up weighted scores, in float64.
 
     Args:
-        parts: The scores; those of rows that have failed count nothing.
+        parts: The scores; those that are NaN count nothing, since nobody gave them.
         health: Of each row, [rows].
 
     Returns:
@@ -242,7 +268,7 @@ def _sum(parts: Sequence[Part], health: Healths) -> tuple[Float32, Healths]:
     # Weights have no bounds.
     with np.errstate(over="ignore", invalid="ignore"):
         for weight, values in parts:
-            total += weight * np.where(is_ok, values, 0).astype(np.float64)
+            total += weight * np.where(np.isnan(values), 0, values).astype(np.float64)
 
     # NaN is not less than anything.
     fits = is_ok & (np.abs(total) <= LARGEST)

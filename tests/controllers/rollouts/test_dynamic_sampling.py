@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -262,6 +263,12 @@ def test_groups_whose_sums_agree_may_differ_in_parts(tmp_path: Path) -> None:
     health = np.zeros(2, np.int8)
     parts = ((1.0, np.array([1, 2], np.float32)), (1.0, np.array([2, 1], np.float32)))
     scores = ResponseScores(score, health, parts=parts)
+    # A part that only one member has makes no spread.
+    lone = (1.0, np.array([3, np.nan], np.float32))
+    config = compose("quickstart", ["algorithm=dapo", "algorithm.advantage=gdpo"])
+    assert isinstance(config, RLConfig)
+    without = replace(scores, parts=(lone,))
+    assert not with_spread(config, np.zeros(2, np.int64), without, STOPPED).any()
     for advantage, rejected in (("gdpo", []), ("grpo", [0])):
         (tmp_path / advantage).mkdir()
         run = Sampling(tmp_path / advantage, "synchronous", 0, advantage=advantage)
