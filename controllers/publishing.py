@@ -24,8 +24,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
-
 from controllers.devices import DeviceSharing
 from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.context import PEER_TIMEOUT_FRACTION, ProcessInfo
@@ -34,12 +32,7 @@ from verl_ray.cluster.signals import finishing
 from verl_ray.cluster.waiting import Background
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.section import resolved
-from verl_ray.errors import (
-    NonFiniteError,
-    VerlRayError,
-    WeightSyncError,
-    worker_error_of,
-)
+from verl_ray.errors import VerlRayError, WeightSyncError, worker_error_of
 from verl_ray.rollout.engine_state import Probe
 from verl_ray.weight_sync import SLOTS
 from verl_ray.weight_sync.manifest import (
@@ -434,22 +427,12 @@ class Verification:
             version: The version.
             call: The call; None does nothing.
             receivers: The replicas of the sync, if there is one.
-
-        Raises:
-            NonFiniteError: The actor's log-probs are not finite, so those of no
-                replica could agree with them.
         """
         if call is not None:
             probes = call.result() if receivers is None else receivers.wait([call])[0]
             # All ranks compute, and one of them returns the probe.
             (probe,) = (probe for probe in probes if probe is not None)
-            if not all(np.isfinite(values).all() for values in probe.log_probs):
-                raise NonFiniteError(
-                    f"actor: with the weights of version {version} the log-probs of"
-                    f" fixed tokens are not finite, although every weight is: the step"
-                    " before made them too large to compute with. Resume from an"
-                    " earlier checkpoint with a lower actor.optimizer.lr"
-                )
+            probe.require_finite(version)
             self._probe = probe
             self._version = version
 

@@ -4,11 +4,13 @@ in a row.
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from controllers.watch.update_measures import GradientWatch
 from verl_ray.engine.base import LossReport, StepReport
 from verl_ray.errors import NonFiniteError
+from verl_ray.rollout.engine_state import Probe
 from workers.model_worker import UpdateReport
 
 HEALTHY = [UpdateReport(LossReport(), StepReport(1.0, 1e-3))]
@@ -54,3 +56,10 @@ def test_an_update_that_broke_weights_is_named_at_once() -> None:
     )
     with pytest.raises(NonFiniteError, match=words):
         GradientWatch(3).observe("critic", 7, [HEALTHY, ranks])
+
+
+def test_a_trainer_that_computes_nan_blames_no_engine() -> None:
+    tokens = (np.array([3, 4, 5], np.int32),)
+    Probe(tokens, (np.float32([-1, -2]),), 1e-3).require_finite(4)
+    with pytest.raises(NonFiniteError, match=r"actor: .* version 4 .*although every"):
+        Probe(tokens, (np.float32([-1, np.nan]),), 1e-3).require_finite(4)
