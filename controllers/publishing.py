@@ -431,7 +431,9 @@ class Verification:
         if call is not None:
             probes = call.result() if receivers is None else receivers.wait([call])[0]
             # All ranks compute, and one of them returns the probe.
-            (self._probe,) = (probe for probe in probes if probe is not None)
+            (probe,) = (probe for probe in probes if probe is not None)
+            probe.require_finite(version)
+            self._probe = probe
             self._version = version
 
     def note_difference(self, difference: float) -> None:

@@ -237,9 +237,9 @@ class EngineError(VerlRayError):
 
 
 class NonFiniteError(EngineError):
-    """A loss or gradient is not finite.
+    """A gradient, weights, or what was computed with them, are not finite.
 
-    The error names the tensor, the rank and the micro-batch.
+    The error names the role and the tensor.
     """
 
 

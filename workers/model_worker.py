@@ -24,6 +24,7 @@ from verl_ray.data.buffer import VersionAges
 from verl_ray.data.stages import Credit, LogProbs, Rollouts, Rows, TrainingBatch
 from verl_ray.engine.base import EngineSpec, LossReport, StepReport
 from verl_ray.engine.build import build_engine
+from verl_ray.errors import NonFiniteError
 from verl_ray.ops.outputs import RequestedOutputs
 from verl_ray.profiling.flops import peak_flops_per_s, training_flops
 from verl_ray.profiling.memory import DeviceMemory, device_memory
@@ -87,6 +88,7 @@ class ModelWorker:
         self.engine = build_engine(
             spec, device=device, rank=context.rank, world_size=context.num_ranks
         )
+        self._require_finite_weights(spec.model_path)
         self._shape = self.engine.shape
         self._has_adapter = spec.lora is not None
         # The driver balances rows by their estimated work, for which it needs the model
@@ -135,7 +137,7 @@ class ModelWorker:
         loss = self.engine.forward_backward(rows, objective)
         self._finish_snapshot()
         step = self.engine.optimizer_step()
-        # The step waited for the gradient norm, so the device is done.
+        # The step waited for its result, so the device is done.
         seconds = time.perf_counter() - began
 
         flops = 0.0
@@ -204,6 +206,9 @@ class ModelWorker:
 
         Returns:
             Notes on what could not be taken over.
+
+        Raises:
+            NonFiniteError: Weights of the checkpoint are NaN or infinite.
         """
         from verl_ray.checkpoint.sharded import load
 
@@ -211,7 +216,18 @@ class ModelWorker:
         state = self.engine.state()
         notes = load(state, path)
         self.engine.load_state(state)
+        self._require_finite_weights(path)
         return notes
+
+    def _require_finite_weights(self, source: str) -> None:
+        """Raise NonFiniteError if weights that were read from `source` are not."""
+        names = self.engine.names_not_finite()
+        if names:
+            raise NonFiniteError(
+                f"{self.context.role}: {len(names)} of the tensors in {source} hold NaN"
+                f" or infinities, first {names[0]}; name an undamaged model or"
+                " checkpoint"
+            )
 
     def begin_snapshot(self, names: SnapshotNames, step: int) -> float:
         """Begin to copy this rank's state to the host's memory, after a step.

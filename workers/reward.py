@@ -30,7 +30,7 @@ from verl_ray.data.stages import (
     sums_of_trajectories,
 )
 from verl_ray.data.tokenizers import load_tokenizer
-from verl_ray.rewards.health import Score, ScoreHealth
+from verl_ray.rewards.health import Score, ScoreHealth, score_of_number
 from verl_ray.rewards.pool import ScoringPool
 from verl_ray.rewards.remote import RemoteScorer
 from verl_ray.rewards.request import ScoreRequest
@@ -128,7 +128,7 @@ def scores_without_grader(rows: Rollouts) -> dict[int, Score]:
     An episode is scored once, on its last row. One that is no member of its group has
     failed, and a row that is not the last one adds nothing to the score.
     """
-    if rows.end is None or rows.end_detail is None:
+    if rows.end is None or rows.end_detail is None or rows.episode_score is None:
         return {}
     is_last = np.isin(np.arange(rows.num_rows), last_rows(rows.trajectory_id))
     ends = list(End)
@@ -139,9 +139,10 @@ def scores_without_grader(rows: Rollouts) -> dict[int, Score]:
         rows.end.tolist(),
         rows.finish.tolist(),
         rows.end_detail.texts(),
+        rows.episode_score.tolist(),
         strict=True,
     )
-    for row, last, number, finish, detail in columns:
+    for row, last, number, finish, detail, earned in columns:
         end = ends[number]
         if not last:
             scores[row] = Score(0.0, ScoreHealth.OK)
@@ -152,6 +153,10 @@ def scores_without_grader(rows: Rollouts) -> dict[int, Score]:
             is_late = end.value.endswith("timeout")
             health = ScoreHealth.TIMEOUT if is_late else ScoreHealth.EXCEPTION
             scores[row] = Score(math.nan, health, f"{end}: {detail}".rstrip(": "))
+        elif not math.isfinite(earned):
+            scores[row] = score_of_number(
+                earned, "the rewards of the episode add up to"
+            )
     return scores
 
 

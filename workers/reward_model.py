@@ -42,7 +42,7 @@ from verl_ray.data.tokenizers import (
 from verl_ray.engine.base import EngineSpec
 from verl_ray.errors import DataError
 from verl_ray.ops.outputs import RequestedOutputs
-from verl_ray.rewards.health import Score, ScoreHealth
+from verl_ray.rewards.health import Score, ScoreHealth, score_of_number
 from workers.model_worker import ModelWorker, UpdateReport
 from workers.reward import Grader, response_texts, scores_of
 
@@ -295,7 +295,4 @@ def _without_last_token(rows: Ragged, selected: Bool) -> Ragged:
 
 
 def _score(value: float) -> Score:
-    if math.isfinite(value):
-        return Score(value, ScoreHealth.OK)
-    detail = f"the model's score is {value}"
-    return Score(math.nan, ScoreHealth.NONFINITE, detail)
+    return score_of_number(value, "the model's score is")

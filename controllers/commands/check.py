@@ -33,6 +33,7 @@ from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import CheckpointError, ConfigError, Problem
 from verl_ray.hub.data_sets import pinned_data
 from verl_ray.hub.models import fetch_models, pinned_in_words, pinned_models
+from verl_ray.preflight.component_trial import ComponentTrials, try_components
 from verl_ray.preflight.data_files import DataFile, DataFindings, examine_data
 from verl_ray.preflight.environment_trial import EnvironmentTrials, try_environments
 from verl_ray.preflight.facts import facts_here
@@ -68,12 +69,14 @@ class Tried:
     Attributes:
         data: The data files; empty if they were not read.
         rewards: The trials of the reward functions; empty without data.
+        components: The trials of the components of a mixed reward.
         environments: The trials of the environments of episodes.
         functions: The trials of the user's functions of `algorithm`.
     """
 
     data: DataFindings = field(default_factory=DataFindings)
     rewards: TrialFindings = field(default_factory=TrialFindings)
+    components: ComponentTrials = field(default_factory=ComponentTrials)
     environments: EnvironmentTrials = field(default_factory=EnvironmentTrials)
     functions: FunctionTrials = field(default_factory=FunctionTrials)
 
@@ -84,10 +87,15 @@ class Tried:
         return [*self.data.problems, *self.rewards.problems, *of_code]
 
     @property
+    def lines_of_data(self) -> list[str]:
+        """Results of components and environments on the first records, in words."""
+        return [*self.components.lines, *self.environments.lines]
+
+    @property
     def warnings(self) -> list[str]:
         """The warnings of all of them."""
-        of_code = [*self.rewards.warnings, *self.environments.warnings]
-        return [*self.data.warnings, *of_code]
+        of_rewards = [*self.rewards.warnings, *self.components.warnings]
+        return [*self.data.warnings, *of_rewards, *self.environments.warnings]
 
 
 @dataclass(frozen=True)
@@ -133,6 +141,9 @@ class SeenData:
             if not data.problems:
                 rewards = try_rewards(config, data.files, evaluates=evaluates)
                 tried = replace(tried, rewards=rewards)
+                if not rewards.problems and not evaluates:
+                    components = try_components(config, data.files)
+                    tried = replace(tried, components=components)
                 if isinstance(config, RLConfig) and config.episodes is not None:
                     environments = try_environments(config, data.files)
                     tried = replace(tried, environments=environments)
@@ -351,7 +362,7 @@ def check(
     ):
         print(line)
     print_data(config, checked.tried.data.files, checked.tried.rewards.trials)
-    for line in checked.tried.environments.lines:
+    for line in checked.tried.lines_of_data:
         print(line)
     print(_resources(machine))
     print_warnings(checked.warnings, sys.stdout)

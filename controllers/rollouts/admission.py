@@ -24,11 +24,12 @@ import numpy as np
 
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.algorithms.credit import says_something
+from verl_ray.algorithms.groups import has_spread
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.batch import Int64
 from verl_ray.data.cursor import CursorState, drawn_rows
 from verl_ray.data.prompts import PromptSource
-from verl_ray.data.stages import Bool, Float32, Int8, Prompts
+from verl_ray.data.stages import Bool, Int8, Prompts
 from verl_ray.errors import CheckpointError, DataError
 from verl_ray.rewards.shaping import ResponseScores
 
@@ -138,9 +139,9 @@ class Admission:
 
 # Groups that teach nothing are drawn again until a batch is full.
 #
-# With a group baseline, a group whose responses all have the same score has no
-# advantage. DAPO (arXiv:2503.14476, section 3.2) leaves such groups out and draws
-# others, so that every batch has as many groups that count.
+# With a group baseline, a group whose responses all have the same score, but for
+# rounding, has no advantage. DAPO (arXiv:2503.14476, section 3.2) leaves such groups
+# out and draws others, so that every batch has as many groups that count.
 #
 # The batches are those of the accepted groups, in the order of their ordinals: batch n
 # holds the accepted ones from number n * B on, where B is data.prompts_per_step.
@@ -154,23 +155,6 @@ class Admission:
 
 Settled = Callable[[Int64], Bool]
 """Tells of ordinals whether they were trained or rejected, as the ledger does."""
-
-
-def has_spread(score: Float32, ok: Bool, group_id: Int64) -> Bool:
-    """Return whether two responses of each row's group have different scores.
-
-    Args:
-        score: float32 [rows].
-        ok: bool [rows]; False: the score has failed, and does not count.
-        group_id: int64 [rows].
-    """
-    ordinals, group = np.unique(group_id, return_inverse=True)
-    low = np.full(len(ordinals), np.inf, np.float32)
-    high = np.full(len(ordinals), -np.inf, np.float32)
-    np.minimum.at(low, group[ok], score[ok])
-    np.maximum.at(high, group[ok], score[ok])
-    spread: Bool = (low < high)[group]
-    return spread
 
 
 def with_spread(
@@ -187,11 +171,11 @@ def with_spread(
         finish: Numbers of `Finish`, int8 [rows].
     """
     is_member = scores.ok & says_something(config.algorithm, finish)
-    spread = has_spread(scores.score, is_member, group_id)
+    spread = has_spread(scores.score, group_id, is_member)
     # Groups whose sums of rewards agree may differ in what is added.
     if ADVANTAGES[config.algorithm.advantage].reads_parts:
         for _, part in scores.parts:
-            spread |= has_spread(part, is_member, group_id)
+            spread |= has_spread(part, group_id, is_member & ~np.isnan(part))
     return spread
 
 

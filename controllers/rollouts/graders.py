@@ -24,10 +24,11 @@ from verl_ray.config.reward import HELD_OUT_GRADER
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.buffer import Experience
 from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import Rollouts, Scores
+from verl_ray.data.stages import Bool, Rollouts, Scores
 from verl_ray.errors import RewardError, VerlRayError
 from verl_ray.rewards.failure_limit import FailureLimit
 from verl_ray.rewards.health import ScoreHealth
+from verl_ray.rewards.shaping import failures
 from verl_ray.user_files import last_cause
 from workers.reward import Grader
 
@@ -349,10 +350,10 @@ class ScoreFailures:
         had_grader = ~np.isin(experience.rollouts.row("group_id"), list(given_up))
         experience = experience.select(np.flatnonzero(had_grader))
         groups = experience.rollouts.row("group_id")
+        failed = _failures(experience)
         for name, watched in self._watched.items():
-            scores = experience.scores[name]
-            watched.add(groups, scores.row("health") != ScoreHealth.OK)
-            self._count_kinds(name, scores)
+            watched.add(groups, failed[name])
+            self._count_kinds(name, experience.scores[name], failed[name])
 
     def add(self, experience: Experience) -> None:
         """Count the scores of a piece of rollouts, the last row of each response.
@@ -361,11 +362,11 @@ class ScoreFailures:
             RewardError: A grader fails more often than its max_failed_fraction allows.
         """
         groups = experience.rollouts.row("group_id")
+        failed = _failures(experience)
         for name, watched in self._watched.items():
             scores = experience.scores[name]
-            health = scores.row("health")
-            watched.add(groups, health != ScoreHealth.OK)
-            first_rows = self._count_kinds(name, scores)
+            watched.add(groups, failed[name])
+            first_rows = self._count_kinds(name, scores, failed[name])
 
             if watched.is_exceeded:
                 raise self._error(name, watched)
@@ -376,18 +377,18 @@ class ScoreFailures:
                 self._history.proven.add(name)
 
     def _count_kinds(
-        self, name: str, scores: Sharded[Scores]
+        self, name: str, scores: Sharded[Scores], failed: Bool
     ) -> dict[ScoreHealth, int]:
         """Count a piece's failures by kind; return the first row of each kind."""
-        values, rows, counts = np.unique(
-            scores.row("health"), return_index=True, return_counts=True
+        places = np.flatnonzero(failed)
+        values, firsts, counts = np.unique(
+            scores.row("health")[places], return_index=True, return_counts=True
         )
         first_rows: dict[ScoreHealth, int] = {}
-        for value, row, count in zip(values, rows, counts, strict=True):
+        for value, first, count in zip(values, firsts, counts, strict=True):
             kind = ScoreHealth(value)
-            if kind is not ScoreHealth.OK:
-                self._kinds[name][kind] += int(count)
-                first_rows[kind] = int(row)
+            self._kinds[name][kind] += int(count)
+            first_rows[kind] = int(places[first])
 
         if first_rows and name not in self._first_details:
             row = min(first_rows.values())
@@ -432,3 +433,10 @@ class ScoreFailures:
             f" {self._num_responses} responses. Correct what scores, or raise the"
             f" limit. The first: {self._first_details[name]}"
         )
+
+
+def _failures(experience: Experience) -> dict[str, Bool]:
+    """Return which rows each grader has failed, bool [rows]."""
+    return failures(
+        {name: scores.row("health") for name, scores in experience.scores.items()}
+    )

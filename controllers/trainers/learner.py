@@ -336,7 +336,7 @@ class Learner:
         """Return the reports of a role's updates, by optimizer step and rank."""
         with self._updating(role):
             reports = self._wait(calls, watched)
-        self.gradients.observe(role, reports)
+        self.gradients.observe(role, self._step, reports)
         return reports
 
     def _mismatch_without_update(

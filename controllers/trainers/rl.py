@@ -536,14 +536,7 @@ def with_shaping(
         f"reward/{name}/mean": float(values[valid].mean()) if valid.any() else np.nan
         for name, values in added.items()
     }
-    total = np.sum(list(added.values()), axis=0, dtype=np.float32)
-    shaped = replace(
-        scores,
-        score=scores.score + total,
-        parts=(*scores.parts, *parts.values()),
-        graded=scores.as_graded,
-    )
-    return shaped, metrics
+    return scores.plus(*parts.values()), metrics
 
 
 def _most_tokens(config: RLConfig) -> int:

@@ -143,8 +143,8 @@ class SupervisedTrainer(ABC, Generic[W]):
                 self.timers.waiting(),
             ):
                 reports = self.update(put(rows)).result()
-        # This stops the run if too many steps in a row were skipped.
-        self._gradients.observe(self.role, [reports])
+        # This stops the run if the weights are broken, or too many steps were skipped.
+        self._gradients.observe(self.role, number, [reports])
 
         timings = self.timers.take()
         tokens_per_s = rows.num_tokens / timings["timing_s/step"]

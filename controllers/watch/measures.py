@@ -36,7 +36,7 @@ from verl_ray.data.stages import (
 from verl_ray.ops.masked import Moments, explained_variance, whiten
 from verl_ray.report.evidence import ZERO_STD
 from verl_ray.rewards.health import Entries, entries_of, health_metrics
-from verl_ray.rewards.shaping import ResponseScores, Shaping, component
+from verl_ray.rewards.shaping import ResponseScores, Shaping, component, failures
 
 Metrics = dict[str, float]
 
@@ -56,7 +56,8 @@ def spread(name: str, values: npt.NDArray[np.generic]) -> Metrics:
             f"{name}/min": nan,
         }
     return {
-        f"{name}/mean": float(values.mean()),
+        # A sum in float32 may be beyond it although each value is not.
+        f"{name}/mean": float(values.mean(dtype=np.float64)),
         f"{name}/max": float(values.max()),
         f"{name}/min": float(values.min()),
     }
@@ -231,19 +232,22 @@ def group_metrics(
 
 
 def component_metrics(raw: Mapping[str, ResponseScores], prefix: str) -> Metrics:
-    """Return <prefix>/<component>/{mean, max, min, failed} of each grader.
+    """Return <prefix>/<component>/{mean, max, min, failed, none} of each grader.
 
-    The scores of a single grader are already in `critic/score`, so it has no metrics
-    here.
+    The first three are over the responses that it scored, and the last is the number of
+    those that it left to others. The scores of a single grader are already in
+    `critic/score`, so it has no metrics here.
     """
     if len(raw) == 1:
         return {}
 
     metrics: Metrics = {}
+    failed = failures({role: scores.health for role, scores in raw.items()})
     for role, scores in raw.items():
         name = f"{prefix}/{component(role)}"
         metrics |= spread(name, scores.score[scores.ok])
-        metrics[f"{name}/failed"] = float((~scores.ok).sum())
+        metrics[f"{name}/failed"] = float(failed[role].sum())
+        metrics[f"{name}/none"] = float((~scores.ok & ~failed[role]).sum())
     return metrics
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from controllers.watch.measures import Metrics, read_entries
+from controllers.watch.measures import Metrics, read_entries, response_scores
 from verl_ray.agents.contract import End
 from verl_ray.cluster.waiting import read
 from verl_ray.config.tasks.rl import RLConfig
@@ -32,7 +32,6 @@ from verl_ray.data.batch import Array, Int64
 from verl_ray.data.buffer import Experience, versions_of_tokens
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import (
-    Bool,
     Credit,
     Finish,
     Float32,
@@ -44,7 +43,7 @@ from verl_ray.data.stages import (
 from verl_ray.errors import VerlRayError
 from verl_ray.ops.masked import Moments
 from verl_ray.rewards.health import ScoreHealth
-from verl_ray.rewards.shaping import component
+from verl_ray.rewards.shaping import Shaping, component, failures
 from verl_ray.tracking.rollouts import RolloutFiles, RolloutTable
 from workers.actor import advantages_in_loss
 
@@ -112,6 +111,7 @@ class RolloutRecord:
         self._config = config
         self._tokenizer = tokenizer
         self._pieces = Pieces(tokenizer)
+        self._shaping = Shaping(config)
         tracking = config.tracking
         self.metrics: Metrics = {}
         self._files = RolloutFiles(Path(config.run.dir), tracking.rollouts_max_mb)
@@ -215,6 +215,8 @@ class RolloutRecord:
         first = np.append(0, ends + 1)[number]
         entries = read_entries(scores, stall_s)
         texts = [json.dumps(of_row, ensure_ascii=False) for of_row in entries]
+        has_score = self._shaping.weigh(response_scores(scores)).ok[last]
+        has_reward = has_score & (rows.finish != Finish.ABORTED)
 
         tokens = self._token_columns(rows, credit, rollouts)
         tokens["pieces"] = self._pieces.of_rows(rows, go_on)
@@ -234,7 +236,7 @@ class RolloutRecord:
                 rows.lengths - rows.prompt_length,
             ),
             "answer": rows.answer.texts(),
-            "reward": np.where(_has_reward(rows, scores, last), credit.reward, np.nan),
+            "reward": np.where(has_reward, credit.reward, np.nan),
             "scores": _scores_by_grader(scores, last),
             "finish": [Finish(finish).name.lower() for finish in rows.finish],
             "end": ends_of_rows(rows),
@@ -304,20 +306,6 @@ def _means(values: Sequence[Any] | Array, rows: Rollouts) -> Float32:
     return means
 
 
-def _has_reward(
-    rows: Rollouts, scores: Mapping[str, Sharded[Scores]], last: Int64
-) -> Bool:
-    """Return which rows have a reward, bool [rows].
-
-    Args:
-        last: The last row of the trajectory of each row, int64 [rows].
-    """
-    has_reward: Bool = rows.finish != Finish.ABORTED
-    for scored in scores.values():
-        has_reward = has_reward & (scored.row("health")[last] == ScoreHealth.OK)
-    return has_reward
-
-
 def _scores_by_grader(
     scores: Mapping[str, Sharded[Scores]], last: Int64
 ) -> list[list[tuple[str, float | None]]]:
@@ -363,9 +351,10 @@ def failures_of_rows(
             if detail:
                 reasons[row].append(detail)
 
-    for role, scored in scores.items():
-        health = scored.row("health")[last]
-        failed = np.flatnonzero(health != ScoreHealth.OK)
+    healths = {role: scored.row("health")[last] for role, scored in scores.items()}
+    for role, has_failed in failures(healths).items():
+        scored, health = scores[role], healths[role]
+        failed = np.flatnonzero(has_failed)
         if not len(failed):
             continue
         details = read(scored.select(last[failed]), stall_s).detail.texts()

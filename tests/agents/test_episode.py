@@ -171,6 +171,7 @@ ENDS: dict[str, tuple[Questions, dict[str, Any], End, int, float]] = {
     "cancelled": (Questions(step=cancelled), {}, End.ENVIRONMENT_FAILED, 1, 0.0),
     "nan": (Questions(step=returns(Step(reward=math.nan, done=True))), {}, End.ENVIRONMENT_FAILED, 1, 0.0),
     "infinite": (Questions(step=returns(Step(reward=math.inf, done=True))), {}, End.ENVIRONMENT_FAILED, 1, 0.0),
+    "huge": (Questions(step=returns(Step(reward=-1e39, done=True))), {}, End.ENVIRONMENT_FAILED, 1, 0.0),
     "text": (Questions(step=returns(Step(reward="1", done=True))), {}, End.ENVIRONMENT_FAILED, 1, 0.0),  # type: ignore[arg-type]
     "no step": (Questions(step=returns(None)), {}, End.ENVIRONMENT_FAILED, 1, 0.0),
     "no observation": (Questions(reset=returns([])), {}, End.ENVIRONMENT_FAILED, 0, 0.0),
@@ -199,6 +200,7 @@ def test_each_end_is_reached_by_its_cause(name: str) -> None:
         ("exit", "the environment tried to end its process"),
         ("cancelled", "the call cancelled itself"),
         ("nan", "step returned the reward nan, which is not finite"),
+        ("huge", "step returned the reward -1e+39, which float32 does not hold"),
         ("text", "step returned the reward '1', which is no number"),
         ("no step", "step returned NoneType, expected Step"),
         ("no observation", "reset returned list, expected Observation"),

@@ -36,6 +36,7 @@ from verl_ray.algorithms.group_baselines import (
     maxrl,
     opo,
     pass_at_k,
+    remax,
     rloo,
     subtract_group_mean,
 )
@@ -43,6 +44,7 @@ from verl_ray.algorithms.groups import (
     Float64,
     complete_trajectories,
     fraction_without_spread,
+    has_spread,
 )
 from verl_ray.data.batch import Int64, offsets_of
 from verl_ray.data.stages import Bool, Float32
@@ -276,6 +278,44 @@ def test_rounding_of_a_sum_is_no_spread(
     rewards = f32(10.1, 20.2, 30.3, 30.3) * np.float32(scale)
     found = function(rewards, ids(0, 0, 0, 0), valid(4), trajectory=ids(0, 0, 1, 2))
     assert found.tolist() == [0, 0, 0, 0]
+
+
+UP = np.float32(np.inf)
+SPREADS = [
+    (f32(0.1) + f32(0.2), f32(0.3), False),
+    (f32(0.9), np.nextafter(f32(0.9), UP), False),
+    (f32(1e6), np.nextafter(f32(1e6), UP), False),
+    (f32(1e6), f32(1e6 + 8), True),
+    (f32(1e38), f32(-1e38), True),
+    (f32(0), f32(1e-30), True),
+    (f32(0.3), f32(0.300002), True),
+]
+
+
+@pytest.mark.parametrize(("one", "other", "differ"), SPREADS)
+def test_a_group_has_spread_exactly_where_baselines_say_something(
+    one: Float32, other: Float32, differ: bool
+) -> None:
+    """Rewards that differ by up to 1e-6 of themselves are equal."""
+    rewards, group = np.concatenate([one, other, f32(5)]), ids(4, 4, 2)
+    everything = valid(3)
+    assert has_spread(rewards, group, everything).tolist() == [differ, differ, False]
+    share = fraction_without_spread(rewards, group, everything)
+    assert share == (0.5 if differ else 1)
+    is_greedy = np.array([False, True, False])
+    for found in (
+        subtract_group_mean(rewards, group, everything),
+        rloo(rewards, group, everything),
+        remax(rewards, group, everything, is_greedy=is_greedy),
+    ):
+        assert found[:2].any() == differ and not found[2]
+
+
+def test_the_best_of_equal_rewards_has_no_advantage() -> None:
+    """The two best differ in their last digit, so neither is better."""
+    two = f32(0.9), np.nextafter(f32(0.9), UP)
+    rewards = np.concatenate([*two, f32(0.1)])
+    assert not pass_at_k(rewards, ids(0, 0, 0), valid(3)).any()
 
 
 @pytest.mark.parametrize("function", ROW_FUNCTIONS)
@@ -637,6 +677,14 @@ def test_parts_are_normalised_before_they_are_added() -> None:
     helpful[3] = np.nan
     alone = gdpo(rewards, group, valid(4, 3), parts=parts)
     assert alone[2:].tolist() == [0, 0] and alone[0] == -alone[1] != 0
+
+
+def test_a_member_without_a_part_is_left_out_of_its_statistics() -> None:
+    """Of 0 and 1 the mean is 0.5; the three sums -x, 0 and x deviate by x."""
+    part, same = f32(0, np.nan, 1), f32(2, 2, 2)
+    rewards, group = f32(2, 2, 3), ids(0, 0, 0)
+    found = gdpo(rewards, group, valid(3), parts=[(1.0, part), (1.0, same)])
+    assert found.tolist() == pytest.approx([-1, 0, 1], rel=1e-5)
 
 
 def test_one_part_is_grpo_at_another_scale() -> None:

@@ -72,6 +72,9 @@ def test_right_responses_gain_by_what_they_are_shorter_than_the_mean() -> None:
     found = efficiency(score, ok, length, group)
     assert found.dtype == np.float32
     assert found.tolist() == pytest.approx([2 * (1 - 10 / 20), 0, 0, 0, 0, 0, 0, 0, 0])
+    # What differs from the best by rounding is as right.
+    score[0] = np.nextafter(np.float32(2), np.float32(0))
+    assert efficiency(score, ok, length, group)[0] == pytest.approx(1)
 
 
 def test_every_reward_of_a_length_has_a_weight() -> None:

@@ -292,13 +292,26 @@ def check_non_finite(ranks: Ranks, kind: str, **settings: Any) -> dict[str, Any]
     _, step = ranks.step(engine, bad, POLICY)
     after = ranks.weights(engine)
     _, next_step = ranks.step(engine, mine, POLICY)
+    changed_later = any(
+        not torch.equal(after[name], value)
+        for name, value in ranks.weights(engine).items()
+    )
+
+    # Finite gradients, and a rate that float32 does not hold.
+    finite = engine.names_not_finite()
+    optimizer = engine.spec.optimizer.model_copy(update={"lr": 1e39})
+    engine.spec = replace(engine.spec, optimizer=optimizer)
+    _, last_step = ranks.step(engine, mine, POLICY)
     return {
+        "finite": (step.broken, next_step.broken, finite),
+        "broken": (
+            last_step.skipped,
+            last_step.broken == engine.names_not_finite(),
+            last_step.broken,
+        ),
         "skipped": step.skipped,
         "unchanged": all(torch.equal(before[name], after[name]) for name in before),
-        "changed later": any(
-            not torch.equal(after[name], value)
-            for name, value in ranks.weights(engine).items()
-        ),
+        "changed later": changed_later,
         "next": (next_step.skipped, next_step.lr),
     }
 

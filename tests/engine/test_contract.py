@@ -581,6 +581,18 @@ def test_a_step_that_is_not_finite_is_skipped_and_names_the_tensor(
     ]
 
 
+def test_weights_that_a_step_has_broken_are_named(results: Any) -> None:
+    firsts = set()
+    for rank in results:
+        found = rank["check_non_finite"]
+        assert found["finite"] == ((), (), ())
+        skipped, agrees, names = found["broken"]
+        assert skipped is None and agrees
+        firsts.update(names[:1])
+    # Later stages of a pipeline begin with other tensors.
+    assert "model.embed_tokens.weight" in firsts
+
+
 def test_going_on_from_a_state_is_never_having_stopped_to_the_bit(results: Any) -> None:
     for rank in results:
         found = rank["check_state"]

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from verl_ray.rewards.health import ScoreHealth, entries_of, score_of
+from verl_ray.rewards.health import Score, ScoreHealth, entries_of, score_of
 from verl_ray.rewards.request import scores_from, scores_text
 
 
@@ -45,3 +45,22 @@ def test_a_dict_is_a_score_and_its_entries() -> None:
 def test_other_results_are_refused(result: object, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         score_of(result)
+
+
+@pytest.mark.parametrize(
+    ("result", "detail"),
+    [
+        (1e39, "the function returned 1e+39, which float32 does not hold"),
+        (np.float64(-1e300), "the function returned -1e+300, which float32 does not hold"),
+        (10**400, "the function returned inf"),
+        ({"score": np.nan}, "the function returned nan"),
+    ],
+)  # fmt: skip
+def test_what_float32_does_not_hold_is_no_score(result: object, detail: str) -> None:
+    score = score_of(result)
+    assert (score.health, score.detail) == (ScoreHealth.NONFINITE, detail)
+    assert np.isnan(score.value)
+    # Its largest number is one, and so is what it rounds to 0.
+    largest = float(np.finfo(np.float32).max)
+    for value in (largest, -largest, 1e-300):
+        assert score_of(value) == Score(value, ScoreHealth.OK)

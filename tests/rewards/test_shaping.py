@@ -12,7 +12,12 @@ from controllers.compose.composition import compose
 from verl_ray.config.reward import MixedReward
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.rewards.health import ScoreHealth
-from verl_ray.rewards.shaping import ResponseScores, Shaping, turn_weights
+from verl_ray.rewards.shaping import (
+    ResponseScores,
+    Shaping,
+    failures,
+    turn_weights,
+)
 
 INPUTS = [
     "model.path=/m",
@@ -136,6 +141,47 @@ def test_components_are_weighted_and_one_that_fails_fails_the_response() -> None
     assert found.as_graded[:2].tolist() == found.score[:2].tolist()
 
 
+def declined(*scores: float) -> ResponseScores:
+    """Scores of a component that returned None where there is none."""
+    return scored(*scores, failed=ScoreHealth.NONE)
+
+
+def test_none_leaves_a_response_to_the_other_components() -> None:
+    """Weights are 2 and 0.5, and are not made larger where one of them is alone."""
+    raw = {
+        "reward.components.function": declined(1.0, math.nan, math.nan, math.nan),
+        "reward.components.model": scored(2.0, 2.0, math.nan, math.nan),
+    }
+    raw["reward.components.model"].health[3] = ScoreHealth.NONE
+    for found in (shaping(*MIXED).shape(raw), shaping(*MIXED).weigh(raw)):
+        np.testing.assert_array_equal(found.score, [3, 1, math.nan, math.nan])
+        assert [ScoreHealth(health).name for health in found.health] == [
+            "OK", "OK", "TIMEOUT", "NONE",
+        ]  # fmt: skip
+        # A part says that nobody gave it.
+        np.testing.assert_array_equal(found.parts[0][1], [1, *[math.nan] * 3])
+        np.testing.assert_array_equal(found.as_graded, found.score)
+    failed = failures({role: scores.health for role, scores in raw.items()})
+    assert {role: rows.tolist() for role, rows in failed.items()} == {
+        "reward.components.function": [False, False, False, True],
+        "reward.components.model": [False, False, True, True],
+    }
+
+
+def test_moments_of_a_component_are_those_of_what_it_scored() -> None:
+    """Of 1 and 3: -1 and 1; equal ones are 0, and a response without one has no part."""
+    one = shaping(*MIXED, "reward.components.function.normalise=batch")
+    raw = {
+        "reward.components.function": declined(1.0, 3.0, math.nan),
+        "reward.components.model": scored(0.0, 0.0, 1.0),
+    }
+    assert one.shape(raw).score == pytest.approx([-2, 2, 0.5])
+    raw["reward.components.function"] = declined(4.0, 4.0, math.nan)
+    found = one.shape(raw)
+    assert found.score.tolist() == [0, 0, 0.5]
+    np.testing.assert_array_equal(found.parts[0][1], [0, 0, math.nan])
+
+
 def test_turns_weigh_what_the_score_of_their_episode_weighs() -> None:
     """Of gsm8k an answer is compared, and all else is paid by an environment."""
     functions = "{default: environment, gsm8k: gsm8k}"
@@ -192,3 +238,26 @@ def test_held_out_scores_are_weighed_as_they_are_and_leave_no_trace(
     }
     before = one.state()
     assert one.weigh(raw).score.tolist() == [4.0] and one.state() == before
+
+
+def test_a_sum_that_float32_does_not_hold_is_a_failed_score_of_its_row() -> None:
+    """It holds 3.4e38: not 2 x 3e38, but 2 x 3e38 - 3.2e38, added in float64."""
+    one = shaping(*MIXED, "reward.components.model.clip=null")
+    raw = {
+        "reward.components.function": scored(3e38, 3e38, 1.0, math.nan),
+        "reward.components.model": scored(0.0, -3e38, 1.0, 1.0),
+    }
+    for found in (one.shape(raw), one.weigh(raw)):
+        assert [ScoreHealth(health).name for health in found.health] == [
+            "NONFINITE", "NONFINITE", "OK", "TIMEOUT",
+        ]  # fmt: skip
+        np.testing.assert_array_equal(found.score, [math.nan, math.nan, 2.5, math.nan])
+    raw["reward.components.model"] = scored(0.0, -3.2e38, 1.0, 1.0)
+    whole = shaping(*MIXED, "reward.weights.model=1.0")
+    assert whole.weigh(raw).score[1] == pytest.approx(2.8e38)
+
+    # So it is with what is added for a length.
+    added = scored(3e38, 1.0).plus((1.0, np.float32([1e38, 0.5])))
+    assert [ScoreHealth(health).name for health in added.health] == ["NONFINITE", "OK"]
+    np.testing.assert_array_equal(added.score, [math.nan, 1.5])
+    assert added.as_graded.tolist() == [np.float32(3e38), 1]

@@ -18,6 +18,7 @@ from verl_ray.algorithms.credit import token_credit
 from verl_ray.data.stages import Finish, Rollouts
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
 from verl_ray.rewards.child import GroupLog, group_values, response_values
+from verl_ray.rewards.health import ScoreHealth
 from verl_ray.rewards.remote import RequestBatch
 from verl_ray.rewards.request import ScoreRequest
 from verl_ray.rewards.signatures import signature_of
@@ -122,6 +123,10 @@ def test_graders_see_the_whole_conversation_of_an_episode(tmp_path: Path) -> Non
         0: "OK", 2: "EXCEPTION",
     }  # fmt: skip
     assert known[0].value == 0
+    # Its rewards may be in float32 while their sum is not.
+    rich = scores_without_grader(rows_of(replace(two_rows(End.COMPLETED), score=1e39)))
+    assert rich[1].health is ScoreHealth.NONFINITE
+    assert rich[1].detail == "the rewards of the episode add up to inf"
 
     seen = requests_of(rows, 3, load_tokenizer(str(tmp_path)))[1]
     # The response is the last turn, and all turns have 2 + 2 + 2 tokens.

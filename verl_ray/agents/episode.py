@@ -41,6 +41,7 @@ from verl_ray.agents.contract import (
 )
 from verl_ray.agents.template import Renderer
 from verl_ray.agents.transcript import Transcript, TurnPrompt
+from verl_ray.rewards.health import LARGEST
 from verl_ray.user_files import short_traceback
 
 Run = Callable[[EpisodeTask, Policy], Awaitable[float]]
@@ -586,13 +587,15 @@ def _number(value: object, what: str) -> float:
 
     Raises:
         TypeError: It is no number.
-        ValueError: It is not finite.
+        ValueError: It is not finite, or beyond float32.
     """
     if not isinstance(value, numbers.Real):
         raise TypeError(f"{what} {value!r}, which is no number")
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"{what} {number}, which is not finite")
+    if abs(number) > LARGEST:
+        raise ValueError(f"{what} {number}, which float32 does not hold")
     return number
 
 

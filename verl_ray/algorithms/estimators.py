@@ -100,7 +100,8 @@ class GroupBaseline(Estimator):
         parts: Sequence[RewardPart],
     ) -> dict[str, Any]:
         """Return what the function takes besides rewards, group and valid."""
-        # Parts of rewards that failed are NaN, and the rewards 0.
+        # Rewards that failed are 0, and so are their parts. Others are NaN where their
+        # grader left a response to others.
         masked = [
             (weight, np.where(valid, values, 0).astype(np.float32))
             for weight, values in parts

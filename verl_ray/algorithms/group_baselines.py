@@ -25,6 +25,7 @@ from verl_ray.algorithms.groups import GroupMembers
 from verl_ray.data.batch import Int64, offsets_of
 from verl_ray.data.stages import Bool, Float32, LogProbs
 from verl_ray.errors import DataError
+from verl_ray.ops.masked import EQUAL
 
 
 def grpo(
@@ -191,8 +192,11 @@ def pass_at_k(
     its group, with the leave-one-out baseline.
     """
     groups = GroupMembers(rewards, group, valid, trajectory)
-    added = np.maximum(groups.reward - groups.best_of_others(), 0)
-    return groups.to_rows(np.where(groups.has_spread & groups.is_member, added, 0))
+    added = groups.reward - groups.best_of_others()
+    # Not `>`, which would hide a reward that is NaN.
+    is_best = ~(added <= EQUAL * np.abs(groups.reward))
+    is_alone = is_best & groups.has_spread & groups.is_member
+    return groups.to_rows(np.where(is_alone, added, 0))
 
 
 PASS_AT_K = GroupBaseline(
@@ -264,18 +268,21 @@ def gdpo(
     weighted sum of all a_k, divided by its standard deviation over all members of the
     step (+ epsilon). Its mean over the step is 0. Arguments, members and result are
     those of `grpo`, whose result it has, but for that scale, where there is one part.
+    A member without a part is left out of that part's mean and deviation, and the part
+    adds nothing to its sum.
 
     GDPO (arXiv:2601.05242): groups whose sums of rewards agree may differ in the parts,
     and a part of small spread counts as its weight says. Both deviations are sample
     ones (n - 1), as in `grpo`.
 
     Args:
-        parts: What `rewards` is the weighted sum of.
+        parts: What `rewards` is the weighted sum of; NaN where a row has none.
     """
     groups = GroupMembers(rewards, group, valid, trajectory)
     total = np.zeros(len(groups.reward))
     for weight, values in parts:
-        of_part = GroupMembers(values, group, valid, trajectory)
+        has_part = valid & ~np.isnan(values)
+        of_part = GroupMembers(values, group, has_part, trajectory)
         total += weight * of_part.deviation / (of_part.std + epsilon)
 
     return groups.to_rows(total / (groups.std_of_step(total) + epsilon))
@@ -315,7 +322,7 @@ def remax(
     greedy = groups.of_trajectories(is_greedy.astype(np.float64)) > 0
     baseline = groups.sum(np.where(greedy, groups.reward, 0))
     has_baseline = groups.sum(greedy.astype(np.float64)) > 0
-    learns = groups.is_member & has_baseline & ~greedy
+    learns = groups.is_member & has_baseline & ~greedy & groups.has_spread
     return groups.to_rows(np.where(learns, groups.reward - baseline, 0))
 
 

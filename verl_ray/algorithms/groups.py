@@ -194,6 +194,21 @@ def sums_on_rows(values: Float32, trajectory: Int64) -> Float64:
     return of_trajectories[number]
 
 
+def has_spread(
+    rewards: Float32, group: Int64, valid: Bool, trajectory: Int64 | None = None
+) -> Bool:
+    """Return whether members of each row's group differ by more than rounding.
+
+    It is by this rule that baselines, dynamic sampling, replay and metrics find groups
+    that teach nothing. Arguments are those of `fraction_without_spread`.
+
+    Returns:
+        bool [rows].
+    """
+    groups = GroupMembers(rewards, group, valid, trajectory)
+    return groups.has_spread[groups.number_of_rows]
+
+
 def fraction_without_spread(
     rewards: Float32, group: Int64, valid: Bool, trajectory: Int64 | None = None
 ) -> float:

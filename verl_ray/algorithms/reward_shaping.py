@@ -26,6 +26,7 @@ from verl_ray.config.function_specs import in_words
 from verl_ray.config.section import PositiveFloat
 from verl_ray.data.batch import Int64
 from verl_ray.data.stages import Bool, Float32
+from verl_ray.ops.masked import EQUAL
 
 if TYPE_CHECKING:
     # The configuration reads the settings below.
@@ -135,7 +136,7 @@ def efficiency(score: Float32, valid: Bool, length: Int64, group: Int64) -> Floa
     number, count = _numbered(group)
     best = np.full(count, -np.inf)
     np.maximum.at(best, number[valid], score[valid])
-    right = valid & (score > 0) & (score >= best[number])
+    right = valid & (score > 0) & (score >= (1 - EQUAL) * best[number])
 
     tokens = np.bincount(number[right], weights=length[right], minlength=count)
     members = np.bincount(number[right], minlength=count)
@@ -184,7 +185,8 @@ class ScoredResponses:
         trajectory: int64.
         length: int64, response tokens.
         truncated: bool, whether the response was cut at the length limit.
-        parts: What the scores are the weighted sum of.
+        parts: What the scores are the weighted sum of; NaN where a grader left a
+            response to others.
         max_tokens: The limit on the length of a response, one number.
     """
 

@@ -225,7 +225,8 @@ SingleReward = Annotated[
 class MixedReward(Section):
     """A weighted sum of several scores.
 
-    A response that one of the components cannot score has no score.
+    A component that returns None leaves a response to the others. One that a component
+    fails, or that all of them leave, has no score.
     """
 
     kind: Literal["mixed"]

@@ -160,6 +160,10 @@ class StepReport:
     """Reason why the step was skipped, naming the first tensor with a non-finite
     gradient. None if the step was taken."""
 
+    broken: tuple[str, ...] = ()
+    """Names of the parameters that the step left not finite in this rank's part, in the
+    order of the model."""
+
 
 class Engine(ABC):
     """One role's model on one rank."""
@@ -201,7 +205,16 @@ class Engine(ABC):
     def optimizer_step(self) -> StepReport:
         """Clip the gradients, take a step, advance the schedule, zero the gradients.
 
-        A step whose gradients are not finite is skipped on all ranks and reported.
+        A step whose gradients are not finite is skipped on all ranks and reported. So
+        are the weights that a step which was taken has left not finite.
+        """
+
+    @abstractmethod
+    def names_not_finite(self, *, learning: bool = False) -> tuple[str, ...]:
+        """Return the names of the parameters whose part of this rank is not finite.
+
+        Args:
+            learning: Look only at those that the optimizer changes.
         """
 
     @abstractmethod

@@ -210,6 +210,11 @@ class ModuleEngine(PackedEngine):
                 gradient = gradient.to_local()
             yield name, gradient
 
+    def _named_weights(self) -> Iterator[tuple[str, Tensor, bool]]:
+        for name, value in self.parameters().items():
+            local = value.to_local() if isinstance(value, DTensor) else value
+            yield name, local, value.requires_grad
+
     # -------------------------------------------------------------------------- weights
 
     def manifest(self, *, separate_adapter: bool = False) -> Manifest:

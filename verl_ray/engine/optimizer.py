@@ -1,4 +1,4 @@
-"""The optimizer step: AdamW, its learning rate, and a gradient that it refuses.
+"""The optimizer step: AdamW, its learning rate, and numbers that are not finite.
 
 Invariant: the learning rate is a pure function of the number of optimizer steps taken,
 so a checkpoint stores a number and no scheduler object. The optimizer has its complete
@@ -103,3 +103,21 @@ def describe_bad_gradient(
     if first == len(names):
         return "the gradient norm is not finite, though every gradient is"
     return f"the gradient of {names[first]} is not finite on rank {first_rank}"
+
+
+def names_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> tuple[str, ...]:
+    """Return the names of the tensors that hold NaN or an infinity.
+
+    It costs as much as the norm of the tensors, which is waited for: if that is finite,
+    so is all of them. Single tensors are looked at only where it is not.
+
+    Args:
+        tensors: Tensors of this rank, with names.
+    """
+    named = [(name, tensor.detach()) for name, tensor in tensors if tensor.numel()]
+    norm = torch.nn.utils.get_total_norm([tensor for _, tensor in named])
+    if math.isfinite(norm):
+        return ()
+    return tuple(
+        name for name, tensor in named if not bool(torch.isfinite(tensor).all())
+    )

@@ -47,7 +47,11 @@ from verl_ray.engine.micro_batches import (
     plan_micro_batches,
     to_learn,
 )
-from verl_ray.engine.optimizer import describe_bad_gradient, learning_rate
+from verl_ray.engine.optimizer import (
+    describe_bad_gradient,
+    learning_rate,
+    names_not_finite,
+)
 from verl_ray.errors import EngineError
 from verl_ray.models.attention import plan_layout
 from verl_ray.models.export import write_directory
@@ -140,6 +144,10 @@ class PackedEngine(Engine):
         """Yield this rank's part of each gradient with the name of its parameter."""
 
     @abstractmethod
+    def _named_weights(self) -> Iterator[tuple[str, Tensor, bool]]:
+        """Yield name and part of each parameter in this rank, and if it learns."""
+
+    @abstractmethod
     def _gathered_parameters(self) -> Iterator[Tensor]:
         """Yield each exported tensor, gathered one at a time. Collective.
 
@@ -210,8 +218,10 @@ class PackedEngine(Engine):
 
         rate = learning_rate(config, self.steps, self.spec.schedule_steps)
         skipped = None
+        broken: tuple[str, ...] = ()
         if math.isfinite(norm):
             self._clip_and_step(norm, rate)
+            broken = self.names_not_finite(learning=True)
         else:
             skipped = describe_bad_gradient(
                 self._named_gradients(),
@@ -223,7 +233,14 @@ class PackedEngine(Engine):
         # A skipped step counts too, so the schedule depends on the calls alone.
         self._zero_gradients()
         self.steps += 1
-        return StepReport(norm, rate, skipped)
+        return StepReport(norm, rate, skipped, broken)
+
+    def names_not_finite(self, *, learning: bool = False) -> tuple[str, ...]:
+        return names_not_finite(
+            (name, part)
+            for name, part, learns in self._named_weights()
+            if learns or not learning
+        )
 
     def manifest(self, *, separate_adapter: bool = False) -> Manifest:
         return self._manifest

@@ -12,11 +12,14 @@ from math import nan, sqrt
 import numpy as np
 from numpy.typing import NDArray
 
-RESOLUTION = 1e-12
-"""A variance below this fraction of the mean square counts as rounding, and is 0.
+EQUAL = 1e-6
+"""Numbers that differ by no more than this fraction of themselves are equal.
 
-Values are float32, whose relative error of 6e-8 squared is 4e-15.
+They are sums of float32, whose relative error is 6e-8.
 """
+
+RESOLUTION = EQUAL**2
+"""A variance below this fraction of the mean square counts as rounding, and is 0."""
 
 
 @dataclass(frozen=True)

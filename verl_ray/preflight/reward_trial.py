@@ -128,19 +128,10 @@ def try_rewards(
         findings.problems += answers.problems
         findings.warnings += answers.warnings
         requests = requests_of(scored, functions)
-        if isinstance(config, RLConfig) and config.episodes is not None:
-            requests = {
-                source: replace(
-                    request,
-                    episode_score=0.0,
-                    episode_end=End.COMPLETED.value,
-                    episode_messages=[
-                        {"role": "user", "content": request.prompt},
-                        {"role": "assistant", "content": request.response},
-                    ],
-                )
-                for source, request in requests.items()
-            }
+        requests = {
+            source: as_the_run_asks(request, config)
+            for source, request in requests.items()
+        }
         findings.problems += _unserved(section, functions, requests)
         if not requests or findings.problems:
             continue
@@ -206,9 +197,7 @@ def _try(
     Raises:
         ConfigError: A function cannot be imported or called.
     """
-    # Built-in functions ask for no tokens.
-    has_own = None in map(built_in_of, functions.values())
-    tokenizer = tried_tokenizer(config) if has_own else None
+    tokenizer = tokenizer_for(functions, config)
     assert grader.time_limit_s is not None, "functions have a deadline"
     trials: list[Trial] = []
     failed: set[str] = set()
@@ -345,26 +334,56 @@ def _first_requests(prompts: Prompts) -> dict[str, ScoreRequest]:
     rows: dict[str, int] = {}
     for row, source in enumerate(prompts.data_source.texts()):
         rows.setdefault(source, row)
+    return dict(zip(rows, requests_at(prompts, list(rows.values())), strict=True))
 
-    # A column is decoded as a whole, so once for all data sources.
+
+def requests_at(prompts: Prompts, rows: Sequence[int]) -> list[ScoreRequest]:
+    """Return a request for each of these rows, whose group is its number here."""
+    # A column is decoded as a whole, so once for all rows.
+    sources = prompts.data_source.texts()
     answers = prompts.answer.texts()
     messages = prompts.messages.texts()
     extras = prompts.extra.texts()
-    requests = {}
-    for number, (source, row) in enumerate(rows.items()):
+    requests = []
+    for number, row in enumerate(rows):
         prompt = prompt_text(messages[row])
         answer = answers[row] if prompts.has_answer[row] else None
-        requests[source] = ScoreRequest(
+        request = ScoreRequest(
             response=prompt if answer is None else answer,
             answer=answer,
             prompt=prompt,
-            data_source=source,
+            data_source=sources[row],
             extra=json.loads(extras[row]),
             step=1,
             group=number,
             conversation=json.loads(messages[row]),
         )
+        requests.append(request)
     return requests
+
+
+def as_the_run_asks(request: ScoreRequest, config: Config) -> ScoreRequest:
+    """Return a request as one about an episode, if the run has episodes."""
+    if not isinstance(config, RLConfig) or config.episodes is None:
+        return request
+    return replace(
+        request,
+        episode_score=0.0,
+        episode_end=End.COMPLETED.value,
+        episode_messages=[
+            {"role": "user", "content": request.prompt},
+            {"role": "assistant", "content": request.response},
+        ],
+    )
+
+
+def tokenizer_for(
+    functions: Mapping[str, str], config: Config
+) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer of the policy; None where no function asks for tokens."""
+    # Built-in functions ask for none.
+    has_own = None in map(built_in_of, functions.values())
+    return tried_tokenizer(config) if has_own else None
 
 
 def pair_of(

@@ -30,7 +30,7 @@ class ScoreHealth(enum.IntEnum):
     """The function raised or returned no number, the record lacks what it names, or its
     process died twice."""
     NONFINITE = 3
-    """The function returned NaN or an infinity."""
+    """It is NaN, an infinity, or a number beyond float32, in which scores travel."""
     NONE = 4
     """The function returned None: it declines to score this response."""
     UNAVAILABLE = 5
@@ -60,6 +60,26 @@ class Score:
     entries: str = ""
     """What the function returned beside the score, a JSON object of numbers and texts;
     empty where it returned a number alone."""
+
+
+LARGEST = 3.4028234663852886e38
+"""The largest number of float32."""
+
+
+def score_of_number(value: float, origin: str, entries: str = "") -> Score:
+    """Return a number as a score, and one that float32 does not hold as a failure.
+
+    Args:
+        value: The number.
+        origin: What it is, in words that it follows, such as "the function returned".
+        entries: As in `Score`.
+    """
+    # NaN is not less than anything.
+    if abs(value) <= LARGEST:
+        return Score(value, ScoreHealth.OK, entries=entries)
+    beyond = ", which float32 does not hold" if math.isfinite(value) else ""
+    detail = f"{origin} {value}{beyond}"
+    return Score(math.nan, ScoreHealth.NONFINITE, detail, entries=entries)
 
 
 def health_metrics(healths: Iterable[int]) -> dict[str, float]:
@@ -108,10 +128,7 @@ def score_of(result: object, notes: Mapping[str, object] | None = None) -> Score
     if value is None:
         detail = "the function returned None"
         return Score(math.nan, ScoreHealth.NONE, detail, entries=text)
-    if not math.isfinite(value):
-        detail = f"the function returned {value}"
-        return Score(math.nan, ScoreHealth.NONFINITE, detail, entries=text)
-    return Score(value, ScoreHealth.OK, entries=text)
+    return score_of_number(value, "the function returned", text)
 
 
 def entries_text(entries: Mapping[str, object]) -> str:
@@ -161,7 +178,7 @@ def _number(result: object) -> float | None:
     if result is None:
         return None
     # Asking a protocol takes longer than most functions.
-    if isinstance(result, float | int):
+    if isinstance(result, float):
         return float(result)
     # A user's function may return anything, such as a number of NumPy.
     if not isinstance(result, SupportsFloat):
@@ -169,4 +186,8 @@ def _number(result: object) -> float | None:
             f"the function returned {type(result).__name__} {result!r:.80},"
             " expected a number, None, or a dict with 'score'"
         )
-    return float(result)
+    try:
+        return float(result)
+    # An integer may be larger than any float.
+    except OverflowError:
+        return math.inf

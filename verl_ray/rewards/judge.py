@@ -20,7 +20,7 @@ from verl_ray.config.reward import TEMPLATE_FIELDS, JudgeReward
 from verl_ray.data.encoding import encode
 from verl_ray.data.fields import Message
 from verl_ray.data.tokenizers import TemplateArguments, render
-from verl_ray.rewards.health import Score, ScoreHealth
+from verl_ray.rewards.health import Score, ScoreHealth, score_of_number
 from verl_ray.rewards.request import ScoreRequest
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Judgement:
                 f"the judge's verdict is {value:g}, outside of {self._lowest:g} to"
                 f" {self._highest:g}"
             )
-        return Score(value, ScoreHealth.OK)
+        return score_of_number(value, "the judge's verdict is")
 
 
 def question_tokens(

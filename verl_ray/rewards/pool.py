@@ -311,7 +311,8 @@ class ScoringPool:
         for item, score in zip(unit.items, scores, strict=True):
             self._scores[item] = replace(score, rescored=True) if rescored else score
         advance(len(scores), "scores")
-        if any(score.health is ScoreHealth.OK for score in scores):
+        replies = (ScoreHealth.OK, ScoreHealth.NONE)
+        if any(score.health in replies for score in scores):
             self._fruitless.end()
 
     def _update_unit_time(self, unit_s: float) -> None:

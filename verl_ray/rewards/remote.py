@@ -31,7 +31,7 @@ from urllib.parse import urlsplit
 from verl_ray.config.reward import HttpReward
 from verl_ray.errors import ConfigError, DataError, Problem, RewardError
 from verl_ray.profiling.progress import advance
-from verl_ray.rewards.health import Score, ScoreHealth
+from verl_ray.rewards.health import Score, ScoreHealth, score_of_number
 from verl_ray.rewards.request import ScoreRequest
 from verl_ray.rewards.signatures import OF_EPISODES
 
@@ -42,8 +42,6 @@ _SHOWN = 200  # characters of a reply that an error shows
 _EXPECTED_REPLY = 'expected {"scores": [number or null, ...]}'
 # Far above any list of scores; an endless stream would fill the memory.
 _MAX_REPLY_BYTES = 1 << 24
-# Scores travel as float32, in which anything larger is an infinity.
-_LARGEST = 3.4028234663852886e38
 # Spellings of JSON writers that are strict.
 _NONFINITE_TEXTS = frozenset({"nan", "inf", "infinity"})
 
@@ -572,9 +570,7 @@ def _score_of(entry: object) -> Score:
         return Score(math.nan, ScoreHealth.NONE, "the service returned null")
 
     if isinstance(entry, float):
-        if abs(entry) <= _LARGEST:
-            return Score(entry, ScoreHealth.OK)
-        return Score(math.nan, ScoreHealth.NONFINITE, f"the service returned {entry}")
+        return score_of_number(entry, "the service returned")
 
     if isinstance(entry, str):
         unsigned = entry.strip().lstrip("+-").lower()

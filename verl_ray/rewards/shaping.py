@@ -1,14 +1,15 @@
 """Shaping: from the scores of the graders to one reward per response.
 
 Scores are normalised, clipped, weighted and added up. Invariant: shaping needs one
-number per response and grader; a response that a grader could not score has no reward.
-The state is the moments of the scores so far, so a resumed run shapes as if it had
-never stopped.
+number per response and grader. A grader that returned None leaves a response to the
+others. One that a grader failed has no reward, and neither has one that all of them
+left, or whose sum float32 does not hold. The state is the moments of the
+scores so far, so a resumed run shapes as if it had never stopped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
@@ -20,11 +21,14 @@ from verl_ray.config.function_specs import DEFAULT
 from verl_ray.config.reward import MixedReward, SingleReward
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.batch import Int64
-from verl_ray.data.stages import Float32
+from verl_ray.data.stages import Bool, Float32
 from verl_ray.ops.masked import Moments, whiten
-from verl_ray.rewards.health import ScoreHealth
+from verl_ray.rewards.health import LARGEST, ScoreHealth
 
 Healths = npt.NDArray[np.int8]
+
+Part = tuple[float, Float32]
+"""A weight, and what it weights, [rows]."""
 
 Number = TypeVar("Number", bound=np.generic)
 
@@ -39,21 +43,38 @@ class ResponseScores:
     health: Healths
     rescored: int = 0
     """Number of rows that were scored again, since their first process died."""
-    parts: tuple[tuple[float, Float32], ...] = ()
-    """Weights, and what they weight, of which the scores are the sum; () for none."""
+    parts: tuple[Part, ...] = ()
+    """Weights, and what they weight, of which the scores are the sum; () for none.
+
+    A part is NaN where its grader gave no score.
+    """
     graded: Float32 | None = None
     """The scores neither normalised nor with additions; None: they are `score`."""
 
     @property
-    def ok(self) -> npt.NDArray[np.bool_]:
+    def ok(self) -> Bool:
         """Rows with a score, bool [rows]."""
-        has_score: npt.NDArray[np.bool_] = self.health == ScoreHealth.OK
+        has_score: Bool = self.health == ScoreHealth.OK
         return has_score
 
     @property
     def as_graded(self) -> Float32:
         """The scores by which a response is right: those above 0, float32 [rows]."""
         return self.score if self.graded is None else self.graded
+
+    def plus(self, *parts: Part) -> ResponseScores:
+        """Return these scores with weighted additions, which are further parts of them.
+
+        A sum that float32 does not hold is a failed score.
+        """
+        scores, health = _sum([(1.0, self.score), *parts], self.health)
+        return replace(
+            self,
+            score=scores,
+            health=health,
+            parts=(*self.parts, *parts),
+            graded=self.as_graded,
+        )
 
     def on_rows(self, rows: Int64) -> ResponseScores:
         """Return scores that stand on these rows, and 0 on all others up to the last.
@@ -99,33 +120,31 @@ class Shaping:
             aborted: Responses that were aborted, bool [rows]; None where none was.
                 Their scores do not count towards the moments of normalisation.
         """
-        shaped, graded = {}, {}
-        parts = []
+        parts, of_graders = [], []
         for role, scores in raw.items():
             weight = self._weights[role]
-            normalised = self._normalise_and_clip(role, scores, aborted)
+            shaped = self._normalise_and_clip(role, scores, aborted)
+            normalised = np.where(scores.ok, shaped, np.float32(np.nan))
             parts.append((weight, normalised))
-            shaped[role] = weight * normalised
             # Normalised scores lie around 0, and their bound is one of deviations.
             is_normalised = self._graders[role].normalise != "none"
             of_grader = scores.score if is_normalised else normalised
-            graded[role] = np.float32(weight) * of_grader
-        of_graders = _sum(graded, raw).score
-        return replace(_sum(shaped, raw), parts=tuple(parts), graded=of_graders)
+            of_graders.append((weight, of_grader))
+        graded, health = _sum(of_graders, _health(raw))
+        rewards, health = _sum(parts, health)
+        return ResponseScores(rewards, health, parts=tuple(parts), graded=graded)
 
     def weigh(self, raw: Mapping[str, ResponseScores]) -> ResponseScores:
         """Return the weighted sum of scores without normalising and clipping.
 
         It changes no state: it is for held-out problems, and for people to read.
         """
-        weighted = {}
-        parts = []
-        for role, scores in raw.items():
-            # A grader of held-out problems alone has no weight.
-            weight = self._weights.get(role, 1.0)
-            weighted[role] = np.float32(weight) * scores.score
-            parts.append((weight, scores.score))
-        return replace(_sum(weighted, raw), parts=tuple(parts))
+        # A grader of held-out problems alone has no weight.
+        parts = [
+            (self._weights.get(role, 1.0), scores.score) for role, scores in raw.items()
+        ]
+        weighted, health = _sum(parts, _health(raw))
+        return ResponseScores(weighted, health, parts=tuple(parts))
 
     def state(self) -> dict[str, Any]:
         """The moments so far, as JSON."""
@@ -204,18 +223,54 @@ def component(role: str) -> str:
     return role.rpartition(".")[2]
 
 
-def _sum(
-    scores: Mapping[str, Float32], raw: Mapping[str, ResponseScores]
-) -> ResponseScores:
-    """Add up the scores of all graders; a row has the health of its first failure."""
-    num_rows = len(next(iter(scores.values())))
-    health = np.zeros(num_rows, np.int8)
-    for grader_scores in raw.values():
-        health = np.where(health == ScoreHealth.OK, grader_scores.health, health)
+def failures(healths: Mapping[str, Healths]) -> dict[str, Bool]:
+    """Return which rows each of several graders has failed, bool [rows].
 
-    # Failed rows are NaN: they are added as 0, and become NaN again.
+    One that returns None says that a response is not its task, which is no failure
+    where another grader scores it.
+
+    Args:
+        healths: Numbers of `ScoreHealth`, [rows], by grader.
+    """
+    has_declined = {
+        role: health == ScoreHealth.NONE for role, health in healths.items()
+    }
+    left_by_all = np.all(list(has_declined.values()), axis=0)
+    return {
+        role: (health != ScoreHealth.OK) & (left_by_all | ~has_declined[role])
+        for role, health in healths.items()
+    }
+
+
+def _health(raw: Mapping[str, ResponseScores]) -> Healths:
+    """Return the health of each row: that of its first failure, [rows]."""
+    healths = {role: scores.health for role, scores in raw.items()}
+    health = np.zeros(len(next(iter(healths.values()))), np.int8)
+    for role, failed in failures(healths).items():
+        is_first = failed & (health == ScoreHealth.OK)
+        health = np.where(is_first, healths[role], health)
+    return health
+
+
+def _sum(parts: Sequence[Part], health: Healths) -> tuple[Float32, Healths]:
+    """Add up weighted scores, in float64.
+
+    Args:
+        parts: The scores; those that are NaN count nothing, since nobody gave them.
+        health: Of each row, [rows].
+
+    Returns:
+        The sums, NaN for failed rows; and the health of each row, which is NONFINITE
+        where float32 does not hold the sum.
+    """
     is_ok = health == ScoreHealth.OK
-    terms = [np.where(is_ok, score, 0) for score in scores.values()]
-    total = np.sum(terms, axis=0)
-    rewards = np.where(is_ok, total, np.nan).astype(np.float32)
-    return ResponseScores(rewards, health)
+    total = np.zeros(len(health))
+    # Weights have no bounds.
+    with np.errstate(over="ignore", invalid="ignore"):
+        for weight, values in parts:
+            total += weight * np.where(np.isnan(values), 0, values).astype(np.float64)
+
+    # NaN is not less than anything.
+    fits = is_ok & (np.abs(total) <= LARGEST)
+    health = np.where(is_ok & ~fits, np.int8(ScoreHealth.NONFINITE), health)
+    return np.where(fits, total, np.nan).astype(np.float32), health

@@ -16,7 +16,13 @@ from typing import Literal
 import numpy as np
 
 from verl_ray.data.stages import Finish
-from verl_ray.errors import CannotGenerate, RolloutError, VerlRayError, WeightSyncError
+from verl_ray.errors import (
+    CannotGenerate,
+    NonFiniteError,
+    RolloutError,
+    VerlRayError,
+    WeightSyncError,
+)
 from verl_ray.profiling.progress import advance
 from verl_ray.rollout.requests import (
     Chunk,
@@ -458,6 +464,21 @@ class Probe:
     rows: tuple[Tokens, ...]
     log_probs: tuple[Float32, ...]
     tolerance: float
+
+    def require_finite(self, version: int) -> None:
+        """Check the sender's log-probs, with which no others could agree.
+
+        Raises:
+            NonFiniteError: Some are NaN or infinite.
+        """
+        if all(np.isfinite(values).all() for values in self.log_probs):
+            return
+        raise NonFiniteError(
+            f"actor: with the weights of version {version} the log-probs of fixed"
+            " tokens are not finite, although every weight is: the step before made"
+            " them too large to compute with. Resume from an earlier checkpoint with"
+            " a lower actor.optimizer.lr"
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ import pytest
 from controllers.compose.composition import compose
 from controllers.rollouts.admission import (
     DynamicAdmission,
-    has_spread,
     require_dynamic_sampling,
     with_spread,
 )
 from tests.data.test_prompts import config as prompt_config
+from verl_ray.algorithms.groups import has_spread
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.batch import Int64
 from verl_ray.data.prompts import PromptSource
@@ -45,7 +46,7 @@ def scores_of(*values: float) -> ResponseScores:
 def test_failed_scores_make_no_spread() -> None:
     groups = np.array([7, 3, 7, 3, 5, 5, 9, 9])
     scores = scores_of(1, 0, 1, 0.5, 1, np.nan, np.nan, np.nan)
-    spread = has_spread(scores.score, scores.ok, groups)
+    spread = has_spread(scores.score, groups, scores.ok)
     assert groups[spread].tolist() == [3, 3]
 
 
@@ -262,12 +263,31 @@ def test_groups_whose_sums_agree_may_differ_in_parts(tmp_path: Path) -> None:
     health = np.zeros(2, np.int8)
     parts = ((1.0, np.array([1, 2], np.float32)), (1.0, np.array([2, 1], np.float32)))
     scores = ResponseScores(score, health, parts=parts)
+    # A part that only one member has makes no spread.
+    lone = (1.0, np.array([3, np.nan], np.float32))
+    config = compose("quickstart", ["algorithm=dapo", "algorithm.advantage=gdpo"])
+    assert isinstance(config, RLConfig)
+    without = replace(scores, parts=(lone,))
+    assert not with_spread(config, np.zeros(2, np.int64), without, STOPPED).any()
     for advantage, rejected in (("gdpo", []), ("grpo", [0])):
         (tmp_path / advantage).mkdir()
         run = Sampling(tmp_path / advantage, "synchronous", 0, advantage=advantage)
         run.draw()
         found = run.admission.decide(np.zeros(2, np.int64), scores, STOPPED)
         assert found.tolist() == rejected
+
+
+def test_a_group_whose_scores_differ_by_rounding_is_rejected(tmp_path: Path) -> None:
+    run = Sampling(tmp_path, "synchronous", 0, advantage="gdpo")
+    run.draw()
+    nearly = np.nextafter(np.float32(0.9), np.float32(1))
+    of_two = scores_of(0.9, nearly, 0.9, 0.8)
+    # A part that differs by rounding says no more.
+    scores = ResponseScores(
+        of_two.score, of_two.health, parts=((1.0, of_two.score), (2.0, of_two.score))
+    )
+    finish = np.full(4, Finish.STOP, np.int8)
+    assert run.admission.decide(np.array([0, 0, 1, 1]), scores, finish).tolist() == [0]
 
 
 def test_only_dynamic_sampling_passes_rejected_prompts_by(tmp_path: Path) -> None:

@@ -94,6 +94,17 @@ def test_a_batch_has_one_limit_of_failed_scores_over_restarts(
     with pytest.raises(RewardError, match=r"2 of the first 3 .* \(exception 2\)"):
         failures.add(earlier.select([1]))
 
+    # What a component leaves to another is no failure of it, but what all leave is.
+    none = Score(math.nan, ScoreHealth.NONE, "the function returned None")
+    mixed = Experience(
+        put(rollouts_of([1, 1])),
+        {"math": put(scores_of([none, none])), "code": put(scores_of([ok, none]))},
+    )
+    strict = ScoreFailures({"math": 0.0, "code": 0.0}, 2, FailureHistory(), 60)
+    strict.add(mixed.select([0]))
+    with pytest.raises(RewardError, match=r"math: 1 of the first 2 .* \(none 1\)"):
+        strict.add(mixed.select([1]))
+
     # By itself the group is above the limit.
     alone = RolloutBuffer(4, staleness=0)
     producer.begin(rest, generation, alone, 8)

@@ -108,6 +108,15 @@ def test_the_largest_spread_first_and_each_group_once() -> None:
     assert (fourth.replaced.tolist(), fourth.replayed.tolist()) == ([9], [7])
 
 
+def test_a_spread_of_rounding_is_replaced_and_not_kept() -> None:
+    replay = Replay(config())
+    nearly = float(np.nextafter(np.float32(0.9), np.float32(1)))
+    replay.exchange(batch({0: (1, 0), 1: (0.9, nearly)}, 0), 0)
+    assert ordinals_of(replay.groups) == [0]
+    exchanged = replay.exchange(batch({2: (nearly, 0.9), 3: (1, 0)}, 1), 1)
+    assert (exchanged.replaced.tolist(), exchanged.replayed.tolist()) == ([2], [0])
+
+
 def test_no_group_is_older_than_the_bound() -> None:
     replay = Replay(config())
     replay.exchange(batch({0: (1, 0), 1: (0.5, 0)}, 3), 3)

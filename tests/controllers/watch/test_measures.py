@@ -104,19 +104,26 @@ def test_scores_that_failed_are_counted_and_not_averaged() -> None:
         0,
     ]  # the 1 was aborted
     assert found["reward_health/ok"] == 2
+    # The sum of the scores is beyond float32, and their mean is not.
+    large = ResponseScores(np.full(4, 3e38, np.float32), np.zeros(4, np.int8))
+    found = measures.score_metrics(large, raw, np.zeros(4, bool))
+    assert found["critic/score/mean"] == pytest.approx(3e38)
 
 
 def test_each_grader_of_several_has_its_own_numbers() -> None:
     style = ResponseScores(
         np.array([4, np.nan, 2], np.float32), np.array([0, 7, 0], np.int8)
     )
-    found = measures.component_metrics(
-        {"reward.components.style": style, "reward.components.right": style}, "reward"
+    # The last response is left to the other one.
+    right = ResponseScores(
+        np.array([1, 0, np.nan], np.float32), np.array([0, 0, 4], np.int8)
     )
-    assert [
-        found[f"reward/style/{what}"] for what in ("mean", "max", "min", "failed")
-    ] == [3, 4, 2, 1]
-    assert found["reward/right/mean"] == 3
+    found = measures.component_metrics(
+        {"reward.components.style": style, "reward.components.right": right}, "reward"
+    )
+    names = ("mean", "max", "min", "failed", "none")
+    assert [found[f"reward/style/{what}"] for what in names] == [3, 4, 2, 1, 0]
+    assert [found[f"reward/right/{what}"] for what in names] == [0.5, 1, 0, 0, 1]
 
 
 def test_preferences_by_hand() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,10 +12,18 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from controllers.compose.composition import compose
-from controllers.watch.rollout_record import MOST_TOKENS, RolloutRecord
+from controllers.watch.rollout_record import (
+    MOST_TOKENS,
+    RolloutRecord,
+    failures_of_rows,
+)
+from tests.rows import rollouts_of
 from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.data.sharded import Receipt, Sharded
 from verl_ray.errors import Interrupted
+from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.tracking.evaluations import digest
+from workers.reward import scores_of
 
 INPUTS = ("model.path=/m", "data.train_path=t", "data.validation_path=v")
 
@@ -78,6 +87,17 @@ def test_rows_of_a_step_are_bounded_in_tokens_but_for_a_single_trajectory(
     # The first prompt's second trajectory is too long, and then both are.
     assert chosen(9, MOST_TOKENS - 1, 1, 1) == [1, 2]
     assert chosen(9, 2 * MOST_TOKENS, 1, 1) == [1, 2]
+
+
+def test_what_a_component_left_to_others_has_not_failed() -> None:
+    rows = rollouts_of([1, 1])
+    ok = Score(1.0, ScoreHealth.OK)
+    none = Score(math.nan, ScoreHealth.NONE, "the function returned None")
+    scores = {
+        "reward.components.math": Sharded.stored(None, Receipt.of(scores_of([none, ok]))),
+        "reward.components.code": Sharded.stored(None, Receipt.of(scores_of([ok, none]))),
+    }  # fmt: skip
+    assert failures_of_rows(rows, scores, np.arange(2), 60) == ["", ""]
 
 
 def test_rollouts_that_cannot_be_recorded_end_no_run(

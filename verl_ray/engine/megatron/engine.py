@@ -293,6 +293,10 @@ class MegatronEngine(PackedEngine):
         for parameter, mapped in self._mapped.items():
             yield mapped.regions[0].name, cast(Any, parameter).main_grad
 
+    def _named_weights(self) -> Iterator[tuple[str, Tensor, bool]]:
+        for parameter, mapped in self._mapped.items():
+            yield mapped.regions[0].name, parameter, parameter.requires_grad
+
     # -------------------------------------------------------------------------- weights
 
     @torch.no_grad()

@@ -185,6 +185,10 @@ class MegatronFsdpEngine(ModuleEngine):
             else:
                 yield name, None
 
+    def _named_weights(self) -> Iterator[tuple[str, Tensor, bool]]:
+        for name, value in self._parameters.items():
+            yield name, _local_part(value), value.requires_grad
+
     def _own_gradients(self) -> list[Tensor]:
         """Return this rank's parts of all gradients that it has a part of."""
         return [
