@@ -55,8 +55,8 @@ class GraderConfig(Section):
     clip: PositiveFloat | None
     """Hold scores, once normalised, within [-clip, clip]; null = no clipping."""
     max_failed_fraction: Fraction
-    """Stop the run when more than this fraction of a step's scores fail, as soon as the
-    scores so far show it."""
+    """Stop the run when more than this fraction of a step's scores fail, as soon as so
+    many have."""
 
     @property
     def named_functions(self) -> dict[str, str] | None:
