@@ -301,6 +301,9 @@ class Producer:
 
     def _count(self, productions: Iterable[Production], waiting: OpenPhase) -> None:
         """Count the first of these productions that goes on in a phase."""
+        for piece in self._pending_scores[:1]:
+            for call in piece.calls:
+                call.request_activity()
         for production in productions:
             if not production.is_finished:
                 waiting.reach(*production.count)
@@ -565,6 +568,8 @@ class Production:
         if self.scoring:
             oldest_s = time.monotonic() - self.scoring[0].since
             text += f", slowest {oldest_s:.0f} s{deadlines}"
+            waits = [call.outside_wait() for call in self.scoring[0].calls]
+            text = ", ".join(filter(None, (text, *waits)))
         return text
 
     @property
