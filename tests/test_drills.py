@@ -214,12 +214,20 @@ def _wait_for_step(process: subprocess.Popen[str], run: Run, step: int) -> None:
 def test_what_cannot_be_cured_ends_the_run_and_names_it(
     whole: dict[str, Run], tmp_path: Path
 ) -> None:
-    """A process that dies in the same step again."""
+    """A process that dies in the same step again. The step before is in snapshots alone:
+    it is brought back, saved, and gone on from.
+    """
     broken = LAYOUTS["ppo"].run(whole["ppo"].inputs, tmp_path)
     code, output = broken.process(
-        ["updating@3:kill=critic-0", "updating@4:kill=critic-0"]
+        ["updating@4:kill=critic-0", "updating@5:kill=critic-0"]
     )
     assert code == 1
     assert "WorkerDied: critic rank 0" in output
-    assert "this is the second time at step 3" in output
+    assert "this is the second time at step 4" in output
     assert "Traceback" not in output.partition("last output")[0]
+    assert f"step 3 is saved in {tmp_path / 'checkpoints'}" in output
+
+    code, output = broken.process([])
+    assert code == 0, output
+    assert "continuing after step 3 from" in output
+    assert differing(LAYOUTS["ppo"], whole["ppo"], broken) == []

@@ -293,6 +293,10 @@ class RewardError(VerlRayError):
     """
 
 
+class GraderOutage(RewardError):
+    """A service that scores was away for longer than the run waits for it."""
+
+
 class WeightSyncError(VerlRayError):
     """A rollout engine does not hold a policy version exactly as the trainer does."""
 

@@ -299,14 +299,13 @@ class _ForcedProducer(Producer):
         generation: Generation,
         buffer: RolloutBuffer,
         step: int,
-        finished: Experience | None = None,
         failures: ScoreFailures | None = None,
-    ) -> ScoreFailures:
+    ) -> None:
         """Begin to generate and score groups, and note when they were drawn."""
         now_s = time.monotonic()
         ordinals = prompts.group_id.tolist()
         self._record.drawn.update(dict.fromkeys(ordinals, now_s))
-        return super().begin(prompts, generation, buffer, step, finished, failures)
+        super().begin(prompts, generation, buffer, step, failures)
 
 
 class ScheduleTrainer(Trainer):

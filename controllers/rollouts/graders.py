@@ -237,11 +237,11 @@ class Graders:
         self._restarts.begin(error, step)
 
     def watch_failures(self, purpose: str, num_responses: int) -> ScoreFailures:
-        """Return the watch over the scores of some rollouts, as they come in.
+        """Return the watch over the scores of a batch of rollouts, as they come in.
 
         Args:
             purpose: Purpose of the rollouts.
-            num_responses: How many there will be.
+            num_responses: How many the whole batch has.
         """
         # The held-out grader's failures are a metric of the evaluation.
         limits = {
@@ -279,8 +279,8 @@ class Graders:
 # Failed scores of a step or an evaluation: counted, reported and limited.
 #
 # A few failed scores are left out. With more than max_failed_fraction of them the
-# scores are no measurement of the policy, and the run stops as soon as that can be
-# known.
+# scores are no measurement of the policy, and the run stops as soon as so many of a
+# batch have failed, whichever come first.
 #
 # Invariant: the first failure of each kind is reported in the grader's own words, once
 # per grader, as soon as its piece is scored.
@@ -288,17 +288,14 @@ class Graders:
 
 @dataclass
 class FailureHistory:
-    """The graders of a run as earlier steps and evaluations have shown them."""
-
-    proven: set[str] = field(default_factory=set)
-    """Graders that have completed a step or an evaluation within their limit."""
+    """The failures of a run's graders that were reported."""
 
     reported: set[tuple[str, ScoreHealth]] = field(default_factory=set)
     """Kinds of failures that were reported, by grader."""
 
 
 class ScoreFailures:
-    """The failed scores of the rollouts of one step or evaluation."""
+    """The failed scores of the rollouts of one batch or evaluation."""
 
     def __init__(
         self,
@@ -314,8 +311,8 @@ class ScoreFailures:
         Args:
             limits: Fraction of the scores that may fail, by grader. Graders that are
                 not in it are not watched.
-            num_responses: Number of rollouts.
-            history: What earlier steps have shown; it is updated.
+            num_responses: Number of rollouts of the whole batch.
+            history: The failures that were reported; it is updated.
             stall_s: Limit in seconds of reading a failure's words from the store.
             of_held_out: Whether the rollouts are of held-out problems.
         """
@@ -325,19 +322,12 @@ class ScoreFailures:
         self._stall_s = stall_s
         self._limits = limits
         self._watched = {
-            name: FailureLimit(limit, num_responses, proven=name in history.proven)
-            for name, limit in limits.items()
+            name: FailureLimit(limit, num_responses) for name, limit in limits.items()
         }
         self._kinds: dict[str, Counter[ScoreHealth]] = {
             name: Counter() for name in limits
         }
         self._first_details: dict[str, str] = {}
-
-    def expect(self, num_responses: int) -> None:
-        """Note that there will be further rollouts."""
-        self._num_responses += num_responses
-        for watched in self._watched.values():
-            watched.expect(num_responses)
 
     def add_earlier(self, experience: Experience, given_up: Set[int]) -> None:
         """Count scores of an earlier process of the run, which went on with them.
@@ -349,23 +339,21 @@ class ScoreFailures:
         """
         had_grader = ~np.isin(experience.rollouts.row("group_id"), list(given_up))
         experience = experience.select(np.flatnonzero(had_grader))
-        groups = experience.rollouts.row("group_id")
         failed = _failures(experience)
         for name, watched in self._watched.items():
-            watched.add(groups, failed[name])
+            watched.add(failed[name])
             self._count_kinds(name, experience.scores[name], failed[name])
 
     def add(self, experience: Experience) -> None:
         """Count the scores of a piece of rollouts, the last row of each response.
 
         Raises:
-            RewardError: A grader fails more often than its max_failed_fraction allows.
+            RewardError: More scores have failed than max_failed_fraction allows.
         """
-        groups = experience.rollouts.row("group_id")
         failed = _failures(experience)
         for name, watched in self._watched.items():
             scores = experience.scores[name]
-            watched.add(groups, failed[name])
+            watched.add(failed[name])
             first_rows = self._count_kinds(name, scores, failed[name])
 
             if watched.is_exceeded:
@@ -373,8 +361,6 @@ class ScoreFailures:
             # An error has the words of the first failure, so they come only now.
             for kind, row in first_rows.items():
                 self._report_once(name, kind, scores, row)
-            if watched.scored == self._num_responses:
-                self._history.proven.add(name)
 
     def _count_kinds(
         self, name: str, scores: Sharded[Scores], failed: Bool

@@ -127,9 +127,8 @@ class Producer:
         generation: Generation,
         buffer: RolloutBuffer,
         step: int,
-        finished: Experience | None = None,
         failures: ScoreFailures | None = None,
-    ) -> ScoreFailures:
+    ) -> None:
         """Begin to generate and score groups; reserve them in the buffer.
 
         They arrive there piece by piece.
@@ -140,23 +139,12 @@ class Producer:
             buffer: Buffer that gets the groups.
             step: The training step that is made, for reward functions; in an evaluation
                 the last step of the policy.
-            finished: Groups of the same batch that are in the buffer already; the limit
-                of failed scores is that of the whole batch.
-            failures: What an earlier call for the same batch returned.
+            failures: The failed scores of the whole batch, if these are not all of its
+                groups.
         """
         num_responses = prompts.num_rows * generation.group_size
-        num_finished = 0
-        if finished is not None:
-            finished = finished.of_trajectories()
-            num_finished = len(finished.rollouts)
         if failures is None:
-            failures = self._graders.watch_failures(
-                generation.purpose, num_responses + num_finished
-            )
-        else:
-            failures.expect(num_responses + num_finished)
-        if finished is not None:
-            failures.add_earlier(finished, self.given_up)
+            failures = self._graders.watch_failures(generation.purpose, num_responses)
         buffer.reserve(prompts.group_id)
         groups = None
         if self._graders.needs_groups(generation.purpose, step):
@@ -175,6 +163,19 @@ class Producer:
                 groups=groups,
             )
         )
+
+    def failures_of_batch(
+        self, num_responses: int, finished: Experience | None
+    ) -> ScoreFailures:
+        """Return the count of the failed scores of a batch to learn from.
+
+        Args:
+            num_responses: Number of responses of the whole batch.
+            finished: Groups of it that an earlier process of the run has finished.
+        """
+        failures = self._graders.watch_failures(TRAINING, num_responses)
+        if finished is not None:
+            failures.add_earlier(finished.of_trajectories(), self.given_up)
         return failures
 
     def advance_until(
@@ -300,6 +301,9 @@ class Producer:
 
     def _count(self, productions: Iterable[Production], waiting: OpenPhase) -> None:
         """Count the first of these productions that goes on in a phase."""
+        for piece in self._pending_scores[:1]:
+            for call in piece.calls:
+                call.request_activity()
         for production in productions:
             if not production.is_finished:
                 waiting.reach(*production.count)
@@ -455,16 +459,6 @@ class Producer:
             references += piece.references()
         return references
 
-    # ------------------------------------------------------------------------- recovery
-
-    def state(self) -> dict[str, Any]:
-        """Return what is known of the graders, as JSON."""
-        return {"proven": sorted(self._graders.history.proven)}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken."""
-        self._graders.history.proven.update(state.get("proven", ()))
-
     # ---------------------------------------------------------------- what is generated
 
     def training_generation(self) -> Generation:
@@ -574,6 +568,8 @@ class Production:
         if self.scoring:
             oldest_s = time.monotonic() - self.scoring[0].since
             text += f", slowest {oldest_s:.0f} s{deadlines}"
+            waits = [call.outside_wait() for call in self.scoring[0].calls]
+            text = ", ".join(filter(None, (text, *waits)))
         return text
 
     @property

@@ -103,8 +103,8 @@ class Supply:
         self._exchange: Exchange | None = None
         """What the present step learns from, with groups of earlier ones."""
         self._shaping = Shaping(config)
-        self._failures: ScoreFailures | None = None
-        """Failed scores of the last batch that was begun."""
+        self._failures: dict[int, ScoreFailures] = {}
+        """Failed scores of the last batches of ordinals that were begun, by number."""
         self._metrics: Metrics = {}
         self._taken: Experience | None = None
         """Groups that the present step learns from."""
@@ -149,7 +149,7 @@ class Supply:
                 self._note_other(step - 1, finished, is_whole=not prompts.num_rows)
             if prompts.num_rows:
                 self.ledger.draw(prompts.group_id, self._admission.num_trained)
-                self._begin(prompts, generation, step, finished)
+                self._begin(prompts, generation, step)
         if not self._has_drawn:
             self._has_drawn = True
             self._warn_of_other()
@@ -165,23 +165,32 @@ class Supply:
         for ordinal, messages, answer in columns:
             self.digests[ordinal] = digest(messages.encode(), answer.encode())
 
-    def _begin(
-        self,
-        prompts: Prompts,
-        generation: Generation,
-        step: int,
-        finished: Experience | None,
-    ) -> None:
-        """Begin to generate groups."""
-        missing = self._config.data.prompts_per_step - prompts.num_rows
-        # A few groups that are drawn again say nothing about a grader.
-        shared = self._failures if missing > 0 and finished is None else None
-        failures = self.producer.begin(
-            prompts, generation, self.buffer, step, finished, shared
+    def _begin(self, prompts: Prompts, generation: Generation, step: int) -> None:
+        """Begin to generate groups.
+
+        Failed scores are counted for each data.prompts_per_step ordinals, whenever they
+        are drawn: a few groups that are drawn again say nothing about a grader.
+        """
+        batches = prompts.group_id // self._config.data.prompts_per_step
+        known = self._failures
+        self._failures = {
+            batch: known.get(batch) or self._failures_of(batch)
+            for batch in np.unique(batches).tolist()
+        }
+        for batch, failures in self._failures.items():
+            part = prompts.select(np.flatnonzero(batches == batch))
+            self.producer.begin(part, generation, self.buffer, step, failures)
+
+    def _failures_of(self, batch: int) -> ScoreFailures:
+        """Return the failed scores of a batch of ordinals of which none is drawn yet.
+
+        A resumed run has the groups that were finished before.
+        """
+        size = self._config.data.prompts_per_step
+        ordinals = np.arange(batch * size, (batch + 1) * size)
+        return self.producer.failures_of_batch(
+            size * self._config.rollout.group_size, self.buffer.whole(ordinals)
         )
-        if shared is None and finished is None and missing > 0:
-            failures.expect(missing * generation.group_size)
-        self._failures = failures
 
     def _decide(self) -> None:
         """Accept or reject the groups that have become whole."""

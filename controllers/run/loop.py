@@ -12,7 +12,7 @@ and stops than the protocols at the end of this file say.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -66,8 +66,7 @@ class Move(Enum):
     """End after a signal; the last finished step is saved first."""
 
     FAIL = auto()
-    """End after a failure without saving: the trainer's state may be inconsistent, so
-    only existing checkpoints are valid."""
+    """End after a failure; the last finished step is saved first if any rank has it."""
 
 
 ENDINGS = (Move.END, Move.STOP, Move.FAIL)
@@ -309,6 +308,9 @@ class Loop:
                 heed_signals()
         if move is Move.STOP:
             self._persistence.save_finished_step(self._trainer, self._trackers)
+        if move is Move.FAIL:
+            heal = None if self._healing is None else self._healing.heal
+            self._persistence.save_before_failing(self._trainer, self._trackers, heal)
         if self._position.failure is not None:
             raise self._position.failure
 
@@ -518,6 +520,9 @@ def _step_of(move: Move, position: Position) -> int:
 
 # --------------------------------------------------------------------------- interfaces
 
+Heal = Callable[[Trainable], Trainable]
+"""Starts lost processes again; from the trainer that failed to a new one."""
+
 
 class Persistence(Protocol):
     """The part of a run that outlives its processes.
@@ -595,6 +600,17 @@ class Persistence(Protocol):
         This does nothing if a checkpoint holds the step and its line is written.
         """
 
+    def save_before_failing(
+        self, trainer: Trainable, trackers: Tracker, heal: Heal | None, /
+    ) -> None:
+        """Save the last finished step before the run fails; say why if it cannot.
+
+        Args:
+            trainer: The trainer that failed.
+            trackers: The record of the run.
+            heal: `Healing.heal`, of a run that can go back.
+        """
+
 
 class StepGuard(Protocol):
     """The rule by which a stop finishes or gives up the current step.
@@ -656,6 +672,10 @@ class NoPersistence:
     def go_back(self, _: Trainable) -> None: ...
 
     def save_finished_step(self, _: Trainable, __: Tracker) -> None: ...
+
+    def save_before_failing(
+        self, _: Trainable, __: Tracker, ___: Heal | None
+    ) -> None: ...
 
 
 class UnguardedSteps:

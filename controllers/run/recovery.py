@@ -7,31 +7,27 @@ once its manifest is written. A snapshot holds the same in memory, for this driv
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from controllers.run.best import BestEvaluation
+from controllers.run.checkpoint_writing import CheckpointContent, CheckpointWriting
+from controllers.run.loop import Heal
 from controllers.run.resumption import Resumption
 from controllers.run.snapshots import FinishedStep, Snapshots
 from controllers.supervisor import reports
-from controllers.trainers.base import Resumable, StateFiles
+from controllers.trainers.base import Resumable, StateFiles, Trainable
 from verl_ray.checkpoint.manifest import (
     Checkpoint,
     ContentsCheck,
-    FileRecord,
     TornCheckpoint,
 )
-from verl_ray.checkpoint.store import CheckpointStore, torn_in_words
-from verl_ray.cluster.calls import Call, wait_all
-from verl_ray.cluster.group import WorkerGroup
+from verl_ray.checkpoint.store import torn_in_words
+from verl_ray.cluster.calls import wait_all
 from verl_ray.cluster.signals import finishing, heed_signals, print_error
-from verl_ray.cluster.stalls import IDLE_PROCESSES
-from verl_ray.cluster.waiting import TICK_S, Background
+from verl_ray.cluster.waiting import CLUSTER_LOSS, RAY_CALLS, TICK_S, Background
 from verl_ray.config.load import to_tree
 from verl_ray.errors import CheckpointError, TrackingError
 from verl_ray.profiling.phases import PHASES, phase
@@ -341,14 +337,69 @@ class Recovery:
         self._writing.rescue()
 
     def save_finished_step(self, trainer: Resumable, trackers: Tracker) -> None:
-        """Save the last finished step after a signal.
+        """Save the last finished step as the run ends.
 
         The step is saved if no checkpoint holds it and the run writes any. Its metrics
-        line is written if the stop prevented its evaluation.
+        line is written if the end prevented its evaluation.
         """
         with finishing():
             self._save_if_unsaved(trainer, trackers)
             self._record_unevaluated(trackers)
+
+    def save_before_failing(
+        self, trainer: Trainable, trackers: Tracker, heal: Heal | None
+    ) -> None:
+        """Save the last finished step before the run fails, and raise nothing.
+
+        Where roles do not hold it any more and their snapshots do, the run goes back to
+        the newest snapshot first, as after a failure that is cured.
+
+        Args:
+            trainer: The trainer that failed.
+            trackers: The record of the run.
+            heal: Starts lost processes again and makes a new trainer; None for a run
+                that cannot go back.
+        """
+        if self.finished_step is None:
+            return
+        # Nothing that is part of a lost cluster can be reached, and Ray may hang.
+        if CLUSTER_LOSS.has_happened or RAY_CALLS.hangs:
+            if self.finished_step > (self.saved_step or 0):
+                self._say_lost("the cluster is lost")
+            return
+        try:
+            if heal is not None and self._is_in_snapshots_alone(trainer):
+                with phase("going back to the last snapshot, to save it"):
+                    self.go_back(trainer)
+                    trainer = heal(trainer)
+                    self.restore(trainer)
+        except Exception as failure:
+            # The failure that ends the run is the one to raise.
+            self._say_lost(f"going back failed ({failure})")
+            return
+        self.save_finished_step(trainer, trackers)
+
+    def _is_in_snapshots_alone(self, trainer: Resumable) -> bool:
+        """Return whether snapshots hold a newer step than any checkpoint or role."""
+        newest = self._snapshots.newest_step
+        if not self._saves or newest <= (self.saved_step or 0):
+            return False
+        have_failed = any(group.has_failed for group in trainer.groups.values())
+        return have_failed or bool(self._spoiled)
+
+    @property
+    def _spoiled(self) -> str:
+        """Why the roles hold the state of no finished step; empty where they do."""
+        if self.spoiled_step is not None:
+            return f"step {self.spoiled_step} failed in its update"
+        if self._former is not None:
+            return "the run has not come back to its last state"
+        return ""
+
+    def _say_lost(self, reason: str) -> None:
+        print_error(
+            f"{reason}, so nothing newer than step {self.saved_step or 0} is saved"
+        )
 
     def _save_if_unsaved(self, trainer: Resumable, trackers: Tracker) -> None:
         """Save the last finished step, and report where it is or why it is lost."""
@@ -366,12 +417,8 @@ class Recovery:
             )
             return
 
-        # The roles hold half of an update, so their state is that of no step.
-        if self.spoiled_step is not None:
-            print_error(
-                f"step {self.spoiled_step} failed in its update, so nothing newer than"
-                f" step {saved_step} is saved"
-            )
+        if self._spoiled:
+            self._say_lost(self._spoiled)
             return
 
         if unsaved:
@@ -380,7 +427,7 @@ class Recovery:
                 self._write(trainer, trackers, None)
                 self._writing.finish()
             except Exception as failure:
-                # The run is stopping: the older checkpoints are still whole.
+                # The run is ending: the older checkpoints are still whole.
                 print_error(f"warning: step {number} could not be saved: {failure}")
                 return
 
@@ -390,7 +437,7 @@ class Recovery:
         print_error(f"step {number} is saved in {self._saved_in}{later}")
 
     def _record_unevaluated(self, trackers: Tracker) -> None:
-        """Write the metrics line of a step whose evaluation the stop prevented.
+        """Write the metrics line of a step whose evaluation the end prevented.
 
         The resumed run replaces this line after it has evaluated.
         """
@@ -449,157 +496,6 @@ class SaveFailures:
     def clear(self) -> None:
         """Note that a checkpoint is written."""
         self._in_a_row = 0
-
-
-# -------------------------------------------------------- the writing of a checkpoint
-
-# Invariant: a checkpoint counts once all ranks have written their parts, and is removed
-# if one has not. With run.checkpoint_behind that is known later, when `finish` returns.
-
-
-@dataclass(frozen=True)
-class CheckpointContent:
-    """The parts of a checkpoint.
-
-    Attributes:
-        step: Number of finished steps.
-        state: The driver's state, a JSON object.
-        config: The configuration of the run, a JSON object.
-        groups: The roles whose ranks write their parts, by name.
-        files: Writes further files of the driver; None if there are none.
-        best: The step of the best evaluation, whose checkpoint stays.
-    """
-
-    step: int
-    state: Mapping[str, Any]
-    config: Mapping[str, Any]
-    groups: Mapping[str, WorkerGroup[Any]]
-    files: StateFiles | None
-    best: int | None
-
-
-class CheckpointWriting:
-    """Writes one checkpoint at a time to a store."""
-
-    def __init__(
-        self,
-        store: CheckpointStore,
-        *,
-        behind: bool,
-        committed: Callable[[int], None],
-    ) -> None:
-        """Begin without a checkpoint.
-
-        Args:
-            store: The store.
-            behind: Whether ranks write from a copy of their state while they go on.
-            committed: Called with the step of each checkpoint that counts.
-        """
-        self._store = store
-        self._behind = behind
-        self._committed = committed
-        self._unfinished: contextlib.ExitStack | None = None
-        self._unfinished_calls: dict[str, Call[Any]] = {}
-        self._files: dict[str, FileRecord] = {}
-        """Files of the checkpoint that is being written, by relative path."""
-
-        self.step: int | None = None
-        """Step whose checkpoint is being written."""
-
-    def write(self, content: CheckpointContent, background: Background | None) -> None:
-        """Write a checkpoint, or begin to. A signal waits for that.
-
-        Raises:
-            CheckpointError: It cannot be written, or the one before it could not.
-        """
-        # Only one checkpoint is written at a time.
-        self.finish(background)
-        method = ModelWorker.begin_save if self._behind else ModelWorker.save
-
-        # The death of another process breaks off no checkpoint.
-        unwatched = IDLE_PROCESSES.unwatched()
-        with finishing(), unwatched, contextlib.ExitStack() as writing:
-            folder = writing.enter_context(self._writing(content))
-            saves = {
-                name: group.broadcast(method, str(folder / name))
-                for name, group in content.groups.items()
-            }
-            if content.files is not None:
-                content.files(folder)
-            wait_all(list(saves.values()), background=background)
-            if not self._behind:
-                self._note_files(saves)
-
-            if self._behind:
-                # The calls are made now, while all ranks live. If a rank dies later,
-                # its reply still shows whether its part is whole.
-                self._unfinished_calls = {
-                    name: group.broadcast(ModelWorker.finish_save)
-                    for name, group in content.groups.items()
-                }
-                # The manifest is written when `finish` closes this stack.
-                self._unfinished = writing.pop_all()
-
-    def finish(self, background: Background | None = None) -> None:
-        """Wait for the checkpoint that is being written, if any, and commit it.
-
-        Raises:
-            CheckpointError: It could not be written, and is removed.
-        """
-        # A second call must not close the stack again, even if the first one failed.
-        unfinished = self._unfinished
-        self._unfinished = None
-        if unfinished is None:
-            return
-
-        with finishing(), IDLE_PROCESSES.unwatched(), unfinished:
-            # Each is waited for, whatever happened to those that were made after it.
-            for call in self._unfinished_calls.values():
-                wait_all([call], background=background)
-            self._note_files(self._unfinished_calls)
-
-    def rescue(self) -> None:
-        """Commit the unfinished checkpoint after a failure, if it is whole; say so."""
-        if self._unfinished is None:
-            return
-
-        step = self.step
-        try:
-            self.finish()
-        except Exception as failure:
-            what = f"the checkpoint of step {step} is not whole and was removed"
-            print_error(f"warning: {what}: {failure}")
-        else:
-            print_error(
-                f"the checkpoint of step {step}, which was being written, is whole and"
-                " counts"
-            )
-
-    @contextlib.contextmanager
-    def _writing(self, content: CheckpointContent) -> Iterator[Path]:
-        """Yield the folder for a checkpoint, and commit it at the end."""
-        self.step = content.step
-        self._files = {}
-        try:
-            with self._store.writing(
-                content.step,
-                content.state,
-                content.config,
-                content.groups,
-                best=content.best,
-                hashed=self._files,
-            ) as folder:
-                yield folder
-            self._committed(content.step)
-        finally:
-            self.step = None
-
-    def _note_files(self, saves: Mapping[str, Call[Any]]) -> None:
-        """Note what the ranks of each role say of the files that they have written."""
-        for role, call in saves.items():
-            for files in call.result():
-                for name, record in files.items():
-                    self._files[f"{role}/{name}"] = record
 
 
 # ----------------------------------------------- the check of a checkpoint's contents

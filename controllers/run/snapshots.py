@@ -123,6 +123,11 @@ class Snapshots:
         """Whether there are any."""
         return self._every != 0
 
+    @property
+    def newest_step(self) -> int:
+        """The newest step that ranks may have a snapshot of; 0 where there is none."""
+        return max(self._states, default=0)
+
     def take(self, finished: FinishedStep, groups: Groups) -> None:
         """Begin the snapshot of a finished step, if it is due."""
         now_s = time.monotonic()

@@ -350,7 +350,6 @@ class Trainer:
         return {
             **self.supply.state(),
             "shaping": self.shaping.state(),
-            "graders": self.producer.state(),
             **self.learner.state(),
         }
 
@@ -358,8 +357,6 @@ class Trainer:
         """Continue where `state` was taken."""
         self.supply.load_state(state)
         self.shaping.load_state(state["shaping"])
-        # Checkpoints of earlier versions say nothing of graders.
-        self.producer.load_state(state.get("graders", {}))
         self.learner.load_state(state)
 
     @property

@@ -682,7 +682,7 @@ def test_a_function_that_is_too_slow_is_known_after_two_prompts(
     with pytest.raises(RewardError) as caught:
         pool.score(of_two_prompts)
     assert str(caught.value) == (
-        "reward.functions gave no score to 2 responses in a row, to 2 different prompts,"
+        "reward.functions gave no score to the first 2 responses, to 2 different prompts,"
         " which reward.max_failed_fraction = 0.1 does not allow. The last one: no score"
         " within 0.5 s; the process was killed. Expected a number within"
         " reward.deadline_s = 0.5: make the functions faster, or raise it"

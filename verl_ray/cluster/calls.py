@@ -21,6 +21,7 @@ from verl_ray.cluster.rank_calls import (
     RankCall,
     activity,
     count_of,
+    outside_wait,
     ready_replies,
     receive,
     receive_or_raise,
@@ -110,6 +111,14 @@ class Call(Generic[T]):
             if replies is not None:
                 self._finish(replies)
         return self._result is not None
+
+    def request_activity(self) -> None:
+        """Ask the processes where they are, if a report of the driver is due soon."""
+        request_activity(self._rank_calls)
+
+    def outside_wait(self) -> str:
+        """Return what a process waits for outside of the run; empty for nothing."""
+        return outside_wait(self._rank_calls)
 
     @property
     def is_stale(self) -> bool:

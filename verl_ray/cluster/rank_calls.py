@@ -187,6 +187,15 @@ def activity(rank_calls: Sequence[RankCall]) -> str:
     return ", ".join(list(texts.values())[:_MOST])
 
 
+def outside_wait(rank_calls: Sequence[RankCall]) -> str:
+    """Return what a process of pending calls waits for outside of the run, if any."""
+    for rank_call in rank_calls:
+        status = rank_call.member.heartbeat.status_since(rank_call.since)
+        if status is not None and status.progress.waits_for:
+            return f"waiting for {status.progress.waits_for}"
+    return ""
+
+
 def count_of(rank_calls: Sequence[RankCall]) -> Count | None:
     """Return how much the processes of pending calls have done together.
 

@@ -206,6 +206,8 @@ def _row(role: str, member: Member, by_rank: Mapping[int, _Answer]) -> ProcessRo
 def _waits_for(answer: Whereabouts, by_rank: Mapping[int, _Answer]) -> str:
     """The cause of a wait: a collective, with the ranks that are not in it."""
     collective = answer.collective
+    if collective is None and answer.progress.waits_for:
+        return answer.progress.waits_for
     if collective is None:
         return "another process" if answer.progress.waits_for_others else ""
 

@@ -21,6 +21,11 @@ RENAMED = {
 Where several keys became one, the new key takes the value of the first of them.
 """
 
+_OF_CIRCUITS = ("circuit_failures", "circuit_reset_s")
+"""Settings of services that are no more: a service that is away is waited for."""
+
+_MAX_OUTAGE_S = 1800.0
+
 NEW_SECTIONS = ("run.recovery",)
 """Sections that earlier versions did not have."""
 
@@ -132,6 +137,8 @@ def migrated(tree: Mapping[str, Any]) -> dict[str, Any]:
             tracking.setdefault("rollouts", "none")
             tracking.setdefault("rollouts_max_mb", 256)
 
+    _wait_for_services(result.get("reward"))
+
     # A section that the task does not have stays missing.
     for key, value in ADDED.items():
         section, name = _split(result, key)
@@ -157,6 +164,17 @@ def model_sections(
                 sections[key] = node
             sections |= model_sections(node, f"{key}.")
     return sections
+
+
+def _wait_for_services(reward: object) -> None:
+    """Give the services of a reward, if any, a limit in the place of their circuits."""
+    if not isinstance(reward, dict):
+        return
+    for grader in (reward, *reward.get("components", {}).values()):
+        if grader.get("kind") == "http":
+            for name in _OF_CIRCUITS:
+                grader.pop(name, None)
+            grader.setdefault("max_outage_s", _MAX_OUTAGE_S)
 
 
 def _split(tree: dict[str, Any], key: str) -> tuple[dict[str, Any] | None, str]:

@@ -55,8 +55,8 @@ class GraderConfig(Section):
     clip: PositiveFloat | None
     """Hold scores, once normalised, within [-clip, clip]; null = no clipping."""
     max_failed_fraction: Fraction
-    """Stop the run when more than this fraction of a step's scores fail, as soon as the
-    scores so far show it."""
+    """Stop the run when more than this fraction of a step's scores fail, as soon as so
+    many have."""
 
     @property
     def named_functions(self) -> dict[str, str] | None:
@@ -197,11 +197,9 @@ class HttpReward(GraderConfig):
     """Requests per batch, the first included."""
     backoff_s: PositiveFloat
     """Wait before the second attempt; it doubles with each further one, with jitter."""
-    circuit_failures: Positive
-    """Batches that fail in a row before the circuit opens: no request is sent any more
-    and every score fails at once."""
-    circuit_reset_s: PositiveFloat
-    """Time that the circuit stays open before one batch may try again."""
+    max_outage_s: PositiveFloat
+    """Longest time to ask a service again that refuses, answers 5xx or times out as a
+    whole; then the run ends. A batch that fails alone has failed scores."""
 
     @property
     def source_in_words(self) -> str:

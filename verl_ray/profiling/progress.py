@@ -45,6 +45,8 @@ class Progress:
         idle_s: Seconds since the last progress of the process in any work.
         waits_for_others: Whether the process reports that it waits for another one,
             which may then be the cause of a delay.
+        waits_for: What the process reports to wait for outside of the run, in words;
+            empty for nothing.
     """
 
     done: int
@@ -52,6 +54,7 @@ class Progress:
     unit: str
     idle_s: float
     waits_for_others: bool
+    waits_for: str = ""
 
     def __str__(self) -> str:
         if not self.unit:
@@ -84,6 +87,9 @@ _waits: list[None] = []
 
 Appending and removing takes no lock.
 """
+
+_outside: list[str] = []
+"""What is waited for outside of the run; one entry per wait."""
 
 
 def begin() -> None:
@@ -127,6 +133,19 @@ def waiting_for_others() -> Iterator[None]:
         _waits.pop()
 
 
+@contextlib.contextmanager
+def waiting_for(what: str) -> Iterator[None]:
+    """Report that this block waits for something outside of the run, in words.
+
+    The wait has a limit of its own, and counts as progress where it calls `touch`.
+    """
+    _outside.append(what)
+    try:
+        yield
+    finally:
+        _outside.remove(what)
+
+
 def progress() -> Progress:
     """Progress of this process; callable from any thread, returns at once."""
     # Other threads may add entries during the search.
@@ -140,6 +159,7 @@ def progress() -> Progress:
         unit=latest.unit,
         idle_s=max(0.0, time.monotonic() - latest.progress_at),
         waits_for_others=bool(_waits),
+        waits_for=next(iter(_outside), ""),
     )
 
 

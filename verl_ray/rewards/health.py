@@ -34,7 +34,7 @@ class ScoreHealth(enum.IntEnum):
     NONE = 4
     """The function returned None: it declines to score this response."""
     UNAVAILABLE = 5
-    """The service did not reply, or its circuit is open."""
+    """The service refused the response, or failed at it alone."""
     UNPARSED = 6
     """The service or the judge replied, but its reply has no readable score."""
     TOO_LONG = 7

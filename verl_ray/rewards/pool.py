@@ -93,8 +93,8 @@ class ScoringPool:
             key: The configuration's section that `functions` is, for errors to name.
             start_deadline_s: How long the imports may take.
             max_failed_fraction: The fraction of scores that may fail. `score` raises
-                once items that take their whole deadline, or end their process, show
-                that more will. With 1 it never does.
+                where the first items, none of which gets a score, take their whole
+                deadline or end their process. With 1 it never does.
             warns_of_deaths: Whether to print a line if a unit is scored again because
                 its process died.
 
@@ -154,7 +154,8 @@ class ScoringPool:
             DataError: no function serves a data source.
             ConfigError: a user's file that could be imported at the start can no longer
                 be.
-            RewardError: the pool is closed, or too many items in a row were fruitless.
+            RewardError: the pool is closed, or too many of the first items were
+                fruitless.
         """
         if not self._processes:
             raise RewardError("the scoring pool is closed, expected an open one")
@@ -402,7 +403,7 @@ class ScoringPool:
     def _record_fruitless(
         self, process: ScoringProcess, health: ScoreHealth, detail: str
     ) -> None:
-        """Record a unit without a score; give up after too many in a row.
+        """Record a unit without a score; give up after too many before any score.
 
         Raises:
             RewardError: The grader is broken, as far as these units tell.
@@ -416,8 +417,9 @@ class ScoringPool:
         if self._fruitless.is_too_long:
             section = self._key.rpartition(".")[0]
             raise RewardError(
-                f"{self._key} gave no score to {self._fruitless.responses} responses in"
-                f" a row, to {len(self._fruitless.prompts)} different prompts, which"
+                f"{self._key} gave no score to the first"
+                f" {self._fruitless.responses} responses, to"
+                f" {len(self._fruitless.prompts)} different prompts, which"
                 f" {section}.max_failed_fraction = {self._max_failed_fraction:g} does"
                 f" not allow. The last one: {detail}. Expected a number within"
                 f" {section}.deadline_s = {self._deadline_s:g}: make the functions"

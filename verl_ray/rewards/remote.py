@@ -1,9 +1,10 @@
 """Scores by a service: items in batches, as JSON over HTTP, within limits.
 
 Invariant: `score` returns a score for every item, in order and in bounded time:
-whatever the service does costs the scores of the items in its batch and no others.
-Every entry of a reply is a score or a typed failure, and no reply raises. Each scorer
-has its own limits, and is not for several callers at once.
+whatever the service does to a batch costs the scores of its items and no others. Every
+entry of a reply is a score or a typed failure, and no reply raises. A service that is
+away as a whole costs time and no score (`outage.py`). Each scorer has its own limits,
+and is not for several callers at once.
 
 A request is POST {"items": [{"prompt", "response", "answer", "data_source", "extra"},
 ...]}; the answer is null where the record has none. An item about an episode also has
@@ -20,7 +21,6 @@ import math
 import os
 import random
 import reprlib
-import sys
 import time
 from collections.abc import Sequence
 from email.utils import parsedate_to_datetime
@@ -29,9 +29,16 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from verl_ray.config.reward import HttpReward
-from verl_ray.errors import ConfigError, DataError, Problem, RewardError
+from verl_ray.errors import (
+    ConfigError,
+    DataError,
+    GraderOutage,
+    Problem,
+    RewardError,
+)
 from verl_ray.profiling.progress import advance
 from verl_ray.rewards.health import Score, ScoreHealth, score_of_number
+from verl_ray.rewards.outage import Availability, Refusal
 from verl_ray.rewards.request import ScoreRequest
 from verl_ray.rewards.signatures import OF_EPISODES
 
@@ -104,10 +111,13 @@ class RemoteScorer:
         url = _parse_url(config.url, f"{key}.url")
         self._config = config
         self._client = _client(config, key)
-        # Without the query, which may hold a secret.
-        name = f"{key}.url={url.copy_with(query=None)}"
-        self._circuit = CircuitBreaker(
-            name, config.circuit_failures, config.circuit_reset_s
+        self._availability = Availability(
+            # Without the query, which may hold a secret.
+            f"{key}.url={url.copy_with(query=None)}",
+            f"{key}.max_outage_s",
+            config.max_outage_s,
+            config.backoff_s,
+            self._ask,
         )
 
         # The rate limit: when the next request may go, and the gate to wait behind.
@@ -127,6 +137,8 @@ class RemoteScorer:
 
         Raises:
             DataError: JSON cannot hold an `extra`; nothing was sent.
+            GraderOutage: the service is away for longer than reward.max_outage_s. The
+                scorer may be asked again.
             RewardError: the scorer is closed.
         """
         if self._closed:
@@ -141,6 +153,8 @@ class RemoteScorer:
         ]
         try:
             return self._runner.run(self._score_all(batches))
+        except GraderOutage:
+            raise
         # It may leave requests under way, whose replies no later call must get.
         except BaseException:
             self.close()
@@ -178,58 +192,87 @@ class RemoteScorer:
                 advance(batch.size, "scores")
 
         num_tasks = min(self._config.concurrency, len(batches))
-        await asyncio.gather(*(score_batches() for _ in range(num_tasks)))
+        tasks = [asyncio.create_task(score_batches()) for _ in range(num_tasks)]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            # After an outage the others would go on.
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         return [score for scored in scores for score in scored]
 
     async def _score_batch(self, batch: RequestBatch) -> list[Score]:
-        """Score a batch, and report to the circuit whether it succeeded.
+        """Score a batch, which has failed if it alone fails for good.
 
-        It has failed for the circuit when the service answered none of its items.
+        Each round sends it several times. The loop ends with a reply, or with a second
+        round in a row that fails while the service answers others. The second one has a
+        single attempt: by then the service is known to answer.
         """
-        era = self._circuit.enter()
-        if era is None:
-            return _failed_scores(batch, self._circuit.refusal())
+        availability = self._availability
+        max_attempts = self._config.max_attempts
+        is_suspect = False
+        while True:
+            await availability.wait_for_end()
+            num_outages = availability.num_outages
+            result = await self._send(batch, 1 if is_suspect else max_attempts)
+            if not isinstance(result, BatchFailure):
+                break
+            if not result.passing:
+                return _failed_scores(batch, result)
 
-        result = await self._send(batch, era)
-        if isinstance(result, BatchFailure):
-            scores = _failed_scores(batch, result)
-        else:
-            scores = result
-        answered = any(score.health in _ANSWERED for score in scores)
-        self._circuit.leave(era, None if answered else scores[0].detail)
-        return scores
+            sent_at = result.sent_at
+            refusal = Refusal(result.detail, result.retry_after_s)
+            has_others = await availability.has_answered_since(
+                sent_at, num_outages, batch.body, refusal
+            )
+            if has_others and is_suspect:
+                return _failed_scores(batch, result)
+            is_suspect = has_others
 
-    async def _send(self, batch: RequestBatch, era: int) -> list[Score] | BatchFailure:
+        if any(score.health in _ANSWERED for score in result):
+            availability.note_answer(batch.body)
+        return result
+
+    async def _ask(self, body: bytes) -> Refusal | None:
+        """Send a request once to find out whether the service answers."""
+        await self._wait_for_turn()
+        timeout_s = min(self._config.request_timeout_s, self._config.deadline_s)
+        reply = await self._post(body, 0, timeout_s)
+        if isinstance(reply, BatchFailure) and reply.passing:
+            return Refusal(reply.detail, reply.retry_after_s)
+        return None
+
+    async def _send(
+        self, batch: RequestBatch, max_attempts: int
+    ) -> list[Score] | BatchFailure:
         """Send a batch until it has a reply, or may not be sent again.
 
-        Each round waits for a turn and a reply. The loop ends with a reply, with a
+        Each attempt waits for a turn and a reply. The loop ends with a reply, with a
         failure that is not passing, with the last attempt, or at the deadline.
         """
-        if not await self._wait_for_turn(era):
-            return self._circuit.refusal()
+        await self._wait_for_turn()
 
         # The deadline begins here: the wait for the first turn is not the service's
         # doing.
         deadline = time.monotonic() + self._config.deadline_s
-        max_attempts = self._config.max_attempts
         attempt = 1
         while True:
-            remaining_s = deadline - time.monotonic()
-            timeout_s = min(self._config.request_timeout_s, remaining_s)
-            result = await self._post(batch, timeout_s)
+            sent_at = time.monotonic()
+            timeout_s = min(self._config.request_timeout_s, deadline - sent_at)
+            result = await self._post(batch.body, batch.size, timeout_s)
             if not isinstance(result, BatchFailure) or not result.passing:
                 return result
 
             detail = f"{result.detail} (attempt {attempt} of {max_attempts})"
-            failure = dataclasses.replace(result, detail=detail)
+            failure = dataclasses.replace(result, detail=detail, sent_at=sent_at)
             wait_s = max(self._backoff_s(attempt), result.retry_after_s)
             if attempt == max_attempts or time.monotonic() + wait_s >= deadline:
                 return failure
             try:
                 async with asyncio.timeout(deadline - time.monotonic()):
                     await asyncio.sleep(wait_s)
-                    if not await self._wait_for_turn(era):
-                        return failure
+                    await self._wait_for_turn()
             except TimeoutError:
                 return failure
             attempt += 1
@@ -240,39 +283,31 @@ class RemoteScorer:
         wait_s: float = self._config.backoff_s * 2 ** (attempt - 1) * jitter
         return wait_s
 
-    async def _wait_for_turn(self, era: int) -> bool:
+    async def _wait_for_turn(self) -> None:
         """Wait until the rate limit lets one more request go.
 
         Requests leave at even distances. The others wait for the gate, first come first
         served; the one behind it waits for its time.
-
-        Returns:
-            False, at once, where the circuit has opened meanwhile.
         """
         async with self._gate:
-            if self._circuit.era == era:
-                await asyncio.sleep(max(0.0, self._next_turn - time.monotonic()))
-            if self._circuit.era != era:
-                return False
-
+            await asyncio.sleep(max(0.0, self._next_turn - time.monotonic()))
             # No limit is an infinite rate.
             requests_per_s = self._config.requests_per_s or math.inf
             self._next_turn = time.monotonic() + 1 / requests_per_s
-            return True
 
     async def _post(
-        self, batch: RequestBatch, timeout_s: float
+        self, body: bytes, size: int, timeout_s: float
     ) -> list[Score] | BatchFailure:
-        """Send one request and read its reply."""
+        """Send one request about `size` items and read its reply."""
         import httpx
 
         url = self._config.url
         try:
             async with (
                 asyncio.timeout(timeout_s),
-                self._client.stream("POST", url, content=batch.body) as response,
+                self._client.stream("POST", url, content=body) as response,
             ):
-                body = await read_body(response)
+                reply = await read_body(response)
         except TimeoutError:
             detail = f"no reply within {timeout_s:.3g} s"
             return BatchFailure(ScoreHealth.TIMEOUT, detail, passing=True)
@@ -284,8 +319,8 @@ class RemoteScorer:
             return BatchFailure(ScoreHealth.UNAVAILABLE, detail[:_SHOWN], passing=True)
 
         if response.is_success:
-            return scores_in(body, batch.size)
-        return status_failure(response, body)
+            return scores_in(reply, size)
+        return status_failure(response, reply)
 
 
 def _failed_scores(batch: RequestBatch, failure: BatchFailure) -> list[Score]:
@@ -355,97 +390,6 @@ def _authorization(variable: str | None, key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"}
 
 
-# --------------------------------------------------------- when a service is left alone
-
-# Circuit breaker: stops sending to a service that fails.
-#
-# Invariant: after `failures` failed batches in a row, at most one batch per `reset_s`
-# is sent until one succeeds.
-
-
-class CircuitBreaker:
-    """State of the connection to a service: closed (all go) or open (one may try).
-
-    It is closed at first, and opens when too many batches fail in a row. From then on
-    one trial at a time decides: a trial that succeeds closes the circuit. Each opening
-    begins a new era. A batch of an earlier era no longer counts, whatever its result.
-    """
-
-    def __init__(self, name: str, failures: int, reset_s: float) -> None:
-        """Create a closed circuit.
-
-        Args:
-            name: The name of the service, for warnings.
-            failures: The circuit opens after this many failed batches in a row.
-            reset_s: Seconds between two trials of an open circuit.
-        """
-        self.era = 0
-        """How often the circuit has opened."""
-        self._name = name
-        self._limit = failures
-        self._reset_s = reset_s
-        self._num_failed = 0
-        """Failed batches in a row."""
-        self._last_failure = ""
-        # When the next trial may go. None: the circuit is closed. Infinite: a trial is
-        # under way.
-        self._trial_at: float | None = None
-
-    def enter(self) -> int | None:
-        """Let one more batch go, which has to call `leave` at its end.
-
-        Returns:
-            The era in which it goes; None where it may not go.
-        """
-        if self._trial_at is not None:
-            if time.monotonic() < self._trial_at:
-                return None
-            self._trial_at = math.inf
-        return self.era
-
-    def leave(self, era: int, failure: str | None) -> None:
-        """Note the end of a batch that entered in `era`.
-
-        Args:
-            failure: Why it failed; None for a batch that succeeded.
-        """
-        if era != self.era:
-            return
-
-        if failure is None:
-            self._num_failed = 0
-            if self._trial_at is not None:
-                self._trial_at = None
-                _warn(f"{self._name}: replies again, the circuit is closed")
-            return
-
-        self._num_failed += 1
-        self._last_failure = failure
-        if self._num_failed < self._limit:
-            return
-        # A failed trial of an open circuit comes here too, without a second warning.
-        if self._trial_at is None:
-            _warn(
-                f"{self._name}: the circuit is open, {self._num_failed} batches failed"
-                f" in a row, the last with: {failure}. Every score fails at once; one"
-                f" batch may try every {self._reset_s:g} s"
-            )
-        self._trial_at = time.monotonic() + self._reset_s
-        self.era += 1
-
-    def refusal(self) -> BatchFailure:
-        """Failure of a batch that may not go."""
-        detail = (
-            f"not sent: the circuit is open after {self._num_failed} failed batches in"
-            f" a row, the last: {self._last_failure}"
-        )
-        return BatchFailure(ScoreHealth.UNAVAILABLE, detail)
-
-
-def _warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr, flush=True)
-
-
 # ----------------------------------------------------------------------------- requests
 
 
@@ -506,6 +450,8 @@ class BatchFailure:
     """Whether another attempt may succeed."""
     retry_after_s: float = 0.0
     """Delay that the service requested before the next attempt."""
+    sent_at: float = 0.0
+    """Time of the last attempt (monotonic clock)."""
 
 
 async def read_body(response: httpx.Response) -> bytes:

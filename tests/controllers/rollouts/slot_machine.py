@@ -203,16 +203,17 @@ class ScriptedProducer:
         _: None,
         buffer: RolloutBuffer,
         step: int,
-        finished: Experience | None,
         _failures: None,
     ) -> None:
-        assert finished is None or len(finished.rollouts)
         buffer.reserve(prompts.group_id)
         size = self._scenario.group_size
         for ordinal in prompts.group_id.tolist():
             # The step that learns from a batch is counted from 1.
             assert ordinal // self._scenario.prompts + 1 == step
             self._request(range(ordinal * size, (ordinal + 1) * size), buffer)
+
+    def failures_of_batch(self, _: int, finished: Experience | None) -> None:
+        assert finished is None or len(finished.rollouts)
 
     def take(
         self, ordinals: Int64, buffer: RolloutBuffer, version: int, _: Timers

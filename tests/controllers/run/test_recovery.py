@@ -21,6 +21,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from controllers.run.loop import Loop, UnguardedSteps
+from controllers.run.open_run import Stopping
 from controllers.run.recovery import Recovery
 from controllers.run.resumption import Resumption
 from tests.cluster.crew import Echo, SlowWriter, Writer, processes
@@ -36,7 +37,7 @@ from verl_ray.cluster.session import Session
 from verl_ray.cluster.waiting import Background, wait
 from verl_ray.errors import CheckpointError, WorkerDied
 from verl_ray.tracking import Trackers
-from verl_ray.tracking.jsonl import read_metrics
+from verl_ray.tracking.jsonl import JsonlTracker, read_metrics
 
 ROOT = Path(__file__).parents[3]
 PATIENCE_S = 240
@@ -372,6 +373,28 @@ def writer(
     sets = [processes("actor", 1, cpus=0.1)]
     with start_groups(sets, [role], stall_s=120, log_dir=folder) as groups:
         yield groups[role]
+
+
+@pytest.mark.cluster
+def test_a_failure_saves_the_last_finished_step(
+    inputs: Inputs,
+    writer: WorkerGroup[Any],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    config = inputs.config("ppo", tmp_path, "run.checkpoint_every=10")
+    recovery = Recovery(Resumption(config))
+    trainer = Cursor(groups={"actor": writer}, refused_in=4)
+    stopping = Stopping(config, recovery)
+    trackers = Trackers([JsonlTracker(tmp_path)])
+    with pytest.raises(RuntimeError, match="nothing can be graded in step 4"):
+        Loop(config.run, trainer, trackers, recovery, stopping).run()
+    assert capfd.readouterr().err == f"step 3 is saved in {tmp_path / 'checkpoints'}\n"
+
+    found = Resumption(config)
+    assert (found.step, found.unrecorded) == (3, None)
+    assert found.checkpoint is not None
+    assert found.checkpoint.state["trainer"]["cursor"]["drawn"] == 24
 
 
 def obstructed(

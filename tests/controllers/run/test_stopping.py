@@ -84,6 +84,8 @@ class Cursor:
     """The step in which a signal comes."""
     fails_in: int | None = None
     """The step whose update fails."""
+    refused_in: int | None = None
+    """The step that fails before its update."""
     evaluated: list[int] = field(default_factory=list)
     timers: Timers = field(default_factory=Timers)
     finished: bool = False
@@ -93,6 +95,8 @@ class Cursor:
         assert self.drawn == 8 * done
 
     def step(self, number: int) -> dict[str, float]:
+        if number == self.refused_in:
+            raise RuntimeError(f"nothing can be graded in step {number}")
         pass_point_of_no_return()
         self.drawn += 8
         if number == self.stopped_in:
@@ -270,22 +274,19 @@ def test_half_of_an_update_is_not_saved(
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_a_failure_saves_nothing_newer(
+def test_a_failure_in_an_update_saves_nothing_newer(
     inputs: Inputs, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Unlike a stop, it may be the doing of what would be saved."""
+    """The roles hold half of it, and there are no snapshots."""
     config = inputs.config("ppo", tmp_path, "run.checkpoint_every=10")
     recovery = Recovery(Resumption(config))
+    stopping = Stopping(config, recovery)
     with pytest.raises(RuntimeError, match="the new weights did not arrive"):
-        Loop(
-            config.run,
-            Cursor(fails_in=4),
-            Trackers([]),
-            recovery,
-            Stopping(config, recovery),
-        ).run()
+        Loop(config.run, Cursor(fails_in=4), Trackers([]), recovery, stopping).run()
     assert (recovery.finished_step, recovery.saved_step) == (3, None)
-    assert capfd.readouterr().err == "" and not (tmp_path / "checkpoints").exists()
+    said = "step 4 failed in its update, so nothing newer than step 0 is saved\n"
+    assert capfd.readouterr().err == said
+    assert not (tmp_path / "checkpoints").exists()
 
 
 @dataclass
