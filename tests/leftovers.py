@@ -8,10 +8,11 @@ from pathlib import Path
 
 _DIES = """
 import os, tempfile
-from verl_ray.ownership import SHARED_FOLDER, prefix
-folder = tempfile.mkdtemp(prefix=prefix("adapter"), dir=SHARED_FOLDER)
+from verl_ray.ownership import prefix
+from verl_ray.private_files import shared_folder
+folder = tempfile.mkdtemp(prefix=prefix("adapter"), dir=shared_folder())
 open(f"{folder}/adapter_model.safetensors", "w").close()
-file = f"{SHARED_FOLDER}/{prefix('weights')}dies-0"
+file = f"{shared_folder()}/{prefix('weights')}dies-0"
 open(file, "w").close()
 print(folder, file, flush=True)
 os.kill(os.getpid(), 9)

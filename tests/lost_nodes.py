@@ -14,7 +14,8 @@ from ray._private.node import Node
 from ray.cluster_utils import Cluster
 
 from verl_ray.checkpoint.snapshot_files import short_word
-from verl_ray.ownership import SHARED_FOLDER, Owner
+from verl_ray.ownership import Owner
+from verl_ray.private_files import shared_folder
 
 SMALL = {"object_store_memory": 200 << 20, "include_dashboard": False}
 
@@ -34,9 +35,8 @@ def snapshots_on(node: Node) -> list[Path]:
     """Return the files of snapshots in the memory of a node."""
     raylet = node.all_processes["raylet"][0].process.pid
     word = short_word(str(Owner.of(raylet)))
-    return [
-        path for path in SHARED_FOLDER.glob("verl_ray-snapshot-*") if word in path.name
-    ]
+    files = shared_folder().glob("verl_ray-snapshot-*")
+    return [path for path in files if word in path.name]
 
 
 def has_second_copies(cluster: Cluster) -> bool:
@@ -55,7 +55,7 @@ def lose_node(cluster: Cluster) -> None:
     """
     (node,) = cluster.worker_nodes
     lost = snapshots_on(node)
-    assert lost, list(SHARED_FOLDER.iterdir())
+    assert lost, list(shared_folder().iterdir())
     cluster.remove_node(node, allow_graceful=False)
     for path in lost:
         path.unlink(missing_ok=True)

@@ -33,7 +33,7 @@ from tests.controllers.runs import make_inputs
 from tests.faults import process_behind
 from tests.kills import ROOT, Run
 from tests.layouts import LAYOUTS, differing
-from verl_ray.ownership import SHARED_FOLDER
+from verl_ray.private_files import SHARED_MEMORY, shared_folder
 from verl_ray.tracking.jsonl import METRICS, read_metrics
 
 STALL_S = 45
@@ -162,7 +162,8 @@ def _left(soaked: SoakedRun, before: set[Path]) -> Iterator[str]:
 
 def _files() -> set[Path]:
     """Return what there is in shared memory, and the sessions of Ray."""
-    return {*SHARED_FOLDER.iterdir(), *SESSIONS.glob("session_*")}
+    shared = {*shared_folder().iterdir(), *SHARED_MEMORY.iterdir()}
+    return {*shared, *SESSIONS.glob("session_*")}
 
 
 def main() -> int:

@@ -23,7 +23,8 @@ from tests.layouts import LAYOUTS, STALL_S, differing, recorded
 from tests.lost_nodes import has_second_copies, lose_node, two_nodes
 from tests.tracking.wandb_files import steps_of as wandb_steps
 from verl_ray.checkpoint.snapshot_files import short_word
-from verl_ray.ownership import SHARED_FOLDER, Owner
+from verl_ray.ownership import Owner
+from verl_ray.private_files import shared_folder
 from verl_ray.tracking.base import GLOBAL_STEP
 from verl_ray.tracking.jsonl import METRICS, read_metrics
 
@@ -194,7 +195,7 @@ def test_a_run_outlives_a_node_and_all_that_was_in_its_memory(
             lose_node(cluster)
             output, _ = driver.communicate(timeout=PATIENCE_S)
         of_run = short_word(f"{Owner.here().namespace} {run.folder}")
-        left = list(SHARED_FOLDER.glob(f"*-{of_run}-*"))
+        left = list(shared_folder().glob(f"*-{of_run}-*"))
 
     assert driver.returncode == 0, output
     assert output.count("from its snapshot") == 1, output

@@ -175,6 +175,10 @@ def _joined(text: str, fix: str) -> str:
     return f"{text}. {fix}" if fix[0].isupper() else f"{text}; {fix}"
 
 
+class UnsafeFile(InputError):
+    """A file or folder may have been put there by another user of the machine."""
+
+
 class DataError(InputError):
     """Rows, files or columns are not what they should be."""
 

@@ -1,4 +1,4 @@
-"""Owners of what may outlive a process: files in /dev/shm, temporary folders, Ray's.
+"""Owners of what may outlive a process: files in memory, temporary folders, Ray's.
 
 Invariant: an owner has ended only if this process would see it if it still ran. Process
 ids are reused, so an owner is a process id and the start time of its process. Both mean
@@ -6,8 +6,8 @@ another process on another machine that shares a folder, and in another namespac
 process ids, as in a container that shares /dev/shm: owners from there never count as
 ended.
 
-The owner of a file in /dev/shm is in its name, so what a killed process leaves behind
-can be removed. What a live process owns is never removed.
+The owner of a file is in its name, so what a killed process leaves behind can be
+removed. What a live process or another user owns is never removed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import functools
 import os
 import re
 import shutil
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,11 +104,8 @@ def _start_time(pid: int) -> int:
     return int(fields[19])
 
 
-# -------------------------------------------------------------------- files in /dev/shm
+# -------------------------------------------------------------------- names of files
 
-
-SHARED_FOLDER = Path("/dev/shm")
-"""Folder of the files that processes of a machine share in memory."""
 
 _NAME = re.compile(r"verl_ray-\w+-(?P<owner>\d+-\d+-\d+-\d+)-.+")
 
@@ -128,22 +126,19 @@ def owner_of(path: Path) -> Owner | None:
     return None if match is None else Owner.parse(match["owner"])
 
 
-def available_bytes() -> int:
-    """Return the free bytes in /dev/shm, after the removal of stale files."""
-    remove_stale()
-    return shutil.disk_usage(SHARED_FOLDER).free
-
-
-def remove_stale(folder: Path = SHARED_FOLDER) -> None:
+def remove_stale(folder: Path) -> None:
     """Remove the files and directories in a folder of owners that have exited."""
     for path in folder.glob("verl_ray-*"):
         owner = owner_of(path)
         if owner is None or not owner.has_ended:
             continue
 
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            # The file may belong to another user, or be removed by now.
-            with contextlib.suppress(OSError):
+        # Another process may have removed it by now.
+        with contextlib.suppress(OSError):
+            status = path.lstat()
+            if status.st_uid != os.geteuid():
+                continue
+            if stat.S_ISDIR(status.st_mode):
+                shutil.rmtree(path, ignore_errors=True)
+            else:
                 path.unlink()

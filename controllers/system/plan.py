@@ -25,10 +25,10 @@ from verl_ray.config.schema import Config
 from verl_ray.config.section import resolved
 from verl_ray.data.tokenizers import day_of_run, of_run, template_of
 from verl_ray.engine.base import EngineSpec
-from verl_ray.ownership import available_bytes
 from verl_ray.preflight.facts import ClusterFacts, facts_of
 from verl_ray.preflight.machine import GpuReport, host_memory_bytes, smallest_gpu
 from verl_ray.preflight.resolve import resolve
+from verl_ray.private_files import available_bytes
 from verl_ray.profiling.phases import phase
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import pickle
 import resource
 import secrets
 from collections.abc import Iterator
@@ -15,11 +16,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.foreign_files import give_away
 from verl_ray.checkpoint.sharded import Slices
 from verl_ray.checkpoint.snapshot_files import SnapshotFiles, SnapshotNames
 from verl_ray.checkpoint.snapshots import RankSnapshots
-from verl_ray.errors import CheckpointError
-from verl_ray.ownership import SHARED_FOLDER, Owner, prefix
+from verl_ray.errors import CheckpointError, UnsafeFile
+from verl_ray.ownership import Owner, prefix
+from verl_ray.private_files import shared_folder
 
 NAMES = SnapshotNames.of("run")
 
@@ -27,8 +30,8 @@ NAMES = SnapshotNames.of("run")
 @pytest.fixture
 def place() -> Iterator[str]:
     name = f"{prefix('snapshot')}{secrets.token_hex(4)}-actor-0"
-    yield str(SHARED_FOLDER / name)
-    for path in SHARED_FOLDER.glob(f"{name}*"):
+    yield str(shared_folder() / name)
+    for path in shared_folder().glob(f"{name}*"):
         path.unlink()
 
 
@@ -79,7 +82,36 @@ def test_the_last_two_steps_are_there_value_for_value(place: str) -> None:
     snapshots.follow(NAMES.anew())
     assert snapshots.steps() == []
     snapshots.close()
-    assert not list(SHARED_FOLDER.glob(f"{Path(place).name}*"))
+    assert not list(shared_folder().glob(f"{Path(place).name}*"))
+
+
+class _Planted:
+    """What makes a file when it is unpickled."""
+
+    def __init__(self, made: Path) -> None:
+        self._made = made
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self._made),)
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+def test_what_another_user_planted_is_refused_and_does_nothing(
+    place: str, tmp_path: Path, slot: int
+) -> None:
+    index = Path(f"{place}-{slot}-index")
+    index.write_bytes(pickle.dumps(_Planted(tmp_path / "made")))
+    give_away(index)
+    with pytest.raises(UnsafeFile, match=r"-index has the mode .* another user"):
+        RankSnapshots(place, NAMES)
+
+    # Nor does it where it looks as if it were this user's.
+    index.unlink()
+    index.write_bytes(pickle.dumps(_Planted(tmp_path / "made")))
+    index.chmod(0o600)
+    with pytest.raises(ValueError, match=r"utf-8|Expecting value"):
+        RankSnapshots(place, NAMES)
+    assert not (tmp_path / "made").exists()
 
 
 def _take_and_die(place: str, names: SnapshotNames) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from tests.weight_sync.fingerprints import EMPTY, fingerprint
 from verl_ray.errors import WeightSyncError
-from verl_ray.ownership import SHARED_FOLDER
+from verl_ray.private_files import shared_folder
 from verl_ray.profiling.progress import progress
 from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice, plan_buckets
@@ -223,7 +223,7 @@ def test_too_little_memory_is_a_clear_error_and_leaves_nothing() -> None:
         match=r"needs 2 x \d+ MiB in /dev/shm, found \d+ of \d+ MiB free",
     ):
         create("too-large", 1 << 50)
-    assert list(SHARED_FOLDER.glob("*too-large*")) == []
+    assert list(shared_folder().glob("*too-large*")) == []
 
 
 @pytest.mark.processes
@@ -232,9 +232,10 @@ def test_what_a_dead_owner_left_is_removed_and_what_a_live_one_has_stays(
 ) -> None:
     code = """
 import os, tempfile
-from verl_ray.ownership import SHARED_FOLDER, prefix
+from verl_ray.ownership import prefix
+from verl_ray.private_files import shared_folder
 from verl_ray.weight_sync.shared_memory import create
-folder = tempfile.mkdtemp(prefix=prefix("adapter"), dir=SHARED_FOLDER)
+folder = tempfile.mkdtemp(prefix=prefix("adapter"), dir=shared_folder())
 open(f"{folder}/adapter_model.safetensors", "w").close()
 address = create("dies", 256, receivers=1)
 print(folder, *address.paths, *address.pipes, flush=True)

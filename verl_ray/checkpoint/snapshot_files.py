@@ -9,20 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import mmap
 import os
-import pickle
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import BinaryIO, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from verl_ray.errors import CheckpointError
-from verl_ray.ownership import SHARED_FOLDER, Owner, prefix
+from verl_ray.ownership import Owner, prefix
+from verl_ray.private_files import (
+    SHARED_MEMORY,
+    create_private,
+    open_private,
+    shared_folder,
+)
 
 _NUM_SLOTS = 2
 
@@ -90,8 +96,8 @@ class SnapshotFile:
     def look(self) -> None:
         """Find out which step there is a snapshot of."""
         self.step = None
-        with contextlib.suppress(OSError), self._index.open("rb") as file:
-            course, step = pickle.load(file)
+        with contextlib.suppress(OSError), self._open_index() as file:
+            course, step = json.loads(file.readline())
             self.step = step if self.names.counts(course, step) else None
 
     # -------------------------------------------------------------------------- writing
@@ -116,7 +122,7 @@ class SnapshotFile:
         # A process that was killed may still write to its file.
         self._path.unlink(missing_ok=True)
         try:
-            descriptor = os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600)
+            descriptor = create_private(self._path)
             try:
                 # The memory is reserved now: without it, a write into the map would be
                 # killed by SIGBUS later.
@@ -141,12 +147,16 @@ class SnapshotFile:
         Raises:
             CheckpointError: There is no room.
         """
-        self._write_index(pickle.dumps((self.names.course, step)) + description)
+        line = json.dumps([self.names.course, step]).encode()
+        self._write_index(line + b"\n" + description)
 
     def _write_index(self, index: bytes) -> None:
         partial = self._index.with_name(self._index.name + "-partial")
+        # A process that was killed may have left one.
+        partial.unlink(missing_ok=True)
         try:
-            partial.write_bytes(index)
+            with os.fdopen(create_private(partial), "wb") as file:
+                file.write(index)
         except OSError as error:
             partial.unlink(missing_ok=True)
             raise self._too_small(len(index), error) from error
@@ -158,7 +168,7 @@ class SnapshotFile:
         self.remove()
         return CheckpointError(
             f"a snapshot of {nbytes / 2**20:.0f} MiB cannot be written to"
-            f" {self._path.parent}: {error.strerror}. Enlarge it (in a"
+            f" {SHARED_MEMORY}: {error.strerror}. Enlarge it (in a"
             " container: --shm-size), or set run.recovery.snapshot_every=0"
         )
 
@@ -179,14 +189,18 @@ class SnapshotFile:
 
     def description(self) -> bytes:
         """Return what `complete` was given."""
-        with self._index.open("rb") as file:
-            pickle.load(file)
+        with self._open_index() as file:
+            file.readline()
             return file.read()
 
     def read(self) -> Memory:
         """Return the bytes of the file, and perhaps some more."""
-        with self._path.open("r+b") as file:
+        with os.fdopen(open_private(self._path, os.O_RDWR), "r+b") as file:
             return np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8)
+
+    def _open_index(self) -> BinaryIO:
+        """Open the index: a line with course and step, and the description."""
+        return os.fdopen(open_private(self._index), "rb")
 
     # --------------------------------------------------------------- to another node
 
@@ -196,9 +210,12 @@ class SnapshotFile:
         Raises:
             CheckpointError: Another snapshot has taken its place meanwhile.
         """
-        identity, index = self._identity(), self._index.read_bytes()
+        identity = self._identity()
+        with self._open_index() as file:
+            index = file.read()
         memory = self.read()
-        yield np.frombuffer(pickle.dumps((index, len(memory))), np.uint8)
+        size = str(len(memory)).encode()
+        yield np.frombuffer(size + b"\n" + index, np.uint8)
         for start in range(0, len(memory), PIECE_BYTES):
             yield memory[start : start + PIECE_BYTES]
             # The receiver has its own copy of the piece before it asks for the next
@@ -215,7 +232,8 @@ class SnapshotFile:
         Raises:
             CheckpointError: There is no room, or the pieces end too early.
         """
-        index, nbytes = pickle.loads(next(pieces).tobytes())
+        size, index = next(pieces).tobytes().split(b"\n", 1)
+        nbytes = int(size)
         memory = self.reserve(nbytes)
         end = 0
         for piece in pieces:
@@ -306,14 +324,13 @@ class SnapshotNames:
         owner = self.driver if self.driver.is_visible else raylet
         of_run = short_word(f"{Owner.here().namespace} {self.run}")
         own = f"{of_run}-{short_word(str(self.driver))}-"
-        for path in SHARED_FOLDER.glob(f"verl_ray-snapshot-*-{of_run}-*"):
+        folder = shared_folder()
+        for path in folder.glob(f"verl_ray-snapshot-*-{of_run}-*"):
             if own not in path.name:
                 path.unlink(missing_ok=True)
         # Several nodes of Ray may share a machine, and do not share what is lost.
         node = short_word(str(raylet))
-        return str(
-            SHARED_FOLDER / f"{prefix('snapshot', owner)}{own}{node}-{role}-{rank}"
-        )
+        return str(folder / f"{prefix('snapshot', owner)}{own}{node}-{role}-{rank}")
 
 
 def short_word(text: str) -> str:

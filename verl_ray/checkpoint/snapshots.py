@@ -13,7 +13,6 @@ read by any.
 from __future__ import annotations
 
 import contextlib
-import pickle
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -31,12 +30,10 @@ from verl_ray.checkpoint.snapshot_files import (
     SnapshotFiles,
     SnapshotNames,
 )
+from verl_ray.checkpoint.snapshot_index import KeyPath, Places, decode, encode
 from verl_ray.errors import CheckpointError
 
 _ALIGNMENT = 64
-
-KeyPath = tuple[Any, ...]
-"""Keys that lead through nested dictionaries, lists and tuples to a value."""
 
 
 class RankSnapshots:
@@ -138,7 +135,7 @@ def _write(
             offsets.append(end)
             tensors.append((end, part))
             end += -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
-        entries[keys] = _Places(offsets)
+        entries[keys] = Places(tuple(offsets))
 
     memory = torch.from_numpy(file.reserve(end, _lock))
     if computed is not None:
@@ -147,13 +144,13 @@ def _write(
     with _own_stream(computed):
         for offset, part in tensors:
             _copy(part.detach(), memory[offset : offset + part.nbytes])
-    file.complete(step, pickle.dumps(entries))
+    file.complete(step, encode(entries))
     return time.perf_counter() - began_s
 
 
 def _read(file: SnapshotFile, state: dict[str, Any]) -> None:
     """Fill a state of the same rank, in place."""
-    entries = pickle.loads(file.description())
+    entries = decode(file.description())
     memory = torch.from_numpy(file.read())
     filled = set()
     for keys, value in list(_leaves(state)):
@@ -163,7 +160,7 @@ def _read(file: SnapshotFile, state: dict[str, Any]) -> None:
             )
         filled.add(keys)
         entry = entries[keys]
-        if not isinstance(entry, _Places):
+        if not isinstance(entry, Places):
             _replace(state, keys, entry)
             continue
         parts = _parts(value)
@@ -183,13 +180,6 @@ def _copy(source: Tensor, target: Tensor) -> None:
     # One thread copies here; torch would take those that compute.
     numbers = source.reshape(-1).view(torch.uint8).numpy()
     np.copyto(target.numpy(), numbers)
-
-
-class _Places:
-    """Where the parts of a tensor begin in a snapshot, in bytes."""
-
-    def __init__(self, offsets: list[int]) -> None:
-        self.offsets = offsets
 
 
 def _leaves(value: Any, keys: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:

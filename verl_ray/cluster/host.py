@@ -55,6 +55,7 @@ from verl_ray.data.sharded import Receipt, Sharded
 from verl_ray.errors import ClusterError, StaleIncarnation, VerlRayError
 from verl_ray.ops.installed_torch import choose_vector_program
 from verl_ray.ownership import remove_stale
+from verl_ray.private_files import shared_folder
 from verl_ray.profiling.memory import CallPeaks, PeakWatch
 from verl_ray.profiling.progress import (
     advance,
@@ -102,7 +103,7 @@ class WorkerHost:
 
         # On a node without a driver nobody else does it: neither for a run before, nor
         # for the process whose place this one takes.
-        remove_stale()
+        remove_stale(shared_folder())
 
     # ----------------------------------------------------------------- collective group
 

@@ -43,7 +43,8 @@ from verl_ray.cluster.placement import NodeResources, node_resources
 from verl_ray.cluster.signals import deferring_signals, heed_signals
 from verl_ray.cluster.waiting import CLUSTER_LOSS, RAY_CALLS
 from verl_ray.errors import ClusterError, Interrupted, WorkerDied
-from verl_ray.ownership import SHARED_FOLDER, Owner, available_bytes
+from verl_ray.ownership import Owner
+from verl_ray.private_files import SHARED_MEMORY, available_bytes
 
 # Ray refuses an object store of less than 75 MiB.
 _LEAST_STORE_BYTES = 80 << 20
@@ -394,7 +395,7 @@ def store_bytes(requested_bytes: int | None) -> int:
     needed_bytes = max(size, _LEAST_STORE_BYTES)
     if needed_bytes > free_bytes:
         raise ClusterError(
-            f"{SHARED_FOLDER} has {free_bytes >> 20} MiB free, the object store needs"
+            f"{SHARED_MEMORY} has {free_bytes >> 20} MiB free, the object store needs"
             f" {needed_bytes >> 20} MiB. In a container, raise it (docker run"
             " --shm-size=4g)"
         )

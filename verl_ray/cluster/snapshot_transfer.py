@@ -19,6 +19,7 @@ from verl_ray.checkpoint.snapshot_files import Memory, SnapshotFiles, SnapshotNa
 from verl_ray.cluster.process_control import task_on
 from verl_ray.errors import CheckpointError
 from verl_ray.ownership import remove_stale
+from verl_ray.private_files import shared_folder
 
 Rank = tuple[str, int]
 """A role and the number of one of its ranks."""
@@ -83,7 +84,7 @@ def _copy_here(
     start_s: float,
 ) -> None:
     # On a node without another process of the run, nobody else does it.
-    remove_stale()
+    remove_stale(shared_folder())
     for rank in ranks:
         pieces = _from_node(names, rank, step, source, patience_s, start_s)
         _files(names, rank).oldest().receive(pieces)

@@ -25,7 +25,7 @@ from pathlib import Path
 from verl_ray.config.schema import Config
 from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import ConfigError, Problem
-from verl_ray.ownership import available_bytes
+from verl_ray.private_files import available_bytes
 from verl_ray.profiling.flops import BFLOAT16_PEAK_FLOPS_PER_S as PEAK
 from verl_ray.profiling.flops import bfloat16_peak_of
 

@@ -37,7 +37,8 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from verl_ray.config.roles import LoraConfig
 from verl_ray.errors import WeightSyncError
 from verl_ray.ops.installed_torch import choose_vector_program
-from verl_ray.ownership import SHARED_FOLDER, prefix, remove_stale
+from verl_ray.ownership import prefix, remove_stale
+from verl_ray.private_files import shared_folder
 from verl_ray.rollout.vllm_core import (
     TRANSFER,
     adapter_request,
@@ -272,10 +273,9 @@ class WeightLoader(_Worker):
 
     def _weights_add_adapter(self, lora: LoraConfig) -> None:
         """Give vLLM the adapter in a directory, which is the only way it takes one."""
-        remove_stale()
-        # The directory is in shared memory where the machine has it.
-        parent = SHARED_FOLDER if SHARED_FOLDER.is_dir() else None
-        with tempfile.TemporaryDirectory(prefix=prefix("adapter"), dir=parent) as path:
+        folder = shared_folder()
+        remove_stale(folder)
+        with tempfile.TemporaryDirectory(prefix=prefix("adapter"), dir=folder) as path:
             save_file(self._weights_adapter, Path(path, "adapter_model.safetensors"))
             adapter_config = {
                 "peft_type": "LORA",

@@ -27,7 +27,13 @@ import torch
 import torch.distributed as dist
 
 from verl_ray.errors import WeightSyncError
-from verl_ray.ownership import SHARED_FOLDER, owner_of, prefix, remove_stale
+from verl_ray.ownership import owner_of, prefix, remove_stale
+from verl_ray.private_files import (
+    SHARED_MEMORY,
+    create_private,
+    open_private,
+    shared_folder,
+)
 from verl_ray.profiling.progress import waiting_for_others
 from verl_ray.weight_sync import SLOTS
 from verl_ray.weight_sync.manifest import Bucket
@@ -230,19 +236,20 @@ def create(session: str, slot_bytes: int, receivers: int = 0) -> SharedMemoryAdd
         WeightSyncError: /dev/shm has not enough free memory.
     """
     # Memory that a killed run left behind may be all that is missing.
-    remove_stale()
+    folder = shared_folder()
+    remove_stale(folder)
     slot_bytes = max(slot_bytes, 1)
 
     name = f"{prefix('weights')}{session}-{secrets.token_hex(4)}"
-    paths = tuple(str(SHARED_FOLDER / f"{name}-{i}") for i in range(SLOTS))
-    pipes = tuple(str(SHARED_FOLDER / f"{name}-pipe{i}") for i in range(receivers))
+    paths = tuple(str(folder / f"{name}-{i}") for i in range(SLOTS))
+    pipes = tuple(str(folder / f"{name}-pipe{i}") for i in range(receivers))
     senders = dist.get_world_size() if dist.is_initialized() else 1
     address = SharedMemoryAddress(paths, slot_bytes, pipes, senders)
 
     for path in address.pipes:
         os.mkfifo(path, 0o600)
     for path in address.paths:
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        descriptor = create_private(Path(path))
         try:
             # The memory is reserved now: without it, a write into the map would be
             # killed by SIGBUS later.
@@ -257,13 +264,13 @@ def create(session: str, slot_bytes: int, receivers: int = 0) -> SharedMemoryAdd
 
 def _no_memory(slot_bytes: int, error: OSError) -> WeightSyncError:
     """Return the error for a /dev/shm that is too small."""
-    usage = os.statvfs(SHARED_FOLDER)
+    usage = os.statvfs(SHARED_MEMORY)
     free_mib = usage.f_bavail * usage.f_frsize / 2**20
     total_mib = usage.f_blocks * usage.f_frsize / 2**20
     return WeightSyncError(
-        f"weight sync needs {SLOTS} x {slot_bytes / 2**20:.0f} MiB in {SHARED_FOLDER},"
+        f"weight sync needs {SLOTS} x {slot_bytes / 2**20:.0f} MiB in {SHARED_MEMORY},"
         f" found {free_mib:.0f} of {total_mib:.0f} MiB free"
-        f" ({error.strerror}). Enlarge {SHARED_FOLDER} (in a container: --shm-size),"
+        f" ({error.strerror}). Enlarge {SHARED_MEMORY} (in a container: --shm-size),"
         " or lower rollout.sync.bucket_mib"
     )
 
@@ -290,7 +297,7 @@ def _free(address: SharedMemoryAddress) -> None:
     for path in address.paths:
         with (
             contextlib.suppress(OSError),
-            Path(path).open("r+b") as file,
+            os.fdopen(open_private(Path(path), os.O_RDWR), "r+b") as file,
             mmap.mmap(file.fileno(), 0) as memory,
         ):
             memory.madvise(mmap.MADV_REMOVE)
@@ -298,7 +305,7 @@ def _free(address: SharedMemoryAddress) -> None:
 
 def _open_pipe(path: Path) -> int:
     """Open a named pipe without waiting for its other end."""
-    return os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    return open_private(path, os.O_RDWR)
 
 
 def _maps(address: SharedMemoryAddress) -> list[torch.Tensor]:
@@ -309,7 +316,7 @@ def _maps(address: SharedMemoryAddress) -> list[torch.Tensor]:
 def _map(path: str, nbytes: int) -> torch.Tensor:
     """Return a file's bytes, uint8 [nbytes], shared with all processes that map it."""
     try:
-        descriptor = os.open(path, os.O_RDWR)
+        descriptor = open_private(Path(path), os.O_RDWR)
     except FileNotFoundError as error:
         raise WeightSyncError(
             f"{path} is not on this node: shared memory joins processes of one node"
