@@ -47,6 +47,9 @@ NO_SPREAD = "all scores of the group are equal"
 """Why a group is rejected that another one replaces in its batch."""
 
 _NAME = re.compile(r"(?:step_(\d{8,})|unsaved)\.parquet")
+_UNSAVED = "events"
+"""Folder in a snapshot for what its state knows and no checkpoint may know."""
+
 _BEGINS_AT = b"begins_at"  # key of a part's metadata
 
 
@@ -206,10 +209,15 @@ def read_parts(folder: Path) -> History:
     Raises:
         TrackingError: A part cannot be read.
     """
+    return _history(_parts(folder))
+
+
+def _history(paths: Sequence[Path]) -> History:
+    """Read parts, at least one, in the order of their events."""
     import pyarrow as pa
     import pyarrow.compute
 
-    tables = [_read_part(path) for path in _parts(folder)]
+    tables = [_read_part(path) for path in paths]
     table = pa.concat_tables(tables)
 
     rows = np.empty(len(table), ROW)
@@ -259,9 +267,8 @@ def drop_later_parts(folder: Path, step: int) -> None:
     # What a write left behind that was cut short is no part.
     remains = list(folder.glob("*.parquet.part"))
     for path in _parts(folder):
-        name = _NAME.fullmatch(path.name)
-        assert name is not None, "parts are found by their names"
-        if name[1] is None or int(name[1]) > step:
+        step_of_part = _step_of(path)
+        if step_of_part is None or step_of_part > step:
             remains.append(path)
 
     try:
@@ -272,6 +279,13 @@ def drop_later_parts(folder: Path, step: int) -> None:
             f"{folder}: a part of steps that are made again cannot be removed"
             f" ({error}); remove it, or choose another folder with run.dir"
         ) from error
+
+
+def _step_of(path: Path) -> int | None:
+    """Return the step of a part; None for the part that no checkpoint knows."""
+    name = _NAME.fullmatch(path.name)
+    assert name is not None, "parts are found by their names"
+    return None if name[1] is None else int(name[1])
 
 
 def _parts(folder: Path) -> list[Path]:
@@ -472,6 +486,42 @@ class Ledger:
         self._num_rows = self._num_saved = num_rows
         self._reasons = dict(former._reasons)
         self._begins_at = former._begins_at
+
+    def keep(self, folder: Path) -> None:
+        """Write what the last state knows and perhaps no checkpoint does.
+
+        Those are the events since the newest part, and that part: its checkpoint may
+        not have come to count.
+
+        Args:
+            folder: Folder of a snapshot.
+        """
+        step, part = self._newest_part
+        rows = self._rows[: self._num_saved]
+        reasons = list(self._reasons)
+        events = folder / _UNSAVED
+        if step is not None:
+            write_part(part_path(events, step), part, reasons, self._begins_at)
+        write_part(part_path(events, None), rows, reasons, self._begins_at)
+
+    def take_back(self, folder: Path, saved_step: int) -> None:
+        """Take back what `keep` wrote, after `load_state`.
+
+        Args:
+            folder: Folder of the snapshot.
+            saved_step: Step of the newest checkpoint; 0 without one. The parts up to it
+                are in the folder of this ledger.
+        """
+        paths = [
+            path
+            for path in _parts(folder / _UNSAVED)
+            if (step := _step_of(path)) is None or step > saved_step
+        ]
+        history = _history(paths)
+        self._rows = history.rows
+        self._num_rows = self._num_saved = len(history.rows)
+        self._reasons = {reason: place for place, reason in enumerate(history.reasons)}
+        self._begins_at = history.begins_at
 
     def last_events(self, ordinals: Int64) -> Array:
         """Return the last event of each ordinal, int8 [groups]; 0 where there is none.

@@ -160,11 +160,12 @@ def test_a_checkpoint_holds_the_groups(
 ) -> None:
     replay = Replay(config())
     replay.exchange(batch({0: (1, 0), 1: (0, 0.5), 2: (0, 0)}, 4, stored=True), 4)
-    write = replay.files()
+    groups = replay.groups
+    assert groups is not None
     # What happens later is not in it.
     replay.exchange(batch({3: (0, 0), 4: (0, 0), 5: (0, 0)}, 5, stored=True), 5)
     assert replay.groups is None
-    write(tmp_path)
+    write_groups(tmp_path / REPLAY_FOLDER, groups, config())
 
     resumed = Replay(config())
     resumed.read(tmp_path)
