@@ -247,10 +247,19 @@ class Reports:
     """The way from a driver to its supervisor, if it has one."""
 
     def __init__(
-        self, descriptor: int | None, restarts: int, *, follows_saved: bool
+        self,
+        descriptor: int | None,
+        restarts: int,
+        *,
+        follows_saved: bool,
+        supervisor: int | None = None,
     ) -> None:
         """Take the descriptor of the pipe; None without a supervisor."""
         self._descriptor = descriptor
+        self.supervisor = supervisor
+        """Process id of the supervisor; None without one."""
+        self.has_asked = False
+        """Whether this driver has asked for another one."""
         self.restarts = restarts
         """How many drivers of this command came before."""
         self.follows_saved = follows_saved
@@ -281,6 +290,7 @@ class Reports:
             reason: The failure, in words.
             once: Whether the same one again, without a new step, is the last.
         """
+        self.has_asked = True
         self._write({"retry": reason, "once": once})
 
     def end(self) -> None:
@@ -319,4 +329,6 @@ def report_to_supervisor() -> None:
     if os.getppid() != supervisor:
         # It was killed before the last call.
         os.kill(os.getpid(), signal.SIGTERM)
-    _reports = Reports(descriptor, restarts, follows_saved=bool(saved))
+    _reports = Reports(
+        descriptor, restarts, follows_saved=bool(saved), supervisor=supervisor
+    )

@@ -21,8 +21,8 @@ from controllers.rollouts.graders import ScoreFailures
 from controllers.rollouts.producer import ENDS_REPLICAS, Producer
 from controllers.rollouts.stored_groups import (
     FOLDER,
-    Exchange,
     REPLAY_FOLDER,
+    Exchange,
     Replay,
     read_groups,
     usable_groups,

@@ -83,11 +83,18 @@ class Conclusion:
         """Note how long the run took to make its inputs."""
         self._preparing_s = seconds
 
-    def record(self, task: Task[Any, Any], trackers: Trackers) -> None:
-        """Note that all is started, and that the record of the run is open."""
+    def record(self, task: Task[Any, Any], trackers: Trackers, first_step: int) -> None:
+        """Note that all is started, and that the record of the run is open.
+
+        Args:
+            task: The task.
+            trackers: They write the record.
+            first_step: Number of steps that were finished before.
+        """
         self._task = task
         self._trackers = trackers
-        ready_stint(self._folder, self._preparing_s)
+        self._first_step = first_step
+        ready_stint(self._folder, first_step, self._preparing_s)
 
     def finish(self) -> int:
         """Report a run that has nothing left to do.

@@ -19,13 +19,14 @@ from typing import Any
 import yaml
 
 from controllers.run.conclusion import Conclusion
+from controllers.run.driver_snapshots import LeftSnapshots
 from controllers.run.faults import Cure, FaultPolicy
 from controllers.run.finished import claim, finished_step, show_finished
 from controllers.run.loop import Loop
 from controllers.run.preparation import prepare
 from controllers.run.recovery import CheckpointCheck, Recovery
 from controllers.run.resumption import Resumption
-from controllers.run.snapshots import Snapshots
+from controllers.run.snapshots import Snapshots, owner_of_snapshots
 from controllers.supervisor import reports
 from controllers.system.build import System, restart_lost, start
 from controllers.system.plan import ClusterShape, facts_on
@@ -121,11 +122,14 @@ def open_run(config: Config, command: str = "") -> Iterator[OpenRun | None]:
                 return
 
         print(f"{config.run.name}: writing to {config.run.dir}", flush=True)
-        resumption.set_aside_old_record()
+        left = resumption.left_snapshots(owner_of_snapshots())
+        if left is None:
+            resumption.set_aside_old_record()
 
         _allow_other_drivers(config.run)
         check = CheckpointCheck(resumption)
-        conclusion = Conclusion(config, resumption.step or 0, begun_s, command)
+        first_step = resumption.step or 0 if left is None else left.newest
+        conclusion = Conclusion(config, first_step, begun_s, command)
         folder = Path(config.run.dir)
         is_in_loop = False
         try:
@@ -134,7 +138,9 @@ def open_run(config: Config, command: str = "") -> Iterator[OpenRun | None]:
                 live_block(config.run.name, folder, enabled=config.tracking.console),
                 open_session(config) as session,
                 keeping_status(folder),
-                _started(config, session, resumption, check, conclusion, data) as run,
+                _started(
+                    config, session, resumption, left, check, conclusion, data
+                ) as run,
             ):
                 is_in_loop = True
                 yield run
@@ -189,6 +195,7 @@ def _started(
     requested: Config,
     session: Session,
     resumption: Resumption,
+    left: LeftSnapshots | None,
     check: CheckpointCheck,
     conclusion: Conclusion,
     data: Any,
@@ -199,6 +206,7 @@ def _started(
         requested: the configuration as the user gave it, which may hold `auto`.
         session: the cluster.
         resumption: the checkpoint that the run continues from, if any.
+        left: the later snapshots of an earlier driver, if any.
         check: the comparison of its contents, which has begun.
         conclusion: receives the task and its record, once they exist.
         data: what the run's task has read; None if the run makes its data.
@@ -225,7 +233,7 @@ def _started(
         _write_config(config, requested.run.resume)
         task = task_of(config)
 
-    snapshots = Snapshots.of(config.run)
+    snapshots = Snapshots.of(config, left, on_own_cluster=session.owns_cluster)
     recovery = Recovery(resumption, snapshots)
     stopping = Stopping(config, recovery)
     policy = FaultPolicy(config.run.recovery, Path(config.run.dir))
@@ -233,16 +241,41 @@ def _started(
         stopping.announcing(),
         deferring_signals(),
         start(config, session, task.workers, may_restart=policy.may_restart) as system,
+        _kept_if_asked(system),
         contextlib.closing(snapshots),
         _finished(check),
-        recording(config, resumption, system) as trackers,
+        _restorable(task, data, system, recovery) as trainer,
+        recording(config, recovery, system) as trackers,
     ):
-        conclusion.record(task, trackers)
-        trainer = task.make_trainer(data, system)
+        conclusion.record(task, trackers, recovery.finished_step or 0)
         healing = RunHealing(config, task, data, system, recovery, policy)
         loop = Loop(config.run, trainer, trackers, recovery, stopping, healing)
         yield OpenRun(loop)
         task.conclude(loop.trainer)
+
+
+@contextlib.contextmanager
+def _kept_if_asked(system: System) -> Iterator[None]:
+    """Keep the snapshots if this driver asks for another one in the block.
+
+    A rank that is closed removes its own, and one that is killed does not.
+    """
+    try:
+        yield
+    finally:
+        if reports().has_asked:
+            system.groups.kill(list(system.models.values()))
+
+
+@contextlib.contextmanager
+def _restorable(
+    task: Task[Any, Any], data: Any, system: System, recovery: Recovery
+) -> Iterator[Trainable]:
+    """Yield the trainer, once it is known which state it goes on from."""
+    trainer = task.make_trainer(data, system)
+    if not recovery.finds_state(trainer):
+        recovery.begins_anew()
+    yield trainer
 
 
 @contextlib.contextmanager
@@ -518,9 +551,7 @@ def open_session(config: Config) -> Session:
 
 
 @contextlib.contextmanager
-def recording(
-    config: Config, resumption: Resumption, system: System
-) -> Iterator[Trackers]:
+def recording(config: Config, recovery: Recovery, system: System) -> Iterator[Trackers]:
     """Yield the trackers of the run, and close them as failed if the block raises."""
     trackers = Trackers([])
     try:
@@ -530,15 +561,15 @@ def recording(
                 config.tracking,
                 config.run,
                 to_tree(config),
-                committed_step=resumption.recorded_step,
-                state=resumption.tracker_state,
+                committed_step=recovery.recorded_step,
+                state=recovery.tracker_state,
                 follows=reports().restarts > 0,
             )
         # The record is repaired by now, and so are its last lines.
         recorded = read_metrics(Path(config.run.dir) / METRICS)
         trackers.add(LearningWatch(config, recorded))
         if config.run.trace == "steps":
-            continues = resumption.recorded_step is not None
+            continues = recovery.recorded_step is not None
             trackers.add(
                 TraceTracker(Path(config.run.dir), system.groups, continues=continues)
             )

@@ -32,7 +32,7 @@ def test_the_processes_of_a_run_add_up(
 
     begin_stint(tmp_path, 0, 1000.0)
     now[0] = 1007.0
-    ready_stint(tmp_path, preparing_s=3.0)
+    ready_stint(tmp_path, 0, preparing_s=3.0)
     now[0] = 1030.0
     end_stint(tmp_path, 5, "stopped")
 

@@ -126,6 +126,7 @@ class Tracker(ABC):
 
         A checkpoint counts it. A tracker whose record is elsewhere waits for nothing.
         """
+        return
 
 
 class Trackers(Tracker):

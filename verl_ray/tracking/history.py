@@ -97,11 +97,12 @@ def begin_stint(
     _write(run_dir, stints)
 
 
-def ready_stint(run_dir: Path, preparing_s: float = 0.0) -> None:
+def ready_stint(run_dir: Path, step: int, preparing_s: float = 0.0) -> None:
     """Note that the process that began last has started everything.
 
     Args:
         run_dir: Folder of the run.
+        step: Number of finished steps, of which the process has the state.
         preparing_s: Seconds in which it made the inputs of the run.
 
     Raises:
@@ -109,7 +110,12 @@ def ready_stint(run_dir: Path, preparing_s: float = 0.0) -> None:
     """
     stints = read_history(run_dir)
     if stints:
-        ready = replace(stints[-1], ready_s=time.time(), preparing_s=preparing_s)
+        ready = replace(
+            stints[-1],
+            first_step=step,
+            ready_s=time.time(),
+            preparing_s=preparing_s,
+        )
         _write(run_dir, [*stints[:-1], ready])
 
 
