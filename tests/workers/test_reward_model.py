@@ -34,6 +34,7 @@ from verl_ray.data.batch import Ragged, offsets_of
 from verl_ray.data.stages import Finish, Rows, Scores, TrainingBatch
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.engine.base import EngineSpec
+from verl_ray.errors import NonFiniteError
 from verl_ray.models.tiny import Architecture, make_tiny
 from verl_ray.preflight.facts import has_chat_template
 from verl_ray.rewards.health import ScoreHealth
@@ -388,18 +389,33 @@ def test_the_models_positions_are_a_limit_too(
     )
 
 
-def test_a_score_that_is_no_number_is_a_failure(
+def test_a_score_that_is_no_number_is_a_failure_of_its_row(
     folder: Path, reward_model: Make, grader: Grader
 ) -> None:
-    model = reward_model("qwen3", "same", name="broken", scale=math.nan)
+    model = reward_model("qwen3", "same", name="broken", scale=3e38)
     scores = grader(model, "chatml").score(
         rollouts(load_tokenizer(folder / "chatml"), ROWS), 1
     )
-    assert scores.health.tolist() == [ScoreHealth.NONFINITE] * len(ROWS)
-    assert (
-        np.isnan(scores.score).all()
-        and scores.detail.texts()[0] == "the model's score is nan"
-    )
+    failed = np.isnan(scores.score)
+    assert failed.any() and not failed.all()
+    expected = np.where(failed, ScoreHealth.NONFINITE, ScoreHealth.OK)
+    assert scores.health.tolist() == expected.tolist()
+    details = np.array(scores.detail.texts())
+    assert set(details[failed]) <= {
+        "the model's score is inf",
+        "the model's score is -inf",
+    }
+    assert set(details[~failed]) == {""}
+
+
+def test_a_reward_model_that_holds_a_nan_is_refused(
+    reward_model: Make, grader: Grader
+) -> None:
+    model = reward_model("qwen3", "same", name="nan", scale=math.nan)
+    with pytest.raises(
+        NonFiniteError, match=r"reward: 1 of the tensors .* score\.weight"
+    ):
+        grader(model, "chatml")
 
 
 def test_a_conversation_that_the_template_refuses_is_a_failure_of_its_row(

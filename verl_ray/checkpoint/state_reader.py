@@ -52,9 +52,9 @@ class StateReader(FileSystemReader):
             except (pickle.UnpicklingError, EOFError, AttributeError) as error:
                 raise CheckpointError(f"{path} is no description: {error}") from error
         # As torch's own reader does.
-        if getattr(described, "storage_meta", None) is None:
-            described.storage_meta = StorageMeta()
-        described.storage_meta.load_id = self.load_id
+        origin = getattr(described, "storage_meta", None) or StorageMeta()
+        origin.load_id = self.load_id
+        described.storage_meta = origin
         return described
 
 
