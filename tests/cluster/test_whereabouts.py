@@ -15,6 +15,7 @@ from tests.cluster.crew import Echo
 from tests.waiting import PATIENCE_S
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.whereabouts import keeping_status
+from verl_ray.ownership import Owner
 from verl_ray.profiling.process_table import ProcessRow, read_status
 
 pytestmark = pytest.mark.cluster
@@ -26,6 +27,7 @@ def test_the_status_says_what_each_process_does(
     group = crew(Echo, 4)
     pids = group.broadcast(Echo.pid).result()
     group.broadcast(Echo.wait_at_the_gate)
+    owners = [Owner.of(pid) for pid in pids]
     os.kill(pids[3], signal.SIGKILL)
     os.kill(pids[2], signal.SIGSTOP)
 
@@ -47,8 +49,8 @@ def test_the_status_says_what_each_process_does(
                 }
     assert status is not None
     # The driver of a test may have groups of others.
-    located = {one.pid for one in status.processes if one.role == "echo"}
-    assert located == set(pids)
+    located = {one.owner for one in status.processes if one.role == "echo"}
+    assert located == {str(owner) for owner in owners}
 
     # Those that do the same share a row.
     assert rows[0] is rows[1] and rows[0].ranks == (0, 1)

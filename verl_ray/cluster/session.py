@@ -15,6 +15,7 @@ import logging
 import math
 import os
 import secrets
+import socket
 import subprocess
 import sys
 import threading
@@ -159,7 +160,7 @@ class Session:
         # Ray connects for ever to a cluster whose processes are stopped.
         RAY_CALLS.open(min(stall_s, _CONNECT_S))
         try:
-            with leaving_signals_to_driver():
+            with leaving_signals_to_driver(), _reachable(address):
                 context = RAY_CALLS.make(
                     ray.init,
                     address=address,
@@ -492,6 +493,9 @@ def leaving_signals_to_driver() -> Iterator[None]:
 
 _SERVICES = ("start_monitor", "start_api_server", "start_log_monitor")
 
+_CONNECT_TO_ITSELF_S = 1.0
+"""Limit in seconds of a connection to this machine itself."""
+
 _LOOK_S = 0.01
 """Seconds between two looks for a raylet that starts."""
 _LOOKS_S = 10.0
@@ -529,7 +533,7 @@ def without_services() -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_loopback() -> Iterator[None]:
-    """Let a cluster that starts within the block keep the address 127.0.0.1.
+    """Let a cluster that is started or reached in the block have the address 127.0.0.1.
 
     Ray would take that of a network interface, which other nodes can reach, and which
     may vanish (Wi-Fi, VPN) during the run.
@@ -540,6 +544,26 @@ def on_loopback() -> Iterator[None]:
         yield
     finally:
         services.resolve_ip_for_localhost = resolve
+
+
+@contextlib.contextmanager
+def _reachable(address: str) -> Iterator[None]:
+    """Let Ray connect by 127.0.0.1 to a cluster that listens nowhere else."""
+    host, _, port = address.rpartition(":")
+    with contextlib.ExitStack() as stack:
+        is_local = host in (_LOOPBACK, "localhost") and port.isdecimal()
+        if is_local and not _listens(ray.util.get_node_ip_address(), int(port)):
+            stack.enter_context(on_loopback())
+        yield
+
+
+def _listens(host: str, port: int) -> bool:
+    """Return whether a process of this machine accepts connections at an address."""
+    try:
+        socket.create_connection((host, port), timeout=_CONNECT_TO_ITSELF_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def _start_nothing(node: Any, **settings: Any) -> None: ...
