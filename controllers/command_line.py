@@ -33,6 +33,7 @@ from controllers.compose.listing import named_root
 from controllers.compose.sources import MISSING, key_exists, value_at
 from controllers.run.finished import finished_step, show_finished
 from controllers.run.next_command import failure_hint, resume_hint, typed_command
+from controllers.supervisor import reports
 from verl_ray.cluster.signals import (
     heed_signals,
     outlast_full_disks,
@@ -293,6 +294,9 @@ def _run_with_config(
             print(f"{stop}. {hint}", file=sys.stderr, flush=True)
         return stop.exit_code
     except Exception as error:
+        if command == "train" and reports().restarts:
+            # It imports Ray.
+            importlib.import_module("controllers.run.next_driver").report_refusal(error)
         # A mistake in the configuration has its fix in its message.
         is_mistake = isinstance(error, ConfigError)
         if command == "train" and config is not None and not is_mistake:

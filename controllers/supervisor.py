@@ -6,8 +6,9 @@ needs neither configuration nor cluster, and nothing of the run can break it.
 
 Invariant: a driver that was killed, whose own words did not come to its end, or that
 has a failure which another driver may not have, is followed by another one, until too
-many bring no new step. Otherwise the exit code is the supervisor's own, and so is that
-of a driver that was told to stop. Signals go on to the driver.
+many bring no new step. One that is refused before it begins, by what may pass, is tried
+again until that has taken too long. Otherwise the exit code is the supervisor's own,
+and so is that of a driver that was told to stop. Signals go on to the driver.
 
 Deliberately not here: failures that the driver cures itself (`run/open_run.py`). This
 module imports nothing but Python's library, so that it starts at once.
@@ -24,6 +25,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -77,11 +79,9 @@ def supervise(command: Sequence[str]) -> int:
             return code if code >= 0 else 128 - code
 
         # A cluster of somebody else's may need a while to come back.
-        pause_s = min(_PAUSE_S * 2 ** (budget.without_step - 1), _LONGEST_PAUSE_S)
-        _say(
-            f"warning: {budget.ending(code)}; it starts again in {pause_s:g} s (number"
-            f" {budget.without_step} of at most {budget.limit} without a new step)"
-        )
+        num_before = budget.refusals or budget.without_step
+        pause_s = min(_PAUSE_S * 2 ** (num_before - 1), _LONGEST_PAUSE_S)
+        _say(f"warning: {budget.outlook(code, pause_s)}")
         # A sleep would go on after a signal.
         if signals.arrived.wait(pause_s):
             return _STOPPED
@@ -126,6 +126,13 @@ class _Budget:
         self._may_repeat = True
         self._reasons_without_step: set[str] = set()
         self._is_orderly = False
+        self.refusals = 0
+        """How many drivers in a row were refused before they began; 0 where the last
+        one was not."""
+        self._refusal = ""
+        """What refused the last driver, if it may pass."""
+        self._refused_since_s = 0.0
+        self._longest_wait_s = 0.0
         self.has_saved = False
         """Whether a driver has written a checkpoint."""
         self.same_run: list[str] = []
@@ -133,7 +140,7 @@ class _Budget:
 
     def begin(self) -> None:
         """Note that a driver begins."""
-        self._reason = ""
+        self._reason = self._refusal = ""
         self._may_repeat = True
         self._is_orderly = False
 
@@ -141,7 +148,11 @@ class _Budget:
         """Take a report of a driver."""
         if "max_restarts" in report:
             self.limit = report["max_restarts"]
+            self._longest_wait_s = report["max_wait_s"]
             self.same_run = report["same_run"]
+        if "begun" in report:
+            self.refusals = 0
+        self._refusal = report.get("refused", self._refusal)
         if report.get("step", 0) > self._newest_step:
             self._newest_step = report["step"]
             self.without_step = 0
@@ -154,8 +165,13 @@ class _Budget:
     def allows_another(self, code: int) -> bool:
         """Whether another driver follows one that ended with this code."""
         was_told_to_stop = code == _STOPPED or -code in _FORWARDED
-        if was_told_to_stop or (self._is_orderly and not self._reason):
+        if was_told_to_stop:
             return False
+        if self._refusal and not self._reason:
+            return self._may_wait()
+        if self._is_orderly and not self._reason:
+            return False
+        self.refusals = 0
         # Numbers, as of a process, differ.
         signature = re.sub(r"\d+", "N", self._reason)
         if not self._may_repeat and signature in self._reasons_without_step:
@@ -171,6 +187,35 @@ class _Budget:
             return False
         self.without_step += 1
         return True
+
+    def _may_wait(self) -> bool:
+        """Whether another driver is tried after one that was refused."""
+        now_s = time.monotonic()
+        if not self.refusals:
+            self._refused_since_s = now_s
+        self.refusals += 1
+        waited_s = now_s - self._refused_since_s
+        if waited_s < self._longest_wait_s:
+            return True
+        _say(
+            f"{self._refusal}: the run has waited for this for {waited_s:.0f} s"
+            f" (run.recovery.max_wait_s = {self._longest_wait_s:g})"
+        )
+        return False
+
+    def outlook(self, code: int, pause_s: float) -> str:
+        """Return how a driver ended, and when the next one starts, in words."""
+        if self.refusals:
+            waited_s = time.monotonic() - self._refused_since_s
+            return (
+                f"the run waits for what refuses its start: {self._refusal}; it starts"
+                f" again in {pause_s:g} s ({waited_s:.0f} of at most"
+                f" {self._longest_wait_s:g} s)"
+            )
+        return (
+            f"{self.ending(code)}; it starts again in {pause_s:g} s (number"
+            f" {self.without_step} of at most {self.limit} without a new step)"
+        )
 
     def ending(self, code: int) -> str:
         """Return how a driver ended, in words."""
@@ -247,24 +292,53 @@ class Reports:
     """The way from a driver to its supervisor, if it has one."""
 
     def __init__(
-        self, descriptor: int | None, restarts: int, *, follows_saved: bool
+        self,
+        descriptor: int | None,
+        restarts: int,
+        *,
+        follows_saved: bool,
+        supervisor: int | None = None,
     ) -> None:
         """Take the descriptor of the pipe; None without a supervisor."""
         self._descriptor = descriptor
+        self.supervisor = supervisor
+        """Process id of the supervisor; None without one."""
+        self.has_asked = False
+        """Whether this driver has asked for another one."""
         self.restarts = restarts
         """How many drivers of this command came before."""
         self.follows_saved = follows_saved
         """Whether one of them has written a checkpoint."""
+        self.has_begun = False
+        """Whether all of the run has started."""
 
-    def limit(self, max_restarts: int, same_run: Sequence[str]) -> None:
+    def limit(
+        self, max_restarts: int, max_wait_s: float, same_run: Sequence[str]
+    ) -> None:
         """Report that a killed driver may be followed by others.
 
         Args:
             max_restarts: By how many without a new step.
+            max_wait_s: Longest time in seconds in which others are refused.
             same_run: Overrides of their commands, since the name of a run may hold the
                 time.
         """
-        self._write({"max_restarts": max_restarts, "same_run": list(same_run)})
+        self._write(
+            {
+                "max_restarts": max_restarts,
+                "max_wait_s": max_wait_s,
+                "same_run": list(same_run),
+            }
+        )
+
+    def begun(self) -> None:
+        """Report that all of the run has started."""
+        self.has_begun = True
+        self._write({"begun": True})
+
+    def refused(self, reason: str) -> None:
+        """Report what refuses the start of this driver, and may pass."""
+        self._write({"refused": reason})
 
     def saved(self) -> None:
         """Report that a checkpoint is written."""
@@ -281,6 +355,7 @@ class Reports:
             reason: The failure, in words.
             once: Whether the same one again, without a new step, is the last.
         """
+        self.has_asked = True
         self._write({"retry": reason, "once": once})
 
     def end(self) -> None:
@@ -319,4 +394,6 @@ def report_to_supervisor() -> None:
     if os.getppid() != supervisor:
         # It was killed before the last call.
         os.kill(os.getpid(), signal.SIGTERM)
-    _reports = Reports(descriptor, restarts, follows_saved=bool(saved))
+    _reports = Reports(
+        descriptor, restarts, follows_saved=bool(saved), supervisor=supervisor
+    )

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tests.faults import LOADING, Fault
-from tests.layouts import LAYOUTS
+from tests.layouts import LAYOUTS, SURROUNDED
 
 FAULTS = ("kill", "freeze", "slow", "starve", "full")
+"""What may happen to a process of a run."""
 
 PHASES = {
     "start": (LOADING, 1, 0.0),
@@ -70,12 +71,25 @@ class Drill:
     @property
     def kind(self) -> str:
         """What the process is, whatever its rank."""
-        grader = LAYOUTS[self.layout].grader
+        grader = (LAYOUTS | SURROUNDED)[self.layout].grader
         if self.process == "reward-0" and grader is not None:
             return grader
         if self.process.endswith("-child"):
             return "reward's child"
         return self.process.partition("-0")[0].partition("-1")[0]
+
+
+OF_SURROUNDINGS = (
+    # The service that scores answers nothing for a while.
+    Drill("http", "service", "outage", "generate"),
+    # The disk has room for one start: the second has to know what is there already.
+    Drill("cramped", "driver", "kill", "checkpoint"),
+    # There is no checkpoint, only what the first driver and the ranks have in memory.
+    Drill("unsaved", "driver", "kill", "learn"),
+    # Somebody sets the clock, and sets it back.
+    Drill("long", "clock", "hour", "learn"),
+)
+"""Drills of what a run stands on, each with a layout of its own."""
 
 
 def every_drill() -> Iterator[Drill]:
@@ -86,6 +100,7 @@ def every_drill() -> Iterator[Drill]:
             for fault in FAULTS:
                 for phase in PHASES:
                     yield Drill(name, process, fault, phase)
+    yield from OF_SURROUNDINGS
 
 
 def chosen_drills() -> Iterator[Drill]:
@@ -95,6 +110,7 @@ def chosen_drills() -> Iterator[Drill]:
             for process in processes.split():
                 for phase in phases:
                     yield Drill(layout, process, fault, phase)
+    yield from OF_SURROUNDINGS
 
 
 _ALL_FAULTS = "kill freeze slow"

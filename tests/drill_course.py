@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -18,9 +19,11 @@ import psutil
 
 from controllers.run.faults import FAULTS
 from tests.drill_choice import Drill
-from tests.faults import BEGUN, HAPPENED, SUPERVISED
+from tests.faults import BEGUN, HAPPENED, OUTSIDE, SUPERVISED
 from tests.kills import ROOT, Run
 from tests.layouts import Layout, differing, recorded
+from tests.surroundings import Surroundings
+from verl_ray.checkpoint.snapshot_files import left_by
 from verl_ray.tracking.jsonl import METRICS
 
 PATIENCE_S = 180.0
@@ -67,7 +70,8 @@ class Outcome:
         replayed: Number of steps that were trained again.
         cures: What the run did, by its record, and the drivers that followed.
         differs: What has other bits than without the fault, among metrics, weights and
-            states of the optimizer; None where the run did not come to its end.
+            states of the optimizer, what is left in shared memory, and what was wrong
+            around the run; None where the run did not come to its end.
         said: The last words of a run that did not go on.
     """
 
@@ -87,10 +91,12 @@ class Outcome:
     said: str
 
 
-def follow(run: Run, fault: str, output: Path) -> Course:
+def follow(
+    run: Run, fault: str, output: Path, environment: Mapping[str, str]
+) -> Course:
     """Make a run with a fault; return what was seen of it."""
     course = Course()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **environment, "OMP_NUM_THREADS": "1"}
     environment.pop("RAY_ADDRESS", None)
     with output.open("wb") as written, output.open("rb") as said:
         supervisor = subprocess.Popen(
@@ -150,17 +156,22 @@ def _end(supervisor: subprocess.Popen[bytes]) -> None:
             process.kill()
 
 
-def make(drill: Drill, layout: Layout, whole: Run, folder: Path) -> Outcome:
+def make(
+    drill: Drill, layout: Layout, whole: Run, surroundings: Surroundings, output: Path
+) -> Outcome:
     """Make one drill; return what became of it.
 
     Args:
         drill: The drill.
         layout: Its layout.
         whole: The run of the same layout that nothing happened to.
-        folder: Its run.dir.
+        surroundings: What the run stands on.
+        output: File for what the run says.
     """
+    folder = surroundings.folder
     run = layout.run(whole.inputs, folder)
-    course = follow(run, drill.happening, folder.with_suffix(".log"))
+    with surroundings.acting():
+        course = follow(run, drill.happening, output, surroundings.environment)
     happened = recorded(folder / HAPPENED)
     began = float(str(happened[0]["time"])) if happened else course.ended
 
@@ -179,7 +190,8 @@ def make(drill: Drill, layout: Layout, whole: Run, folder: Path) -> Outcome:
         kind=drill.kind,
         fault=drill.fault,
         phase=drill.phase,
-        happened=bool(happened) and happened[0]["found"] != 0,
+        happened=bool(happened)
+        and (happened[0]["found"] != 0 or drill.fault in OUTSIDE),
         went_on=went_on,
         noticed_s=since(
             [
@@ -194,7 +206,13 @@ def make(drill: Drill, layout: Layout, whole: Run, folder: Path) -> Outcome:
             *(str(fault["cure"]) for fault in faults),
             *("another driver" for _ in drivers),
         ],
-        differs=differing(layout, whole, run) if went_on else None,
+        differs=[
+            *differing(layout, whole, run),
+            *(f"{path} is left" for path in left_by(str(folder))),
+            *surroundings.wrong,
+        ]
+        if went_on
+        else None,
         said="" if went_on else said[-4000:],
     )
 

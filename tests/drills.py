@@ -1,4 +1,5 @@
-"""Drills: a process of a real run dies, stops or starves in a phase, and nobody comes.
+"""Drills: a process of a real run dies, stops or starves in a phase, or what the run
+stands on gives way, and nobody comes.
 
 As a program this file makes a run for each drill, and prints a line for each: whether
 the run went on by itself, the seconds until it said so, until the next new step and
@@ -10,7 +11,9 @@ weights and the optimizer have the bits of a run that nothing happened to::
 
 Without `--all` it makes the drills of a fixed choice. `--list` only says which. `--json`
 appends a line for each to a file, as soon as it is made. `tests/test_drills.py` makes a
-fixed sample. Deliberately not here: how a fault happens (`tests/faults.py`).
+fixed sample. A drill that this machine cannot make
+is left out, with the reason. Deliberately not here: how a fault happens
+(`tests/faults.py`, `tests/surroundings.py`).
 """
 
 from __future__ import annotations
@@ -27,8 +30,10 @@ from pathlib import Path
 from tests.controllers.runs import make_inputs
 from tests.drill_choice import FAULTS, PHASES, Drill, chosen_drills, every_drill
 from tests.drill_course import Outcome, make
+from tests.faults import OUTSIDE
 from tests.kills import Run
-from tests.layouts import LAYOUTS
+from tests.layouts import LAYOUTS, SURROUNDED
+from tests.surroundings import ScoringService, hindrance, surrounding
 
 STALL_S = 45
 """Limit of a process without progress, which a start keeps on an idle machine."""
@@ -38,7 +43,7 @@ NOT_THERE = "rollout's child: there is none, since vLLM's engine runs in its rep
 _ERROR = re.compile(r"^[A-Z][a-z]+[A-Z]\w+: .*", re.MULTILINE)
 """A failure as a run says it at its end: the name of its class, and the cause."""
 
-_ROW = "{:7}{:21}{:8}{:18}{:8}{:>8}{:>10}{:>8}{:>9}  {}"
+_ROW = "{:8}{:21}{:8}{:18}{:8}{:>8}{:>10}{:>8}{:>9}  {}"
 _TITLES = _ROW.format(
     "layout", "process", "fault", "phase", "went on", "noticed", "next step", "end",
     "replayed", "bits; what the run did",
@@ -106,19 +111,31 @@ def make_all(drills: list[Drill], folder: Path, record: Path | None) -> list[Out
     inputs = make_inputs(folder / "inputs")
     whole: dict[str, Run] = {}
     outcomes = []
-    for number, drill in enumerate(drills):
-        layout = replace(LAYOUTS[drill.layout], stall_s=STALL_S)
-        if drill.layout not in whole:
-            whole[drill.layout] = layout.run(inputs, folder / drill.layout)
-            code, output = whole[drill.layout].process([])
-            assert code == 0, output
+    with ScoringService() as service:
+        for number, drill in enumerate(drills):
+            reason = hindrance(drill, folder)
+            if reason is not None:
+                print(f"{drill.layout:8}{drill.happening} is not made: {reason}")
+                continue
 
-        outcome = make(drill, layout, whole[drill.layout], folder / f"drill-{number}")
-        outcomes.append(outcome)
-        print(row(outcome), flush=True)
-        if record is not None:
-            with record.open("a") as file:
-                file.write(json.dumps(asdict(outcome)) + "\n")
+            layout = replace((LAYOUTS | SURROUNDED)[drill.layout], stall_s=STALL_S)
+            if layout.grader == "service":
+                changes = (*layout.changes, f"reward.url='{service.url}'")
+                layout = replace(layout, changes=changes)
+            if drill.layout not in whole:
+                whole[drill.layout] = layout.run(inputs, folder / drill.layout)
+                code, output = whole[drill.layout].process([])
+                assert code == 0, output
+
+            log = folder / f"drill-{number}.log"
+            run = layout.run(inputs, folder / f"drill-{number}")
+            with surrounding(drill, run, service) as surroundings:
+                outcome = make(drill, layout, whole[drill.layout], surroundings, log)
+            outcomes.append(outcome)
+            print(row(outcome), flush=True)
+            if record is not None:
+                with record.open("a") as file:
+                    file.write(json.dumps(asdict(outcome)) + "\n")
     return outcomes
 
 
@@ -126,9 +143,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--layout", choices=LAYOUTS)
+    parser.add_argument("--layout", choices=LAYOUTS | SURROUNDED)
     parser.add_argument("--process")
-    parser.add_argument("--fault", choices=FAULTS)
+    parser.add_argument("--fault", choices=(*FAULTS, *OUTSIDE))
     parser.add_argument("--phase", choices=PHASES)
     parser.add_argument("--all", action="store_true", help="not only the fixed choice")
     parser.add_argument("--list", action="store_true", help="say which drills, only")
@@ -138,7 +155,7 @@ def main() -> int:
     drills = wanted(options)
     if options.list:
         for drill in drills:
-            print(f"{drill.layout:7} {drill.happening}")
+            print(f"{drill.layout:8}{drill.happening}")
         return 0
     if not drills:
         parser.error("no drill has this layout, process, fault and phase; see --list")

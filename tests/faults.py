@@ -8,8 +8,9 @@ taken::
 
 A phase is named by the beginning of its text. Actions are kill (signal 9), freeze
 (stopped for good), hold (stopped for two seconds), slow (stopped for most of the time),
-starve (no memory beyond what it has), full (no byte into a file, for a second) and
-stop (SIGINT). A process is called by the name of its log without the number of its
+starve (no memory beyond what it has), full (no byte into a file, for a second),
+stop (SIGINT), and outage and hour, which somebody outside of the run brings about
+(`tests/surroundings.py`) and of which only the line below is written. A process is called by the name of its log without the number of its
 incarnation, or `driver`, or by its own name if it descends from the driver; `NAME-child`
 are those that NAME has started. With `--supervised` before the faults the driver is the
 child of a supervisor, and a fault that has happened does not happen to a later driver.
@@ -59,7 +60,11 @@ LOADING = "loading the"
 HAPPENED = "happened.jsonl"
 BEGUN = "begun.jsonl"
 SUPERVISED = "--supervised"
-_ACTIONS = "kill|freeze|hold|slow|starve|full|stop"
+OUTSIDE = ("outage", "hour")
+"""Actions that are taken outside of the run."""
+_ACTIONS = "|".join(
+    ("kill", "freeze", "hold", "slow", "starve", "full", "stop", *OUTSIDE)
+)
 _FAULT = re.compile(rf"(.+)@(\d+):({_ACTIONS})=([\w:-]+)(?:\+([\d.]+))?")
 _HELD_S = 2.0
 _FULL_S = 1.0

@@ -6,7 +6,7 @@ Deliberately not here: what happens to them (`tests/faults.py`).
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.controllers.runs import Inputs
@@ -45,7 +45,7 @@ class Layout:
         roles: The roles that a checkpoint holds.
         steps: Number of its steps.
         stall_s: Its limit of a process without progress.
-        grader: What grades instead of a function: a reward model or a judge.
+        grader: What grades instead of a function: a reward model, a judge or a service.
     """
 
     root: str
@@ -67,7 +67,9 @@ class Layout:
         """
         changes = (f"run.stall_s={self.stall_s}", *self.changes, *changes)
         if self.grader is not None:
-            changes = (*changes, f"reward.model.path={self._grading_model(inputs)}")
+            if self.grader != "service":
+                model = self._grading_model(inputs)
+                changes = (*changes, f"reward.model.path={model}")
             inputs = GradedByModel(inputs.model, inputs.train, inputs.validation)
         return Run(inputs, folder, self.schedule, self.steps, changes, self.root)
 
@@ -125,6 +127,29 @@ LAYOUTS = {
         grader="judge",
     ),
 }  # fmt: skip
+
+SURROUNDED = {
+    # Its service is up to whoever makes the run (`tests/surroundings.py`).
+    "http": Layout(
+        "grpo",
+        "synchronous",
+        (
+            "placement=separate", "reward=http", "reward.request_timeout_s=10", "reward.deadline_s=40",
+        ),
+        ("actor-0", "reward-0", "rollout-0"),
+        ("actor",),
+        grader="service",
+    ),
+    # So is its small disk.
+    "cramped": LAYOUTS["small"],
+    "unsaved": replace(
+        LAYOUTS["small"],
+        changes=("placement=separate", "run.checkpoint_every=100", "run.recovery.snapshot_every=1"),
+    ),
+    # It lasts for longer than the clock is wrong.
+    "long": replace(LAYOUTS["small"], steps=50),
+}  # fmt: skip
+"""Layouts of the drills of what a run stands on."""
 
 
 def recorded(path: Path) -> list[dict[str, object]]:

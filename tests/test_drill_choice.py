@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import struct
 import subprocess
 import sys
 import time
@@ -17,14 +19,16 @@ from tests.drill_choice import (
     FAULTS,
     OF_EVERY_RUN,
     PHASES,
+    Drill,
     chosen_drills,
     every_drill,
 )
 from tests.drill_course import Course, Outcome, look
 from tests.drills import row, summary
-from tests.faults import HAPPENED, Fault
+from tests.faults import HAPPENED, OUTSIDE, Fault
 from tests.kills import Run
-from tests.layouts import LAYOUTS, recorded
+from tests.layouts import LAYOUTS, SURROUNDED, recorded
+from tests.surroundings import HOUR_S, ScoringService, hindrance, surrounding
 from tests.waiting import PATIENCE_S, until
 from verl_ray.tracking.jsonl import METRICS
 
@@ -44,9 +48,9 @@ for line in sys.stdin:
 def test_the_table_has_each_process_fault_and_phase() -> None:
     chosen, every = list(chosen_drills()), set(every_drill())
     assert len(set(chosen)) == len(chosen) and set(chosen) <= every
-    assert {drill.fault for drill in chosen} == set(FAULTS)
+    assert {drill.fault for drill in chosen} == {*FAULTS, *OUTSIDE}
     assert {drill.kind for drill in chosen} == {drill.kind for drill in every}
-    assert {drill.layout for drill in chosen} == set(LAYOUTS)
+    assert {drill.layout for drill in chosen} == set(LAYOUTS | SURROUNDED)
     for process in ("actor-0", "rollout-0", "driver"):
         killed = [drill.phase for drill in chosen if drill.process == process]
         assert set(PHASES) <= set(killed)
@@ -93,6 +97,28 @@ def test_a_process_is_slow_and_has_no_memory(tmp_path: Path) -> None:
         asking.wait()
     found = [line["found"] for line in recorded(tmp_path / HAPPENED)]
     assert found == [1, 1]
+
+
+NOW = "import psutil, time; print(time.time(), psutil.boot_time())"
+
+
+@pytest.mark.processes
+def test_the_clock_and_the_start_of_the_machine_are_set(tmp_path: Path) -> None:
+    drill = Drill("long", "clock", "hour", "learn")
+    reason = hindrance(drill, tmp_path)
+    if reason is not None:
+        pytest.skip(reason)
+    run = Run(Inputs(tmp_path, tmp_path, tmp_path), tmp_path / "run", "synchronous", 2)
+    with ScoringService() as service, surrounding(drill, run, service) as surroundings:
+        (shift,) = tmp_path.glob("*.shift")
+        shift.write_bytes(struct.pack("=q", HOUR_S))
+        output = subprocess.check_output(
+            [sys.executable, "-c", NOW],
+            env={**os.environ, **surroundings.environment}, text=True,
+        )  # fmt: skip
+    clock, start = map(float, output.split())
+    assert clock - time.time() == pytest.approx(HOUR_S, abs=60)
+    assert start - psutil.boot_time() == pytest.approx(HOUR_S, abs=2)
 
 
 def _wait_for(log: Path, last: str) -> None:

@@ -8,9 +8,21 @@ not exceptions.
 
 from __future__ import annotations
 
+import errno
 import json
 from dataclasses import dataclass
 from pathlib import Path
+
+_PASSING = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EMFILE),
+    *(errno.EADDRINUSE, errno.ECONNREFUSED, errno.ECONNRESET, errno.ETIMEDOUT),
+)
+"""Failures of disks and of connections that pass."""
+
+
+def is_passing(error: BaseException | None) -> bool:
+    """Return whether an error of the operating system may pass by itself."""
+    return isinstance(error, OSError) and error.errno in _PASSING
 
 
 class VerlRayError(Exception):
@@ -21,6 +33,11 @@ class VerlRayError(Exception):
     """For an error raised in a worker: its process, and the place of its stack."""
     spares_worker = False
     """Whether a worker that raises the error can be called again, as it was before."""
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether it may be gone after a while although the user changes nothing."""
+        return is_passing(self.__cause__)
 
     def report(self) -> str:
         """Return everything that a user is told, without a traceback.
@@ -58,12 +75,15 @@ class Problem:
         value: Value of the setting.
         rule: Rule that the value breaks.
         fix: What would be right.
+        may_pass: Whether it may be gone after a while although nothing is changed: it
+            is about the machine or a service, and not about what the user has written.
     """
 
     key: str
     value: object
     rule: str
     fix: str
+    may_pass: bool = False
 
     def __str__(self) -> str:
         return f"{self.key} = {self.value!r}: {self.rule}. {self.fix}"
@@ -77,6 +97,11 @@ class ConfigError(VerlRayError):
     def __init__(self, problems: list[Problem]) -> None:
         super().__init__(problems)
         self.problems = problems
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether all of its problems may."""
+        return all(problem.may_pass for problem in self.problems)
 
     def __str__(self) -> str:
         """Return a block per problem: key = value, the rule, what would be right."""
@@ -215,18 +240,30 @@ class HubError(DataError, ModelError):
         rule: What is wrong.
         fix: What to do.
         about_revision: Whether the revision is wrong, and not the id.
+        is_away: Whether the hub cannot be reached at present, or the disk is full.
     """
 
     exit_code = 2
 
     def __init__(
-        self, repository: str, rule: str, fix: str, about_revision: bool = False
+        self,
+        repository: str,
+        rule: str,
+        fix: str,
+        about_revision: bool = False,
+        is_away: bool = False,
     ) -> None:
         super().__init__(rule, fix=fix, place=repository)
         # An exception is rebuilt from these in another process.
-        self.args = repository, rule, fix, about_revision
+        self.args = repository, rule, fix, about_revision, is_away
         self.repository = repository
         self.about_revision = about_revision
+        self.is_away = is_away
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether the hub may be reached later."""
+        return self.is_away
 
     def __str__(self) -> str:
         return f"{self.repository}: {self.rule}. {self.fix}"
@@ -311,12 +348,26 @@ class TrackingError(VerlRayError):
     """The record of a run (metrics, samples, W&B run) cannot be written or read."""
 
 
+class TrackerAway(TrackingError):
+    """A service that keeps the record of a run cannot be reached."""
+
+    @property
+    def may_pass(self) -> bool:
+        """Return True: it may be back later."""
+        return True
+
+
 class InstallationError(VerlRayError):
     """Parts of this program do not belong together."""
 
 
 class ClusterError(VerlRayError):
     """The Ray cluster cannot provide what the run needs."""
+
+    @property
+    def may_pass(self) -> bool:
+        """Return True: nodes come back, and what others hold gets free."""
+        return True
 
 
 class ClusterLost(ClusterError):

@@ -132,11 +132,18 @@ def owner_of(path: Path) -> Owner | None:
     return None if match is None else Owner.parse(match["owner"])
 
 
-def remove_stale(folder: Path) -> None:
-    """Remove the files and directories in a folder of owners that have exited."""
+def remove_stale(folder: Path, spared: str | None = None) -> None:
+    """Remove the files and directories in a folder of owners that have exited.
+
+    Args:
+        folder: The folder.
+        spared: A part of the names of those that stay; None for none.
+    """
     for path in folder.glob("verl_ray-*"):
         owner = owner_of(path)
         if owner is None or not owner.has_ended:
+            continue
+        if spared is not None and spared in path.name:
             continue
 
         # Another process may have removed it by now.

@@ -12,12 +12,10 @@ without its sticky bit, they can take a file away, but cannot put another in its
 from __future__ import annotations
 
 import os
-import shutil
 import stat
 from pathlib import Path
 
 from verl_ray.errors import UnsafeFile
-from verl_ray.ownership import remove_stale
 
 SHARED_MEMORY = Path("/dev/shm")
 """File system of the files that processes of a machine share in memory."""
@@ -43,16 +41,6 @@ def users_folder(parent: Path) -> Path:
     """
     user = _outer_user(os.geteuid(), _USERS.read_text())
     return private_folder(parent / f"verl_ray-{user}")
-
-
-def available_bytes() -> int:
-    """Return the free bytes in /dev/shm, after the removal of stale files.
-
-    Raises:
-        UnsafeFile: This user's folder there is not its own.
-    """
-    remove_stale(shared_folder())
-    return shutil.disk_usage(SHARED_MEMORY).free
 
 
 def private_folder(path: Path) -> Path:

@@ -80,6 +80,17 @@ class RolloutSpec:
 
 
 @dataclass(frozen=True)
+class ReplicaHealth(ServerHealth):
+    """State of a replica: of its server, and of its endpoint.
+
+    Attributes:
+        endpoint_port: Port for clients outside of the run; None while it is not open.
+    """
+
+    endpoint_port: int | None = None
+
+
+@dataclass(frozen=True)
 class Generation:
     """Settings of a call that generates responses to prompts."""
 
@@ -262,9 +273,10 @@ class RolloutWorker:
         """Abort all requests of the run; their callers get the tokens so far."""
         self.server.abort()
 
-    def health(self) -> ServerHealth:
-        """State of the engine and its requests."""
-        return self.server.health()
+    def health(self) -> ReplicaHealth:
+        """State of the engine, its requests and the endpoint."""
+        port = self.endpoint_port()
+        return ReplicaHealth(**vars(self.server.health()), endpoint_port=port)
 
     @steering
     def take_episode_counts(self) -> EpisodeCounts:
@@ -274,7 +286,7 @@ class RolloutWorker:
         return self.episodes.take_counts()
 
     def endpoint_port(self) -> int | None:
-        """Port for clients outside of the run; None without an endpoint."""
+        """Port for clients outside of the run; None while there is none open."""
         if self.endpoint is None:
             return None
         return self.endpoint.port
@@ -475,6 +487,8 @@ def start_endpoint(
         model=spec.name,
         max_model_len=spec.max_model_len,
         arguments=spec.template_arguments,
+        # The port was free at the first start, so who has it now may go again.
+        waits=context.incarnation > 1,
     )
 
 

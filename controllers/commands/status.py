@@ -13,9 +13,12 @@ from typing import NoReturn
 
 import psutil
 
+from verl_ray.checkpoint.snapshot_files import bytes_left
 from verl_ray.errors import ConfigError, Problem
 from verl_ray.ownership import Owner
 from verl_ray.paths import OUTPUTS, RUN_HELP, run_folder
+from verl_ray.preflight.machine import MIB
+from verl_ray.private_files import SHARED_MEMORY
 from verl_ray.profiling.output_lines import printable
 from verl_ray.profiling.process_table import (
     STATUS,
@@ -40,6 +43,11 @@ def main(argv: list[str]) -> int:
     status = status_of(arguments.run)
     state, is_gone = state_of_driver(status)
     print(state)
+    if is_gone and (nbytes := bytes_left(str(run_folder(arguments.run)))):
+        print(
+            f"its snapshots take {nbytes / MIB:.1f} MiB of {SHARED_MEMORY}. The next"
+            " driver of the run goes on from them; any other run removes them"
+        )
     if status.ended:
         return 0
 

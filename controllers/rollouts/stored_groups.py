@@ -18,7 +18,7 @@ with tokens that are more than algorithm.replay_age versions old.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -269,16 +269,6 @@ class Replay:
         groups = _joined([_without(batch, replaced), _only(stored, replayed)])
         assert groups is not None, "a batch keeps its size"
         return Exchange(groups, replaced, replayed)
-
-    def files(self) -> Callable[[Path], None]:
-        """Return what writes the groups of now to the folder of a checkpoint."""
-        groups = self.groups
-
-        def write(checkpoint: Path) -> None:
-            if groups is not None:
-                write_groups(checkpoint / REPLAY_FOLDER, groups, self._config)
-
-        return write
 
     def read(self, checkpoint: Path) -> None:
         """Take back the groups of a checkpoint."""

@@ -37,8 +37,7 @@ from verl_ray.errors import (
     worker_error_of,
 )
 from verl_ray.rollout.requests import EngineLoad
-from verl_ray.rollout.server import ServerHealth
-from workers.rollout import RolloutWorker
+from workers.rollout import ReplicaHealth, RolloutWorker
 
 T = TypeVar("T")
 
@@ -238,13 +237,19 @@ class ReplicaSupervisor:
                 _check_engine(replica, status)
                 if self.expects_progress:
                     _check_progress(replica, status)
-                health: ServerHealth | None = status.health.get(replica.role)
+                health: ReplicaHealth | None = status.health.get(replica.role)
                 if health is not None:
-                    self._loads[replica] = health.load
+                    self._note_health(replica, health)
         except WorkerError as error:
             replica.fail(error)
             self._unhealthy.add(replica)
             raise
+
+    def _note_health(self, replica: Replica, health: ReplicaHealth) -> None:
+        self._loads[replica] = health.load
+        # An endpoint may have waited for its port.
+        if self._endpoints is not None and health.endpoint_port is not None:
+            self._endpoints.announce(replica, health.endpoint_port)
 
     def _is_lost(self, replica: Replica, error: WorkerError) -> bool:
         """Return whether a replica has to be restarted after a call of it failed."""
@@ -303,6 +308,9 @@ class ReplicaSupervisor:
 
         if replica in self._available:
             self._available.remove(replica)
+            # One whose restart failed is not announced, and may have no process.
+            if self._endpoints is not None:
+                self._endpoints.withdraw(replica)
         self._unhealthy.discard(replica)
 
         if not self.is_excused(replica):
@@ -334,9 +342,15 @@ class ReplicaSupervisor:
         self._restarts[replica] = restart
 
     def _announce(self, replica: Replica) -> None:
-        """Publish the address of a replica that has started."""
-        if self._endpoints is not None:
-            self._endpoints.announce(replica)
+        """Publish the address of a replica that has started, if its port is open."""
+        if self._endpoints is None:
+            return
+
+        port = replica.rank_zero(RolloutWorker.endpoint_port).result()
+        if port is not None:
+            self._endpoints.announce(replica, port)
+        else:
+            self._endpoints.warn_of_wait(replica)
 
 
 def _check_engine(replica: Replica, status: Status) -> None:
@@ -374,11 +388,11 @@ def _check_progress(replica: Replica, status: Status) -> None:
 
 # The addresses at which clients outside of the run find the rollout replicas.
 #
-# Each replica is announced by a line on stdout when it starts, and by
+# Each replica is announced by a line on stdout when its port is open, and by
 # run.dir/endpoints.json.
 #
-# Invariant: the file names every replica that has started, at its present address. It
-# is removed when the run ends, unless the run is killed.
+# Invariant: the file names the replicas whose ports are open, as far as is known, at
+# their present addresses. It is removed when the run ends, unless the run is killed.
 
 
 FILE = "endpoints.json"
@@ -396,26 +410,44 @@ class Endpoints:
         self._entries: dict[int, dict[str, str]] = {}
         """Entries of the file, by rank of the replica."""
 
-    def announce(self, replica: WorkerGroup[RolloutWorker]) -> None:
-        """Announce a replica that has started, for the first time or again."""
+    def announce(self, replica: Replica, port: int) -> None:
+        """Announce a replica whose port is open. Only the first call has an effect."""
         (member,) = replica.members()
-        assert member.process_info is not None, "the replica has started"
+        if member.rank in self._entries:
+            return
 
+        assert member.process_info is not None, "the replica has started"
         host = _client_host(self._host, member.process_info.address)
-        port = replica.rank_zero(RolloutWorker.endpoint_port).result()
         url = f"http://{host}:{port}/v1"
         print(
             f"rollout replica {member.rank} answers at {url} (model {self._model}, on"
             f" {member.node})",
             flush=True,
         )
-        # A replica that starts again replaces its entry: it may have another port.
         self._entries[member.rank] = {
             "url": url,
             "model": self._model,
             "node": member.node,
         }
         self._write()
+
+    def withdraw(self, replica: Replica) -> None:
+        """Remove the entry of a lost replica, if it has one."""
+        (member,) = replica.members()
+        if self._entries.pop(member.rank, None) is not None:
+            self._write()
+
+    def warn_of_wait(self, replica: Replica) -> None:
+        """Say that a replica has started, and that its port is not open yet."""
+        (member,) = replica.members()
+        assert member.process_info is not None, "the replica has started"
+        print(
+            f"warning: rollout replica {member.rank} on {member.node} generates, but"
+            " does not answer clients before it can listen on its port; what prevents"
+            f" it is in {member.process_info.log_path}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def close(self) -> None:
         """Remove the file: no replica replies any more."""

@@ -21,6 +21,7 @@ from controllers.rollouts.graders import ScoreFailures
 from controllers.rollouts.producer import ENDS_REPLICAS, Producer
 from controllers.rollouts.stored_groups import (
     FOLDER,
+    REPLAY_FOLDER,
     Exchange,
     Replay,
     read_groups,
@@ -62,6 +63,40 @@ class Belongings:
     """A copy of it."""
     replay: Experience | None
     """Groups of earlier steps that may be replayed."""
+
+
+@dataclass(frozen=True, eq=False)
+class SupplyFiles:
+    """The files of a state of a supply, as they were when this was made."""
+
+    step: int
+    """The step that the state is of."""
+    ledger: Ledger
+    groups: Experience | None
+    """Finished groups that are not trained yet."""
+    curriculum: Curriculum | None
+    """A copy of it."""
+    replay: Experience | None
+    """Groups of earlier steps that may be replayed."""
+    config: RLConfig
+
+    def write(self, checkpoint: Path) -> None:
+        """Write them to the folder of a checkpoint, and the ledger beside it."""
+        self._write(checkpoint)
+        self.ledger.write(self.step)
+
+    def keep(self, snapshot: Path) -> None:
+        """Write them to the folder of a snapshot, with events of the ledger."""
+        self._write(snapshot)
+        self.ledger.keep(snapshot, self.step)
+
+    def _write(self, folder: Path) -> None:
+        if self.groups is not None:
+            write_groups(folder / FOLDER, self.groups, self.config)
+        if self.replay is not None:
+            write_groups(folder / REPLAY_FOLDER, self.replay, self.config)
+        if self.curriculum is not None:
+            self.curriculum.write(folder)
 
 
 class Supply:
@@ -468,29 +503,25 @@ class Supply:
         if len(usable.rollouts):
             self.buffer.restore(usable)
 
-    def files(self, step: int) -> Callable[[Path], None]:
-        """Return what writes the ledger, untrained finished groups, and scores of rows.
+    def files(self, step: int) -> SupplyFiles:
+        """Return the ledger, untrained finished groups, and scores of rows.
 
         Args:
             step: The step that the last `state` is of.
         """
-        groups = self.buffer.whole()
-        write_replay = self._replay.files() if self._replay is not None else None
         curriculum = self._curriculum.copy() if self._curriculum is not None else None
+        replay = self._replay.groups if self._replay is not None else None
+        return SupplyFiles(
+            step, self.ledger, self.buffer.whole(), curriculum, replay, self._config
+        )
 
-        def write(checkpoint: Path) -> None:
-            if groups is not None:
-                write_groups(checkpoint / FOLDER, groups, self._config)
-            if write_replay is not None:
-                write_replay(checkpoint)
-            if curriculum is not None:
-                curriculum.write(checkpoint)
-            self.ledger.write(step)
-
-        return write
+    def take_back(self, snapshot: Path) -> None:
+        """Take back what `SupplyFiles.keep` wrote to the folder of a snapshot."""
+        self.load_files(snapshot)
+        self.ledger.take_back(snapshot)
 
     def load_files(self, checkpoint: Path) -> None:
-        """Take back what `files` wrote to the folder of a checkpoint."""
+        """Take back what `SupplyFiles` wrote to the folder of a checkpoint."""
         if self._curriculum is not None:
             self._curriculum.read(checkpoint)
         if self._replay is not None:

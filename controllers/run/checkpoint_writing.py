@@ -91,7 +91,7 @@ class CheckpointWriting:
                 for name, group in content.groups.items()
             }
             if content.files is not None:
-                content.files(folder)
+                content.files.write(folder)
             wait_all(list(saves.values()), background=background)
             if not self._behind:
                 self._note_files(saves)

@@ -17,6 +17,7 @@ from typing import Any
 from controllers.run.best import best_of, evaluations_of
 from controllers.run.finished import REPORT
 from controllers.run.next_command import next_in_words
+from controllers.supervisor import reports
 from controllers.trainers.base import Task
 from controllers.watch.measures import Metrics
 from verl_ray.algorithms.intervals import Interval
@@ -77,17 +78,31 @@ class Conclusion:
         self._task: Task[Any, Any] | None = None
         self._trackers: Trackers | None = None
         self._preparing_s = 0.0
-        begin_stint(self._folder, first_step, begun_s, command, installed_versions())
+        begin_stint(
+            self._folder,
+            first_step,
+            begun_s,
+            command,
+            installed_versions(),
+            follows=reports().restarts > 0,
+        )
 
     def prepared(self, seconds: float) -> None:
         """Note how long the run took to make its inputs."""
         self._preparing_s = seconds
 
-    def record(self, task: Task[Any, Any], trackers: Trackers) -> None:
-        """Note that all is started, and that the record of the run is open."""
+    def record(self, task: Task[Any, Any], trackers: Trackers, first_step: int) -> None:
+        """Note that all is started, and that the record of the run is open.
+
+        Args:
+            task: The task.
+            trackers: They write the record.
+            first_step: Number of steps that were finished before.
+        """
         self._task = task
         self._trackers = trackers
-        ready_stint(self._folder, self._preparing_s)
+        self._first_step = first_step
+        ready_stint(self._folder, first_step, self._preparing_s)
 
     def finish(self) -> int:
         """Report a run that has nothing left to do.

@@ -142,12 +142,16 @@ class ProcessFault:
         return cls(error.role, error.rank, error.node, kind, step, cause)
 
     def is_like(self, other: ProcessFault) -> bool:
-        """Whether both are the same failure, of any rank and whatever was measured."""
+        """Whether both have the same cause, whatever was measured.
+
+        Two ranks, or two nodes, that are lost in one long step have two causes.
+        """
         return self._signature == other._signature
 
     @property
     def _signature(self) -> tuple[object, ...]:
-        return self.role, self.kind, self.step, _NUMBER.sub("N", self.cause)
+        cause = _NUMBER.sub("N", self.cause)
+        return self.role, self.rank, self.node, self.kind, self.step, cause
 
     def __str__(self) -> str:
         return f"{self.role} rank {self.rank} on {self.node}: {self.cause}"

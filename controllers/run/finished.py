@@ -60,7 +60,8 @@ def claim(run_dir: str) -> Iterator[None]:
                 holder = file.read().strip() or "not yet known which"
                 rule = f"another run is writing to it ({holder})"
                 fix = "wait for it to end, or use another run.dir"
-                raise ConfigError([Problem("run.dir", run_dir, rule, fix)]) from None
+                problem = Problem("run.dir", run_dir, rule, fix, may_pass=True)
+                raise ConfigError([problem]) from None
         else:
             # A run that finds the lock held can name the process that holds it.
             file.truncate(0)

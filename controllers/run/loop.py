@@ -431,7 +431,7 @@ class Loop:
                 self._healing.note_finished(number)
             # It is finished: what fails from here on does not spoil it.
             self._trainer.draw_ahead()
-            self._persistence.take_snapshot(self._trainer)
+            self._persistence.take_snapshot(self._trainer, self._trackers)
             # The checkpoint of an earlier step was written while this step trained.
             with phase("saving"):
                 is_saved = self._persistence.finish_save(self._trainer.background)
@@ -584,7 +584,7 @@ class Persistence(Protocol):
     def rescue_save(self) -> None:
         """Commit the unfinished checkpoint after a failure, if it is whole."""
 
-    def take_snapshot(self, trainer: Trainable, /) -> None:
+    def take_snapshot(self, trainer: Trainable, trackers: Tracker, /) -> None:
         """Begin a snapshot of the step that was committed last, if one is due."""
 
     def go_back(self, former: Trainable, /) -> None:
@@ -667,7 +667,7 @@ class NoPersistence:
 
     def rescue_save(self) -> None: ...
 
-    def take_snapshot(self, _: Trainable) -> None: ...
+    def take_snapshot(self, _: Trainable, __: Tracker) -> None: ...
 
     def go_back(self, _: Trainable) -> None: ...
 

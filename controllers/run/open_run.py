@@ -19,13 +19,15 @@ from typing import Any
 import yaml
 
 from controllers.run.conclusion import Conclusion
+from controllers.run.driver_snapshots import LeftSnapshots
 from controllers.run.faults import Cure, FaultPolicy
 from controllers.run.finished import claim, finished_step, show_finished
 from controllers.run.loop import Loop
+from controllers.run.next_driver import allow_other_drivers, ask_for_another_driver
 from controllers.run.preparation import prepare
 from controllers.run.recovery import CheckpointCheck, Recovery
 from controllers.run.resumption import Resumption
-from controllers.run.snapshots import Snapshots
+from controllers.run.snapshots import Snapshots, owner_of_snapshots
 from controllers.supervisor import reports
 from controllers.system.build import System, restart_lost, start
 from controllers.system.plan import ClusterShape, facts_on
@@ -44,15 +46,12 @@ from verl_ray.cluster.signals import (
 )
 from verl_ray.cluster.whereabouts import keeping_status
 from verl_ray.config.load import to_tree
-from verl_ray.config.run import RunConfig
 from verl_ray.config.schema import Config, rule_violations
 from verl_ray.errors import (
     ClusterError,
-    ClusterLost,
     ConfigError,
     Interrupted,
     Problem,
-    WorkerDied,
 )
 from verl_ray.preflight.memory_plan import memory_plan
 from verl_ray.preflight.resolve import (
@@ -66,7 +65,6 @@ from verl_ray.profiling.phases import blocking
 from verl_ray.profiling.trace import MOST_BYTES, SPANS, TRACE, TraceFile
 from verl_ray.report.findings import FAILED_SCORES, PATIENCE, learns_nothing
 from verl_ray.report.lines import Line
-from verl_ray.shell import override_of
 from verl_ray.tracking import Sample, Tracker, Trackers, open_trackers
 from verl_ray.tracking.block import live_block
 from verl_ray.tracking.jsonl import METRICS, read_metrics
@@ -114,35 +112,36 @@ def open_run(config: Config, command: str = "") -> Iterator[OpenRun | None]:
             config, data = _with_data(config, resumption)
 
             # The number of steps of run.total_epochs is known only now.
-            finished = finished_step(config)
-            if finished is not None:
+            if (finished := finished_step(config)) is not None:
                 show_finished(config, finished)
                 yield None
                 return
 
         print(f"{config.run.name}: writing to {config.run.dir}", flush=True)
-        resumption.set_aside_old_record()
-
-        _allow_other_drivers(config.run)
+        inherited = _inherited(resumption)
+        allow_other_drivers(config.run)
         check = CheckpointCheck(resumption)
-        conclusion = Conclusion(config, resumption.step or 0, begun_s, command)
-        folder = Path(config.run.dir)
+        first_step = inherited.newest if inherited else resumption.step or 0
+        conclusion = Conclusion(config, first_step, begun_s, command)
         is_in_loop = False
         try:
             with (
                 SPANS.noted(config.run.trace == "steps"),
-                live_block(config.run.name, folder, enabled=config.tracking.console),
+                _block_of(config),
                 open_session(config) as session,
-                keeping_status(folder),
-                _started(config, session, resumption, check, conclusion, data) as run,
+                keeping_status(Path(config.run.dir)),
+                _started(
+                    config, session, resumption, inherited, check, conclusion, data
+                ) as run,
             ):
                 is_in_loop = True
+                reports().begun()
                 yield run
                 is_in_loop = False
         except BaseException as failure:
             # What is done about a failure in the loop is decided there.
             if not is_in_loop:
-                _ask_for_another_driver(failure)
+                ask_for_another_driver(failure)
             conclusion.break_off(failure)
             raise
         run.exit_code = conclusion.finish()
@@ -160,28 +159,18 @@ def _with_data(config: Config, resumption: Resumption) -> tuple[Config, Any]:
     return config, data
 
 
-def _allow_other_drivers(run: RunConfig) -> None:
-    """Let another driver follow this one from now on if it is killed."""
-    if run.recovery.enabled:
-        same_run = [
-            override_of("run.name", run.name),
-            override_of("run.dir", run.dir),
-        ]
-        reports().limit(run.recovery.max_restarts, same_run)
+def _block_of(config: Config) -> contextlib.AbstractContextManager[object]:
+    """Return what shows on a terminal where the run is."""
+    folder = Path(config.run.dir)
+    return live_block(config.run.name, folder, enabled=config.tracking.console)
 
 
-def _ask_for_another_driver(failure: BaseException) -> None:
-    """Ask for one after a failure before the loop, or behind it, that it may not have.
-
-    A process or a cluster that dies again as it starts does so for a reason.
-    """
-    reason = str(failure).partition("\n")[0]
-    if isinstance(failure, WorkerDied | ClusterLost):
-        reports().retry(reason, once=True)
-    # A driver that follows another one meets what that one left: it may have to wait
-    # for a cluster or for its resources.
-    elif reports().restarts and isinstance(failure, ClusterError):
-        reports().retry(reason)
+def _inherited(resumption: Resumption) -> LeftSnapshots | None:
+    """Return what an earlier driver has left of later steps, if it has any."""
+    inherited = resumption.left_snapshots(owner_of_snapshots())
+    if inherited is None:
+        resumption.set_aside_old_record()
+    return inherited
 
 
 @contextlib.contextmanager
@@ -189,6 +178,7 @@ def _started(
     requested: Config,
     session: Session,
     resumption: Resumption,
+    inherited: LeftSnapshots | None,
     check: CheckpointCheck,
     conclusion: Conclusion,
     data: Any,
@@ -199,6 +189,7 @@ def _started(
         requested: the configuration as the user gave it, which may hold `auto`.
         session: the cluster.
         resumption: the checkpoint that the run continues from, if any.
+        inherited: the later snapshots of an earlier driver, if any.
         check: the comparison of its contents, which has begun.
         conclusion: receives the task and its record, once they exist.
         data: what the run's task has read; None if the run makes its data.
@@ -211,8 +202,7 @@ def _started(
     _write_config(config, requested.run.resume)
 
     print_resolutions(resolutions(requested, facts))
-    planned_memory = memory_plan(config, on_gpus=shape.gpus > 0)
-    print_tables(memory_table(planned_memory))
+    print_tables(memory_table(memory_plan(config, on_gpus=shape.gpus > 0)))
 
     task = task_of(config)
     if data is None:
@@ -225,7 +215,7 @@ def _started(
         _write_config(config, requested.run.resume)
         task = task_of(config)
 
-    snapshots = Snapshots.of(config.run)
+    snapshots = Snapshots.of(config, inherited, on_own_cluster=session.owns_cluster)
     recovery = Recovery(resumption, snapshots)
     stopping = Stopping(config, recovery)
     policy = FaultPolicy(config.run.recovery, Path(config.run.dir))
@@ -233,16 +223,41 @@ def _started(
         stopping.announcing(),
         deferring_signals(),
         start(config, session, task.workers, may_restart=policy.may_restart) as system,
+        _kept_for_another(system, snapshots),
         contextlib.closing(snapshots),
         _finished(check, resumption),
-        recording(config, resumption, system) as trackers,
+        _restorable(task, data, system, recovery) as trainer,
+        recording(config, recovery, system) as trackers,
     ):
-        conclusion.record(task, trackers)
-        trainer = task.make_trainer(data, system)
+        conclusion.record(task, trackers, recovery.finished_step or 0)
         healing = RunHealing(config, task, data, system, recovery, policy)
         loop = Loop(config.run, trainer, trackers, recovery, stopping, healing)
         yield OpenRun(loop)
         task.conclude(loop.trainer)
+
+
+@contextlib.contextmanager
+def _kept_for_another(system: System, snapshots: Snapshots) -> Iterator[None]:
+    """Keep the snapshots if another driver may go on from them after the block.
+
+    A rank that is closed removes its own, and one that is killed does not.
+    """
+    try:
+        yield
+    finally:
+        if snapshots.are_for_another:
+            system.groups.kill(list(system.models.values()))
+
+
+@contextlib.contextmanager
+def _restorable(
+    task: Task[Any, Any], data: Any, system: System, recovery: Recovery
+) -> Iterator[Trainable]:
+    """Yield the trainer, once it is known which state it goes on from."""
+    trainer = task.make_trainer(data, system)
+    if not recovery.finds_state(trainer):
+        recovery.begins_anew()
+    yield trainer
 
 
 @contextlib.contextmanager
@@ -519,9 +534,7 @@ def open_session(config: Config) -> Session:
 
 
 @contextlib.contextmanager
-def recording(
-    config: Config, resumption: Resumption, system: System
-) -> Iterator[Trackers]:
+def recording(config: Config, recovery: Recovery, system: System) -> Iterator[Trackers]:
     """Yield the trackers of the run, and close them as failed if the block raises."""
     trackers = Trackers([])
     try:
@@ -531,15 +544,15 @@ def recording(
                 config.tracking,
                 config.run,
                 to_tree(config),
-                committed_step=resumption.recorded_step,
-                state=resumption.tracker_state,
+                committed_step=recovery.recorded_step,
+                state=recovery.tracker_state,
                 follows=reports().restarts > 0,
             )
         # The record is repaired by now, and so are its last lines.
         recorded = read_metrics(Path(config.run.dir) / METRICS)
         trackers.add(LearningWatch(config, recorded))
         if config.run.trace == "steps":
-            continues = resumption.recorded_step is not None
+            continues = recovery.recorded_step is not None
             trackers.add(
                 TraceTracker(Path(config.run.dir), system.groups, continues=continues)
             )

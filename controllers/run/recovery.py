@@ -10,20 +10,23 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from controllers.run.best import BestEvaluation
 from controllers.run.checkpoint_writing import CheckpointContent, CheckpointWriting
+from controllers.run.driver_snapshots import FinishedStep
 from controllers.run.loop import Heal
 from controllers.run.resumption import Resumption
-from controllers.run.snapshots import FinishedStep, Snapshots
+from controllers.run.snapshots import Snapshots
 from controllers.supervisor import reports
-from controllers.trainers.base import Resumable, StateFiles, Trainable
+from controllers.trainers.base import Resumable, Trainable
 from verl_ray.checkpoint.manifest import (
     Checkpoint,
     ContentsCheck,
     TornCheckpoint,
 )
+from verl_ray.checkpoint.snapshot_files import SnapshotNames
 from verl_ray.checkpoint.store import torn_in_words
 from verl_ray.cluster.calls import wait_all
 from verl_ray.cluster.signals import finishing, heed_signals, print_error
@@ -60,8 +63,7 @@ class Recovery:
         self._writing = CheckpointWriting(
             self._store, behind=run.checkpoint_behind, committed=self._note_saved
         )
-        self._snapshots = snapshots or Snapshots(0, run.dir)
-        self._trainer_files: StateFiles | None = None
+        self._snapshots = snapshots or Snapshots(0, SnapshotNames.of(run.dir))
 
         self._committed = FinishedStep(0, {}, None, None, None)
         """State of the driver after the last finished step."""
@@ -123,7 +125,7 @@ class Recovery:
             self._resumption.find_newest()
 
     def finds_state(self, trainer: Resumable) -> bool:
-        """Choose the state to go back to, a snapshot or else the newest checkpoint.
+        """Choose the state to go on from, a snapshot or else the newest checkpoint.
 
         Args:
             trainer: The new trainer, whose processes have started.
@@ -146,6 +148,10 @@ class Recovery:
         self._resumption.drop_later_parts(self.finished_step or 0)
         return self.finished_step is not None
 
+    def begins_anew(self) -> None:
+        """Note that there is no state to go on from, so an old record is another's."""
+        self._resumption.set_aside_old_record()
+
     def _check_contents(self) -> None:
         """Compare the contents of a checkpoint that this process has written.
 
@@ -159,6 +165,23 @@ class Recovery:
     def writing_step(self) -> int | None:
         """Step whose checkpoint is being written."""
         return self._writing.step
+
+    @property
+    def recorded_step(self) -> int | None:
+        """Last step whose metrics line stays as it is.
+
+        The line of a step that was not evaluated yet is written anew.
+        """
+        if self.finished_step is None or self.unrecorded is None:
+            return self.finished_step
+        return self.finished_step - 1
+
+    @property
+    def tracker_state(self) -> Mapping[str, str] | None:
+        """State of the trackers that goes with the state to go on from."""
+        if self._snapshot is not None:
+            return self._snapshot.trackers
+        return self._resumption.tracker_state
 
     def restore(self, trainer: Resumable) -> int:
         """Restore the trainer from the last state, or as it was at the beginning.
@@ -183,10 +206,13 @@ class Recovery:
 
     def _restore_snapshot(self, trainer: Resumable, snapshot: FinishedStep) -> int:
         """Restore the trainer from a snapshot. Return the number of finished steps."""
-        assert self._former is not None, "a trainer has failed"
         self._snapshots.load(snapshot.step, trainer.groups)
         trainer.load_state(copy.deepcopy(dict(snapshot.trainer)))
-        trainer.inherit(self._former, snapshot.belongings)
+        if snapshot.left_in is not None:
+            trainer.take_back(snapshot.left_in)
+        else:
+            assert self._former is not None, "a trainer has failed"
+            trainer.inherit(self._former, snapshot.belongings)
         # Rows that were finished since are part of the state by now.
         self.commit(snapshot.step, trainer, snapshot.unrecorded)
         self._former = self._snapshot = None
@@ -217,19 +243,26 @@ class Recovery:
         if unrecorded is not None:
             self.unrecorded = {name: float(value) for name, value in unrecorded.items()}
 
-        self._trainer_files = trainer.files(number)
         self._committed = FinishedStep(
             number,
             copy.deepcopy(trainer.state()),
             trainer.belongings if self._snapshots.are_taken else None,
             self.unrecorded,
             self.best.state(),
+            trainer.files(number),
         )
-        self._snapshots.update(self._committed)
 
-    def take_snapshot(self, trainer: Resumable) -> None:
+    def take_snapshot(self, trainer: Resumable, trackers: Tracker) -> None:
         """Begin a snapshot of the step that was committed last, if one is due."""
-        self._snapshots.take(self._committed, trainer.groups)
+        if self._snapshots.is_due(self._committed.step, trainer.groups):
+            finished = replace(self._committed, trackers=trackers.state())
+            self._snapshots.take(finished, trainer.groups, self.saved_step)
+
+    def _update_snapshot(self, trackers: Tracker) -> None:
+        """Let the snapshot of the last step, if there is one, know what followed."""
+        if self._snapshots.has(self._committed.step):
+            finished = replace(self._committed, trackers=trackers.state())
+            self._snapshots.update(finished, self.saved_step)
 
     def commit_line(self, number: int, trainer: Resumable, trackers: Tracker) -> None:
         """Note that the metrics line of step `number` is written.
@@ -242,6 +275,7 @@ class Recovery:
             return
 
         self.commit(number, trainer)
+        self._update_snapshot(trackers)
 
         checkpoint = self._resumption.checkpoint
         if checkpoint is None or checkpoint.step != number:
@@ -290,19 +324,18 @@ class Recovery:
             self._state(trackers),
             to_tree(self._resumption.config),
             trainer.groups,
-            self._trainer_files,
+            self._committed.files,
             self.best.step,
         )
         self._writing.write(content, background)
 
     def _state(self, trackers: Tracker) -> dict[str, Any]:
-        """Return the driver's part of a checkpoint, as JSON."""
-        return {
-            "trainer": self._committed.trainer,
-            "trackers": trackers.state(),
-            "unrecorded": self.unrecorded,
-            "best": self.best.state(),
-        }
+        """Return the driver's part of a checkpoint, which counts lines, as JSON."""
+        trackers.sync()
+        finished = replace(self._committed, trackers=trackers.state())
+        return replace(
+            finished, unrecorded=self.unrecorded, best=self.best.state()
+        ).state
 
     def _note_saved(self, step: int) -> None:
         """Note that the checkpoint of a step counts."""

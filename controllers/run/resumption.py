@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from controllers.rollouts.admission import require_dynamic_sampling
 from controllers.run.best import BestEvaluation
+from controllers.run.driver_snapshots import LeftSnapshots, left_snapshots
 from controllers.supervisor import reports
 from verl_ray.checkpoint.changes import Change, changed_keys
 from verl_ray.checkpoint.manifest import Checkpoint
@@ -28,6 +29,7 @@ from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.cursor import drawn_rows
 from verl_ray.data.ledger import LEDGER, drop_later_parts
 from verl_ray.errors import CheckpointError, ConfigError, Problem, file_problem
+from verl_ray.ownership import Owner
 from verl_ray.preflight.savings import in_words
 from verl_ray.tracking.jsonl import METRICS, RECORDED_STEPS, steps_of, unused_path
 
@@ -148,16 +150,6 @@ class Resumption:
         print("\n".join(lines), file=sys.stderr, flush=True)
 
     @property
-    def recorded_step(self) -> int | None:
-        """Last step whose metrics line stays as it is.
-
-        The line of a step that was not evaluated yet is written anew.
-        """
-        if self.step is None or self.unrecorded is None:
-            return self.step
-        return self.step - 1
-
-    @property
     def tracker_state(self) -> dict[str, str] | None:
         """State of the trackers when the checkpoint was written."""
         if self.checkpoint is None:
@@ -170,6 +162,19 @@ class Resumption:
         # The record of another folder's steps stays there, so their lines are not
         # missing here.
         return {name: value for name, value in state.items() if name != RECORDED_STEPS}
+
+    def left_snapshots(self, owner: Owner) -> LeftSnapshots | None:
+        """Take over the snapshots of later steps that an earlier driver has left.
+
+        Args:
+            owner: Their owner from now on.
+
+        Returns:
+            They; None if there are none, or the user has named another state.
+        """
+        if self.config.run.resume != "auto" and not reports().restarts:
+            return None
+        return left_snapshots(self.config.run.dir, self.step, owner)
 
     def find_newest(self) -> None:
         """Find the newest checkpoint of this run, which has written others by now.

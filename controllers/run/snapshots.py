@@ -1,11 +1,13 @@
 """The state after the last steps, in the memory of the hosts that hold it.
 
 A rank that is lost makes the run go back to such a snapshot, which is at most one step
-older than what was lost, and needs no disk.
+older than what was lost, and needs no disk. If the driver is lost, the next one goes on
+from it.
 
 Invariant: a run goes back to a step only if every rank has its snapshot, and the driver
-its own state of that step. Deliberately not here: the memory
-(`verl_ray/checkpoint/snapshots.py`), and when a run goes back (`loop.py`).
+its own state of that step. Deliberately not here: the memory of the ranks
+(`verl_ray/checkpoint/snapshots.py`) and of the driver (`driver_snapshots.py`), and when
+a run goes back (`loop.py`).
 """
 
 from __future__ import annotations
@@ -18,12 +20,18 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, Literal, Self
 
 import ray
 
-from verl_ray.checkpoint.snapshot_files import SnapshotNames
+from controllers.run.driver_snapshots import (
+    DriverSnapshots,
+    FinishedStep,
+    LeftSnapshots,
+)
+from controllers.supervisor import reports
+from verl_ray.checkpoint.snapshot_files import SnapshotNames, remove
 from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.placement import node_resources
@@ -42,8 +50,10 @@ from verl_ray.cluster.waiting import (
     wait_while_closing,
 )
 from verl_ray.cluster.whereabouts import ROSTER
-from verl_ray.config.run import RunConfig
+from verl_ray.config.load import to_tree
+from verl_ray.config.schema import Config
 from verl_ray.errors import CheckpointError
+from verl_ray.ownership import Owner
 from verl_ray.profiling.phases import blocking
 from workers.model_worker import ModelWorker
 
@@ -59,24 +69,10 @@ Groups = Mapping[str, WorkerGroup[Any]]
 """The roles that learn, by name."""
 
 
-@dataclass(frozen=True)
-class FinishedStep:
-    """The driver's state after a step."""
-
-    step: int
-    """Number of the step, counted from 1."""
-
-    trainer: Mapping[str, Any]
-    """State of the trainer, as JSON."""
-
-    belongings: object
-    """What the trainer had in the memory of the driver with this state."""
-
-    unrecorded: dict[str, float] | None
-    """Metrics of the step until its line is written, then None."""
-
-    best: dict[str, Any] | None
-    """State of the best evaluation."""
+def owner_of_snapshots() -> Owner:
+    """Return the owner of a run's snapshots: the process that outlives its drivers."""
+    supervisor = reports().supervisor
+    return Owner.here() if supervisor is None else Owner.of(supervisor)
 
 
 class Snapshots:
@@ -85,23 +81,35 @@ class Snapshots:
     def __init__(
         self,
         every: int | Literal["measured"],
-        folder: str,
+        names: SnapshotNames,
         second_copies: SecondCopies | None = None,
+        in_memory: DriverSnapshots | None = None,
+        inherited: Mapping[int, FinishedStep] | None = None,
     ) -> None:
-        """Begin without snapshots.
+        """Begin with the snapshots that an earlier driver has left, if any.
 
         Args:
             every: Steps from one snapshot to the next; 0 for none. "measured" follows
                 from how long copies and steps take.
-            folder: Folder of the run.
+            names: Their names.
             second_copies: Those on other nodes; None for none.
+            in_memory: Writes the driver's parts where the next driver finds them; None
+                for a run that no other driver follows.
+            inherited: The driver's parts that an earlier driver has left, by step.
         """
         self._every = every
-        self._names = SnapshotNames.of(folder)
+        self._names = names
         self._second_copies = second_copies or SecondCopies(False, math.inf)
+        self._in_memory = in_memory
 
-        self._states: dict[int, FinishedStep] = {}
+        self._states: dict[int, FinishedStep] = dict(inherited or {})
         """The driver's part of the last snapshots, by step."""
+
+        self._are_left = bool(inherited)
+        """Whether these are of an earlier driver."""
+
+        self._driver_s = 0.0
+        """Seconds in which the driver's part was written since the last copy."""
 
         self._calls: list[Call[list[float]]] = []
         """Calls that have begun the last snapshot."""
@@ -113,10 +121,39 @@ class Snapshots:
         self._last_finished_s = time.monotonic()
 
     @classmethod
-    def of(cls, run: RunConfig) -> Self:
-        """Return the snapshots of a run, without any yet."""
+    def of(
+        cls, config: Config, inherited: LeftSnapshots | None, *, on_own_cluster: bool
+    ) -> Self:
+        """Return the snapshots of a run.
+
+        What an earlier driver has left is taken over or, where this run differs from
+        that one, removed.
+
+        Args:
+            config: Resolved configuration of the run.
+            inherited: What an earlier driver has left of steps after the checkpoint.
+            on_own_cluster: Whether the run has a cluster of one node, which each of its
+                drivers starts anew.
+        """
+        run, tree = config.run, to_tree(config)
+        difference = None if inherited is None else inherited.differs(tree)
+        if inherited is not None and difference is not None:
+            print(
+                f"the snapshot of step {inherited.newest} is left out: {difference}",
+                flush=True,
+            )
+            inherited = None
+
+        if inherited is None:
+            names = SnapshotNames.of(run.dir, owner_of_snapshots())
+            steps: Mapping[int, FinishedStep] = {}
+        else:
+            names, steps = inherited.names, inherited.steps
+        names = replace(names, on_own_cluster=on_own_cluster)
+        names.remove_others()
         second_copies = SecondCopies(run.recovery.snapshot_copies == 2, run.stall_s)
-        return cls(run.recovery.taken_every, run.dir, second_copies)
+        in_memory = DriverSnapshots(tree, steps)
+        return cls(run.recovery.taken_every, names, second_copies, in_memory, steps)
 
     @property
     def are_taken(self) -> bool:
@@ -128,27 +165,49 @@ class Snapshots:
         """The newest step that ranks may have a snapshot of; 0 where there is none."""
         return max(self._states, default=0)
 
-    def take(self, finished: FinishedStep, groups: Groups) -> None:
-        """Begin the snapshot of a finished step, if it is due."""
+    def is_due(self, step: int, groups: Groups) -> bool:
+        """Return whether a step that has just finished gets a snapshot."""
         now_s = time.monotonic()
         step_s = now_s - self._last_finished_s
         self._last_finished_s = now_s
         if self.are_taken:
             self._finish_calls(groups)
-        if self._is_due(finished.step, step_s):
-            self._begin(finished, groups)
+        return self._is_due(step, step_s)
 
-    def _begin(self, finished: FinishedStep, groups: Groups) -> None:
+    def take(
+        self, finished: FinishedStep, groups: Groups, saved_step: int | None
+    ) -> None:
+        """Begin the snapshot of a finished step that is due.
+
+        Args:
+            finished: The driver's part.
+            groups: The roles that learn.
+            saved_step: Step of the newest checkpoint; None without one.
+        """
         step = finished.step
         self._states[step] = finished
         for earlier in sorted(self._states)[:-_NUM_STATES]:
-            del self._states[earlier]
+            self._drop(earlier)
         self._newest_step = step
         self._calls = [
             group.broadcast(ModelWorker.begin_snapshot, self._names, step)
             for group in groups.values()
         ]
         self._second_copies.begin(self._names, step, homes_of(groups))
+        self._write(finished, saved_step)
+
+    def _write(self, finished: FinishedStep, saved_step: int | None) -> None:
+        """Write the driver's part where the next driver finds it."""
+        began_s = time.monotonic()
+        if self._in_memory is not None:
+            self._in_memory.write(self._names, finished, saved_step)
+        self._driver_s += time.monotonic() - began_s
+
+    def _drop(self, step: int) -> None:
+        """Forget the driver's part of a step."""
+        del self._states[step]
+        if self._in_memory is not None:
+            self._in_memory.drop(step)
 
     def _finish_calls(self, groups: Groups) -> None:
         """Take the replies of the last snapshot, which is the last one if it failed."""
@@ -160,11 +219,14 @@ class Snapshots:
             self._give_up(error, groups)
         else:
             if replies:
-                self._copies_s.append(max(max(seconds) for seconds in replies))
+                of_ranks_s = max(max(seconds) for seconds in replies)
+                self._copies_s.append(of_ranks_s + self._driver_s)
+                self._driver_s = 0.0
 
     def _give_up(self, error: CheckpointError, groups: Groups) -> None:
         """Go on without second copies, or where there are none, without snapshots."""
-        self._states.clear()
+        for step in list(self._states):
+            self._drop(step)
         self._newest_step = 0
         if self._second_copies.are_made:
             self._second_copies.give_up(self._names, str(error))
@@ -194,10 +256,14 @@ class Snapshots:
         # The place of the snapshot before would be taken while it is sent.
         return not self._second_copies.are_on_their_way
 
-    def update(self, finished: FinishedStep) -> None:
-        """Replace the driver's part of a snapshot, if there is one of this step."""
-        if finished.step in self._states:
-            self._states[finished.step] = finished
+    def has(self, step: int) -> bool:
+        """Return whether the driver has its part of a step's snapshot."""
+        return step in self._states
+
+    def update(self, finished: FinishedStep, saved_step: int | None) -> None:
+        """Replace the driver's part of a snapshot that there is; see `take`."""
+        self._states[finished.step] = finished
+        self._write(finished, saved_step)
 
     def newest(self, groups: Groups) -> FinishedStep | None:
         """Return the newest step of which every rank has a snapshot, if any has.
@@ -218,6 +284,9 @@ class Snapshots:
         for role, call in calls.items():
             for rank, steps in enumerate(call.result()):
                 own[role, rank] = steps
+        if self._are_left:
+            # Nobody knows where the ranks of the earlier driver were.
+            self._second_copies.expect(own, homes_of(groups))
         copies = self._second_copies.find(self._names)
 
         for step in sorted(self._states, reverse=True):
@@ -241,9 +310,12 @@ class Snapshots:
             for group in groups.values()
         ]
         wait_all(calls)
-        self._states = {
-            known: state for known, state in self._states.items() if known <= step
-        }
+        for known in list(self._states):
+            if known > step:
+                self._drop(known)
+        if self._are_left and not self._second_copies.are_made:
+            self._second_copies.close(self._names)
+        self._are_left = False
         self._newest_step = step
         self._last_finished_s = time.monotonic()
 
@@ -252,13 +324,31 @@ class Snapshots:
         self._names = self._names.anew()
         self._second_copies.stop()
         self._calls = []
-        self._states = {}
+        for step in list(self._states):
+            self._drop(step)
+        self._are_left = False
         self._newest_step = 0
         self._last_finished_s = time.monotonic()
 
+    @property
+    def are_for_another(self) -> bool:
+        """Whether another driver may go on from them once this one has ended.
+
+        It has asked for one, has lost its cluster, or has not come to use what the
+        driver before has left.
+        """
+        return self._are_left or reports().has_asked or CLUSTER_LOSS.has_happened
+
     def close(self) -> None:
-        """Remove the second copies; ranks remove their own snapshots as they close."""
+        """Remove the snapshots, unless another driver goes on from them.
+
+        Ranks that close remove their own as well.
+        """
+        if self.are_for_another:
+            return
         self._second_copies.close(self._names)
+        for path in self._names.paths_here():
+            remove(path)
 
 
 # ---------------------------------------------------------------------- second copies
@@ -350,6 +440,16 @@ class SecondCopies:
         else:
             self._remove_others()
         return False
+
+    def expect(self, ranks: Iterable[Rank], homes: Homes) -> None:
+        """Look for snapshots of these ranks on all nodes but their own.
+
+        An earlier driver may have had the ranks, or their copies, there.
+        """
+        nodes = {node.node_id for node in node_resources()}
+        self._kept = {
+            (rank, node) for rank in ranks for node in nodes if node != homes[rank]
+        }
 
     def begin(self, names: SnapshotNames, step: int, homes: Homes) -> None:
         """Begin to copy the snapshots of a step, unless others are on their way."""

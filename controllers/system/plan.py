@@ -14,6 +14,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from controllers.devices import SharingPlan
+from verl_ray.checkpoint.snapshot_files import available_bytes
 from verl_ray.cluster.placement import ProcessSet, Resources, share_cpus
 from verl_ray.cluster.processes import Role
 from verl_ray.cluster.session import Session
@@ -28,7 +29,6 @@ from verl_ray.engine.base import EngineSpec
 from verl_ray.preflight.facts import ClusterFacts, facts_of
 from verl_ray.preflight.machine import GpuReport, host_memory_bytes, smallest_gpu
 from verl_ray.preflight.resolve import resolve
-from verl_ray.private_files import available_bytes
 from verl_ray.profiling.phases import phase
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker
@@ -116,7 +116,7 @@ def facts_on(
         gpu=None if smallest is None else smallest.kind,
         # The driver's node is taken to be as the others.
         memory_bytes=host_memory_bytes(),
-        shm_free_bytes=available_bytes(),
+        shm_free_bytes=available_bytes(config.run.dir),
     )
 
 

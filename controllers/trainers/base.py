@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -32,11 +32,14 @@ C = TypeVar("C", bound=Config)
 D = TypeVar("D")
 
 
-StateFiles = Callable[[Path], None]
-"""Writes files of the driver to the folder of a checkpoint.
+class StateFiles(Protocol):
+    """The larger part of the driver's state, as it was when this was made."""
 
-What it writes is the state as it was when the function was made.
-"""
+    def write(self, checkpoint: Path) -> None:
+        """Write it to the folder of a checkpoint, and what belongs beside it."""
+
+    def keep(self, snapshot: Path) -> None:
+        """Write it to the folder of a snapshot, which stays there alone."""
 
 
 class Resumable(Protocol):
@@ -72,14 +75,17 @@ class Resumable(Protocol):
         """
 
     def files(self, step: int) -> StateFiles | None:
-        """Return what writes the larger part of the driver's state; None if none.
+        """Return the larger part of the driver's state; None if there is none.
 
         Args:
             step: The last finished step.
         """
 
     def load_files(self, checkpoint: Path) -> None:
-        """Take back what `files` wrote to the folder of a checkpoint."""
+        """Take back what `StateFiles.write` wrote to the folder of a checkpoint."""
+
+    def take_back(self, snapshot: Path) -> None:
+        """Take back what `StateFiles.keep` wrote to the folder of a snapshot."""
 
 
 class Trainable(Resumable, Protocol):

@@ -370,12 +370,16 @@ class Trainer:
         self.supply.inherit(former.supply, belongings)
 
     def files(self, step: int) -> StateFiles:
-        """Return what writes the larger part of the driver's state."""
+        """Return the larger part of the driver's state."""
         return self.supply.files(step)
 
     def load_files(self, checkpoint: Path) -> None:
-        """Take back what `files` wrote to the folder of a checkpoint."""
+        """Take back the files in the folder of a checkpoint."""
         self.supply.load_files(checkpoint)
+
+    def take_back(self, snapshot: Path) -> None:
+        """Take back the files in the folder of a snapshot."""
+        self.supply.take_back(snapshot)
 
 
 @dataclass(frozen=True)

@@ -244,7 +244,10 @@ class SupervisedTrainer(ABC, Generic[W]):
         """Return None: the state is small."""
 
     def load_files(self, checkpoint: Path) -> None:
-        """Read nothing, since `files` wrote nothing."""
+        """Read nothing, since there are no files."""
+
+    def take_back(self, snapshot: Path) -> None:
+        """Read nothing, since there are no files."""
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken."""

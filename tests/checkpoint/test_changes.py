@@ -48,6 +48,8 @@ def test_nothing_changed() -> None:
     ("key", "value"),
     [
         ("run.total_steps", 20),
+        ("data.train_path", "/elsewhere/train.parquet"),
+        ("data.train_path", [{"path": "/elsewhere/train.parquet", "weight": 1.0}]),
         ("actor.num_ranks", 2),
         ("actor.backend", {"kind": "fsdp", "dtype": "float32"}),
         ("actor.optimizer.lr", 0.2),
@@ -72,7 +74,6 @@ def test_steps_that_are_not_counted_yet_have_not_changed() -> None:
     ("key", "value"),
     [
         ("run.seed", 1),
-        ("data.train_path", "/data/other.jsonl"),
         ("data.prompts_per_step", 32),
         ("data.chat_template_kwargs.think", False),
         ("rollout.group_size", 4),

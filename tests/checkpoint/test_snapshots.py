@@ -138,10 +138,9 @@ def test_a_snapshot_that_is_not_whole_does_not_count(place: str) -> None:
     assert RankSnapshots(place, NAMES).steps() == [2]
 
 
-def test_files_of_an_earlier_driver_are_removed(tmp_path: Path) -> None:
-    here = Owner.here()
+def test_what_the_run_does_not_go_on_from_is_removed(tmp_path: Path) -> None:
     present = SnapshotNames.of(str(tmp_path))
-    earlier = replace(present, driver=replace(here, started=1))
+    earlier = SnapshotNames.of(str(tmp_path))
     another = replace(present, run=str(tmp_path / "another"))
     places = [
         Path(names.place(role, 0))
@@ -158,7 +157,7 @@ def test_files_of_an_earlier_driver_are_removed(tmp_path: Path) -> None:
 def test_the_owner_is_seen_on_the_node_of_the_rank() -> None:
     """Processes of another machine are not, so the parent stands for the driver."""
     elsewhere = replace(Owner.here(), boot=1)
-    place = replace(NAMES, driver=elsewhere).place("actor", 0)
+    place = replace(NAMES, owner=elsewhere).place("actor", 0)
     assert str(Owner.of(os.getppid())) in place
     assert str(Owner.here()) in NAMES.place("a", 0)
 

@@ -42,8 +42,10 @@ def test_a_configuration_survives_yaml(root: str) -> None:
      "actor.lora.rank"],
 )  # fmt: skip
 def test_null_is_off_where_0_is(key: str) -> None:
-    off = compose("grpo", [*INPUTS, f"{key}=null"])
-    assert off == compose("grpo", [*INPUTS, f"{key}=0"])
+    # A name of its own would hold the time.
+    named = [*INPUTS, "run.name=one"]
+    off = compose("grpo", [*named, f"{key}=null"])
+    assert off == compose("grpo", [*named, f"{key}=0"])
     assert value_of(off, key) == 0
 
 

@@ -94,7 +94,7 @@ def test_resuming_on_changed_data_names_what_changed() -> None:
     state = Cursor(*rows_of(4), seed=0, shuffle=True).state()
     with pytest.raises(DataError, match=r"rows was 4, is 5.*data\.train_path"):
         Cursor(*rows_of(5), seed=0, shuffle=True).load_state(state)
-    with pytest.raises(DataError, match="fingerprint was"):
+    with pytest.raises(DataError, match="records was"):
         Cursor(*rows_of(4, answer="2"), seed=0, shuffle=True).load_state(state)
     with pytest.raises(DataError, match=r"\(seed was 0, is 1\)"):
         Cursor(*rows_of(4), seed=1, shuffle=True).load_state(state)
@@ -151,10 +151,38 @@ def test_rows_that_are_passed_over_count_apart() -> None:
 def test_other_weights_are_another_order() -> None:
     twice = Cursor(Mixture((4,), (2.0,)), "digest", seed=0, shuffle=True)
     once = Cursor(Mixture((4, 4), (1.0, 1.0)), "digest", seed=0, shuffle=True)
-    with pytest.raises(DataError, match=r"\(weights was '2', is None\)"):
+    with pytest.raises(DataError, match=r"\(weights was '2', is None; sizes was '4'"):
         once.load_state(twice.state())
-    with pytest.raises(DataError, match=r"\(weights was None, is '2'\)"):
+    with pytest.raises(DataError, match=r"\(weights was None, is '2'; sizes was None"):
         twice.load_state(once.state())
+
+
+def test_sets_that_are_cut_elsewhere_are_another_order() -> None:
+    def cursor(*counts: int, weight: float) -> Cursor:
+        weights = (weight,) * len(counts)
+        return Cursor(Mixture(counts, weights), "digest", seed=0, shuffle=True)
+
+    with pytest.raises(DataError, match=r"\(sizes was '2, 6', is '4, 4'\)"):
+        cursor(4, 4, weight=0.5).load_state(cursor(2, 6, weight=0.5).state())
+    # Without weights, sets are one set.
+    cursor(8, weight=1).load_state(cursor(2, 6, weight=1).state())
+
+
+def test_states_of_earlier_versions_have_another_digest() -> None:
+    mixture = Mixture((2, 6), (0.5, 0.5))
+
+    def cursor() -> Cursor:
+        return Cursor(
+            mixture, "new", seed=0, shuffle=True, earlier_digest=lambda: "old"
+        )
+
+    state = cursor().state()
+    assert state.pop("records") == "new" and state.pop("sizes") == "2, 6"
+    cursor().load_state({**state, "fingerprint": "old"})
+    with pytest.raises(DataError, match=r"\(fingerprint was 'new', is 'old'\)"):
+        cursor().load_state({**state, "fingerprint": "new"})
+    with pytest.raises(DataError, match=r"\(fingerprint was None, is 'old'\)"):
+        cursor().load_state(state)
 
 
 def test_fingerprint_sees_values_and_where_rows_begin() -> None:

@@ -67,7 +67,9 @@ def test_chat_messages_and_defaults_in_all_formats(tmp_path: Path) -> None:
         write_records([{"prompt": CHAT, "answer": "2"}], tmp_path, "chats")
     ):
         (record,) = read_prompts(path)
-        assert record == PromptRecord(record.where, CHAT, "2", "chats", "{}")
+        assert record == PromptRecord(
+            record.where, CHAT, "2", "chats", "{}", has_default_source=True
+        )
 
 
 def test_fields_of_other_messages_stay_absent(tmp_path: Path) -> None:

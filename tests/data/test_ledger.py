@@ -299,6 +299,53 @@ def test_a_run_goes_back_behind_a_part_whose_checkpoint_does_not_count(
     assert read_parts(tmp_path).rows["restart"].tolist() == [0] * 5 + [1]
 
 
+@pytest.mark.parametrize("last_saved", [0, 1, 2])
+def test_the_next_driver_has_the_events_that_no_part_has(
+    last_saved: int, tmp_path: Path
+) -> None:
+    """A driver is killed whose snapshot of step 2 is whole, in whatever state the
+    checkpoints of steps 1 and 2 are.
+    """
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    earlier = finished(tmp_path, *range(6))
+    earlier.train(ids(0), 1)
+    earlier.state()
+    if last_saved:
+        earlier.write(1)
+    earlier.train(ids(1), 2)
+    earlier.state()
+    earlier.keep(snapshot, 2)
+    state = json.loads(json.dumps(earlier.state()))
+    if last_saved == 2:
+        earlier.write(2)
+    earlier.train(ids(2), 3)
+
+    def gone_on() -> Ledger:
+        following = Ledger(tmp_path)
+        following.load_state(state)
+        following.take_back(snapshot)
+        return following
+
+    # It may be killed as well, before or after its next snapshot.
+    following = gone_on()
+    following.state()
+    again = tmp_path / "again"
+    again.mkdir()
+    following.keep(again, 2)
+    snapshot = again
+    following = gone_on()
+    following.train(ids(2), 3)
+    following.state()
+    following.write(3)
+    assert events(read_parts(tmp_path)) == [
+        *(("DRAWN", ordinal) for ordinal in range(6)),
+        *(("FINISHED", ordinal) for ordinal in range(6)),
+        *(("TRAINED", ordinal) for ordinal in range(3)),
+    ]
+    assert read_parts(tmp_path).rows["restart"].tolist() == [0] * 14 + [1]
+
+
 def test_a_run_that_goes_back_forgets_the_parts_of_later_steps(tmp_path: Path) -> None:
     ledger = finished(tmp_path, *range(6))
     states = {}

@@ -160,8 +160,19 @@ def test_changed_files_are_noticed(tmp_path: Path, characters: Any) -> None:
     }
     write_records([*RECORDS[:-1], {**RECORDS[-1], "answer": "123"}], tmp_path, "sums")
     for path, state in states.items():
-        with pytest.raises(DataError, match="fingerprint was 'streamed: "):
+        with pytest.raises(DataError, match="records was 'streamed: "):
             prompts(str(path), characters).load_state(state)
+
+
+def test_moved_files_are_the_same(tmp_path: Path, characters: Any) -> None:
+    files = write_records(RECORDS, tmp_path, "sums")
+    moved = write_records(RECORDS, tmp_path / "elsewhere", "others")
+    for path, other in ((files.jsonl, moved.jsonl), (files.parquet, moved.parquet)):
+        source = prompts(str(path), characters)
+        source.next_batch(4)
+        again = prompts(str(other), characters)
+        again.load_state(source.state())
+        assert answers(again, 4) == answers(source, 4)
 
 
 def test_memory_does_not_grow_with_the_records(tmp_path: Path, characters: Any) -> None:

@@ -123,7 +123,7 @@ def write_run(
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     begin_stint(folder, 0, 1000.0)
-    ready_stint(folder)
+    ready_stint(folder, 0)
 
     tracker = JsonlTracker(folder)
     files = RolloutFiles(folder, most_mb=100)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import socket
@@ -24,6 +25,7 @@ from verl_ray.config.rollout import EndpointConfig
 from verl_ray.data.stages import Finish
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import ConfigError, RolloutError
+from verl_ray.rollout import endpoint as endpoint_module
 from verl_ray.rollout.endpoint import Endpoint
 from verl_ray.rollout.requests import (
     Chunk,
@@ -681,6 +683,80 @@ def test_a_token_is_asked_for(
     endpoint.close()
     with pytest.raises(httpx.ConnectError):
         http.get(f"{address}/health")
+
+
+@pytest.fixture
+def holder() -> Iterator[socket.socket]:
+    """Somebody else who listens on a port."""
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        yield holder
+
+
+def waiting_for(
+    holder: socket.socket, server: RolloutServer, tokenizer: PreTrainedTokenizerBase
+) -> Endpoint:
+    """An endpoint that waits for a port, as at the restart of a replica."""
+    port = holder.getsockname()[1]
+    return Endpoint(
+        server,
+        tokenizer,
+        settings(port=port),
+        port=port,
+        model=MODEL,
+        max_model_len=MAX_MODEL_LEN,
+        waits=True,
+    )
+
+
+def test_an_endpoint_waits_for_its_port_while_the_server_generates(
+    holder: socket.socket,
+    server: RolloutServer,
+    tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(endpoint_module, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(endpoint_module, "_LONGEST_PAUSE_S", 0.02)
+    port = holder.getsockname()[1]
+    attempts = threading.Semaphore(0)
+    listen = Endpoint._listen
+
+    async def counted(self: Endpoint, host: str, port: int) -> None:
+        attempts.release()
+        await listen(self, host, port)
+
+    monkeypatch.setattr(Endpoint, "_listen", counted)
+    endpoint = waiting_for(holder, server, tokenizer)
+    prompt = ids(tokenizer, "12+3=")
+    assert generated(server, prompt, Sampling(0.0, 1.0, -1, 12), 7).tokens.size
+    for _ in range(5):
+        assert attempts.acquire(timeout=60)
+    assert endpoint.port is None
+
+    holder.close()
+    soon(lambda: endpoint.port == port)
+    assert http.get(f"http://127.0.0.1:{port}/health").status_code == 200
+    endpoint.close()
+    warned = capsys.readouterr().err.splitlines()
+    # Only a longer pause is news.
+    for line, pause in zip(warned, ("0.01", "0.02"), strict=True):
+        assert f"port {port}: " in line and f"(process {os.getpid()})" in line
+        assert f"again after {pause} s" in line and "rollout.endpoint.port" in line
+
+
+def test_an_endpoint_that_is_closed_waits_no_longer_for_its_port(
+    holder: socket.socket,
+    server: RolloutServer,
+    tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(endpoint_module, "_FIRST_PAUSE_S", 3600)
+    endpoint = waiting_for(holder, server, tokenizer)
+    closing = threading.Thread(target=endpoint.close, daemon=True)
+    closing.start()
+    closing.join(timeout=60)  # of the hour that the pause may take
+    assert not closing.is_alive() and not endpoint._thread.is_alive()
+    assert endpoint.port is None
 
 
 def test_an_engine_that_fails_says_so_in_the_middle_of_a_stream(

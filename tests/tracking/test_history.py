@@ -32,7 +32,7 @@ def test_the_processes_of_a_run_add_up(
 
     begin_stint(tmp_path, 0, 1000.0)
     now[0] = 1007.0
-    ready_stint(tmp_path, preparing_s=3.0)
+    ready_stint(tmp_path, 0, preparing_s=3.0)
     now[0] = 1030.0
     end_stint(tmp_path, 5, "stopped")
 
@@ -50,7 +50,19 @@ def test_the_processes_of_a_run_add_up(
     assert wall_s(history) == 30 + 20 + 40
     assert starting_s(history) == 4 and preparing_s(history) == 3
 
+    # A driver that was killed before its first checkpoint was of this run, and so was
+    # one that its supervisor has replaced.
+    end_stint(tmp_path, 8, "finished")
+    begin_stint(tmp_path, 0, 1240.0)
+    begin_stint(tmp_path, 0, 1240.0)
+    assert [stint.ending for stint in read_history(tmp_path)] == ["killed", "running"]
+    end_stint(tmp_path, 0, "failed")
+    begin_stint(tmp_path, 0, 1240.0, follows=True)
+    endings = [stint.ending for stint in read_history(tmp_path)]
+    assert endings == ["killed", "failed", "running"]
+
     # A run that begins anew has no past.
+    end_stint(tmp_path, 0, "failed")
     begin_stint(tmp_path, 0, 1240.0, "verl-ray train", {"torch": "2.11.0"})
     (begun,) = read_history(tmp_path)
     assert begun.command == "verl-ray train" and begun.versions == {"torch": "2.11.0"}

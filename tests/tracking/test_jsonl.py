@@ -261,6 +261,7 @@ def test_the_state_is_on_the_disk(
     for step in (0, 1, 2):
         tracker.log(step, {"training/global_step": step})
     monkeypatch.setattr(os, "fsync", seen)
+    tracker.sync()
     assert tracker.state() == {"recorded_steps": "0-2"}
     assert flushed == [tmp_path / "metrics.jsonl", tmp_path]
     tracker.close(failed=False)
@@ -382,7 +383,7 @@ def test_a_full_disk_costs_no_line_and_writes_none_twice(
         with pytest.raises(
             TrackingError, match=r"metrics\.jsonl: cannot be written.*run\.dir"
         ):
-            tracker.state()
+            tracker.sync()
 
     tracker.log(3, {"training/global_step": 3})
     assert tracker.state() == {"recorded_steps": "0-3"}

@@ -41,7 +41,11 @@ def run_config(run_dir: Path) -> RunConfig:
         stall_s=1.0,
         max_failed_checkpoints=3,
         recovery=RecoveryConfig(
-            enabled=True, max_restarts=3, snapshot_every=0, snapshot_copies=1
+            enabled=True,
+            max_restarts=3,
+            max_wait_s=60,
+            snapshot_every=0,
+            snapshot_copies=1,
         ),
         resolved=ResolvedConfig(cpu={}, gpu={}),
     )

@@ -45,6 +45,7 @@ class ScriptedWorker(RolloutWorker):
 
     def __init__(self) -> None:
         self.requests: list[GenerationRequest] = []
+        self.endpoint = None
         self.server = RolloutServer(
             lambda: ScriptedEngine(self.script, initial_version=9)
         )

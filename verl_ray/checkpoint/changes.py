@@ -2,7 +2,8 @@
 
 Invariant: the meaning of the saved state does not change: its data cursor, its random
 streams, its parameters and the roles that they belong to. Every other setting may
-change, and the change is shown.
+change, and the change is shown. The path of the training data is such a setting: the
+cursor compares the records themselves (`verl_ray/data/cursor.py`).
 """
 
 from __future__ import annotations
@@ -25,8 +26,6 @@ _ADAPTER = (
 FIXED: tuple[tuple[str, str], ...] = (
     ("task", "the state is that of another kind of run"),
     ("run.seed", "data order, sampling and new parameters follow from it"),
-    ("data.train_path", _ROWS),
-    ("data.train_path.*", _ROWS),
     ("data.columns*", _ROWS),
     ("data.overlong", _ROWS),
     ("data.shuffle", _ROWS),

@@ -13,6 +13,7 @@ import json
 import mmap
 import os
 import secrets
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_ray.errors import CheckpointError
-from verl_ray.ownership import Owner, prefix
+from verl_ray.ownership import Owner, prefix, remove_stale
 from verl_ray.private_files import (
     SHARED_MEMORY,
     create_private,
@@ -31,6 +32,7 @@ from verl_ray.private_files import (
 )
 
 _NUM_SLOTS = 2
+_BLOCK_BYTES = 512  # unit of stat(2)
 
 PIECE_BYTES = 16 * 2**20
 """Largest part of a snapshot that travels to another node at a time."""
@@ -275,19 +277,43 @@ class SnapshotNames:
 
     Attributes:
         run: Folder of the run.
-        driver: Its driver.
+        owner: The process that may outlive the run's driver and start another one, or
+            the driver itself.
+        series: A word for all drivers that went on from each other's snapshots.
+        on_own_cluster: Whether the run has a cluster of one node, which each of its
+            drivers starts anew.
         courses: A word for each course that the run has taken, in order, and the last
             step of it that counts; None for the present course.
     """
 
     run: str
-    driver: Owner
+    owner: Owner
+    series: str
+    on_own_cluster: bool
     courses: Mapping[str, int | None]
 
     @classmethod
-    def of(cls, run: str) -> Self:
-        """Return the names for this process as the driver of a run, on a new course."""
-        return cls(run, Owner.here(), {_new_word(): None})
+    def of(cls, run: str, owner: Owner | None = None) -> Self:
+        """Return the names for a run on a cluster of others, without snapshots yet.
+
+        Args:
+            run: Its folder.
+            owner: The owner; None for this process.
+        """
+        # Another process of the run may have another working directory.
+        folder = str(Path(run).resolve())
+        new = {_new_word(): None}
+        return cls(folder, owner or Owner.here(), _new_word(), False, new)
+
+    def taken_over(self, owner: Owner) -> Self:
+        """Return the names with another owner, which those on this machine have now."""
+        names = replace(self, owner=owner)
+        for path in names.paths_here():
+            _, _, rest = path.name.partition(names._own)
+            path.rename(
+                path.with_name(f"{prefix('snapshot', owner)}{names._own}{rest}")
+            )
+        return names
 
     def back_to(self, step: int) -> Self:
         """Return the names after the run went back to a step."""
@@ -316,21 +342,105 @@ class SnapshotNames:
     def place(self, role: str, rank: int) -> str:
         """Return the beginning of the paths of a rank's files, on this node.
 
-        They are those of the rank itself, or their second copy. What an earlier driver
-        of the run left on this node is removed.
+        They are those of the rank itself, or their second copy. What the run left on
+        this node and does not go on from is removed.
         """
+        self.remove_others()
         # The owner has to outlive the rank, and has to be seen on this node.
         raylet = Owner.of(os.getppid())
-        owner = self.driver if self.driver.is_visible else raylet
-        of_run = short_word(f"{Owner.here().namespace} {self.run}")
-        own = f"{of_run}-{short_word(str(self.driver))}-"
-        folder = shared_folder()
-        for path in folder.glob(f"verl_ray-snapshot-*-{of_run}-*"):
-            if own not in path.name:
-                path.unlink(missing_ok=True)
+        owner = self.owner if self.owner.is_visible else raylet
         # Several nodes of Ray may share a machine, and do not share what is lost.
-        node = short_word(str(raylet))
-        return str(folder / f"{prefix('snapshot', owner)}{own}{node}-{role}-{rank}")
+        node = _OWN_NODE if self.on_own_cluster else short_word(str(raylet))
+        name = f"{prefix('snapshot', owner)}{self._own}{node}-{role}-{rank}"
+        return str(shared_folder() / name)
+
+    def of_driver(self, word: str) -> Path:
+        """Return the path of the driver's folder with a word of its own."""
+        name = f"{prefix('snapshot', self.owner)}{self._own}{_DRIVER}{word}"
+        return shared_folder() / name
+
+    @property
+    def _own(self) -> str:
+        """The part of all names that no other run has, and no other series."""
+        return f"{_word_of(self.run)}-{self.series}-"
+
+    def paths_here(self) -> list[Path]:
+        """Return all files and folders of this series on this machine."""
+        return list(shared_folder().glob(f"verl_ray-snapshot-*-{self._own}*"))
+
+    def remove_others(self) -> None:
+        """Remove what the run left on this machine in another series."""
+        for path in left_by(self.run):
+            if self._own not in path.name:
+                remove(path)
+
+
+_OWN_NODE = "node"
+"""Stands for the node of a run's own cluster, which another driver starts anew."""
+
+_DRIVER = "driver-"
+
+
+def word_of_driver(path: Path) -> str | None:
+    """Return the word of a folder of a driver's; None for another file."""
+    _, is_of_driver, word = path.name.partition(f"-{_DRIVER}")
+    return word if is_of_driver else None
+
+
+def left_by(run: str) -> list[Path]:
+    """Return all files and folders of a run's snapshots on this machine."""
+    word = _word_of_folder(run)
+    return list(shared_folder().glob(f"verl_ray-snapshot-*-{word}-*"))
+
+
+def bytes_left(run: str) -> int:
+    """Return the bytes that the snapshots of a run take on this machine."""
+    files = [
+        file
+        for path in left_by(run)
+        for file in ([path] if path.is_file() else path.rglob("*"))
+    ]
+    sizes = 0
+    for file in files:
+        # Another process may remove it meanwhile.
+        with contextlib.suppress(OSError):
+            sizes += file.stat().st_blocks * _BLOCK_BYTES
+    return sizes
+
+
+def available_bytes(run: str | None = None) -> int:
+    """Return the bytes in /dev/shm that a run may use; stale files are removed first.
+
+    Args:
+        run: Folder of the run, which goes on from its own snapshots or removes them;
+            None for a process that is of no run.
+
+    Raises:
+        UnsafeFile: This user's folder there is not its own.
+    """
+    if run is None:
+        remove_stale(shared_folder())
+        return shutil.disk_usage(SHARED_MEMORY).free
+    remove_stale(shared_folder(), spared=f"-{_word_of_folder(run)}-")
+    return shutil.disk_usage(SHARED_MEMORY).free + bytes_left(run)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, which another process may have removed by now."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _word_of_folder(run: str) -> str:
+    """Return the word for a run by its folder, whose path may be relative."""
+    return _word_of(str(Path(run).resolve()))
+
+
+def _word_of(run: str) -> str:
+    """Return the word for a run; process ids mean others in another namespace."""
+    return short_word(f"{Owner.here().namespace} {run}")
 
 
 def short_word(text: str) -> str:

@@ -30,6 +30,7 @@ import ray
 from ray._private import services
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
+from verl_ray.checkpoint.snapshot_files import available_bytes
 from verl_ray.cluster.guard import (
     STOPPED_S,
     HeadWatch,
@@ -48,7 +49,7 @@ from verl_ray.cluster.session_folders import (
 from verl_ray.cluster.signals import deferring_signals, heed_signals
 from verl_ray.cluster.waiting import CLUSTER_LOSS, RAY_CALLS
 from verl_ray.errors import ClusterError, Interrupted, WorkerDied
-from verl_ray.private_files import SHARED_MEMORY, available_bytes
+from verl_ray.private_files import SHARED_MEMORY
 
 # Ray refuses an object store of less than 75 MiB.
 _LEAST_STORE_BYTES = 80 << 20

@@ -52,6 +52,7 @@ ADDED: dict[str, Any] = {
     "run.trace": "none",
     "run.recovery.enabled": True,
     "run.recovery.max_restarts": 3,
+    "run.recovery.max_wait_s": 3600.0,
     "run.recovery.snapshot_every": "auto",
     "run.recovery.snapshot_copies": "auto",
 }

@@ -16,6 +16,7 @@ from verl_ray.config.paths import CheckpointPath, LocalPath
 from verl_ray.config.section import (
     Auto,
     NonNegative,
+    NonNegativeFloat,
     OverriddenKeys,
     Positive,
     PositiveFloat,
@@ -59,6 +60,10 @@ class RecoveryConfig(Section):
     max_restarts: NonNegative
     """Restarts without a new finished step before the run stops: of rollout replicas,
     and of all other processes. The same failure at the same step stops it at once."""
+    max_wait_s: NonNegativeFloat
+    """Longest time in seconds that a run whose driver was replaced waits for what
+    refuses its next start and may pass: a full disk, a taken port, a service that is
+    away. 0 = a refusal ends it."""
     snapshot_every: ZeroIsOff | Literal["measured"] | Auto
     """Copy the state of every role that learns to the memory of its host every N steps,
     where a lost process finds it again; 0 or null = never. measured: as often as the

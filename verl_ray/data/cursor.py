@@ -145,7 +145,7 @@ CursorState = dict[str, int | str]
 _ROWS_AT_ONCE = 4096
 """Rows that are looked at together to find some that are accepted."""
 
-_OPTIONAL_IDENTITY = ("weights",)
+_OPTIONAL_IDENTITY = ("weights", "sizes")
 """What only some states say of the rows and their order."""
 
 
@@ -209,24 +209,35 @@ class Cursor:
     """
 
     def __init__(
-        self, mixture: Mixture, digest: str, *, seed: int, shuffle: bool
+        self,
+        mixture: Mixture,
+        digest: str,
+        *,
+        seed: int,
+        shuffle: bool,
+        earlier_digest: Callable[[], str] | None = None,
     ) -> None:
         """Stand at the first row of the first epoch.
 
         Args:
             mixture: The data sets.
-            digest: A digest of their rows, such as their `fingerprint`.
+            digest: A digest of their records that does not depend on their paths.
+            earlier_digest: Computes the digest that states of earlier versions have
+                under `fingerprint`; None: no such state is accepted.
         """
         self._mixture = mixture
         self._rows_per_epoch = mixture.rows_per_epoch
         self._identity: CursorState = {
             "rows": self._rows_per_epoch,
-            "fingerprint": digest,
+            "records": digest,
             "seed": seed,
             "shuffle": int(shuffle),
         }
         if any(weight != 1 for weight in mixture.weights):
             self._identity["weights"] = ", ".join(f"{w:g}" for w in mixture.weights)
+            # The same records have another order where the sets are cut elsewhere.
+            self._identity["sizes"] = ", ".join(map(str, mixture.counts))
+        self._earlier_digest = earlier_digest
         self._seed = seed
         self._shuffle = shuffle
         # The order of one epoch is cached, since many batches are drawn from it.
@@ -313,23 +324,39 @@ class Cursor:
             CheckpointError: the state contradicts itself.
         """
         # In other rows, or another order, the same place would lead to other records.
-        names = dict.fromkeys((*self._identity, *_OPTIONAL_IDENTITY))
+        identity = self._identity
+        if "records" not in state:
+            identity = self._earlier_identity()
+        names = dict.fromkeys((*identity, *_OPTIONAL_IDENTITY))
         changed = [
-            f"{name} was {state.get(name)!r}, is {self._identity.get(name)!r}"
+            f"{name} was {state.get(name)!r}, is {identity.get(name)!r}"
             for name in names
-            if state.get(name) != self._identity.get(name)
+            if state.get(name) != identity.get(name)
         ]
         if changed:
             raise DataError(
                 "the data differ from those that the checkpoint was written with"
                 f" ({'; '.join(changed)})",
-                fix="restore the files of data.train_path, the tokenizer and data.*,"
-                " or start anew in another run.dir",
+                fix="expected the same records in the same order, wherever"
+                " data.train_path finds them, and the same tokenizer and data.*;"
+                " restore these, or start anew in another run.dir",
             )
         self.drawn = drawn_rows(state)
         passed = state.get("passed", 0)
         assert isinstance(passed, int), "drawn_rows has looked at it"
         self.passed = passed
+
+    def _earlier_identity(self) -> CursorState:
+        """Return what the states of earlier versions say of the rows and their order.
+
+        Their digest depends on the names of the files and on their format.
+        """
+        identity = dict(self._identity)
+        del identity["records"]
+        identity.pop("sizes", None)
+        if self._earlier_digest is not None:
+            identity["fingerprint"] = self._earlier_digest()
+        return identity
 
     def _order_of(self, epoch: int) -> Int64:
         """Order of the rows in an epoch, int64 [rows]."""
@@ -539,7 +566,7 @@ class Curriculum:
         if len(scores) != self.num_rows:
             raise CheckpointError(
                 f"has scores of {len(scores)} rows, and the data have {self.num_rows}",
-                fix="restore the files of data.train_path",
+                fix="give data.train_path the records of the checkpoint",
                 subject=path,
             )
         self._scores = self._counted = scores

@@ -430,6 +430,30 @@ def json_text(value: object) -> str:
         return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
 
 
+def canonical_json(value: object) -> str:
+    """Return the JSON text that all spellings of a value share.
+
+    Keys are sorted, fields that are null are left out, and 1.0 is 1: Arrow orders the
+    fields of objects, adds nulls, and may store whole numbers as floats.
+
+    Args:
+        value: A value that JSON has.
+    """
+    return json.dumps(_canonical(value), ensure_ascii=False, sort_keys=True)
+
+
+def _canonical(value: object) -> object:
+    """Return a value without null fields, and with whole numbers as integers."""
+    if isinstance(value, dict):
+        items = value.items()
+        return {name: _canonical(part) for name, part in items if part is not None}
+    if isinstance(value, list | tuple):
+        return [_canonical(part) for part in value]
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
 def _plain(value: object) -> object:
     """Return a value as JSON can hold it."""
     if isinstance(value, dict):

@@ -47,6 +47,9 @@ NO_SPREAD = "all scores of the group are equal"
 """Why a group is rejected that another one replaces in its batch."""
 
 _NAME = re.compile(r"(?:step_(\d{8,})|unsaved)\.parquet")
+_AFTER = "events_after_"
+"""Begins the name of a file in a snapshot, and the last step with a part ends it."""
+
 _BEGINS_AT = b"begins_at"  # key of a part's metadata
 
 
@@ -206,10 +209,15 @@ def read_parts(folder: Path) -> History:
     Raises:
         TrackingError: A part cannot be read.
     """
+    return _history(_parts(folder))
+
+
+def _history(paths: Sequence[Path]) -> History:
+    """Read parts, at least one, in the order of their events."""
     import pyarrow as pa
     import pyarrow.compute
 
-    tables = [_read_part(path) for path in _parts(folder)]
+    tables = [_read_part(path) for path in paths]
     table = pa.concat_tables(tables)
 
     rows = np.empty(len(table), ROW)
@@ -472,6 +480,35 @@ class Ledger:
         self._num_rows = self._num_saved = num_rows
         self._reasons = dict(former._reasons)
         self._begins_at = former._begins_at
+
+    def keep(self, folder: Path, step: int) -> None:
+        """Write what the last state knows and no part holds.
+
+        Args:
+            folder: Folder of a snapshot.
+            step: The step that the last state is of.
+        """
+        rows = self._rows[: self._num_saved]
+        newest = max(self._newest_part[0] or 0, step - 1)
+        path = folder / f"{_AFTER}{newest:08}.parquet"
+        write_part(path, rows, list(self._reasons), self._begins_at)
+
+    def take_back(self, folder: Path) -> None:
+        """Take back what `keep` wrote, after `load_state`.
+
+        A part that was written later has these events too, and is removed: its
+        checkpoint did not come to count.
+
+        Args:
+            folder: Folder of the snapshot.
+        """
+        (path,) = folder.glob(f"{_AFTER}*.parquet")
+        drop_later_parts(self._folder, int(path.stem.removeprefix(_AFTER)))
+        history = _history([path])
+        self._rows = history.rows
+        self._num_rows = self._num_saved = len(history.rows)
+        self._reasons = {reason: place for place, reason in enumerate(history.reasons)}
+        self._begins_at = history.begins_at
 
     def last_events(self, ordinals: Int64) -> Array:
         """Return the last event of each ordinal, int8 [groups]; 0 where there is none.

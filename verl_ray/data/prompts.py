@@ -16,7 +16,7 @@ from verl_ray.config.data import DataConfig, DataSet
 from verl_ray.config.section import resolved
 from verl_ray.data.batch import Int64, Ragged
 from verl_ray.data.encoding import SpelledTokens
-from verl_ray.data.fields import Fields, Message, as_messages
+from verl_ray.data.fields import Fields, Message, as_messages, canonical_json
 from verl_ray.data.records import PromptRecord, Reading, prompt_reading
 from verl_ray.data.row_source import DataSets, Encoded, RowSource
 from verl_ray.data.stages import Prompts
@@ -127,6 +127,21 @@ class PromptSource(RowSource[PromptRecord, Prompts]):
         )
         skipped = {"too_long": len(records) - len(fitting)}
         return Encoded(prompts.select(fitting), fitting, skipped)
+
+    def _contents(self, rows: Prompts, records: Sequence[PromptRecord]) -> Prompts:
+        # The tokens stay, so whatever the chat template sees counts as it is.
+        messages = [canonical_json(record.prompt) for record in records]
+        sources = [
+            None if record.has_default_source else record.data_source
+            for record in records
+        ]
+        extra = [canonical_json(json.loads(record.extra)) for record in records]
+        return rows.replace(
+            messages=Ragged.of_texts(messages),
+            # As JSON, an empty name differs from none.
+            data_source=Ragged.of_texts(map(canonical_json, sources)),
+            extra=Ragged.of_texts(extra),
+        )
 
 
 def fitting_rows(

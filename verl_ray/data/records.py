@@ -92,6 +92,8 @@ class PromptRecord:
     """A JSON object, as text."""
     template_arguments: TemplateArguments = field(default_factory=dict)
     """What the record gives to the chat template."""
+    has_default_source: bool = False
+    """Whether the data source is the name of the file, as the record names none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +268,15 @@ def _prompt_record(
         hidden.append(schema.columns["chosen"])
     extra = _extra_json(fields, hidden, where)
     arguments = arguments_of(fields, where)
-    return PromptRecord(where, prompt, answer, source, extra, arguments)
+    return PromptRecord(
+        where,
+        prompt,
+        answer,
+        source,
+        extra,
+        arguments,
+        has_default_source=value is None,
+    )
 
 
 def _supervised_record(schema: Schema, where: str, fields: Fields) -> SupervisedRecord:

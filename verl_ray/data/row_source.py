@@ -121,7 +121,11 @@ class RowSource(ABC, Generic[RecordT, RowsT]):
         weights = tuple(data_set.weight for data_set in self._data_sets)
         self.mixture = Mixture(self._store.counts, weights)
         self._cursor = Cursor(
-            self.mixture, self._store.digest, seed=seed, shuffle=config.shuffle
+            self.mixture,
+            self._store.digest,
+            seed=seed,
+            shuffle=config.shuffle,
+            earlier_digest=self._store.earlier_digest,
         )
 
     def __len__(self) -> int:
@@ -144,14 +148,14 @@ class RowSource(ABC, Generic[RecordT, RowsT]):
         return self._cursor.drawn
 
     def state(self) -> CursorState:
-        """State of the cursor and a fingerprint of the data, as plain JSON values."""
+        """State of the cursor and a digest of the records, as plain JSON values."""
         return self._cursor.state()
 
     def load_state(self, state: Mapping[str, int | str]) -> None:
         """Continue behind the last batch drawn before `state()`.
 
         Raises:
-            DataError: the data have changed.
+            DataError: the records or their order have changed.
         """
         self._cursor.load_state(state)
 
@@ -174,6 +178,18 @@ class RowSource(ABC, Generic[RecordT, RowsT]):
         Raises:
             DataError: A record does not fit, and may not be left out.
         """
+
+    def _contents(self, rows: RowsT, records: Sequence[RecordT]) -> RowsT:
+        """Return rows without what the path, the format or the layout of files decides.
+
+        Their digest tells whether a resumed run has the same records.
+
+        Args:
+            rows: All rows of the run.
+            records: The record of each row.
+        """
+        # Tokens and numbers are the same wherever the record stood.
+        return rows
 
     def _draw(self, count: int) -> tuple[RowsT, Int64]:
         """Return the next `count` rows, and their numbers over all sets, int64.
@@ -256,7 +272,9 @@ class RowSource(ABC, Generic[RecordT, RowsT]):
         encoded = self._encode(records, is_all=True)
         self._count_skipped(encoded.skipped)
         counts = np.diff(np.searchsorted(encoded.numbers, ends))
-        return _InMemory(encoded.rows, tuple(counts.tolist()))
+        used = [records[number] for number in encoded.numbers]
+        digest = fingerprint(self._contents(encoded.rows, used))
+        return _InMemory(encoded.rows, tuple(counts.tolist()), digest)
 
     def _open(self) -> _OnDisk[RecordT]:
         """Open the sets, and read the first record of each."""
@@ -285,10 +303,14 @@ class RowSource(ABC, Generic[RecordT, RowsT]):
 class _InMemory(Generic[RowsT]):
     """Rows of all sets, one set after the other."""
 
-    def __init__(self, rows: RowsT, counts: tuple[int, ...]) -> None:
+    def __init__(self, rows: RowsT, counts: tuple[int, ...], digest: str) -> None:
         self.rows = rows
         self.counts = counts
-        self.digest = fingerprint(rows)
+        self.digest = digest
+
+    def earlier_digest(self) -> str:
+        """Return the digest that the states of earlier versions have."""
+        return fingerprint(self.rows)
 
 
 class _OnDisk(Generic[RecordT]):
@@ -302,6 +324,11 @@ class _OnDisk(Generic[RecordT]):
         self._parts = parts
         self._readings = readings
         self._firsts = np.cumsum((0, *self.counts))
+
+    def earlier_digest(self) -> str:
+        """Return the digest that the states of earlier versions have."""
+        # What is read of the files has no paths.
+        return self.digest
 
     def read(self, rows: Int64) -> list[RecordT]:
         """Read records by their numbers over all sets, int64 [rows]."""

@@ -88,7 +88,9 @@ def pinned_data(
             values = [_pinned_value(value, commits, splits) for value in values]
         except HubError as error:
             key = f"data.{name}"
-            problems.append(Problem(key, error.repository, error.rule, error.fix))
+            problems.append(
+                Problem(key, error.repository, error.rule, error.fix, error.may_pass)
+            )
         section[name] = values if several else values[0]
     return section, problems
 

@@ -115,7 +115,7 @@ def problem_of(error: HubError, key: str, path: str, revision: str | None) -> Pr
     """
     if error.about_revision:
         return Problem(f"{key}.revision", revision, error.rule, error.fix)
-    return Problem(f"{key}.path", path, error.rule, error.fix)
+    return Problem(f"{key}.path", path, error.rule, error.fix, error.may_pass)
 
 
 def _download_settings(snapshot: Snapshot, *, needs_weights: bool) -> None:

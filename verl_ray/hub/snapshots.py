@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Literal
 
@@ -222,7 +223,7 @@ def _refuse_full_disk(snapshot: Snapshot, needed: int) -> None:
             f" {_in_words(free)} are free"
         )
         fix = "Set HF_HOME to a folder on a larger disk."
-        raise HubError(snapshot.repository, rule, fix)
+        raise HubError(snapshot.repository, rule, fix, is_away=True)
 
 
 def _in_words(size: int) -> str:
@@ -301,13 +302,18 @@ def _explained(repository: str, revision: str | None, kind: Kind) -> Iterator[No
             rule = f"the hub does not let you read this {noun}"
             raise _refused(repository, rule, page) from error
         rule = f"{hub} answers with {status} {error.response.reason_phrase}"
-        raise HubError(repository, rule, f"Look at {page}, or try again.") from error
+        fix = f"Look at {page}, or try again."
+        is_away = (
+            status == HTTPStatus.TOO_MANY_REQUESTS
+            or status >= HTTPStatus.INTERNAL_SERVER_ERROR
+        )
+        raise HubError(repository, rule, fix, is_away=is_away) from error
     # A connection that breaks off has an exception for each place where it does.
     except Exception as error:
         reason = " ".join(str(error).split())
         rule = f"its files could not be downloaded ({type(error).__name__}: {reason})"
         fix = "Try again: what has arrived is not lost."
-        raise HubError(repository, rule, fix) from error
+        raise HubError(repository, rule, fix, is_away=True) from error
 
 
 def not_cached(repository: str, revision: str | None, kind: Kind) -> HubError:
@@ -330,7 +336,8 @@ def not_cached(repository: str, revision: str | None, kind: Kind) -> HubError:
         f"Run `{command}` where there is a network, and copy its cache here (HF_HOME"
         " names it); or give a folder."
     )
-    return HubError(repository, rule, fix)
+    is_away = not constants.is_offline_mode()
+    return HubError(repository, rule, fix, is_away=is_away)
 
 
 def _refused(repository: str, rule: str, page: str) -> HubError:

@@ -46,9 +46,25 @@ def disk_problems(config: Config, *, learns: bool) -> Iterator[Problem]:
         config: Configuration of the run.
         learns: Whether the job trains. An evaluation writes no checkpoints.
     """
-    folder = Path(config.run.dir)
     free = shutil.disk_usage(nearest_existing(config.run.dir)).free
+    needed = bytes_to_come(config, learns=learns)
+    if needed > free:
+        rule = (
+            f"the run will write up to {needed / GIB:.1f} GiB more there, and"
+            f" {free / GIB:.1f} GiB are free"
+        )
+        fix = "Free some, choose another run.dir, or lower run.keep_checkpoints."
+        yield Problem("run.dir", config.run.dir, rule, fix, may_pass=True)
 
+
+def bytes_to_come(config: Config, *, learns: bool) -> int:
+    """Return the bytes that a run will write at most beside what its folder holds.
+
+    Args:
+        config: Configuration of the run.
+        learns: Whether the job trains.
+    """
+    folder = Path(config.run.dir)
     needed = max(0, LOG_BYTES - sum(_bytes_at(folder / name) for name in _LOGS))
     tracking = config.tracking
     if isinstance(tracking, RolloutTrackingConfig) and tracking.rollouts != "none":
@@ -56,14 +72,7 @@ def disk_problems(config: Config, *, learns: bool) -> Iterator[Problem]:
         needed += max(0, most - _bytes_at(folder / rollouts.FOLDER))
     if learns and config.run.checkpoint_every:
         needed += checkpoint_bytes_to_come(config)
-
-    if needed > free:
-        rule = (
-            f"the run will write up to {needed / GIB:.1f} GiB more there, and"
-            f" {free / GIB:.1f} GiB are free"
-        )
-        fix = "Free some, choose another run.dir, or lower run.keep_checkpoints."
-        yield Problem("run.dir", config.run.dir, rule, fix)
+    return needed
 
 
 def checkpoint_bytes_to_come(config: Config) -> int:

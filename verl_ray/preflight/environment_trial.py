@@ -154,7 +154,7 @@ def _try(
     if outcome is None:
         rule = f"its process ended, or took more than {DEADLINE_S:g} s, in {stage}"
         fix = "Let it await what takes long; it may not end its process."
-        trials.problems.append(Problem(key, spec, rule, fix))
+        trials.problems.append(Problem(key, spec, rule, fix, may_pass=True))
     elif "problem" in outcome:
         trials.problems.append(Problem(**outcome["problem"]))
     elif task is not None:
@@ -300,7 +300,7 @@ def _report(
         elif failure is None and end in (End.TOOL_TIMEOUT, End.TURN_TIMEOUT):
             failure = f"it takes too long on {script}: {end.value}"
     if failure is not None:
-        trials.problems.append(Problem(key, spec, failure, fix))
+        trials.problems.append(Problem(key, spec, failure, fix, may_pass=True))
     if not outcome["same_world"]:
         trials.warnings.append(
             f"{key}={spec}: the same task and seed made two worlds, which begin with"

@@ -319,7 +319,8 @@ def _endpoint_problems(
                 "Give a port that is free, or 0 for any, and an address of this"
                 " machine as rollout.endpoint.host."
             )
-            yield Problem("rollout.endpoint.port", endpoint.port, rule, fix)
+            key = "rollout.endpoint.port"
+            yield Problem(key, endpoint.port, rule, fix, may_pass=True)
             return
 
 
@@ -365,7 +366,7 @@ def _run_dir_problems(config: Config) -> Iterator[Problem]:
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         rule = f"{parent} cannot be written to"
         fix = "Give a folder that can be written to."
-        yield Problem("run.dir", run_dir, rule, fix)
+        yield Problem("run.dir", run_dir, rule, fix, may_pass=True)
 
     resume = config.run.resume
     if resume in ("auto", "none"):

@@ -22,10 +22,10 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
+from verl_ray.checkpoint.snapshot_files import available_bytes
 from verl_ray.config.schema import Config
 from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import ConfigError, Problem
-from verl_ray.private_files import available_bytes
 from verl_ray.profiling.flops import BFLOAT16_PEAK_FLOPS_PER_S as PEAK
 from verl_ray.profiling.flops import bfloat16_peak_of
 
@@ -150,14 +150,19 @@ class Machine:
         return self.nodes * self.gpus
 
     @staticmethod
-    def here() -> Machine:
-        """Return this machine, within the limits of its container."""
+    def here(run: str | None = None) -> Machine:
+        """Return this machine, within the limits of its container.
+
+        Args:
+            run: Folder of the run whose own snapshots take no memory from it; None for
+                no run.
+        """
         smallest = smallest_gpu()
         return Machine(
             cores=len(os.sched_getaffinity(0)),
             gpus=len(list(Path("/dev").glob("nvidia[0-9]*"))),
             memory_bytes=host_memory_bytes(),
-            shm_free_bytes=available_bytes(),
+            shm_free_bytes=available_bytes(run),
             gpu_memory_bytes=None if smallest is None else smallest.memory_bytes,
             gpu=None if smallest is None else smallest.kind,
             computes_bfloat16=_computes_bfloat16(),
@@ -169,7 +174,7 @@ def machine_of(config: Config) -> Machine | None:
     address = config.ray.address or os.environ.get("RAY_ADDRESS")
     if address:
         return None
-    return Machine.here()
+    return Machine.here(config.run.dir)
 
 
 def _computes_bfloat16() -> bool:

@@ -118,7 +118,7 @@ def _shared_memory_problems(config: Config, machine: Machine) -> Iterator[Proble
     fix = (
         f"Start the container with --shm-size={size_gib}g, or remount /dev/shm larger."
     )
-    yield Problem("/dev/shm", free, rule, fix)
+    yield Problem("/dev/shm", free, rule, fix, may_pass=True)
 
 
 # ------------------------------------------------------------------------------- memory

@@ -267,7 +267,7 @@ def _problems(trials: Sequence[Trial]) -> Iterator[Problem]:
         elif score.rescored:
             fix = "Let it return a number or raise; it may not end its process."
         rule = f"it fails on {response} of data source {trial.data_source!r}: {cause}"
-        yield Problem(trial.key, trial.function, rule, fix)
+        yield Problem(trial.key, trial.function, rule, fix, may_pass=True)
 
 
 def _warnings(trials: Sequence[Trial]) -> Iterator[str]:

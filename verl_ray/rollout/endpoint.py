@@ -4,7 +4,8 @@ Invariant: no client can stop or change the run. Responses for clients have seed
 their own, and at most `in_flight` of them are generated at a time. Sleep and weight
 updates preempt them (`finish_reason` "abort", with the tokens that there are); calls
 that come meanwhile get the status 503 and a time to retry. A client that disconnects
-takes its requests with it.
+takes its requests with it. A replica that starts again does not need its port: it
+generates rollouts, and the endpoint listens once the port is free.
 
 GET /health, GET /v1/models, POST /v1/completions, POST /v1/chat/completions.
 """
@@ -12,10 +13,12 @@ GET /health, GET /v1/models, POST /v1/completions, POST /v1/chat/completions.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import hmac
 import json
 import os
+import sys
 import threading
 import time
 import uuid
@@ -23,6 +26,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
+import psutil
 from aiohttp import web
 
 from verl_ray.config.rollout import EndpointConfig
@@ -52,6 +56,10 @@ _RETRY_AFTER_S = "1"
 _SHUTDOWN_S = 0.1
 """How long calls may go on after the endpoint was closed."""
 
+_FIRST_PAUSE_S = 0.25
+_LONGEST_PAUSE_S = 60.0
+"""Pauses between two attempts to listen. Each is twice as long as the one before."""
+
 SendDelta = Callable[[Choice, ChoiceDelta], Awaitable[None]]
 
 
@@ -59,7 +67,7 @@ class Endpoint:
     """An HTTP server on its own thread, in front of a rollout server.
 
     Attributes:
-        port: The port that it listens on.
+        port: The port that it listens on; None while it waits for the port.
     """
 
     def __init__(
@@ -72,8 +80,9 @@ class Endpoint:
         model: str,
         max_model_len: int,
         arguments: TemplateArguments | None = None,
+        waits: bool = False,
     ) -> None:
-        """Start the endpoint; it listens when this returns.
+        """Start the endpoint; it listens when this returns, unless it waits.
 
         Args:
             server: The rollout server that generates the responses.
@@ -83,10 +92,12 @@ class Endpoint:
             model: The policy's name for clients.
             max_model_len: Largest number of tokens of prompt and response together.
             arguments: Variables of the chat template, where a call has no others.
+            waits: Whether an address that cannot be listened on now is tried again in
+                the background, until the endpoint listens or is closed.
 
         Raises:
-            ConfigError: The address cannot be listened on, or the environment has no
-                token for clients.
+            ConfigError: The address cannot be listened on and the endpoint does not
+                wait, or the environment has no token for clients.
         """
         self._server = server
         self._tokenizer = tokenizer
@@ -109,24 +120,35 @@ class Endpoint:
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="rollout endpoint", daemon=True
         )
+        self._closing = asyncio.Event()
+        self._attempts: asyncio.Task[None] | None = None
         self._thread.start()
-        self.port = self._start_listening(config.host, port, config.port)
+        self.port: int | None = None
+        self._start_listening(config.host, port, config.port, waits=waits)
 
     def close(self) -> None:
         """End calls and stop listening. Calling it again has no effect."""
         if self._loop.is_closed():
             return
 
-        cleanup = self._runner.cleanup()
-        asyncio.run_coroutine_threadsafe(cleanup, self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._clean_up(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
-    def _start_listening(self, host: str, port: int, configured_port: int) -> int:
-        listening = self._listen(host, port)
+    async def _clean_up(self) -> None:
+        self._closing.set()
+        # An attempt under way ends first, so that it leaves no socket behind.
+        if self._attempts is not None:
+            await self._attempts
+        await self._runner.cleanup()
+
+    def _start_listening(
+        self, host: str, port: int, configured_port: int, *, waits: bool
+    ) -> None:
+        start = self._listen_or_wait if waits else self._listen
         try:
-            return asyncio.run_coroutine_threadsafe(listening, self._loop).result()
+            asyncio.run_coroutine_threadsafe(start(host, port), self._loop).result()
         except OSError as error:
             self.close()
             reason = error.strerror or error
@@ -135,14 +157,63 @@ class Endpoint:
                 "Give a port that is free, or 0 for any, and an address of the machine"
                 " in rollout.endpoint.host."
             )
+            key = "rollout.endpoint.port"
             raise ConfigError(
-                [Problem("rollout.endpoint.port", configured_port, rule, fix)]
+                [Problem(key, configured_port, rule, fix, may_pass=True)]
             ) from None
 
-    async def _listen(self, host: str, port: int) -> int:
-        await self._runner.setup()
-        await web.TCPSite(self._runner, host, port).start()
-        return int(self._runner.addresses[0][1])
+    async def _listen(self, host: str, port: int) -> None:
+        # An attempt may have failed before.
+        if self._runner.server is None:
+            await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port)
+        try:
+            await site.start()
+        except OSError:
+            # The runner would keep a site that has not started.
+            await site.stop()
+            raise
+        self.port = int(self._runner.addresses[0][1])
+
+    async def _listen_or_wait(self, host: str, port: int) -> None:
+        try:
+            await self._listen(host, port)
+        except OSError as error:
+            attempts = self._keep_trying(host, port, error)
+            self._attempts = asyncio.create_task(attempts)
+
+    async def _keep_trying(self, host: str, port: int, error: OSError) -> None:
+        """Try to listen until it succeeds or the endpoint is closed.
+
+        Each pause that is longer than those before it is announced on stderr.
+
+        Args:
+            host: The address to listen on.
+            port: The port to listen on.
+            error: Why the first attempt failed.
+        """
+        pause_s, announced_s = _FIRST_PAUSE_S, 0.0
+        while self.port is None:
+            if pause_s > announced_s:
+                # The search for the holder reads the files of every process. A log on
+                # a full disk ends no attempts.
+                with contextlib.suppress(OSError):
+                    await asyncio.to_thread(_warn_of_pause, host, port, error, pause_s)
+                announced_s = pause_s
+            if await self._is_closing_within(pause_s):
+                return
+
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            try:
+                await self._listen(host, port)
+            except OSError as next_error:
+                error = next_error
+
+    async def _is_closing_within(self, seconds: float) -> bool:
+        """Wait for so long, or until the endpoint is closed; return whether it is."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._closing.wait(), seconds)
+        return self._closing.is_set()
 
     # --------------------------------------------------------------------------- routes
 
@@ -350,6 +421,40 @@ def _error_reply(error: Exception) -> web.Response:
     if isinstance(error, CannotGenerate):
         headers["Retry-After"] = _RETRY_AFTER_S
     return web.json_response(body, status=body["error"]["code"], headers=headers)
+
+
+def _warn_of_pause(host: str, port: int, error: OSError, pause_s: float) -> None:
+    """Say on stderr why the endpoint does not listen, and until when it pauses."""
+    reason = error.strerror or error
+    holder = _holder(host, port)
+    if holder is not None:
+        reason = f"{reason}, by {holder}"
+    print(
+        f"warning: the endpoint cannot listen on {host} port {port}: {reason}; it tries"
+        f" again after {pause_s:g} s. The replica generates rollouts meanwhile. Free"
+        " the port, or set rollout.endpoint.port to a free one (0 = any) when the run"
+        " is started again.",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _holder(host: str, port: int) -> str | None:
+    """Return name and id of the process that listens on a port, where it is visible."""
+    every_address = ("0.0.0.0", "::")
+    try:
+        for connection in psutil.net_connections(kind="tcp"):
+            listens = connection.status == psutil.CONN_LISTEN
+            # Processes of other users have no id here.
+            if not listens or connection.pid is None or connection.laddr.port != port:
+                continue
+            if host in every_address or connection.laddr.ip in (host, *every_address):
+                name = psutil.Process(connection.pid).name()
+                return f"{name} (process {connection.pid})"
+    except (psutil.Error, OSError):
+        # The system does not say, or the process has ended meanwhile.
+        return None
+    return None
 
 
 def _client_token(variable: str | None) -> str | None:

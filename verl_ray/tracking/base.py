@@ -117,10 +117,16 @@ class Tracker(ABC):
     def state(self) -> dict[str, str]:
         """Return what a resumed run passes to `open_trackers` to continue this record.
 
-        It becomes part of a checkpoint. The part of the record that it covers is on the
-        disk when this returns.
+        It becomes part of a checkpoint or a snapshot.
         """
         return {}
+
+    def sync(self) -> None:
+        """Wait until the disk has the part of the record that `state` covers.
+
+        A checkpoint counts it. A tracker whose record is elsewhere waits for nothing.
+        """
+        return
 
 
 class Trackers(Tracker):
@@ -192,6 +198,10 @@ class Trackers(Tracker):
         for tracker in self._all:
             state.update(tracker.state())
         return state
+
+    def sync(self) -> None:
+        for tracker in self._all:
+            tracker.sync()
 
     def _for_each(self, act: Callable[[Tracker], None]) -> None:
         """Let every open tracker act, also after one has failed.

@@ -81,29 +81,35 @@ def begin_stint(
     begun_s: float,
     command: str = "",
     versions: Mapping[str, str] | None = None,
+    *,
+    follows: bool = False,
 ) -> None:
     """Note that a process begins.
 
     Args:
         run_dir: Folder of the run.
         step: Number of finished steps. With 0 the run begins anew, and so does its
-            history.
+            history, unless the process before was killed.
         begun_s: Time at which the process began, in seconds since 1970.
         command: See `Stint`, like `versions`.
         versions: See there.
+        follows: Whether the supervisor has started it after another one.
 
     Raises:
         TrackingError: The history cannot be written.
     """
     stints: list[Stint] = []
-    if step > 0:
-        # The history is not the state of a run, so damage to it ends none.
-        try:
-            stints = read_history(run_dir)
-        except TrackingError as error:
-            print(f"warning: {error}", file=sys.stderr, flush=True)
-    if stints and stints[-1].ending == "running":
+    # The history is not the state of a run, so damage to it ends none.
+    try:
+        stints = read_history(run_dir)
+    except TrackingError as error:
+        print(f"warning: {error}", file=sys.stderr, flush=True)
+    was_killed = bool(stints) and stints[-1].ending == "running"
+    if was_killed:
         stints[-1] = killed_stint(stints[-1], run_dir / METRICS)
+    # A driver that died before it had a state to leave was of the same run.
+    if step == 0 and not (follows or was_killed):
+        stints.clear()
 
     begun = Stint(begun_s, None, step, None, "running", command=command)
     driver = str(Owner.here())
@@ -111,11 +117,12 @@ def begin_stint(
     _write(run_dir, stints)
 
 
-def ready_stint(run_dir: Path, preparing_s: float = 0.0) -> None:
+def ready_stint(run_dir: Path, step: int, preparing_s: float = 0.0) -> None:
     """Note that the process that began last has started everything.
 
     Args:
         run_dir: Folder of the run.
+        step: Number of finished steps, of which the process has the state.
         preparing_s: Seconds in which it made the inputs of the run.
 
     Raises:
@@ -123,7 +130,12 @@ def ready_stint(run_dir: Path, preparing_s: float = 0.0) -> None:
     """
     stints = read_history(run_dir)
     if stints:
-        ready = replace(stints[-1], ready_s=time.time(), preparing_s=preparing_s)
+        ready = replace(
+            stints[-1],
+            first_step=step,
+            ready_s=time.time(),
+            preparing_s=preparing_s,
+        )
         _write(run_dir, [*stints[:-1], ready])
 
 

@@ -148,15 +148,16 @@ class JsonlTracker(Tracker):
         self._write_or_wait()
 
     def state(self) -> dict[str, str]:
-        """Return the steps that have a line.
+        """Return the steps that have a line."""
+        return {RECORDED_STEPS: format_ranges(self._steps)}
 
-        These lines, and the evaluations, are on the disk when this returns.
+    def sync(self) -> None:
+        """Wait until the lines of these steps, and evaluations, are on the disk.
 
         Raises:
             TrackingError: They cannot be written to the disk.
         """
         self._write_all()
-        return {RECORDED_STEPS: format_ranges(self._steps)}
 
     def close(self, failed: bool) -> None:
         try:

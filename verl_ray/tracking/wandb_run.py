@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from verl_ray.config.run import WandbConfig
-from verl_ray.errors import ConfigError, Problem, TrackingError
+from verl_ray.errors import ConfigError, Problem, TrackerAway, TrackingError
 from verl_ray.json_lines import lines_of
 from verl_ray.paths import program
 from verl_ray.shell import for_shell
@@ -296,7 +296,7 @@ class WandbTracker(Tracker):
             raise
         except Exception as error:
             # W&B's service raises classes that have nothing in common.
-            raise TrackingError(
+            raise TrackerAway(
                 f"W&B did not start: {error}. tracking.wandb.mode=offline needs no"
                 " server."
             ) from error

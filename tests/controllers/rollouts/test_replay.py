@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from controllers.compose.composition import compose
-from controllers.rollouts.stored_groups import Replay
+from controllers.rollouts.stored_groups import REPLAY_FOLDER, Replay, write_groups
 from tests.controllers.rollouts.test_stored_groups import sharded
 from tests.rows import rollouts_of
 from verl_ray.cluster.session import Session
@@ -169,11 +169,12 @@ def test_a_checkpoint_holds_the_groups(
 ) -> None:
     replay = Replay(config())
     replay.exchange(batch({0: (1, 0), 1: (0, 0.5), 2: (0, 0)}, 4, stored=True), 4)
-    write = replay.files()
+    groups = replay.groups
+    assert groups is not None
     # What happens later is not in it.
     replay.exchange(batch({3: (0, 0), 4: (0, 0), 5: (0, 0)}, 5, stored=True), 5)
     assert replay.groups is None
-    write(tmp_path)
+    write_groups(tmp_path / REPLAY_FOLDER, groups, config())
 
     resumed = Replay(config())
     resumed.read(tmp_path)

@@ -5,10 +5,12 @@ No response is lost, and none is generated twice.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +30,8 @@ from controllers.rollouts.supervisor import Replica, ReplicaSupervisor
 from controllers.trainers.rl import Trainer
 from tests.cluster.crew import HangsAgain, answers, processes
 from tests.controllers.runs import Inputs, Samplers, replicas_of, start_some, training
+from tests.ports import free_port
+from tests.waiting import until
 from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.processes import Role
 from verl_ray.cluster.session import Session
@@ -44,6 +48,18 @@ pytestmark = [pytest.mark.cluster, pytest.mark.vllm, pytest.mark.timeout(400)]
 PROMPTS, GROUP = 24, 2
 
 
+def free_ports(count: int) -> int:
+    """Return the first of some successive ports that nobody uses."""
+    while True:
+        first = free_port()
+        try:
+            for port in range(first + 1, first + count):
+                socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue
+        return first
+
+
 @pytest.fixture(scope="module")
 def run(
     cluster: Session, inputs: Inputs, tmp_path_factory: pytest.TempPathFactory
@@ -57,7 +73,7 @@ def run(
         "grpo", folder, "rollout.num_replicas=2", "rollout.stream_rows=1", "rollout.concurrency=8",
         "rollout.max_response_tokens=24", f"rollout.group_size={GROUP}", "rollout.health.interval_s=0.2",
         "rollout.health.deadline_s=20", "run.recovery.max_restarts=1", "rollout.endpoint.enabled=true",
-        "rollout.endpoint.port=0", "data.max_prompt_tokens=500",
+        f"rollout.endpoint.port={free_ports(2)}", "data.max_prompt_tokens=500",
     )  # fmt: skip
     groups, by_name = start_some(config, folder, sampling=True)
     with (
@@ -177,6 +193,50 @@ def test_clients_are_answered_by_every_replica_and_stop_neither_rollouts_nor_wei
     assert {
         version for choice in choices for _, version in choice["policy_versions"]
     } >= {10, 11, 12}
+
+
+def taken_over(url: str) -> socket.socket:
+    """Listen where a replica listens, as soon as it does so no more."""
+    address = httpx.URL(url)
+    taken: list[socket.socket] = []
+
+    def take() -> bool:
+        with contextlib.suppress(OSError):
+            taken.append(socket.create_server((address.host, address.port or 0)))
+        return bool(taken)
+
+    until(take)
+    return taken[0]
+
+
+def is_listed(run: Trainer, url: str) -> bool:
+    """Whether clients find a replica, whose state was requested again."""
+    run.replicas._supervisor.fence_unhealthy()
+    return url in endpoints(run)
+
+
+def test_a_replica_whose_port_is_taken_generates_and_answers_once_it_is_free(
+    run: Trainer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run.publish(3)
+    expected, _ = generated(run)
+    urls = endpoints(run)
+    os.kill(pid(run, 1), signal.SIGKILL)
+    with taken_over(urls[1]) as holder:
+        generated(run)
+        victim = run.replicas._supervisor.wait_for_replicas(all_of_them=True)[1]
+        run.publish(3)  # the loss of another one would stop the run
+        rows, _ = generated(run)
+        assert rows.tokens.tolist() == expected.tokens.tolist()
+        assert answers(victim, "status")[0].health["rollout"].steps > 20
+        assert not is_listed(run, urls[1]) and endpoints(run) == urls[:1]
+        info = victim.members()[0].process_info
+        assert info is not None and info.log_path in capfd.readouterr().err
+        assert f"(process {os.getpid()})" in Path(info.log_path).read_text()
+        holder.close()
+        until(lambda: is_listed(run, urls[1]))
+    assert endpoints(run) == urls
+    assert [versions(ask(url)) for url in urls] == [[[0, 3]]] * 2
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

@@ -132,8 +132,8 @@ def test_the_best_step_is_saved_and_stays(
             found = Resumption(config)
             recovery = Recovery(found)
             trainer = Learner(groups={"actor": groups[role]}, stopped_in=stopped_in)
-            state = found.tracker_state
-            trackers = Trackers([JsonlTracker(tmp_path, found.recorded_step, state)])
+            state = recovery.tracker_state
+            trackers = Trackers([JsonlTracker(tmp_path, recovery.recorded_step, state)])
             stopping = Stopping(config, recovery)
             loop = Loop(config.run, trainer, trackers, recovery, stopping)
             with deferring_signals():

@@ -64,7 +64,7 @@ def concluding(config: RLConfig, trackers: Trackers | None) -> Conclusion:
     begun_s = time.time() - 40
     conclusion = Conclusion(config, 0, begun_s, "verl-ray train run.seed=1")
     if trackers is not None:
-        conclusion.record(task_of(config), trackers)
+        conclusion.record(task_of(config), trackers, 0)
     return conclusion
 
 

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from controllers.run.faults import FAULTS, Cure, FaultKind, FaultPolicy, ProcessFault
+from controllers.run.faults import (
+    FAULTS,
+    Cure,
+    FaultKind,
+    FaultPolicy,
+    ProcessFault,
+)
+from controllers.run.next_driver import may_pass
 from verl_ray.config.run import RecoveryConfig
 from verl_ray.errors import (
     CheckpointError,
@@ -15,7 +26,11 @@ from verl_ray.errors import (
     ConfigError,
     DeadlineExceeded,
     EngineFailed,
+    HubError,
+    Problem,
     StaleIncarnation,
+    TrackerAway,
+    TrackingError,
     VerlRayError,
     WorkerDied,
     WorkerError,
@@ -33,6 +48,14 @@ def raised(what: str) -> WorkerError:
 
 def from_worker(error: VerlRayError) -> VerlRayError:
     error.origin = raised(str(error))
+    return error
+
+
+TAKEN = Problem("rollout.endpoint.port", 80, "it is taken", "Free it.", may_pass=True)
+
+
+def caused(error: VerlRayError, number: int) -> VerlRayError:
+    error.__cause__ = OSError(number, os.strerror(number))
     return error
 
 
@@ -89,7 +112,11 @@ def test_the_table_of_failures(
     assert (fault and fault.kind) == kind
     policy = FaultPolicy(
         RecoveryConfig(
-            enabled=True, max_restarts=3, snapshot_every=0, snapshot_copies=1
+            enabled=True,
+            max_restarts=3,
+            max_wait_s=60,
+            snapshot_every=0,
+            snapshot_copies=1,
         ),
         tmp_path,
     )
@@ -102,12 +129,44 @@ def test_the_table_of_failures(
         assert (line["role"], line["rank"]) == (fault.role, fault.rank)
 
 
+@pytest.mark.parametrize(
+    ("failure", "expected"),
+    [
+        (ConfigError([TAKEN]), True),
+        (ConfigError([TAKEN, replace(TAKEN, may_pass=False)]), False),
+        (ClusterError("no GPU is free"), True),
+        (HubError("a/model", "503", "Try again.", is_away=True), True),
+        (HubError("a/model", "there is none", "Correct it."), False),
+        (TrackerAway("W&B did not start"), True),
+        (TrackingError("the record is damaged"), False),
+        (caused(CheckpointError("it cannot be written"), errno.ENOSPC), True),
+        (caused(CheckpointError("it cannot be written"), errno.EACCES), False),
+        (OSError(errno.ENOSPC, "No space left on device"), True),
+        (OSError(errno.ENOENT, "No such file or directory"), False),
+        (DeadlineExceeded("no progress", role="actor", rank=0, node="a"), True),
+        (raised("MemoryError: "), True),
+        (raised("KeyError: 'x'"), False),
+        (ValueError("of the driver"), False),
+    ],
+)
+def test_what_refuses_a_start_and_may_pass(failure: Exception, expected: bool) -> None:
+    assert may_pass(failure) is expected
+    # It is the same in another process.
+    again = pickle.loads(pickle.dumps(failure))
+    if failure.__cause__ is None:
+        assert may_pass(again) is expected
+
+
 def test_a_process_without_state_starts_again_in_place(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     policy = FaultPolicy(
         RecoveryConfig(
-            enabled=True, max_restarts=2, snapshot_every=0, snapshot_copies=1
+            enabled=True,
+            max_restarts=2,
+            max_wait_s=60,
+            snapshot_every=0,
+            snapshot_copies=1,
         ),
         tmp_path,
     )
@@ -121,7 +180,7 @@ def test_a_process_without_state_starts_again_in_place(
         capsys.readouterr().err
     )
     # The same at the same step goes on to the loop, which stops.
-    again = died(rank=1)
+    again = died()
     assert not policy.may_restart(again, 3)
     assert recorded() == [("died", 3, "restart")]
     assert policy.cure_of(again, 3) is Cure.STOP
@@ -153,7 +212,11 @@ def test_what_another_process_does_not_mend(
 ) -> None:
     policy = FaultPolicy(
         RecoveryConfig(
-            enabled=True, max_restarts=2, snapshot_every=0, snapshot_copies=1
+            enabled=True,
+            max_restarts=2,
+            max_wait_s=60,
+            snapshot_every=0,
+            snapshot_copies=1,
         ),
         tmp_path,
     )
@@ -162,7 +225,11 @@ def test_what_another_process_does_not_mend(
 
     off = FaultPolicy(
         RecoveryConfig(
-            enabled=False, max_restarts=2, snapshot_every=0, snapshot_copies=1
+            enabled=False,
+            max_restarts=2,
+            max_wait_s=60,
+            snapshot_every=0,
+            snapshot_copies=1,
         ),
         tmp_path,
     )
@@ -172,16 +239,22 @@ def test_what_another_process_does_not_mend(
 def test_the_same_failure_is_not_tried_twice_at_a_step(tmp_path: Path) -> None:
     policy = FaultPolicy(
         RecoveryConfig(
-            enabled=True, max_restarts=9, snapshot_every=0, snapshot_copies=1
+            enabled=True,
+            max_restarts=9,
+            max_wait_s=60,
+            snapshot_every=0,
+            snapshot_copies=1,
         ),
         tmp_path,
     )
     policy.note_finished(2)
     assert policy.cure_of(died(), 3) is Cure.GO_BACK
     assert policy.cure_of(died(method="score"), 3) is Cure.GO_BACK
-    # A step that is made again is no new one, and another rank is no other failure.
+    # Another rank, as one of another lost node, is another failure.
+    assert policy.cure_of(died(rank=1), 3) is Cure.GO_BACK
+    # A step that is made again is no new one.
     policy.note_finished(2)
-    again = died(rank=1)
+    again = died()
     assert policy.cure_of(again, 3) is Cure.STOP
     assert again.__notes__ == [
         "this is the second time at step 3, so the run does not try it again"
@@ -192,22 +265,27 @@ def test_the_same_failure_is_not_tried_twice_at_a_step(tmp_path: Path) -> None:
 
 
 def test_what_was_measured_makes_no_other_failure() -> None:
-    def stalled(seconds: float, rank: int) -> ProcessFault | None:
+    def stalled(seconds: float, node: str = "a") -> ProcessFault | None:
         message = (
             f"learn makes no progress: nothing for {seconds} s (run.stall_s = 600)"
         )
         return ProcessFault.of(
-            DeadlineExceeded(message, role="actor", rank=rank, node="a"), 3
+            DeadlineExceeded(message, role="actor", rank=0, node=node), 3
         )
 
-    first, second = stalled(600.3, 0), stalled(601, 1)
+    first, second, elsewhere = stalled(600.3), stalled(601), stalled(601, node="b")
     assert first is not None and second is not None and first.is_like(second)
+    assert elsewhere is not None and not first.is_like(elsewhere)
 
 
 def test_failures_without_a_new_step_have_a_limit(tmp_path: Path) -> None:
     policy = FaultPolicy(
         RecoveryConfig(
-            enabled=True, max_restarts=2, snapshot_every=0, snapshot_copies=1
+            enabled=True,
+            max_restarts=2,
+            max_wait_s=60,
+            snapshot_every=0,
+            snapshot_copies=1,
         ),
         tmp_path,
     )
@@ -225,7 +303,11 @@ def test_failures_without_a_new_step_have_a_limit(tmp_path: Path) -> None:
 def test_recovery_can_be_switched_off(tmp_path: Path) -> None:
     policy = FaultPolicy(
         RecoveryConfig(
-            enabled=False, max_restarts=2, snapshot_every=0, snapshot_copies=1
+            enabled=False,
+            max_restarts=2,
+            max_wait_s=60,
+            snapshot_every=0,
+            snapshot_copies=1,
         ),
         tmp_path,
     )

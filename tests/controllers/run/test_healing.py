@@ -52,7 +52,11 @@ class AnotherTrainer:
 
     def __init__(self, folder: Path) -> None:
         config = RecoveryConfig(
-            enabled=True, max_restarts=3, snapshot_every=0, snapshot_copies=1
+            enabled=True,
+            max_restarts=3,
+            max_wait_s=60,
+            snapshot_every=0,
+            snapshot_copies=1,
         )
         self._policy = FaultPolicy(config, folder)
         self.note_finished = self._policy.note_finished

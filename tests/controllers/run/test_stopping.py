@@ -226,9 +226,9 @@ def test_an_evaluation_is_left_to_the_resumed_run(
         forget()
         found = Resumption(config)
         recovery, trainer = Recovery(found), Cursor(groups=trainer.groups, stopped_in=3)
-        assert found.step == 2 and found.recorded_step == 1
+        assert found.step == 2 and recovery.recorded_step == 1
         trackers = Trackers(
-            [JsonlTracker(tmp_path, found.recorded_step, found.tracker_state)]
+            [JsonlTracker(tmp_path, recovery.recorded_step, recovery.tracker_state)]
         )
         (gates / "step_00000003").touch()
         with pytest.raises(Interrupted), deferring_signals():

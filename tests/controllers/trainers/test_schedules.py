@@ -108,7 +108,7 @@ def test_a_resumed_run_learns_from_the_groups_of_the_checkpoint(
         run.background.advance()
         assert time.monotonic() < end
     state, checkpoint = run.state(), tmp_path / "checkpoint"
-    run.files(2)(checkpoint)
+    run.files(2).write(checkpoint)
     for step in (3, 4):
         run.step(step)
 
