@@ -32,8 +32,7 @@ from types import FrameType
 from typing import Any
 
 _PIPE = "VERL_RAY_SUPERVISOR"
-"""Environment variable of the driver: descriptor of the pipe, how many drivers came
-before, whether they have saved anything, and the process id of the supervisor.
+"""Environment variable of the driver: what `Reports` takes, as JSON.
 
 Only the driver sees it, and takes it out of its environment.
 """
@@ -135,6 +134,10 @@ class _Budget:
         self._longest_wait_s = 0.0
         self.has_saved = False
         """Whether a driver has written a checkpoint."""
+        self.has_alerted = False
+        """Whether W&B's alert about the present wait was sent."""
+        self.run_dir = ""
+        """Folder of the run; empty until a driver has claimed it."""
         self.same_run: list[str] = []
         """Overrides that make a later driver's run the same as the first one's."""
 
@@ -150,8 +153,11 @@ class _Budget:
             self.limit = report["max_restarts"]
             self._longest_wait_s = report["max_wait_s"]
             self.same_run = report["same_run"]
+            self.run_dir = report["run_dir"]
         if "begun" in report:
             self.refusals = 0
+            self.has_alerted = False
+        self.has_alerted = report.get("alerted", self.has_alerted)
         self._refusal = report.get("refused", self._refusal)
         if report.get("step", 0) > self._newest_step:
             self._newest_step = report["step"]
@@ -233,10 +239,17 @@ def _run_driver(
     """Run one driver to its end; return its code, the negative number of a signal."""
     reading, writing = os.pipe()
     os.set_inheritable(writing, True)
-    about = f"{writing} {number - 1} {int(budget.has_saved)} {os.getpid()}"
+    about = {
+        "descriptor": writing,
+        "restarts": number - 1,
+        "follows_saved": budget.has_saved,
+        "supervisor": os.getpid(),
+        "run_dir": budget.run_dir,
+        "has_alerted": budget.has_alerted,
+    }
     driver = subprocess.Popen(
         [*command, *budget.same_run],
-        env={**os.environ, _PIPE: about},
+        env={**os.environ, _PIPE: json.dumps(about)},
         pass_fds=[writing],
     )
     os.close(writing)
@@ -293,11 +306,13 @@ class Reports:
 
     def __init__(
         self,
-        descriptor: int | None,
-        restarts: int,
+        descriptor: int | None = None,
+        restarts: int = 0,
         *,
-        follows_saved: bool,
+        follows_saved: bool = False,
         supervisor: int | None = None,
+        run_dir: str = "",
+        has_alerted: bool = False,
     ) -> None:
         """Take the descriptor of the pipe; None without a supervisor."""
         self._descriptor = descriptor
@@ -309,11 +324,19 @@ class Reports:
         """How many drivers of this command came before."""
         self.follows_saved = follows_saved
         """Whether one of them has written a checkpoint."""
+        self.run_dir = run_dir
+        """Folder of the run of those before; empty without one."""
+        self.has_alerted = has_alerted
+        """Whether W&B's alert about the present wait was sent."""
         self.has_begun = False
         """Whether all of the run has started."""
 
     def limit(
-        self, max_restarts: int, max_wait_s: float, same_run: Sequence[str]
+        self,
+        max_restarts: int,
+        max_wait_s: float,
+        same_run: Sequence[str],
+        run_dir: str,
     ) -> None:
         """Report that a killed driver may be followed by others.
 
@@ -322,12 +345,14 @@ class Reports:
             max_wait_s: Longest time in seconds in which others are refused.
             same_run: Overrides of their commands, since the name of a run may hold the
                 time.
+            run_dir: Folder of the run.
         """
         self._write(
             {
                 "max_restarts": max_restarts,
                 "max_wait_s": max_wait_s,
                 "same_run": list(same_run),
+                "run_dir": run_dir,
             }
         )
 
@@ -339,6 +364,10 @@ class Reports:
     def refused(self, reason: str) -> None:
         """Report what refuses the start of this driver, and may pass."""
         self._write({"refused": reason})
+
+    def alerted(self) -> None:
+        """Report that W&B's alert about the present wait was sent."""
+        self._write({"alerted": True})
 
     def saved(self) -> None:
         """Report that a checkpoint is written."""
@@ -374,7 +403,7 @@ def is_supervised() -> bool:
     return _PIPE in os.environ
 
 
-_reports = Reports(None, 0, follows_saved=False)
+_reports = Reports()
 
 
 def reports() -> Reports:
@@ -388,12 +417,10 @@ def report_to_supervisor() -> None:
     The process is told to stop (SIGTERM) if its supervisor is killed.
     """
     global _reports
-    descriptor, restarts, saved, supervisor = map(int, os.environ.pop(_PIPE).split())
-    os.set_inheritable(descriptor, False)
+    about = json.loads(os.environ.pop(_PIPE))
+    os.set_inheritable(about["descriptor"], False)
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
-    if os.getppid() != supervisor:
+    if os.getppid() != about["supervisor"]:
         # It was killed before the last call.
         os.kill(os.getpid(), signal.SIGTERM)
-    _reports = Reports(
-        descriptor, restarts, follows_saved=bool(saved), supervisor=supervisor
-    )
+    _reports = Reports(**about)

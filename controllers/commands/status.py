@@ -43,12 +43,9 @@ def main(argv: list[str]) -> int:
     status = status_of(arguments.run)
     state, is_gone = state_of_driver(status)
     print(state)
-    if is_gone and (nbytes := bytes_left(str(run_folder(arguments.run)))):
-        print(
-            f"its snapshots take {nbytes / MIB:.1f} MiB of {SHARED_MEMORY}. The next"
-            " driver of the run goes on from them; any other run removes them"
-        )
-    if status.ended:
+    if is_gone or status.is_followed:
+        _print_snapshots(str(run_folder(arguments.run)))
+    if status.ended or status.is_followed:
         return 0
 
     doing = status.phase or "starting"
@@ -60,6 +57,17 @@ def main(argv: list[str]) -> int:
     for warning in status.warnings:
         print(f"warning: {printable(warning)}")
     return 1 if is_gone else 0
+
+
+def _print_snapshots(run: str) -> None:
+    """Print what a driver has left for the next one, if it has left anything."""
+    nbytes = bytes_left(run)
+    if nbytes:
+        print(
+            f"its snapshots take {nbytes / MIB:.1f} MiB of {SHARED_MEMORY}. The next"
+            " driver of the run goes on from them; without a supervisor, any other run"
+            " removes them"
+        )
 
 
 def status_of(run: str) -> RunStatus:
@@ -83,8 +91,16 @@ def state_of_driver(status: RunStatus) -> tuple[str, bool]:
     """Return the state of the driver in words, and whether it is gone."""
     age_s = status.age_s
     driver = f"driver {status.pid} on {status.host}"
+    if status.is_followed:
+        supervisor = Owner.parse(status.supervisor)
+        assert supervisor is not None, "it runs"
+        reason = f"{driver} has ended"
+        if status.refusal:
+            reason = f"the run waits for what refuses its start: {status.refusal}"
+        return f"{reason}; supervisor {supervisor.pid} starts another driver", False
     if status.ended:
-        return f"the run has {status.ended}, {age_s:.0f} s ago", False
+        state = f"the run has {status.ended}, {age_s:.0f} s ago"
+        return f"{state}: {status.refusal}" if status.refusal else state, False
 
     owner = Owner.parse(status.driver)
     if owner is not None and owner.has_ended:

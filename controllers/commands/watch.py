@@ -25,7 +25,7 @@ from verl_ray.errors import TrackingError
 from verl_ray.ownership import Owner
 from verl_ray.paths import OUTPUTS, RUN_HELP, run_folder
 from verl_ray.profiling.phases import Doing
-from verl_ray.profiling.process_table import RunStatus, read_status
+from verl_ray.profiling.process_table import FINAL, RunStatus, read_status
 from verl_ray.report.lines import setting
 from verl_ray.report.record import read_config
 from verl_ray.tracking.block import Course, RunView
@@ -48,8 +48,8 @@ _PATIENCE_S = 60.0
 _START_S = 600.0
 """Seconds that a driver may take until it writes its first status."""
 
-_FINAL = {"": 0, "Interrupted": STOPPED}
-"""Exit codes of the ends that no other driver follows, by the error's name."""
+_CODES = dict(zip(FINAL, (0, STOPPED), strict=True))
+"""Exit codes of the ends that no other driver follows."""
 
 
 def main(argv: list[str]) -> int:
@@ -178,13 +178,22 @@ class WatchedRun:
             self._begun = last.driver, time.monotonic()
         return time.monotonic() < self._begun[1] + _START_S
 
+    @property
+    def _sees_supervisor(self) -> bool:
+        """Whether this machine would see a supervisor that still runs."""
+        supervisor = Owner.parse(self._status.supervisor)
+        return supervisor is None or supervisor.is_visible
+
     def _note_ending(self, status: RunStatus) -> None:
         state, is_gone = state_of_driver(status)
-        # The error that ended it has this name.
-        reason = status.ended.partition(": ")[2]
-        if status.ended and reason in _FINAL:
+        if status.ended in FINAL:
             self.ending = state
-            self.exit_code = _FINAL[reason]
+            self.exit_code = _CODES[status.ended]
+            return
+        if status.is_followed:
+            self._gone_since_s = None
+            self.view.doing = Doing(state, None, None)
+            self.view.rows = ()
             return
         if not status.ended and not is_gone:
             self._gone_since_s = None
@@ -195,7 +204,8 @@ class WatchedRun:
             self._gone_since_s = now_s - status.age_s
         elif self._gone_since_s is None:
             self._gone_since_s = now_s
-        remaining_s = max(0.0, self._gone_since_s + _PATIENCE_S - now_s)
+        patience_s = _PATIENCE_S if self._sees_supervisor else _START_S
+        remaining_s = max(0.0, self._gone_since_s + patience_s - now_s)
         if not remaining_s:
             self.ending = state
             self.exit_code = FAILED
@@ -273,7 +283,8 @@ def _parser() -> argparse.ArgumentParser:
             "exit codes:\n"
             "  0    the run has finished\n"
             f"  {FAILED}    it has failed, or its driver is gone, and no other driver"
-            f" has followed within {_PATIENCE_S:.0f} s\n"
+            f" has followed within {_PATIENCE_S:.0f} s; a run that waits for what"
+            " refuses its start goes on\n"
             "  2    there is no such run, or it has no status\n"
             f"  {STOPPED}    it was stopped, and can go on\n"
             "  130  the watch was ended by Ctrl-C\n"

@@ -1,16 +1,27 @@
 """The words of a driver to its supervisor about another one that may follow it.
 
 Invariant: a start is tried again only after what another start may not meet. What the
-user has to change ends the run.
+user has to change ends the run. Where people look for the run, in its status and in
+W&B, it says what it waits for.
 """
 
 from __future__ import annotations
 
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
 from controllers.run.faults import FaultKind, ProcessFault
 from controllers.supervisor import reports
-from verl_ray.config.run import RunConfig
+from verl_ray.cluster.signals import raising_signals
+from verl_ray.config.run import RunConfig, WandbConfig
 from verl_ray.errors import ClusterLost, VerlRayError, WorkerDied, is_passing
+from verl_ray.ownership import Owner
+from verl_ray.profiling.process_table import read_status, uptime_s, write_status
+from verl_ray.report.record import read_config
 from verl_ray.shell import override_of
+from verl_ray.tracking.wandb_run import send_alert
 
 
 def allow_other_drivers(run: RunConfig) -> None:
@@ -21,7 +32,13 @@ def allow_other_drivers(run: RunConfig) -> None:
             override_of("run.name", run.name),
             override_of("run.dir", run.dir),
         ]
-        reports().limit(recovery.max_restarts, recovery.max_wait_s, same_run)
+        reports().limit(recovery.max_restarts, recovery.max_wait_s, same_run, run.dir)
+
+
+def supervisor_of_run() -> str:
+    """Return the supervisor of this driver as an owner; empty without one."""
+    supervisor = reports().supervisor
+    return "" if supervisor is None else str(Owner.of(supervisor))
 
 
 def ask_for_another_driver(failure: BaseException) -> None:
@@ -40,7 +57,58 @@ def report_refusal(failure: Exception) -> None:
         return
     lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
     # The first line of a mistake counts the problems.
-    reports().refused(" ".join(lines[1:3] or lines[:1]))
+    reason = " ".join(lines[1:3] or lines[:1])
+    reports().refused(reason)
+
+    folder = Path(reports().run_dir)
+    _note_refusal(folder, reason, failure)
+    if not reports().has_alerted:
+        _alert(folder, reason)
+
+
+def _note_refusal(folder: Path, reason: str, failure: Exception) -> None:
+    """Write to the status of the run what it waits for."""
+    try:
+        status = read_status(folder)
+    except (OSError, ValueError):
+        return
+    # What may refuse the start is that somebody else has started the run.
+    if status is None or status.supervisor != supervisor_of_run():
+        return
+    refused = replace(
+        status,
+        ended=f"ended: {type(failure).__name__}",
+        refusal=reason,
+        rows=(),
+        processes=(),
+        written=time.time(),
+        uptime_s=uptime_s(),
+    )
+    write_status(folder, refused)
+
+
+def _alert(folder: Path, reason: str) -> None:
+    """Send W&B's alert about what the run waits for, where W&B is online."""
+    tree = read_config(folder, [])
+    # A driver may have died before it has written it.
+    if not tree:
+        return
+    config = WandbConfig.model_validate(tree["tracking"]["wandb"], strict=False)
+    name = tree["run"]["name"]
+    recovery = tree["run"]["recovery"]
+    text = (
+        f"{name} waits for what refuses its start: {reason}. It starts again by itself,"
+        f" for {recovery['max_wait_s']:g} s at most (run.recovery.max_wait_s)."
+    )
+    try:
+        # It may wait for its server.
+        with raising_signals():
+            is_sent = send_alert(config, folder, name, tree, text)
+    except (VerlRayError, OSError) as error:
+        print(f"warning: W&B's alert was not sent: {error}", file=sys.stderr)
+        return
+    if is_sent:
+        reports().alerted()
 
 
 def may_pass(failure: BaseException) -> bool:

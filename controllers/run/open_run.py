@@ -23,7 +23,11 @@ from controllers.run.driver_snapshots import LeftSnapshots
 from controllers.run.faults import Cure, FaultPolicy
 from controllers.run.finished import claim, finished_step, show_finished
 from controllers.run.loop import Loop
-from controllers.run.next_driver import allow_other_drivers, ask_for_another_driver
+from controllers.run.next_driver import (
+    allow_other_drivers,
+    ask_for_another_driver,
+    supervisor_of_run,
+)
 from controllers.run.preparation import prepare
 from controllers.run.recovery import CheckpointCheck, Recovery
 from controllers.run.resumption import Resumption
@@ -129,7 +133,7 @@ def open_run(config: Config, command: str = "") -> Iterator[OpenRun | None]:
                 SPANS.noted(config.run.trace == "steps"),
                 _block_of(config),
                 open_session(config) as session,
-                keeping_status(Path(config.run.dir)),
+                keeping_status(Path(config.run.dir), supervisor_of_run()),
                 _started(
                     config, session, resumption, inherited, check, conclusion, data
                 ) as run,

@@ -55,7 +55,7 @@ def ended(body: str) -> tuple[int, list[str], str]:
 
 def test_a_killed_driver_is_followed_by_another() -> None:
     body = """
-        reports().limit(3, 0, [])
+        reports().limit(3, 0, [], '')
         if number == 0:
             reports().finished(7)
             die()
@@ -79,7 +79,7 @@ def test_later_drivers_make_the_same_run() -> None:
     """The name of a run may hold the time, and what is named may be behind by then."""
     body = """
         print(sys.argv[1:], reports().follows_saved, flush=True)
-        reports().limit(3, 0, ["run.name=first", "run.dir=/x"])
+        reports().limit(3, 0, ["run.name=first", "run.dir=/x"], '')
         if number == 1:
             reports().saved()
         if number < 2:
@@ -99,17 +99,17 @@ def test_later_drivers_make_the_same_run() -> None:
 
 def test_who_tells_the_driver_to_stop_gets_no_other_one() -> None:
     for end in ("os._exit(130)", "die(signal.SIGTERM)"):
-        code, drivers, said = ended(f"reports().limit(3, 0, [])\n{end}")
+        code, drivers, said = ended(f"reports().limit(3, 0, [], '')\n{end}")
         assert code in (130, 128 + signal.SIGTERM) and drivers == ["driver 0"]
         assert said == ""
 
 
 def test_a_driver_that_says_why_it_ends_is_the_last() -> None:
-    body = "reports().limit(3, 0, [])\nreports().end()\nsys.exit(2)"
+    body = "reports().limit(3, 0, [], '')\nreports().end()\nsys.exit(2)"
     assert ended(body) == (2, ["driver 0"], "")
     # It may say that another one can do better.
     body = """
-        reports().limit(3, 0, [])
+        reports().limit(3, 0, [], '')
         if number == 0:
             reports().retry("the raylet has ended")
         reports().end()
@@ -125,7 +125,7 @@ def test_a_driver_that_never_began_a_run_is_the_last() -> None:
 
 def test_a_stopped_driver_goes_on() -> None:
     body = """
-        reports().limit(3, 0, [])
+        reports().limit(3, 0, [], '')
         os.kill(os.getpid(), signal.SIGSTOP)
         reports().end()
     """
@@ -136,7 +136,7 @@ def test_a_stopped_driver_goes_on() -> None:
 
 def test_the_same_failure_of_a_start_is_tried_once() -> None:
     body = """
-        reports().limit(9, 0, [])
+        reports().limit(9, 0, [], '')
         reports().retry(["rank 7 died", "no cluster", "rank 8 died"][number], once=True)
         reports().end()
         sys.exit(1)
@@ -149,7 +149,7 @@ def test_the_same_failure_of_a_start_is_tried_once() -> None:
 
 def test_drivers_that_bring_no_new_step_have_a_limit() -> None:
     body = """
-        reports().limit(2, 0, [])
+        reports().limit(2, 0, [], '')
         reports().finished([1, 2, 2, 2, 2][number])
         die()
     """
@@ -162,7 +162,7 @@ def test_drivers_that_bring_no_new_step_have_a_limit() -> None:
 def test_a_refusal_that_may_pass_is_waited_for() -> None:
     """Refused drivers count in no limit but that of the time."""
     body = """
-        reports().limit(1, 60, [])
+        reports().limit(1, 60, [], '')
         if number in (1, 2, 3):
             reports().refused("run.dir = /x: 1 GiB is free")
             reports().end()
@@ -186,7 +186,7 @@ def test_a_refusal_that_may_pass_is_waited_for() -> None:
 @pytest.mark.parametrize(("limit_s", "num_drivers"), [(0, 2), (0.05, 3)])
 def test_a_refusal_ends_the_run_in_time(limit_s: float, num_drivers: int) -> None:
     body = f"""
-        reports().limit(1, {limit_s}, [])
+        reports().limit(1, {limit_s}, [], '')
         if number == 0:
             die()
         reports().refused("the port is taken")
@@ -207,7 +207,7 @@ def test_a_signal_goes_on_to_the_driver_and_ends_the_run(number: int) -> None:
             os._exit(130)
         signal.signal(signal.SIGINT, stop)
         signal.signal(signal.SIGTERM, stop)
-        reports().limit(3, 0, [])
+        reports().limit(3, 0, [], '')
         print("ready", flush=True)
         time.sleep(60)
     """
@@ -225,7 +225,7 @@ def test_a_signal_goes_on_to_the_driver_and_ends_the_run(number: int) -> None:
 def test_a_signal_between_two_drivers_ends_the_run() -> None:
     pauses = "_PAUSE_S = supervisor._LONGEST_PAUSE_S = 5000"
     code = SUPERVISOR.replace("_PAUSE_S = 0.1", pauses)
-    body = DRIVER + "reports().limit(3, 0, [])\ndie()"
+    body = DRIVER + "reports().limit(3, 0, [], '')\ndie()"
     with subprocess.Popen(
         [sys.executable, "-c", code, body], stderr=subprocess.PIPE, text=True
     ) as process:
@@ -262,7 +262,7 @@ def test_a_driver_is_told_to_stop_when_its_supervisor_is_killed(tmp_path: Path) 
 def test_only_the_driver_knows_of_its_supervisor() -> None:
     body = """
         import subprocess
-        reports().limit(0, 0, [])
+        reports().limit(0, 0, [], '')
         code = "from controllers.supervisor import is_supervised; import os; os.write(1, str(is_supervised()).encode())"
         print(subprocess.check_output([sys.executable, "-c", code]).decode(), flush=True)
         # A child that lives longer does not keep the supervisor waiting.

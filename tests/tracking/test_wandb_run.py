@@ -317,6 +317,33 @@ def test_a_run_that_continues_goes_on_where_wandb_cannot_start(
     assert trackers.state() == {RUN_ID: "abc"} and trackers.outputs() == {}
 
 
+@pytest.mark.processes
+def test_what_a_killed_process_has_not_sent_to_the_server_is_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file on the disk has what the server has not."""
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    record = JsonlTracker(tmp_path)
+    with serving() as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        tracker = WandbTracker(ONLINE, tmp_path, "killed", TREE, {})
+        both = Trackers([record, tracker])
+        for step in range(3):
+            both.log(step, {"x": step + 0.5})
+        (session,) = (tmp_path / "wandb").glob("run-*")
+        until(lambda: held(session), PATIENCE_S)
+        for child in tracker._process.present():
+            child.kill()
+            child.wait()
+        time.sleep(1.1)  # W&B names the folder of a session by the second.
+        tracker.samples(3, [SAMPLE])
+        for step in range(3, 6):
+            both.log(step, {"x": float(step)})
+        both.close(failed=False)
+        (lines,) = server.history.values()
+    assert [line["training/global_step"] for line in lines] == [0, 1, 2, 3, 4, 5]
+
+
 def held(session: Path) -> bool:
     """Whether the file of the session holds the record of a step; it is not compressed."""
     content = b"".join(path.read_bytes() for path in session.glob("*.wandb"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import re
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ class WandbServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.history: dict[str, list[dict[str, Any]]] = defaultdict(list)
         """Lines of the history of each run, by its id."""
+        self.alerts: list[dict[str, Any]] = []
+        """Variables of the query of each alert."""
 
     @property
     def url(self) -> str:
@@ -29,6 +32,8 @@ class WandbServer(ThreadingHTTPServer):
     def query(self, name: str, variables: dict[str, Any]) -> dict[str, Any]:
         """Answer a GraphQL query. All others are left without an answer."""
         run = str(variables.get("name"))
+        if name == "Viewer":
+            return {"viewer": {"id": "v", "username": "me", "entity": "me", "teams": {"edges": []}}}  # fmt: skip
         if name == "RunResumeStatus":
             bucket = self._resumed(run) if run in self.history else None
             return {"model": {**PROJECT, "bucket": bucket}}
@@ -42,6 +47,11 @@ class WandbServer(ThreadingHTTPServer):
                 for file in variables["files"]
             ]
             return {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": files}}  # fmt: skip
+        if name == "NotifyScriptableRunAlert":
+            self.alerts.append(variables)
+            return {"notifyScriptableRunAlert": {"success": True}}
+        if name == "ArtifactType":
+            return {"project": None}
         if name == "CreateArtifact":
             # It is there already, so nothing of a table is uploaded.
             sequence = {"id": "s", "latestArtifact": None}
@@ -73,7 +83,11 @@ class _Handler(BaseHTTPRequestHandler):
         answer: dict[str, Any] = {}
         if self.path == "/graphql":
             query = json.loads(body)
-            name = query.get("operationName", "")
+            # Some queries have their name in their text alone.
+            name = (
+                query.get("operationName")
+                or re.split(r"\W+", query["query"].strip())[1]
+            )
             answer = {"data": self.server.query(name, query.get("variables", {}))}
         elif self.path.endswith("/file_stream"):
             run = self.path.split("/")[-2]

@@ -238,9 +238,14 @@ def _ranks(ranks: list[int]) -> str:
 
 
 @contextlib.contextmanager
-def keeping_status(folder: Path) -> Iterator[None]:
-    """Keep the status of a run in its folder during the block, and then say its end."""
-    thread = _StatusThread(folder)
+def keeping_status(folder: Path, supervisor: str = "") -> Iterator[None]:
+    """Keep the status of a run in its folder during the block, and then say its end.
+
+    Args:
+        folder: Folder of the run.
+        supervisor: The driver's supervisor as an owner; empty without one.
+    """
+    thread = _StatusThread(folder, supervisor)
     thread.start()
     ended = "ended"
     try:
@@ -256,9 +261,10 @@ def keeping_status(folder: Path) -> Iterator[None]:
 class _StatusThread(threading.Thread):
     """Writes the status again and again, until it is told to end."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, supervisor: str) -> None:
         super().__init__(name="status", daemon=True)
         self._folder = folder
+        self._supervisor = supervisor
         self._census = Census()
         self._told_to_end = threading.Event()
         self._rows: tuple[ProcessRow, ...] = ()
@@ -336,4 +342,5 @@ class _StatusThread(threading.Thread):
             processes=self._processes,
             count=doing.count,
             warnings=WARNINGS.last,
+            supervisor=self._supervisor,
         )

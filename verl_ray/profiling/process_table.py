@@ -136,6 +136,10 @@ STATUS = "status.json"
 """File in a run's folder."""
 
 
+FINAL = ("ended", "ended: Interrupted")
+"""Ends of a run that no other driver follows."""
+
+
 @dataclass(frozen=True)
 class Located:
     """A process of the run.
@@ -169,6 +173,9 @@ class RunStatus:
         processes: The processes on the driver's node, which a reader there can see.
         count: How much of the phase is done; None where that is not known.
         warnings: The last warnings that the driver has printed.
+        supervisor: The process that starts the next driver, as an owner; empty without
+            one, and in the files of earlier versions.
+        refusal: What refused the start of the driver, where the next one is tried.
     """
 
     driver: str
@@ -183,6 +190,25 @@ class RunStatus:
     count: Count | None = None
     warnings: tuple[str, ...] = ()
     uptime_s: float | None = None
+    supervisor: str = ""
+    refusal: str = ""
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether another driver follows this one, as this machine sees it.
+
+        A supervisor ends with the last driver.
+        """
+        driver = Owner.parse(self.driver)
+        has_ended = bool(self.ended) or (driver is not None and driver.has_ended)
+        supervisor = Owner.parse(self.supervisor)
+        is_last = self.ended in FINAL
+        return (
+            has_ended
+            and not is_last
+            and supervisor is not None
+            and supervisor.is_running
+        )
 
     @property
     def age_s(self) -> float:

@@ -170,6 +170,8 @@ class RunRecord:
         parts = []
         if self.status is not None and ": " in self.status.ended:
             parts.append(self.status.ended.partition(": ")[2])
+        if self.status is not None and self.status.refusal:
+            parts.append(self.status.refusal)
         if self.faults:
             names = ("role", "rank", "kind", "step", "cause")
             role, rank, kind, step, cause = map(self.faults[-1].get, names)
@@ -328,6 +330,9 @@ def _processes(
         status = read_status(folder)
     except (ValueError, OSError) as error:
         damage.append(f"{STATUS} cannot be read: {error}")
+    # Its supervisor starts the next process, or waits for what refuses it.
+    if status is not None and status.is_followed:
+        return stints, None, "running"
     # While a process starts, the status is still that of the one before.
     if stints and status is not None and not stints[-1].has_written(status):
         status = None

@@ -22,6 +22,7 @@ import os
 import secrets
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, fields, replace
@@ -33,7 +34,9 @@ import psutil
 from verl_ray.config.run import WandbConfig
 from verl_ray.errors import ConfigError, Problem, TrackerAway, TrackingError
 from verl_ray.json_lines import lines_of
+from verl_ray.ownership import prefix
 from verl_ray.paths import program
+from verl_ray.private_files import shared_folder
 from verl_ray.shell import for_shell
 from verl_ray.tracking.base import (
     GLOBAL_STEP,
@@ -127,6 +130,7 @@ class WandbTracker(Tracker):
         state: Mapping[str, str],
         *,
         follows: bool = False,
+        init_timeout_s: float | None = None,
     ) -> None:
         """Open a W&B run.
 
@@ -138,6 +142,8 @@ class WandbTracker(Tracker):
             state: State of the run to continue; empty for a new run.
             follows: Whether another driver was killed or failed just before this one,
                 which makes the same steps again.
+            init_timeout_s: Limit of the server's first reply, in seconds; None for
+                that of a run.
 
         Raises:
             ConfigError: W&B is online and there are no credentials.
@@ -154,6 +160,8 @@ class WandbTracker(Tracker):
 
         run_id = state.get(RUN_ID) or secrets.token_hex(4)
         self._arguments = _arguments(config, run_dir, name, tree, run_id)
+        if init_timeout_s is not None:
+            self._arguments["settings"].init_timeout = init_timeout_s
         # A caller of Python may have a run of its own in the same process of W&B's.
         self._process = WandbProcess()
         try:
@@ -198,6 +206,15 @@ class WandbTracker(Tracker):
             self._start_again(before=step)
             self._run.log(record)
 
+    def alert(self, title: str, text: str) -> None:
+        """Send a message to those who subscribe to W&B's alerts.
+
+        Args:
+            title: Its title, of less than 64 characters.
+            text: The message.
+        """
+        self._run.alert(title, text, level="WARN")
+
     def _start_again(self, before: float = math.inf) -> None:
         """Start another process of W&B's, which gets the lines that the last one lost.
 
@@ -219,11 +236,17 @@ class WandbTracker(Tracker):
             The steps that W&B had.
         """
         try:
-            steps = recorded_steps(self._folder, self._run.id)
+            recorded = recorded_steps(self._folder, self._run.id)
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             raise TrackingError(
                 f"what W&B has of the run cannot be read from {self._folder}: {error}"
             ) from error
+        steps = {step for _, step in recorded}
+        if self._online:
+            # A process that was killed may have sent less than it has written, and the
+            # one after it counts on from what was sent.
+            num_sent = self._run.starting_step
+            steps = {step for line, step in dict(recorded).items() if line < num_sent}
         for line in read_metrics(self._record) if self._record.exists() else ():
             step = int(line[GLOBAL_STEP])
             if step < before and step not in steps:
@@ -289,7 +312,7 @@ class WandbTracker(Tracker):
         limit_s = _START_FACTOR * self._arguments["settings"].init_timeout
         try:
             with self._process.killed_after(limit_s):
-                if self._online and not wandb.login(prompt=False):
+                if self._online and not _log_in(verify=True):
                     raise ConfigError([no_credentials()])
                 run: wandb.Run = wandb.init(**self._arguments)
         except ConfigError:
@@ -366,6 +389,47 @@ def open_wandb(
     return UnhurriedTracker(tracker, tracker.kill_process)
 
 
+def send_alert(
+    config: WandbConfig,
+    run_dir: Path,
+    name: str,
+    tree: Mapping[str, object],
+    text: str,
+) -> bool:
+    """Send an alert of a run that no process keeps open; return whether one was sent.
+
+    It is sent by the W&B run that the folder has an online record of, which then counts
+    as failed until a driver continues it.
+
+    Args:
+        config: Settings of W&B.
+        run_dir: Folder of the run.
+        name: Name of the run.
+        tree: Resolved configuration.
+        text: The message.
+
+    Raises:
+        ConfigError: There are no credentials.
+        TrackingError: W&B cannot start.
+        UnsafeFile: This user's folder in /dev/shm is not its own.
+    """
+    sessions = sorted((run_dir / "wandb").glob("run-*-*"))
+    if config.mode != "online" or not sessions:
+        return False
+    state = {RUN_ID: sessions[-1].name.rpartition("-")[2]}
+
+    # The disk of the run may be what is full.
+    with tempfile.TemporaryDirectory(prefix=prefix("alert"), dir=shared_folder()) as at:
+        tracker = WandbTracker(
+            config, Path(at), name, tree, state, init_timeout_s=REOPEN_TIMEOUT_S
+        )
+        try:
+            tracker.alert(f"{name:.40} waits", text)
+        finally:
+            tracker.close(failed=True)
+    return True
+
+
 # ----------------------------------------------------------------- w&B's record on disk
 
 # The steps that a W&B run has on the disk, in the folders of its processes.
@@ -382,8 +446,10 @@ _EMPTY_BYTES = 4096
 """A file that is smaller may hold no step yet."""
 
 
-def recorded_steps(folder: Path, run_id: str) -> set[int]:
-    """Return the steps of a run that are in its folders.
+def recorded_steps(folder: Path, run_id: str) -> list[tuple[int, int]]:
+    """Return W&B's number and the step of each line of a run that is in its folders.
+
+    The first process of a run counts from 0, and so do all that are offline.
 
     Args:
         folder: The folder `wandb` of the run.
@@ -393,15 +459,18 @@ def recorded_steps(folder: Path, run_id: str) -> set[int]:
         OSError: W&B's reader does not start, or reads nothing.
         subprocess.SubprocessError: It does not end.
     """
-    steps: set[int] = set()
+    lines: list[tuple[int, int]] = []
     # An online run has such folders, too.
     for session in sorted(folder.glob(f"*run-*-{run_id}")):
-        steps.update(_steps_in(session))
-    return steps
+        lines.extend(_steps_in(session))
+    return lines
 
 
-def _steps_in(session: Path) -> Iterator[int]:
-    """Yield the steps that one process has flushed; none if it has flushed nothing."""
+def _steps_in(session: Path) -> Iterator[tuple[int, int]]:
+    """Yield number and step of each line that one process has flushed.
+
+    There is none if it has flushed nothing.
+    """
     command = [program("wandb"), "leet", "inspect", "--json", str(session)]
     # The code is not 0 where the end of a file is missing, as of a killed process.
     reader = subprocess.run(
@@ -414,7 +483,7 @@ def _steps_in(session: Path) -> Iterator[int]:
         record = json.loads(line)
         item = record.get("history", {}).get("item", {})
         if GLOBAL_STEP in item:
-            yield int(item[GLOBAL_STEP])
+            yield int(item["_step"]), int(item[GLOBAL_STEP])
 
 
 # -------------------------------------------------------------------- w&B's own process
@@ -529,18 +598,30 @@ def credentials_problem(config: WandbConfig) -> Problem | None:
     if config.mode != "online":
         return None
 
-    # W&B takes half a second to import.
-    import wandb
-
     # It prints where it looks for credentials.
     with contextlib.redirect_stderr(io.StringIO()):
         try:
-            if wandb.login(prompt=False, verify=False):
+            if _log_in(verify=False):
                 return None
         except Exception as error:
             fix = "Correct WANDB_API_KEY, run `wandb login`, or choose offline."
             return Problem("tracking.wandb.mode", config.mode, f"W&B: {error}", fix)
     return no_credentials()
+
+
+def _log_in(*, verify: bool) -> bool:
+    """Return whether W&B has credentials here.
+
+    Args:
+        verify: Whether to ask the server about them.
+    """
+    # W&B takes half a second to import.
+    import wandb
+
+    # W&B says no where a run is open, which may be a lost one or the caller's own.
+    if wandb.run is not None:
+        return True
+    return bool(wandb.login(prompt=False, verify=verify))
 
 
 def no_credentials() -> Problem:
