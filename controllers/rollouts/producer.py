@@ -164,6 +164,10 @@ class Producer:
             )
         )
 
+    def outage_metrics(self, purpose: str, step: int) -> dict[str, float]:
+        """Return for how long services were away, as `Graders.outage_metrics` does."""
+        return self._graders.outage_metrics(purpose, step)
+
     def failures_of_batch(
         self, num_responses: int, finished: Experience | None
     ) -> ScoreFailures:
