@@ -23,7 +23,7 @@ from tests.layouts import GradedByModel
 from tests.rewards.services import Items, Reply, Service, lengths
 from tests.surroundings import ScoringService
 from verl_ray.cluster.launch import start_groups
-from verl_ray.cluster.signals import deferring_signals
+from verl_ray.cluster.signals import deferring_signals, finishing
 from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.errors import Interrupted
 from verl_ray.profiling.phases import Timers
@@ -46,10 +46,14 @@ class Graded:
         self._prompts = run.prompts.all(8)
         self.producer = producer
 
-    def evaluate(self) -> Experience:
+    def begin(self) -> RolloutBuffer:
         generation = self.producer.evaluation_generation()
         buffer = RolloutBuffer(generation.group_size, staleness=0)
         self.producer.begin(self._prompts, generation, buffer, 7)
+        return buffer
+
+    def evaluate(self) -> Experience:
+        buffer = self.begin()
         return self.producer.take(self._prompts.group_id, buffer, 7, Timers())
 
     def outage_s(self, purpose: str) -> float:
@@ -123,5 +127,9 @@ def test_an_evaluation_waits_for_a_service_and_a_stop_does_not(
     service.behave = stop
     with pytest.raises(Interrupted), deferring_signals():
         graded.evaluate()
+    # A step whose update has begun is finished, without the scores of the next one.
+    with finishing():
+        graded.begin()
+        graded.producer.finish()
     # So that the ranks can close.
     service.behave = lambda number, items: lengths(items)
