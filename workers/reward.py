@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from verl_ray.agents.contract import TREATMENTS, End, Treatment
-from verl_ray.cluster.context import WorkerContext
+from verl_ray.cluster.context import WorkerContext, steering
 from verl_ray.config.reward import FunctionReward, HttpReward
 from verl_ray.data.batch import Ragged
 from verl_ray.data.prompts import prompt_text
@@ -60,6 +60,15 @@ class Grader(ABC):
         """Return whether all responses to a prompt have to be scored in one call."""
         return False
 
+    @steering
+    def take_outage_s(self) -> float:
+        """Return the seconds of outages that have ended since the last call.
+
+        An outage is of a service that is asked for scores. It counts once, however many
+        rows have waited. Graders that ask none have no outages.
+        """
+        return 0.0
+
 
 Tokens = npt.NDArray[np.int32]
 
@@ -88,6 +97,7 @@ class RewardWorker(Grader):
         policy_path: str,
     ) -> None:
         self._tokenizer = load_tokenizer(policy_path)
+        self._taken_outage_s = 0.0
         self._grader: TextGrader
         if config.kind == "http":
             self._grader = RemoteScorer(config, context.role)
@@ -116,6 +126,16 @@ class RewardWorker(Grader):
     def needs_groups(self) -> bool:
         """Return whether a function scores all responses to a prompt in one call."""
         return self._grader.needs_groups
+
+    @steering
+    def take_outage_s(self) -> float:
+        """Return the seconds of the service's outages since the last call."""
+        if not isinstance(self._grader, RemoteScorer):
+            return 0.0
+        # The sum only grows, in another thread.
+        outage_s = self._grader.outage_s
+        taken_s, self._taken_outage_s = self._taken_outage_s, outage_s
+        return outage_s - taken_s
 
     def close(self) -> None:
         """Close the pool or the connections."""

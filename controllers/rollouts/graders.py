@@ -7,6 +7,7 @@ What a lost grader owes is asked for again, once it has started again.
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections import Counter
@@ -36,6 +37,12 @@ TRAINING = "train"
 """Purpose of rollouts to learn from. The purpose is part of every seed."""
 EVALUATION = "evaluate"
 """Purpose of rollouts to evaluate the policy with."""
+
+OUTAGES = {
+    TRAINING: "timing_s/outage/reward",
+    EVALUATION: "timing_s/outage/testing",
+}
+"""Metrics of the seconds for which a service of graders was away, by purpose."""
 
 
 class PendingScores:
@@ -174,6 +181,30 @@ class Graders:
                 ).result()
             self._group_needs[name] = needs
         return self._group_needs[name]
+
+    def outage_metrics(self, purpose: str, step: int) -> dict[str, float]:
+        """Return for how long services were away since this was last asked.
+
+        Ranks and graders wait at the same time, so the longest wait of any counts. One
+        that has not ended counts later; that of a lost grader is lost with it.
+
+        Args:
+            purpose: Purpose of the rollouts that were scored.
+            step: As in `score`.
+
+        Returns:
+            The metric of this purpose; nothing where no grader asks a service.
+        """
+        graders = self._config.active_graders(learns=True)
+        calls = []
+        for name in self.names(purpose):
+            if graders[name].kind == "http":
+                group = self._groups[name]
+                request = functools.partial(group.broadcast, Grader.take_outage_s)
+                calls.append(self._restarts.call(group, request, step))
+        if not calls:
+            return {}
+        return {OUTAGES[purpose]: max(max(call.result()) for call in calls)}
 
     def score(
         self, rollouts: Sharded[Rollouts], purpose: str, step: int

@@ -30,6 +30,7 @@ from verl_ray.agents.contract import End, Episode
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import InPlaceRestarts
+from verl_ray.cluster.signals import stop_requested
 from verl_ray.cluster.waiting import TICK_S, put, read, wait
 from verl_ray.config.agent import AgentConfig
 from verl_ray.config.reward import EvaluationConfig
@@ -164,6 +165,10 @@ class Producer:
             )
         )
 
+    def outage_metrics(self, purpose: str, step: int) -> dict[str, float]:
+        """Return for how long services were away, as `Graders.outage_metrics` does."""
+        return self._graders.outage_metrics(purpose, step)
+
     def failures_of_batch(
         self, num_responses: int, finished: Experience | None
     ) -> ScoreFailures:
@@ -272,12 +277,24 @@ class Producer:
     def finish(self) -> None:
         """Wait until everything that was begun is generated, scored and in its buffer.
 
-        If the wait is interrupted or fails, all generation is abandoned.
+        If the wait is interrupted or fails, all generation is abandoned. After a stop
+        that waits for the end of a step, nobody waits for a service that is away: the
+        groups are not saved, and a resumed run makes them again.
         """
         with self._abandoning_on_error(), phase(self._first_in_words) as waiting:
             while not all(production.is_finished for production in self._productions):
                 self.advance(TICK_S)
                 self._count(self._productions, waiting)
+                if stop_requested() and self._lacks_a_service():
+                    return
+
+    def _lacks_a_service(self) -> bool:
+        """Return whether all is generated, and what scores waits for a service."""
+        calls = [call for piece in self._pending_scores for call in piece.calls]
+        for call in calls:
+            call.request_activity(at_once=True)
+        is_generated = all(production.is_generated for production in self._productions)
+        return is_generated and any(call.outside_wait() for call in calls)
 
     @contextlib.contextmanager
     def _abandoning_on_error(self) -> Iterator[None]:

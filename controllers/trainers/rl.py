@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from controllers.rollouts.evaluator import Evaluator
+from controllers.rollouts.graders import EVALUATION, TRAINING
 from controllers.rollouts.producer import Producer
 from controllers.rollouts.supply import Belongings, RolloutsBetweenSteps, Supply
 from controllers.system.build import System
@@ -285,6 +286,7 @@ class Trainer:
         metrics |= version_metrics(rollouts, self.config.oldest_age)
         metrics |= timings
         metrics |= self.replicas.take_counts()
+        metrics |= self.producer.outage_metrics(TRAINING, self.policy_version)
         metrics |= self.replicas.occupancy.take()
         metrics["timing_s/rollouts"] = self.replicas.occupancy.take_rollouts_s()
         metrics |= self.supply.take_metrics()
@@ -321,6 +323,7 @@ class Trainer:
         elapsed_s = timers.take()[TESTING]
         self._report_time_of_all(elapsed_s)
         metrics = evaluation.metrics | {TESTING: elapsed_s}
+        metrics |= self.producer.outage_metrics(EVALUATION, self.policy_version)
         return replace(evaluation, metrics=metrics)
 
     def _report_time_of_all(self, elapsed_s: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from typing import Any
@@ -92,6 +93,18 @@ def test_an_earlier_configuration_is_renewed() -> None:
     )
     assert saved["run"]["call_deadline_s"] == 77.0  # the saved tree has not changed
     assert migrated(tree()) == tree()
+
+
+def test_a_service_that_had_a_circuit_is_waited_for() -> None:
+    service = ["reward=http", "reward.url=http://h/s", "reward.max_outage_s=1800"]
+    today = to_tree(compose("ppo", [*INPUTS, *service]))
+    saved = copy.deepcopy(today)
+    del saved["reward"]["max_outage_s"]
+    saved["reward"] |= {"circuit_failures": 5, "circuit_reset_s": 10.0}
+    mixed = copy.deepcopy(saved)
+    mixed["reward"] = {"kind": "mixed", "components": {"own": saved["reward"]}}
+    assert migrated(saved) == today
+    assert migrated(mixed)["reward"]["components"] == {"own": today["reward"]}
 
 
 def test_a_run_of_before_the_schedules_goes_on_as_a_synchronous_one() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from tests.rewards.services import (
@@ -33,8 +35,14 @@ def test_an_outage_costs_no_score(
 
     service.behave = away
     with scoring(service.url, max_attempts=2) as scorer:
+        assert scorer.outage_s == 0.0
+        began = time.monotonic()
         assert scorer.score(items_of(*["ab"] * 40)) == [OK] * 40
+        # Three batches wait for one outage, which counts once.
+        outage_s = scorer.outage_s
+        assert 0 < outage_s < time.monotonic() - began
         assert scorer.score(items_of(*["ab"] * 40)) == [OK] * 40
+        assert scorer.outage_s == outage_s
     begun, ended = capfd.readouterr().err.splitlines()
     name = f"warning: reward.url=http://127.0.0.1:{service.server_port}/score"
     assert begun.startswith(

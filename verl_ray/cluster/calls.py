@@ -112,9 +112,13 @@ class Call(Generic[T]):
                 self._finish(replies)
         return self._result is not None
 
-    def request_activity(self) -> None:
-        """Ask the processes where they are, if a report of the driver is due soon."""
-        request_activity(self._rank_calls)
+    def request_activity(self, *, at_once: bool = False) -> None:
+        """Ask the processes where they are, if a report of the driver is due soon.
+
+        Args:
+            at_once: Whether to ask them in any case.
+        """
+        request_activity(self._rank_calls, at_once=at_once)
 
     def outside_wait(self) -> str:
         """Return what a process waits for outside of the run; empty for nothing."""

@@ -156,9 +156,9 @@ def root_cause(first: WorkerError, pending: Sequence[RankCall]) -> WorkerError:
 # ---------------------------------------------------------- what processes do meanwhile
 
 
-def request_activity(rank_calls: Sequence[RankCall]) -> None:
-    """Request the status of the processes, if a report is due soon."""
-    if PHASES.needs_details():
+def request_activity(rank_calls: Sequence[RankCall], *, at_once: bool = False) -> None:
+    """Request the status of the processes, if a report is due soon or at once."""
+    if at_once or PHASES.needs_details():
         for heartbeat in {rank_call.member.heartbeat for rank_call in rank_calls}:
             heartbeat.request()
 

@@ -56,6 +56,8 @@ class Availability:
         """
         self.num_outages = 0
         """How many outages have begun."""
+        self.outage_s = 0.0
+        """Seconds of all outages that have ended."""
         self._name = name
         self._key = key
         self._max_outage_s = max_outage_s
@@ -135,6 +137,7 @@ class Availability:
             return
         outage_s = time.monotonic() - self._since
         self._since = None
+        self.outage_s += outage_s
         _say(f"{self._name} answers again after {outage_s:.0f} s")
 
     async def _pause(self, pause_s: float, refusal: Refusal) -> None:

@@ -129,6 +129,11 @@ class RemoteScorer:
         self._runner = asyncio.Runner()
         self._closed = False
 
+    @property
+    def outage_s(self) -> float:
+        """Seconds of all outages of the service that have ended, each counted once."""
+        return self._availability.outage_s
+
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """Score `requests`. Any exception that interrupts this closes the scorer.
 
