@@ -4,6 +4,8 @@ import resource
 import tempfile
 from pathlib import Path
 
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
 from verl_ray.cluster.context import RankSpec
 from verl_ray.cluster.process_control import (
     _log_name,
@@ -24,6 +26,12 @@ def test_what_torch_compiles_is_stored_where_nobody_else_writes() -> None:
     ours = Path(compiler_environment({})["TORCHINDUCTOR_CACHE_DIR"])
     assert ours.parent == users_folder(Path(tempfile.gettempdir()))
     assert compiler_environment({"TORCHINDUCTOR_CACHE_DIR": "/elsewhere"}) == {}
+
+
+def test_torchs_own_choice_of_a_folder_is_nobodys_wish() -> None:
+    # As in a process that has imported torch._dynamo.
+    theirs = {"TORCHINDUCTOR_CACHE_DIR": default_cache_dir()}
+    assert compiler_environment(theirs) == compiler_environment({})
 
 
 def test_a_process_may_open_more_files_than_its_shell() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from pathlib import Path
 
@@ -11,12 +12,15 @@ import pytest
 from safetensors.numpy import save_file
 
 from controllers.compose.composition import compose
+from tests.foreign_files import Planted
 from tests.preflight.configs import BIG, ppo, problems_by_key, with_judge
 from tests.preflight.models import LLAMA, write_model, write_tensors
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.tokenizers import character_tokenizer
+from verl_ray.errors import ModelError
 from verl_ray.models.settings import described_tensors
 from verl_ray.models.tiny import make_tiny
+from verl_ray.models.weights import CheckpointReader
 from verl_ray.preflight.findings import preflight
 
 
@@ -54,6 +58,26 @@ def test_damaged_weights_are_found_from_headers_and_sizes(
     index.unlink()
     save_file({"weight": np.zeros(2, dtype=np.float64)}, file)
     assert "its weights are of type F64, which is not read" in rule()
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.pth"])
+def test_pickled_weights_are_refused_unread(
+    model: Path, data: Path, tmp_path: Path, name: str
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(model, copy, ignore=shutil.ignore_patterns("*.safetensors"))
+    (copy / name).write_bytes(pickle.dumps(Planted(tmp_path / "made")))
+    refusal = "this directory has no *.safetensors"
+    scored = ppo(model, data, "reward=model", f"reward.model.path={copy}")
+    for key, config in (
+        ("model.path", ppo(copy, data)),
+        ("reward.model.path", scored),
+        ("reward.model.path", with_judge(model, data, copy)),
+    ):
+        assert problems_by_key(preflight(config, BIG))[key].startswith(refusal)
+    with pytest.raises(ModelError, match=r"lacks any \.safetensors file"):
+        CheckpointReader(str(copy))
+    assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize(

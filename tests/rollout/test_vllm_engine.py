@@ -4,6 +4,8 @@ The engine has separate embeddings.
 """
 
 import gc
+import pickle
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from tests.foreign_files import Planted
 from tests.rollout.generation import drained, generate
 from verl_ray.data.stages import Finish
 from verl_ray.errors import RolloutError, WeightSyncError
@@ -455,6 +458,20 @@ def test_an_engine_that_fails_says_so_and_stays_failed(
         engine.submit(
             [GenerationRequest(1, np.array([3], np.int32), _sampling(), seed=0)]
         )
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt"])
+def test_pickled_weights_are_no_weights(
+    start_vllm: Callable[..., VllmEngine], path: Path, tmp_path: Path, name: str
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(path, copy, ignore=shutil.ignore_patterns("*.safetensors"))
+    (copy / name).write_bytes(pickle.dumps(Planted(tmp_path / "made")))
+    with pytest.raises(
+        RolloutError, match=r"vLLM did not start on .*Cannot find any model weights"
+    ):
+        start_vllm(copy, initial_version=0)
+    assert not (tmp_path / "made").exists()
 
 
 def _check_preemption(engine: VllmEngine) -> None:

@@ -273,6 +273,8 @@ def test_a_driver_that_follows_another_one_sends_what_wandb_lacks_and_no_more(
     for step in (3, 4, 5):
         both.log(step, {"x": float(step)})
     both.close(failed=False)
+    # What reads the session before keeps its log here, not where all users may write.
+    assert list(tmp_path.glob("wandb/debug-cli.*.log"))
     assert steps_of(tmp_path) == [0, 2, 3, 4, 1, 5]
 
 

@@ -59,25 +59,29 @@ def process_environment(
 
 
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+_TORCHS_OWN = "torchinductor_"
+"""Beginning of the name of torch's own choice, followed by that of the user."""
 
 
 def compiler_environment(inherited: Mapping[str, str]) -> dict[str, str]:
     """Variables of a process that may compile with torch, or load what was compiled.
 
     Torch would take `/tmp/torchinductor_NAME`, whoever has made it, and run what is in
-    it.
+    it. Where it was imported before the run started, as in a notebook, it has even put
+    this path into the variable.
 
     Args:
-        inherited: Variables that the process was started with. A folder that they name
-            stays.
+        inherited: Variables that the process was started with. Another folder that they
+            name stays.
 
     Raises:
         UnsafeFile: The folder of this user is not its own.
     """
-    if inherited.get(_COMPILED):
+    shared = Path(tempfile.gettempdir())
+    named = Path(inherited.get(_COMPILED) or shared / _TORCHS_OWN)
+    if named.parent != shared or not named.name.startswith(_TORCHS_OWN):
         return {}
-    folder = users_folder(Path(tempfile.gettempdir()))
-    return {_COMPILED: str(folder / "torchinductor")}
+    return {_COMPILED: str(users_folder(shared) / "torchinductor")}
 
 
 _OPEN_FILES = 65_536

@@ -40,6 +40,7 @@ from verl_ray.cluster.guard import (
     start_guard,
 )
 from verl_ray.cluster.placement import NodeResources, node_resources
+from verl_ray.cluster.process_control import compiler_environment
 from verl_ray.cluster.session_folders import (
     name_owners,
     own_sessions,
@@ -158,6 +159,7 @@ class Session:
     @classmethod
     def _connect(cls, address: str, stall_s: float) -> Session:
         before = dict(os.environ)
+        compiler = compiler_environment(before)
         # Ray connects for ever to a cluster whose processes are stopped.
         RAY_CALLS.open(min(stall_s, _CONNECT_S))
         try:
@@ -179,6 +181,7 @@ class Session:
                 f" RAY_ADDRESS): {error}. If it uses token authentication, set"
                 " RAY_AUTH_MODE=token here as well"
             ) from error
+        os.environ.update(compiler)
         changes = _changes_since(before)
         raylets = raylets_at(ray._private.worker.global_worker.node.raylet_socket_name)
         guard = start_guard(None, raylets, min(stall_s, STOPPED_S))
@@ -196,6 +199,7 @@ class Session:
         sessions = own_sessions()
         remove_ended_sessions(sessions)
         before = dict(os.environ)
+        compiler = compiler_environment(before)
         environment = _set_own_token()
 
         this_process = psutil.Process()
@@ -211,6 +215,7 @@ class Session:
                 ) from error
             raise
 
+        os.environ.update(compiler)
         # Ray starts its processes as children of this one.
         children = this_process.children(recursive=True)
         ray_pids = [child.pid for child in children if child not in children_before]

@@ -437,7 +437,7 @@ def send_alert(
 # A process of W&B's that is killed loses what it has not flushed, and W&B takes
 # nothing back. So who goes on compares this record with the run's own.
 #
-# Invariant: nothing here changes a file.
+# Invariant: nothing here changes a file of W&B's record.
 
 _LIMIT_S = 60.0
 """Limit in seconds of W&B's reader for one folder."""
@@ -472,9 +472,16 @@ def _steps_in(session: Path) -> Iterator[tuple[int, int]]:
     There is none if it has flushed nothing.
     """
     command = [program("wandb"), "leet", "inspect", "--json", str(session)]
+    # Its log would lie in /tmp, where another user may have put a link or a pipe.
+    environment = {**os.environ, "WANDB_DIR": str(session.parents[1])}
     # The code is not 0 where the end of a file is missing, as of a killed process.
     reader = subprocess.run(
-        command, capture_output=True, text=True, timeout=_LIMIT_S, check=False
+        command,
+        capture_output=True,
+        text=True,
+        timeout=_LIMIT_S,
+        check=False,
+        env=environment,
     )
     nbytes = sum(path.stat().st_size for path in session.glob("*.wandb"))
     if reader.returncode and not reader.stdout and nbytes > _EMPTY_BYTES:
