@@ -63,7 +63,7 @@ class Move(Enum):
     """End, because no work remains."""
 
     STOP = auto()
-    """End after a signal; the last finished step is saved first."""
+    """End after a signal; the last finished step is saved first if any rank has it."""
 
     FAIL = auto()
     """End after a failure; the last finished step is saved first if any rank has it."""
@@ -306,11 +306,9 @@ class Loop:
             # A signal of the last moves does not wait until the caller steps again.
             with self._ending_with_failures():
                 heed_signals()
-        if move is Move.STOP:
-            self._persistence.save_finished_step(self._trainer, self._trackers)
-        if move is Move.FAIL:
+        if move in (Move.STOP, Move.FAIL):
             heal = None if self._healing is None else self._healing.heal
-            self._persistence.save_before_failing(self._trainer, self._trackers, heal)
+            self._persistence.save_finished_step(self._trainer, self._trackers, heal)
         if self._position.failure is not None:
             raise self._position.failure
 
@@ -594,19 +592,15 @@ class Persistence(Protocol):
             former: The trainer that failed.
         """
 
-    def save_finished_step(self, trainer: Trainable, trackers: Tracker, /) -> None:
-        """Save the last finished step after a signal.
+    def save_finished_step(
+        self, trainer: Trainable, trackers: Tracker, heal: Heal | None = None, /
+    ) -> None:
+        """Save the last finished step as the run ends; say why if that cannot be done.
 
         This does nothing if a checkpoint holds the step and its line is written.
-        """
-
-    def save_before_failing(
-        self, trainer: Trainable, trackers: Tracker, heal: Heal | None, /
-    ) -> None:
-        """Save the last finished step before the run fails; say why if it cannot.
 
         Args:
-            trainer: The trainer that failed.
+            trainer: The trainer, which may have failed.
             trackers: The record of the run.
             heal: `Healing.heal`, of a run that can go back.
         """
@@ -671,10 +665,8 @@ class NoPersistence:
 
     def go_back(self, _: Trainable) -> None: ...
 
-    def save_finished_step(self, _: Trainable, __: Tracker) -> None: ...
-
-    def save_before_failing(
-        self, _: Trainable, __: Tracker, ___: Heal | None
+    def save_finished_step(
+        self, _: Trainable, __: Tracker, ___: Heal | None = None
     ) -> None: ...
 
 

@@ -369,37 +369,40 @@ class Recovery:
         """Commit the unfinished checkpoint after a failure, if it is whole."""
         self._writing.rescue()
 
-    def save_finished_step(self, trainer: Resumable, trackers: Tracker) -> None:
-        """Save the last finished step as the run ends.
+    def save_finished_step(
+        self, trainer: Trainable, trackers: Tracker, heal: Heal | None = None
+    ) -> None:
+        """Save the last finished step as the run ends, and raise nothing.
 
         The step is saved if no checkpoint holds it and the run writes any. Its metrics
-        line is written if the end prevented its evaluation.
-        """
-        with finishing():
-            self._save_if_unsaved(trainer, trackers)
-            self._record_unevaluated(trackers)
-
-    def save_before_failing(
-        self, trainer: Trainable, trackers: Tracker, heal: Heal | None
-    ) -> None:
-        """Save the last finished step before the run fails, and raise nothing.
-
-        Where roles do not hold it any more and their snapshots do, the run goes back to
-        the newest snapshot first, as after a failure that is cured.
+        line is written if the end prevented its evaluation. Where roles do not hold it
+        any more and their snapshots do, the run goes back to the newest snapshot first,
+        as after a failure that is cured.
 
         Args:
-            trainer: The trainer that failed.
+            trainer: The trainer, which may have failed.
             trackers: The record of the run.
             heal: Starts lost processes again and makes a new trainer; None for a run
                 that cannot go back.
         """
+        with finishing():
+            held = self._come_back(trainer, heal)
+            if held is not None:
+                self._save_if_unsaved(held, trackers)
+                self._record_unevaluated(trackers)
+
+    def _come_back(self, trainer: Trainable, heal: Heal | None) -> Trainable | None:
+        """Return the trainer, or one that has gone back to the newest snapshot.
+
+        None is returned, and the reason is said, where nothing can be saved.
+        """
         if self.finished_step is None:
-            return
+            return None
         # Nothing that is part of a lost cluster can be reached, and Ray may hang.
         if CLUSTER_LOSS.has_happened or RAY_CALLS.hangs:
             if self.finished_step > (self.saved_step or 0):
                 self._say_lost("the cluster is lost")
-            return
+            return None
         try:
             if heal is not None and self._is_in_snapshots_alone(trainer):
                 with phase("going back to the last snapshot, to save it"):
@@ -409,8 +412,8 @@ class Recovery:
         except Exception as failure:
             # The failure that ends the run is the one to raise.
             self._say_lost(f"going back failed ({failure})")
-            return
-        self.save_finished_step(trainer, trackers)
+            return None
+        return trainer
 
     def _is_in_snapshots_alone(self, trainer: Resumable) -> bool:
         """Return whether snapshots hold a newer step than any checkpoint or role."""

@@ -227,9 +227,16 @@ def heed_signals() -> None:
 
     Every wait calls this function.
     """
-    if _state.received is None:
-        return
     if _state.insisted or not _state.finishing:
+        give_up_finishing()
+
+
+def give_up_finishing() -> None:
+    """Raise `Interrupted` if a signal arrived, although work has to be finished first.
+
+    It is for work that cannot be finished for now.
+    """
+    if _state.received is not None:
         raise Interrupted(f"stopped by {_state.received.name}")
 
 

@@ -45,7 +45,7 @@ from verl_ray.cluster.signals import (
 from verl_ray.cluster.waiting import Background
 from verl_ray.errors import Interrupted
 from verl_ray.profiling.phases import Timers
-from verl_ray.tracking import Tracker, Trackers
+from verl_ray.tracking import Trackers
 from verl_ray.tracking.evaluations import HeldOutResponse, recorded_responses
 from verl_ray.tracking.jsonl import JsonlTracker, read_metrics
 
@@ -334,7 +334,7 @@ def test_what_goes_on_between_steps_goes_on_in_evaluations_and_saves(
 class SavedAtStop(NoPersistence):
     is_saved = False
 
-    def save_finished_step(self, _: Trainable, __: Tracker) -> None:
+    def save_finished_step(self, *_: object) -> None:
         self.is_saved = True
 
 
@@ -360,7 +360,7 @@ class SignalledWhileRescuing(NoPersistence):
     def rescue_save(self) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
-    def save_finished_step(self, _: Trainable, __: Tracker) -> None:
+    def save_finished_step(self, *_: object) -> None:
         self.finished_is_saved = True
 
 
