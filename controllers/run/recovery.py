@@ -405,6 +405,9 @@ class Recovery:
             return None
         try:
             if heal is not None and self._is_in_snapshots_alone(trainer):
+                reason = self._spoiled or "a process is lost"
+                newest = self._snapshots.newest_step
+                print_error(f"{reason}, so the run goes back to step {newest}")
                 with phase("going back to the last snapshot, to save it"):
                     self.go_back(trainer)
                     trainer = heal(trainer)
@@ -427,7 +430,7 @@ class Recovery:
     def _spoiled(self) -> str:
         """Why the roles hold the state of no finished step; empty where they do."""
         if self.spoiled_step is not None:
-            return f"step {self.spoiled_step} failed in its update"
+            return f"step {self.spoiled_step} did not come to the end of its update"
         if self._former is not None:
             return "the run has not come back to its last state"
         return ""

@@ -268,7 +268,7 @@ def test_half_of_an_update_is_not_saved(
             config.run, trainer, Trackers([]), recovery, Stopping(config, recovery)
         ).run()
     assert (
-        "step 2 failed in its update, so nothing newer than step 0 is saved\n"
+        "step 2 did not come to the end of its update, so nothing newer than step 0 is saved\n"
         in capfd.readouterr().err
     )
     assert not (tmp_path / "checkpoints").exists()
@@ -284,7 +284,7 @@ def test_a_failure_in_an_update_saves_nothing_newer(
     with pytest.raises(RuntimeError, match="the new weights did not arrive"):
         Loop(config.run, Cursor(fails_in=4), Trackers([]), recovery, stopping).run()
     assert (recovery.finished_step, recovery.saved_step) == (3, None)
-    said = "step 4 failed in its update, so nothing newer than step 0 is saved\n"
+    said = "step 4 did not come to the end of its update, so nothing newer than step 0 is saved\n"
     assert capfd.readouterr().err == said
     assert not (tmp_path / "checkpoints").exists()
 
