@@ -175,6 +175,17 @@ def test_a_run_dir_and_a_checkpoint_that_cannot_be(model: Path, data: Path) -> N
     assert "no such checkpoint" in messages["run.resume"]
 
 
+def test_a_run_dir_that_every_user_may_write_to_is_said(tmp_path: Path) -> None:
+    config = compose("quickstart", [f"run.dir={tmp_path}"])
+    before = preflight(config, BIG).warnings
+    tmp_path.chmod(0o777)
+    (warning,) = [
+        text for text in preflight(config, BIG).warnings if text not in before
+    ]
+    assert warning.startswith(f"run.dir = {tmp_path} may be written to by every user")
+    assert "(drwxrwxrwx)" in warning
+
+
 def test_inputs_that_no_run_has_made_are_not_written_over(tmp_path: Path) -> None:
     config = compose("quickstart", [f"run.dir={tmp_path}"])
     (tmp_path / "inputs").mkdir()

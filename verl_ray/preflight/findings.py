@@ -13,10 +13,12 @@ Rules over the configuration alone are elsewhere (`verl_ray.config`).
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import ipaddress
 import os
 import socket
+import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -98,6 +100,7 @@ def preflight(
         findings.problems += _environment_problems(config)
     if starts_here:
         findings.problems += _run_dir_problems(config)
+        findings.warnings += _run_dir_warnings(config)
     findings.problems += model_problems(known, machine)
     findings.problems += backend_problems(planned, machine)
     findings.problems += _grader_problems(config, machine, needs_data=needs_data)
@@ -348,6 +351,21 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 # ------------------------------------------------------------------------ run directory
+
+
+def _run_dir_warnings(config: Config) -> Iterator[str]:
+    """Yield a warning if all users may write to run.dir.
+
+    A folder that the run makes has the access that the user's umask says.
+    """
+    run_dir = Path(config.run.dir)
+    with contextlib.suppress(OSError):
+        mode = run_dir.stat().st_mode
+        if mode & stat.S_IWOTH:
+            yield (
+                f"run.dir = {run_dir} may be written to by every user of the machine"
+                f" ({stat.filemode(mode)}), also its checkpoints; `chmod o-w` ends that"
+            )
 
 
 def _run_dir_problems(config: Config) -> Iterator[Problem]:
