@@ -273,8 +273,15 @@ def _parts_of(run: str) -> Iterator[dict[str, Any]]:
 
 
 def _comparable(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration without what another driver of the same run may have."""
-    run = {key: value for key, value in config["run"].items() if key != "resume"}
+    """Return a configuration without what another driver of the same run may have.
+
+    The name of a run may hold the time at which its command was typed.
+    """
+    run = {
+        key: value
+        for key, value in config["run"].items()
+        if key not in ("name", "resume")
+    }
     # As it is read again.
     plain: dict[str, Any] = json.loads(json.dumps({**config, "run": run}))
     return plain

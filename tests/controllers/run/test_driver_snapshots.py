@@ -25,7 +25,12 @@ from verl_ray.checkpoint.snapshot_files import (
 from verl_ray.ownership import Owner, remove_stale
 from verl_ray.private_files import shared_folder
 
-RUN = {"dir": "runs/one", "resume": "auto", "stall_s": 60.0}
+RUN = {
+    "name": "grpo-20260101-000000",
+    "dir": "runs/one",
+    "resume": "auto",
+    "stall_s": 60.0,
+}
 CONFIG: dict[str, Any] = {"run": RUN, "seed": 1}
 
 
@@ -120,8 +125,9 @@ def test_only_the_same_run_goes_on_from_a_part(run: str) -> None:
     left = left_snapshots(run, None, Owner.here())
     assert left is not None
     assert left.differs(CONFIG) is None
-    # Another driver of the run has another run.resume.
-    assert left.differs({**CONFIG, "run": {**RUN, "resume": "none"}}) is None
+    # The same command has another run.resume later, and another run.name.
+    later = {**RUN, "resume": "none", "name": "grpo-20260101-000001"}
+    assert left.differs({**CONFIG, "run": later}) is None
     said = left.differs({**CONFIG, "seed": 2})
     assert said is not None and "the configuration has changed (seed" in said
     other = replace(left, about=left.about | {"versions": {"torch": "1.0"}})
