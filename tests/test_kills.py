@@ -146,3 +146,30 @@ def test_two_replicas_that_share_devices_with_the_trainers_are_lost(
     lines = run.lines()
     assert steps_of(lines) == list(range(7))
     assert all(line["staleness/age_max"] <= 1 for line in lines[1:])
+
+
+class Supervised(Run):
+    """A run of supervised training."""
+
+    @property
+    def arguments(self) -> list[str]:
+        return [
+            "train", "--config-name", self.root, *self.inputs.overrides(self.folder), *self.changes,
+            f"run.total_steps={self.steps}", "run.checkpoint_every=7", "run.recovery.snapshot_every=1",
+        ]  # fmt: skip
+
+
+def test_the_same_command_goes_on_from_what_a_driver_without_supervisor_has_left(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    """The name of its run holds the time, so it is another one."""
+    whole = Supervised(inputs, tmp_path / "whole", "", 7, root="sft")
+    assert whole.process([])[0] == 0
+    broken = Supervised(inputs, tmp_path / "broken", "", 7, root="sft")
+    assert broken.process(["step 5/7@1:kill=driver+0.02"])[0] == KILLED
+    time.sleep(1.1)  # The name holds seconds.
+    code, output = broken.process([])
+    assert code == 0 and "from its snapshot" in output, output
+    assert steps_of(broken.lines()) == list(range(1, 8))
+    assert not list(differences(whole.lines(), broken.lines()))
+    assert not list(differences(whole.weights(), broken.weights()))
