@@ -6,6 +6,7 @@ stand for.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 import re
@@ -41,6 +42,17 @@ def refuse_foreign_packages() -> None:
                 " beside verl_ray. Start from another folder, or take that path out of"
                 " PYTHONPATH"
             )
+
+
+def digest_of_program() -> str:
+    """Return a digest of the code of all packages of the program."""
+    root = Path(__file__).resolve().parents[1]
+    digest = hashlib.sha256()
+    for package in ("verl_ray", *OTHER_PACKAGES):
+        for path in sorted((root / package).rglob("*.py")):
+            digest.update(str(path.relative_to(root)).encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _location_of_package(name: str) -> Path | None:

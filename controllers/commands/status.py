@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     status = status_of(arguments.run)
     state, is_gone = state_of_driver(status)
     print(state)
-    if is_gone or status.is_followed:
+    if is_gone or status.is_followed or status.ended:
         _print_snapshots(str(run_folder(arguments.run)))
     if status.ended or status.is_followed:
         return 0

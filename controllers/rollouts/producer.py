@@ -30,7 +30,7 @@ from verl_ray.agents.contract import End, Episode
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import InPlaceRestarts
-from verl_ray.cluster.signals import give_up_finishing, stop_requested
+from verl_ray.cluster.signals import give_up_work, stop_requested
 from verl_ray.cluster.waiting import TICK_S, put, read, wait
 from verl_ray.config.agent import AgentConfig
 from verl_ray.config.reward import EvaluationConfig
@@ -278,8 +278,8 @@ class Producer:
         """Wait until everything that was begun is generated, scored and in its buffer.
 
         If the wait is interrupted or fails, all generation is abandoned. A stop that
-        waits for the end of a step gives it up where a service is away: the groups are
-        of the version before, and only that can make them again.
+        waits for the end of a step gives it up where a service is away and the step can
+        be made again: the groups are of the version before, and no other makes them.
 
         Raises:
             Interrupted: The run is told to stop, and a service is away.
@@ -289,7 +289,7 @@ class Producer:
                 self.advance(TICK_S)
                 self._count(self._productions, waiting)
                 if stop_requested() and self._lacks_a_service():
-                    give_up_finishing()
+                    give_up_work()
 
     def _lacks_a_service(self) -> bool:
         """Return whether all is generated, and what scores waits for a service."""

@@ -33,7 +33,10 @@ from verl_ray.checkpoint.snapshot_files import (
     remove,
     word_of_driver,
 )
+from verl_ray.errors import TrackingError
 from verl_ray.ownership import Owner
+from verl_ray.paths import digest_of_program
+from verl_ray.tracking.history import first_begun_s
 
 if TYPE_CHECKING:
     # It imports Ray, which the command that checks a run does without.
@@ -95,7 +98,11 @@ class DriverSnapshots:
             config: Resolved configuration of the run, as a tree.
             inherited: They, by step.
         """
-        self._about = {"config": _comparable(config), "versions": installed_versions()}
+        self._about = {
+            "config": _comparable(config),
+            "versions": _versions(),
+            "begun_s": first_begun_s(Path(config["run"]["dir"])),
+        }
         self._is_off = False
         self._folders: dict[int, tuple[Path, FinishedStep]] = {
             step: (state.left_in, state)
@@ -140,7 +147,7 @@ class DriverSnapshots:
                 partial.rename(final)
                 self.drop(finished.step)
                 folder = final
-        except OSError as error:
+        except (OSError, TrackingError) as error:
             self._give_up(names, error)
             return
         assert folder is not None, "it was written"
@@ -151,7 +158,7 @@ class DriverSnapshots:
         if step in self._folders:
             remove(self._folders.pop(step)[0])
 
-    def _give_up(self, names: SnapshotNames, error: OSError) -> None:
+    def _give_up(self, names: SnapshotNames, error: Exception) -> None:
         """Write no more, since there is no room; say so once."""
         self._is_off = True
         for step in list(self._folders):
@@ -197,14 +204,18 @@ class LeftSnapshots:
         Args:
             config: Resolved configuration of the run, as a tree.
         """
-        if self.about["versions"] != installed_versions():
-            return "other versions of packages are installed"
+        if self.about["versions"] != _versions():
+            return "other versions of packages are installed, or of verl_ray itself"
         now = _comparable(config)
         if self.about["config"] == now:
             return None
         allowed, refused = changed_keys(self.about["config"], now)
-        keys = [change.key for change in (*refused, *allowed)][:_SHOWN_KEYS]
-        return f"the configuration has changed ({', '.join(keys) or 'a setting'})"
+        keys = [change.key for change in refused]
+        # What a run does besides its steps changes no rank and no state.
+        keys += [key for key in (change.key for change in allowed) if _matters(key)]
+        if not keys:
+            return None
+        return f"the configuration has changed ({', '.join(keys[:_SHOWN_KEYS])})"
 
 
 def left_snapshots(
@@ -222,7 +233,11 @@ def left_snapshots(
         What there is; None if there is nothing.
     """
     parts_of_series: dict[str, list[dict[str, Any]]] = {}
+    begun_s = first_begun_s(Path(run))
     for about in _parts_of(run):
+        # The user has removed the folder of that run, and this one has its name.
+        if about["begun_s"] != begun_s:
+            continue
         parts_of_series.setdefault(about["series"], []).append(about)
     if not parts_of_series:
         return None
@@ -270,6 +285,16 @@ def _parts_of(run: str) -> Iterator[dict[str, Any]]:
         except TornCheckpoint:
             continue
         yield about | {"word": word, "time": path.stat().st_mtime_ns}
+
+
+def _matters(key: str) -> bool:
+    """Return whether a setting may change what ranks have, or how they compute."""
+    return not key.startswith(("run.", "tracking.")) or key == "run.threads_per_rank"
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of packages, and a digest of this program's own code."""
+    return {**installed_versions(), "code": digest_of_program()}
 
 
 def _comparable(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -425,6 +425,7 @@ class Stopping:
         with all_or_nothing() as work:
             self._work = work
             self._step = number
+            work.can_be_redone = lambda: self._recovery.can_come_back
             try:
                 yield
             except BaseException:

@@ -215,6 +215,7 @@ class Recovery:
             trainer.inherit(self._former, snapshot.belongings)
         # Rows that were finished since are part of the state by now.
         self.commit(snapshot.step, trainer, snapshot.unrecorded)
+        self._snapshots.go_on()
         self._former = self._snapshot = None
         print(f"continuing after step {snapshot.step} from its snapshot", flush=True)
         return snapshot.step
@@ -415,6 +416,7 @@ class Recovery:
         except Exception as failure:
             # The failure that ends the run is the one to raise.
             self._say_lost(f"going back failed ({failure})")
+            self._keep_snapshots()
             return None
         return trainer
 
@@ -425,6 +427,17 @@ class Recovery:
             return False
         have_failed = any(group.has_failed for group in trainer.groups.values())
         return have_failed or bool(self._spoiled)
+
+    @property
+    def can_come_back(self) -> bool:
+        """Whether the state of the last finished step, or of one soon before, is kept.
+
+        A snapshot or a checkpoint has it, so the roles may lose theirs.
+        """
+        return (
+            self._snapshots.newest_step > (self.saved_step or 0)
+            or self.finished_step == self.saved_step
+        )
 
     @property
     def _spoiled(self) -> str:
@@ -460,6 +473,13 @@ class Recovery:
             self._say_lost(self._spoiled)
             return
 
+        if unsaved and self._committed.step != number:
+            print_error(
+                f"step {number} was not loaded yet, and stays in its snapshot; the same"
+                " command goes on from it"
+            )
+            return
+
         if unsaved:
             try:
                 self._check_cursor()
@@ -468,12 +488,23 @@ class Recovery:
             except Exception as failure:
                 # The run is ending: the older checkpoints are still whole.
                 print_error(f"warning: step {number} could not be saved: {failure}")
+                self._keep_snapshots()
                 return
 
         later = ""
         if self.unrecorded is not None:
             later = "; its evaluation is made when the run goes on"
         print_error(f"step {number} is saved in {self._saved_in}{later}")
+
+    def _keep_snapshots(self) -> None:
+        """Keep the snapshots where they have steps that no checkpoint has."""
+        newest = self._snapshots.newest_step
+        if newest > (self.saved_step or 0):
+            self._snapshots.keep()
+            print_error(
+                f"step {newest} stays in its snapshot; the same command on this machine"
+                " goes on from it"
+            )
 
     def _record_unevaluated(self, trackers: Tracker) -> None:
         """Write the metrics line of a step whose evaluation the end prevented.

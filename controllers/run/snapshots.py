@@ -106,7 +106,10 @@ class Snapshots:
         """The driver's part of the last snapshots, by step."""
 
         self._are_left = bool(inherited)
-        """Whether these are of an earlier driver."""
+        """Whether these are of an earlier driver, and not yet gone on from."""
+
+        self._are_kept = False
+        """Whether they have a state that could not be saved."""
 
         self._driver_s = 0.0
         """Seconds in which the driver's part was written since the last copy."""
@@ -300,6 +303,11 @@ class Snapshots:
                 self._names, step, sources, homes_of(groups)
             ):
                 return self._states[step]
+        print(
+            f"the snapshots of steps {sorted(self._states)} are left out: ranks lack"
+            " their parts",
+            flush=True,
+        )
         return None
 
     def load(self, step: int, groups: Groups) -> None:
@@ -315,9 +323,16 @@ class Snapshots:
                 self._drop(known)
         if self._are_left and not self._second_copies.are_made:
             self._second_copies.close(self._names)
-        self._are_left = False
         self._newest_step = step
         self._last_finished_s = time.monotonic()
+
+    def go_on(self) -> None:
+        """Note that the run has the state of the one that was loaded."""
+        self._are_left = False
+
+    def keep(self) -> None:
+        """Keep them for another driver, since their state could not be saved."""
+        self._are_kept = True
 
     def forget_all(self) -> None:
         """Make all snapshots void: the run goes back to another state."""
@@ -334,10 +349,11 @@ class Snapshots:
     def are_for_another(self) -> bool:
         """Whether another driver may go on from them once this one has ended.
 
-        It has asked for one, has lost its cluster, or has not come to use what the
-        driver before has left.
+        It has asked for one, has lost its cluster, could not save its last step, or has
+        not come to use what the driver before has left.
         """
-        return self._are_left or reports().has_asked or CLUSTER_LOSS.has_happened
+        is_unused = self._are_left or self._are_kept
+        return is_unused or reports().has_asked or CLUSTER_LOSS.has_happened
 
     def close(self) -> None:
         """Remove the snapshots, unless another driver goes on from them.

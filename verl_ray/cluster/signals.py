@@ -71,9 +71,11 @@ class AtomicWork:
     Attributes:
         committed_at: Time at which it passed its point of no return, in seconds of the
             monotonic clock. None while it can still be abandoned.
+        can_be_redone: Returns whether it can be made again from a state that is kept.
     """
 
     committed_at: float | None = None
+    can_be_redone: Callable[[], bool] = lambda: False
 
 
 class _State:
@@ -227,16 +229,19 @@ def heed_signals() -> None:
 
     Every wait calls this function.
     """
+    if _state.received is None:
+        return
     if _state.insisted or not _state.finishing:
-        give_up_finishing()
+        raise Interrupted(f"stopped by {_state.received.name}")
 
 
-def give_up_finishing() -> None:
-    """Raise `Interrupted` if a signal arrived, although work has to be finished first.
+def give_up_work() -> None:
+    """Raise `Interrupted` if a signal arrived and the innermost work can be redone.
 
-    It is for work that cannot be finished for now.
+    It is for work that has to be finished first, and cannot be for now.
     """
-    if _state.received is not None:
+    work = _state.work
+    if _state.received is not None and work is not None and work.can_be_redone():
         raise Interrupted(f"stopped by {_state.received.name}")
 
 

@@ -178,6 +178,19 @@ def read_history(run_dir: Path) -> list[Stint]:
         ) from error
 
 
+def first_begun_s(run_dir: Path) -> float | None:
+    """Return when the first process of a run began, in seconds since 1970.
+
+    No other run that had the same folder has the same time. It is None where there is
+    no history, or none that can be read.
+    """
+    with contextlib.suppress(TrackingError):
+        stints = read_history(run_dir)
+        if stints:
+            return stints[0].begun_s
+    return None
+
+
 def killed_stint(stint: Stint, metrics: Path) -> Stint:
     """Return the part of a process that could not note its end.
 

@@ -23,7 +23,7 @@ from tests.layouts import GradedByModel
 from tests.rewards.services import Items, Reply, Service, lengths
 from tests.surroundings import ScoringService
 from verl_ray.cluster.launch import start_groups
-from verl_ray.cluster.signals import deferring_signals, finishing
+from verl_ray.cluster.signals import all_or_nothing, deferring_signals, finishing
 from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.errors import Interrupted
 from verl_ray.profiling.phases import Timers
@@ -128,7 +128,8 @@ def test_an_evaluation_waits_for_a_service_and_a_stop_does_not(
     with pytest.raises(Interrupted), deferring_signals():
         graded.evaluate()
     # A step whose update has begun is given up: only its version makes the next groups.
-    with finishing(), pytest.raises(Interrupted):
+    with finishing(), all_or_nothing() as work, pytest.raises(Interrupted):
+        work.can_be_redone = lambda: True
         graded.begin()
         graded.producer.finish()
     # So that the ranks can close.

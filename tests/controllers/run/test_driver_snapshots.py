@@ -22,8 +22,10 @@ from verl_ray.checkpoint.snapshot_files import (
     left_by,
     remove,
 )
+from verl_ray.errors import TrackingError
 from verl_ray.ownership import Owner, remove_stale
 from verl_ray.private_files import shared_folder
+from verl_ray.tracking.history import HISTORY, begin_stint
 
 RUN = {
     "name": "grpo-20260101-000000",
@@ -47,10 +49,13 @@ class Files:
         (snapshot / "groups").write_text(self.text)
 
 
+@dataclass(frozen=True)
 class NoRoom(Files):
+    error: Exception
+
     def keep(self, snapshot: Path) -> None:
         (snapshot / "groups").write_text("a part")
-        raise OSError(28, "No space left on device")
+        raise self.error
 
 
 def finished(step: int, files: Files | None = None) -> FinishedStep:
@@ -80,7 +85,8 @@ def of_an_ended_process(run: str) -> SnapshotNames:
 
 def write(run: str, *steps: int, saved: int | None = None, **config: Any) -> None:
     """Leave the parts of steps as a driver that was killed after them does."""
-    snapshots = DriverSnapshots({**CONFIG, **config}, {})
+    tree = {**CONFIG, "run": {**RUN, "dir": run}, **config}
+    snapshots = DriverSnapshots(tree, {})
     names = of_an_ended_process(run)
     for step in steps:
         snapshots.write(names, finished(step), saved)
@@ -131,7 +137,21 @@ def test_only_the_same_run_goes_on_from_a_part(run: str) -> None:
     said = left.differs({**CONFIG, "seed": 2})
     assert said is not None and "the configuration has changed (seed" in said
     other = replace(left, about=left.about | {"versions": {"torch": "1.0"}})
-    assert other.differs(CONFIG) == "other versions of packages are installed"
+    assert str(other.differs(CONFIG)).startswith("other versions of packages")
+    changed = {"versions": {**left.about["versions"], "code": "another commit"}}
+    assert replace(left, about=left.about | changed).differs(CONFIG) is not None
+    # What a run does besides its steps is no part of its state.
+    assert left.differs({**CONFIG, "run": {**RUN, "stall_s": 90.0}}) is None
+
+
+def test_a_run_whose_folder_was_removed_does_not_come_back(run: str) -> None:
+    begin_stint(Path(run), 0, begun_s=1.0)
+    write(run, 5)
+    assert left_snapshots(run, None, Owner.here()) is not None
+    (Path(run) / HISTORY).unlink()
+    assert left_snapshots(run, None, Owner.here()) is None
+    begin_stint(Path(run), 0, begun_s=2.0)
+    assert left_snapshots(run, None, Owner.here()) is None
 
 
 def test_the_newest_series_counts(run: str) -> None:
@@ -174,14 +194,19 @@ def test_a_torn_part_is_none(run: str) -> None:
     assert left is not None and sorted(left.steps) == [3]
 
 
+NO_SPACE = OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("error", [NO_SPACE, TrackingError(f"ledger: {NO_SPACE}")])
 def test_without_room_a_run_goes_on_and_leaves_nothing(
-    run: str, capsys: pytest.CaptureFixture[str]
+    error: Exception, run: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The ledger's part has its own error."""
     names = of_an_ended_process(run)
     snapshots = DriverSnapshots(CONFIG, {})
     snapshots.write(names, finished(3), None)
     for step in (4, 5):
-        snapshots.write(names, finished(step, NoRoom("")), None)
+        snapshots.write(names, finished(step, NoRoom("", error)), None)
     assert not left_by(run)
     said = capsys.readouterr().err
     assert said.count("No space left on device") == 1
