@@ -182,6 +182,27 @@ def test_moments_of_a_component_are_those_of_what_it_scored() -> None:
     np.testing.assert_array_equal(found.parts[0][1], [0, 0, math.nan])
 
 
+def test_what_cancels_is_zero() -> None:
+    """In float64 0.1 + 0.2 - 0.3 is 5.6e-17; in float32 0.6 + 0.3 - 0.9 is 2.4e-8."""
+    ones = scored(1.0, 0.0, 1.0, math.nan)
+    three = ("function", 0.1), ("model", 0.2), ("third", -0.3)
+    components = {name: composed().reward for name, _ in three}
+    mixed = MixedReward(kind="mixed", components=components, weights=dict(three))
+    raw = {f"reward.components.{name}": ones for name in components}
+    of_three = Shaping(composed().model_copy(update={"reward": mixed}))
+    of_two = shaping(*MIXED, "reward.weights.function=0.6", "reward.weights.model=0.3")
+    del raw["reward.components.third"]
+    added = of_two.shape(raw).plus((-0.9, np.float32([1, 0, 1, 1])))
+    raw["reward.components.third"] = ones
+    for found in (of_three.shape(raw), of_three.weigh(raw), added):
+        np.testing.assert_array_equal(found.score, [0, 0, 0, math.nan])
+        assert len(found.parts) == 3 and found.health[3] == ScoreHealth.TIMEOUT
+    # Scores without parts are the first of them.
+    twice = ones.plus((0.5, ones.score)).plus((-1.5, ones.score))
+    np.testing.assert_array_equal(twice.score, [0, 0, 0, math.nan])
+    assert [weight for weight, _ in twice.parts] == [1, 0.5, -1.5]
+
+
 def test_turns_weigh_what_the_score_of_their_episode_weighs() -> None:
     """Of gsm8k an answer is compared, and all else is paid by an environment."""
     functions = "{default: environment, gsm8k: gsm8k}"

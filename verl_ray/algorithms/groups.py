@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from verl_ray.data.batch import Int64
 from verl_ray.data.stages import Bool, Float32
-from verl_ray.ops.masked import RESOLUTION
+from verl_ray.ops.masked import RESOLUTION, SMALL
 
 Float64 = NDArray[np.float64]
 
@@ -61,7 +61,8 @@ class GroupMembers:
         deviation = np.where(self.is_member, self.reward - self.mean, 0)
 
         # Sums of float32 parts that should be equal differ in their last digits.
-        is_rounding = self.sum(deviation**2) <= RESOLUTION * self.sum(self.reward**2)
+        size = np.maximum(self.sum(self.reward**2), self.size * SMALL**2)
+        is_rounding = self.sum(deviation**2) <= RESOLUTION * size
         self.deviation: Float64 = np.where(is_rounding, 0, deviation)
 
     def sum(self, values: Float64) -> Float64:
