@@ -664,14 +664,16 @@ def test_the_share_of_groups_without_spread() -> None:
 def test_parts_are_normalised_before_they_are_added() -> None:
     """Two groups of two; [0, 1] has the sample deviation 0.5 ** 0.5."""
     group = ids(0, 0, 1, 1)
-    helpful, short = f32(0, 1, 0, 10), f32(5, 5, 1, 0)
-    rewards = helpful + 2 * short
+    helpful, short, rewards = f32(0, 1, 0, 10), f32(5, 5, 1, 0), f32(10, 11, 2, 10)
     parts = [(1.0, helpful), (2.0, short)]
     # helpful: -x x -x x, however large it is, with x = 0.5 ** 0.5; short: 0 0 x -x. The
     # sum is -x x x -x, and four numbers of size x deviate by x * (4 / 3) ** 0.5.
     y = 0.75**0.5
     expected = pytest.approx([-y, y, y, -y], rel=1e-5)
     assert gdpo(rewards, group, valid(4), parts=parts).tolist() == expected
+    # Parts that are opposite to each other cancel, but for rounding.
+    opposite = [(w, f32(*v)) for w in (0.5, 0.1, 0.3) for v in ((1, 2, 4), (3, 2, 0))]
+    assert not gdpo(f32(9, 0, 9), ids(0, 0, 0), valid(3), parts=opposite).any()
     # A failed response is no member of its group, where nothing is left to compare.
     helpful[3] = np.nan
     alone = gdpo(rewards, group, valid(4, 3), parts=parts)

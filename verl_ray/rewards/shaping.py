@@ -64,7 +64,7 @@ class ResponseScores:
 
     @property
     def summands(self) -> tuple[Part, ...]:
-        """What the scores are the weighted sum of: the parts, or the scores alone."""
+        """Terms of which the scores are the sum: their parts, or the scores alone."""
         return self.parts or ((1.0, self.score),)
 
     def plus(self, *additions: Part) -> ResponseScores:
