@@ -3,7 +3,7 @@
 Scores are normalised, clipped, weighted and added up. Invariant: shaping needs one
 number per response and grader. A grader that returned None leaves a response to the
 others. One that a grader failed has no reward, and neither has one that all of them
-left, or whose sum float32 does not hold. The state is the moments of the
+left, or whose sum is beyond 1e18. The state is the moments of the
 scores so far, so a resumed run shapes as if it had never stopped.
 """
 
@@ -70,7 +70,7 @@ class ResponseScores:
     def plus(self, *additions: Part) -> ResponseScores:
         """Return these scores with weighted additions, which are further parts of them.
 
-        A sum that float32 does not hold is a failed score.
+        A sum beyond 1e18 is a failed score.
         """
         # Not from `score`, which is rounded: what cancels on paper would leave a rest.
         parts = (*self.summands, *additions)
@@ -269,7 +269,7 @@ def _sum(parts: Sequence[Part], health: Healths) -> tuple[Float32, Healths]:
 
     Returns:
         The sums, NaN for failed rows; and the health of each row, which is NONFINITE
-        where float32 does not hold the sum.
+        where the sum is beyond 1e18.
     """
     is_ok = health == ScoreHealth.OK
     total = np.zeros(len(health))
