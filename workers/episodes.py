@@ -148,7 +148,7 @@ def _columns_of_rows(
         [np.array(row.versions, np.int64).reshape(-1, 2) for row in rows], np.int64
     )
     numbers = [list(End).index(episode.end) for episode in episodes]
-    # Rewards may add up to what float32 does not hold, which is no score.
+    # Rewards may add up to what float32 does not hold, which is no score either.
     with np.errstate(over="ignore"):
         scores = np.array([episode.score for episode in episodes], np.float32)
     return Rollouts(

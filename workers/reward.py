@@ -30,7 +30,7 @@ from verl_ray.data.stages import (
     sums_of_trajectories,
 )
 from verl_ray.data.tokenizers import load_tokenizer
-from verl_ray.rewards.health import Score, ScoreHealth, score_of_number
+from verl_ray.rewards.health import LARGEST, Score, ScoreHealth, score_of_number
 from verl_ray.rewards.pool import ScoringPool
 from verl_ray.rewards.remote import RemoteScorer
 from verl_ray.rewards.request import ScoreRequest
@@ -173,7 +173,7 @@ def scores_without_grader(rows: Rollouts) -> dict[int, Score]:
             is_late = end.value.endswith("timeout")
             health = ScoreHealth.TIMEOUT if is_late else ScoreHealth.EXCEPTION
             scores[row] = Score(math.nan, health, f"{end}: {detail}".rstrip(": "))
-        elif not math.isfinite(earned):
+        elif not abs(earned) <= LARGEST:
             scores[row] = score_of_number(
                 earned, "the rewards of the episode add up to"
             )

@@ -171,12 +171,10 @@ def with_spread(
         finish: Numbers of `Finish`, int8 [rows].
     """
     is_member = scores.ok & says_something(config.algorithm, finish)
-    spread = has_spread(scores.score, group_id, is_member)
-    # Groups whose sums of rewards agree may differ in what is added.
-    if ADVANTAGES[config.algorithm.advantage].reads_parts:
-        for _, part in scores.parts:
-            spread |= has_spread(part, group_id, is_member & ~np.isnan(part))
-    return spread
+    # Groups whose sums of rewards agree may differ in what is added, and vice versa.
+    estimator = ADVANTAGES[config.algorithm.advantage]
+    parts = estimator.compared(scores.summands)
+    return has_spread(scores.score, group_id, is_member, parts=parts)
 
 
 def require_dynamic_sampling(config: RLConfig, ledger: Mapping[str, Any]) -> None:

@@ -179,8 +179,9 @@ class Trainer:
 
         metrics |= measures.scored_metrics(fresh, self.shaping, self.config.run.stall_s)
         metrics |= of_shaping
-        if self.config.rollout.group_size > 1:
-            metrics |= measures.group_metrics(responses.rollouts, scores, aborted)
+        metrics |= measures.group_metrics(
+            self.config, responses.rollouts, scores, aborted
+        )
         return metrics | self.step_metrics(rollouts, credit)
 
     @property

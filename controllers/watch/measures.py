@@ -19,8 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from verl_ray.agents.contract import End
+from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.algorithms.groups import fraction_without_spread
 from verl_ray.cluster.waiting import read
+from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.batch import Int64
 from verl_ray.data.buffer import Experience
 from verl_ray.data.sharded import Sharded
@@ -209,24 +211,32 @@ def score_metrics(
 
 
 def group_metrics(
+    config: RLConfig,
     rollouts: Sharded[Rollouts],
     score: ResponseScores,
     aborted: npt.NDArray[np.bool_],
 ) -> Metrics:
     """Return the share of groups whose members all have the same score.
 
-    Such a group teaches nothing where advantages compare the members of a group.
+    Such a group teaches nothing where advantages compare the members of a group. Where
+    they compare the parts of scores, members are the same if these cancel. Groups of
+    one response have no such metric.
 
     Args:
+        config: Configuration of the run.
         rollouts: Rows of the step.
         score: Score of each response, as the policy learns from it.
         aborted: Responses that are members of no group, bool [rows].
     """
+    if config.rollout.group_size == 1:
+        return {}
+    parts = ADVANTAGES[config.algorithm.advantage].compared(score.summands)
     fraction = fraction_without_spread(
         score.score,
         rollouts.row("group_id"),
         score.ok & ~aborted,
         rollouts.row("trajectory_id"),
+        parts,
     )
     return {ZERO_STD: fraction}
 

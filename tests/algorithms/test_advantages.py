@@ -48,6 +48,7 @@ from verl_ray.algorithms.groups import (
 )
 from verl_ray.data.batch import Int64, offsets_of
 from verl_ray.data.stages import Bool, Float32
+from verl_ray.ops.masked import Moments, whiten
 
 
 def opo_of_equal_rows(rewards: Float32, *args: Any, **settings: Any) -> Float32:
@@ -286,8 +287,11 @@ SPREADS = [
     (f32(0.9), np.nextafter(f32(0.9), UP), False),
     (f32(1e6), np.nextafter(f32(1e6), UP), False),
     (f32(1e6), f32(1e6 + 8), True),
-    (f32(1e38), f32(-1e38), True),
-    (f32(0), f32(1e-30), True),
+    (f32(1e18), f32(-5e17), True),
+    (f32(0), f32(1e-30), False),
+    (f32(0), f32(-1.1e-16), False),
+    (f32(5.55e-17), f32(0), False),
+    (f32(0), f32(1e-7), True),
     (f32(0.3), f32(0.300002), True),
 ]
 
@@ -296,7 +300,7 @@ SPREADS = [
 def test_a_group_has_spread_exactly_where_baselines_say_something(
     one: Float32, other: Float32, differ: bool
 ) -> None:
-    """Rewards that differ by up to 1e-6 of themselves are equal."""
+    """Rewards that differ by up to 1e-6 of themselves, or by 1e-12, are equal."""
     rewards, group = np.concatenate([one, other, f32(5)]), ids(4, 4, 2)
     everything = valid(3)
     assert has_spread(rewards, group, everything).tolist() == [differ, differ, False]
@@ -306,9 +310,11 @@ def test_a_group_has_spread_exactly_where_baselines_say_something(
     for found in (
         subtract_group_mean(rewards, group, everything),
         rloo(rewards, group, everything),
+        maxrl(rewards, group, everything),
         remax(rewards, group, everything, is_greedy=is_greedy),
     ):
         assert found[:2].any() == differ and not found[2]
+        assert whiten(found, Moments.of(found))[:2].any() == differ
 
 
 def test_the_best_of_equal_rewards_has_no_advantage() -> None:
@@ -327,12 +333,8 @@ def test_a_trajectory_without_one_reward_is_no_member(
         f32(np.nan, 9, 1, 2), ids(0, 0, 0, 0), valid(4, 0), trajectory=trajectory
     )
     assert found.tolist() == [0, 0, *function(f32(1, 2), ids(0, 0), valid(2)).tolist()]
-    assert complete_trajectories(valid(4, 0), trajectory).tolist() == [
-        False,
-        False,
-        True,
-        True,
-    ]
+    is_complete = complete_trajectories(valid(4, 0), trajectory)
+    assert is_complete.tolist() == [False, False, True, True]
 
 
 @pytest.mark.parametrize("function", ROW_FUNCTIONS)
@@ -647,17 +649,14 @@ def test_a_million_tokens_take_no_python_loop(shape: tuple[int, int]) -> None:
 
 def test_the_share_of_groups_without_spread() -> None:
     # Group 0 differs, 1 does not, 2 has one member, 3 has none.
-    rewards = np.array([1, 0, 0.1, 0.1, 0.1, 5, 7, 9], np.float32)
-    group = np.array([0, 0, 1, 1, 1, 2, 2, 3])
+    rewards, group = f32(1, 0, 0.1, 0.1, 0.1, 5, 7, 9), ids(0, 0, 1, 1, 1, 2, 2, 3)
     valid = np.array([1, 1, 1, 1, 1, 1, 0, 0], np.bool_)
     assert fraction_without_spread(rewards, group, valid) == pytest.approx(2 / 3)
     assert fraction_without_spread(rewards[2:5], group[2:5], valid[2:5]) == 1
     assert math.isnan(fraction_without_spread(rewards[7:], group[7:], valid[7:]))
     # The two rows of trajectory 0 earn 1 together, as much as trajectory 1.
-    parts = np.array([0.25, 0.75, 1], np.float32)
-    trajectory = np.array([0, 0, 1])
-    same_group = np.zeros(3, np.int64)
-    everything = np.ones(3, np.bool_)
+    parts, same_group, everything = f32(0.25, 0.75, 1), ids(0, 0, 0), np.ones(3, bool)
+    trajectory = ids(0, 0, 1)
     assert fraction_without_spread(parts, same_group, everything, trajectory) == 1
     assert fraction_without_spread(parts, same_group, everything) == 0
 
@@ -665,14 +664,16 @@ def test_the_share_of_groups_without_spread() -> None:
 def test_parts_are_normalised_before_they_are_added() -> None:
     """Two groups of two; [0, 1] has the sample deviation 0.5 ** 0.5."""
     group = ids(0, 0, 1, 1)
-    helpful, short = f32(0, 1, 0, 10), f32(5, 5, 1, 0)
-    rewards = helpful + 2 * short
+    helpful, short, rewards = f32(0, 1, 0, 10), f32(5, 5, 1, 0), f32(10, 11, 2, 10)
     parts = [(1.0, helpful), (2.0, short)]
     # helpful: -x x -x x, however large it is, with x = 0.5 ** 0.5; short: 0 0 x -x. The
     # sum is -x x x -x, and four numbers of size x deviate by x * (4 / 3) ** 0.5.
     y = 0.75**0.5
     expected = pytest.approx([-y, y, y, -y], rel=1e-5)
     assert gdpo(rewards, group, valid(4), parts=parts).tolist() == expected
+    # Parts that are opposite to each other cancel, but for rounding.
+    opposite = [(w, f32(*v)) for w in (0.5, 0.1, 0.3) for v in ((1, 2, 4), (3, 2, 0))]
+    assert not gdpo(f32(9, 0, 9), ids(0, 0, 0), valid(3), parts=opposite).any()
     # A failed response is no member of its group, where nothing is left to compare.
     helpful[3] = np.nan
     alone = gdpo(rewards, group, valid(4, 3), parts=parts)

@@ -107,11 +107,11 @@ def test_the_last_verdict_is_the_score(answer: str, score: float) -> None:
     assert Judgement(judge()).verdict(answer, cut=False) == Score(score, ScoreHealth.OK)
 
 
-def test_a_verdict_that_float32_does_not_hold_is_no_score() -> None:
+def test_a_verdict_beyond_the_largest_score_is_none() -> None:
     wide = judge().model_copy(update={"verdict": r"score: *(\S+)", "highest": 1e300})
     verdict = Judgement(wide).verdict("score: 1e39", cut=False)
     assert verdict.health is ScoreHealth.NONFINITE
-    assert "the judge's verdict is 1e+39, which float32" in verdict.detail
+    assert "the judge's verdict is 1e+39, beyond 1e18" in verdict.detail
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_an_extra_that_json_cannot_hold_is_refused_before_anything_is_sent(
         ('"NaN"', ScoreHealth.NONFINITE, "'NaN'"),
         ('"-Infinity"', ScoreHealth.NONFINITE, "'-Infinity'"),
         ("1e999", ScoreHealth.NONFINITE, "inf"),
-        ("1e39", ScoreHealth.NONFINITE, "1e+39"),  # an infinity in float32
+        ("1e39", ScoreHealth.NONFINITE, "1e+39"),  # beyond 1e18
         (
             "9" * 5000,
             ScoreHealth.NONFINITE,

@@ -182,6 +182,27 @@ def test_moments_of_a_component_are_those_of_what_it_scored() -> None:
     np.testing.assert_array_equal(found.parts[0][1], [0, 0, math.nan])
 
 
+def test_what_cancels_is_zero() -> None:
+    """In float64 0.1 + 0.2 - 0.3 is 5.6e-17; in float32 0.6 + 0.3 - 0.9 is 2.4e-8."""
+    ones = scored(1.0, 0.0, 1.0, math.nan)
+    three = ("function", 0.1), ("model", 0.2), ("third", -0.3)
+    components = {name: composed().reward for name, _ in three}
+    mixed = MixedReward(kind="mixed", components=components, weights=dict(three))
+    raw = {f"reward.components.{name}": ones for name in components}
+    of_three = Shaping(composed().model_copy(update={"reward": mixed}))
+    of_two = shaping(*MIXED, "reward.weights.function=0.6", "reward.weights.model=0.3")
+    del raw["reward.components.third"]
+    added = of_two.shape(raw).plus((-0.9, np.float32([1, 0, 1, 1])))
+    raw["reward.components.third"] = ones
+    for found in (of_three.shape(raw), of_three.weigh(raw), added):
+        np.testing.assert_array_equal(found.score, [0, 0, 0, math.nan])
+        assert len(found.parts) == 3 and found.health[3] == ScoreHealth.TIMEOUT
+    # Scores without parts are the first of them.
+    twice = ones.plus((0.5, ones.score)).plus((-1.5, ones.score))
+    np.testing.assert_array_equal(twice.score, [0, 0, 0, math.nan])
+    assert [weight for weight, _ in twice.parts] == [1, 0.5, -1.5]
+
+
 def test_turns_weigh_what_the_score_of_their_episode_weighs() -> None:
     """Of gsm8k an answer is compared, and all else is paid by an environment."""
     functions = "{default: environment, gsm8k: gsm8k}"
@@ -240,24 +261,24 @@ def test_held_out_scores_are_weighed_as_they_are_and_leave_no_trace(
     assert one.weigh(raw).score.tolist() == [4.0] and one.state() == before
 
 
-def test_a_sum_that_float32_does_not_hold_is_a_failed_score_of_its_row() -> None:
-    """It holds 3.4e38: not 2 x 3e38, but 2 x 3e38 - 3.2e38, added in float64."""
+def test_a_sum_beyond_the_largest_is_a_failed_score_of_its_row() -> None:
+    """That is 1e18: not 2 x 9e17, but 2 x 9e17 - 9.5e17."""
     one = shaping(*MIXED, "reward.components.model.clip=null")
     raw = {
-        "reward.components.function": scored(3e38, 3e38, 1.0, math.nan),
-        "reward.components.model": scored(0.0, -3e38, 1.0, 1.0),
+        "reward.components.function": scored(9e17, 9e17, 1.0, math.nan),
+        "reward.components.model": scored(0.0, -9e17, 1.0, 1.0),
     }
     for found in (one.shape(raw), one.weigh(raw)):
         assert [ScoreHealth(health).name for health in found.health] == [
             "NONFINITE", "NONFINITE", "OK", "TIMEOUT",
         ]  # fmt: skip
         np.testing.assert_array_equal(found.score, [math.nan, math.nan, 2.5, math.nan])
-    raw["reward.components.model"] = scored(0.0, -3.2e38, 1.0, 1.0)
+    raw["reward.components.model"] = scored(0.0, -9.5e17, 1.0, 1.0)
     whole = shaping(*MIXED, "reward.weights.model=1.0")
-    assert whole.weigh(raw).score[1] == pytest.approx(2.8e38)
+    assert whole.weigh(raw).score[1] == pytest.approx(8.5e17)
 
     # So it is with what is added for a length.
-    added = scored(3e38, 1.0).plus((1.0, np.float32([1e38, 0.5])))
+    added = scored(9e17, 1.0).plus((1.0, np.float32([2e17, 0.5])))
     assert [ScoreHealth(health).name for health in added.health] == ["NONFINITE", "OK"]
     np.testing.assert_array_equal(added.score, [math.nan, 1.5])
-    assert added.as_graded.tolist() == [np.float32(3e38), 1]
+    assert added.as_graded.tolist() == [np.float32(9e17), 1]

@@ -123,10 +123,15 @@ def test_graders_see_the_whole_conversation_of_an_episode(tmp_path: Path) -> Non
         0: "OK", 2: "EXCEPTION",
     }  # fmt: skip
     assert known[0].value == 0
-    # Its rewards may be in float32 while their sum is not.
-    rich = scores_without_grader(rows_of(replace(two_rows(End.COMPLETED), score=1e39)))
-    assert rich[1].health is ScoreHealth.NONFINITE
-    assert rich[1].detail == "the rewards of the episode add up to inf"
+    # Each of its rewards may count while their sum does not.
+    for earned, found in (
+        (1e39, "inf"),
+        (2.0**60, "1.152921504606847e+18, beyond 1e18"),
+    ):
+        rich = two_rows(End.COMPLETED)
+        failed = scores_without_grader(rows_of(replace(rich, score=earned)))[1]
+        assert failed.health is ScoreHealth.NONFINITE
+        assert failed.detail == f"the rewards of the episode add up to {found}"
 
     seen = requests_of(rows, 3, load_tokenizer(str(tmp_path)))[1]
     # The response is the last turn, and all turns have 2 + 2 + 2 tokens.

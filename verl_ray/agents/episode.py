@@ -587,7 +587,7 @@ def _number(value: object, what: str) -> float:
 
     Raises:
         TypeError: It is no number.
-        ValueError: It is not finite, or beyond float32.
+        ValueError: It is not finite, or beyond 1e18.
     """
     if not isinstance(value, numbers.Real):
         raise TypeError(f"{what} {value!r}, which is no number")
@@ -595,7 +595,7 @@ def _number(value: object, what: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{what} {number}, which is not finite")
     if abs(number) > LARGEST:
-        raise ValueError(f"{what} {number}, which float32 does not hold")
+        raise ValueError(f"{what} {number}, beyond 1e18")
     return number
 
 

@@ -74,6 +74,10 @@ class Estimator(Declaration):
     rewards_whole_trajectories: ClassVar[bool] = False
     keeps_baselines: ClassVar[bool] = False
 
+    def compared(self, parts: Sequence[RewardPart]) -> Sequence[RewardPart] | None:
+        """Return the parts of rewards if it compares those; None for their sum."""
+        return parts if self.reads_parts else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class GroupBaseline(Estimator):

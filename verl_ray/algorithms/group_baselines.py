@@ -21,7 +21,7 @@ from verl_ray.algorithms.estimators import (
     GroupTokenBaseline,
     RewardPart,
 )
-from verl_ray.algorithms.groups import GroupMembers
+from verl_ray.algorithms.groups import EPSILON, GroupMembers, sum_of_normalised
 from verl_ray.data.batch import Int64, offsets_of
 from verl_ray.data.stages import Bool, Float32, LogProbs
 from verl_ray.errors import DataError
@@ -34,7 +34,7 @@ def grpo(
     valid: Bool,
     *,
     trajectory: Int64 | None = None,
-    epsilon: float = 1e-6,
+    epsilon: float = EPSILON,
 ) -> Float32:
     """(reward - group mean) / (group standard deviation + epsilon).
 
@@ -230,7 +230,7 @@ def lite_ppo(
     valid: Bool,
     *,
     trajectory: Int64 | None = None,
-    epsilon: float = 1e-6,
+    epsilon: float = EPSILON,
 ) -> Float32:
     """(reward - group mean) / (standard deviation of the step's rewards + epsilon).
 
@@ -260,16 +260,14 @@ def gdpo(
     *,
     trajectory: Int64 | None = None,
     parts: Sequence[RewardPart],
-    epsilon: float = 1e-6,
+    epsilon: float = EPSILON,
 ) -> Float32:
     """Sum of the parts, each normalised in its group, over the sum's deviation.
 
-    With a_k = (part k - group mean) / (group standard deviation + epsilon), it is the
-    weighted sum of all a_k, divided by its standard deviation over all members of the
-    step (+ epsilon). Its mean over the step is 0. Arguments, members and result are
-    those of `grpo`, whose result it has, but for that scale, where there is one part.
-    A member without a part is left out of that part's mean and deviation, and the part
-    adds nothing to its sum.
+    It is what `sum_of_normalised` returns, divided by its standard deviation over all
+    members of the step (+ epsilon). Its mean over the step is 0. Arguments, members and
+    result are those of `grpo`, whose result it has, but for that scale, where there is
+    one part.
 
     GDPO (arXiv:2601.05242): groups whose sums of rewards agree may differ in the parts,
     and a part of small spread counts as its weight says. Both deviations are sample
@@ -279,12 +277,7 @@ def gdpo(
         parts: What `rewards` is the weighted sum of; NaN where a row has none.
     """
     groups = GroupMembers(rewards, group, valid, trajectory)
-    total = np.zeros(len(groups.reward))
-    for weight, values in parts:
-        has_part = valid & ~np.isnan(values)
-        of_part = GroupMembers(values, group, has_part, trajectory)
-        total += weight * of_part.deviation / (of_part.std + epsilon)
-
+    total = sum_of_normalised(parts, group, valid, trajectory, epsilon)
     return groups.to_rows(total / (groups.std_of_step(total) + epsilon))
 
 

@@ -7,16 +7,21 @@ counts as none.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+from verl_ray.algorithms.estimators import RewardPart
 from verl_ray.data.batch import Int64
 from verl_ray.data.stages import Bool, Float32
-from verl_ray.ops.masked import RESOLUTION
+from verl_ray.ops.masked import RESOLUTION, SMALL, without_rounding
 
 Float64 = NDArray[np.float64]
+
+EPSILON = 1e-6
+"""What is added to a deviation before it divides."""
 
 
 class GroupMembers:
@@ -61,7 +66,8 @@ class GroupMembers:
         deviation = np.where(self.is_member, self.reward - self.mean, 0)
 
         # Sums of float32 parts that should be equal differ in their last digits.
-        is_rounding = self.sum(deviation**2) <= RESOLUTION * self.sum(self.reward**2)
+        size = np.maximum(self.sum(self.reward**2), self.size * SMALL**2)
+        is_rounding = self.sum(deviation**2) <= RESOLUTION * size
         self.deviation: Float64 = np.where(is_rounding, 0, deviation)
 
     def sum(self, values: Float64) -> Float64:
@@ -194,8 +200,47 @@ def sums_on_rows(values: Float32, trajectory: Int64) -> Float64:
     return of_trajectories[number]
 
 
+def sum_of_normalised(
+    parts: Sequence[RewardPart],
+    group: Int64,
+    valid: Bool,
+    trajectory: Int64 | None = None,
+    epsilon: float = EPSILON,
+) -> Float64:
+    """Return the weighted sum of parts that are normalised in their groups.
+
+    With a_k = (part k - group mean) / (group standard deviation + epsilon), it is the
+    weighted sum of all a_k, and 0 where they cancel but for rounding. A member without
+    a part is left out of that part's mean and deviation, and the part adds nothing to
+    its sum.
+
+    Args:
+        parts: Weights and rewards; NaN where a row has none.
+        group: int64 [rows].
+        valid: bool [rows].
+        trajectory: int64 [rows]; None for one per row.
+
+    Returns:
+        float64 [trajectories]; its mean over the members of a group is 0.
+    """
+    _, first_row = _number_trajectories(len(valid), trajectory)
+    total = np.zeros(len(first_row))
+    magnitude = np.zeros(len(first_row))
+    for weight, values in parts:
+        has_part = valid & ~np.isnan(values)
+        of_part = GroupMembers(values, group, has_part, trajectory)
+        term = weight * of_part.deviation / (of_part.std + epsilon)
+        total += term
+        magnitude += np.abs(term)
+    return without_rounding(total, magnitude)
+
+
 def has_spread(
-    rewards: Float32, group: Int64, valid: Bool, trajectory: Int64 | None = None
+    rewards: Float32,
+    group: Int64,
+    valid: Bool,
+    trajectory: Int64 | None = None,
+    parts: Sequence[RewardPart] | None = None,
 ) -> Bool:
     """Return whether members of each row's group differ by more than rounding.
 
@@ -206,11 +251,32 @@ def has_spread(
         bool [rows].
     """
     groups = GroupMembers(rewards, group, valid, trajectory)
-    return groups.has_spread[groups.number_of_rows]
+    spread = _has_spread(groups, group, valid, trajectory, parts)
+    return spread[groups.number_of_rows]
+
+
+def _has_spread(
+    groups: GroupMembers,
+    group: Int64,
+    valid: Bool,
+    trajectory: Int64 | None,
+    parts: Sequence[RewardPart] | None,
+) -> Bool:
+    """Return whether members of a trajectory's group differ, bool [trajectories]."""
+    if parts is None:
+        return groups.has_spread
+    total = sum_of_normalised(parts, group, valid, trajectory)
+    # Its mean over a group is 0. Not `> 0`, which would hide a part that is NaN.
+    differs: Bool = groups.sum(total**2) != 0
+    return differs
 
 
 def fraction_without_spread(
-    rewards: Float32, group: Int64, valid: Bool, trajectory: Int64 | None = None
+    rewards: Float32,
+    group: Int64,
+    valid: Bool,
+    trajectory: Int64 | None = None,
+    parts: Sequence[RewardPart] | None = None,
 ) -> float:
     """Return the share of groups in which all members have the same reward.
 
@@ -222,6 +288,8 @@ def fraction_without_spread(
         group: Number of each row's group, int64 [rows].
         valid: Whether a row has a reward, bool [rows].
         trajectory: Number of each row's trajectory, int64 [rows]; None for one per row.
+        parts: What the estimator compares in place of the rewards, as `gdpo` does: the
+            sum of these, each normalised in its group. None: it compares rewards.
 
     Returns:
         The share; NaN if no group has a member.
@@ -232,4 +300,5 @@ def fraction_without_spread(
     num_groups = float(members.sum())
     if not num_groups:
         return math.nan
-    return float(members[~groups.has_spread].sum()) / num_groups
+    spread = _has_spread(groups, group, valid, trajectory, parts)
+    return float(members[~spread].sum()) / num_groups

@@ -21,6 +21,25 @@ They are sums of float32, whose relative error is 6e-8.
 RESOLUTION = EQUAL**2
 """A variance below this fraction of the mean square counts as rounding, and is 0."""
 
+SMALL = 1e-6
+"""Numbers below it are compared as if they were of this size.
+
+What should add up to 0 does not quite: 0.7 + 0.2 - 0.9 is -1.1e-16.
+"""
+
+
+def without_rounding(
+    sums: NDArray[np.float64], magnitude: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return sums, with 0 for those whose terms cancel but for rounding.
+
+    Args:
+        sums: Sums of some terms each.
+        magnitude: Sums of the absolute values of the same terms.
+    """
+    # Not `>`, which would hide a sum that is NaN.
+    return np.where(np.abs(sums) <= EQUAL * magnitude, 0, sums)
+
 
 @dataclass(frozen=True)
 class Moments:
@@ -86,7 +105,7 @@ class Moments:
         mean_square = self.total_of_squares / self.count
         variance = mean_square - self.mean**2
         # The comparison is False for NaN, which is returned as it is.
-        if variance <= RESOLUTION * mean_square:
+        if variance <= RESOLUTION * max(mean_square, SMALL**2):
             return 0.0
         return variance
 

@@ -30,7 +30,7 @@ class ScoreHealth(enum.IntEnum):
     """The function raised or returned no number, the record lacks what it names, or its
     process died twice."""
     NONFINITE = 3
-    """It is NaN, an infinity, or a number beyond float32, in which scores travel."""
+    """It is NaN, an infinity, or a number beyond 1e18."""
     NONE = 4
     """The function returned None: it declines to score this response."""
     UNAVAILABLE = 5
@@ -62,12 +62,12 @@ class Score:
     empty where it returned a number alone."""
 
 
-LARGEST = 3.4028234663852886e38
-"""The largest number of float32."""
+LARGEST = 1e18
+"""The largest score that counts: squares and sums of it over a batch fit float32."""
 
 
 def score_of_number(value: float, origin: str, entries: str = "") -> Score:
-    """Return a number as a score, and one that float32 does not hold as a failure.
+    """Return a number as a score, and one beyond `LARGEST` as a failure.
 
     Args:
         value: The number.
@@ -77,7 +77,7 @@ def score_of_number(value: float, origin: str, entries: str = "") -> Score:
     # NaN is not less than anything.
     if abs(value) <= LARGEST:
         return Score(value, ScoreHealth.OK, entries=entries)
-    beyond = ", which float32 does not hold" if math.isfinite(value) else ""
+    beyond = ", beyond 1e18" if math.isfinite(value) else ""
     detail = f"{origin} {value}{beyond}"
     return Score(math.nan, ScoreHealth.NONFINITE, detail, entries=entries)
 

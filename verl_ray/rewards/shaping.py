@@ -3,7 +3,7 @@
 Scores are normalised, clipped, weighted and added up. Invariant: shaping needs one
 number per response and grader. A grader that returned None leaves a response to the
 others. One that a grader failed has no reward, and neither has one that all of them
-left, or whose sum float32 does not hold. The state is the moments of the
+left, or whose sum is beyond 1e18. The state is the moments of the
 scores so far, so a resumed run shapes as if it had never stopped.
 """
 
@@ -22,7 +22,7 @@ from verl_ray.config.reward import MixedReward, SingleReward
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.batch import Int64
 from verl_ray.data.stages import Bool, Float32
-from verl_ray.ops.masked import Moments, whiten
+from verl_ray.ops.masked import Moments, whiten, without_rounding
 from verl_ray.rewards.health import LARGEST, ScoreHealth
 
 Healths = npt.NDArray[np.int8]
@@ -62,17 +62,24 @@ class ResponseScores:
         """The scores by which a response is right: those above 0, float32 [rows]."""
         return self.score if self.graded is None else self.graded
 
-    def plus(self, *parts: Part) -> ResponseScores:
+    @property
+    def summands(self) -> tuple[Part, ...]:
+        """Terms of which the scores are the sum: their parts, or the scores alone."""
+        return self.parts or ((1.0, self.score),)
+
+    def plus(self, *additions: Part) -> ResponseScores:
         """Return these scores with weighted additions, which are further parts of them.
 
-        A sum that float32 does not hold is a failed score.
+        A sum beyond 1e18 is a failed score.
         """
-        scores, health = _sum([(1.0, self.score), *parts], self.health)
+        # Not from `score`, which is rounded: what cancels on paper would leave a rest.
+        parts = (*self.summands, *additions)
+        scores, health = _sum(parts, self.health)
         return replace(
             self,
             score=scores,
             health=health,
-            parts=(*self.parts, *parts),
+            parts=parts,
             graded=self.as_graded,
         )
 
@@ -257,20 +264,25 @@ def _sum(parts: Sequence[Part], health: Healths) -> tuple[Float32, Healths]:
 
     Args:
         parts: The scores; those that are NaN count nothing, since nobody gave them.
+            A sum in which they cancel but for rounding is 0.
         health: Of each row, [rows].
 
     Returns:
         The sums, NaN for failed rows; and the health of each row, which is NONFINITE
-        where float32 does not hold the sum.
+        where the sum is beyond 1e18.
     """
     is_ok = health == ScoreHealth.OK
     total = np.zeros(len(health))
+    magnitude = np.zeros(len(health))
     # Weights have no bounds.
     with np.errstate(over="ignore", invalid="ignore"):
         for weight, values in parts:
-            total += weight * np.where(np.isnan(values), 0, values).astype(np.float64)
+            term = weight * np.where(np.isnan(values), 0, values).astype(np.float64)
+            total += term
+            magnitude += np.abs(term)
 
     # NaN is not less than anything.
     fits = is_ok & (np.abs(total) <= LARGEST)
     health = np.where(is_ok & ~fits, np.int8(ScoreHealth.NONFINITE), health)
-    return np.where(fits, total, np.nan).astype(np.float32), health
+    sums = np.where(fits, without_rounding(total, magnitude), np.nan)
+    return sums.astype(np.float32), health

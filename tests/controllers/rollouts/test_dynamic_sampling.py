@@ -17,11 +17,14 @@ from controllers.rollouts.admission import (
     require_dynamic_sampling,
     with_spread,
 )
+from controllers.watch.measures import group_metrics
 from tests.data.test_prompts import config as prompt_config
+from tests.rows import rollouts_of
 from verl_ray.algorithms.groups import has_spread
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.batch import Int64
 from verl_ray.data.prompts import PromptSource
+from verl_ray.data.sharded import Receipt, Sharded
 from verl_ray.data.stages import Finish
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.errors import CheckpointError, DataError
@@ -29,6 +32,7 @@ from verl_ray.rewards.health import ScoreHealth
 from verl_ray.rewards.shaping import ResponseScores
 
 SIZE = 2
+PATHS = ["model.path=m", "data.train_path=t", "data.validation_path=v"]
 STOPPED = np.full(2, Finish.STOP, np.int8)
 SCHEDULES = {
     "synchronous": (),
@@ -269,12 +273,28 @@ def test_groups_whose_sums_agree_may_differ_in_parts(tmp_path: Path) -> None:
     assert isinstance(config, RLConfig)
     without = replace(scores, parts=(lone,))
     assert not with_spread(config, np.zeros(2, np.int64), without, STOPPED).any()
-    for advantage, rejected in (("gdpo", []), ("grpo", [0])):
-        (tmp_path / advantage).mkdir()
-        run = Sampling(tmp_path / advantage, "synchronous", 0, advantage=advantage)
+    # Normalised in their groups, parts of one size cancel; here they are of two.
+    unequal = replace(scores, parts=((1.0, parts[0][1]), (2.0, parts[1][1])))
+    cancelling = replace(scores, score=parts[0][1])
+    for advantage, of_group, rejected in (
+        ("gdpo", unequal, []),
+        ("gdpo", cancelling, [0]),
+        ("gdpo", replace(cancelling, parts=()), []),
+        ("grpo", unequal, [0]),
+        ("grpo", cancelling, []),
+    ):
+        folder = tmp_path / f"{advantage}{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        run = Sampling(folder, "synchronous", 0, advantage=advantage)
         run.draw()
-        found = run.admission.decide(np.zeros(2, np.int64), scores, STOPPED)
+        found = run.admission.decide(np.zeros(2, np.int64), of_group, STOPPED)
         assert found.tolist() == rejected
+        # The metric of groups without spread follows the same rule.
+        rows = Sharded.stored(None, Receipt.of(rollouts_of([1, 1], groups=[0, 0])))
+        config = compose("grpo", [*PATHS, f"algorithm.advantage={advantage}"])
+        assert isinstance(config, RLConfig)
+        share = group_metrics(config, rows, of_group, np.zeros(2, bool))
+        assert share == {"frac_reward_zero_std": len(rejected)}
 
 
 def test_a_group_whose_scores_differ_by_rounding_is_rejected(tmp_path: Path) -> None:
@@ -291,9 +311,8 @@ def test_a_group_whose_scores_differ_by_rounding_is_rejected(tmp_path: Path) -> 
 
 
 def test_only_dynamic_sampling_passes_rejected_prompts_by(tmp_path: Path) -> None:
-    settings = ["model.path=m", "data.train_path=t", "data.validation_path=v"]
-    without = compose("grpo", settings)
-    with_it = compose("grpo", [*settings, "algorithm.dynamic_sampling=10"])
+    without = compose("grpo", PATHS)
+    with_it = compose("grpo", [*PATHS, "algorithm.dynamic_sampling=10"])
     assert isinstance(without, RLConfig) and isinstance(with_it, RLConfig)
     require_dynamic_sampling(without, {"holes": []})
     require_dynamic_sampling(with_it, {"holes": [[4, 5]]})
