@@ -132,6 +132,8 @@ class _Budget:
         """What refused the last driver, if it may pass."""
         self._refused_since_s = 0.0
         self._longest_wait_s = 0.0
+        self.has_begun = False
+        """Whether all of the run has started in a driver."""
         self.has_saved = False
         """Whether a driver has written a checkpoint."""
         self.has_alerted = False
@@ -155,6 +157,7 @@ class _Budget:
             self.same_run = report["same_run"]
             self.run_dir = report["run_dir"]
         if "begun" in report:
+            self.has_begun = True
             self.refusals = 0
             self.has_alerted = False
         self.has_alerted = report.get("alerted", self.has_alerted)
@@ -242,6 +245,7 @@ def _run_driver(
     about = {
         "descriptor": writing,
         "restarts": number - 1,
+        "follows_begun": budget.has_begun,
         "follows_saved": budget.has_saved,
         "supervisor": os.getpid(),
         "run_dir": budget.run_dir,
@@ -309,6 +313,7 @@ class Reports:
         descriptor: int | None = None,
         restarts: int = 0,
         *,
+        follows_begun: bool = False,
         follows_saved: bool = False,
         supervisor: int | None = None,
         run_dir: str = "",
@@ -319,9 +324,11 @@ class Reports:
         self.supervisor = supervisor
         """Process id of the supervisor; None without one."""
         self.has_asked = False
-        """Whether this driver has asked for another one."""
+        """Whether this driver has asked its supervisor for another one."""
         self.restarts = restarts
         """How many drivers of this command came before."""
+        self.follows_begun = follows_begun
+        """Whether all of the run has started in one of them."""
         self.follows_saved = follows_saved
         """Whether one of them has written a checkpoint."""
         self.run_dir = run_dir
@@ -384,7 +391,8 @@ class Reports:
             reason: The failure, in words.
             once: Whether the same one again, without a new step, is the last.
         """
-        self.has_asked = True
+        # Without a supervisor none follows, and the process may make further runs.
+        self.has_asked = self._descriptor is not None
         self._write({"retry": reason, "once": once})
 
     def end(self) -> None:

@@ -494,11 +494,11 @@ def file_problem(key: str, value: str, error: InputError) -> Problem:
         error: What is wrong with the file.
     """
     if isinstance(error, HubError):
-        return Problem(key, value, error.rule, error.fix)
+        return Problem(key, value, error.rule, error.fix, error.may_pass)
 
     rule = error.rule_in(value)
     fix = error.remedy.rstrip(".") or "correct it there, or name another one"
     fix = f"{fix[0].upper()}{fix[1:]}."
     if isinstance(error, OverlongRows):
         return Problem(error.key, error.limit, rule, fix)
-    return Problem(key, value, rule, fix)
+    return Problem(key, value, rule, fix, error.may_pass)

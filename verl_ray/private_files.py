@@ -39,8 +39,13 @@ def users_folder(parent: Path) -> Path:
     Raises:
         UnsafeFile: Something else has its name.
     """
+    return private_folder(users_path(parent))
+
+
+def users_path(parent: Path) -> Path:
+    """Return where this user's folder lies in one that all users share."""
     user = _outer_user(os.geteuid(), _USERS.read_text())
-    return private_folder(parent / f"verl_ray-{user}")
+    return parent / f"verl_ray-{user}"
 
 
 def private_folder(path: Path) -> Path:

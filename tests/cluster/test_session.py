@@ -28,7 +28,8 @@ from verl_ray.cluster.session_folders import (
     own_sessions,
     remove_ended_sessions,
 )
-from verl_ray.errors import ClusterError
+from verl_ray.errors import ClusterError, InputError
+from verl_ray.private_files import users_path
 
 ROOT = Path(__file__).parents[2]
 RAY = str(Path(sys.executable).parent / "ray")
@@ -175,6 +176,54 @@ def test_no_other_user_or_machine_reaches_an_own_cluster(cluster: Session) -> No
     assert outer.st_uid == os.geteuid() and stat.S_IMODE(outer.st_mode) == 0o700
 
 
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """Return a folder with a shorter path than pytest's."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_rays_folder_is_made_where_its_sockets_have_short_paths(
+    short_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    pid = Path("/proc/sys/kernel/pid_max").read_text().strip()
+    inner = f"session_2026-01-31_12-00-00_123456_{pid}/sockets/plasma_store"
+
+    def of_length(num_bytes: int) -> Path:
+        """A folder that is missing, with one above, whose sockets have such a path."""
+        rest = len(str(users_path(short_folder / "a" / "b") / "ray" / inner)) - 1
+        return short_folder / "a" / ("b" * (num_bytes - rest))
+
+    # Linux takes 107 bytes for the path of a socket.
+    fits, is_too_long = of_length(107), of_length(108)
+    socket = users_path(fits) / "ray" / inner
+    assert len(str(socket)) == 107
+
+    for variable in ("TMPDIR", "RAY_TMPDIR"):
+        monkeypatch.setenv(variable, str(fits))
+        assert own_sessions() == users_path(fits) / "ray"
+        assert stat.S_IMODE(users_path(fits).stat().st_mode) == 0o700
+        shutil.rmtree(short_folder / "a")
+    monkeypatch.setenv("RAY_TMPDIR", str(is_too_long))
+    with pytest.raises(InputError) as refusal:
+        own_sessions()
+    begin = f"RAY_TMPDIR: {is_too_long} has {len(str(is_too_long))} bytes, too many"
+    assert str(refusal.value).startswith(begin)
+    assert f"expected at most {len(str(fits))}. Name" in str(refusal.value)
+    assert not is_too_long.parent.exists()
+
+    # The system chose it, and not for Ray.
+    monkeypatch.setenv("TMPDIR", str(is_too_long))
+    monkeypatch.delenv("RAY_TMPDIR")
+    assert own_sessions() == users_path(Path("/tmp")) / "ray"
+
+    (short_folder / "file").touch()
+    monkeypatch.setenv("RAY_TMPDIR", str(short_folder / "file" / "x"))
+    with pytest.raises(InputError, match=r"file/x cannot be made for Ray.*RAY_TMPDIR"):
+        own_sessions()
+
+
 @pytest.mark.cluster
 def test_this_process_goes_first_where_workers_keep_all_cores_busy(
     cluster: Session,
@@ -270,7 +319,8 @@ import psutil
 from tests.cluster.crew import rows_of
 from verl_ray.cluster.placement import node_resources
 from verl_ray.cluster.waiting import put
-from verl_ray.errors import ClusterError
+from verl_ray.errors import ClusterError, InputError
+from verl_ray.private_files import users_path
 children = psutil.Process().children(recursive=True)
 for name, call in [
     ("raylet", lambda: put(rows_of([1 << 20]))),
@@ -376,7 +426,8 @@ import time
 from tests.cluster.crew import rows_of
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.waiting import put
-from verl_ray.errors import ClusterError
+from verl_ray.errors import ClusterError, InputError
+from verl_ray.private_files import users_path
 try:
     with Session.open(None, stall_s=20.0):
         print("up", flush=True)

@@ -78,9 +78,11 @@ def test_a_killed_driver_is_followed_by_another() -> None:
 def test_later_drivers_make_the_same_run() -> None:
     """The name of a run may hold the time, and what is named may be behind by then."""
     body = """
-        print(sys.argv[1:], reports().follows_saved, flush=True)
+        said = reports()
+        print(sys.argv[1:], said.follows_begun, said.follows_saved, flush=True)
         reports().limit(3, 0, ["run.name=first", "run.dir=/x"], '')
         if number == 1:
+            reports().begun()
             reports().saved()
         if number < 2:
             die()
@@ -89,11 +91,11 @@ def test_later_drivers_make_the_same_run() -> None:
     same = "['run.name=first', 'run.dir=/x']"
     assert ended(body)[1] == [
         "driver 0",
-        "[] False",
+        "[] False False",
         "driver 1",
-        f"{same} False",
+        f"{same} False False",
         "driver 2",
-        f"{same} True",
+        f"{same} True True",
     ]
 
 
@@ -145,6 +147,25 @@ def test_the_same_failure_of_a_start_is_tried_once() -> None:
     assert (code, len(drivers)) == (1, 3)
     last = "the driver ended after step 0 (rank 8 died): the second time without a new"
     assert last in said.splitlines()[-1]
+    # After one that has run, it is waited for: its memory may not be free yet.
+    body = """
+        from controllers.run import next_driver
+        from verl_ray.errors import WorkerDied
+        reports().limit(1, 60, [], '')
+        if number in (1, 2, 3):
+            error = WorkerDied("was killed", role="actor", rank=0, node="a")
+            next_driver.ask_for_another_driver(error)
+            next_driver.report_refusal(error)
+            reports().end()
+            sys.exit(1)
+        reports().begun()
+        if number == 0:
+            die()
+        reports().end()
+    """
+    code, drivers, said = ended(body)
+    assert (code, len(drivers)) == (0, 5)
+    assert said.count("waits for what refuses its start: actor rank 0 on a: was") == 3
 
 
 def test_drivers_that_bring_no_new_step_have_a_limit() -> None:

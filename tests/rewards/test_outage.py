@@ -73,17 +73,25 @@ def test_the_limit_ends_the_wait_and_names_service_reply_and_key(
 
 
 @pytest.mark.parametrize("concurrency", [1, 3])
+@pytest.mark.parametrize("empty", [200, 422])
 def test_one_batch_that_always_fails_is_no_outage(
-    service: Service, concurrency: int, capfd: pytest.CaptureFixture[str]
+    service: Service, concurrency: int, empty: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    waits: set[str] = set()
+
     def broken(number: int, items: Items) -> Reply:
+        waits.add(progress().waits_for)
         if any(item["response"] == "bad" for item in items):
             return Reply(b"", status=500)
-        return lengths(items)
+        return lengths(items) if items else Reply(b'{"scores": []}', status=empty)
 
     service.behave = broken
     changes = {"batch_size": 1, "concurrency": concurrency}
     with scoring(service.url, **changes) as scorer:
+        # As the very first: nothing was answered that could be asked again.
+        assert healths(scorer.score(items_of("bad"))) == [ScoreHealth.UNAVAILABLE]
+        # The empty batch is sent after each of two rounds, of three attempts and one.
+        assert service.sizes == [1, 1, 1, 0, 1, 0]
         scores = scorer.score(items_of("ab", "bad", "ab", "ab"))
         assert healths(scores) == [
             ScoreHealth.OK,
@@ -94,6 +102,8 @@ def test_one_batch_that_always_fails_is_no_outage(
         # Alone, too: what was answered before is asked again.
         assert healths(scorer.score(items_of("bad"))) == [ScoreHealth.UNAVAILABLE]
     assert capfd.readouterr().err == ""
+    # Who asks others whether they wait for a service hears of outages alone.
+    assert waits == {""}
 
 
 @pytest.mark.parametrize(

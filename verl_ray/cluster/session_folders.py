@@ -7,6 +7,7 @@ such a list stay.
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Iterable
@@ -14,8 +15,9 @@ from pathlib import Path
 
 from ray._common.utils import get_default_ray_temp_dir
 
+from verl_ray.errors import InputError
 from verl_ray.ownership import Owner
-from verl_ray.private_files import users_folder
+from verl_ray.private_files import users_folder, users_path
 
 # File in Ray's folder of a cluster that a session started. Its first line names the
 # driver, the others Ray's processes.
@@ -24,18 +26,61 @@ _OWNERS = "verl_ray_owners"
 # Time for processes that are about to stop and still write to the folder.
 _REMOVAL_S = 5.0
 
+_VARIABLE = "RAY_TMPDIR"
+
+_SHORT = Path("/tmp")
+
+_LONGEST_SOCKET_BYTES = 107
+"""Longest path of a socket (`man 7 unix`)."""
+
 
 def own_sessions() -> Path:
     """Return this user's folder for Ray's folders of clusters that sessions start.
 
     Every process of Ray lets everybody write to its folders, and so replace the sockets
-    in them. Nobody else gets through the folder above.
+    in them. Nobody else gets through the folder above. It lies in RAY_TMPDIR, which is
+    made if it is missing, else in TMPDIR or /tmp; a TMPDIR that is too long for Ray's
+    sockets was not chosen for Ray, and is passed over.
 
     Raises:
+        InputError: RAY_TMPDIR is too long, or the folder cannot be made.
         UnsafeFile: Another user has taken its name.
     """
     temporary = Path(get_default_ray_temp_dir())
-    return users_folder(temporary.parent) / temporary.name
+    parent = temporary.parent
+    inner_bytes = _bytes_of(users_path(parent) / temporary.name) - _bytes_of(parent)
+    longest_bytes = _LONGEST_SOCKET_BYTES - inner_bytes - _bytes_of_socket()
+    if _bytes_of(parent) > longest_bytes:
+        if _VARIABLE in os.environ:
+            raise InputError(
+                f"{parent} has {_bytes_of(parent)} bytes, too many for the paths of"
+                " Ray's sockets in it",
+                f"at most {longest_bytes}",
+                "Name a shorter folder, or unset it to use TMPDIR or /tmp",
+                place=_VARIABLE,
+            )
+        parent = _SHORT
+
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"cannot be made for Ray: {error.strerror}",
+            fix=f"Set {_VARIABLE} to a folder that this user may write to",
+            subject=parent,
+        ) from error
+    return users_folder(parent) / temporary.name
+
+
+def _bytes_of(path: Path) -> int:
+    return len(os.fsencode(path))
+
+
+def _bytes_of_socket() -> int:
+    """Return the length of the longest path of a socket below Ray's folder."""
+    # The process with the longest number, so that no driver is refused by chance.
+    pid = Path("/proc/sys/kernel/pid_max").read_text().strip()
+    return len(f"/session_YYYY-MM-DD_HH-MM-SS_ffffff_{pid}/sockets/plasma_store")
 
 
 def name_owners(folder: Path, pids: Iterable[int]) -> None:

@@ -1,11 +1,12 @@
 """A service as a whole: whether it answers, and the wait until it does again.
 
 A request that fails may be at fault itself, or the service is away. Another request
-tells which: the last one that the service has answered is sent again.
+tells which: the last one that the service has answered is sent again. Where it has
+answered none, it is sent an empty one, which no row can be to blame for.
 
 Invariant: a failure is blamed on a request only where the service answers another one
-after it, and answered one before it. Every wait ends: with an answer, or after the
-limit with an error. What is sent to find out gives nobody a score.
+after it. Every wait ends: with an answer, or after the limit with an error. What is
+sent to find out gives nobody a score.
 """
 
 from __future__ import annotations
@@ -43,7 +44,13 @@ class Availability:
     """Whether a service answers, as its requests and those of this object tell."""
 
     def __init__(
-        self, name: str, key: str, max_outage_s: float, pause_s: float, ask: Ask
+        self,
+        name: str,
+        key: str,
+        max_outage_s: float,
+        pause_s: float,
+        ask: Ask,
+        empty: bytes,
     ) -> None:
         """Begin without an answer and without an outage.
 
@@ -53,6 +60,7 @@ class Availability:
             max_outage_s: Longest outage in seconds.
             pause_s: First pause between two requests in an outage. It doubles.
             ask: Sends a request.
+            empty: Body of a request without any rows.
         """
         self.num_outages = 0
         """How many outages have begun."""
@@ -67,8 +75,8 @@ class Availability:
         self._random = random.Random()
 
         self._answered_at = float("-inf")
-        self._answered: bytes | None = None
-        """The last request that the service has answered."""
+        self._probe = empty
+        """The last request that the service has answered; before it the empty one."""
         self._since: float | None = None
         """Beginning of the present outage; None while the service answers."""
         # Who holds it finds out; the others wait for that.
@@ -77,7 +85,7 @@ class Availability:
     def note_answer(self, body: bytes) -> None:
         """Note that the service has answered a request with this body."""
         self._answered_at = time.monotonic()
-        self._answered = body
+        self._probe = body
         self._end()
 
     async def wait_for_end(self) -> None:
@@ -90,14 +98,13 @@ class Availability:
             pass
 
     async def has_answered_since(
-        self, sent_at: float, num_outages: int, body: bytes, refusal: Refusal
+        self, sent_at: float, num_outages: int, refusal: Refusal
     ) -> bool:
         """Find out whether a request has failed by itself; else wait for the service.
 
         Args:
             sent_at: Time at which the request was last sent (monotonic clock).
             num_outages: Value of the attribute when it was first sent.
-            body: Its body, which is sent again where the service has answered no other.
             refusal: How it has failed.
 
         Returns:
@@ -107,20 +114,39 @@ class Availability:
             GraderOutage: The service is away for longer than the limit.
         """
         async with self._gate:
-            pause_s = self._pause_s
-            # Asks once, and then until an answer comes or the limit is reached.
-            while self._answered_at <= sent_at:
-                with waiting_for(f"{self._name}: {refusal.detail}"):
-                    last = await self._ask(self._answered or body)
-                    if last is None:
-                        self._answered_at = time.monotonic()
-                        break
-                    refusal = last
-                    self._begin(sent_at, refusal)
-                    await self._pause(pause_s, refusal)
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            if self._answered_at <= sent_at:
+                last = await self._refusal_since(sent_at)
+                if last is not None:
+                    await self._wait(sent_at, last)
             self._end()
         return self.num_outages == num_outages
+
+    async def _refusal_since(self, sent_at: float) -> Refusal | None:
+        """Ask once; return None where the service has answered anything since a time.
+
+        Others may have had an answer meanwhile.
+        """
+        refusal = await self._ask(self._probe)
+        if refusal is None:
+            self._answered_at = time.monotonic()
+        return None if self._answered_at > sent_at else refusal
+
+    async def _wait(self, sent_at: float, refusal: Refusal) -> None:
+        """Begin an outage, and ask until an answer comes or the limit is reached.
+
+        Raises:
+            GraderOutage: The limit is reached.
+        """
+        self._begin(sent_at, refusal)
+        pause_s = self._pause_s
+        last: Refusal | None = refusal
+        while last is not None:
+            with waiting_for(f"{self._name}: {last.detail}"):
+                await self._pause(pause_s, last)
+                if self._answered_at > sent_at:
+                    return
+                last = await self._refusal_since(sent_at)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _begin(self, since: float, refusal: Refusal) -> None:
         if self._since is not None:

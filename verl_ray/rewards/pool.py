@@ -659,7 +659,7 @@ class ScoringProcess:
 
 
 def start_failure(key: str, functions: object, event: str) -> ConfigError:
-    """Return the error about a process that did not become ready.
+    """Return the error about a process that did not become ready, which may pass.
 
     Args:
         key: Key of the functions.
@@ -668,7 +668,7 @@ def start_failure(key: str, functions: object, event: str) -> ConfigError:
     """
     rule = f"the scoring process {event} while it imported the reward functions"
     fix = "Its last output is in the log"
-    return ConfigError([Problem(key, functions, rule, fix)])
+    return ConfigError([Problem(key, functions, rule, fix, may_pass=True)])
 
 
 def _launch(descriptor: int) -> subprocess.Popen[bytes]:

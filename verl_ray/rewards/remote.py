@@ -118,6 +118,7 @@ class RemoteScorer:
             config.max_outage_s,
             config.backoff_s,
             self._ask,
+            RequestBatch.of([]).body,
         )
 
         # The rate limit: when the next request may go, and the gate to wait behind.
@@ -229,7 +230,7 @@ class RemoteScorer:
             sent_at = result.sent_at
             refusal = Refusal(result.detail, result.retry_after_s)
             has_others = await availability.has_answered_since(
-                sent_at, num_outages, batch.body, refusal
+                sent_at, num_outages, refusal
             )
             if has_others and is_suspect:
                 return _failed_scores(batch, result)

@@ -91,12 +91,16 @@ _ALL = {Style.OURS: frozenset(OURS), Style.VERL: frozenset(VERL)}
 
 
 class SignatureMistake(Exception):
-    """A function cannot be called as a reward function; the text is rule and fix."""
+    """A function cannot be called as a reward function; the text is rule and fix.
 
-    def __init__(self, rule: str, fix: str) -> None:
-        super().__init__(rule, fix)
+    It may pass where code of the user's has failed that may ask another machine.
+    """
+
+    def __init__(self, rule: str, fix: str, may_pass: bool = False) -> None:
+        super().__init__(rule, fix, may_pass)
         self.rule = rule
         self.fix = fix
+        self.may_pass = may_pass
 
 
 class MissingValue(Exception):

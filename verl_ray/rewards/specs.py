@@ -204,7 +204,7 @@ def load(spec: str, key: str = "reward.functions") -> LoadedFunction:
         function = _callable_of(target, spec)
         return LoadedFunction(function, signature_of(function))
     except SignatureMistake as mistake:
-        problem = Problem(key, spec, mistake.rule, mistake.fix)
+        problem = Problem(key, spec, mistake.rule, mistake.fix, mistake.may_pass)
         raise ConfigError([problem]) from mistake
 
 
@@ -233,7 +233,18 @@ def _import(function: str, spec: str, key: str) -> object:
         if path.suffix == PICKLE:
             rule = f"{subject} cannot be unpickled: {cause}"
             fix = "Write it with cloudpickle, in the same environment."
-        raise ConfigError([Problem(key, spec, rule, fix)]) from error
+        problem = Problem(key, spec, rule, fix, _may_pass(error))
+        raise ConfigError([problem]) from error
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Return whether code of the user's that raised this may succeed later.
+
+    A database that it connects to may be away. A module that is not there, or a file
+    that is no Python or no pickle, is a mistake.
+    """
+    mistakes = (ModuleNotFoundError, SyntaxError, pickle.UnpicklingError)
+    return not isinstance(error, mistakes)
 
 
 def _callable_of(target: object, spec: str) -> Callable[..., object]:
@@ -299,9 +310,8 @@ def _build(target: type, arguments: Mapping[str, object]) -> object:
         raise
     except BaseException as error:
         cause = words_of(error, _OUR_FRAMES)
-        raise SignatureMistake(
-            f"is a class that cannot be built: {cause}", "Correct it."
-        ) from error
+        rule = f"is a class that cannot be built: {cause}"
+        raise SignatureMistake(rule, "Correct it.", _may_pass(error)) from error
 
 
 def _needed(target: type) -> list[str]:

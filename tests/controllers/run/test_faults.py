@@ -34,7 +34,9 @@ from verl_ray.errors import (
     VerlRayError,
     WorkerDied,
     WorkerError,
+    file_problem,
 )
+from verl_ray.rewards.pool import start_failure
 
 
 def died(rank: int = 0, method: str = "learn") -> WorkerDied:
@@ -52,6 +54,7 @@ def from_worker(error: VerlRayError) -> VerlRayError:
 
 
 TAKEN = Problem("rollout.endpoint.port", 80, "it is taken", "Free it.", may_pass=True)
+AWAY = HubError("a/model", "503", "Try again.", is_away=True)
 
 
 def caused(error: VerlRayError, number: int) -> VerlRayError:
@@ -135,7 +138,7 @@ def test_the_table_of_failures(
         (ConfigError([TAKEN]), True),
         (ConfigError([TAKEN, replace(TAKEN, may_pass=False)]), False),
         (ClusterError("no GPU is free"), True),
-        (HubError("a/model", "503", "Try again.", is_away=True), True),
+        (AWAY, True),
         (HubError("a/model", "there is none", "Correct it."), False),
         (TrackerAway("W&B did not start"), True),
         (TrackingError("the record is damaged"), False),
@@ -143,6 +146,9 @@ def test_the_table_of_failures(
         (caused(CheckpointError("it cannot be written"), errno.EACCES), False),
         (OSError(errno.ENOSPC, "No space left on device"), True),
         (OSError(errno.ENOENT, "No such file or directory"), False),
+        (ConfigError([file_problem("actor.model.path", "a/model", AWAY)]), True),
+        (start_failure("reward.functions", {}, "exited"), True),
+        (died(), True),
         (DeadlineExceeded("no progress", role="actor", rank=0, node="a"), True),
         (raised("MemoryError: "), True),
         (raised("KeyError: 'x'"), False),

@@ -13,12 +13,18 @@ import yaml
 from controllers import supervisor
 from controllers.command_line import main
 from controllers.commands.watch import FAILED, WatchedRun
-from controllers.run.next_driver import report_refusal
+from controllers.run.next_driver import ask_for_another_driver, report_refusal
 from controllers.supervisor import Reports
 from tests.controllers.commands.test_status import said, status_here
 from tests.report.recorded_runs import drive_by
 from tests.tracking.wandb_server import serving
-from verl_ray.errors import ConfigError, Problem
+from verl_ray.errors import (
+    ClusterLost,
+    ConfigError,
+    Interrupted,
+    Problem,
+    WorkerDied,
+)
 from verl_ray.ownership import Owner
 from verl_ray.profiling.process_table import read_status, uptime_s, write_status
 from verl_ray.report.record import read_run
@@ -57,9 +63,14 @@ def run(tmp_path: Path) -> Path:
 
 
 def reported(
-    run: Path, monkeypatch: pytest.MonkeyPatch, *, has_alerted: bool = False
+    run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    has_alerted: bool = False,
+    follows_begun: bool = False,
+    failure: Exception | None = None,
 ) -> list[dict[str, object]]:
-    """Let a driver be refused; return what its supervisor reads."""
+    """Let a driver fail as it starts; return what its supervisor reads."""
     reading, writing = os.pipe()
     follower = Reports(
         writing,
@@ -67,9 +78,12 @@ def reported(
         supervisor=SUPERVISOR.pid,
         run_dir=str(run),
         has_alerted=has_alerted,
+        follows_begun=follows_begun,
     )
     monkeypatch.setattr(supervisor, "_reports", follower)
-    report_refusal(ConfigError([TAKEN]))
+    failure = failure or ConfigError([TAKEN])
+    ask_for_another_driver(failure)
+    report_refusal(failure)
     os.close(writing)
     with os.fdopen(reading) as lines:
         return [json.loads(line) for line in lines]
@@ -144,3 +158,43 @@ def test_an_alert_that_is_not_sent_is_tried_at_the_next_refusal(
     monkeypatch.setattr("verl_ray.tracking.wandb_run.REOPEN_TIMEOUT_S", 2.0)
     assert [list(report) for report in reported(run, monkeypatch)] == [["refused"]]
     assert "W&B's alert was not sent: W&B did not start" in capsys.readouterr().err
+    # What is wrong with its record hides nothing of what refuses the start.
+    for record, rule in (
+        ("run: [", "config.yaml cannot be read"),
+        ("tracking: {}", "'wandb'"),
+        (yaml.safe_dump(CONFIG | {"run": {"name": "first"}}), "'recovery'"),
+    ):
+        (run / "config.yaml").write_text(record)
+        assert [list(report) for report in reported(run, monkeypatch)] == [["refused"]]
+        said_so = capsys.readouterr().err
+        assert "warning: W&B's alert was not sent: " in said_so and rule in said_so
+
+    def stop(*_: object) -> None:
+        raise Interrupted("SIGTERM")
+
+    monkeypatch.setattr("controllers.run.next_driver.read_config", stop)
+    with pytest.raises(Interrupted):
+        reported(run, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        ClusterLost("the raylet has ended"),
+        WorkerDied("it was killed", role="actor", rank=0, node="a"),
+    ],
+)
+def test_a_death_at_the_start_asks_or_waits_and_not_both(
+    run: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    monkeypatch.setattr("controllers.run.next_driver._alert", lambda *_: None)
+    (asked,) = reported(run, monkeypatch, failure=failure)
+    assert asked == {"retry": str(failure), "once": True}
+    assert supervisor.reports().has_asked
+    (waits,) = reported(run, monkeypatch, failure=failure, follows_begun=True)
+    assert waits == {"refused": str(failure)}
+
+    # Without a supervisor none follows: a later run of the process keeps nothing.
+    monkeypatch.setattr(supervisor, "_reports", Reports())
+    ask_for_another_driver(failure)
+    assert not supervisor.reports().has_asked
