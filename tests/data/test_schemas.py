@@ -301,6 +301,7 @@ def first_prompt(folder: Path, record: Any, suffix: str = ".jsonl") -> Any:
         (True, "true"),
         (["a", "b"], '["a", "b"]'),
         ({"x": "ä"}, '{"x": "ä"}'),
+        ({"b": 1, "a": [{"c": None, "d": 2}], "e": None}, '{"b": 1, "a": [{"d": 2}]}'),
         ([user("?"), assistant("72")], "72"),
     ],
 )

@@ -96,6 +96,8 @@ class PromptRecord:
     """What the record gives to the chat template."""
     has_default_source: bool = False
     """Whether the data source is the name of the file, as the record names none."""
+    has_json_answer: bool = False
+    """Whether the answer is the JSON text of a list or an object in the record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +280,13 @@ def _prompt_record(
         extra,
         arguments,
         has_default_source=value is None,
+        has_json_answer=_is_json(schema.value("answer", fields)),
     )
+
+
+def _is_json(answer: object) -> bool:
+    """Return whether `answer_of` writes an answer as JSON."""
+    return isinstance(answer, list | dict) and not is_messages(answer)
 
 
 def _supervised_record(schema: Schema, where: str, fields: Fields) -> SupervisedRecord:
