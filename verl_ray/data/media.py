@@ -121,9 +121,12 @@ def _paths_of_media(
         items = (("", part) for part in value)
 
     for name, part in items:
+        # A number counts or numbers images, and false says that there is none.
+        if isinstance(part, int | float):
+            continue
         inner = f"{path}.{name}" if path and name else path or name
         counts = by_name and inner not in read
-        is_named = counts and _is_name(name) and not _is_nothing(part)
+        is_named = counts and _is_name(name) and not _is_empty(part)
         is_typed = counts and isinstance(part, list) and any(map(_is_media_part, part))
         if is_named or is_typed or _is_media(part):
             yield inner
@@ -139,14 +142,6 @@ def _is_name(name: str) -> bool:
     while words and _FORM.fullmatch(words[-1]):
         words.pop()
     return bool(words) and _MEDIUM.fullmatch(words[-1]) is not None
-
-
-def _is_nothing(value: object) -> bool:
-    """Return whether a field of such a name has no image, video or sound.
-
-    A number counts or numbers them, and false says that there is none.
-    """
-    return isinstance(value, int | float) or _is_empty(value)
 
 
 def _is_empty(value: object) -> bool:
