@@ -98,32 +98,134 @@ def test_messages_that_were_written_as_a_text_are_messages(
     assert (pair.chosen, pair.rejected) == (RIGHT, WRONG)
 
 
+def read_prompt(folder: Path, **fields: object) -> object:
+    path = folder / "set.jsonl"
+    path.write_text(json.dumps({"answer": "2", **fields}))
+    return read_prompts(path)[0].prompt
+
+
+def read_shown(folder: Path, **fields: object) -> object:
+    path = folder / "set.jsonl"
+    path.write_text(json.dumps(fields))
+    return read_supervised(path)[0].content
+
+
+LIST = json.dumps(ASKED)
+
+
+@pytest.mark.parametrize(
+    ("text", "messages"),
+    [
+        (json.dumps(LIST), ASKED),
+        (json.dumps(json.dumps(LIST)), ASKED),
+        (json.dumps({"messages": ASKED}), ASKED),
+        (json.dumps({"conversations": ASKED}), ASKED),
+        (json.dumps(QUESTION), [QUESTION]),
+        (str(tuple(ASKED)), ASKED),
+        (f"\ufeff {LIST}\n", ASKED),
+        ('[{"role": "developer", "content": "a"}]', [{"role": "developer", "content": "a"}]),
+        (
+            json.dumps([user('[{"type": "text", "text": "1+"}, {"type": "text", "text": "1="}]')]),
+            [QUESTION],
+        ),
+    ],
+)  # fmt: skip
+def test_every_spelling_of_messages_is_read(
+    tmp_path: Path, text: str, messages: object
+) -> None:
+    assert read_prompt(tmp_path, prompt=text) == messages
+
+
 @pytest.mark.parametrize(
     "text",
     [
         "[1, 2]",
         "[role] Who are you? [end]",
         '[{"role": "user", "content": "1+1="}] is what?',
+        '{"role": "user", "content": "a"} is a message (of whom?)',
+        '[Task] Which role has {"role": "user", "content": "a"}?',
+        "\"[{'role': 'user', 'content': 'a'}]\" is what in Python?",
+        'What is [{"role": "user", "content": "1+1="}]',
+        '{"a": 1} is JSON. What is {"role": "user", "content": "b"',
         '[{"from": "Oslo", "to": "Rome"}]',
+        '[{"from": "A", "to": "B", "value": 1}]',
+        '[{"from": "user", "to": "system", "value": 1}]',
         '[{"role": "king", "name": "Harald"}]',
+        '[{"role": "CEO", "content": "runs it"}]',
+        '{"scene": 1, "lines": [{"role": "user", "content": "a"}]}',
+        '[{"type": "text", "label": "Name"}]',
+        '{"type": "text", "text": "a"}',
         "[{'x': 'a \"role\": b'}]",
         "[{'x': role, 'role': x}]",
     ],
 )
 def test_other_texts_with_brackets_stay_texts(tmp_path: Path, text: str) -> None:
+    assert read_prompt(tmp_path, prompt=text) == text
+    assert read_shown(tmp_path, prompt="1+1=", response=text) == ("1+1=", text)
+    assert read_shown(tmp_path, text=text) == text
+
+
+@pytest.mark.parametrize(
+    "answer", ['[{"role": "CEO", "content": "runs it"}]', LIST, json.dumps(RIGHT), LIST[:-1]]
+)  # fmt: skip
+def test_a_text_to_compare_with_stays_one(tmp_path: Path, answer: str) -> None:
     path = tmp_path / "set.jsonl"
-    path.write_text(json.dumps({"prompt": text, "answer": "2"}))
-    assert read_prompts(path)[0].prompt == text
+    path.write_text(json.dumps({"prompt": "1+1=", "answer": answer}))
+    assert read_prompts(path)[0].answer == answer
+    # What ends with a user's message is no response.
+    if answer != json.dumps(RIGHT):
+        shown = read_shown(tmp_path, prompt="1+1=", response=answer)
+        assert shown == ("1+1=", answer)
 
 
-def test_messages_that_cannot_be_read_back_are_refused(tmp_path: Path) -> None:
-    # NumPy prints no commas.
-    text = "[{'role': 'system', 'content': 'a'}\n {'role': 'user', 'content': 'b'}]"
+@pytest.mark.parametrize(
+    "text",
+    [
+        # NumPy prints no commas.
+        "[{'role': 'system', 'content': 'a'}\n {'role': 'user', 'content': 'b'}]",
+        "[{'id': 1, 'content': 'a', 'role': 'user'}\n {'id': 2, 'content': 'b', 'role': 'user'}]",
+        "array([{'role': 'user', 'content': 'a'}], dtype=object)",
+        "[{'id': 1, 'role': 'user', 'content': nan}]",
+        json.dumps(SYSTEM) + "\n" + json.dumps(QUESTION),
+        LIST[:-1],
+        LIST[:-6],
+        json.dumps(LIST)[:-3],
+        '[{"role": "user", "content": "a"}, {"role": "ipython", "content": "b"}]',
+        "[{'type': 'image'}\n {'type': 'text', 'text': 'a'}]",
+    ],
+)  # fmt: skip
+def test_messages_that_cannot_be_read_back_are_refused(
+    tmp_path: Path, text: str
+) -> None:
     path = tmp_path / "set.csv"
     with path.open("w", newline="") as file:
         csv.writer(file).writerows([("prompt", "answer"), ("1+1=", "2"), (text, "2")])
-    with pytest.raises(DataError, match=r"line 3: prompt looks like chat messages"):
+    with pytest.raises(DataError, match=r"line 3: prompt looks like (chat|parts)"):
         read_prompts(path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": "1+1=", "system": LIST}, "system is list"),
+        ({"prompt": "1+1=", "system": LIST[:-1]}, "system looks like chat messages"),
+        (
+            {"prompt": json.dumps([user('[{"type": "image", "image": "a.png"}]')])},
+            "message 1: content has a part of type 'image'",
+        ),
+        ({"prompt": '[{"type": "image_url"}]'}, "a part of type 'image_url'"),
+    ],
+)
+def test_what_messages_hide_is_refused(
+    tmp_path: Path, fields: dict[str, object], message: str
+) -> None:
+    with pytest.raises(DataError, match=rf"line 1.*{message}"):
+        read_prompt(tmp_path, **fields)
+
+
+def test_a_whole_text_of_messages_says_which_column_they_are(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"set 'data.columns=\{messages: text\}'"):
+        read_shown(tmp_path, text=json.dumps(RIGHT))
 
 
 def test_an_answer_may_be_a_decimal_number(tmp_path: Path) -> None:

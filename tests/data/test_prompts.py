@@ -135,16 +135,16 @@ def test_resuming_on_other_data_is_refused(tmp_path: Path, characters: Any) -> N
 VARIED: list[dict[str, object]] = [
     {
         "prompt": [{"role": "user", "content": "1+1="}],
-        "answer": "2",
+        "answer": {"b": [{"c": 1}], "a": [1, 2.5]},
         "extra": {"level": 1, "tags": [{"a": 1}, {"b": 2, "a": 1}]},
         "number": 1,
     },
     {
         "prompt": [{"content": "2+1=", "name": "Ann", "role": "user"}],
-        "answer": "3",
+        "answer": {"a": [3], "b": [{"d": 1}]},
         "extra": {"tags": [], "level": 1.5, "note": "1"},
     },
-    {"prompt": [{"role": "user", "content": "3+1="}], "answer": "4", "number": 2**40},
+    {"prompt": [{"role": "user", "content": "3+1="}], "answer": {}, "number": 2**40},
 ]
 
 
@@ -178,13 +178,26 @@ def test_moved_and_converted_records_resume(tmp_path: Path, chat: Any) -> None:
         source(moved.jsonl).load_state(earlier)
 
 
+def test_the_digest_of_texts_is_that_of_earlier_versions(
+    tmp_path: Path, characters: Any
+) -> None:
+    """A text that spells JSON is a text: old checkpoints go on."""
+    answers = ["2", "[1, 2.0]", '{"b": null, "a": 1.0}', "", 2.0, '["a"]', " 1.0\n"]
+    records = [
+        {"prompt": f"{number}+1=", "answer": answer, "n": number}
+        for number, answer in enumerate(answers)
+    ]
+    source = PromptSource(write(tmp_path, *records), characters, config(), seed=3)
+    assert source.state()["records"] == "cd2ab88a970d192062dfcaa6ff7b51b7"
+
+
 @pytest.mark.parametrize(
     "changed",
     [
         [VARIED[1], VARIED[0], VARIED[2]],
         VARIED[:2],
         [*VARIED, VARIED[0]],
-        [{**VARIED[0], "answer": "4"}, *VARIED[1:]],
+        [{**VARIED[0], "answer": {"b": [{"c": 1}], "a": [1, 2]}}, *VARIED[1:]],
         [{**VARIED[0], "extra": {"level": 2}}, *VARIED[1:]],
         [{**VARIED[0], "data_source": "sums"}, *VARIED[1:]],
         [{**VARIED[0], "prompt": [{"role": "system", "content": "1+1="}]}, *VARIED[1:]],

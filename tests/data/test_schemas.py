@@ -301,6 +301,7 @@ def first_prompt(folder: Path, record: Any, suffix: str = ".jsonl") -> Any:
         (True, "true"),
         (["a", "b"], '["a", "b"]'),
         ({"x": "ä"}, '{"x": "ä"}'),
+        ({"b": 1, "a": [{"c": None, "d": 2}], "e": None}, '{"b": 1, "a": [{"d": 2}]}'),
         ([user("?"), assistant("72")], "72"),
     ],
 )
@@ -371,6 +372,25 @@ EMPTY = {"bytes": None, "path": None}
         {"extra_info": {"image": "a.png"}},
         {"figure": STORED},
         {"notes": {"figures": [EMPTY, STORED]}},
+        {"question_image": "a.png"},
+        {"decoded_image": "a.png"},
+        {"image_list": ["a.png"]},
+        {"video_frames": ["a.png"]},
+        {"frames": ["a.png"]},
+        {"screenshot": "a.png"},
+        {"pixel_values": [[0.5, 0.25]]},
+        {"audio_array": [0.5]},
+        {"metadata": {"image": "a.png"}},
+        {"metadata.image": "a.png"},
+        {"extra": {"a": [{"image": "a.png"}]}},
+        {"figure": {"path": "a.png", "bytes": None}},
+        {"figure": {"path": None, "bytes": "iVBO"}},
+        {"speech": {"array": [0.5], "sampling_rate": 16000}},
+        {"figure": "data:image/png;base64,iVBO"},
+        {"figure": ["data:audio/wav;base64,UklGR"]},
+        {"figure": "iVBORw0KGgo" + "A" * 60},
+        {"figure": [b"\x89PNG\r\n"]},
+        {"turns": [{"type": "text", "text": "1+1="}, {"type": "image_url"}]},
     ],
 )
 def test_columns_of_images_videos_and_sounds_are_refused(
@@ -387,11 +407,39 @@ def test_columns_of_images_videos_and_sounds_are_refused(
         read = reading(DataSet("-"), fields, "line 1").record
         with pytest.raises(DataError, match=r"line 1: .* not supported yet"):
             read("line 1", fields)
-    unlike = {"image_id": 3, "imagery": "vivid", "audience": "all"}
-    empty = {"images": [], "videos": None, "audio": EMPTY, "image": [None], "img": ""}
-    for suffix in (".jsonl", ".parquet"):
-        record = {**prompt, **unlike, **empty}
-        assert first_prompt(tmp_path, record, suffix).answer == "2"
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"image_id": 3, "imagery": "vivid", "audience": "all"},
+        {"images": [], "videos": None, "audio": EMPTY, "image": [None], "img": ""},
+        {"image": False, "images": 0, "video": "[]", "audio": "null", "img": "None"},
+        {"image_id": "a1", "image_caption": "a cat", "num_images": 2, "has_image": True},
+        {"path": "a.py", "file": {"path": "a.py", "bytes": 120}, "raw": b"\x00\x01"},
+        {"note": "data: image", "url": "/9j/a", "node": {"type": "image"}},
+    ],
+)  # fmt: skip
+def test_columns_about_images_are_no_images(
+    tmp_path: Path, columns: dict[str, object]
+) -> None:
+    record = {"prompt": "1+1=", "answer": "2", **columns}
+    assert first_prompt(tmp_path, record, ".parquet").answer == "2"
+    if "raw" not in columns:
+        assert first_prompt(tmp_path, record).answer == "2"
+
+
+def test_an_answer_and_the_arguments_of_a_call_may_name_an_image(
+    tmp_path: Path,
+) -> None:
+    call = {"function": {"name": "show", "arguments": {"image_url": "a.png"}}}
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    parts = '[{"type": "text", "text": "2"}]'
+    tool = {"role": "tool", "content": parts}
+    messages = [user("1+1="), turn, tool]
+    answer = {"image": "a.png", "items": [{"type": "image"}]}
+    read = first_prompt(tmp_path, {"prompt": messages, "answer": answer})
+    assert (read.prompt, json.loads(read.answer)) == (messages, answer)
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,13 @@ def test_a_dict_is_a_score_and_its_entries() -> None:
         {
             "score": np.float32(0.5), "acc": True, "length": np.int64(3), "none": None,
             "pred": "\ud800 four", "steps": [1, "two"], "late": float("nan"), 7: {1},
-            "huge": 10**400,
+            "huge": 10**400, "root": np.complex128(2j),
         }
     )  # fmt: skip
     assert (score.value, score.health) == (0.5, ScoreHealth.OK)
     entries = {
         "acc": 1.0, "length": 3.0, "pred": "\\ud800 four", "steps": '[1, "two"]', "late": "nan", "7": "{1}",
-        "huge": str(10**400),
+        "huge": str(10**400), "root": "np.complex128(2j)",
     }  # fmt: skip
     assert entries_of(score.entries) == entries
     # They travel as text, and what failed has no number.
@@ -40,6 +40,11 @@ def test_a_dict_is_a_score_and_its_entries() -> None:
         ({"reward": 1, "acc": 1}, "a dict with 'reward', 'acc', expected 'score'"),
         ("1.0", "returned str '1.0', expected a number, None, or a dict"),
         ({"score": [1]}, r"returned list \[1\]"),
+        (
+            np.complex128(1),
+            r"returned complex128 np.complex128\(1\+0j\), expected a number",
+        ),
+        (np.array(1 + 2j, np.complex64), r"returned ndarray array\(1\.\+2\.j"),
     ],
 )
 def test_other_results_are_refused(result: object, message: str) -> None:
@@ -54,6 +59,7 @@ def test_other_results_are_refused(result: object, message: str) -> None:
         (-1.001e18, "the function returned -1.001e+18, beyond 1e18"),
         (np.float64(-1e300), "the function returned -1e+300, beyond 1e18"),
         (10**400, "the function returned inf"),
+        (-(10**400), "the function returned -inf"),
         ({"score": np.nan}, "the function returned nan"),
     ],
 )  # fmt: skip

@@ -14,10 +14,10 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 
-from verl_ray.data.media import refuse_media, text_of_part
+from verl_ray.data.media import is_typed_part, refuse_media, text_of_part
 from verl_ray.errors import DataError
 
 Fields = dict[str, object]
@@ -39,9 +39,28 @@ _SHAREGPT_ROLES = {
     "tool": "tool",
 }
 
-# The beginning of messages that were written as a text, in JSON or by Python.
-_FIRST_MESSAGE = re.compile(r"\[\s*\{\s*[\"'](role|content|from|value)[\"']\s*:")
-_ROLE = re.compile(r"[\"'](role|from)[\"']\s*:")
+_KNOWN_ROLES = (*_SHAREGPT_ROLES, "developer")
+
+# What a text begins with that spells a list or an object in JSON, or as Python or NumPy
+# prints it; in quotes where it was written twice.
+_BRACKET = re.compile(r"[\s\ufeff\"'\\]*(array\s*)?[\[{(]")
+
+# Quotes in a text in quotes have backslashes.
+_ROLE = re.compile(
+    r"[\"'](?:role|from)\\*[\"']\s*:\s*\\*[\"']"
+    rf"({'|'.join(_KNOWN_ROLES)})\\*[\"']"
+)
+_CONTENT = re.compile(r"[\"'](?:content|value|tool_calls)\\*[\"']\s*:")
+_PART_TYPE = re.compile(
+    r"[\"']type\\*[\"']\s*:\s*\\*[\"']"
+    r"(?:input_|output_)?(?:text|image|video|audio)"
+)
+
+_TOKEN = re.compile(
+    r"(?P<text>\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*')"
+    r"|(?P<opening>[\[{(])|(?P<closing>[\]})])|(?P<word>\w+)",
+    re.DOTALL,
+)
 
 TRAINABLE = "trainable"
 """Key of messages as they are read: false for an answer that is context alone."""
@@ -110,13 +129,13 @@ def answer_of(value: object, name: str, where: str) -> str:
     """Return an answer as text.
 
     The answer of messages is the content of the last one. Other lists, and objects, are
-    JSON texts.
+    JSON texts without the fields that are null, which Arrow adds.
     """
     if is_messages(value):
         return str(messages_of(value, name, where)[-1]["content"])
     if isinstance(value, list | dict):
         require_encodable(value, f"{where}, {name}")
-        return json_text(value)
+        return json_text(without_nulls(value))
     return short_text_of(value, name, where)
 
 
@@ -178,38 +197,113 @@ def is_messages(value: object) -> bool:
     return isinstance(first, dict) and ("role" in first or "from" in first)
 
 
-def unwritten_messages(value: object, name: str, where: str) -> object:
+def unwritten_messages(
+    value: object, name: str, where: str, *, of_assistant: bool = False
+) -> object:
     """Return chat messages where a text spells them out, and other values as they are.
 
-    A list that goes through a CSV file becomes a text, in JSON or as Python prints it.
-    Any other text stays one, whatever brackets it begins with.
+    A list that goes through a CSV file or `json.dumps` becomes a text. One message, and
+    an object of `messages` alone, are a list, too. A text that spells other things
+    stays one, and so do messages whose roles are all unknown.
 
     Args:
         name: The name of the value, for errors.
+        of_assistant: Whether only messages that end with the assistant's are meant.
 
     Raises:
-        DataError: The text begins and ends as messages do, and cannot be read as such.
+        DataError: The text begins as messages do, has a known role and a content, and
+            cannot be read as messages.
     """
-    if not isinstance(value, str):
+    if not isinstance(value, str) or not _BRACKET.match(value):
         return value
-    text = value.strip()
-    if not (text.startswith("[") and text.endswith("]") and _ROLE.search(text)):
+    roles = _ROLE.findall(value)
+    if not roles or not _CONTENT.search(value):
         return value
 
-    parsed = _parsed(text)
-    if parsed is None and _FIRST_MESSAGE.match(text):
-        raise DataError(
-            f"{name} looks like chat messages that were written as a text, but is"
-            f" neither JSON nor a list of Python: {excerpt(value)}",
-            fix="write the messages as a list, or with json.dumps",
-            place=where,
-        )
-    if not isinstance(parsed, list) or not is_messages(parsed):
+    spelled = _spelled(value)
+    if isinstance(spelled, dict):
+        has_list = spelled.keys() in ({"messages"}, {"conversations"})
+        spelled = next(iter(spelled.values())) if has_list else [spelled]
+    messages = _items_of(value, spelled, _is_known_message)
+    last_role = roles[-1]
+    if messages:
+        last = messages[-1]
+        last_role = last.get("role") or last.get("from")
+    if of_assistant and _SHAREGPT_ROLES.get(last_role) != "assistant":
         return value
-    # Other lists may have such a field, too, as the edges of a graph have.
-    first = parsed[0].keys()
-    has_content = {"role", "content"} <= first or {"role", "tool_calls"} <= first
-    return parsed if has_content or {"from", "value"} <= first else value
+    if messages is None:
+        raise _unreadable("chat messages", value, name, where)
+    return messages or value
+
+
+def unwritten_parts(value: object, name: str, where: str) -> object:
+    """Return the parts of a content where a text spells them out, and others as is.
+
+    Raises:
+        DataError: The text begins as a list of parts does and cannot be read as one.
+    """
+    if not isinstance(value, str) or not _PART_TYPE.search(value):
+        return value
+    bracket = _BRACKET.match(value)
+    if bracket is None or bracket[0].endswith("{"):
+        return value
+    parts = _items_of(value, _spelled(value), is_typed_part)
+    if parts is None:
+        raise _unreadable("parts of a content", value, name, where)
+    return parts or value
+
+
+def content_of(value: object, name: str, where: str) -> object:
+    """Return the text of a content that comes in parts; another content as it is.
+
+    Raises:
+        DataError: A part has no text, or the parts cannot be read.
+    """
+    parts = unwritten_parts(value, name, where)
+    return _joined(parts, where) if isinstance(parts, list) else parts
+
+
+def _items_of(
+    text: str, spelled: object, is_known: Callable[[object], bool]
+) -> list[Message] | None:
+    """Return the items that a text spells; none if it spells something else.
+
+    Args:
+        spelled: What the text spells; None if that cannot be read.
+        is_known: Whether an item is what the list should consist of.
+
+    Returns:
+        The items; None if the text is cut off, or some items alone are known.
+    """
+    if spelled is None:
+        return [] if _has_words_outside(text) else None
+    if not isinstance(spelled, list | tuple):
+        return []
+    known = [item for item in spelled if is_known(item)]
+    return None if known and len(known) < len(spelled) else known
+
+
+def _is_known_message(value: object) -> bool:
+    """Return whether a value is a message of a role that is known."""
+    if not isinstance(value, dict):
+        return False
+    if value.get("role") in _KNOWN_ROLES:
+        return "content" in value or "tool_calls" in value
+    sender, text = value.get("from"), value.get("value")
+    # The edges of a graph have such fields, too.
+    return sender in tuple(_SHAREGPT_ROLES) and isinstance(text, str)
+
+
+def _spelled(text: str) -> object:
+    """Return what a text spells in JSON or in Python; None if nothing.
+
+    A text that spells a text spells what that one does.
+    """
+    value: object = text
+    # Each text is shorter than the one that spells it.
+    while isinstance(value, str):
+        value = _parsed(value.strip("\ufeff \t\r\n"))
+    return value
 
 
 def _parsed(text: str) -> object:
@@ -223,6 +317,30 @@ def _parsed(text: str) -> object:
     # A text of many brackets exceeds the stack of Python's parser.
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return None
+
+
+def _has_words_outside(text: str) -> bool:
+    """Return whether words stand outside of all brackets and quotes, as in prose."""
+    depth = 0
+    for token in _TOKEN.finditer(text.strip().removeprefix("array")):
+        if token.lastgroup == "opening":
+            depth += 1
+        elif token.lastgroup == "closing":
+            depth -= 1
+        elif token.lastgroup == "word" and depth <= 0:
+            return True
+    return False
+
+
+def _unreadable(what: str, text: str, name: str, where: str) -> DataError:
+    """Return the error about a text that should have been a list."""
+    return DataError(
+        f"{name} looks like {what} that were written as a text, but cannot be read"
+        f" as such: {excerpt(text)}",
+        fix="write them as a list, or with json.dumps; if a text is meant, begin it"
+        " with a word",
+        place=where,
+    )
 
 
 def messages_of(value: object, name: str, where: str) -> list[Message]:
@@ -287,7 +405,8 @@ def is_learned(message: Message) -> bool:
 
 
 def _message(message: Message, place: str) -> Message:
-    refuse_media(message, place)
+    # The arguments of a call are texts that the model wrote.
+    refuse_media(message, place, read=("content", "tool_calls"))
     # A chat template would take a null for a value.
     present = {key: part for key, part in message.items() if part is not None}
     marks = {key: present.pop(key) for key in _TRAINABLE_NAMES if key in present}
@@ -304,6 +423,9 @@ def _message(message: Message, place: str) -> Message:
             "content": require_text(message, "value", place),
         }
 
+    # Tools answer in JSON, of which a model sees the text.
+    if "content" in present and present.get("role") != "tool":
+        present["content"] = unwritten_parts(present["content"], "content", place)
     if isinstance(present.get("content"), list):
         present["content"] = _joined(present["content"], place)
     for name in ("role", "content"):

@@ -136,8 +136,15 @@ class PromptSource(RowSource[PromptRecord, Prompts]):
             for record in records
         ]
         extra = [canonical_json(json.loads(record.extra)) for record in records]
+        answers = [
+            canonical_json(json.loads(record.answer))
+            if record.has_json_answer and record.answer is not None
+            else record.answer or ""
+            for record in records
+        ]
         return rows.replace(
             messages=Ragged.of_texts(messages),
+            answer=Ragged.of_texts(answers),
             # As JSON, an empty name differs from none.
             data_source=Ragged.of_texts(map(canonical_json, sources)),
             extra=Ragged.of_texts(extra),

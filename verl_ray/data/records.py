@@ -39,6 +39,7 @@ from verl_ray.data.fields import (
     answer_of,
     as_context,
     as_messages,
+    content_of,
     excerpt,
     is_learned,
     is_messages,
@@ -57,6 +58,7 @@ from verl_ray.data.media import refuse_media
 from verl_ray.data.schemas import Schema, choose_schema
 from verl_ray.data.tokenizers import TemplateArguments, arguments_of
 from verl_ray.errors import DataError
+from verl_ray.shell import table_override
 
 Record = TypeVar("Record", covariant=True)
 _Read = TypeVar("_Read")
@@ -94,6 +96,8 @@ class PromptRecord:
     """What the record gives to the chat template."""
     has_default_source: bool = False
     """Whether the data source is the name of the file, as the record names none."""
+    has_json_answer: bool = False
+    """Whether the answer is the JSON text of a list or an object in the record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +248,7 @@ def _prompt_record(
     schema: Schema, default_source: str, where: str, fields: Fields
 ) -> PromptRecord:
     refuse_misspelt(where, tuple(fields), ("data_source", "extra"))
-    _refuse_unseen(fields, where)
+    _refuse_unseen(schema, fields, where)
     if "answer" not in schema.columns and fields.get("answer") is not None:
         raise DataError(
             "found an answer, which the first record of the set does not have",
@@ -276,11 +280,17 @@ def _prompt_record(
         extra,
         arguments,
         has_default_source=value is None,
+        has_json_answer=_is_json(schema.value("answer", fields)),
     )
 
 
+def _is_json(answer: object) -> bool:
+    """Return whether `answer_of` writes an answer as JSON."""
+    return isinstance(answer, list | dict) and not is_messages(answer)
+
+
 def _supervised_record(schema: Schema, where: str, fields: Fields) -> SupervisedRecord:
-    _refuse_unseen(fields, where)
+    _refuse_unseen(schema, fields, where)
     # TRL marks bad completions so, which are not to be learned.
     if fields.get("label") is False:
         raise DataError(
@@ -294,7 +304,7 @@ def _supervised_record(schema: Schema, where: str, fields: Fields) -> Supervised
 
 def _preference_record(schema: Schema, where: str, fields: Fields) -> PreferenceRecord:
     refuse_misspelt(where, tuple(fields), ("margin",))
-    _refuse_unseen(fields, where)
+    _refuse_unseen(schema, fields, where)
     margin = _margin(schema, where, fields)
     chosen, rejected = _pair_of_contents(schema, fields, where)
     arguments = arguments_of(fields, where)
@@ -317,12 +327,9 @@ def _margin(schema: Schema, where: str, fields: Fields) -> float | None:
     return float(value)
 
 
-def _refuse_unseen(fields: Fields, where: str) -> None:
+def _refuse_unseen(schema: Schema, fields: Fields, where: str) -> None:
     """Raise DataError if a record has what the model would not see."""
-    # The fields of these objects stand beside the columns.
-    for part in (fields, fields.get("extra"), fields.get("extra_info")):
-        if isinstance(part, dict):
-            refuse_media(part, where)
+    refuse_media(fields, where, read=schema.columns.values())
     if fields.get("tools"):
         raise DataError(
             "found something in 'tools', which a prompt would not show: tools are not"
@@ -380,7 +387,8 @@ def _extra_json(fields: Fields, hidden: Collection[str], where: str) -> str:
 def _required(schema: Schema, field: str, fields: Fields, where: str) -> object:
     """Return the value of our field, which every record of the schema has.
 
-    Messages that were written as a text are messages again.
+    Messages that were written as a text are messages again. What a response is
+    compared with stays a text, unless it is a completion.
 
     Raises:
         DataError: this record has none.
@@ -389,7 +397,10 @@ def _required(schema: Schema, field: str, fields: Fields, where: str) -> object:
     name = schema.columns[field]
     if value is None:
         raise missing_field(name, fields, where)
-    return unwritten_messages(value, name, where)
+    if field == "answer" and name != "completion":
+        return value
+    is_response = field in ("answer", "response")
+    return unwritten_messages(value, name, where, of_assistant=is_response)
 
 
 def _problem_and_answer(
@@ -419,7 +430,15 @@ def _demonstration(schema: Schema, fields: Fields, where: str) -> Content | str:
     """
     if "text" in schema.columns:
         value = _required(schema, "text", fields, where)
-        return text_of(value, schema.columns["text"], where)
+        name = schema.columns["text"]
+        if is_messages(value):
+            raise DataError(
+                f"{name} holds chat messages",
+                expected="a text that is learned as a whole",
+                fix=f"set {table_override('data.columns', {'messages': name})}",
+                place=where,
+            )
+        return text_of(value, name, where)
 
     has_messages = schema.value("messages", fields) is not None
     if has_messages or "prompt" not in schema.columns:
@@ -494,7 +513,7 @@ def _prompt(schema: Schema, fields: Fields, where: str) -> Prompt:
                 place=where,
             )
     else:
-        prompt = text_of(value, name, where)
+        prompt = text_of(content_of(value, name, where), name, where)
     return _with_system(
         schema, _with_input(schema, prompt, fields, where), fields, where
     )
@@ -523,7 +542,8 @@ def _with_system(schema: Schema, prompt: Prompt, fields: Fields, where: str) -> 
         return prompt
 
     name = schema.columns["system"]
-    message: Message = {"role": "system", "content": text_of(value, name, where)}
+    content = unwritten_messages(content_of(value, name, where), name, where)
+    message: Message = {"role": "system", "content": text_of(content, name, where)}
     messages = as_messages(prompt)
     if messages[0] == message:
         return messages

@@ -10,10 +10,11 @@ import contextlib
 import enum
 import json
 import math
+import numbers
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import SupportsFloat
+from typing import SupportsFloat, TypeGuard
 
 
 class ScoreHealth(enum.IntEnum):
@@ -151,7 +152,7 @@ def entries_of(text: str) -> Entries:
 
 def _plain(value: object) -> float | str:
     """Return a value as a finite number or as a text."""
-    if isinstance(value, SupportsFloat) and not getattr(value, "ndim", 0):
+    if _has_float(value) and not getattr(value, "ndim", 0):
         # Not every number has a float: an integer may be too large.
         with contextlib.suppress(ArithmeticError, ValueError):
             number = float(value)
@@ -181,7 +182,7 @@ def _number(result: object) -> float | None:
     if isinstance(result, float):
         return float(result)
     # A user's function may return anything, such as a number of NumPy.
-    if not isinstance(result, SupportsFloat):
+    if not _has_float(result):
         raise TypeError(
             f"the function returned {type(result).__name__} {result!r:.80},"
             " expected a number, None, or a dict with 'score'"
@@ -190,4 +191,12 @@ def _number(result: object) -> float | None:
         return float(result)
     # An integer may be larger than any float.
     except OverflowError:
-        return math.inf
+        is_negative = isinstance(result, numbers.Real) and result < 0
+        return -math.inf if is_negative else math.inf
+
+
+def _has_float(value: object) -> TypeGuard[SupportsFloat]:
+    """Return whether a value is a number that a float can stand for."""
+    # NumPy drops the imaginary part of a complex number.
+    kind = getattr(getattr(value, "dtype", None), "kind", "")
+    return isinstance(value, SupportsFloat) and kind != "c"
