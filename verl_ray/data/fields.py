@@ -129,13 +129,13 @@ def answer_of(value: object, name: str, where: str) -> str:
     """Return an answer as text.
 
     The answer of messages is the content of the last one. Other lists, and objects, are
-    JSON texts without the fields that are null, which Arrow adds.
+    JSON texts.
     """
     if is_messages(value):
         return str(messages_of(value, name, where)[-1]["content"])
     if isinstance(value, list | dict):
         require_encodable(value, f"{where}, {name}")
-        return json_text(without_nulls(value))
+        return json_text(value)
     return short_text_of(value, name, where)
 
 
