@@ -274,7 +274,7 @@ def _of_data(inputs: Inputs, folder: Path) -> list[Mistake]:
         ("a .csv without quotes", "comma.csv", "prompt,answer\n1,000+1=,2\n", "put quotes around values"),
         ("messages as NumPy prints them", "printed.csv",
          "prompt,answer\n\"[{'role': 'user', 'content': '1+'} {'role': 'user', 'content': '1='}]\",2\n",
-         "Write the messages as a list, or with json.dumps"),
+         "Write them as a list, or with json.dumps"),
         ("a character without a token", "letters.jsonl",
          json.dumps({"prompt": "one", "answer": "2"}) + "\n", "line 1"),
     ]  # fmt: skip

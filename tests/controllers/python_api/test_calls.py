@@ -227,8 +227,10 @@ assert 0 <= measured.metrics["val-core/held_out/acc/mean@1"] <= 1 and measured.s
 
 print([(a, b) for a, b in zip(before, state()) if a != b])
 
-# The caller's own Ray.
-ray.init(address=address, log_to_driver=False)
+# The caller's own Ray. The cluster of these tests listens on 127.0.0.1 alone.
+from verl_ray.cluster.session import on_loopback
+with on_loopback():
+    ray.init(address=address, log_to_driver=False)
 try:
     verl_ray.train("sft", **call("e", 2))
 except verl_ray.VerlRayError as error:
