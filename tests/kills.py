@@ -49,8 +49,10 @@ SCHEDULES = {
 NO_DIVERGENCE = (
     "algorithm.kl=none",
 )  # fmt: skip
-OF_RESTARTS = ("rollout/restarts", "rollout/reissued")
-"""Metrics that say what happened to replicas."""
+OF_RESTARTS = (
+    "rollout/restarts", "rollout/reissued", "episode/lost_processes", "episode/run_again",
+)  # fmt: skip
+"""Metrics that say what was lost. A lost replica takes its own counts with it."""
 
 
 @dataclass(frozen=True)
