@@ -79,7 +79,8 @@ def supervise(command: Sequence[str]) -> int:
 
         # A cluster of somebody else's may need a while to come back.
         num_before = budget.refusals or budget.without_step
-        pause_s = min(_PAUSE_S * 2 ** (num_before - 1), _LONGEST_PAUSE_S)
+        # A power of many refusals is no float.
+        pause_s = min(_PAUSE_S * 2.0 ** min(num_before - 1, 16), _LONGEST_PAUSE_S)
         _say(f"warning: {budget.outlook(code, pause_s)}")
         # A sleep would go on after a signal.
         if signals.arrived.wait(pause_s):

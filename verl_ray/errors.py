@@ -10,18 +10,24 @@ from __future__ import annotations
 
 import errno
 import json
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
 _PASSING = (
-    *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EMFILE),
-    *(errno.EADDRINUSE, errno.ECONNREFUSED, errno.ECONNRESET, errno.ETIMEDOUT),
+    *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ENOTCONN),
+    *(errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM),
+    *(errno.EADDRINUSE, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH),
+    socket.EAI_AGAIN,
 )
-"""Failures of disks and of connections that pass."""
+"""Failures of disks, of processes, of networks and of their names that pass."""
 
 
 def is_passing(error: BaseException | None) -> bool:
     """Return whether an error of the operating system may pass by itself."""
+    # Libraries raise these two without a number.
+    if isinstance(error, ConnectionError | TimeoutError):
+        return True
     return isinstance(error, OSError) and error.errno in _PASSING
 
 

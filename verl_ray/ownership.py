@@ -19,6 +19,7 @@ import os
 import re
 import shutil
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -132,26 +133,24 @@ def owner_of(path: Path) -> Owner | None:
     return None if match is None else Owner.parse(match["owner"])
 
 
-def remove_stale(folder: Path, spared: str | None = None) -> None:
-    """Remove the files and directories in a folder of owners that have exited.
-
-    Args:
-        folder: The folder.
-        spared: A part of the names of those that stay; None for none.
-    """
+def stale_in(folder: Path) -> Iterator[Path]:
+    """Yield this user's files and directories in a folder whose owners have exited."""
     for path in folder.glob("verl_ray-*"):
         owner = owner_of(path)
         if owner is None or not owner.has_ended:
             continue
-        if spared is not None and spared in path.name:
-            continue
-
         # Another process may have removed it by now.
         with contextlib.suppress(OSError):
-            status = path.lstat()
-            if status.st_uid != os.geteuid():
-                continue
-            if stat.S_ISDIR(status.st_mode):
+            if path.lstat().st_uid == os.geteuid():
+                yield path
+
+
+def remove_stale(folder: Path) -> None:
+    """Remove this user's files and directories in a folder whose owners have exited."""
+    for path in stale_in(folder):
+        # Another process may have removed it by now.
+        with contextlib.suppress(OSError):
+            if stat.S_ISDIR(path.lstat().st_mode):
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink()

@@ -217,9 +217,9 @@ class Supply:
             self.producer.begin(part, generation, self.buffer, step, failures)
 
     def _failures_of(self, batch: int) -> ScoreFailures:
-        """Return the failed scores of a batch of ordinals of which none is drawn yet.
+        """Return the failed scores of a batch of ordinals that is begun.
 
-        A resumed run has the groups that were finished before.
+        A resumed run knows those of the groups that it still has: what is learned from.
         """
         size = self._config.data.prompts_per_step
         ordinals = np.arange(batch * size, (batch + 1) * size)

@@ -119,7 +119,8 @@ LIST = json.dumps(ASKED)
         (json.dumps(LIST), ASKED),
         (json.dumps(json.dumps(LIST)), ASKED),
         (json.dumps({"messages": ASKED}), ASKED),
-        (json.dumps({"conversations": ASKED}), ASKED),
+        (json.dumps({"conversations": ASKED, "tools": [], "id": None}), ASKED),
+        (json.dumps({"prompt": ASKED}), ASKED),
         (json.dumps(QUESTION), [QUESTION]),
         (str(tuple(ASKED)), ASKED),
         (f"\ufeff {LIST}\n", ASKED),
@@ -134,6 +135,14 @@ def test_every_spelling_of_messages_is_read(
     tmp_path: Path, text: str, messages: object
 ) -> None:
     assert read_prompt(tmp_path, prompt=text) == messages
+
+
+def test_a_record_that_is_spelled_out_loses_nothing(tmp_path: Path) -> None:
+    text = json.dumps({"messages": ASKED, "tools": [{"type": "function"}]})
+    with pytest.raises(
+        DataError, match="a whole record, with tools beside its messages"
+    ):
+        read_prompt(tmp_path, prompt=text)
 
 
 @pytest.mark.parametrize(

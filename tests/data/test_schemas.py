@@ -417,6 +417,7 @@ def test_columns_of_images_videos_and_sounds_are_refused(
         {"images": [], "videos": None, "audio": EMPTY, "image": [None], "img": ""},
         {"image": False, "images": 0, "video": "[]", "audio": "null", "img": "None"},
         {"image_id": "a1", "image_caption": "a cat", "num_images": 2, "has_image": True},
+        {"docker_image": "a/b:1", "extra_info": {"containerImages": ["a/b:1"]}},
         {"path": "a.py", "file": {"path": "a.py", "bytes": 120}, "raw": b"\x00\x01"},
         {"note": "data: image", "url": "/9j/a", "node": {"type": "image"}},
     ],

@@ -13,6 +13,7 @@ from tests.preflight.configs import settled
 from verl_ray.checkpoint.store import CheckpointStore
 from verl_ray.config.load import to_tree
 from verl_ray.config.schema import Config
+from verl_ray.preflight.device_defaults import BYTES_PER_TOKEN_OF_A_ROW
 from verl_ray.preflight.disk_space import (
     LOG_BYTES,
     checkpoint_bytes_to_come,
@@ -123,3 +124,15 @@ def test_an_evaluation_writes_no_checkpoints(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     assert not list(disk_problems(config, learns=False))
     assert list(disk_problems(config, learns=True))
+
+
+def test_a_checkpoint_has_room_for_the_rows_that_wait(tmp_path: Path) -> None:
+    def needed(ahead: int) -> int:
+        changes = ("schedule=carry_over", f"rollout.staleness={ahead}")
+        batch = ("data.prompts_per_step=8", "rollout.group_size=4")
+        config = config_of(tmp_path, *changes, *batch)
+        assert config.run.keep_checkpoints == 2
+        return checkpoint_bytes_to_come(config)
+
+    # Four checkpoints at a time, and 32 rows of up to 24 tokens in a batch.
+    assert needed(2) - needed(1) == 4 * 32 * 24 * BYTES_PER_TOKEN_OF_A_ROW

@@ -14,7 +14,7 @@ import mmap
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, Self
@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_ray.errors import CheckpointError
-from verl_ray.ownership import Owner, prefix, remove_stale
+from verl_ray.ownership import Owner, prefix, stale_in
 from verl_ray.private_files import (
     SHARED_MEMORY,
     create_private,
@@ -395,21 +395,13 @@ def left_by(run: str) -> list[Path]:
 
 def bytes_left(run: str) -> int:
     """Return the bytes that the snapshots of a run take on this machine."""
-    files = [
-        file
-        for path in left_by(run)
-        for file in ([path] if path.is_file() else path.rglob("*"))
-    ]
-    sizes = 0
-    for file in files:
-        # Another process may remove it meanwhile.
-        with contextlib.suppress(OSError):
-            sizes += file.stat().st_blocks * _BLOCK_BYTES
-    return sizes
+    return _bytes_of(left_by(run))
 
 
 def available_bytes(run: str | None = None) -> int:
-    """Return the bytes in /dev/shm that a run may use; stale files are removed first.
+    """Return the bytes in /dev/shm that a run may use.
+
+    Files of ended processes count as free, since a process that starts removes them.
 
     Args:
         run: Folder of the run, which goes on from its own snapshots or removes them;
@@ -418,11 +410,25 @@ def available_bytes(run: str | None = None) -> int:
     Raises:
         UnsafeFile: This user's folder there is not its own.
     """
-    if run is None:
-        remove_stale(shared_folder())
-        return shutil.disk_usage(SHARED_MEMORY).free
-    remove_stale(shared_folder(), spared=f"-{_word_of_folder(run)}-")
-    return shutil.disk_usage(SHARED_MEMORY).free + bytes_left(run)
+    not_taken = set(stale_in(shared_folder()))
+    if run is not None:
+        not_taken.update(left_by(run))
+    return shutil.disk_usage(SHARED_MEMORY).free + _bytes_of(not_taken)
+
+
+def _bytes_of(paths: Iterable[Path]) -> int:
+    """Return the bytes that files and folders take."""
+    files = [
+        file
+        for path in paths
+        for file in ([path] if path.is_file() else path.rglob("*"))
+    ]
+    sizes = 0
+    for file in files:
+        # Another process may remove it meanwhile.
+        with contextlib.suppress(OSError):
+            sizes += file.stat().st_blocks * _BLOCK_BYTES
+    return sizes
 
 
 def remove(path: Path) -> None:

@@ -50,7 +50,8 @@ from verl_ray.cluster.session_folders import (
 from verl_ray.cluster.signals import deferring_signals, heed_signals
 from verl_ray.cluster.waiting import CLUSTER_LOSS, RAY_CALLS
 from verl_ray.errors import ClusterError, Interrupted, WorkerDied
-from verl_ray.private_files import SHARED_MEMORY
+from verl_ray.ownership import remove_stale
+from verl_ray.private_files import SHARED_MEMORY, shared_folder
 
 # Ray refuses an object store of less than 75 MiB.
 _LEAST_STORE_BYTES = 80 << 20
@@ -400,6 +401,7 @@ def store_bytes(requested_bytes: int | None) -> int:
     Raises:
         ClusterError: /dev/shm has less available bytes than the store needs.
     """
+    remove_stale(shared_folder())
     free_bytes = available_bytes()
     size = requested_bytes
     if size is None:

@@ -202,9 +202,9 @@ def unwritten_messages(
 ) -> object:
     """Return chat messages where a text spells them out, and other values as they are.
 
-    A list that goes through a CSV file or `json.dumps` becomes a text. One message, and
-    an object of `messages` alone, are a list, too. A text that spells other things
-    stays one, and so do messages whose roles are all unknown.
+    A list that goes through a CSV file or `json.dumps` becomes a text. One message is a
+    list, too, and so is a record that has nothing but its messages. A text that spells
+    other things stays one, and so do messages whose roles are all unknown.
 
     Args:
         name: The name of the value, for errors.
@@ -222,8 +222,7 @@ def unwritten_messages(
 
     spelled = _spelled(value)
     if isinstance(spelled, dict):
-        has_list = spelled.keys() in ({"messages"}, {"conversations"})
-        spelled = next(iter(spelled.values())) if has_list else [spelled]
+        spelled = _list_in(spelled, name, where) or [spelled]
     messages = _items_of(value, spelled, _is_known_message)
     last_role = roles[-1]
     if messages:
@@ -234,6 +233,28 @@ def unwritten_messages(
     if messages is None:
         raise _unreadable("chat messages", value, name, where)
     return messages or value
+
+
+def _list_in(spelled: Fields, name: str, where: str) -> object:
+    """Return the messages that an object holds in a field of its own; None if none.
+
+    Raises:
+        DataError: It has something beside them, which no prompt would have.
+    """
+    for key in ("messages", "conversations", "prompt"):
+        messages = spelled.get(key)
+        if not is_messages(messages):
+            continue
+        others = sorted(other for other in spelled if other != key and spelled[other])
+        if others:
+            raise DataError(
+                f"{name} spells a whole record, with {', '.join(others)} beside its"
+                f" {key}",
+                fix=f"make {key} and what the run reads of the others columns",
+                place=where,
+            )
+        return messages
+    return None
 
 
 def unwritten_parts(value: object, name: str, where: str) -> object:

@@ -23,6 +23,8 @@ _NAME = re.compile(
 # "image_caption" is a caption. The words behind it may tell how it is stored.
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _MEDIUM = re.compile(r"(image|img|picture|photo|video|audio|screenshot)s?|frames")
+_PROGRAM = ("docker", "container", "oci", "vm", "disk")
+"""Words before "image" that say that it is one of a file system."""
 _FORM = re.compile(r"(path|file|filename|url|uri|link|byte|data|base|b|list|array)s?")
 
 _MEDIA_PART = re.compile(r"(input_)?(image|video|audio)(_url|_file)?")
@@ -141,7 +143,9 @@ def _is_name(name: str) -> bool:
     words = [word.lower() for word in _WORD.findall(name)]
     while words and _FORM.fullmatch(words[-1]):
         words.pop()
-    return bool(words) and _MEDIUM.fullmatch(words[-1]) is not None
+    if not words or not _MEDIUM.fullmatch(words[-1]):
+        return False
+    return len(words) == 1 or words[-2] not in _PROGRAM
 
 
 def _is_empty(value: object) -> bool:

@@ -387,6 +387,18 @@ SNAPSHOT_EVERY = "run.recovery.snapshot_every"
 SNAPSHOT_COPIES = "run.recovery.snapshot_copies"
 
 
+def waiting_bytes(config: Config) -> int:
+    """Return the bytes of the rows that wait between two steps, at most.
+
+    They are of batches that are drawn ahead, and of groups that may be replayed.
+    """
+    if not isinstance(config, RolloutTaskConfig):
+        return 0
+    sizes = batch_algebra(config)
+    rows = sizes.rows * config.rollout.staleness + _replayed_rows(config)
+    return rows * sizes.max_row_tokens * BYTES_PER_TOKEN_OF_A_ROW
+
+
 def shared_memory_bytes(config: Config, nodes: int) -> int:
     """Return a node's shared memory, which its rows and the weights travel through.
 
@@ -395,12 +407,9 @@ def shared_memory_bytes(config: Config, nodes: int) -> int:
     two refers to the rows that were finished when it was taken.
     """
     sizes = batch_algebra(config)
-    bytes_per_row = sizes.max_row_tokens * BYTES_PER_TOKEN_OF_A_ROW
-    rows = sizes.rows * bytes_per_row
-    if isinstance(config, RolloutTaskConfig):
-        num_snapshots = 2 if config.run.recovery.taken_every else 0
-        rows *= 1 + config.rollout.staleness * (1 + num_snapshots)
-        rows += _replayed_rows(config) * (1 + num_snapshots) * bytes_per_row
+    num_snapshots = 2 if config.run.recovery.taken_every else 0
+    rows = sizes.rows * sizes.max_row_tokens * BYTES_PER_TOKEN_OF_A_ROW
+    rows += waiting_bytes(config) * (1 + num_snapshots)
     object_store = max(rows // nodes, OBJECT_STORE_FLOOR_BYTES)
     wire = wire_bytes(config) if isinstance(config, RolloutTaskConfig) else 0
 

@@ -20,6 +20,7 @@ from verl_ray.config.run import RolloutTrackingConfig
 from verl_ray.config.schema import Config
 from verl_ray.errors import CheckpointError, Problem
 from verl_ray.paths import nearest_existing
+from verl_ray.preflight.device_defaults import waiting_bytes
 from verl_ray.preflight.footprints import trained_parameters
 from verl_ray.preflight.machine import GIB, MIB
 from verl_ray.preflight.model_files import model_size
@@ -111,7 +112,8 @@ def _checkpoint_bytes(config: Config) -> int:
         trained_parameters(role, model_size(name, role, config))
         for name, role in config.model_roles.items()
     )
-    return int(learned * BYTES_PER_SAVED_PARAMETER * (1 + _ADDED_SHARE)) + _ADDED_BYTES
+    weights = int(learned * BYTES_PER_SAVED_PARAMETER * (1 + _ADDED_SHARE))
+    return weights + waiting_bytes(config) + _ADDED_BYTES
 
 
 def _bytes_at(path: Path) -> int:

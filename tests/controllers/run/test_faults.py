@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import pickle
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -145,6 +146,9 @@ def test_the_table_of_failures(
         (caused(CheckpointError("it cannot be written"), errno.ENOSPC), True),
         (caused(CheckpointError("it cannot be written"), errno.EACCES), False),
         (OSError(errno.ENOSPC, "No space left on device"), True),
+        (caused(ClusterError("no name"), socket.EAI_AGAIN), True),
+        (caused(ClusterError("no node"), errno.EHOSTUNREACH), True),
+        (TimeoutError(), True),
         (OSError(errno.ENOENT, "No such file or directory"), False),
         (ConfigError([file_problem("actor.model.path", "a/model", AWAY)]), True),
         (start_failure("reward.functions", {}, "exited"), True),
