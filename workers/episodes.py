@@ -115,6 +115,28 @@ def _messages_on_last_rows(
     return Ragged.of_texts(texts)
 
 
+def _metrics_on_last_rows(
+    episodes: Sequence[Episode], is_last: Sequence[bool], finishes: Sequence[Finish]
+) -> Ragged:
+    """Return what the environments have recorded as JSON; see `Rollouts`.
+
+    An episode that is no member of its group says nothing of the policy.
+
+    Args:
+        episodes: The episode of each row.
+        is_last: Whether it is the last row of its episode.
+        finishes: Why it ended.
+    """
+    columns = zip(episodes, is_last, finishes, strict=True)
+    texts = [
+        json.dumps(episode.metrics)
+        if last and episode.metrics and finish is not Finish.ABORTED
+        else ""
+        for episode, last, finish in columns
+    ]
+    return Ragged.of_texts(texts)
+
+
 def _turns(row: EpisodeRow) -> npt.NDArray[np.float64]:
     """Return last token, reward and number of each turn of a row, [turns, 3]."""
     turns = [
@@ -183,4 +205,5 @@ def _columns_of_rows(
         episode_score=np.where(is_last, scores, np.float32(0)),
         episode_messages=_messages_on_last_rows(episodes, is_last),
         turn_rewards=Ragged.of_rows([_turns(row) for row in rows], np.float64),
+        episode_metrics=_metrics_on_last_rows(episodes, is_last, finishes),
     )

@@ -27,7 +27,13 @@ from verl_ray.rewards.judge import Judgement, question_tokens
 from verl_ray.rollout.base import RolloutEngine
 from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling, row_seeds
 from verl_ray.rollout.server import RolloutServer
-from workers.reward import Grader, requests_of, scores_of, scores_without_grader
+from workers.reward import (
+    Grader,
+    requests_of,
+    scores_of,
+    scores_without_grader,
+    with_metrics_of_worlds,
+)
 from workers.rollout import start_engine
 
 Tokens = npt.NDArray[np.int32]
@@ -109,7 +115,8 @@ class JudgeWorker(Grader):
         for chunks in self.server.respond(requests):
             for chunk in chunks:
                 scores[chunk.request_id] = self._verdict(chunk)
-        return scores_of([scores[row] for row in range(rows.num_rows)])
+        in_order = [scores[row] for row in range(rows.num_rows)]
+        return scores_of(with_metrics_of_worlds(in_order, rows))
 
     def _questions(self, rows: Rollouts, step: int) -> list[str | Score]:
         """Question about each response, or the failure to make one.

@@ -30,7 +30,15 @@ from verl_ray.data.stages import (
     sums_of_trajectories,
 )
 from verl_ray.data.tokenizers import load_tokenizer
-from verl_ray.rewards.health import LARGEST, Score, ScoreHealth, score_of_number
+from verl_ray.rewards.health import (
+    LARGEST,
+    WORLD,
+    Score,
+    ScoreHealth,
+    entries_of,
+    entries_text,
+    score_of_number,
+)
 from verl_ray.rewards.pool import ScoringPool
 from verl_ray.rewards.remote import RemoteScorer
 from verl_ray.rewards.request import ScoreRequest
@@ -121,7 +129,8 @@ class RewardWorker(Grader):
         scored = [row for row in range(rows.num_rows) if row not in scores]
         replies = self._grader.score([requests[row] for row in scored])
         scores |= zip(scored, replies, strict=True)
-        return scores_of([scores[row] for row in range(rows.num_rows)])
+        in_order = [scores[row] for row in range(rows.num_rows)]
+        return scores_of(with_metrics_of_worlds(in_order, rows))
 
     def needs_groups(self) -> bool:
         """Return whether a function scores all responses to a prompt in one call."""
@@ -178,6 +187,22 @@ def scores_without_grader(rows: Rollouts) -> dict[int, Score]:
                 earned, "the rewards of the episode add up to"
             )
     return scores
+
+
+def with_metrics_of_worlds(scores: Sequence[Score], rows: Rollouts) -> list[Score]:
+    """Return the scores of rows, with what environments have recorded as entries."""
+    if rows.episode_metrics is None:
+        return list(scores)
+    columns = zip(
+        scores, rows.episode_metrics.texts(), rows.data_source.texts(), strict=True
+    )
+    with_metrics = []
+    for score, text, source in columns:
+        recorded = json.loads(text).items() if text else ()
+        metrics = {f"{WORLD}{source}/{name}": value for name, value in recorded}
+        entries = entries_text({**entries_of(score.entries), **metrics})
+        with_metrics.append(dataclasses.replace(score, entries=entries))
+    return with_metrics
 
 
 def requests_of(

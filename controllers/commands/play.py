@@ -391,6 +391,7 @@ class ShownSampler:
         seed: int,
         max_tokens: int,
         tools: Sequence[ToolSchema],
+        stop: Sequence[str],
     ) -> Sampled:
         """Return a turn; see `Sampler`."""
         screen = self.screen
@@ -404,7 +405,7 @@ class ShownSampler:
         screen.show_context(tokens[known:])
 
         sampled = await self.sampler.sample(
-            tokens, seed=seed, max_tokens=max_tokens, tools=tools
+            tokens, seed=seed, max_tokens=max_tokens, tools=tools, stop=stop
         )
         self._seen = [*tokens, *sampled.tokens]
         screen.show_sampled(sampled.tokens)
@@ -486,6 +487,7 @@ class Person:
         seed: int,
         max_tokens: int,
         tools: Sequence[ToolSchema],
+        stop: Sequence[str],
     ) -> Sampled:
         """Return the next line as a turn.
 
@@ -626,9 +628,10 @@ class ModelPlayer:
         seed: int,
         max_tokens: int,
         tools: Sequence[ToolSchema],
+        stop: Sequence[str],
     ) -> Sampled:
         """Return a turn; see `Sampler`."""
-        sampling = replace(self.sampling, max_tokens=max_tokens)
+        sampling = replace(self.sampling, max_tokens=max_tokens, stop=tuple(stop))
         prompt = np.asarray(tokens, np.int32)
         request = GenerationRequest(0, prompt, sampling, seed)
         # Imported here, since it imports torch, which a person does without.

@@ -117,6 +117,7 @@ class Evaluator:
         metrics |= group_metric_means(all_scores)
         metrics |= held_out_measures.length_metrics(lengths)
         metrics |= held_out_measures.problem_counts(self._prompts.data_source.texts())
+        metrics |= measures.held_out_episode_metrics(self._sources, experience.rollouts)
         metrics |= {
             "val-aux/failed_scores": float((~scores.ok).sum()),
             "val-aux/num_prompts": float(self._prompts.num_rows),

@@ -520,6 +520,7 @@ def _generation(
         section.top_p,
         section.top_k,
         rollout.max_response_tokens,
+        stop=tuple(rollout.stop),
     )
     return kind(
         purpose, section.group_size, sampling, config.run.seed, rollout.stream_rows

@@ -177,6 +177,9 @@ def _settings_of(config: RLConfig) -> dict[str, object]:
     settings: dict[str, object] = {
         f"rollout.{name}": getattr(config.rollout, name) for name in _OF_RESPONSES
     }
+    # Checkpoints of earlier versions do not name it.
+    if config.rollout.stop:
+        settings["rollout.stop"] = config.rollout.stop
     # These choose the prompt that an ordinal stands for.
     curriculum = config.data.curriculum
     if curriculum.is_on:

@@ -23,7 +23,7 @@ from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.algorithms.groups import fraction_without_spread
 from verl_ray.cluster.waiting import read
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.data.batch import Int64
+from verl_ray.data.batch import Array, Int64
 from verl_ray.data.buffer import Experience
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import (
@@ -37,7 +37,7 @@ from verl_ray.data.stages import (
 )
 from verl_ray.ops.masked import Moments, explained_variance, whiten
 from verl_ray.report.evidence import ZERO_STD
-from verl_ray.rewards.health import Entries, entries_of, health_metrics
+from verl_ray.rewards.health import WORLD, Entries, entries_of, health_metrics
 from verl_ray.rewards.shaping import ResponseScores, Shaping, component, failures
 
 Metrics = dict[str, float]
@@ -113,15 +113,42 @@ def _episode_metrics(rollouts: Sharded[Rollouts]) -> Metrics:
     if "end" not in rollouts.columns:
         return spread("num_turns", np.full(len(rollouts), TURNS))
     lasts = last_rows(rollouts.row("trajectory_id"))
-    ends = rollouts.row("end")[lasts]
-    counts = np.bincount(ends, minlength=len(End)) / max(len(ends), 1)
     # Each turn of the policy answers a message, which counts as well.
     metrics = spread("num_turns", TURNS * rollouts.row("num_turns")[lasts])
-    metrics["episode/rows"] = len(rollouts) / max(len(ends), 1)
-    return metrics | {
+    metrics["episode/rows"] = len(rollouts) / max(len(lasts), 1)
+    return metrics | _end_shares(rollouts.row("end")[lasts])
+
+
+def _end_shares(ends: Array) -> Metrics:
+    """Return the share of episodes of each end, by numbers of `End`, [episodes]."""
+    shares = np.bincount(ends, minlength=len(End)) / max(len(ends), 1)
+    return {
         f"episode/ends/{end}": float(share)
-        for end, share in zip(End, counts, strict=True)
+        for end, share in zip(End, shares, strict=True)
     }
+
+
+def held_out_episode_metrics(
+    sources: Sequence[str], rollouts: Sharded[Rollouts]
+) -> Metrics:
+    """Return val-aux/<data source>/{num_turns/mean, episode/ends/<end>}.
+
+    There are none where responses are single ones.
+
+    Args:
+        sources: Data source of each response, [rows].
+        rollouts: A row per response.
+    """
+    metrics: Metrics = {}
+    if "end" not in rollouts.columns:
+        return metrics
+    for source in sorted(set(sources)):
+        of_source = np.array(sources) == source
+        turns = TURNS * rollouts.row("num_turns")[of_source]
+        metrics[f"val-aux/{source}/num_turns/mean"] = float(turns.mean())
+        shares = _end_shares(rollouts.row("end")[of_source])
+        metrics |= {f"val-aux/{source}/{name}": shares[name] for name in shares}
+    return metrics
 
 
 def balance(lengths: Int64, rows_of_ranks: Sequence[Int64]) -> Metrics:
@@ -443,7 +470,9 @@ def merged_entries(
         prefix = "" if len(texts) == 1 else f"{component(role)}/"
         for row, text in rows.items():
             for name, value in entries_of(text).items():
-                entries[row][prefix + name] = value
+                # All graders of an episode have what its environment has recorded.
+                is_of_world = name.startswith(WORLD)
+                entries[row][name if is_of_world else prefix + name] = value
     return entries
 
 
@@ -464,14 +493,34 @@ def scored_metrics(groups: Experience, shaping: Shaping, stall_s: float) -> Metr
 
 
 def entry_metrics(entries: Sequence[Entries]) -> Metrics:
-    """Return reward/<entry>/mean of the responses of a step."""
-    return {f"reward/{name}/mean": mean for name, mean in _means(entries).items()}
+    """Return reward/<entry>/mean of the responses of a step.
+
+    What environments have recorded is episode/world/<name> over all data sources, and
+    episode/world/<data source>/<name>.
+    """
+    metrics: Metrics = {}
+    for name, mean in _means(entries).items():
+        is_of_world = name.startswith(WORLD)
+        metrics[name if is_of_world else f"reward/{name}/mean"] = mean
+    return metrics | _means([_without_source(row) for row in entries])
+
+
+def _without_source(entries: Entries) -> Entries:
+    """Return what an environment has recorded, without the name of a data source."""
+    # A data source may have a slash in its name.
+    return {
+        WORLD + name.rpartition("/")[2]: value
+        for name, value in entries.items()
+        if name.startswith(WORLD)
+    }
 
 
 def held_out_entry_metrics(
     sources: Sequence[str], entries: Sequence[Entries], group_size: int
 ) -> Metrics:
     """Return val-aux/<data source>/<entry>/mean@N of held-out responses.
+
+    The entries of environments are episode/world/<name>.
 
     Args:
         sources: Data source of each response, [rows].
@@ -483,7 +532,10 @@ def held_out_entry_metrics(
         of_source = [
             row for name, row in zip(sources, entries, strict=True) if name == source
         ]
-        for name, mean in _means(of_source).items():
+        means = _means(of_source)
+        means = {name: means[name] for name in means if not name.startswith(WORLD)}
+        means |= _means([_without_source(row) for row in of_source])
+        for name, mean in means.items():
             metrics[f"val-aux/{source}/{name}/mean@{group_size}"] = mean
     return metrics
 

@@ -9,6 +9,7 @@ import math
 import sys
 import threading
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from verl_ray.agents.contract import (
     Sampled,
     Step,
     ToolCall,
+    message_of,
 )
 from verl_ray.agents.episode import (
     Clock,
@@ -325,6 +327,113 @@ def test_a_turn_that_was_cut_is_forgotten_by_the_next() -> None:
     )
     episode, _ = play(compacting, limits(context_tokens=prompt + 1))
     assert (episode.end, len(episode.rows)) == (End.COMPLETED, 2)
+
+
+class Cutting(Questions):
+    """Ends turns at a letter, at a number of tokens, and as they end by themselves."""
+
+    async def reset(self, task: EpisodeTask, seed: int) -> Observation:
+        return Observation(task.messages, stop=("n",))
+
+    async def step(self, action: Action) -> Step:
+        self.actions.append(action)
+        questions = [{"role": "user", "content": "?"}]
+        last = Step(reward=1.0, done=True)
+        return [Step(questions, max_tokens=2), Step(questions), last][len(self.actions) - 1]
+
+
+async def cut_twice(task: EpisodeTask, policy: Policy) -> float:
+    messages = list(task.messages)
+    for options in ({"stop": ["n"]}, {"max_tokens": 2}, {}):
+        action = await policy.respond(messages, **options)
+        messages += [message_of(action), {"role": "user", "content": "?"}]
+    return 1.0
+
+
+@pytest.mark.parametrize("world", [Cutting, cut_twice])
+def test_a_world_says_where_a_turn_ends(world: Any) -> None:
+    episode, sampler = play(world)
+    assert (episode.end, episode.score) == (End.COMPLETED, 1.0)
+    assert [message["content"] for message in episode.messages[::2]][:3] == ["0?", "?", "?"]
+    assert [each["content"] for each in episode.messages if each["role"] == "assistant"] == ["on", "tw", "three"]
+    assert [(tuple(call.stop), call.max_tokens == 2) for call in sampler.calls] == [(("n",), False), ((), True), ((), False)]
+
+    # The template ends the turn at the letter, which nobody sampled; what was cut by a
+    # number of tokens begins a row.
+    first, second = episode.rows
+    written = [(TOKENIZER.decode([token]), own) for token, own in zip(first.tokens, first.mask, strict=True)]
+    start = len(RENDERER.begin(TASK.messages))
+    assert written[start : start + 3] == [("o", True), ("n", True), ("<|im_end|>", False)]
+    assert [text for text, own in written if own] == ["o", "n", "t", "w"]
+    assert sum(second.mask) == len("three") + 1
+    assert first.log_probs[start : start + 2] == [-0.01, -0.02]
+
+
+def test_a_turn_is_never_longer_than_the_limits() -> None:
+    async def generous(task: EpisodeTask, policy: Policy) -> float:
+        await policy.respond(task.messages, max_tokens=10**9)
+        return 1.0
+
+    for changes in ({"max_turn_tokens": 7}, {"row_tokens": 7}, {"max_tokens": 7}):
+        _, sampler = play(generous, limits(**changes))
+        assert [call.max_tokens for call in sampler.calls] == [7]
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"max_tokens": 0}, "ValueError: max_tokens = 0, expected at least 1"),
+        ({"max_tokens": 2.0}, "TypeError: max_tokens = 2.0, expected an integer or None"),
+        ({"max_tokens": True}, "TypeError: max_tokens = True, expected an integer or None"),
+        ({"stop": "</a>"}, "TypeError: stop = '</a>', expected a list of texts"),
+        ({"stop": [1]}, "TypeError: stop = [1], expected a list of texts"),
+        ({"stop": ["a", ""]}, "ValueError: stop has an empty text, at which every turn would end"),
+    ],
+)  # fmt: skip
+def test_a_turn_that_cannot_be_sampled_is_the_worlds_fault(options, words: str) -> None:
+    episode, _ = play(Questions(step=returns(Step([{"role": "user", "content": "?"}], **options))))
+    assert (episode.end, episode.num_turns) == (End.ENVIRONMENT_FAILED, 1)
+    assert episode.detail.endswith(words)
+
+
+class Measured(Questions):
+    """Records numbers about its episode."""
+
+    def __init__(self, *metrics: Any) -> None:
+        super().__init__()
+        self._metrics = metrics
+
+    async def step(self, action: Action) -> Step:
+        step = await super().step(action)
+        return replace(step, metrics=self._metrics[len(self.actions) - 1])
+
+
+def test_a_world_records_numbers_about_its_episode() -> None:
+    episode, _ = play(Measured({"doors": 1, "falls": 0.5}, {}, {"doors": np.int64(3)}))
+    assert (episode.end, episode.metrics) == (End.COMPLETED, {"doors": 3.0, "falls": 0.5})
+
+    async def measured(task: EpisodeTask, policy: Policy) -> float:
+        policy.record(doors=1, self=2)
+        policy.record(doors=3)
+        return await ask_twice(task, policy)
+
+    assert play(measured)[0].metrics == {"doors": 3.0, "self": 2.0}
+
+
+@pytest.mark.parametrize(
+    "metrics, words",
+    [
+        ({"doors": math.nan}, "ValueError: the metric doors is nan, which is not finite"),
+        ({"doors": 1e19}, "ValueError: the metric doors is 1e+19, beyond 1e18"),
+        ({"doors": "3"}, "TypeError: the metric doors is '3', which is no number"),
+        ({"open doors": 1}, "ValueError: the metric 'open doors' needs a name of letters, digits and _"),
+        ({"a/b": 1}, "ValueError: the metric 'a/b' needs a name of letters, digits and _"),
+    ],
+)  # fmt: skip
+def test_what_is_no_metric_is_the_worlds_fault(metrics: Any, words: str) -> None:
+    episode, _ = play(Measured({"falls": 1}, metrics))
+    assert (episode.end, episode.score) == (End.ENVIRONMENT_FAILED, 0.5)
+    assert episode.detail.endswith(words)
 
 
 def test_seeds_depend_on_episode_and_turn_alone() -> None:

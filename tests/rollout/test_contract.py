@@ -4,6 +4,7 @@ The tests cover delivery, aborts, pauses, states and weight updates.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 
 from tests.rollout.generation import drained, generate
 from verl_ray.data.stages import Finish
+from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import CannotGenerate, RolloutError, WeightSyncError
 from verl_ray.rollout.base import RolloutEngine
 from verl_ray.rollout.engine_state import EnginePause, Probe
@@ -104,7 +106,8 @@ def shared(
     if request.param == "scripted":
         # What follows depends on the tokens before it, as with a model.
         return ScriptedEngine(
-            lambda asked: [(at, -0.01 * at) for at in range(len(asked.tokens), 1000)]
+            lambda asked: [(at, -0.01 * at) for at in range(len(asked.tokens), 1000)],
+            tokenizer=load_tokenizer(make_model("qwen3", tie=False)),
         )
     return request.getfixturevalue("start_vllm")(
         make_model("qwen3", tie=False),
@@ -169,6 +172,36 @@ def test_one_chunk_at_the_end_or_many_with_the_same_content(
     assert finishes == [None] * 5 + [Finish.LENGTH]
     assert _join(chunks, 2)[0] == tokens
     assert engine.unfinished == 0
+
+
+def test_a_text_ends_a_response(engine: RolloutEngine) -> None:
+    tokenizer = engine.tokenizer
+    assert tokenizer is not None
+    (whole,) = [chunk for step in generate(engine, [_request(1, 12)]) for chunk in step]
+    pieces = [tokenizer.decode([token]) for token in whole.tokens]
+    place = next(
+        at for at in range(2, 11) if "".join(pieces[at - 1 : at + 1]) not in "".join(pieces[:at])
+    )
+    stop = ("never in it", pieces[place - 1] + pieces[place])
+
+    stopping = replace(_request(2, 12).sampling, stop=stop)
+    cut = replace(_request(2, 12), sampling=stopping)
+    streamed = replace(cut, request_id=3, stream=True)
+    engine.submit([_request(1, 12), cut, streamed])
+    chunks = drained(engine)
+    assert engine.unfinished == 0 and not engine.has_work
+    for request_id in (2, 3):
+        tokens, log_probs, finishes = _join(chunks, request_id)
+        assert tokens == whole.tokens[: place + 1].tolist()
+        assert log_probs == whole.log_probs[: place + 1].tolist()
+        assert finishes[-1] is Finish.STOP and set(finishes[:-1]) <= {None}
+    # The text may end with the last token that a response may have.
+    shortest = replace(cut, sampling=replace(stopping, max_tokens=place + 1))
+    (chunk,) = [chunk for step in generate(engine, [shortest]) for chunk in step]
+    assert (len(chunk.tokens), chunk.finish) == (place + 1, Finish.STOP)
+    # Others go on.
+    assert _join(chunks, 1)[0] == whole.tokens.tolist()
+    assert _join(chunks, 1)[2] == [Finish.LENGTH]
 
 
 def test_an_abort_delivers_what_there_is(engine: RolloutEngine) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from verl_ray.data.tokenizers import train_bpe
-from verl_ray.rollout.choices import GrowingText
+from verl_ray.rollout.texts import GrowingText
 
 TEXTS = st.text("ab \n.é漢🙂", max_size=30)
 

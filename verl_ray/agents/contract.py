@@ -154,10 +154,14 @@ class Observation:
     Attributes:
         messages: The conversation so far.
         tools: Schemas of the tools that the policy may call.
+        stop: Texts that end the first turn; see `Policy.respond`.
+        max_tokens: Most tokens of the first turn; None for the limits' own.
     """
 
     messages: Sequence[Message]
     tools: Sequence[ToolSchema] = ()
+    stop: Sequence[str] = ()
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -169,12 +173,19 @@ class Step:
         reward: The reward of the action. The rewards of an episode add up to its score.
         done: Whether the episode ends.
         end: Why it ends, where it is `done`.
+        stop: Texts that end the next turn; see `Policy.respond`.
+        max_tokens: Most tokens of the next turn; None for the limits' own.
+        metrics: Numbers about the episode, by name. A run records their means over the
+            episodes that have them. A later value of a name replaces an earlier one.
     """
 
     messages: Sequence[Message] = ()
     reward: float = 0.0
     done: bool = False
     end: End = End.COMPLETED
+    stop: Sequence[str] = ()
+    max_tokens: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @runtime_checkable
@@ -199,7 +210,12 @@ class Policy(Protocol):
     """The policy in an episode: it answers conversations."""
 
     async def respond(
-        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        *,
+        stop: Sequence[str] = (),
+        max_tokens: int | None = None,
     ) -> Action:
         """Return the policy's next turn after these messages.
 
@@ -207,8 +223,24 @@ class Policy(Protocol):
         `message_of` writes it, and further messages keeps its sampled tokens. Any other
         begins a row of its own.
 
+        Args:
+            stop: Texts that end the turn, in place of rollout.stop. The text is part of
+                the turn, and so is what else the token says that completes it.
+            max_tokens: Most tokens of the turn; None for the limits' own, which hold in
+                any case.
+
         Raises:
             EpisodeEnded: A limit of the episode is reached.
+            TypeError: `stop` is not a list of texts, or `max_tokens` is not an integer.
+            ValueError: A text is empty, or `max_tokens` is below 1.
+        """
+
+    def record(self, /, **metrics: float) -> None:
+        """Keep numbers about the episode; see `Step.metrics`.
+
+        Raises:
+            TypeError: One is no number.
+            ValueError: One is not finite, or beyond 1e18.
         """
 
 
@@ -263,10 +295,12 @@ class Sampler(Protocol):
         seed: int,
         max_tokens: int,
         tools: Sequence[ToolSchema],
+        stop: Sequence[str],
     ) -> Sampled:
         """Continue these token ids by a turn of at most `max_tokens` tokens.
 
-        The same tokens, seed and policy version have the same continuation.
+        The same tokens, seed and policy version have the same continuation. The token
+        that completes one of the texts `stop` ends it; without any the run's do.
         """
 
 
@@ -307,6 +341,7 @@ class Episode:
         num_turns: Turns of the policy.
         num_tool_calls: Tool calls of the policy.
         messages: The conversation, for records.
+        metrics: What the environment has recorded about it, by name.
     """
 
     rows: list[EpisodeRow]
@@ -316,3 +351,4 @@ class Episode:
     num_turns: int = 0
     num_tool_calls: int = 0
     messages: list[Message] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)

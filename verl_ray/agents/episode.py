@@ -184,6 +184,7 @@ class EpisodePolicy:
         self.failure: Exception | None = None
         """What the sampler raised."""
         self.score = 0.0
+        self.metrics: dict[str, float] = {}
 
         self._seed = seed
         self._sampler = sampler
@@ -198,15 +199,23 @@ class EpisodePolicy:
         return len(self.transcript.turns)
 
     async def respond(
-        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        *,
+        stop: Sequence[str] = (),
+        max_tokens: int | None = None,
     ) -> Action:
-        """Return the policy's next turn after these messages.
+        """Return the policy's next turn after these messages; see `Policy`.
 
         Raises:
             EpisodeEnded: A limit of the episode is reached.
+            TypeError: `stop` or `max_tokens` is of another type.
+            ValueError: A text to stop at is empty, or `max_tokens` is below 1.
             DataError: The chat template refuses the messages.
             Exception: Whatever the sampler raises.
         """
+        _require_sampling(stop, max_tokens)
         async with self._turn:
             self._require_open()
             if self.num_turns >= self._limits.max_turns:
@@ -221,15 +230,15 @@ class EpisodePolicy:
                 raise self.over(End.CONTEXT_OVERFLOW)
 
             most = int(min(remaining, places))
-            max_tokens = min(most, self._limits.max_turn_tokens or most)
-            sampled = await self._sample(prompt, tools, max_tokens)
+            bound = min(most, self._limits.max_turn_tokens or most, max_tokens or most)
+            sampled = await self._sample(prompt, tools, bound, stop)
             # The episode may have ended meanwhile; its rows do not change any more.
             self._require_open()
-            self._record(prompt, sampled, max_tokens)
+            self._record(prompt, sampled, bound)
             action = sampled.action
             self.messages = [*messages, message_of(action)]
             self.cut = None
-            if action.finish == "length" and max_tokens == most:
+            if action.finish == "length" and bound == most:
                 is_full = places < remaining
                 self.cut = End.CONTEXT_OVERFLOW if is_full else End.MAX_TOKENS
 
@@ -245,6 +254,20 @@ class EpisodePolicy:
         turns = self.transcript.turns
         if turns:
             turns[-1].reward += reward
+
+    def record(self, /, **metrics: float) -> None:
+        """Keep numbers about the episode; see `Policy`.
+
+        Raises:
+            TypeError: One is no number, or there is no mapping of names.
+            ValueError: One is not finite or beyond 1e18, or its name is no identifier.
+        """
+        for name, value in metrics.items():
+            if not (name.isascii() and name.isidentifier()):
+                raise ValueError(
+                    f"the metric {name!r} needs a name of letters, digits and _"
+                )
+            self.metrics[name] = _number(value, f"the metric {name} is")
 
     def over(self, end: End) -> EpisodeEnded:
         """End the episode, unless it has ended, and return the exception for it."""
@@ -273,7 +296,11 @@ class EpisodePolicy:
         return most - len(prompt.tokens)
 
     async def _sample(
-        self, prompt: TurnPrompt, tools: Sequence[ToolSchema], max_tokens: int
+        self,
+        prompt: TurnPrompt,
+        tools: Sequence[ToolSchema],
+        max_tokens: int,
+        stop: Sequence[str],
     ) -> Sampled:
         until_s = self._clock.now() + self._limits.model_s
 
@@ -283,6 +310,7 @@ class EpisodePolicy:
                 seed=turn_seed(self._seed, self.num_turns),
                 max_tokens=max_tokens,
                 tools=tools,
+                stop=stop,
             )
 
         try:
@@ -363,6 +391,7 @@ async def run_episode(
         num_turns=policy.num_turns,
         num_tool_calls=policy.num_tool_calls,
         messages=policy.messages,
+        metrics=policy.metrics,
     )
 
 
@@ -448,8 +477,12 @@ class _Course:
         messages = list(observation.messages)
         policy.messages = messages
 
+        tools = observation.tools
+        before: Observation | Step = observation
         while True:
-            action, step = await self._turn(world, messages, observation.tools)
+            action, step = await self._turn(world, messages, tools, before)
+            before = step
+            policy.record(**step.metrics)
             policy.pay(_number(step.reward, "step returned the reward"))
             messages = [*messages, message_of(action), *step.messages]
             policy.messages = messages
@@ -465,14 +498,19 @@ class _Course:
         world: Environment,
         messages: Sequence[Message],
         tools: Sequence[ToolSchema],
+        before: Observation | Step,
     ) -> tuple[Action, Step]:
-        """Let the policy act, and the environment answer."""
+        """Let the policy act, as `before` asks it to, and the environment answer."""
         limits = self.limits
         now = self.clock.now
         episode = (self.deadline, End.EPISODE_TIMEOUT)
         turn = (now() + limits.turn_s, End.TURN_TIMEOUT)
         action = await self._within(
-            lambda: self.policy.respond(messages, tools), turn, episode
+            lambda: self.policy.respond(
+                messages, tools, stop=before.stop, max_tokens=before.max_tokens
+            ),
+            turn,
+            episode,
         )
 
         calls = max(1, len(action.tool_calls))
@@ -597,6 +635,21 @@ def _number(value: object, what: str) -> float:
     if abs(number) > LARGEST:
         raise ValueError(f"{what} {number}, beyond 1e18")
     return number
+
+
+def _require_sampling(stop: Sequence[str], max_tokens: int | None) -> None:
+    """Raise TypeError or ValueError if a turn cannot be sampled like this."""
+    is_list = isinstance(stop, Sequence) and not isinstance(stop, str)
+    if not is_list or not all(isinstance(text, str) for text in stop):
+        raise TypeError(f"stop = {stop!r}, expected a list of texts")
+    if not all(stop):
+        raise ValueError("stop has an empty text, at which every turn would end")
+    if max_tokens is None:
+        return
+    if not isinstance(max_tokens, int) or isinstance(max_tokens, bool):
+        raise TypeError(f"max_tokens = {max_tokens!r}, expected an integer or None")
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens = {max_tokens}, expected at least 1")
 
 
 def _require(value: object, kind: type, method: str) -> None:

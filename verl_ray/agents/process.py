@@ -226,7 +226,13 @@ class _SamplerOfEpisode:
         seed: int,
         max_tokens: int,
         tools: Sequence[ToolSchema],
+        stop: Sequence[str],
     ) -> Sampled:
         """Return a turn; see `Sampler`."""
-        fields = {"seed": seed, "max_tokens": max_tokens, "tools": list(tools)}
+        fields = {
+            "seed": seed,
+            "max_tokens": max_tokens,
+            "tools": list(tools),
+            "stop": list(stop),
+        }
         return await self.remote.sample(self.episode, tokens, fields)

@@ -50,6 +50,7 @@ class SampleCall:
     seed: int
     max_tokens: int
     tools: Sequence[ToolSchema] = ()
+    stop: Sequence[str] = ()
 
 
 class ScriptedSampler:
@@ -92,12 +93,13 @@ class ScriptedSampler:
         seed: int,
         max_tokens: int,
         tools: Sequence[ToolSchema],
+        stop: Sequence[str] = (),
     ) -> Sampled:
-        """Return the next text as a turn, cut at `max_tokens`.
+        """Return the next text as a turn, cut at `max_tokens` or a text to stop at.
 
         The log-prob of the n-th token of a turn is -n / 100.
         """
-        self.calls.append(SampleCall(list(tokens), seed, max_tokens, tools))
+        self.calls.append(SampleCall(list(tokens), seed, max_tokens, tools, stop))
         await asyncio.sleep(self._delay_s)
         text = next(self._texts, None)
         if text is None:
@@ -106,6 +108,10 @@ class ScriptedSampler:
         encoded = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         finish = "stop"
         sampled = [*encoded, self._end]
+        count = self._length_at(stop, encoded)
+        if count is not None:
+            sampled = sampled[:count]
+            text = str(self._tokenizer.decode(sampled))
         if len(sampled) > max_tokens:
             finish = "length"
             sampled = sampled[:max_tokens]
@@ -116,3 +122,11 @@ class ScriptedSampler:
             versions=[(0, self._version)],
             action=self._read(sampled, text, finish),
         )
+
+    def _length_at(self, stop: Sequence[str], tokens: list[int]) -> int | None:
+        """Return how many tokens have the first text to stop at; None for no text."""
+        for count in range(1, len(tokens) + 1 if stop else 0):
+            text = str(self._tokenizer.decode(tokens[:count]))
+            if any(each in text for each in stop):
+                return count
+        return None

@@ -237,6 +237,7 @@ def episode_frame(number: int, episode: Episode) -> bytes:
         "num_turns": episode.num_turns,
         "num_tool_calls": episode.num_tool_calls,
         "messages": episode.messages,
+        "metrics": episode.metrics,
     }
     return frame(
         "ended", fields, [token for row in episode.rows for token in row.tokens]

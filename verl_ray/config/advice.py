@@ -541,6 +541,7 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     ("rollout.temperature", "temperature"),
     ("rollout.top_p", "top_p"),
     ("rollout.top_k", "top_k"),
+    ("rollout.stop", "stop stop_strings stop_sequences"),
     ("evaluation.temperature", "val_kwargs.temperature eval.sampling.temperature"),
     ("evaluation.top_p", "val_kwargs.top_p eval.sampling.top_p"),
     ("evaluation.top_k", "val_kwargs.top_k eval.sampling.top_k"),

@@ -34,6 +34,7 @@ ADDED: dict[str, Any] = {
     "rollout.staleness": 0,
     "rollout.updates": "between",
     "rollout.kv": None,
+    "rollout.stop": [],
     "algorithm.kl.importance_weighted": False,
     "algorithm.correction.rejections": None,
     "algorithm.correction.normalise": False,

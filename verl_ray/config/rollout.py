@@ -231,6 +231,13 @@ class RolloutConfig(RolloutEngineConfig):
     """Probability mass that is sampled from; 1 = all tokens."""
     top_k: int
     """Number of tokens that are sampled from; -1 = all tokens."""
+    stop: list[Annotated[str, Field(min_length=1)]]
+    """Texts that end a response, in training and in evaluations; in an episode every
+    turn for which its environment has no others.
+
+    Such a response has ended by itself. The tokens of the text stay in it. Special
+    tokens count by their names.
+    """
     stream_rows: Positive
     """Finished responses are handed to the graders once this many are ready, or the
     first of them has waited for a second."""

@@ -144,7 +144,7 @@ class Rollouts(Rows):
     data_source: Ragged = ragged(np.uint8)
     answer: Ragged = ragged(np.uint8)
     extra: Ragged = ragged(np.uint8)
-    # The next six are absent where rollouts are single responses. Number of the
+    # The next seven are absent where rollouts are single responses. Number of the
     # episode's End, in the order of that enumeration.
     end: Int8 | None = row(np.int8, optional=True)
     # UTF-8: what failed in the episode; empty where nothing did.
@@ -159,6 +159,9 @@ class Rollouts(Rows):
     # (last token of a turn, reward of the turn, number of the turn in the episode); the
     # rewards of an episode add up to its score. Turns of several rows may alternate.
     turn_rewards: Ragged | None = ragged(np.float64, 3, optional=True)
+    # UTF-8 JSON object: numbers that the environment has recorded about the episode, by
+    # name; on its last row, empty on others and where it has recorded none.
+    episode_metrics: Ragged | None = ragged(np.uint8, optional=True)
 
 
 def last_rows(trajectory_id: Int64) -> Int64:
@@ -258,9 +261,10 @@ class Scores(Batch):
     detail: Ragged = ragged(np.uint8)
     # True where the first process that scored the row died.
     rescored: Bool = row(np.bool_)
-    # True where the grader returned more than a score.
+    # True where there is more than a score.
     has_entries: Bool = row(np.bool_)
-    # UTF-8 JSON object: what it returned beside the score; empty where nothing.
+    # UTF-8 JSON object: what the grader returned beside the score, and what the
+    # environment of an episode has recorded; empty where nothing.
     entries: Ragged = ragged(np.uint8)
 
     @classmethod

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from verl_ray.errors import EngineFailed, RolloutError, WeightSyncError
 from verl_ray.rollout.engine_state import (
@@ -37,6 +38,9 @@ from verl_ray.weight_sync.fingerprint import Fingerprint, Fingerprints
 from verl_ray.weight_sync.manifest import Bucket, Manifest
 from verl_ray.weight_sync.transport import Address, WireSpec
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 class EngineHooks(ABC):
     """Operations that a kind of engine has to implement.
@@ -52,6 +56,11 @@ class EngineHooks(ABC):
     def end_tokens(self) -> tuple[int, ...]:
         """Tokens that end a response whose sampling names no stop tokens."""
         return ()
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer of the model, which reads stop strings; None for none."""
+        return None
 
     @property
     @abstractmethod
@@ -196,8 +205,10 @@ class RolloutEngine(EngineHooks):
         """
         self._require_generating()
         self._in_flight.require_new(requests)
+        if self.tokenizer is None and any(each.sampling.stop for each in requests):
+            raise RolloutError("this engine has no tokenizer, which stop strings need")
         self._submit(requests)
-        self._in_flight.add(requests)
+        self._in_flight.add(requests, self.tokenizer)
 
     def step(self) -> list[Chunk]:
         """Run one engine step: advance every request that fits in the batch.
@@ -223,7 +234,7 @@ class RolloutEngine(EngineHooks):
         self._require_generating()
         if self._in_flight and not self._state.paused:
             try:
-                self._in_flight.record(self._step(), self._state.version)
+                self._record(self._step())
                 self.steps += 1
             except Exception as error:
                 self.fail(f"a step failed: {error!r}")
@@ -267,7 +278,7 @@ class RolloutEngine(EngineHooks):
 
         # These tokens are of the present version, also if an update comes before they
         # are delivered.
-        self._in_flight.record(self._pause(), self._state.version)
+        self._record(self._pause())
         if mode == "recompute":
             self._give_up_kv_cache()
 
@@ -459,7 +470,7 @@ class RolloutEngine(EngineHooks):
         # Tokens sampled during the probe are delivered only now that their version is
         # accepted.
         self._accept(update)
-        self._in_flight.record(progress, update.version)
+        self._record(progress)
         return difference
 
     def abort_update(self) -> None:
@@ -531,6 +542,12 @@ class RolloutEngine(EngineHooks):
     def _accept(self, update: WeightUpdate) -> None:
         self._state.update = None
         self._state.version = update.version
+
+    def _record(self, progress: Iterable[GenerationProgress]) -> None:
+        """Keep what was sampled from the present version."""
+        stopped = self._in_flight.record(progress, self._state.version)
+        if stopped:
+            self._abort(stopped)
 
     def _abort_now(self, request_ids: Sequence[int]) -> None:
         if request_ids:

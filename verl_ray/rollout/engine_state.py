@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -32,8 +32,12 @@ from verl_ray.rollout.requests import (
     PromptLogProbs,
     Tokens,
 )
+from verl_ray.rollout.texts import GrowingText
 from verl_ray.weight_sync.fingerprint import Fingerprint, Fingerprints
 from verl_ray.weight_sync.manifest import Bucket
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 EngineMemoryPart = Literal["weights", "kv_cache"]
 
@@ -167,11 +171,13 @@ class _PartialResponse:
         log_probs: The log-prob of each token.
         spans: Pairs of the index at which a version span begins, and its version.
         delivered: Number of tokens that were delivered.
+        text: Its text, where a stop string may end it.
         prompt: Log-probs of the parts of its prompt that were not delivered.
     """
 
     stream: bool
     preemptible: bool
+    text: GrowingText | None = None
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
@@ -222,31 +228,52 @@ class InFlight:
                     f" of token ids, found {tokens.dtype} of shape {tokens.shape}"
                 )
 
-    def add(self, requests: Sequence[GenerationRequest]) -> None:
-        """Add requests that have no tokens yet."""
+    def add(
+        self,
+        requests: Sequence[GenerationRequest],
+        tokenizer: PreTrainedTokenizerBase | None,
+    ) -> None:
+        """Add requests that have no tokens yet.
+
+        Args:
+            tokenizer: Reads the texts of requests that stop strings may end.
+        """
         for request in requests:
-            response = _PartialResponse(request.stream, request.preemptible)
+            text = None
+            if request.sampling.stop:
+                assert tokenizer is not None, "the engine has refused stop strings"
+                stop = request.sampling.stop
+                text = GrowingText(tokenizer, stop, spells_special_tokens=True)
+            response = _PartialResponse(request.stream, request.preemptible, text)
             self._responses[request.request_id] = response
 
     def record(
         self, progress: Iterable[GenerationProgress], version: int | None
-    ) -> None:
+    ) -> list[int]:
         """Add what was sampled, and prepare the chunks to deliver.
 
         Args:
             progress: New tokens of requests in flight.
             version: The policy version they were sampled from; None = no tokens were
                 sampled.
+
+        Returns:
+            The requests that a stop string has ended, which the engine goes on with.
         """
         sampled = 0
+        stopped = []
         for step_of_request in progress:
             sampled += len(step_of_request.tokens)
-            self._record(step_of_request, version)
+            cut = self._until_stop(step_of_request)
+            if cut.finish is not None and step_of_request.finish is None:
+                stopped.append(cut.request_id)
+            self._record(cut, version)
 
         # A step that samples nothing is no progress: a broken engine could go on with
         # such steps for ever, and would never count as stalled.
         if sampled:
             advance(sampled, "tokens")
+        return stopped
 
     def take_chunks(self) -> list[Chunk]:
         """Return the chunks to deliver, which then count as delivered."""
@@ -312,6 +339,20 @@ class InFlight:
     def has_chunks(self) -> bool:
         """Whether a step can deliver something without sampling."""
         return bool(self._chunks or self._to_abort)
+
+    def _until_stop(self, progress: GenerationProgress) -> GenerationProgress:
+        """Return progress up to the token that completes a stop string, if one does."""
+        text = self._responses[progress.request_id].text
+        if text is None:
+            return progress
+        count, _ = text.add(progress.tokens, last=False)
+        if not text.stopped:
+            return progress
+        return progress._replace(
+            tokens=progress.tokens[:count],
+            log_probs=progress.log_probs[:count],
+            finish=Finish.STOP,
+        )
 
     def _record(self, progress: GenerationProgress, version: int | None) -> None:
         response = self._responses[progress.request_id]

@@ -456,10 +456,11 @@ class EpisodePool:
         sampling = episode.request.sampling
         # The limits of the episode know those of a turn.
         max_tokens = fields["max_tokens"]
+        stop = tuple(fields["stop"]) or sampling.stop
         request = GenerationRequest(
             0,
             call.tokens,
-            replace(sampling, max_tokens=max_tokens),
+            replace(sampling, max_tokens=max_tokens, stop=stop),
             fields["seed"],
             session=episode.request.session,
         )

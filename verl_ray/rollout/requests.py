@@ -36,6 +36,8 @@ class Sampling:
         max_tokens: Largest number of tokens of a response.
         stop_token_ids: Tokens that end a response. None stands for the model's
             end-of-sequence tokens; () generates up to `max_tokens`.
+        stop: Texts that end a response. The last token is the one that completes the
+            text. Special tokens are part of the text, by their names.
     """
 
     temperature: float
@@ -43,6 +45,7 @@ class Sampling:
     top_k: int
     max_tokens: int
     stop_token_ids: tuple[int, ...] | None = None
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

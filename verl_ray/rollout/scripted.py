@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,6 +29,9 @@ from verl_ray.rollout.requests import (
 from verl_ray.weight_sync.fingerprint import Fingerprints
 from verl_ray.weight_sync.manifest import Bucket, Manifest
 from verl_ray.weight_sync.transport import Address, Inbox, WireEndpoint, WireSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Script = Callable[[GenerationRequest], Sequence[tuple[int, float]]]
 """The whole response to a request, as pairs of a token and its log-prob.
@@ -73,6 +77,7 @@ class ScriptedEngine(RolloutEngine):
         initial_version: int | None = None,
         probe_log_probs: Callable[[Tokens], Sequence[float]] = _minus_one_each,
         kv_cache_tokens: int = 1 << 20,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         """Start an engine that follows `script`.
 
@@ -82,6 +87,7 @@ class ScriptedEngine(RolloutEngine):
             probe_log_probs: The log-probs of the tokens of a probe, or of a prompt that
                 is scored, except the first. Each token counts as the likeliest.
             kv_cache_tokens: Tokens for which the KV cache has space.
+            tokenizer: Reads stop strings; None refuses them.
         """
         super().__init__(initial_version)
         self.weights: dict[str, torch.Tensor] = {}
@@ -90,11 +96,16 @@ class ScriptedEngine(RolloutEngine):
         self._inbox = Inbox()
         self._rows: dict[int, _Row] = {}
         self._kv_cache_tokens = kv_cache_tokens
+        self._tokenizer = tokenizer
         self._preemptions = 0
 
     @property
     def memory_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.weights.values())
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        return self._tokenizer
 
     @property
     def load(self) -> EngineLoad:

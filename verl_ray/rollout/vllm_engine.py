@@ -40,6 +40,7 @@ from verl_ray.weight_sync.manifest import Bucket, Manifest
 from verl_ray.weight_sync.transport import Address, WireSpec
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
     from vllm import SamplingParams
     from vllm.config import VllmConfig
     from vllm.v1.engine import EngineCoreOutput
@@ -121,7 +122,8 @@ class VllmEngine(RolloutEngine):
     ) -> None:
         try:
             vllm_config = make_config()
-            self._end_tokens = end_tokens(load_tokenizer(model_path, chat_template))
+            self._tokenizer = load_tokenizer(model_path, chat_template)
+            self._end_tokens = end_tokens(self._tokenizer)
             self._vocabulary = int(vllm_config.model_config.get_vocab_size())
             self.core = VllmCore(vllm_config)
         except VerlRayError:
@@ -143,6 +145,10 @@ class VllmEngine(RolloutEngine):
     @property
     def end_tokens(self) -> tuple[int, ...]:
         return self._end_tokens
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self._tokenizer
 
     @property
     def load(self) -> EngineLoad:
