@@ -79,7 +79,9 @@ def make_pool(
         calls = [ToolCall(tools[0]["function"]["name"], {})] if tools else []
         return Action(tokens, text, calls, finish.name.lower())
 
-    server = RolloutServer(lambda: ScriptedEngine(answers, initial_version=3))
+    server = RolloutServer(
+        lambda: ScriptedEngine(answers, initial_version=3, tokenizer=tokenizer)
+    )
     arguments = {"num_processes": 2, "most_open": 16, "stall_s": 20.0} | changes
     spec = EpisodeStart(
         {"default": (f"{path}:{name}", options or {})},
@@ -192,6 +194,28 @@ def test_episodes_depend_on_their_seeds_alone(
         own = [value for value, own in zip(row.log_probs, row.mask, strict=True) if own]
         assert own == [-0.5 if token == END else -token / 8 for token in sampled]
     assert len({tuple(episode.rows[0].tokens) for episode in many.values()}) == 40
+
+
+def test_a_turn_ends_where_its_world_says(
+    start_pool: Callable[..., EpisodePool], model: Path
+) -> None:
+    words = [letters(turn_seed(100, turn)) for turn in range(3)]
+    tokenizer = load_tokenizer(model)
+    first, last = (tokenizer.decode(each) for each in (words[0][:2], words[2][:1]))
+    # The run's own texts end the turns for which the world has none.
+    (request,) = requests(1, letters=[first])
+    request = replace(request, sampling=replace(SAMPLING, stop=(last,)))
+    (episode,) = ended(start_pool("Cutting"), [request]).values()
+
+    assert (episode.end, episode.num_turns) == (End.COMPLETED, 3)
+    sampled = [
+        [token for token, own in zip(row.tokens, row.mask, strict=True) if own]
+        for row in episode.rows
+    ]
+    # What a number of tokens has cut begins a row.
+    assert last not in tokenizer.decode(words[1][:2])
+    assert sampled == [words[0][:2] + words[1][:2], words[2][:1]]
+    assert episode.metrics == {"turns": 3.0}
 
 
 def test_an_episode_that_ends_its_process_costs_no_other_one(

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from verl_ray.agents.contract import Action, EpisodeTask, Observation, Step
@@ -30,6 +31,19 @@ class Counting:
 
     async def close(self) -> None:
         pass
+
+
+class Cutting(Counting):
+    """Lets the first turn end at the letters that the task names, and the next early."""
+
+    async def reset(self, task: EpisodeTask, seed: int) -> Observation:
+        begin = await super().reset(task, seed)
+        return replace(begin, stop=task.extra["letters"])
+
+    async def step(self, action: Action) -> Step:
+        step = await super().step(action)
+        early = 2 if self.turns == 1 else None
+        return replace(step, max_tokens=early, metrics={"turns": self.turns})
 
 
 class Deadly(Counting):

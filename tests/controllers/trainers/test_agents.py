@@ -56,8 +56,14 @@ def test_a_policy_learns_from_episodes(
     )  # fmt: skip
     core = "val-core/arithmetic/reward/mean@1"
     assert before[core] < 1 < steps[-1][core] <= 12 / 8
+    for metrics in (before, steps[-1]):
+        of_world = "val-aux/arithmetic/episode/world/turns/mean@1"
+        assert metrics["val-aux/arithmetic/num_turns/mean"] == 2 * metrics[of_world] == 4
+        assert metrics["val-aux/arithmetic/episode/ends/completed"] == 1
+        assert metrics["val-aux/arithmetic/episode/ends/max_turns"] == 0
     for metrics in steps:
         assert metrics["num_turns/mean"] == 4 and metrics["episode/ends/completed"] == 1
+        assert metrics["episode/world/turns"] == metrics["episode/world/arithmetic/turns"] == 2
         # A turn that is cut by its length begins a row.
         assert 1 < metrics["episode/rows"] <= 2
         # No episode ends by a limit, and groups whose scores are equal are drawn again.

@@ -16,7 +16,7 @@ class TwoTurns:
         self.turns += 1
         reward = sum(character in "12" for character in action.text) / 8
         if self.turns == 2:
-            return Step(reward=reward, done=True)
+            return Step(reward=reward, done=True, metrics={"turns": self.turns})
         return Step([{"role": "user", "content": "7+8="}], reward)
 
     async def close(self) -> None:
