@@ -18,6 +18,7 @@ from controllers.watch.held_out_measures import CoreScores, Evaluation
 from controllers.watch.measures import Metrics
 from controllers.watch.rollout_record import (
     Pieces,
+    columns_of_turns,
     ends_of_rows,
     failures_of_rows,
     sampled_columns,
@@ -261,6 +262,7 @@ class HeldOutResponses(Iterable[HeldOutResponse]):
         failures = failures_of_rows(rows, experience.scores, of_rows, self._stall_s)
 
         turns = turns_of_rows(rows)
+        of_turns = columns_of_turns(rows)
         tokens = None if rows.end is None else self._tokens_of(rows)
         for i, number in enumerate(numbers):
             first = rows.offsets[i]
@@ -280,6 +282,9 @@ class HeldOutResponses(Iterable[HeldOutResponse]):
                 failure=failures[i],
                 response_tokens=int(self._response_tokens[number]),
                 num_turns=int(turns[i]),
+                turns=of_turns["turns"][i],
+                turn_ends=of_turns["turn_ends"][i],
+                turn_rewards=of_turns["turn_rewards"][i],
                 tokens=None if tokens is None else tokens[i],
             )
 

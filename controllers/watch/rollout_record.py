@@ -245,6 +245,7 @@ class RolloutRecord:
             "num_turns": turns_of_rows(rows),
             "response_tokens": rows.response_length,
             "advantage": np.where(is_learned, advantage, np.nan),
+            **columns_of_turns(rows),
         }
         return RolloutTable(columns, rows.offsets, tokens)
 
@@ -331,6 +332,19 @@ def turns_of_rows(rows: Rollouts) -> Array:
     if rows.num_turns is None:
         return np.ones(rows.num_rows, np.int32)
     return rows.num_turns
+
+
+def columns_of_turns(rows: Rollouts) -> dict[str, list[list[Any]]]:
+    """Return `TURN_COLUMNS` of each row; empty lists for single responses."""
+    of_rows = [np.empty((0, 3))] * rows.num_rows
+    if rows.turn_rewards is not None:
+        turns = rows.turn_rewards
+        of_rows = np.split(turns.values, turns.offsets[1:-1])
+    return {
+        "turns": [turns[:, 2].astype(int).tolist() for turns in of_rows],
+        "turn_ends": [turns[:, 0].astype(int).tolist() for turns in of_rows],
+        "turn_rewards": [turns[:, 1].tolist() for turns in of_rows],
+    }
 
 
 def failures_of_rows(

@@ -74,6 +74,9 @@ def rollouts(
             "num_turns": zeros + num_turns,
             "response_tokens": np.array([num_turns * len(row[3]) for row in rows]),
             "advantage": np.array([row[1] - 0.5 for row in rows], np.float32),
+            "turns": [[*range(num_turns)] if observation else []] * count,
+            "turn_ends": [turn_ends(of_row) if observation else [] for of_row in parts],
+            "turn_rewards": [[0.25, *[0.0] * (num_turns - 1)] if observation else []] * count,
         },
         offsets=np.cumsum([0, *map(len, pieces)]),
         tokens={
@@ -86,6 +89,11 @@ def rollouts(
             "versions": np.where(mask, step - 1, -1),
         },
     )
+
+
+def turn_ends(parts: list[str]) -> list[int]:
+    """The places of the last characters of every second part."""
+    return [sum(map(len, parts[: at + 1])) - 1 for at in range(1, len(parts), 2)]
 
 
 def drive_by(folder: Path, owner: Owner) -> None:

@@ -9,6 +9,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -161,7 +162,7 @@ def test_rows_are_filtered_sorted_and_set_side_by_side(
 ) -> None:
     opened = Opened(browser, made(write_run(tmp_path / "run")) + "#samples")
     page = opened.page
-    assert opened.count().startswith("20 of 20 rows")
+    assert opened.count().startswith("20 of 20 responses")
     page.get_by_label("from", exact=True).select_option("training")
     page.wait_for_function(
         "() => document.querySelector('#count').innerText.startsWith('16 of')"
@@ -231,6 +232,11 @@ def test_tokens_are_coloured_by_their_values(browser: Browser, tmp_path: Path) -
 def test_turns_of_an_episode_are_framed(browser: Browser, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     table = rollouts(5, [("ask", "call")], members=1, observation="it says ")
+    # Another episode has two rows.
+    two_rows = rollouts(6, [("ask", "call")], members=2, observation="it says ")
+    parts = {"member": [0, 0], "row": [0, 1], "turns": [[0, 2], [1, 3]]}
+    two_rows = replace(two_rows, rows={**two_rows.rows, **parts})
+    RolloutFiles(folder, most_mb=100).write(6, two_rows.encoded())
     RolloutFiles(folder, most_mb=100).write(5, table.encoded())
     opened = Opened(browser, made(folder) + "#samples")
     page = opened.page
@@ -239,11 +245,18 @@ def test_turns_of_an_episode_are_framed(browser: Browser, tmp_path: Path) -> Non
     turns = page.locator(".text-block .turn")
     assert turns.all_text_contents() == ["call", "call"]
     numbers = [turns.nth(i).get_attribute("data-turn") for i in range(2)]
-    assert numbers == ["1", "2"]
+    assert numbers == ["1, reward 0.25", "2, reward 0"]
     # What was masked stands apart, before the first turn and between two.
     assert page.locator(".text-block .given").all_text_contents() == ["ask", "it says "]
     assert page.locator(".text-block .between").all_text_contents() == ["it says "]
     assert page.locator(".given [title]").count() == 0
+
+    page.get_by_label("step", exact=True).select_option("6")
+    page.wait_for_function("() => document.querySelectorAll('.sample').length === 2")
+    assert opened.count().startswith("1 of 22 episodes") and page.locator(".item").count() == 1
+    assert page.locator(".item b").inner_text() == "1"
+    numbers = [turns.nth(i).get_attribute("data-turn") for i in range(4)]
+    assert [number.partition(",")[0] for number in numbers if number] == ["1", "3", "2", "4"]
     assert opened.complaints == []
 
 
@@ -374,7 +387,7 @@ def test_ten_thousand_steps_and_five_thousand_rows_are_usable_at_once(
     page = opened.page
     page.wait_for_selector(".plot canvas")
     opened.tab("Samples")
-    assert opened.count().startswith("5,000 of 5,000 rows")
+    assert opened.count().startswith("5,000 of 5,000 responses")
     # Only what is in view exists.
     assert page.locator(".item").count() < 60
     page.get_by_label("sort", exact=True).select_option("step")
@@ -397,7 +410,7 @@ def test_a_served_page_follows_its_run(browser: Browser, tmp_path: Path) -> None
             page = opened.page
             assert "4 of 4" in page.locator(".facts").inner_text()
             opened.tab("Samples")
-            assert opened.count().startswith("20 of 20 rows")
+            assert opened.count().startswith("20 of 20 responses")
             # The second problem of the first evaluation.
             page.locator(".item").nth(1).click()
             page.wait_for_selector(".item:nth-child(2)[aria-selected=true]")

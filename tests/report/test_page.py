@@ -114,9 +114,9 @@ def test_rows_are_found_by_their_places(tmp_path: Path) -> None:
     assert (columns["reward"][place], columns["finish"][place]) == (1.0, "length")
     ((first, texts),) = samples["texts"]
     assert first == 0 and (samples["steps"], samples["recordedSteps"]) == (6, 6)
-    prompt, response, answer, scores = opened.json(texts)[place]
+    prompt, response, answer, scores, turns = opened.json(texts)[place]
     assert (prompt, response, answer) == ("2+2=", "5", "3")
-    assert scores == {"reward": 1.0, "style": None}
+    assert scores == {"reward": 1.0, "style": None} and turns == []
     ((_, tokens),) = samples["tokens"]
     values = opened.json(tokens)[place]
     pieces, mask, sampler, trainer, advantages, versions, total = values
@@ -175,6 +175,25 @@ def test_the_same_question_with_another_answer_is_another_prompt(
     opened = Opened(page([replace(record, sampled=sampled)]))
     columns = opened.json(opened.index["samples"]["columns"])
     assert columns["prompt"] == [0, 1, 0]
+
+
+def test_rows_of_an_episode_are_listed_together(tmp_path: Path) -> None:
+    record = read_run(write_run(tmp_path / "run", steps=1), 100)
+    first = replace(
+        record.sampled.rows[0], reward=0.5, response_tokens=3, turns=[(0, 4, 0.5), (2, 9, 0.0)]
+    )
+    second = replace(first, row=1, reward=0.25, response_tokens=2, turns=[(1, 6, 0.25)])
+    other = replace(first, member=1, reward=0.125)
+    sampled = replace(record.sampled, rows=[first, other, second])
+    opened = Opened(page([replace(record, sampled=sampled)]))
+    samples = opened.index["samples"]
+    columns = opened.json(samples["columns"])
+    assert columns["episode"] == [0, 1, 0]
+    assert columns["reward"] == [0.75, 0.125, 0.75]
+    assert columns["response_tokens"] == [5, 3, 5]
+    ((_, texts),) = samples["texts"]
+    turns = [text[-1] for text in opened.json(texts)]
+    assert turns == [[[0, 4, 0.5], [2, 9, 0]], [[0, 4, 0.5], [2, 9, 0]], [[1, 6, 0.25]]]
 
 
 def test_nothing_that_was_recorded_is_markup(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from verl_ray.tracking.rollouts import (
     BYTES_PER_MB,
+    TURN_COLUMNS,
     RolloutFiles,
     RolloutTable,
     drop_rollouts,
@@ -42,6 +43,9 @@ def table() -> RolloutTable:
             "num_turns": np.array([1, 1]),
             "response_tokens": np.array([1, 1]),
             "advantage": np.array([0.5, NAN], np.float32),
+            "turns": [[], [1, 2]],
+            "turn_ends": [[], [4, 7]],
+            "turn_rewards": [[], [0.5, 0.0]],
         },
         offsets=np.array([0, 5, 10]),
         tokens={
@@ -76,6 +80,8 @@ def test_a_line_is_a_row_and_nothing_is_null_but_what_is_missing(
     assert (second["reward"], second["advantage"]) == (None, None)
     assert "".join(second["pieces"]) == "1+2=1" and second["tokens"] == [5, 6, 7, 8, 9]
     assert second["mask"] == [False] * 4 + [True]
+    of_turns = [second[name] for name in TURN_COLUMNS]
+    assert of_turns == [[1, 2], [4, 7], [0.5, 0.0]] and first["turns"] == []
 
 
 def test_files_thin_out_and_a_run_that_goes_back_ends_with_the_same(

@@ -474,6 +474,8 @@ def _titles(events: Sequence[Mapping[str, Any]]) -> dict[tuple[Any, Any], str]:
 
 _COLUMNS = ("step", "group", "member", "row")
 _NUMBERS = ("reward", "response_tokens", "num_turns", "advantage")
+_SUMS = ("reward", "response_tokens")
+"""Numbers of which the rows of an episode have parts; each row shows their sum."""
 _WORDS = ("source", "data_source", "finish", "end", "failure")
 
 
@@ -575,6 +577,9 @@ def _columns(rows: Sequence[tuple[int, RecordedRow]]) -> dict[str, Any]:
 
     # Data may have the same question with several answers.
     numbers: dict[tuple[str, str], int] = {}
+    columns["episode"] = _episodes(rows)
+    for name in _SUMS:
+        columns[name] = _sums(columns["episode"], columns[name])
     columns["prompt"] = [
         numbers.setdefault((row.prompt, row.answer), len(numbers)) for _, row in rows
     ]
@@ -584,8 +589,21 @@ def _columns(rows: Sequence[tuple[int, RecordedRow]]) -> dict[str, Any]:
     return columns
 
 
+def _episodes(rows: Sequence[tuple[int, RecordedRow]]) -> list[int]:
+    """Return the number of each row's episode, or of its single response."""
+    numbers: dict[tuple[Any, ...], int] = {}
+    keys = [(run, row.source, row.step, row.group, row.member) for run, row in rows]
+    return [numbers.setdefault(key, len(numbers)) for key in keys]
+
+
+def _sums(episodes: Sequence[int], values: Sequence[float]) -> list[float]:
+    """Return the sum over the episode of each row."""
+    sums = np.bincount(episodes, values)
+    return [round(float(value), 5) for value in sums[list(episodes)]]
+
+
 def _text(row: RecordedRow) -> list[Any]:
-    return [row.prompt, row.response, row.answer, dict(row.scores)]
+    return [row.prompt, row.response, row.answer, dict(row.scores), list(row.turns)]
 
 
 def _token_values(row: RecordedRow) -> list[Any] | None:

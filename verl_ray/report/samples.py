@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from verl_ray.tracking.evaluations import recorded_responses
-from verl_ray.tracking.rollouts import recorded_rollouts
+from verl_ray.tracking.rollouts import TURN_COLUMNS, recorded_rollouts
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -99,6 +99,9 @@ class RecordedRow:
     num_turns: int = -1
     response_tokens: int = -1
     advantage: float = math.nan
+    turns: Sequence[tuple[int, int, float]] = ()
+    """Number in the episode, place of the last token, and reward of each turn."""
+
     tokens: TokenValues | None = None
 
 
@@ -274,6 +277,8 @@ def _within(
 
 def _row(fields: Mapping[str, Any], source: str, step: int, group: str) -> RecordedRow:
     """Return a line of a file of rollouts or of held-out responses."""
+    # Files of earlier versions have no columns of turns.
+    of_turns = [fields.get(name) or () for name in TURN_COLUMNS]
     return RecordedRow(
         source=source,
         step=step,
@@ -292,6 +297,7 @@ def _row(fields: Mapping[str, Any], source: str, step: int, group: str) -> Recor
         num_turns=_whole(fields.get("num_turns")),
         response_tokens=_whole(fields.get("response_tokens")),
         advantage=_number(fields.get("advantage")),
+        turns=list(zip(*of_turns, strict=True)),
     )
 
 

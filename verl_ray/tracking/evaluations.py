@@ -47,7 +47,12 @@ from verl_ray.disk import drop_after, replace_file, step_files, step_path
 from verl_ray.errors import TrackingError
 from verl_ray.json_lines import lines_of
 from verl_ray.tracking.held_out_names import ACCURACY, ScoreName
-from verl_ray.tracking.rollouts import TOKEN_COLUMNS, token_lists
+from verl_ray.tracking.rollouts import (
+    TOKEN_COLUMNS,
+    TURN_COLUMNS,
+    arrow_type,
+    token_lists,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -343,6 +348,7 @@ RESPONSE_COLUMNS = {
     "entries": "string",  # JSON; empty where there are none
     "response_tokens": "int32",
     "num_turns": "int32",
+    **TURN_COLUMNS,
 }
 """Columns of a file of responses, a line per response, and their types. It also has
 `TOKEN_COLUMNS` of training rollouts, empty lists where no tokens are kept."""
@@ -387,6 +393,13 @@ class HeldOutResponse:
     num_turns: int = 1
     """Turns of the policy."""
 
+    turns: Sequence[int] = ()
+    """Values of `TURN_COLUMNS` of an episode's last row, like the next two; none of a
+    single response."""
+
+    turn_ends: Sequence[int] = ()
+    turn_rewards: Sequence[float] = ()
+
     tokens: Mapping[str, Sequence[Any] | Array] | None = None
     """Values of `TOKEN_COLUMNS`, [tokens] each, of an episode's last row; None of a
     single response, whose text says the same."""
@@ -423,7 +436,7 @@ def _response_table(responses: Sequence[HeldOutResponse]) -> pa.Table:
     """Return some responses as `RESPONSE_COLUMNS` and `TOKEN_COLUMNS`."""
     import pyarrow as pa
 
-    types = {name: pa.type_for_alias(type_) for name, type_ in RESPONSE_COLUMNS.items()}
+    types = {name: arrow_type(type_) for name, type_ in RESPONSE_COLUMNS.items()}
     lines = []
     for response in responses:
         line: dict[str, object] = {

@@ -29,6 +29,14 @@ FOLDER = "rollouts"
 
 BYTES_PER_MB = 1_000_000
 
+TURN_COLUMNS = {
+    "turns": "int32 list",  # number of the turn in its episode, from 0
+    "turn_ends": "int32 list",  # place of its last token in the row
+    "turn_rewards": "float32 list",  # what the environment paid for it
+}
+"""Columns with one value per turn that the policy sampled in a row, in the order of
+time; empty lists in single responses."""
+
 ROW_COLUMNS = {
     "step": "int32",  # training step that learned from the row, from 1
     "ordinal": "int64",  # running number of the prompt in the run: the group
@@ -48,6 +56,7 @@ ROW_COLUMNS = {
     "num_turns": "int32",  # turns of the policy in the whole trajectory
     "response_tokens": "int32",  # tokens that the policy sampled
     "advantage": "float32",  # mean over these; null where the row was not learned from
+    **TURN_COLUMNS,
 }
 """Columns with one value per row, and their types."""
 
@@ -97,13 +106,20 @@ class RolloutTable:
 
         columns: dict[str, Any] = {}
         for name, type_name in ROW_COLUMNS.items():
-            if type_name == "map":
-                type_ = pa.map_(pa.string(), pa.float32())
-            else:
-                type_ = pa.type_for_alias(type_name)
+            type_ = arrow_type(type_name)
             columns[name] = pa.array(self.rows[name], type_, from_pandas=True)
 
         return pa.table(columns | token_lists(self.offsets, self.tokens))
+
+
+def arrow_type(name: str) -> pa.DataType:
+    """Return the type of a column in words, such as "int32", "int32 list" or "map"."""
+    import pyarrow as pa
+
+    if name == "map":
+        return pa.map_(pa.string(), pa.float32())
+    element = pa.type_for_alias(name.removesuffix(" list"))
+    return pa.list_(element) if name.endswith(" list") else element
 
 
 def token_lists(

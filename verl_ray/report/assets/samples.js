@@ -44,13 +44,15 @@ async function samplesTab(report, redraw) {
   const list = sampleList(samples, places, select);
   await showDetail();
 
+  const kind = columns.end.some((end) => end !== "") ? "episodes" : "responses";
+  const total = new Set(columns.episode.slice(0, samples.shown)).size;
   const rest = samples.recorded - samples.shown;
   const isPart = samples.steps < samples.recordedSteps;
   return [
     filterTools(samples, redraw),
-    element("p", { class: "quiet", id: "count" }, `${grouped(places.length)} of ${grouped(samples.shown)} rows`,
+    element("p", { class: "quiet", id: "count" }, `${grouped(places.length)} of ${grouped(total)} ${kind}`,
       isPart ? `, from ${grouped(samples.steps)} of ${grouped(samples.recordedSteps)} recorded steps` : "",
-      rest > 0 ? `; ${grouped(rest)} more of ${isPart ? "these steps" : "them"} are in the run's folder (rollouts/, evaluations/)` : ""),
+      rest > 0 ? `; ${grouped(rest)} more rows${isPart ? " of these steps" : ""} are in the run's folder (rollouts/, evaluations/)` : ""),
     element("div", { class: "split" }, list, detail),
   ];
 }
@@ -65,8 +67,16 @@ const sorts = {
   advantage: ["largest advantage", ["advantage", -1]], step: ["newest step", ["step", -1]],
 };
 
-/** Return the places of the rows that pass the filters, in the order that is chosen. */
-function matching({ columns, shown }) {
+/** Return the places of the first rows of the episodes that pass the filters, in the order that is chosen. */
+function matching(samples) {
+  const seen = new Set();
+  return matchingRows(samples).filter((place) => {
+    const episode = samples.columns.episode[place];
+    return !seen.has(episode) && seen.add(episode);
+  });
+}
+
+function matchingRows({ columns, shown }) {
   const tests = [];
   for (const [name, value] of Object.entries(samplesView.filters)) {
     if (value === "" || value === null) continue;
@@ -173,14 +183,14 @@ function sampleItem({ columns, report }, place, order, select) {
 
 // ------------------------------------------------------------------------------- detail
 
-const modes = [["sample", "row"], ["group", "its group"], ["prompt", "its prompt over the steps"]];
+const modes = [["sample", "itself"], ["group", "its group"], ["prompt", "its prompt over the steps"]];
 const colorings = [
   ["none", "nothing"], ["turns", "who wrote it"], ["logProb", "log-prob"], ["difference", "trainer less sampler"],
   ["advantage", "advantage"], ["version", "policy version"],
 ];
 
 async function detailOf(samples, place, redraw) {
-  if (place === null) return [element("p", { class: "note" }, "No row passes the filters.")];
+  if (place === null) return [element("p", { class: "note" }, "Nothing passes the filters.")];
   const beside = placesBeside(samples, place);
   const shown = beside.slice(0, mostBeside);
   const cards = await Promise.all(shown.map((other) => sampleCard(samples, other, place)));
@@ -201,9 +211,9 @@ function placesBeside({ columns, shown }, place) {
     return all.filter(same(["run", "source", "step", "group"])).sort((a, b) => columns.member[a] - columns.member[b] || columns.row[a] - columns.row[b]);
   }
   if (samplesView.mode === "prompt") {
-    return all.filter(same(["source", "prompt"])).sort((a, b) => columns.step[a] - columns.step[b] || columns.run[a] - columns.run[b] || columns.member[a] - columns.member[b]);
+    return all.filter(same(["source", "prompt"])).sort((a, b) => columns.step[a] - columns.step[b] || columns.run[a] - columns.run[b] || columns.member[a] - columns.member[b] || columns.row[a] - columns.row[b]);
   }
-  return [place];
+  return all.filter(same(["episode"])).sort((a, b) => columns.row[a] - columns.row[b]);
 }
 
 /** Return the value of a row from blocks, of which each has its first row and its number. */
@@ -214,7 +224,7 @@ async function valueOfRow(blocks, places, place) {
 
 async function sampleCard(samples, place, selected) {
   const { columns, report } = samples;
-  const [prompt, response, answer, scores] = await valueOfRow(report.blocks, samples.texts, place);
+  const [prompt, response, answer, scores, turns] = await valueOfRow(report.blocks, samples.texts, place);
   const tokens = columns.hasTokens[place] ? await valueOfRow(report.blocks, samples.tokens, place) : null;
 
   const pairs = [["step", columns.step[place]], ["reward", short(columns.reward[place])]];
@@ -234,7 +244,7 @@ async function sampleCard(samples, place, selected) {
   const plain = (text) => element("p", { class: "text-block" }, visible(text));
   return element("article", { class: "card sample", "aria-current": place === selected ? "true" : null },
     element("div", { class: "pairs" }, ...pairs.map(([title, value]) => element("div", {}, element("span", {}, `${visible(title)} `), recorded(value)))),
-    ...(tokens ? [part(tokenTitle(tokens, isEpisode), tokenText(tokens, isEpisode))] : []),
+    ...(tokens ? [part(tokenTitle(tokens, isEpisode), tokenText(tokens, isEpisode, turns))] : []),
     ...(tokens && !isCut(tokens) ? [] : [part("prompt", plain(prompt)), part("response", plain(response))]),
     answer ? part("expected answer", plain(answer)) : "");
 }
@@ -266,20 +276,27 @@ function tokenTitle(tokens, isEpisode) {
   return `${which}, prompt included; ${isEpisode ? "frames are turns of the policy, and " : ""}grey ones are masked: the policy did not sample them`;
 }
 
-/** Return the tokens of a row. A run of sampled ones is a turn of the policy; the others were given to it. */
-function tokenText(tokens, isEpisode) {
+/** Return the tokens of a row. A run of sampled ones is a turn of the policy; the others were given to it. Turns have their numbers in the episode and their rewards, where these are recorded. */
+function tokenText(tokens, isEpisode, turns) {
   const [pieces, mask] = tokens;
+  const ends = new Set(turns.map(([, end]) => end));
   const parts = [];
-  let turns = 0;
+  let begun = 0;
   pieces.forEach((_, i) => {
-    if (i === 0 || mask[i] !== mask[i - 1]) {
-      if (mask[i]) turns++;
-      const kind = mask[i] ? (isEpisode ? "sampled turn" : "sampled") : turns ? "given between" : "given";
-      parts.push(element("span", { class: kind, "data-turn": mask[i] && isEpisode ? turns : null }));
+    if (i === 0 || mask[i] !== mask[i - 1] || ends.has(i - 1)) {
+      if (mask[i]) begun++;
+      const kind = mask[i] ? (isEpisode ? "sampled turn" : "sampled") : begun ? "given between" : "given";
+      parts.push(element("span", { class: kind, "data-turn": mask[i] && isEpisode ? turnTitle(turns, begun) : null }));
     }
     parts.at(-1).append(tokenSpan(tokens, i));
   });
   return element("p", { class: "text-block" }, ...parts);
+}
+
+function turnTitle(turns, begun) {
+  if (!turns.length) return begun;
+  const [number, , reward] = turns[begun - 1];
+  return `${number + 1}, reward ${short(reward)}`;
 }
 
 function tokenSpan(tokens, i) {
