@@ -60,6 +60,7 @@ from verl_ray.data.tokenizers import load_tokenizer, train_bpe
 from verl_ray.errors import ConfigError, DataError, InputError, Problem
 from verl_ray.preflight.machine import Machine
 from verl_ray.rollout.requests import GenerationRequest, Sampling
+from verl_ray.rollout.texts import GrowingText
 from verl_ray.rollout.vllm_core import environment as engine_variables
 
 if TYPE_CHECKING:
@@ -348,6 +349,8 @@ class Screen:
         self.show(f"--- {episode.end.value}, score {episode.score:g}")
         if episode.detail:
             self.show(episode.detail)
+        for name, value in episode.metrics.items():
+            self.show(f"metric {name} = {value:g}")
         turns, calls = episode.num_turns, episode.num_tool_calls
         self.show(f"turns {turns}, tool calls {calls}, rows {len(episode.rows)}")
         for number, row in enumerate(episode.rows, start=1):
@@ -495,7 +498,12 @@ class Person:
             EpisodeEnded: There are no more lines.
         """
         action, encoded = self._typed([_name(tool) for tool in tools])
-        sampled = [*encoded, self.end]
+        text = GrowingText(self.tokenizer, stop, spells_special_tokens=True)
+        count, _ = text.add(encoded, last=True)
+        if count < len(encoded):
+            # What stands behind a text that ends the turn was never written.
+            action = Action((), str(self.tokenizer.decode(encoded[:count])))
+        sampled = encoded[:count] if text.stopped else [*encoded, self.end]
         finish = "stop" if len(sampled) <= max_tokens else "length"
         sampled = sampled[:max_tokens]
         typed = Action(

@@ -18,12 +18,16 @@ from verl_ray.algorithms.credit import token_credit
 from verl_ray.data.stages import Finish, Rollouts
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
 from verl_ray.rewards.child import GroupLog, group_values, response_values
-from verl_ray.rewards.health import ScoreHealth
+from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rewards.remote import RequestBatch
 from verl_ray.rewards.request import ScoreRequest
 from verl_ray.rewards.signatures import signature_of
 from workers.episodes import ROW_IDS, episode_rollouts
-from workers.reward import requests_of, scores_without_grader
+from workers.reward import (
+    requests_of,
+    scores_without_grader,
+    with_metrics_of_worlds,
+)
 
 
 def row_of(context: int, sampled: int, *, reward: float, turn: int = 0) -> EpisodeRow:
@@ -100,6 +104,58 @@ def test_lengths_and_ends_are_those_of_episodes() -> None:
     # Other rows begin with what the environment said, too.
     assert found["prompt_length/max"] == 2
     assert found["episode/rows"] == 2 and found["num_turns/mean"] == 4
+
+
+def test_what_worlds_record_are_means_over_the_episodes_that_have_it() -> None:
+    ends = (End.COMPLETED, End.MAX_TURNS, End.COMPLETED, End.TOOL_TIMEOUT)
+    recorded = ({"doors": 1.0, "falls": 4.0}, {"doors": 2.0}, {}, {"doors": 64.0})
+    episodes = [
+        replace(two_rows(end), metrics=metrics)
+        for end, metrics in zip(ends, recorded, strict=True)
+    ]
+    rows = rows_of(*episodes)
+    assert rows.episode_metrics is not None
+    texts = rows.episode_metrics.texts()
+    # An episode that is dropped says nothing.
+    assert [json.loads(text or "{}") for text in texts] == [
+        {}, recorded[0], {}, recorded[1], {}, {}, {},
+    ]  # fmt: skip
+
+    scores = [Score(0.5, ScoreHealth.OK, entries='{"n": 3}') for _ in texts]
+    of_rows = with_metrics_of_worlds(scores, rows)
+    (source,) = set(rows.data_source.texts())
+    name = "episode/world"
+    entries = dict(enumerate(score.entries for score in of_rows))
+    assert json.loads(entries[3]) == {"n": 3, f"{name}/{source}/doors": 2}
+    means = {f"{name}/doors": 1.5, f"{name}/falls": 4.0}
+    by_source = {f"{name}/{source}/doors": 1.5, f"{name}/{source}/falls": 4.0}
+    alone = measures.merged_entries(7, {"reward": entries})
+    assert measures.entry_metrics(alone) == {"reward/n/mean": 3.0, **means, **by_source}
+    assert measures.held_out_entry_metrics([source] * 7, alone, 2) == {
+        f"val-aux/{source}/n/mean@2": 3.0,
+        f"val-aux/{source}/{name}/doors/mean@2": 1.5,
+        f"val-aux/{source}/{name}/falls/mean@2": 4.0,
+    }
+    # Each of several graders has them.
+    names = ("reward.components.a", "reward.components.b")
+    both = measures.merged_entries(7, dict.fromkeys(names, entries))
+    assert measures.entry_metrics(both) == {
+        "reward/a/n/mean": 3.0, "reward/b/n/mean": 3.0, **means, **by_source,
+    }  # fmt: skip
+
+
+def test_held_out_episodes_have_ends_and_turns_by_data_source() -> None:
+    rows = rows_of(two_rows(End.MAX_TURNS), two_rows(End.COMPLETED), two_rows(End.COMPLETED))
+    lasts = held(rows).select([1, 3, 5])
+    found = measures.held_out_episode_metrics(["a", "b", "a"], lasts)
+    assert found["val-aux/a/num_turns/mean"] == found["val-aux/b/num_turns/mean"] == 4
+    shares = {name: share for name, share in found.items() if "ends" in name and share}
+    assert shares == {
+        "val-aux/a/episode/ends/max_turns": 0.5,
+        "val-aux/a/episode/ends/completed": 0.5,
+        "val-aux/b/episode/ends/completed": 1.0,
+    }
+    assert len(found) == 2 * (1 + len(End))
 
 
 def test_graders_see_the_whole_conversation_of_an_episode(tmp_path: Path) -> None:

@@ -70,6 +70,20 @@ def test_the_end_of_the_input_ends_the_episode() -> None:
     assert "takes no option hihg" in play(*arguments, "hihg=3", code=2)
 
 
+@pytest.mark.processes
+def test_a_text_of_the_world_ends_what_is_typed(tmp_path: Path) -> None:
+    world = tmp_path / "world.py"
+    world.write_text(
+        "async def run(task, policy):\n"
+        "    action = await policy.respond(task.messages, stop=['</a>'])\n"
+        "    policy.record(letters=len(action.text))\n"
+        "    return 1.0\n"
+    )
+    out = play(f"{world}:run", "--prompt", "go", typed="x</a> and more\n")
+    assert "[x|<|/|a|>]  <- 5 tokens of the policy" in out
+    assert "--- completed, score 1\nmetric letters = 5\nturns 1," in out
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_a_model_is_watched(tmp_path: Path) -> None:

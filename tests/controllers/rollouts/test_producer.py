@@ -157,6 +157,27 @@ def test_a_response_ends_with_the_end_token_or_at_the_limit(run: Trainer) -> Non
     assert 0 < len(cut) < 32
 
 
+def test_a_text_ends_a_response_of_training_and_of_an_evaluation(
+    run: Trainer, trainer: MakeTrainer
+) -> None:
+    stopping = trainer("ppo", 'rollout.stop=["1"]')
+    stopping.publish(7)
+    one = load_tokenizer(run.config.model.path).encode("1", add_special_tokens=False)
+    assert len(one) == 1
+    for name in ("training_generation", "evaluation_generation"):
+        whole, _ = scored(run, getattr(run.producer, name)())
+        cut, _ = scored(stopping, getattr(stopping.producer, name)())
+        num_stopped = 0
+        for row in range(whole.num_rows):
+            tokens, finish = response_of(whole, row), whole.finish[row]
+            if one[0] in tokens:
+                # Its token stays, and the response has ended by itself.
+                tokens, finish = tokens[: tokens.index(one[0]) + 1], Finish.STOP
+                num_stopped += 1
+            assert (response_of(cut, row), cut.finish[row]) == (tokens, finish)
+        assert 0 < num_stopped < whole.num_rows
+
+
 def test_every_response_is_scored_by_its_own_text(run: Trainer) -> None:
     rollouts, scores = scored(run, run.producer.training_generation())
     tokenizer = load_tokenizer(run.config.model.path)
