@@ -35,6 +35,7 @@ from verl_ray.data.stages import (
 )
 from verl_ray.data.tokenizers import (
     TemplateArguments,
+    end_tokens,
     load_tokenizer,
     same_tokens,
     strip_special_tokens,
@@ -120,6 +121,7 @@ class RewardModelGrader(RewardModelWorker, Grader):
         self._template_arguments = template_arguments
         self._policy_tokenizer = load_tokenizer(policy_path, chat_template)
         self._model_tokenizer = load_tokenizer(spec.model_path)
+        self._ends = end_tokens(self._policy_tokenizer)
         both_template = apply_chat_template == bool(self._model_tokenizer.chat_template)
         self._shares_tokens = both_template and same_tokens(
             self._policy_tokenizer, self._model_tokenizer
@@ -167,11 +169,29 @@ class RewardModelGrader(RewardModelWorker, Grader):
         A row that cannot be written in them has no tokens, and a reason by its number.
         """
         if self._shares_tokens:
-            return Ragged(rows.tokens, rows.offsets), {}
+            return self._tokens_with_ends(rows)
         try:
             return self._retemplate(rows), {}
         except DataError:
             return self._tokens_row_by_row(rows)
+
+    def _tokens_with_ends(self, rows: Rollouts) -> tuple[Ragged, dict[int, str]]:
+        """Return the tokens as they were sampled, or anew where the last is missing.
+
+        A response that a text has ended (rollout.stop) lacks the end of its turn.
+        """
+        sampled = Ragged(rows.tokens, rows.offsets)
+        last = rows.tokens[rows.offsets[1:] - 1]
+        has_end = (rows.finish != Finish.STOP) | np.isin(last, self._ends)
+        unended = np.flatnonzero(~has_end)
+        if not len(unended):
+            return sampled, {}
+
+        written, refused = self._tokens_row_by_row(rows.select(unended))
+        order = np.arange(rows.num_rows)
+        order[unended] = rows.num_rows + np.arange(len(unended))
+        tokens = Ragged.concat([sampled, written]).select(order)
+        return tokens, {int(unended[row]): why for row, why in refused.items()}
 
     def _tokens_row_by_row(self, rows: Rollouts) -> tuple[Ragged, dict[int, str]]:
         """Return the tokens as `_tokens_of` does, trying each row by itself.

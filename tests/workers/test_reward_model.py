@@ -131,6 +131,23 @@ def test_scores_are_those_of_transformers(
     )
 
 
+def test_a_response_that_a_text_has_ended_is_scored_with_the_end_of_its_turn(
+    folder: Path, reward_model: Make, grader: Grader
+) -> None:
+    policy = load_tokenizer(folder / "chatml")
+    cut = [(prompt, text, Finish.LENGTH) for prompt, text, _ in ROWS]
+    rows = rollouts(policy, cut)
+    finish = rows.finish.copy()
+    finish[1:] = Finish.STOP
+    whole = rollouts(policy, [cut[0], *((*row[:2], Finish.STOP) for row in cut[1:])])
+    model = reward_model("qwen3", "same")
+    scorer = grader(model, "chatml")
+    scored = scorer.score(rows.replace(finish=finish), 1)
+    close(scored, transformers_scores(model, lists(Ragged(whole.tokens, whole.offsets))))
+    without = scorer.score(rows, 1).score
+    assert np.isclose(scored.score, without, atol=EXACT).tolist() == [True, *[False] * (len(ROWS) - 1)]
+
+
 def test_lengths_that_a_trainer_left_in_a_tokenizer_make_it_no_other(
     folder: Path, reward_model: Make, grader: Grader
 ) -> None:
