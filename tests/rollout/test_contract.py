@@ -17,8 +17,14 @@ from verl_ray.data.stages import Finish
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import CannotGenerate, RolloutError, WeightSyncError
 from verl_ray.rollout.base import RolloutEngine
-from verl_ray.rollout.engine_state import EnginePause, Probe
-from verl_ray.rollout.requests import Chunk, EngineLoad, GenerationRequest, Sampling
+from verl_ray.rollout.engine_state import EnginePause, InFlight, Probe
+from verl_ray.rollout.requests import (
+    Chunk,
+    EngineLoad,
+    GenerationProgress,
+    GenerationRequest,
+    Sampling,
+)
 from verl_ray.rollout.scripted import ScriptedEngine
 from verl_ray.rollout.vllm_engine import VllmEngine
 from verl_ray.weight_sync.fingerprint import Fingerprint
@@ -202,6 +208,23 @@ def test_a_text_ends_a_response(engine: RolloutEngine) -> None:
     # Others go on.
     assert _join(chunks, 1)[0] == whole.tokens.tolist()
     assert _join(chunks, 1)[2] == [Finish.LENGTH]
+
+
+def test_tokens_behind_a_text_that_ends_a_response_are_none_of_it(
+    make_model: Callable[..., Path],
+) -> None:
+    """A step may bring several tokens, and the engine may end a response with them."""
+    tokenizer = load_tokenizer(make_model("qwen3", tie=False))
+    pieces = [tokenizer.decode([token]) for token in (5, 6, 7)]
+    for finish, forgotten in ((None, [1]), (Finish.LENGTH, [])):
+        sampling = replace(_request(1).sampling, stop=(pieces[0] + pieces[1],))
+        in_flight = InFlight()
+        in_flight.add([replace(_request(1), sampling=sampling)], tokenizer)
+        step = GenerationProgress(1, [5, 6, 7], [-0.5, -0.25, -0.125], finish)
+        assert in_flight.record([step], version=4) == forgotten
+        (chunk,) = in_flight.take_chunks()
+        assert (chunk.tokens.tolist(), chunk.log_probs.tolist()) == ([5, 6], [-0.5, -0.25])
+        assert chunk.finish is Finish.STOP and len(in_flight) == 0
 
 
 def test_an_abort_delivers_what_there_is(engine: RolloutEngine) -> None:
