@@ -393,12 +393,12 @@ class HeldOutResponse:
     num_turns: int = 1
     """Turns of the policy."""
 
-    turns: Sequence[int] = ()
+    turns: Sequence[int] = field(default_factory=list)
     """Values of `TURN_COLUMNS` of an episode's last row, like the next two; none of a
     single response."""
 
-    turn_ends: Sequence[int] = ()
-    turn_rewards: Sequence[float] = ()
+    turn_ends: Sequence[int] = field(default_factory=list)
+    turn_rewards: Sequence[float] = field(default_factory=list)
 
     tokens: Mapping[str, Sequence[Any] | Array] | None = None
     """Values of `TOKEN_COLUMNS`, [tokens] each, of an episode's last row; None of a
