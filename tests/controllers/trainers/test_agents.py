@@ -87,6 +87,10 @@ def test_a_policy_learns_from_episodes(
         ((_, score),) = of_trajectory[0]["scores"]
         paid = sum(row["reward"] for row in of_trajectory)
         assert paid == pytest.approx(score, abs=1e-5)
+        # Turns are numbered over the rows of an episode.
+        assert [number for row in of_trajectory for number in row["turns"]] == [0, 1]
+        of_turns = sum(reward for row in of_trajectory for reward in row["turn_rewards"])
+        assert of_turns == pytest.approx(score, abs=1e-5)
         for row in of_trajectory:
             assert (row["end"], row["num_turns"], row["failure"]) == (
                 "completed",
@@ -110,6 +114,7 @@ def test_a_policy_learns_from_episodes(
         # A special token may stand behind a turn, and texts are without those.
         assert "".join(row["pieces"]).startswith(row["prompt"][:4])
         assert row["num_turns"] == 2
+        assert row["turns"][-1] == 1 and row["mask"][row["turn_ends"][-1]]
         assert 0 < sum(row["mask"]) <= row["response_tokens"] <= 2 * 6
         assert [version == 4 for version in row["versions"]] == row["mask"]
         sampled = [value is not None for value in row["rollout_log_probs"]]
