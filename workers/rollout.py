@@ -20,6 +20,7 @@ from verl_ray.agents.wire import EpisodeStart
 from verl_ray.algorithms.groups import is_last_of_group
 from verl_ray.cluster.context import WorkerContext, concurrent, steering, when_abandoned
 from verl_ray.config.agent import AgentConfig
+from verl_ray.config.data import SpecialTokens
 from verl_ray.config.roles import LoraConfig
 from verl_ray.config.rollout import RolloutConfig, RolloutEngineConfig
 from verl_ray.data.batch import Int64, Ragged, offsets_of
@@ -32,7 +33,7 @@ from verl_ray.data.stages import (
     Rollouts,
     versions_of,
 )
-from verl_ray.data.tokenizers import load_tokenizer
+from verl_ray.data.tokenizers import PRESENT_TIME, load_tokenizer
 from verl_ray.errors import EngineFailed, VerlRayError
 from verl_ray.ops.installed_torch import choose_vector_program
 from verl_ray.profiling.progress import touch
@@ -77,6 +78,10 @@ class RolloutSpec:
     """Text of the chat template that replaces the model's."""
     agent: AgentConfig | None = None
     """The environments of episodes; None where rollouts are single responses."""
+    template_day: str | None = None
+    """The day that the chat template writes; None if it writes none."""
+    special_tokens: SpecialTokens = "escape"
+    """What happens to special tokens that the texts of episodes spell."""
 
 
 @dataclass(frozen=True)
@@ -454,7 +459,13 @@ def start_episodes(
         context_tokens=spec.max_model_len,
         row_tokens=spec.config.max_response_tokens,
         chat_template=spec.chat_template,
-        template_arguments=spec.template_arguments,
+        template_arguments={
+            name: value
+            for name, value in spec.template_arguments.items()
+            if name != PRESENT_TIME
+        },
+        template_day=spec.template_day,
+        special_tokens=spec.special_tokens,
     )
     return EpisodePool(
         server,

@@ -361,7 +361,9 @@ def check(
         *pool_lines(planned, machine, rates),
     ):
         print(line)
-    print_data(config, checked.tried.data.files, checked.tried.rewards.trials)
+    tried = checked.tried
+    openings = tried.environments.openings
+    print_data(config, tried.data.files, tried.rewards.trials, openings)
     for line in checked.tried.lines_of_data:
         print(line)
     print(_resources(machine))

@@ -55,28 +55,38 @@ def print_readings(files: Sequence[DataFile], stream: TextIO) -> None:
 
 
 def print_data(
-    config: Config, files: Sequence[DataFile], trials: Sequence[Trial]
+    config: Config,
+    files: Sequence[DataFile],
+    trials: Sequence[Trial],
+    openings: Sequence[tuple[str, int, str]],
 ) -> None:
-    """Print the lengths of the rows, the first rows, and the trial scores."""
+    """Print the lengths of the rows, the first rows, and the trial scores.
+
+    Args:
+        openings: Data source, number of tokens and text of the first prompt of an
+            episode in each environment; these are shown in place of the records.
+    """
     row_format = config.row_format
     if row_format is None or not files:
         return
 
     print_readings(files, sys.stdout)
-    for file in files[:1]:
+    for source, num_tokens, text in openings:
+        _print_row(f"first prompt of an episode of {source!r}", num_tokens, text)
+    for file in [] if openings else files[:1]:
+        unit = _UNITS[row_format.kind]
         for number, example in enumerate(file.examples, start=1):
-            _print_row(file, number, example, row_format)
+            name = f"{unit} {number} of {file.key}"
+            _print_row(name, file.lengths[number - 1], example)
 
     print_tables(_length_table(config, files, row_format))
     if trials:
         print_tables(_trial_table(trials))
 
 
-def _print_row(file: DataFile, number: int, text: str, row_format: RowFormat) -> None:
+def _print_row(name: str, num_tokens: int, text: str) -> None:
     """Print a row, indented."""
-    unit = _UNITS[row_format.kind]
-    tokens = file.lengths[number - 1]
-    print(f"{unit} {number} of {file.key}, as the model sees it ({tokens} tokens):")
+    print(f"{name}, as the model sees it ({num_tokens} tokens):")
 
     width = max(40, shutil.get_terminal_size().columns - 4)
     shown = text[:SHOWN_CHARACTERS]

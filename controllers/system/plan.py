@@ -401,6 +401,8 @@ def rollout_spec(config: RolloutTaskConfig) -> RolloutSpec:
         of_run(config.data),
         template_of(config.data),
         config.episodes,
+        template_day=resolved(config.data.template_day),
+        special_tokens=config.data.special_tokens,
     )
 
 

@@ -106,12 +106,14 @@ class EpisodeTask:
         answer: What the record expects; None where it has no answer.
         extra: The other fields of the record.
         data_source: The data source of the record.
+        template_arguments: What the record gives to the chat template, in all turns.
     """
 
     messages: Sequence[Message]
     answer: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     data_source: str = ""
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from verl_ray.agents.contract import (
     ToolSchema,
     message_of,
 )
-from verl_ray.agents.template import Renderer
+from verl_ray.agents.template import Renderer, TextTooLong
 from verl_ray.agents.transcript import Transcript, TurnPrompt
 from verl_ray.rewards.health import LARGEST
 from verl_ray.user_files import short_traceback
@@ -74,6 +74,8 @@ class Limits:
         max_tool_calls: Tool calls of all turns together; None is no limit.
         max_turn_tokens: Sampled tokens of one turn; None is no limit of its own. A turn
             that it cuts ends like any other, and the next one begins a row.
+        max_result_tokens: Tokens of a message of a tool in a step; the rest of a longer
+            one is left out. None is no limit.
         model_s: Seconds of one turn of the model; infinity is no limit, here and below.
         tool_s: Seconds of one call of the environment. A step may take this long for
             each of its tool calls.
@@ -91,6 +93,7 @@ class Limits:
     max_tokens: int | None = None
     max_tool_calls: int | None = None
     max_turn_tokens: int | None = None
+    max_result_tokens: int | None = None
     model_s: float = math.inf
     tool_s: float = math.inf
     turn_s: float = math.inf
@@ -186,6 +189,7 @@ class EpisodePolicy:
         self.score = 0.0
         self.metrics: dict[str, float] = {}
 
+        self._renderer = renderer
         self._seed = seed
         self._sampler = sampler
         self._limits = limits
@@ -224,7 +228,12 @@ class EpisodePolicy:
             if remaining < 1:
                 raise self.over(End.MAX_TOKENS)
 
-            prompt = self.transcript.prompt(messages, tools)
+            try:
+                prompt = self.transcript.prompt(
+                    messages, tools, self._most_prompt_tokens()
+                )
+            except TextTooLong:
+                raise self.over(End.CONTEXT_OVERFLOW) from None
             places = self._places_behind(prompt)
             if places < 1:
                 raise self.over(End.CONTEXT_OVERFLOW)
@@ -247,6 +256,18 @@ class EpisodePolicy:
             if most_calls is not None and self.num_tool_calls > most_calls:
                 raise self.over(End.MAX_TOOL_CALLS)
             return action
+
+    def as_read(self, messages: Sequence[Message]) -> list[Message]:
+        """Return what a step adds to the conversation, with long results shortened."""
+        most = self._limits.max_result_tokens
+        if most is None:
+            return list(messages)
+        return [
+            self._renderer.shortened(message, most)
+            if isinstance(message, dict) and message.get("role") == "tool"
+            else message
+            for message in messages
+        ]
 
     def pay(self, reward: float) -> None:
         """Add a reward to the last turn."""
@@ -285,15 +306,29 @@ class EpisodePolicy:
             return math.inf
         return self._limits.max_tokens - self._num_tokens
 
+    def _most_prompt_tokens(self) -> int:
+        """Return how many tokens a prompt may have that a turn is to follow."""
+        turns = self.transcript.turns
+        return self._most_tokens(len(turns[0].context) if turns else None) - 1
+
     def _places_behind(self, prompt: TurnPrompt) -> int:
         """Return how many tokens have a place behind a prompt, in its row."""
+        turns = self.transcript.turns
+        first = turns[0].context if turns else prompt.tokens
+        return self._most_tokens(len(first)) - len(prompt.tokens)
+
+    def _most_tokens(self, num_first: int | None) -> int:
+        """Return how many tokens a prompt and the turn that follows it may have.
+
+        Whether they continue a row or begin one makes no difference.
+
+        Args:
+            num_first: Tokens of the first prompt of the episode; None until it is made.
+        """
         most = self._limits.context_tokens
-        if self._limits.row_tokens is not None:
-            # Whether a turn continues a row or begins one does not change its places.
-            turns = self.transcript.turns
-            first = turns[0].context if turns else prompt.tokens
-            most = min(most, len(first) + self._limits.row_tokens)
-        return most - len(prompt.tokens)
+        if self._limits.row_tokens is None or num_first is None:
+            return most
+        return min(most, num_first + self._limits.row_tokens)
 
     async def _sample(
         self,
@@ -365,6 +400,7 @@ async def run_episode(
         Exception: The sampler raised it. It says nothing of the environment.
     """
     clock = clock or Clock()
+    renderer = renderer.of_record(task.template_arguments)
     policy = EpisodePolicy(seed, sampler, renderer, limits, clock)
     deadline_s = clock.now() + limits.episode_s
     world_seed = seed if world_seed is None else world_seed
@@ -484,7 +520,7 @@ class _Course:
             before = step
             policy.record(**step.metrics)
             policy.pay(_number(step.reward, "step returned the reward"))
-            messages = [*messages, message_of(action), *step.messages]
+            messages = [*messages, message_of(action), *policy.as_read(step.messages)]
             policy.messages = messages
             if step.done:
                 # An environment does not know which limit cut the turn.

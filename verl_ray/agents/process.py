@@ -33,7 +33,6 @@ from verl_ray.agents.episode import (
     run_episode,
 )
 from verl_ray.agents.specs import KEY, load_environment
-from verl_ray.agents.template import Renderer
 from verl_ray.agents.wire import (
     EpisodeStart,
     Frame,
@@ -44,7 +43,6 @@ from verl_ray.agents.wire import (
     task_of,
 )
 from verl_ray.config.function_specs import DEFAULT
-from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import ConfigError
 from verl_ray.user_files import short_traceback
 
@@ -110,8 +108,7 @@ class _Episodes:
             source: load_environment(spec, options, f"{KEY}.{source}")
             for source, (spec, options) in start.environments.items()
         }
-        tokenizer = load_tokenizer(start.model_path, start.chat_template)
-        self._renderer = Renderer(tokenizer, start.template_arguments)
+        self._renderer = start.renderer()
         self._sampler = _RemoteSampler(writer)
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._beating = asyncio.create_task(self._beat())

@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 
 def tasks_of(prompts: Prompts) -> list[EpisodeTask]:
     """Return the task of each prompt."""
+    given = prompts.template_arguments
     columns = zip(
         prompts.messages.texts(),
         prompts.answer.texts(),
         prompts.has_answer.tolist(),
         prompts.extra.texts(),
         prompts.data_source.texts(),
+        ["{}"] * prompts.num_rows if given is None else given.texts(),
         strict=True,
     )
     return [
@@ -30,8 +32,9 @@ def tasks_of(prompts: Prompts) -> list[EpisodeTask]:
             answer if has_answer else None,
             json.loads(extra),
             source,
+            json.loads(arguments),
         )
-        for messages, answer, has_answer, extra, source in columns
+        for messages, answer, has_answer, extra, source, arguments in columns
     ]
 
 

@@ -5,17 +5,26 @@ the difference of two texts that the chat template writes, and it is only taken 
 the longer text begins with the shorter one.
 
 Templates differ in what they do to earlier turns. Some leave out thinking once the user
-writes again, and some write a date or an empty thought. A conversation to which that
-happens cannot be continued: a new row begins with it, as it would in deployment.
+writes again, and some write a date. A conversation to which that happens cannot be
+continued: a new row begins with it, as it would in deployment.
+
+There is one exception. Some templates write an empty thought, which is `<think>` and
+`</think>` with white space between them, into the last turn alone. If the texts are the
+same but for one empty thought in the turn of the policy, the row goes on, with the turn
+as it was sampled behind the prompt that it was sampled behind. A thought with words
+that is left out begins a new row.
 """
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from verl_ray.agents.contract import Message, ToolSchema
+from verl_ray.agents.outline import EMPTY_THOUGHT, Outline
+from verl_ray.config.data import SpecialTokens
 from verl_ray.data.encoding import SpelledTokens
 from verl_ray.data.fields import excerpt
 from verl_ray.data.tokenizers import (
@@ -37,6 +46,10 @@ _NO_CHARACTERS = re.compile("[\ud800-\udfff\ufdd0\ufdd1]")
 _REPLACEMENT = "\ufffd"
 
 
+class TextTooLong(Exception):
+    """A text has more tokens than there are places for, so it was not encoded."""
+
+
 class Renderer:
     """Writer of conversations, by the chat template of a tokenizer."""
 
@@ -45,25 +58,24 @@ class Renderer:
         tokenizer: PreTrainedTokenizerBase,
         template_arguments: TemplateArguments | None = None,
         *,
-        special_tokens: Literal["escape", "allow"] = "escape",
+        special_tokens: SpecialTokens = "escape",
     ) -> None:
         """Take the tokenizer, and what its template gets with every conversation.
 
         Args:
             special_tokens: What happens if a text spells a special token, see
                 `data.special_tokens`. Nothing is refused here, since texts come from
-                tools and from the policy itself.
+                tools and from the policy itself: what it refuses is escaped.
 
         Raises:
             DataError: The tokenizer has no chat template.
         """
         require_chat_template(tokenizer)
         self.end_tokens = frozenset(end_tokens(tokenizer))
-        self._tokenizer = tokenizer
-        self._spelled = SpelledTokens(tokenizer, special_tokens)
-        self._arguments = guarded_arguments(
-            template_arguments or {}, "arguments of the chat template", self._spelled
-        )
+        self.tokenizer = tokenizer
+        setting: SpecialTokens = "allow" if special_tokens == "allow" else "escape"
+        self._spelled = SpelledTokens(tokenizer, setting)
+        self._arguments = self._guarded(template_arguments or {})
 
         names = end_names(tokenizer)
         self._end = re.compile("|".join(map(re.escape, names)))
@@ -72,17 +84,54 @@ class Renderer:
     @property
     def writes_tools(self) -> bool:
         """Whether the template shows tools to the policy."""
-        return "tools" in applied_template(self._tokenizer)
+        return "tools" in applied_template(self.tokenizer)
+
+    def of_record(self, template_arguments: TemplateArguments) -> Renderer:
+        """Return the same renderer with what a record gives to the template as well.
+
+        It goes before what the run gives.
+        """
+        if not template_arguments:
+            return self
+        renderer = copy.copy(self)
+        given = self._guarded(template_arguments)
+        renderer._arguments = {**self._arguments, **given}
+        return renderer
 
     def begin(
-        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        most_tokens: int | None = None,
     ) -> list[int]:
         """Return the ids of a conversation, up to the beginning of the next turn.
 
+        Args:
+            most_tokens: Tokens that have a place; None is no limit.
+
         Raises:
+            TextTooLong: The text has more tokens, whatever they are.
             DataError: The template refuses the messages, or does not write tools.
         """
-        return self._encode(self.text(messages, tools, add_generation_prompt=True))
+        text = self.text(messages, tools, add_generation_prompt=True)
+        return self._encode(text, most_tokens)
+
+    def shortened(self, message: Message, most_tokens: int) -> Message:
+        """Return a message whose content ends behind its first tokens, and says so.
+
+        Args:
+            most_tokens: Tokens of the content that stay.
+        """
+        content = message.get("content")
+        # A token stands for at least one character, but for what has none.
+        if not isinstance(content, str) or len(content) <= most_tokens:
+            return message
+        end = self._spelled.end_of_tokens(content, most_tokens)
+        omitted = len(content) - end
+        if not omitted:
+            return message
+        note = f"\n({omitted} characters left out)"
+        return {**message, "content": content[:end] + note}
 
     def continuation(
         self,
@@ -92,6 +141,8 @@ class Renderer:
         sampled_tokens: Sequence[int],
         *,
         finish: str = "stop",
+        outline: Outline | None = None,
+        most_tokens: int | None = None,
     ) -> list[int] | None:
         """Return the ids between a sampled turn and the next one.
 
@@ -103,19 +154,32 @@ class Renderer:
             new_messages: What came after it.
             sampled_tokens: The ids of the turn, as they were sampled.
             finish: How it ended, "stop" or "length".
+            outline: Kinds of the messages before the turn, by which a long conversation
+                costs no more than a short one; None writes it as a whole.
+            most_tokens: Tokens that have a place; None is no limit.
 
         Returns:
             The ids; None if the conversation cannot be continued. That is so if the
             turn was cut by length, if it ended by another token than the template's, or
             if the template writes the history otherwise now or refuses it.
+
+        Raises:
+            TextTooLong: What follows has more tokens, whatever they are.
         """
         if finish == "length":
             return None
-        rest = self._rest(history, new_messages, tools)
+
+        def write(history: Sequence[Message]) -> str | None:
+            return self._rest(history, new_messages, tools)
+
+        if outline is None:
+            rest = write(history)
+        else:
+            rest = outline.rest(history, new_messages, write)
         if rest is None:
             return None
 
-        following = self._encode(rest)
+        following = self._encode(rest, most_tokens)
         last = sampled_tokens[-1] if len(sampled_tokens) else None
         if last not in self.end_tokens:
             return following
@@ -150,7 +214,7 @@ class Renderer:
         _require_messages(messages)
         conversation = self._spelled.guard(_plain(messages), "a conversation")
         (text,) = render(
-            self._tokenizer,
+            self.tokenizer,
             [conversation],
             add_generation_prompt=add_generation_prompt,
             where=lambda _: "a conversation",
@@ -177,15 +241,27 @@ class Renderer:
         # Some templates refuse the beginning of a conversation that they take.
         except DataError:
             return None
-        if not past.startswith(before) or not whole.startswith(past):
+        if not past.startswith(before):
             return None
+        if not whole.startswith(past):
+            past = EMPTY_THOUGHT.sub("", past[len(before) :], count=1)
+            past = before + past
+            if not whole.startswith(past):
+                return None
 
         # Nothing but ends of turns and white space stands behind the words of a turn.
         closing = self._closing.search(past, len(before))
         end = closing and self._end.search(past, closing.start())
         return whole[end.start() if end else len(past) :]
 
-    def _encode(self, text: str) -> list[int]:
+    def _guarded(self, arguments: TemplateArguments) -> dict[str, object]:
+        """Return arguments of the template, whose texts are no special tokens."""
+        where = "arguments of the chat template"
+        return guarded_arguments(_plain(arguments), where, self._spelled)
+
+    def _encode(self, text: str, most_tokens: int | None = None) -> list[int]:
+        if most_tokens is not None and self._spelled.least_tokens(text) > most_tokens:
+            raise TextTooLong
         encoded = self._spelled.encode(
             [text], special=False, where=lambda _: "a conversation"
         )
@@ -347,6 +423,11 @@ def _turn_problem(
 
     begins_row = "each such turn begins a new row"
     rest = renderer._rest(history, new_messages, tools)
+    if rest is not None and not whole.startswith(past):
+        return (
+            "the template writes an empty thought into the last turn alone; the row"
+            " goes on with what was sampled"
+        )
     if rest is None:
         parted = f"{_parted(past, whole)!r} becomes {_parted(whole, past)!r}"
         return f"the template writes it otherwise afterwards ({parted}); {begins_row}"

@@ -216,15 +216,12 @@ class ToolEnvironment:
         functions: Sequence[Callable[..., Any] | Tool],
         *,
         max_parse_errors: int = 1,
-        max_characters: int = 100_000,
     ) -> None:
         """Take the functions.
 
         Args:
             max_parse_errors: Turns with calls that cannot be parsed, which the episode
                 survives.
-            max_characters: Characters of a result; the rest of a longer one is left
-                out, and its message says so.
 
         Raises:
             ConfigError: A function cannot be a tool, or two have the same name.
@@ -245,7 +242,6 @@ class ToolEnvironment:
             )
         self._num_parse_errors = 0
         self._max_parse_errors = max_parse_errors
-        self._max_characters = max_characters
 
     async def reset(self, task: EpisodeTask, seed: int) -> Observation:
         """Begin with the messages of the task."""
@@ -271,9 +267,9 @@ class ToolEnvironment:
             try:
                 result = await self._execute(call)
             except ToolStop as stop:
-                messages.append(self._message(call, stop.result))
+                messages.append(_message(call, stop.result))
                 return Step(messages, stop.reward, done=True, end=End.TOOL_STOPPED)
-            messages.append(self._message(call, result))
+            messages.append(_message(call, result))
         return Step(messages)
 
     async def close(self) -> None:
@@ -308,12 +304,10 @@ class ToolEnvironment:
         except ToolError as error:
             return f"Error: {error}"
 
-    def _message(self, call: ToolCall, result: object) -> Message:
-        text = result if isinstance(result, str) else json_text(result)
-        omitted = len(text) - self._max_characters
-        if omitted > 0:
-            text = f"{text[: self._max_characters]}\n({omitted} characters left out)"
-        return {"role": "tool", "name": call.name, "content": text}
+
+def _message(call: ToolCall, result: object) -> Message:
+    text = result if isinstance(result, str) else json_text(result)
+    return {"role": "tool", "name": call.name, "content": text}
 
 
 _slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import marshal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from verl_ray.agents.contract import (
     EpisodeRow,
@@ -22,6 +23,7 @@ from verl_ray.agents.contract import (
     ToolSchema,
     message_of,
 )
+from verl_ray.agents.outline import Outline
 from verl_ray.agents.template import Renderer
 
 
@@ -70,6 +72,23 @@ class TurnPrompt:
     digest: bytes
 
 
+@dataclass
+class _Seen:
+    """The last conversation, so that one which begins with it costs what it adds.
+
+    Attributes:
+        tools: Its tools, as bytes that others have only if they are the same.
+        messages: The same of its messages, one behind another.
+        digests: Digests of no message, one message, two messages, ...
+        outline: Their kinds.
+    """
+
+    tools: bytes
+    messages: bytes
+    digests: list[bytes]
+    outline: Outline = field(default_factory=Outline)
+
+
 class Transcript:
     """Everything that was sampled in an episode."""
 
@@ -80,25 +99,53 @@ class Transcript:
         # Of turns with the same conversation the last one counts: whoever repeats a
         # call goes on with the second answer.
         self._by_digest: dict[bytes, SampledTurn] = {}
+        self._seen = _Seen(b"", b"", [])
 
     def prompt(
-        self, messages: Sequence[Message], tools: Sequence[ToolSchema]
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema],
+        most_tokens: int | None = None,
     ) -> TurnPrompt:
         """Return the prompt of the next turn in a conversation.
 
+        Args:
+            most_tokens: Tokens that the prompt may have; None is no limit. A text that
+                has more, whatever its tokens are, is not encoded.
+
         Raises:
+            TextTooLong: The prompt has more tokens.
             DataError: The chat template refuses the messages.
         """
-        digests = list(_digests(messages, tools))
-        parent, context = self._continued(messages, tools, digests)
-        if context is None:
-            context = self._renderer.begin(messages, tools)
+        seen, num_known = self._known(messages, tools)
+        digests = seen.digests
+        for message in messages[num_known:]:
+            digests.append(_digest(digests[-1], message))
 
-        tokens: list[int] = []
-        for turn in parent.path() if parent is not None else []:
-            tokens += turn.context
-            tokens += turn.sampled.tokens
-        return TurnPrompt(parent, context, tokens + context, digests[-1])
+        prompt = self._continued(messages, tools, seen, num_known, most_tokens)
+        if prompt is None:
+            context = self._renderer.begin(messages, tools, most_tokens)
+            prompt = TurnPrompt(None, context, context, digests[-1])
+        seen.outline.extend(messages[num_known:])
+        self._seen = seen
+        return prompt
+
+    def _known(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema]
+    ) -> tuple[_Seen, int]:
+        """Return what is known of a conversation, and of how many messages."""
+        tools_bytes, messages_bytes = _exact(tools), _exact(messages)
+        seen = self._seen
+        num_known = len(seen.digests) - 1
+        if (
+            num_known > 0
+            and messages_bytes
+            and seen.tools == tools_bytes
+            and messages_bytes.startswith(seen.messages)
+        ):
+            known = _Seen(tools_bytes, messages_bytes, seen.digests, seen.outline)
+            return known, num_known
+        return _Seen(tools_bytes, messages_bytes, [_digest(b"", list(tools))]), 0
 
     def record(self, prompt: TurnPrompt, sampled: Sampled, max_tokens: int) -> None:
         """Add a turn that was sampled behind a prompt.
@@ -142,25 +189,42 @@ class Transcript:
         self,
         messages: Sequence[Message],
         tools: Sequence[ToolSchema],
-        digests: Sequence[bytes],
-    ) -> tuple[SampledTurn | None, list[int] | None]:
-        """Return the turn that a conversation continues, and the ids that follow it.
+        seen: _Seen,
+        num_known: int,
+        most_tokens: int | None,
+    ) -> TurnPrompt | None:
+        """Return the prompt of a conversation behind the turn that it continues.
 
-        Both are None if there is no such turn.
+        Args:
+            seen: The digests of the conversation, and the outline of what is known.
+            num_known: Messages of that outline.
+
+        Returns:
+            The prompt; None if there is no such turn.
         """
         for length in range(len(messages), 0, -1):
-            turn = self._by_digest.get(digests[length])
+            turn = self._by_digest.get(seen.digests[length])
             if turn is None:
                 continue
+
+            tokens: list[int] = []
+            for earlier in turn.path():
+                tokens += earlier.context
+                tokens += earlier.sampled.tokens
             context = self._renderer.continuation(
                 messages[:length],
                 messages[length:],
                 tools,
                 turn.sampled.tokens,
                 finish=turn.sampled.action.finish,
+                outline=seen.outline if length == num_known + 1 else None,
+                most_tokens=None if most_tokens is None else most_tokens - len(tokens),
             )
-            return (None, None) if context is None else (turn, context)
-        return None, None
+            if context is None:
+                return None
+            tokens += context
+            return TurnPrompt(turn, context, tokens, seen.digests[-1])
+        return None
 
 
 def _row(
@@ -201,15 +265,21 @@ def _append(
 # ------------------------------------------------------------- conversations as digests
 
 
-def _digests(
-    messages: Sequence[Message], tools: Sequence[ToolSchema]
-) -> Iterator[bytes]:
-    """Yield the digests of tools and no message, one message, two messages, ..."""
-    digest = _digest(b"", list(tools))
-    yield digest
-    for message in messages:
-        digest = _digest(digest, message)
-        yield digest
+_HEAD_BYTES = 5
+"""Bytes of a list before its first value, which are its type and its length."""
+
+
+def _exact(values: Sequence[Message] | Sequence[ToolSchema]) -> bytes:
+    """Return bytes that other values do not have, and that longer ones begin with.
+
+    They are empty if there are none, or if a value has a type that is no plain one.
+    """
+    try:
+        # Later versions write what two values share by its place, and how many share it
+        # is not part of a value.
+        return marshal.dumps(list(values), 2)[_HEAD_BYTES:]
+    except ValueError:
+        return b""
 
 
 def _digest(before: bytes, value: object) -> bytes:

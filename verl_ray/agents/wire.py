@@ -32,7 +32,10 @@ from verl_ray.agents.contract import (
     ToolCall,
 )
 from verl_ray.agents.episode import Limits
+from verl_ray.agents.template import Renderer
+from verl_ray.config.data import SpecialTokens
 from verl_ray.config.function_specs import parts_of
+from verl_ray.data.tokenizers import load_tokenizer, of_day
 
 if TYPE_CHECKING:
     from verl_ray.config.agent import AgentConfig
@@ -101,7 +104,10 @@ class EpisodeStart:
         model_path: The model directory, for its tokenizer.
         limits: Limits of an episode.
         chat_template: Text of the chat template that replaces the model's.
-        template_arguments: Variables of the chat template.
+        template_arguments: Variables of the chat template, as values of JSON.
+        template_day: The day that the chat template writes; None if it writes none.
+        special_tokens: What happens if a text spells a special token, see
+            `data.special_tokens`.
     """
 
     environments: Mapping[str, tuple[str, Mapping[str, Any]]]
@@ -109,6 +115,8 @@ class EpisodeStart:
     limits: Limits
     chat_template: str | None = None
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    template_day: str | None = None
+    special_tokens: SpecialTokens = "escape"
 
     @classmethod
     def of_run(
@@ -120,6 +128,8 @@ class EpisodeStart:
         row_tokens: int,
         chat_template: str | None,
         template_arguments: Mapping[str, Any],
+        template_day: str | None,
+        special_tokens: SpecialTokens,
     ) -> EpisodeStart:
         """Return the start of a run's processes; see `EpisodeStart` and `Limits`."""
         limits = Limits(
@@ -129,6 +139,7 @@ class EpisodeStart:
             max_tokens=agent.max_tokens,
             max_tool_calls=agent.max_tool_calls,
             max_turn_tokens=agent.max_turn_tokens,
+            max_result_tokens=agent.max_result_tokens or max(1, row_tokens // 2),
             model_s=agent.model_timeout_s,
             tool_s=agent.tool_timeout_s,
             turn_s=agent.turn_timeout_s,
@@ -137,7 +148,26 @@ class EpisodeStart:
         environments = {
             source: parts_of(spec) for source, spec in agent.environments.items()
         }
-        return cls(environments, model_path, limits, chat_template, template_arguments)
+        return cls(
+            environments,
+            model_path,
+            limits,
+            chat_template,
+            template_arguments,
+            template_day,
+            special_tokens,
+        )
+
+    def renderer(self) -> Renderer:
+        """Return the renderer of the conversations of all episodes.
+
+        Raises:
+            ModelError: The tokenizer cannot be loaded.
+            DataError: It has no chat template.
+        """
+        tokenizer = load_tokenizer(self.model_path, self.chat_template)
+        arguments = {**of_day(self.template_day), **self.template_arguments}
+        return Renderer(tokenizer, arguments, special_tokens=self.special_tokens)
 
     def fields(self, sys_path: Sequence[str]) -> dict[str, Any]:
         """Return the fields of the frame `start`."""
@@ -156,6 +186,8 @@ class EpisodeStart:
             Limits(**fields["limits"]),
             fields["chat_template"],
             fields["template_arguments"],
+            fields["template_day"],
+            fields["special_tokens"],
         )
 
 

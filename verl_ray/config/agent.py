@@ -58,6 +58,9 @@ class AgentConfig(Section):
     the environment says included."""
     max_turn_tokens: Positive | None
     """Sampled tokens of one turn; null = what is left of its row."""
+    max_result_tokens: Positive | None
+    """Tokens of a tool's result that the policy reads; the rest of a longer one is left
+    out, and its message says so. null = half of rollout.max_response_tokens."""
     max_tool_calls: Positive
     """Tool calls of the policy in an episode."""
     model_timeout_s: PositiveFloat
@@ -147,13 +150,14 @@ def agent_settings_work(
 def agent_limits_work(
     agent: AgentConfig, max_response_tokens: int, overridden: OverriddenKeys
 ) -> Iterator[Problem]:
-    """Yield a problem for each limit of a turn that another limit always precedes."""
+    """Yield a problem for each limit that another limit always precedes."""
     row = "rollout.max_response_tokens", max_response_tokens
     episode = "agent.max_tokens", agent.max_tokens
     seconds = "agent.episode_timeout_s", agent.episode_timeout_s
     limits = [
         ("agent.max_turn_tokens", agent.max_turn_tokens, row),
         ("agent.max_turn_tokens", agent.max_turn_tokens, episode),
+        ("agent.max_result_tokens", agent.max_result_tokens, row),
         ("agent.model_timeout_s", agent.model_timeout_s, seconds),
         ("agent.turn_timeout_s", agent.turn_timeout_s, seconds),
     ]

@@ -30,6 +30,7 @@ NEW_SECTIONS = ("run.recovery",)
 """Sections that earlier versions did not have."""
 
 ADDED: dict[str, Any] = {
+    "agent.max_result_tokens": 100_000,
     "rollout.schedule": "synchronous",
     "rollout.staleness": 0,
     "rollout.updates": "between",
@@ -66,6 +67,7 @@ _NO_AGENT: dict[str, Any] = {
     "max_turns": 8,
     "max_tokens": None,
     "max_turn_tokens": None,
+    "max_result_tokens": None,
     "max_tool_calls": 32,
     "model_timeout_s": 600.0,
     "tool_timeout_s": 60.0,

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
@@ -250,6 +251,10 @@ Texts = TypeVar("Texts", str, list[Message], str | list[Message])
 _OPEN = "\ufdd0"
 _CLOSE = "\ufdd1"
 _NEAR_END = 200  # characters
+_MORE = 8
+_JOINED = 4  # characters that NFC makes one
+_KEEPING = ("ByteLevel", "Digits", "Split")
+"""Rules of splitting that lose no character."""
 _STAND_IN = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
 
 
@@ -304,6 +309,61 @@ class SpelledTokens:
         """
         (tokens,) = self._encode(texts, special, where, _encoded)
         return tokens
+
+    def least_tokens(self, text: str) -> int:
+        """Return a number of tokens that a text has at least, without encoding it.
+
+        Args:
+            text: It went through `guard`.
+        """
+        most = self._most_characters
+        # Stand-ins have other lengths than the names that are encoded in their places.
+        return 0 if most is None else len(_STAND_IN.sub("", text)) // most
+
+    def end_of_tokens(self, text: str, count: int) -> int:
+        """Return behind which character the first tokens of a text end.
+
+        Args:
+            text: A text of no template, as it is.
+            count: Number of the tokens.
+        """
+        size = count
+        # Each round reads more; ends with the text, or with more tokens than asked for.
+        while True:
+            size = min(len(text), size * _MORE)
+            _, starts = encode_located(
+                self._tokenizer, [text[:size]], special=False, where=lambda _: "a text"
+            )
+            if len(starts.values) > count:
+                return int(starts.values[count])
+            if size == len(text):
+                return size
+
+    @cached_property
+    def _most_characters(self) -> int | None:
+        """The characters that a token stands for at most; None if that is unknown.
+
+        Known are byte-level tokenizers that change no character, or only join a letter
+        with its marks, which four characters do at most.
+        """
+        if not self._tokenizer.is_fast:
+            return None
+        rules = json.loads(self._tokenizer.backend_tokenizer.to_str())
+        normalizer = (rules["normalizer"] or {"type": "NFC"})["type"]
+        splitter = rules["pre_tokenizer"] or {}
+        parts = splitter.get("pretokenizers", [splitter])
+        keeps_all = any(part.get("type") == "ByteLevel" for part in parts) and all(
+            part["type"] in _KEEPING and part.get("behavior") != "Removed"
+            for part in parts
+        )
+        strips = any(
+            added["lstrip"] or added["rstrip"] for added in rules["added_tokens"]
+        )
+        if rules["model"]["type"] != "BPE" or normalizer != "NFC":
+            return None
+        if strips or not keeps_all or rules["model"]["unk_token"] is not None:
+            return None
+        return _JOINED * max(map(len, self._tokenizer.get_vocab()))
 
     def encode_pieces(
         self,

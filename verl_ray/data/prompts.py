@@ -124,6 +124,7 @@ class PromptSource(RowSource[PromptRecord, Prompts]):
                 [record.answer is not None for record in records], np.bool_
             ),
             extra=Ragged.of_texts(record.extra for record in records),
+            template_arguments=Ragged.of_texts(map(json.dumps, of_records)),
         )
         skipped = {"too_long": len(records) - len(fitting)}
         return Encoded(prompts.select(fitting), fitting, skipped)
@@ -148,6 +149,8 @@ class PromptSource(RowSource[PromptRecord, Prompts]):
             # As JSON, an empty name differs from none.
             data_source=Ragged.of_texts(map(canonical_json, sources)),
             extra=Ragged.of_texts(extra),
+            # What they change is in the tokens.
+            template_arguments=None,
         )
 
 

@@ -102,6 +102,9 @@ class Prompts(Batch):
     answer: Ragged = ragged(np.uint8)
     # UTF-8 JSON object: the other fields of the record.
     extra: Ragged = ragged(np.uint8)
+    # UTF-8 JSON object: what the record itself gives to the chat template. Absent where
+    # prompts are no records of a data set.
+    template_arguments: Ragged | None = ragged(np.uint8, optional=True)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -543,7 +543,11 @@ def of_run(config: DataFilesConfig) -> dict[str, object]:
 
 def day_of_run(config: DataFilesConfig) -> dict[str, object]:
     """Return what a run gives to every template, those of its graders included."""
-    day = resolved(config.template_day)
+    return of_day(resolved(config.template_day))
+
+
+def of_day(day: str | None) -> dict[str, object]:
+    """Return what a template gets that writes the present day; nothing without one."""
     return {} if day is None else {PRESENT_TIME: partial(_written, day)}
 
 

@@ -32,15 +32,16 @@ from verl_ray.agents.episode import run_episode
 from verl_ray.agents.scripted import ScriptedSampler, read_words, turn_end
 from verl_ray.agents.specs import KEY, load_environment
 from verl_ray.agents.tasks import tasks_of
-from verl_ray.agents.template import Renderer, prefix_problems
+from verl_ray.agents.template import prefix_problems
 from verl_ray.agents.tools import ToolEnvironment
 from verl_ray.agents.wire import EpisodeStart, task_fields, task_of
 from verl_ray.config.agent import ENVIRONMENT, AgentConfig
 from verl_ray.config.function_specs import DEFAULT, in_words
+from verl_ray.config.section import resolved
 from verl_ray.config.suggest import closest, did_you_mean, is_alike
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.encoding import encode
-from verl_ray.data.tokenizers import load_tokenizer, of_run, template_of
+from verl_ray.data.tokenizers import of_run, template_of
 from verl_ray.errors import ConfigError, DataError, Problem
 from verl_ray.guard import start_guarded
 from verl_ray.preflight.data_files import DataFile
@@ -75,12 +76,15 @@ class EnvironmentTrials:
     """The course of the episodes, and what is wrong.
 
     Attributes:
+        openings: Data source, number of tokens and text of the first prompt of an
+            episode in each environment that was tried, as the model sees it.
         lines: What `check` prints.
         problems: Failures of environments, and settings that do not fit them.
         warnings: Settings that do what a user hardly meant, and environments whose seed
             does not decide about their world.
     """
 
+    openings: list[tuple[str, int, str]] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -259,7 +263,9 @@ def _request(config: RLConfig, source: str, task: EpisodeTask | None) -> dict[st
         + config.rollout.max_response_tokens,
         row_tokens=config.rollout.max_response_tokens,
         chat_template=template_of(config.data),
-        template_arguments=dict(config.data.chat_template_kwargs),
+        template_arguments=config.data.chat_template_kwargs,
+        template_day=resolved(config.data.template_day),
+        special_tokens=config.data.special_tokens,
     )
     episode_s = min(start.limits.episode_s, EPISODE_S)
     short = replace(start, limits=replace(start.limits, episode_s=episode_s))
@@ -283,6 +289,9 @@ def _report(
     if outcome["tools"]:
         about += f", with the tools {', '.join(outcome['tools'])}"
     trials.lines.append(f"{about}:")
+    if outcome["num_opening"]:
+        opening = (task.data_source, outcome["num_opening"], outcome["opening"])
+        trials.openings.append(opening)
 
     failure = None
     fix = "Correct it: the policy may write anything, and each text has an answer."
@@ -404,8 +413,8 @@ def main(connection: socket.socket) -> None:
             tell({})
             return
         task, seed = task_of(request["task"]), request["seed"]
-        tokenizer = load_tokenizer(start.model_path, start.chat_template)
-        renderer = Renderer(tokenizer, start.template_arguments)
+        renderer = start.renderer()
+        tokenizer = renderer.tokenizer
         episodes: list[dict[str, Any]] = []
         openings: list[Sequence[int]] = []
         tools: list[str] = []
@@ -426,10 +435,12 @@ def main(connection: socket.socket) -> None:
                 for name in ("end", "score", "num_turns", "detail")
             }
             episodes.append({"script": script, **course})
+        opening = openings[0] if openings else []
         same_world = all(tokens == openings[0] for tokens in openings)
         is_tools = getattr(environment, "func", None) is ToolEnvironment
         outcome = {"episodes": episodes, "tools": tools, "same_world": same_world}
-        tell({**outcome, "is_tools": is_tools})
+        shown = {"num_opening": len(opening), "opening": tokenizer.decode(opening)}
+        tell({**outcome, **shown, "is_tools": is_tools})
 
 
 def _texts(

@@ -555,9 +555,11 @@ def _still_learners(config: Config) -> Iterator[str]:
 def _trajectories_of_one_row(config: Config) -> Iterator[str]:
     """Yield a warning if rows are kept together that are trajectories of their own.
 
-    It is no mistake: the same configuration may learn from episodes of several rows.
+    Episodes may have several rows each.
     """
-    if isinstance(config, RLConfig) and config.algorithm.judges_trajectories:
+    if not isinstance(config, RLConfig) or config.episodes is not None:
+        return
+    if config.algorithm.judges_trajectories:
         yield (
             "algorithm.sequence=trajectory: every trajectory that rollout samples has"
             " one row, so losses are those of algorithm.sequence=row, and rows are"
