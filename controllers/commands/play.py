@@ -275,7 +275,9 @@ def _task(arguments: argparse.Namespace) -> EpisodeTask:
     record = records[number]
     messages = as_messages(record.prompt)
     extra = json.loads(record.extra)
-    return EpisodeTask(messages, record.answer, extra, record.data_source)
+    return EpisodeTask(
+        messages, record.answer, extra, record.data_source, record.template_arguments
+    )
 
 
 @contextmanager

@@ -42,6 +42,8 @@ from verl_ray.agents.episode import (
 from verl_ray.agents.scripted import ScriptedSampler
 from verl_ray.agents.template import Renderer
 from verl_ray.agents.transcript import SampledTurn, Transcript
+from verl_ray.data.batch import Ragged
+from verl_ray.data.encoding import SpelledTokens
 from verl_ray.errors import DataError
 
 TOKENIZER = tokenizer_with(PRESERVING)
@@ -97,6 +99,56 @@ def play(
     make = (lambda: environment) if isinstance(environment, Questions) else environment
     episode = asyncio.run(run_episode(make, TASK, 7, sampler, RENDERER, bounds))
     return episode, sampler
+
+
+def test_the_template_has_what_its_record_gives() -> None:
+    """In all turns of its episode, and before what the run gives."""
+    tokenizer = tokenizer_with(PRESERVING + "{{ '<think>' if thinks }}")
+    renderer = Renderer(tokenizer, {"thinks": True})
+    prompts = []
+    for arguments in ({}, {"thinks": False}):
+        sampler = ScriptedSampler(tokenizer, ("one", "two", "three"))
+        task = EpisodeTask(TASK.messages, template_arguments=arguments)
+        asyncio.run(run_episode(Questions, task, 7, sampler, renderer, WIDE))
+        prompts.append([tokenizer.decode(call.tokens) for call in sampler.calls])
+    assert [prompt.endswith("<think>") for prompt in prompts[0]] == [True] * 3
+    assert not any("<think>" in prompt for prompt in prompts[1])
+
+
+def test_a_long_result_of_a_tool_is_shortened() -> None:
+    tool = {"role": "tool", "name": "look", "content": "€" * 6}
+
+    async def step() -> Step:
+        other = {"role": "user", "content": "€" * 6}
+        return Step([tool, other], done=len(world.actions) == 2)
+
+    world = Questions(step=step)
+    episode, sampler = play(world, limits(max_result_tokens=7))
+    short = {**tool, "content": "€€\n(4 characters left out)"}
+    assert episode.messages[2] == short
+    assert episode.messages[3]["content"] == "€" * 6
+    assert short["content"] in TOKENIZER.decode(sampler.calls[1].tokens)
+
+
+def test_a_message_that_cannot_have_a_place_is_not_encoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The loop would stand still for seconds."""
+    encoded: list[str] = []
+    encode = SpelledTokens.encode
+
+    def noted(self: SpelledTokens, texts: list[str], **options: Any) -> Ragged:
+        encoded.extend(texts)
+        return encode(self, texts, **options)
+
+    monkeypatch.setattr(SpelledTokens, "encode", noted)
+
+    async def step() -> Step:
+        return Step([{"role": "user", "content": "x" * 5_000_000}])
+
+    episode, _ = play(Questions(step=step))
+    assert (episode.end, episode.num_turns) == (End.CONTEXT_OVERFLOW, 1)
+    assert max(map(len, encoded)) < 1000
 
 
 def test_an_episode_that_completes() -> None:

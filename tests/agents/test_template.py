@@ -18,7 +18,7 @@ from tests.agents.templates import (
     tokenizer_with,
 )
 from verl_ray.agents.contract import Message, ToolSchema
-from verl_ray.agents.template import Renderer, prefix_problems
+from verl_ray.agents.template import Renderer, TextTooLong, prefix_problems
 from verl_ray.data.tokenizers import CHATML, character_tokenizer
 from verl_ray.errors import DataError
 
@@ -133,6 +133,84 @@ def test_thinking_that_the_template_leaves_out_begins_a_new_row() -> None:
     assert renderer.continuation(history, [user("2?")], [ADD], sampled) is None
 
 
+@pytest.mark.parametrize("arguments", [{}, {"no_thinking": True}])
+def test_an_empty_thought_begins_no_row(arguments: dict[str, object]) -> None:
+    """Qwen3 writes one into the last turn, whether or not it is in the prompt."""
+    tokenizer = tokenizer_with(STRIPPING)
+    renderer = Renderer(tokenizer, arguments)
+    messages = [user("1?")]
+    tokens = renderer.begin(messages, [ADD])
+    for number in range(3):
+        sampled = tokenizer(call(f'{{"a": {number}}}') + END)["input_ids"]
+        history = [*messages, assistant("", {"a": number})]
+        messages = [*history, tool("2")]
+        ids = renderer.continuation(history, messages[-1:], [ADD], sampled)
+        assert ids is not None
+        tokens += [*sampled, *ids]
+
+    # What was sampled behind an empty thought stays behind it.
+    thought = "<think>\n\n</think>\n\n"
+    text = tokenizer.decode(tokens)
+    assert text.count(thought) == (4 if arguments else 0)
+    whole = renderer.text(messages, [ADD], add_generation_prompt=True)
+    assert text.replace(thought, "") == whole.replace(thought, "")
+
+    # The same holds for one that was sampled, and not for a thought with words.
+    for words, goes_on in (("\n\n", True), ("\nhm\n", False)):
+        content = f"<think>{words}</think>\n\none"
+        sampled = tokenizer(content + END)["input_ids"]
+        history = [user("1?"), assistant(content)]
+        ids = renderer.continuation(history, [user("2?")], [], sampled)
+        assert (ids is not None) is goes_on
+
+
+def test_a_record_gives_its_template_more_than_the_run() -> None:
+    tokenizer = tokenizer_with(STRIPPING)
+    renderer = Renderer(tokenizer, {"no_thinking": True})
+    own = renderer.of_record({"no_thinking": False})
+    prompts = [tokenizer.decode(each.begin([user("1?")])) for each in (renderer, own)]
+    assert prompts[0] == f"{prompts[1]}<think>\n\n</think>\n\n"
+    assert renderer.of_record({}) is renderer
+
+
+def test_texts_are_special_tokens_where_a_run_allows_it() -> None:
+    tokenizer = tokenizer_with(PRESERVING)
+    counts = [
+        Renderer(tokenizer, special_tokens=setting)
+        .begin([user(END)])
+        .count(tokenizer.eos_token_id)
+        for setting in ("escape", "refuse", "allow")
+    ]
+    assert counts == [1, 1, 2]
+
+
+def test_a_long_result_ends_behind_its_first_tokens_and_says_so() -> None:
+    renderer = Renderer(tokenizer_with(PRESERVING))
+    # None of these characters is in the tokenizer's texts, so each byte is a token.
+    cut = renderer.shortened(tool("ßßß€€€"), 8)
+    assert cut == tool("ßßß\n(3 characters left out)")
+    assert renderer.shortened(tool("ßßß€€€"), 9) == tool(
+        "ßßß€\n(2 characters left out)"
+    )
+    assert renderer.shortened(tool("ßßß€€€"), 15) == tool("ßßß€€€")
+    # 1,000 times what is read of it.
+    content = renderer.shortened(tool("€" * 10_000), 9)["content"]
+    assert content == "€€€\n(9997 characters left out)"
+
+
+def test_what_cannot_have_a_place_is_not_encoded() -> None:
+    tokenizer = tokenizer_with(PRESERVING)
+    renderer = Renderer(tokenizer)
+    longest = max(map(len, tokenizer.get_vocab()))
+    text = "<|im_start|>user\n" + "x" * 6000 + "<|im_end|>\n<|im_start|>assistant\n"
+    # A letter and three marks may be one character.
+    least = len(text) // (4 * longest)
+    message = user("x" * 6000)
+    assert len(renderer.begin([message], (), least)) > least
+    with pytest.raises(TextTooLong):
+        renderer.begin([message], (), least - 1)
+
+
 def test_the_token_of_the_next_role_may_end_a_turn() -> None:
     tokenizer = tokenizer_with(ROLE_ENDED)
     renderer = Renderer(tokenizer)
@@ -211,6 +289,10 @@ def test_problems_are_named_in_plain_words() -> None:
         "an answer with thinking, and then the user: the template writes it otherwise"
         " afterwards ('<think>\\nIt is easy.\\n</think>\\n\\n' becomes"
         " 'two<|im_end|>\\n<|im_start|>user'); each such turn begins a new row"
+    ) in problems
+    assert (
+        "a plain answer: the template writes an empty thought into the last turn alone;"
+        " the row goes on with what was sampled"
     ) in problems
     names = {problem.partition(":")[0] for problem in problems}
     assert "a tool call with thinking, and then its result" not in names

@@ -223,13 +223,6 @@ def test_a_tool_that_fails_fails_the_step() -> None:
         act(ToolCall("guess", {"number": 0}))
 
 
-def test_a_long_result_is_cut_and_says_so() -> None:
-    environment = ToolEnvironment([lookup], max_characters=10)
-    step = act(ToolCall("lookup", {"words": []}), environment=environment)
-    whole = '{"words": [], "language": null, "ünï": null}'
-    assert results(step) == [f"{whole[:10]}\n({len(whole) - 10} characters left out)"]
-
-
 def test_synchronous_tools_do_not_block_the_loop() -> None:
     """Each of two tools waits until the other one runs."""
     barrier = threading.Barrier(2, timeout=30)

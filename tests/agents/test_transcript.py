@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 
-from tests.agents.templates import PRESERVING, STRIPPING, tokenizer_with
+from tests.agents.templates import (
+    MERGING,
+    PRESERVING,
+    ROLE_ENDED,
+    STRIPPING,
+    tokenizer_with,
+)
 from verl_ray.agents.contract import (
     Action,
     EpisodeRow,
@@ -16,6 +26,7 @@ from verl_ray.agents.contract import (
 )
 from verl_ray.agents.template import Renderer
 from verl_ray.agents.transcript import SampledTurn, Transcript
+from verl_ray.data.tokenizers import CHATML
 
 ADD: ToolSchema = {"type": "function", "function": {"name": "add", "parameters": {}}}
 
@@ -222,6 +233,120 @@ def test_a_repeated_turn_is_continued_where_it_was_sampled_last() -> None:
     assert talk.learned() == [["one<|im_end|>"], ["one<|im_end|>", "two<|im_end|>"]]
     assert isinstance(talk.transcript.turns[2].parent, SampledTurn)
     assert talk.transcript.turns[2].parent is talk.transcript.turns[1]
+
+
+# ----------------------------------------------------------------- long conversations
+
+
+class Whole(Renderer):
+    """A renderer that writes the whole conversation in each turn."""
+
+    def continuation(self, *arguments: Any, **options: Any) -> list[int] | None:
+        options["outline"] = None
+        return super().continuation(*arguments, **options)
+
+
+class Counting(Renderer):
+    """A renderer that counts the messages that it writes."""
+
+    num_written = 0
+
+    def text(self, messages: Sequence[Message], *arguments: Any, **options: Any) -> str:
+        self.num_written += len(messages)
+        return super().text(messages, *arguments, **options)
+
+
+NUMBERED = PRESERVING.replace(
+    "{{ message.role }}\n", "{{ message.role }} {{ loop.index }}\n"
+)
+"""What it writes behind a turn depends on the number of messages before it."""
+
+THOUGHTS = (
+    "",
+    "",
+    "<think>\nhm\n</think>\n\n",
+    "<think>\n\n</think>\n\n",
+    "<think>\nhm",
+)
+
+
+def random_turn(
+    rng: random.Random, *, has_tools: bool
+) -> tuple[str, tuple[ToolCall, ...], str, list[Message]]:
+    """The text, the calls and the finish of a turn, and what comes after it."""
+    words = rng.choice(("", "one", " two \n", "drei 漢"))
+    text = rng.choice(THOUGHTS) * (rng.random() < 0.4) + words
+    num_calls = rng.choice((0, 1, 1, 1, 2)) if has_tools else 0
+    calls = tuple(ToolCall("add", {"a": rng.randrange(9)}) for _ in range(num_calls))
+    new = [
+        {"role": "tool", "name": "add", "content": rng.choice(("2", "", "<|im_end|>"))}
+        for _ in calls
+    ]
+    if not calls or rng.random() < 0.1:
+        new.append(user(rng.choice(("And?", "<tool_response>\nx</tool_response>"))))
+    finish = "length" if rng.random() < 0.05 else "stop"
+    return text, calls, finish, new
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "template", [PRESERVING, MERGING, STRIPPING, NUMBERED, ROLE_ENDED, CHATML]
+)
+def test_rows_are_those_of_whole_conversations(template: str, seed: int) -> None:
+    rng = random.Random(seed)
+    talks = Conversation(template), Conversation(template)
+    has_tools = talks[0].renderer.writes_tools
+    talks[1].renderer = Whole(talks[1].tokenizer)
+    talks[1].transcript = Transcript(talks[1].renderer)
+
+    tools = (ADD,) if has_tools else ()
+    messages = [user("1?")]
+    for number in range(30):
+        text, calls, finish, new = random_turn(rng, has_tools=has_tools)
+        # Nothing but the number of messages tells these turns from each other.
+        if seed == 0:
+            text, calls, finish, new = "one", (), "stop", [user("And?")]
+        # A turn that was cut has a token at least.
+        text += "." * (finish == "length")
+        options = {"finish": finish, "tools": tools, "calls": calls}
+        both = [talk.say(messages, text, **options) for talk in talks]
+        assert both[0] == both[1]
+        messages = [*both[0], *new]
+        # An agent may leave something out.
+        if number % 12 == 11:
+            del messages[1:5]
+    rows, expected = (talk.transcript.rows() for talk in talks)
+    assert rows == expected
+
+
+def test_a_turn_writes_no_more_messages_than_it_adds() -> None:
+    talk = Conversation(STRIPPING)
+    talk.renderer = Counting(talk.tokenizer)
+    talk.transcript = Transcript(talk.renderer)
+    messages = [user("1?")]
+    counts = []
+    for _ in range(80):
+        before = talk.renderer.num_written
+        messages = talk.say(messages, "", tools=(ADD,), calls=(ToolCall("add", {}),))
+        counts.append(talk.renderer.num_written - before)
+        messages.append({"role": "tool", "name": "add", "content": "2"})
+
+    assert len(talk.transcript.rows()) == 1
+    # Three texts, of the question and a unit of two, the turn, and its result.
+    assert sorted(counts)[72] == 3 + 4 + 5
+    # The whole is written where it is twice as long as when it was written last.
+    assert sum(count > 12 for count in counts) == 5
+
+
+@pytest.mark.parametrize("value", [2, True, 1.0])
+def test_a_message_that_was_changed_in_place_begins_a_row(value: object) -> None:
+    talk = Conversation()
+    calls = (ToolCall("add", {"a": 1}),)
+    messages = talk.say([user("1?")], "", calls=calls)
+    messages = talk.say([*messages, user("2?")], "two")
+    messages[1]["tool_calls"][0]["function"]["arguments"]["a"] = value
+    talk.say([*messages, user("3?")], "three")
+    assert [turn.parent for turn in talk.transcript.turns][2] is None
 
 
 @pytest.mark.parametrize(

@@ -94,8 +94,13 @@ def test_trajectories_of_one_row(model: Path, data: Path) -> None:
     warnings = preflight(ppo(model, data, *together), BIG).warnings
     prefix = "algorithm.sequence=trajectory: every trajectory that"
     assert any(warning.startswith(prefix) for warning in warnings)
-    others = preflight(ppo(model, data, *together[:1]), BIG).warnings
-    assert not any(warning.startswith(prefix) for warning in others)
+    # An episode may have several rows.
+    world = (
+        "agent.environments.default=verl_ray.agents.environments.calculator:Calculator"
+    )
+    for settings in (together[:1], (*together, world)):
+        others = preflight(ppo(model, data, *settings), BIG).warnings
+        assert not any(warning.startswith(prefix) for warning in others)
 
 
 def test_clips_that_are_finer_than_rounding(model: Path, data: Path) -> None:

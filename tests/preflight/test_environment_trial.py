@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from controllers.command_line import main
+from controllers.commands.check_data import print_data
 from controllers.compose.composition import compose
 from tests.agents.templates import MERGING
 from tests.preflight.configs import settled
@@ -81,11 +82,25 @@ def tried(
     folder: Path, model: Path, worlds: dict[str, str], *overrides: str
 ) -> EnvironmentTrials:
     """The trial of worlds of `WORLDS`, one for each of the data sources."""
+    config = configured(folder, model, worlds, {}, *overrides)
+    return try_environments(config, examine_data(config).files)
+
+
+def configured(
+    folder: Path,
+    model: Path,
+    worlds: dict[str, str],
+    fields: dict[str, dict[str, object]],
+    *overrides: str,
+) -> RLConfig:
+    """A run in these worlds; the records of some data sources have further fields."""
     file = folder / "worlds.py"
     file.write_text(WORLDS)
     record = {"prompt": "1 + 1 = ", "answer": "2"}
     path = folder / "records.jsonl"
-    rows = [{**record, "data_source": source} for source in worlds]
+    rows = [
+        {**record, "data_source": source, **fields.get(source, {})} for source in worlds
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     named = [
         f"agent.environments.{source}={file}:{name}" for source, name in worlds.items()
@@ -100,7 +115,7 @@ def tried(
         )
     )  # fmt: skip
     assert isinstance(config, RLConfig)
-    return try_environments(config, examine_data(config).files)
+    return config
 
 
 def by_key(problems: list[Problem]) -> dict[str, str]:
@@ -144,6 +159,35 @@ def test_what_became_of_two_episodes_is_told(tmp_path: Path, model: Path) -> Non
         f" float: '' ({file}, line {line})"
     )
     assert "tools (add)" in problems["agent.tool_parser"]
+
+
+def test_the_first_prompt_of_an_episode_is_shown(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the texts of the world, its tools, and what the record gives the template."""
+    template = tmp_path / "template.jinja"
+    switch = "{% if enable_thinking is false %}<think></think>{% endif %}"
+    template.write_text(MERGING + switch)
+    config = configured(
+        tmp_path,
+        model,
+        {"default": "Echo", "b": "add"},
+        {"default": {"enable_thinking": False}},
+        f"data.chat_template={template}", "agent.tool_parser=hermes", "run.seed=3",
+    )  # fmt: skip
+    files = examine_data(config).files
+    trials = try_environments(config, files)
+    print_data(config, files, [], trials.openings)
+    output = capsys.readouterr().out
+    start = "<|im_start|>user\n"
+    end = "<|im_end|>\n<|im_start|>assistant\n"
+    (source, count, text), (other, _, with_tools) = trials.openings
+    assert (source, other) == ("default", "b")
+    assert text == f"{start}2 3{end}<think></think>"
+    assert f"of 'default', as the model sees it ({count} tokens):" in output
+    assert f"  | {start}" in output and "prompt 1 of" not in output
+    assert '{"type": "function", "function": {"name": "add"' in with_tools
+    assert with_tools.endswith(f"{start}1 + 1 = {end}")
 
 
 def test_a_reward_beside_what_the_world_pays_is_warned_of(

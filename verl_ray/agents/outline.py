@@ -100,8 +100,10 @@ class Outline:
     def _numbers(self) -> list[int]:
         """Return the numbers of the messages that stand for all."""
         numbers = list(range(self._num_first))
+        last = tuple(self._kinds)
         for kinds, start in self._units.items():
-            numbers += range(start, start + len(kinds))
+            if kinds != last:
+                numbers += range(start, start + len(kinds))
         return numbers + list(range(max(self._start, self._num_first), self._length))
 
 

@@ -123,9 +123,9 @@ class Renderer:
             most_tokens: Tokens of the content that stay.
         """
         content = message.get("content")
-        # A token stands for at least one character, but for what has none.
-        if not isinstance(content, str) or len(content) <= most_tokens:
+        if not isinstance(content, str):
             return message
+        content = _plain(content)
         end = self._spelled.end_of_tokens(content, most_tokens)
         omitted = len(content) - end
         if not omitted:
