@@ -1,5 +1,5 @@
-"""`verl-ray bench agents`: what episodes cost beside a rollout engine, and what a
-thousand of them at once take of a machine.
+"""`verl-ray bench agents`: what episodes cost beside a rollout engine, what a thousand
+of them at once take of a machine, and what a late turn of a long one costs.
 
 Invariant: both sides of the comparison draw the same tokens. The yardstick is a
 coroutine per episode beside the engine, in the same process. It sends the turns of the
@@ -34,9 +34,19 @@ import psutil
 from controllers.bench.inputs import POLICIES
 from controllers.bench.suite import MIB, Flags, circumstances, print_json, rounds
 from controllers.compose.composition import compose
-from verl_ray.agents.contract import Episode, EpisodeTask
-from verl_ray.agents.episode import Limits, turn_seed
-from verl_ray.agents.wire import EpisodeStart
+from verl_ray.agents.contract import (
+    Action,
+    Episode,
+    EpisodeTask,
+    Message,
+    Policy,
+    Sampled,
+    ToolSchema,
+    message_of,
+)
+from verl_ray.agents.episode import Limits, run_episode, turn_seed
+from verl_ray.agents.template import Renderer
+from verl_ray.agents.wire import EpisodeStart, frame
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.cluster.process_control import thread_environment
 from verl_ray.config.load import parse, to_tree
@@ -77,7 +87,12 @@ _STEP_S = 0.05
 _SAMPLED_S = 0.05
 """Seconds from one look at files, memory and threads to the next."""
 
-_PARTS = ("speed", "crowd")
+_LONG_TURNS = (10, 200)
+"""Turns of a long episode that are compared; the last one is the length."""
+_AROUND = 4
+"""Turns before a compared one whose median counts with it."""
+
+_PARTS = ("speed", "crowd", "growth")
 
 
 @dataclass(frozen=True)
@@ -134,6 +149,8 @@ def _measure(options: argparse.Namespace) -> dict[str, object]:
             figures["speed"] = speed(model, *sizes, options.threads, options.repeats)
         if "crowd" in options.only:
             figures["crowd"] = crowd(model, options.crowd, options.turns)
+        if "growth" in options.only:
+            figures["growth"] = growth(model, options.repeats)
     return figures
 
 
@@ -388,6 +405,75 @@ def _holdings(process: psutil.Process) -> dict[str, int]:
         }
 
 
+# -------------------------------------------------------------------- without an engine
+
+
+def growth(model: str, repeats: int) -> dict[str, object]:
+    """Return milliseconds that early and late turns of an episode take its process.
+
+    They are those between a sampled turn and the request for the next one.
+
+    Args:
+        model: The model directory, for its tokenizer.
+        repeats: Episodes that count.
+    """
+    tokenizer = load_tokenizer(model, _TEMPLATE)
+    renderer = Renderer(tokenizer)
+    limits = Limits(max_turns=_LONG_TURNS[-1], context_tokens=10**6)
+    engine = _TimedSampler(
+        tokenizer("My guess is 123")["input_ids"], min(renderer.end_tokens)
+    )
+    for number in rounds(repeats, "agents"):
+        course = run_episode(_ask_on, EpisodeTask([]), number, engine, renderer, limits)
+        episode = asyncio.run(course)
+        assert len(episode.rows) == 1, f"an episode of {len(episode.rows)} rows"
+
+    # The first round only warms up.
+    seconds = np.array(engine.seconds).reshape(-1, _LONG_TURNS[-1])[1:]
+    costs = [
+        round(1e3 * float(np.median(seconds[:, turn - _AROUND - 1 : turn])), 3)
+        for turn in _LONG_TURNS
+    ]
+    names = [f"ms_at_turn_{turn}" for turn in _LONG_TURNS]
+    ratio = round(costs[-1] / costs[0], 2)
+    return dict(zip(names, costs, strict=True)) | {"ratio": ratio, "repeats": repeats}
+
+
+async def _ask_on(task: EpisodeTask, policy: Policy) -> float:
+    """Talk with the policy until a limit ends the episode."""
+    messages: list[Message] = [{"role": "user", "content": "Guess a number."}]
+    # Ends with the episode.
+    while True:
+        action = await policy.respond(messages)
+        answer = {"role": "user", "content": "Higher than that. Guess again."}
+        messages = [*messages, message_of(action), answer]
+
+
+class _TimedSampler:
+    """A sampler of the same turn, which notes what happens between its calls."""
+
+    def __init__(self, words: Sequence[int], end: int) -> None:
+        self.seconds: list[float] = []
+        self._action = Action([*words, end], "My guess is 123")
+        self._since = time.perf_counter()
+
+    async def sample(
+        self,
+        tokens: Sequence[int],
+        *,
+        seed: int,
+        max_tokens: int,
+        tools: Sequence[ToolSchema],
+    ) -> Sampled:
+        """Return the turn; see `Sampler`."""
+        frame("sample", {"seed": seed, "max_tokens": max_tokens}, tokens)
+        self.seconds.append(time.perf_counter() - self._since)
+        count = len(self._action.tokens)
+        sampled = Sampled(self._action.tokens, [-1.0] * count, [(0, 0)], self._action)
+        self._since = time.perf_counter()
+        return sampled
+
+
 # ------------------------------------------------------------------------- both of them
 
 
@@ -458,7 +544,8 @@ def _flags() -> Flags:
         "Measure tokens per second of episodes of several turns, compared with the same"
         " turns drawn without an environment and with as many tokens in one response"
         " each (speed); and what many episodes at once take with an engine that answers"
-        " from a script: lag, files, memory and threads (crowd).",
+        " from a script: lag, files, memory and threads (crowd); and the time of the"
+        " event loop for turn 200 of an episode beside that for turn 10 (growth).",
     )
     flags.only(_PARTS, "parts")
     flags.choice("--model", POLICIES, "parameters of the policy")

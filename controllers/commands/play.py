@@ -400,11 +400,12 @@ class ShownSampler:
     ) -> Sampled:
         """Return a turn; see `Sampler`."""
         screen = self.screen
+        tokens = list(tokens)
         if tools and tools != self._tools:
             screen.show(f"--- tools: {', '.join(map(_signature, tools))}")
         self._tools = tools
         known = len(self._seen)
-        if list(tokens[:known]) != self._seen:
+        if tokens[:known] != self._seen:
             screen.show("--- a new row begins")
             known = 0
         screen.show_context(tokens[known:])

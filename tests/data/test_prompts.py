@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from verl_ray.agents.tasks import tasks_of
+from verl_ray.agents.template import Renderer
 from verl_ray.config.data import DataConfig, DataSet
 from verl_ray.data.cursor import fingerprint
 from verl_ray.data.files import write_records
@@ -303,6 +305,14 @@ def test_a_chat_template_gets_the_arguments_of_run_and_record(
         arguments = config(apply_chat_template=True, chat_template_kwargs=settings)
         prompts = PromptSource(path, chat, arguments, seed=0).all()
         return [text.partition("assistant\n")[2] for text in texts(prompts, chat)]
+
+    # An episode begins with the same tokens.
+    renderer = Renderer(chat)
+    prompts = PromptSource(path, chat, config(apply_chat_template=True), seed=0).all()
+    for number, task in enumerate(tasks_of(prompts)):
+        own = renderer.of_record(task.template_arguments)
+        bounds = slice(*prompts.offsets[number : number + 2])
+        assert own.begin(task.messages) == prompts.tokens[bounds].tolist()
 
     off = "<think></think>"
     assert endings() == ["", f"{off}calm", "calm", off, ""]

@@ -39,6 +39,10 @@ SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=8)
 LIMITS = Limits(max_turns=4, max_tokens=64, context_tokens=256)
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789 \n<|>_/"
 END = 1  # of character_tokenizer
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}|{{ m.content }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant|{% endif %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +74,7 @@ def make_pool(
     path: Path = WORLDS,
     limits: Limits = LIMITS,
     answers: Script = script,
+    start: dict[str, Any] | None = None,
     **changes: Any,
 ) -> tuple[EpisodePool, RolloutServer]:
     tokenizer = load_tokenizer(model)
@@ -87,7 +92,7 @@ def make_pool(
         {"default": (f"{path}:{name}", options or {})},
         str(model),
         limits,
-        chat_template="{% for m in messages %}<{{ m.role }}|{{ m.content }}{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}<assistant|{% endif %}",
+        **{"chat_template": TEMPLATE} | (start or {}),
     )
     try:
         return EpisodePool(server, spec, read, **arguments), server
@@ -165,6 +170,29 @@ def pipe(tmp_path: Path) -> Iterator[Pipe]:
     pipe = Pipe(tmp_path)
     yield pipe
     pipe.close()
+
+
+def test_a_process_writes_what_the_run_and_the_record_give_its_template(
+    start_pool: Callable[..., EpisodePool], model: Path
+) -> None:
+    begin = "{{ strftime_now('%d') }}{{ tone }}{% if calm %}calm{% endif %}/"
+    start = {
+        "chat_template": begin + TEMPLATE, "template_arguments": {"tone": "loud"},
+        "template_day": "2026-03-01", "special_tokens": "allow",
+    }  # fmt: skip
+    asked = requests(2)
+    given = {"calm": True, "tone": ""}
+    messages = [{"role": "user", "content": "go<eos>"}]
+    task = replace(asked[1].task, messages=messages, template_arguments=given)
+    asked[1] = replace(asked[1], task=task)
+    episodes = ended(start_pool("Counting", start=start), asked)
+    tokenizer = load_tokenizer(model)
+    first, second = (
+        tokenizer.decode(episodes[number].rows[0].tokens) for number in range(2)
+    )
+    assert END == tokenizer.eos_token_id and episodes[1].rows[0].tokens.count(END) == 8
+    assert first.startswith("01loud/<user|go<eos>\n")
+    assert second.startswith("01calm/<user|go<eos><eos>\n")
 
 
 def test_episodes_depend_on_their_seeds_alone(

@@ -11,9 +11,11 @@ those that hold it. A row is what the model saw, token by token.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import marshal
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from verl_ray.agents.contract import (
@@ -62,13 +64,13 @@ class TurnPrompt:
     Attributes:
         parent: The turn that it continues; None where it begins a path.
         context: Token ids that follow the parent's turn, or the whole prompt.
-        tokens: Token ids of the whole prompt.
+        tokens: Token ids of the whole prompt, int32.
         digest: Digest of the conversation.
     """
 
     parent: SampledTurn | None
     context: list[int]
-    tokens: list[int]
+    tokens: array[int]
     digest: bytes
 
 
@@ -100,6 +102,8 @@ class Transcript:
         # call goes on with the second answer.
         self._by_digest: dict[bytes, SampledTurn] = {}
         self._seen = _Seen(b"", b"", [])
+        # The last turn, and the tokens of its path.
+        self._path: tuple[SampledTurn | None, array[int]] = (None, _ids())
 
     def prompt(
         self,
@@ -125,7 +129,7 @@ class Transcript:
         prompt = self._continued(messages, tools, seen, num_known, most_tokens)
         if prompt is None:
             context = self._renderer.begin(messages, tools, most_tokens)
-            prompt = TurnPrompt(None, context, context, digests[-1])
+            prompt = TurnPrompt(None, context, _ids(context), digests[-1])
         seen.outline.extend(messages[num_known:])
         self._seen = seen
         return prompt
@@ -170,6 +174,7 @@ class Transcript:
         if prompt.parent is not None:
             prompt.parent.is_continued = True
         self.turns.append(turn)
+        self._path = (turn, prompt.tokens + _ids(sampled.tokens))
         own = message_of(sampled.action)
         self._by_digest[_digest(prompt.digest, own)] = turn
 
@@ -207,10 +212,7 @@ class Transcript:
             if turn is None:
                 continue
 
-            tokens: list[int] = []
-            for earlier in turn.path():
-                tokens += earlier.context
-                tokens += earlier.sampled.tokens
+            tokens = self._tokens_until(turn)
             context = self._renderer.continuation(
                 messages[:length],
                 messages[length:],
@@ -222,9 +224,23 @@ class Transcript:
             )
             if context is None:
                 return None
-            tokens += context
+            tokens = tokens + _ids(context)
             return TurnPrompt(turn, context, tokens, seen.digests[-1])
         return None
+
+    def _tokens_until(self, turn: SampledTurn) -> array[int]:
+        """Return the tokens of the path that ends with a turn."""
+        last, tokens = self._path
+        if turn is last:
+            return tokens
+        parts = [
+            part for each in turn.path() for part in (each.context, each.sampled.tokens)
+        ]
+        return _ids(itertools.chain.from_iterable(parts))
+
+
+def _ids(tokens: Iterable[int] = ()) -> array[int]:
+    return array("i", tokens)
 
 
 def _row(
