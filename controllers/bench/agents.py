@@ -436,7 +436,8 @@ def growth(model: str, repeats: int) -> dict[str, object]:
     ]
     names = [f"ms_at_turn_{turn}" for turn in _LONG_TURNS]
     ratio = round(costs[-1] / costs[0], 2)
-    return dict(zip(names, costs, strict=True)) | {"ratio": ratio, "repeats": repeats}
+    figures = dict(zip(names, costs, strict=True))
+    return {**figures, "ratio": ratio, "repeats": repeats}
 
 
 async def _ask_on(task: EpisodeTask, policy: Policy) -> float:

@@ -190,7 +190,7 @@ def test_a_process_writes_what_the_run_and_the_record_give_its_template(
     first, second = (
         tokenizer.decode(episodes[number].rows[0].tokens) for number in range(2)
     )
-    assert END == tokenizer.eos_token_id and episodes[1].rows[0].tokens.count(END) == 8
+    assert tokenizer.eos_token_id == END and episodes[1].rows[0].tokens.count(END) == 7
     assert first.startswith("01loud/<user|go<eos>\n")
     assert second.startswith("01calm/<user|go<eos><eos>\n")
 

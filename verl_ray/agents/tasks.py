@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 def tasks_of(prompts: Prompts) -> list[EpisodeTask]:
     """Return the task of each prompt."""
-    given = prompts.template_arguments
+    arguments_of = prompts.template_arguments
     columns = zip(
         prompts.messages.texts(),
         prompts.answer.texts(),
         prompts.has_answer.tolist(),
         prompts.extra.texts(),
         prompts.data_source.texts(),
-        ["{}"] * prompts.num_rows if given is None else given.texts(),
+        ["{}"] * prompts.num_rows if arguments_of is None else arguments_of.texts(),
         strict=True,
     )
     return [

@@ -94,8 +94,8 @@ class Renderer:
         if not template_arguments:
             return self
         renderer = copy.copy(self)
-        given = self._guarded(template_arguments)
-        renderer._arguments = {**self._arguments, **given}
+        own = self._guarded(template_arguments)
+        renderer._arguments = {**self._arguments, **own}
         return renderer
 
     def begin(

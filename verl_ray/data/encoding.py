@@ -363,7 +363,8 @@ class SpelledTokens:
             return None
         if strips or not keeps_all or rules["model"]["unk_token"] is not None:
             return None
-        return _JOINED * max(map(len, self._tokenizer.get_vocab()))
+        longest = max(map(len, self._tokenizer.get_vocab()))
+        return longest * (_JOINED if rules["normalizer"] else 1)
 
     def encode_pieces(
         self,
