@@ -95,6 +95,14 @@ def test_an_earlier_configuration_is_renewed() -> None:
     assert migrated(tree()) == tree()
 
 
+def test_results_of_tools_stay_as_long_as_they_were() -> None:
+    saved = tree()
+    del saved["agent"]["max_result_tokens"]
+    assert migrated(saved)["agent"]["max_result_tokens"] is None
+    saved["agent"]["environments"] = {"default": "world.py:World"}
+    assert migrated(saved)["agent"]["max_result_tokens"] == 100_000
+
+
 def test_a_service_that_had_a_circuit_is_waited_for() -> None:
     service = ["reward=http", "reward.url=http://h/s", "reward.max_outage_s=1800"]
     today = to_tree(compose("ppo", [*INPUTS, *service]))

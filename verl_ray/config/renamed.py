@@ -30,7 +30,7 @@ NEW_SECTIONS = ("run.recovery",)
 """Sections that earlier versions did not have."""
 
 ADDED: dict[str, Any] = {
-    "agent.max_result_tokens": 100_000,
+    "agent.max_result_tokens": None,
     "rollout.schedule": "synchronous",
     "rollout.staleness": 0,
     "rollout.updates": "between",
@@ -67,7 +67,6 @@ _NO_AGENT: dict[str, Any] = {
     "max_turns": 8,
     "max_tokens": None,
     "max_turn_tokens": None,
-    "max_result_tokens": None,
     "max_tool_calls": 32,
     "model_timeout_s": 600.0,
     "tool_timeout_s": 60.0,
@@ -140,6 +139,11 @@ def migrated(tree: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(tracking, dict):
             tracking.setdefault("rollouts", "none")
             tracking.setdefault("rollouts_max_mb", 256)
+
+    # Only runs with environments have results of tools, of 100,000 characters then.
+    agent = result.get("agent")
+    if isinstance(agent, dict) and agent.get("environments"):
+        agent.setdefault("max_result_tokens", 100_000)
 
     _wait_for_services(result.get("reward"))
 
