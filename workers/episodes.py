@@ -99,17 +99,19 @@ def episode_rollouts(
     return _columns_of_rows(prompts, prompt_of, numbered, row_ids, finishes, is_last)
 
 
-def _messages_on_last_rows(
+def _records_on_last_rows(
     episodes: Sequence[Episode], is_last: Sequence[bool]
 ) -> Ragged:
-    """Return the conversations of episodes as JSON, empty on all but their last rows.
+    """Return what graders read of episodes as JSON, empty on all but their last rows.
 
     Args:
         episodes: The episode of each row.
         is_last: Whether it is the last row of its episode.
     """
     texts = [
-        json.dumps(episode.messages) if last else ""
+        json.dumps({"messages": episode.messages, "response": episode.response})
+        if last
+        else ""
         for episode, last in zip(episodes, is_last, strict=True)
     ]
     return Ragged.of_texts(texts)
@@ -203,7 +205,7 @@ def _columns_of_rows(
         end_detail=Ragged.of_texts([_encodable(each.detail) for each in episodes]),
         num_turns=np.array([episode.num_turns for episode in episodes], np.int32),
         episode_score=np.where(is_last, scores, np.float32(0)),
-        episode_messages=_messages_on_last_rows(episodes, is_last),
+        episode_messages=_records_on_last_rows(episodes, is_last),
         turn_rewards=Ragged.of_rows([_turns(row) for row in rows], np.float64),
         episode_metrics=_metrics_on_last_rows(episodes, is_last, finishes),
     )

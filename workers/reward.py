@@ -11,13 +11,13 @@ import dataclasses
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from verl_ray.agents.contract import TREATMENTS, End, Treatment
+from verl_ray.agents.contract import FAULTS, End
 from verl_ray.cluster.context import WorkerContext, steering
 from verl_ray.config.reward import FunctionReward, HttpReward
 from verl_ray.data.batch import Ragged
@@ -154,8 +154,9 @@ class RewardWorker(Grader):
 def scores_without_grader(rows: Rollouts) -> dict[int, Score]:
     """Return the scores of rows that no grader sees, by the number of the row.
 
-    An episode is scored once, on its last row. One that is no member of its group has
-    failed, and a row that is not the last one adds nothing to the score.
+    An episode is scored once, on its last row; a row that is not the last one adds
+    nothing to the score. An episode that is no member of its group has no score: it has
+    failed where its end is a fault, and is dropped otherwise.
     """
     if rows.end is None or rows.end_detail is None or rows.episode_score is None:
         return {}
@@ -175,10 +176,9 @@ def scores_without_grader(rows: Rollouts) -> dict[int, Score]:
         end = ends[number]
         if not last:
             scores[row] = Score(0.0, ScoreHealth.OK)
-        elif finish == Finish.ABORTED and TREATMENTS[end] is not Treatment.DROP:
-            # It is no member of its group by choice, and nothing has failed.
-            scores[row] = Score(0.0, ScoreHealth.OK)
-        elif finish == Finish.ABORTED and end is not End.ABORTED:
+        elif finish == Finish.ABORTED and end not in FAULTS:
+            scores[row] = Score(math.nan, ScoreHealth.DROPPED)
+        elif finish == Finish.ABORTED:
             is_late = end.value.endswith("timeout")
             health = ScoreHealth.TIMEOUT if is_late else ScoreHealth.EXCEPTION
             scores[row] = Score(math.nan, health, f"{end}: {detail}".rstrip(": "))
@@ -256,23 +256,17 @@ def _of_episodes(rows: Rollouts, requests: list[ScoreRequest]) -> list[ScoreRequ
     lengths = sums_of_trajectories(rows.trajectory_id, rows.response_length)
     of_episodes = list(requests)
     for row, length in zip(lasts.tolist(), lengths.tolist(), strict=True):
-        messages = json.loads(texts[row])
+        record = json.loads(texts[row])
         of_episodes[row] = dataclasses.replace(
             requests[row],
-            response=_last_turn(messages),
+            response=record["response"],
             num_tokens=length,
             tokens=requests[row].tokens[_first_of_last_turn(rows, row) :],
             episode_score=float(rows.episode_score[row]),
             episode_end=list(End)[rows.end[row]].value,
-            episode_messages=messages,
+            episode_messages=record["messages"],
         )
     return of_episodes
-
-
-def _last_turn(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return what the policy wrote last; empty if it wrote nothing."""
-    turns = [each["content"] for each in messages if each["role"] == "assistant"]
-    return str(turns[-1] or "") if turns else ""
 
 
 def _first_of_last_turn(rows: Rollouts, row: int) -> int:

@@ -76,7 +76,8 @@ class Evaluator:
         """Evaluate the present policy.
 
         A failed score counts as wrong where an accuracy is measured, and is left out of
-        a mean reward. val-aux/failed_scores counts both.
+        a mean reward. val-aux/failed_scores counts both. An episode that was dropped is
+        left out of either, and val-aux/dropped counts those.
 
         Args:
             producer: Generates the responses and scores them.
@@ -119,8 +120,7 @@ class Evaluator:
         metrics |= held_out_measures.length_metrics(lengths)
         metrics |= held_out_measures.problem_counts(self._prompts.data_source.texts())
         metrics |= measures.held_out_episode_metrics(self._sources, experience.rollouts)
-        metrics |= {
-            "val-aux/failed_scores": float((~scores.ok).sum()),
+        metrics |= held_out_measures.missing_scores(scores) | {
             "val-aux/num_prompts": float(self._prompts.num_rows),
             "val-aux/response_length/mean": float(taken.response_lengths.mean()),
         }

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from controllers.watch.measures import Metrics, spread
 from verl_ray.algorithms.subsets import NO_ANSWER, Answers
 from verl_ray.rewards.built_in import PRED
-from verl_ray.rewards.health import Entries
+from verl_ray.rewards.health import Entries, ScoreHealth
 from verl_ray.rewards.shaping import ResponseScores
 from verl_ray.tracking.base import Sample
 from verl_ray.tracking.evaluations import HeldOutResponse, HeldOutScores
@@ -86,7 +86,8 @@ def core_scores(
 
     It is an accuracy where scores are right (1) or wrong (0), and where the function
     returns an entry `acc`. A response without one counts as wrong. Other scores may
-    have any scale, so failed ones are left out of the mean reward.
+    have any scale, so failed ones are left out of the mean reward. Episodes that were
+    dropped are left out of both.
 
     Args:
         sources: Data source of each response, [rows].
@@ -112,6 +113,7 @@ def core_scores(
             accuracy = entries[row].get(ACCURACY)
             values[row] = accuracy if isinstance(accuracy, float) else 0.0
         core_names.append(ScoreName.of_means(source, kind, group_size))
+    values[scores.health == ScoreHealth.DROPPED] = nan
     return CoreScores(core_names, values)
 
 
@@ -137,6 +139,15 @@ def held_out_rewards(
         ScoreName.of_means(sources[row], REWARD, group_size).aside for row in others
     ]
     return CoreScores(of_others, values[others]).means()
+
+
+def missing_scores(scores: ResponseScores) -> Metrics:
+    """Return how many scores failed, and how many episodes were dropped."""
+    is_dropped = scores.health == ScoreHealth.DROPPED
+    return {
+        "val-aux/failed_scores": float((~scores.ok & ~is_dropped).sum()),
+        "val-aux/dropped": float(is_dropped.sum()),
+    }
 
 
 def problem_counts(sources: Sequence[str]) -> Metrics:

@@ -37,7 +37,13 @@ from verl_ray.data.stages import (
 )
 from verl_ray.ops.masked import Moments, explained_variance, whiten
 from verl_ray.report.evidence import ZERO_STD
-from verl_ray.rewards.health import WORLD, Entries, entries_of, health_metrics
+from verl_ray.rewards.health import (
+    WORLD,
+    Entries,
+    ScoreHealth,
+    entries_of,
+    health_metrics,
+)
 from verl_ray.rewards.shaping import ResponseScores, Shaping, component, failures
 
 Metrics = dict[str, float]
@@ -284,7 +290,8 @@ def component_metrics(raw: Mapping[str, ResponseScores], prefix: str) -> Metrics
         name = f"{prefix}/{component(role)}"
         metrics |= spread(name, scores.score[scores.ok])
         metrics[f"{name}/failed"] = float(failed[role].sum())
-        metrics[f"{name}/none"] = float((~scores.ok & ~failed[role]).sum())
+        is_left = (scores.health == ScoreHealth.NONE) & ~failed[role]
+        metrics[f"{name}/none"] = float(is_left.sum())
     return metrics
 
 

@@ -370,6 +370,13 @@ def test_the_calculator_answers_calls_and_scores_the_last_turn() -> None:
         await world.close()
         return called, answered
 
+    async def cut() -> Step:
+        world = Calculator()
+        await world.reset(SUM, 0)
+        return await world.step(Action([1], "It is 51", finish="length"))
+
+    # An answer that was cut is scored, and ends so.
+    assert asyncio.run(cut()) == Step(reward=1.0, done=True, end=End.MAX_TOKENS)
     called, answered = asyncio.run(episode("It is 51."))
     takes = "error: calculate takes one argument, expression, which is a text"
     assert [message["content"] for message in called.messages] == [

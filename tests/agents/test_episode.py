@@ -207,6 +207,8 @@ def returns(value: Any) -> Callable[[], Awaitable[Any]]:
     return hook
 
 
+HI: Message = {"role": "user", "content": "hi"}
+
 ENDS: dict[str, tuple[Questions, dict[str, Any], End, int, float]] = {
     "turns": (Questions(), {"max_turns": 2}, End.MAX_TURNS, 2, 1.0),
     "tokens": (Questions(), {"max_tokens": 5}, End.MAX_TOKENS, 2, 1.0),
@@ -231,6 +233,11 @@ ENDS: dict[str, tuple[Questions, dict[str, Any], End, int, float]] = {
     "no observation": (Questions(reset=returns([])), {}, End.ENVIRONMENT_FAILED, 0, 0.0),
     "silent": (Questions(step=returns(Step(reward=0.25))), {}, End.ENVIRONMENT_FAILED, 1, 0.25),
     "odd message": (Questions(step=returns(Step([{"text": "hi"}]))), {}, End.ENVIRONMENT_FAILED, 1, 0.0),
+    "bytes": (Questions(step=returns(Step([{"role": "user", "content": b"hi"}]))), {}, End.ENVIRONMENT_FAILED, 1, 0.0),
+    "last bytes": (Questions(step=returns(Step([HI, {**HI, "of": {1, 2}}], 1.0, done=True))), {}, End.ENVIRONMENT_FAILED, 1, 0.0),
+    "no dict": (Questions(step=returns(Step("hi"))), {}, End.ENVIRONMENT_FAILED, 1, 0.0),  # type: ignore[arg-type]
+    "odd first": (Questions(reset=returns(Observation([{**HI, "of": Path()}]))), {}, End.ENVIRONMENT_FAILED, 0, 0.0),
+    "odd tool": (Questions(reset=returns(Observation([HI], [{"function": print}]))), {}, End.ENVIRONMENT_FAILED, 0, 0.0),
     "own end": (Questions(step=returns(Step(done=True, end=End.TOOL_STOPPED))), {}, End.TOOL_STOPPED, 1, 0.0),
     "numpy": (Questions(step=returns(Step(reward=np.float32(0.5), done=True))), {}, End.COMPLETED, 1, 0.5),
 }  # fmt: skip
@@ -251,7 +258,22 @@ def test_each_end_is_reached_by_its_cause(name: str) -> None:
     "name, words",
     [
         ("broken step", "KeyError: 'no such door'"),
-        ("exit", "the environment tried to end its process"),
+        ("exit", "RuntimeError: it raised SystemExit(3), which is no Exception"),
+        (
+            "bytes",
+            "step returned the message 1, which cannot be written as JSON: Object",
+        ),
+        (
+            "bytes",
+            "type bytes is not JSON serializable. It begins with \"{'role': 'user",
+        ),
+        ("last bytes", "step returned the message 2, which cannot be written as JSON"),
+        (
+            "no dict",
+            "message 1, which cannot be written as JSON: it is str, expected dict",
+        ),
+        ("odd first", "reset returned the message 1, which cannot be written as JSON"),
+        ("odd tool", "reset returned the tool 1, which cannot be written as JSON"),
         ("cancelled", "the call cancelled itself"),
         ("nan", "step returned the reward nan, which is not finite"),
         ("huge", "step returned the reward -1e+39, beyond 1e18"),
@@ -264,6 +286,48 @@ def test_each_end_is_reached_by_its_cause(name: str) -> None:
 def test_a_failure_says_what_happened(name: str, words: str) -> None:
     episode, _ = play(Questions(**ENDS[name][0]._hooks))
     assert words in episode.detail.splitlines()[-1]
+
+
+class Panic(BaseException):
+    """As those of extension modules in Rust."""
+
+
+@pytest.mark.parametrize("kind", [Panic, GeneratorExit, asyncio.CancelledError])
+@pytest.mark.parametrize(
+    "where", ["factory", "reset", "step", "finish", "close", "run"]
+)
+def test_what_is_no_exception_ends_the_call_alone(where: str, kind: type) -> None:
+    async def panicking(*_: Any) -> Any:
+        raise kind("a panic")
+
+    def make() -> Environment:
+        raise kind("a panic")
+
+    world: Any = Valued(**{where: panicking})
+    if where == "finish":
+        world.finish = panicking
+    if where in ("factory", "run"):
+        world = {"factory": make, "run": panicking}[where]
+    episode, _ = play(world, limits(max_turns=2))
+
+    # What closes is no part of the episode.
+    assert episode.end is (
+        End.MAX_TURNS if where == "close" else End.ENVIRONMENT_FAILED
+    )
+    if isinstance(world, Questions):
+        assert world.calls.count("close") == 1
+    last = episode.detail.splitlines()[-1]
+    if where == "factory":
+        assert last.endswith("a panic")
+    elif kind is asyncio.CancelledError:
+        assert last == "RuntimeError: the call cancelled itself"
+        return
+    else:
+        words = f"it raised {kind.__name__}('a panic'), which is no Exception"
+        assert last == f"RuntimeError: {words}"
+    # The place is the user's, and nothing of ours stands before it.
+    first_place = episode.detail.splitlines()[1]
+    assert __file__ in first_place and 'raise kind("a panic")' in episode.detail
 
 
 def test_a_factory_that_fails_is_a_failed_environment() -> None:
@@ -329,10 +393,20 @@ def test_a_row_has_the_places_of_its_episode() -> None:
 )
 def test_the_last_turn_is_scored_though_it_was_cut(changes, end: End) -> None:
     assert len(RENDERER.begin(TASK.messages)) == 10
-    world = Questions(step=returns(Step(reward=0.25, done=True)))
+    step = Step(reward=0.25, done=True, end=End.MAX_TOKENS)
+    world = Valued(step=returns(step))
     episode, _ = play(world, limits(**changes), texts=("a long answer",))
-    assert (episode.end, episode.score) == (end, 0.25)
+    # It does without a turn that was cut, and says what its state is worth.
+    assert (episode.end, episode.score) == (end, 0.5)
     assert world.actions[0].finish == "length"
+    assert world.calls[-2:] == [f"finish {end}", "close"]
+
+    # Who is done has said what that is worth, whatever cut the turn.
+    for said in (End.COMPLETED, End.MAX_TURNS):
+        world = Valued(step=returns(Step(reward=1.0, done=True, end=said)))
+        episode, _ = play(world, limits(**changes), texts=("a long answer",))
+        assert (episode.end, episode.score) == (said, 1.0)
+        assert world.calls == ["reset 7", "step", "close"]
 
 
 def calling(tokens: Any, text: str, finish: str) -> Action:
@@ -391,7 +465,9 @@ class Cutting(Questions):
         self.actions.append(action)
         questions = [{"role": "user", "content": "?"}]
         last = Step(reward=1.0, done=True)
-        return [Step(questions, max_tokens=2), Step(questions), last][len(self.actions) - 1]
+        return [Step(questions, max_tokens=2), Step(questions), last][
+            len(self.actions) - 1
+        ]
 
 
 async def cut_twice(task: EpisodeTask, policy: Policy) -> float:
@@ -406,16 +482,33 @@ async def cut_twice(task: EpisodeTask, policy: Policy) -> float:
 def test_a_world_says_where_a_turn_ends(world: Any) -> None:
     episode, sampler = play(world)
     assert (episode.end, episode.score) == (End.COMPLETED, 1.0)
-    assert [message["content"] for message in episode.messages[::2]][:3] == ["0?", "?", "?"]
-    assert [each["content"] for each in episode.messages if each["role"] == "assistant"] == ["on", "tw", "three"]
-    assert [(tuple(call.stop), call.max_tokens == 2) for call in sampler.calls] == [(("n",), False), ((), True), ((), False)]
+    assert [message["content"] for message in episode.messages[::2]][:3] == [
+        "0?",
+        "?",
+        "?",
+    ]
+    assert [
+        each["content"] for each in episode.messages if each["role"] == "assistant"
+    ] == ["on", "tw", "three"]
+    assert [(tuple(call.stop), call.max_tokens == 2) for call in sampler.calls] == [
+        (("n",), False),
+        ((), True),
+        ((), False),
+    ]
 
     # The template ends the turn at the letter, which nobody sampled; what was cut by a
     # number of tokens begins a row.
     first, second = episode.rows
-    written = [(TOKENIZER.decode([token]), own) for token, own in zip(first.tokens, first.mask, strict=True)]
+    written = [
+        (TOKENIZER.decode([token]), own)
+        for token, own in zip(first.tokens, first.mask, strict=True)
+    ]
     start = len(RENDERER.begin(TASK.messages))
-    assert written[start : start + 3] == [("o", True), ("n", True), ("<|im_end|>", False)]
+    assert written[start : start + 3] == [
+        ("o", True),
+        ("n", True),
+        ("<|im_end|>", False),
+    ]
     assert [text for text, own in written if own] == ["o", "n", "t", "w"]
     assert sum(second.mask) == len("three") + 1
     assert first.log_probs[start : start + 2] == [-0.01, -0.02]
@@ -443,7 +536,9 @@ def test_a_turn_is_never_longer_than_the_limits() -> None:
     ],
 )  # fmt: skip
 def test_a_turn_that_cannot_be_sampled_is_the_worlds_fault(options, words: str) -> None:
-    episode, _ = play(Questions(step=returns(Step([{"role": "user", "content": "?"}], **options))))
+    episode, _ = play(
+        Questions(step=returns(Step([{"role": "user", "content": "?"}], **options)))
+    )
     assert (episode.end, episode.num_turns) == (End.ENVIRONMENT_FAILED, 1)
     assert episode.detail.endswith(words)
 
@@ -462,7 +557,10 @@ class Measured(Questions):
 
 def test_a_world_records_numbers_about_its_episode() -> None:
     episode, _ = play(Measured({"doors": 1, "falls": 0.5}, {}, {"doors": np.int64(3)}))
-    assert (episode.end, episode.metrics) == (End.COMPLETED, {"doors": 3.0, "falls": 0.5})
+    assert (episode.end, episode.metrics) == (
+        End.COMPLETED,
+        {"doors": 3.0, "falls": 0.5},
+    )
 
     async def measured(task: EpisodeTask, policy: Policy) -> float:
         policy.record(doors=1, self=2)
@@ -697,6 +795,81 @@ def test_a_coroutine_may_score_what_a_limit_ended() -> None:
     assert len(sampler.calls) == 1
 
 
+@pytest.mark.parametrize("together", [1, 30])
+def test_who_asks_again_and_again_after_the_end_is_cancelled(together: int) -> None:
+    refused: list[str] = []
+
+    async def ask(policy: Policy) -> None:
+        try:
+            await policy.respond(TASK.messages)
+        except Exception as error:
+            refused.append(repr(error))
+
+    async def retrying(task: EpisodeTask, policy: Policy) -> float:
+        # Its only way out is a number of answers that it never gets.
+        while True:
+            await asyncio.gather(*(ask(policy) for _ in range(together)))
+
+    async def main() -> tuple[Episode, int]:
+        sampler = ScriptedSampler(TOKENIZER, ["one"], repeats=True)
+        run = run_episode(retrying, TASK, 7, sampler, RENDERER, limits(max_turns=2))
+        task = asyncio.create_task(run)
+        num_rounds = 0
+        while not task.done():
+            await asyncio.sleep(0)
+            num_rounds += 1
+        return await task, num_rounds
+
+    episode, num_rounds = asyncio.run(main())
+    assert (episode.end, episode.num_turns, episode.score) == (End.MAX_TURNS, 2, 0.0)
+    assert episode.detail == ""
+    assert set(refused) == {"EpisodeEnded('max_turns')"}
+    # Those who ask together are refused together, and others had their turn meanwhile.
+    assert len(refused) == {1: 11, 30: 298}[together]
+    assert num_rounds > 10
+
+
+def test_who_even_catches_its_cancellation_ends_by_its_deadline() -> None:
+    is_over = False
+    asked = 0
+
+    async def stubborn(task: EpisodeTask, policy: Policy) -> float:
+        nonlocal asked
+        while not is_over:
+            with contextlib.suppress(BaseException):
+                asked += 1
+                await policy.respond(task.messages)
+        return 1.0
+
+    async def main() -> Episode:
+        nonlocal is_over
+        sampler = ScriptedSampler(TOKENIZER, ["one"], repeats=True)
+        bounds = limits(max_turns=2, episode_s=SHORT_S, close_s=0.01)
+        episode = await run_episode(stubborn, TASK, 7, sampler, RENDERER, bounds)
+        is_over = True
+        return episode
+
+    episode = asyncio.run(main())
+    assert (episode.end, episode.num_turns) == (End.EPISODE_TIMEOUT, 2)
+    # It sleeps, and does not spin.
+    assert asked < 20
+
+
+def test_ends_in_a_group_of_errors_are_an_end() -> None:
+    async def grouped(task: EpisodeTask, policy: Policy) -> float:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(3):
+                group.create_task(policy.respond(task.messages))
+        return 1.0
+
+    assert play(grouped, limits(max_turns=2))[0].end is End.MAX_TURNS
+
+    async def mixed(task: EpisodeTask, policy: Policy) -> float:
+        raise ExceptionGroup("", [EpisodeEnded(End.MAX_TURNS), KeyError("door")])
+
+    assert play(mixed)[0].end is End.ENVIRONMENT_FAILED
+
+
 def test_an_end_in_a_frameworks_error_is_an_end() -> None:
     async def wrapping(task: EpisodeTask, policy: Policy) -> float:
         try:
@@ -767,6 +940,31 @@ def test_a_task_that_stays_behind_gets_no_turn() -> None:
     episode = asyncio.run(main())
     assert refused == [End.ABORTED]
     assert (episode.rows, episode.num_turns, episode.score) == ([], 0, 1.0)
+
+
+def test_what_is_no_json_is_refused_before_it_is_sampled() -> None:
+    async def odd(task: EpisodeTask, policy: Policy) -> float:
+        messages = [*task.messages]
+        messages.append(message_of(await policy.respond(messages)))
+        await policy.respond([*messages, {**HI, "content": b"hi"}])
+        return 1.0
+
+    async def with_tools(task: EpisodeTask, policy: Policy) -> float:
+        await policy.respond(task.messages, [{"function": {"default": b""}}])
+        return 1.0
+
+    for world, words in ((odd, "the message 3"), (with_tools, "the tool 1")):
+        episode, _ = play(world)
+        assert episode.end is End.ENVIRONMENT_FAILED
+        assert f"TypeError: respond was given {words}, which cannot" in episode.detail
+
+
+def test_the_response_is_the_policys_own() -> None:
+    """Another agent has the last word, as a message of an assistant."""
+    last = {"role": "assistant", "content": "42"}
+    episode, _ = play(Questions(step=returns(Step([last], done=True))))
+    assert (episode.response, episode.messages[-1]) == ("one", last)
+    assert play(Questions(reset=broken))[0].response == ""
 
 
 def test_messages_that_the_template_refuses_are_the_environments_fault() -> None:

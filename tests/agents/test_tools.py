@@ -223,6 +223,48 @@ def test_a_tool_that_fails_fails_the_step() -> None:
         act(ToolCall("guess", {"number": 0}))
 
 
+def test_a_tool_that_panics_fails_the_episode() -> None:
+    """What it raises in its thread is no `Exception`."""
+
+    class Panic(BaseException):
+        pass
+
+    def look(text: str) -> str:
+        """Look something up.
+
+        Args:
+            text: What.
+        """
+        raise Panic("a library panicked")
+
+    def calls(tokens: Any, text: str, finish: str) -> Action:
+        return Action(tokens, text, [ToolCall("look", {"text": text})], finish)
+
+    renderer = Renderer(tokenizer_with(PRESERVING))
+    sampler = ScriptedSampler(tokenizer_with(PRESERVING), ["what"], read=calls)
+    run = run_episode(lambda: ToolEnvironment([look]), TASK, 7, sampler, renderer, WIDE)
+    episode = asyncio.run(run)
+    assert episode.end is End.ENVIRONMENT_FAILED
+    assert "it raised Panic('a library panicked')" in episode.detail
+    assert f'"{__file__}", line' in episode.detail and "in look" in episode.detail
+
+
+def test_bytes_are_a_text() -> None:
+    def read_file(name: str) -> bytes:
+        """Read a file.
+
+        Args:
+            name: Its name.
+        """
+        return b"caf\xc3\xa9 \xff"
+
+    environment = ToolEnvironment([read_file])
+    step = asyncio.run(
+        environment.step(Action([1], "", [ToolCall("read_file", {"name": "a"})]))
+    )
+    assert [message["content"] for message in step.messages] == ["café \ufffd"]
+
+
 def test_synchronous_tools_do_not_block_the_loop() -> None:
     """Each of two tools waits until the other one runs."""
     barrier = threading.Barrier(2, timeout=30)

@@ -18,6 +18,7 @@ def test_numbers_are_stable() -> None:
         ("UNAVAILABLE", 5),
         ("UNPARSED", 6),
         ("TOO_LONG", 7),
+        ("DROPPED", 8),
     ]
 
 
@@ -32,6 +33,7 @@ def test_metrics_count_every_kind() -> None:
         "reward_health/unavailable": 0.0,
         "reward_health/unparsed": 0.0,
         "reward_health/too_long": 0.0,
+        "reward_health/dropped": 0.0,
     }
 
 

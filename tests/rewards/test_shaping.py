@@ -149,22 +149,24 @@ def declined(*scores: float) -> ResponseScores:
 def test_none_leaves_a_response_to_the_other_components() -> None:
     """Weights are 2 and 0.5, and are not made larger where one of them is alone."""
     raw = {
-        "reward.components.function": declined(1.0, math.nan, math.nan, math.nan),
-        "reward.components.model": scored(2.0, 2.0, math.nan, math.nan),
+        "reward.components.function": declined(1.0, *[math.nan] * 4),
+        "reward.components.model": scored(2.0, 2.0, *[math.nan] * 3),
     }
     raw["reward.components.model"].health[3] = ScoreHealth.NONE
+    for scores in raw.values():
+        scores.health[4] = ScoreHealth.DROPPED
     for found in (shaping(*MIXED).shape(raw), shaping(*MIXED).weigh(raw)):
-        np.testing.assert_array_equal(found.score, [3, 1, math.nan, math.nan])
+        np.testing.assert_array_equal(found.score, [3, 1, *[math.nan] * 3])
         assert [ScoreHealth(health).name for health in found.health] == [
-            "OK", "OK", "TIMEOUT", "NONE",
+            "OK", "OK", "TIMEOUT", "NONE", "DROPPED",
         ]  # fmt: skip
         # A part says that nobody gave it.
-        np.testing.assert_array_equal(found.parts[0][1], [1, *[math.nan] * 3])
+        np.testing.assert_array_equal(found.parts[0][1], [1, *[math.nan] * 4])
         np.testing.assert_array_equal(found.as_graded, found.score)
     failed = failures({role: scores.health for role, scores in raw.items()})
     assert {role: rows.tolist() for role, rows in failed.items()} == {
-        "reward.components.function": [False, False, False, True],
-        "reward.components.model": [False, False, True, True],
+        "reward.components.function": [False, False, False, True, False],
+        "reward.components.model": [False, False, True, True, False],
     }
 
 

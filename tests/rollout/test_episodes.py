@@ -264,6 +264,21 @@ def test_an_episode_that_ends_its_process_costs_no_other_one(
     assert pool.take_counts().lost_processes == 0
 
 
+def test_an_episode_ends_with_a_frame_however_its_task_ends(
+    start_pool: Callable[..., EpisodePool],
+) -> None:
+    pool = start_pool("Panicking", num_processes=1, limits=replace(LIMITS, max_turns=2))
+    for where, words in (
+        ("step", "it raised Panic('in step'), which is no Exception"),
+        ("finish", "Panic: in finish"),
+        ("close", "Object of type bytes is not JSON serializable"),
+    ):
+        (episode,) = ended(pool, requests(1, where=where)).values()
+        assert episode.end is End.ENVIRONMENT_FAILED
+        assert words in episode.detail.splitlines()[-1]
+    assert pool.take_counts().lost_processes == 0
+
+
 def test_a_fault_is_retried_within_its_budget(
     start_pool: Callable[..., EpisodePool], tmp_path: Path
 ) -> None:

@@ -82,6 +82,34 @@ class Flaky(Counting):
         return await super().step(action)
 
 
+class Panic(BaseException):
+    """As those of extension modules in Rust."""
+
+
+class Panicking(Counting):
+    """Panics where its task says so; in `finish` where nobody awaits it."""
+
+    async def reset(self, task: EpisodeTask, seed: int) -> Observation:
+        self.where = task.extra["where"]
+        self.last = {"role": "user", "content": "end"}
+        return await super().reset(task, seed)
+
+    async def step(self, action: Action) -> Step:
+        if self.where == "step":
+            raise Panic("in step")
+        if self.where == "close":
+            return Step([self.last], 1.0, done=True)
+        return await super().step(action)
+
+    @property
+    def finish(self) -> None:
+        raise Panic("in finish")
+
+    async def close(self) -> None:
+        # It was checked, and stands in the conversation.
+        self.last["of"] = b"no JSON"
+
+
 class Endless(Counting):
     """Says as it begins and as it is closed, through a pipe of the test."""
 

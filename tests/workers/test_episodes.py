@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,18 +14,27 @@ from tests.algorithms.test_credit import algorithm, rewarded
 from tests.controllers.watch.test_measures import held
 from tests.rows import rewards_of, values_of
 from tests.workers.test_rollout import prompts
-from verl_ray.agents.contract import TREATMENTS, End, Episode, EpisodeRow
+from verl_ray.agents.contract import (
+    TREATMENTS,
+    End,
+    Episode,
+    EpisodeRow,
+    Treatment,
+)
 from verl_ray.algorithms.credit import token_credit
-from verl_ray.data.stages import Finish, Rollouts
+from verl_ray.data.stages import Finish, Rollouts, last_rows
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
 from verl_ray.rewards.child import GroupLog, group_values, response_values
 from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rewards.remote import RequestBatch
 from verl_ray.rewards.request import ScoreRequest
+from verl_ray.rewards.shaping import failures
 from verl_ray.rewards.signatures import signature_of
+from verl_ray.tracking.block import failed_scores
 from workers.episodes import ROW_IDS, episode_rollouts
 from workers.reward import (
     requests_of,
+    scores_of,
     scores_without_grader,
     with_metrics_of_worlds,
 )
@@ -60,7 +70,7 @@ def two_rows(end: End) -> Episode:
         row_of(2, 2, reward=0.5),
         row_of(3, 1, reward=0.5, turn=1),
     ]
-    return Episode(rows, end, 1.0, num_turns=2, messages=MESSAGES)
+    return Episode(rows, end, 1.0, num_turns=2, messages=MESSAGES, response="3")
 
 
 def test_an_episode_is_cut_by_what_ends_it_and_not_by_what_ends_a_turn() -> None:
@@ -94,6 +104,40 @@ def test_an_episode_is_cut_by_what_ends_it_and_not_by_what_ends_a_turn() -> None
     credit = token_credit(bootstrapped, 0.0, rows, paid, None, None, values)
     # Each turn pays 0.5.
     assert credit.advantages[rows.response_mask].tolist() == [5, 5, 4.5, 1, 1, 0.5]
+
+
+def test_an_episode_that_is_dropped_by_choice_has_no_score() -> None:
+    treatments = {**TREATMENTS, End.MAX_TURNS: Treatment.DROP}
+    ends = (End.COMPLETED, End.MAX_TURNS, End.ABORTED, End.TOOL_TIMEOUT)
+    numbered = list(enumerate(map(two_rows, ends), start=6))
+    prompt_of = dict.fromkeys(range(6, 10), 0)
+    rows = episode_rollouts(prompts(), prompt_of, numbered, treatments)
+    assert rows.trajectory_id.tolist() == [6, 6, 7, 8, 9]
+
+    known = scores_without_grader(rows)
+    assert {row: score.health.name for row, score in known.items()} == {
+        0: "OK", 2: "DROPPED", 3: "DROPPED", 4: "TIMEOUT",
+    }  # fmt: skip
+    assert math.isnan(known[2].value)
+    # The row of the first episode has a grader.
+    known[1] = Score(0.5, ScoreHealth.OK)
+    scores = scores_of([known[row] for row in last_rows(rows.trajectory_id)])
+    raw = measures.response_scores({"a": held(scores), "b": held(scores)})
+
+    aborted = rows.finish[last_rows(rows.trajectory_id)] == Finish.ABORTED
+    found = measures.score_metrics(raw["a"], raw, aborted)
+    counts = {
+        name: count for name, count in found.items() if "health/" in name and count
+    }
+    assert counts == {
+        "reward_health/ok": 1, "reward_health/dropped": 2, "reward_health/timeout": 1,
+    }  # fmt: skip
+    assert found["critic/score/mean"] == found["reward/a/mean"] == 0.5
+    # Only the fault is a failure, and counts against max_failed_fraction.
+    assert found["reward/a/failed"] == 1 and found["reward/a/none"] == 0
+    failed = failures({role: scores.health for role, scores in raw.items()})
+    assert failed["a"].tolist() == [False, False, False, True]
+    assert failed_scores(found) == "50% of rewards failed (timeout 1)"
 
 
 def test_lengths_and_ends_are_those_of_episodes() -> None:
@@ -145,7 +189,9 @@ def test_what_worlds_record_are_means_over_the_episodes_that_have_it() -> None:
 
 
 def test_held_out_episodes_have_ends_and_turns_by_data_source() -> None:
-    rows = rows_of(two_rows(End.MAX_TURNS), two_rows(End.COMPLETED), two_rows(End.COMPLETED))
+    rows = rows_of(
+        two_rows(End.MAX_TURNS), two_rows(End.COMPLETED), two_rows(End.COMPLETED)
+    )
     lasts = held(rows).select([1, 3, 5])
     found = measures.held_out_episode_metrics(["a", "b", "a"], lasts)
     assert found["val-aux/a/num_turns/mean"] == found["val-aux/b/num_turns/mean"] == 4
@@ -171,7 +217,9 @@ def test_graders_see_the_whole_conversation_of_an_episode(tmp_path: Path) -> Non
             turns=[1, 2],
         ),
     ]
-    episode = Episode(turns, End.MAX_TURNS, 1.0, messages=MESSAGES)
+    # The world has the last word, in the role of an assistant.
+    messages = [*MESSAGES[:-1], {"role": "assistant", "content": "right"}]
+    episode = Episode(turns, End.MAX_TURNS, 1.0, messages=messages, response="3")
     rows = rows_of(episode, two_rows(End.ENVIRONMENT_FAILED))
     # An episode is scored once, on its last row; a failed one has no grader.
     known = scores_without_grader(rows)
@@ -193,7 +241,7 @@ def test_graders_see_the_whole_conversation_of_an_episode(tmp_path: Path) -> Non
     # The response is the last turn, and all turns have 2 + 2 + 2 tokens.
     assert (seen.response, seen.tokens, seen.num_tokens) == ("3", [6, 7], 6)
     assert (seen.finish_reason, seen.episode_end) == ("length", "max_turns")
-    assert seen.episode_score == 1 and seen.episode_messages == MESSAGES
+    assert seen.episode_score == 1 and seen.episode_messages == messages
     assert (seen.prompt, seen.conversation) == ("p", "p")
 
     def ends(response: str, episode_messages: list[dict[str, str]]) -> str:
@@ -204,10 +252,10 @@ def test_graders_see_the_whole_conversation_of_an_episode(tmp_path: Path) -> Non
     # Where prompts are messages, one of TRL's style gets those behind the prompt.
     of_messages = replace(seen, conversation=MESSAGES[:1])
     values = group_values([of_messages], GroupLog(1))
-    assert values["completions"] == [MESSAGES[1:]]
+    assert values["completions"] == [messages[1:]]
     assert values["episode_end"] == ["max_turns"]
     sent = json.loads(RequestBatch.of([seen]).body)["items"]
-    assert sent[0]["episode_messages"] == MESSAGES
+    assert sent[0]["episode_messages"] == messages
     assert "episode_end" not in json.loads(
         RequestBatch.of([ScoreRequest("r", "a", "p", "s", {})]).body
     )["items"][0]  # fmt: skip

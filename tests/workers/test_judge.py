@@ -295,6 +295,7 @@ def test_an_episode_is_judged_once_by_its_whole_conversation(
     folder: Path, worker: JudgeWorker, says: Says
 ) -> None:
     plain = rows_of(folder, ROWS[:4])
+    nothing = json.dumps({"messages": [], "response": ""})
     say = [
         {"role": "user", "content": "How?"},
         {"role": "assistant", "content": "2<|im_end|>"},
@@ -305,7 +306,13 @@ def test_an_episode_is_judged_once_by_its_whole_conversation(
         end=np.array([0, 0, 0, list(End).index(End.TOOL_TIMEOUT)], np.int8),
         end_detail=Ragged.of_texts([""] * 4),
         episode_score=np.zeros(4, np.float32),
-        episode_messages=Ragged.of_texts(["", *[json.dumps(say)] * 2, "[]"]),
+        episode_messages=Ragged.of_texts(
+            [
+                "",
+                *[json.dumps({"messages": say, "response": "2<|im_end|>"})] * 2,
+                nothing,
+            ]
+        ),
         turn_rewards=Ragged.of_rows([[[3, 0, n]] for n in range(4)], np.float64),
     )
     scores = worker.score(rows, 1)

@@ -174,7 +174,9 @@ class Step:
         messages: What the policy sees next, after its own action; empty where `done`.
         reward: The reward of the action. The rewards of an episode add up to its score.
         done: Whether the episode ends.
-        end: Why it ends, where it is `done`.
+        end: Why it ends, where it is `done`. An answer that was cut (`Action.finish` is
+            "length") may end as MAX_TOKENS: it then counts as cut, by whichever limit
+            that was.
         stop: Texts that end the next turn; see `Policy.respond`.
         max_tokens: Most tokens of the next turn; None for the limits' own.
         metrics: Numbers about the episode, by name. A run records their means over the
@@ -195,7 +197,7 @@ class Environment(Protocol):
     """A world in which the policy acts. Each episode has an object of its own.
 
     One that also has `async def finish(self, end: End) -> float` is asked what its
-    state is worth when a limit of the policy ends the episode.
+    state is worth when a limit of the policy ends the episode before it is done.
     """
 
     async def reset(self, task: EpisodeTask, seed: int) -> Observation:
@@ -232,7 +234,8 @@ class Policy(Protocol):
                 any case.
 
         Raises:
-            EpisodeEnded: A limit of the episode is reached.
+            EpisodeEnded: A limit of the episode is reached. Whoever catches it and asks
+                again and again is cancelled.
             TypeError: `stop` is not a list of texts, or `max_tokens` is not an integer.
             ValueError: A text is empty, or `max_tokens` is below 1.
         """
@@ -344,6 +347,7 @@ class Episode:
         num_tool_calls: Tool calls of the policy.
         messages: The conversation, for records.
         metrics: What the environment has recorded about it, by name.
+        response: Text of the policy's last turn; empty where it had none.
     """
 
     rows: list[EpisodeRow]
@@ -354,3 +358,4 @@ class Episode:
     num_tool_calls: int = 0
     messages: list[Message] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
+    response: str = ""

@@ -15,7 +15,6 @@ import contextlib
 import hashlib
 import inspect
 import math
-import numbers
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,9 +38,14 @@ from verl_ray.agents.contract import (
     ToolSchema,
     message_of,
 )
+from verl_ray.agents.returned import (
+    number_of,
+    require_json,
+    require_kind,
+    require_sampling,
+)
 from verl_ray.agents.template import Renderer, TextTooLong
 from verl_ray.agents.transcript import Transcript, TurnPrompt
-from verl_ray.rewards.health import LARGEST
 from verl_ray.user_files import short_traceback
 
 Run = Callable[[EpisodeTask, Policy], Awaitable[float]]
@@ -59,6 +63,12 @@ _LOOK_S = 0.1
 
 _POLICY_LIMITS = LIMITS - FAULTS
 """Ends of which an environment is told by `finish`, if it has that method."""
+
+_MOST_REFUSALS = 10
+"""How often whoever asks for a turn of an episode that is over is told so."""
+
+_ASLEEP_S = 3600.0
+"""How long it waits that asks even after its cancellation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,6 +205,7 @@ class EpisodePolicy:
         self._limits = limits
         self._clock = clock
         self._num_tokens = 0
+        self._num_refusals = 0
         self._turn = asyncio.Lock()
 
     @property
@@ -214,14 +225,22 @@ class EpisodePolicy:
 
         Raises:
             EpisodeEnded: A limit of the episode is reached.
-            TypeError: `stop` or `max_tokens` is of another type.
+            CancelledError: It was told so again and again.
+            TypeError: `stop` or `max_tokens` is of another type, or a message or a tool
+                cannot be written as JSON.
             ValueError: A text to stop at is empty, or `max_tokens` is below 1.
             DataError: The chat template refuses the messages.
             Exception: Whatever the sampler raises.
         """
-        _require_sampling(stop, max_tokens)
+        num_earlier = self._num_refusals
+        # Whoever asks again after any failure must let other episodes go on.
+        await asyncio.sleep(0)
+        require_sampling(stop, max_tokens)
         async with self._turn:
-            self._require_open()
+            if self.end is not None or self.failure is not None:
+                await self._refuse(num_earlier)
+            require_json(messages, "respond was given the message", self.messages)
+            require_json(tools, "respond was given the tool")
             if self.num_turns >= self._limits.max_turns:
                 raise self.over(End.MAX_TURNS)
             remaining = self._remaining_tokens()
@@ -288,13 +307,37 @@ class EpisodePolicy:
                 raise ValueError(
                     f"the metric {name!r} needs a name of letters, digits and _"
                 )
-            self.metrics[name] = _number(value, f"the metric {name} is")
+            self.metrics[name] = number_of(value, f"the metric {name} is")
 
     def over(self, end: End) -> EpisodeEnded:
         """End the episode, unless it has ended, and return the exception for it."""
         if self.end is None:
             self.end = end
         return EpisodeEnded(self.end)
+
+    @property
+    def has_insisted(self) -> bool:
+        """Whether turns were asked for so often after the end that it was cancelled."""
+        return self._num_refusals > _MOST_REFUSALS
+
+    async def _refuse(self, num_earlier: int) -> None:
+        """Refuse a turn, since the episode is over.
+
+        Args:
+            num_earlier: The refusals at the time of asking. Those who ask together are
+                refused together, which counts once.
+        """
+        if num_earlier > _MOST_REFUSALS:
+            # Whoever catches its cancellation is left to its deadline.
+            await asyncio.sleep(_ASLEEP_S)
+        if num_earlier == self._num_refusals:
+            self._num_refusals += 1
+        # A loop that tries again after every `Exception` would not end.
+        if self.has_insisted:
+            raise asyncio.CancelledError
+        if self.failure is not None:
+            raise self.failure
+        self._require_open()
 
     def _require_open(self) -> None:
         if self.end is not None:
@@ -419,6 +462,7 @@ async def run_episode(
     if not policy.num_turns:
         ending = _without_turns(ending)
 
+    turns = policy.transcript.turns
     return Episode(
         rows=policy.transcript.rows(),
         end=ending.end,
@@ -428,6 +472,7 @@ async def run_episode(
         num_tool_calls=policy.num_tool_calls,
         messages=policy.messages,
         metrics=policy.metrics,
+        response=turns[-1].sampled.action.text if turns else "",
     )
 
 
@@ -470,7 +515,8 @@ class _Course:
             return _Ending(ended.end)
         except Exception as error:
             # Frameworks of agents raise errors of their own about those of the policy.
-            if policy.end is not None and _is_about_end(error):
+            is_about_end = policy.has_insisted or _is_about_end(error)
+            if policy.end is not None and is_about_end:
                 return _Ending(policy.end)
             detail = short_traceback(error, skip_files=OUR_FILES)
             return _Ending(End.ENVIRONMENT_FAILED, detail)
@@ -480,21 +526,24 @@ class _Course:
         """Run a coroutine function, and pay what it returns."""
         episode = (self.deadline, End.EPISODE_TIMEOUT)
         result = await self._within(lambda: run(self.task, self.policy), episode)
-        self.policy.pay(_number(result, "the coroutine returned"))
+        self.policy.pay(number_of(result, "the coroutine returned"))
         return self.policy.end or self.policy.cut or End.COMPLETED
 
     async def play(self, factory: EnvironmentFactory) -> _Ending:
         """Make an environment, act in it, and close it."""
         try:
             world = factory()
-        except (Exception, SystemExit) as error:
+        # Nothing awaits here, so a cancellation is its own, too.
+        except BaseException as error:
             detail = short_traceback(error, skip_files=OUR_FILES)
             return _Ending(End.ENVIRONMENT_FAILED, detail)
 
         trouble = ""
         try:
             ending = await self.settled(self._act(world))
-            if ending.end in _POLICY_LIMITS and hasattr(world, "finish"):
+            # Whoever says that it is done has said what it pays.
+            is_cut = self.policy.end in _POLICY_LIMITS
+            if is_cut and hasattr(world, "finish"):
                 ending = await self.settled(self._finish(world, ending.end))
         finally:
             trouble = await self._close(world)
@@ -509,7 +558,9 @@ class _Course:
         observation = await self._within(
             lambda: world.reset(self.task, self.seed), first_call, episode
         )
-        _require(observation, Observation, "reset")
+        require_kind(observation, Observation, "reset")
+        require_json(observation.messages, "reset returned the message")
+        require_json(observation.tools, "reset returned the tool")
         messages = list(observation.messages)
         policy.messages = messages
 
@@ -518,14 +569,16 @@ class _Course:
         while True:
             action, step = await self._turn(world, messages, tools, before)
             before = step
+            require_json(step.messages, "step returned the message")
             policy.record(**step.metrics)
-            policy.pay(_number(step.reward, "step returned the reward"))
+            policy.pay(number_of(step.reward, "step returned the reward"))
             messages = [*messages, message_of(action), *policy.as_read(step.messages)]
             policy.messages = messages
             if step.done:
-                # An environment does not know which limit cut the turn.
-                is_usual = step.end in (End.COMPLETED, End.MAX_TOKENS)
-                return (policy.cut if is_usual else None) or End(step.end)
+                # It does without a turn that was cut, and knows not by which limit.
+                if step.end == End.MAX_TOKENS and action.finish == "length":
+                    raise policy.over(policy.cut or End.MAX_TOKENS)
+                return End(step.end)
             if not step.messages:
                 raise ValueError("step returned no messages, and the episode goes on")
 
@@ -552,7 +605,7 @@ class _Course:
         calls = max(1, len(action.tool_calls))
         call = (now() + calls * limits.tool_s, End.TOOL_TIMEOUT)
         step = await self._within(lambda: world.step(action), call, turn, episode)
-        _require(step, Step, "step")
+        require_kind(step, Step, "step")
         return action, step
 
     async def _finish(self, world: Any, end: End) -> End:
@@ -560,7 +613,7 @@ class _Course:
         call = (self.clock.now() + self.limits.tool_s, End.TOOL_TIMEOUT)
         episode = (self.deadline, End.EPISODE_TIMEOUT)
         reward = await self._within(lambda: world.finish(end), call, episode)
-        self.policy.pay(_number(reward, "finish returned"))
+        self.policy.pay(number_of(reward, "finish returned"))
         return end
 
     async def _close(self, world: Environment) -> str:
@@ -597,6 +650,8 @@ def _is_about_end(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, EpisodeEnded):
             return True
+        if isinstance(error, BaseExceptionGroup):
+            return all(map(_is_about_end, error.exceptions))
         # One that was raised while the end was handled is another matter.
         error = error.__cause__
     return False
@@ -622,7 +677,7 @@ async def _bounded(
 
     Raises:
         _Late: It has not returned until `until_s`.
-        RuntimeError: It tried to end the process, or cancelled itself.
+        RuntimeError: It raised what is no `Exception`, or cancelled itself.
         Exception: Whatever it raises.
     """
     task = asyncio.ensure_future(_contained(call))
@@ -643,9 +698,12 @@ async def _bounded(
 async def _contained(call: Callable[[], Awaitable[T]]) -> T:
     try:
         return await call()
-    # In a task it would end the event loop.
-    except SystemExit as error:
-        raise RuntimeError("the environment tried to end its process") from error
+    except (Exception, asyncio.CancelledError):
+        raise
+    # The panic of an extension module, say. In a task some would end the event loop.
+    except BaseException as error:
+        failure = RuntimeError(f"it raised {error!r}, which is no Exception")
+        raise failure.with_traceback(error.__traceback__) from error
 
 
 async def _stop(task: asyncio.Future[T], grace_s: float) -> None:
@@ -654,42 +712,3 @@ async def _stop(task: asyncio.Future[T], grace_s: float) -> None:
     # Nobody else looks at its exception.
     task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     await asyncio.wait({task}, timeout=grace_s)
-
-
-def _number(value: object, what: str) -> float:
-    """Return a reward as a float.
-
-    Raises:
-        TypeError: It is no number.
-        ValueError: It is not finite, or beyond 1e18.
-    """
-    if not isinstance(value, numbers.Real):
-        raise TypeError(f"{what} {value!r}, which is no number")
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"{what} {number}, which is not finite")
-    if abs(number) > LARGEST:
-        raise ValueError(f"{what} {number}, beyond 1e18")
-    return number
-
-
-def _require_sampling(stop: Sequence[str], max_tokens: int | None) -> None:
-    """Raise TypeError or ValueError if a turn cannot be sampled like this."""
-    is_list = isinstance(stop, Sequence) and not isinstance(stop, str)
-    if not is_list or not all(isinstance(text, str) for text in stop):
-        raise TypeError(f"stop = {stop!r}, expected a list of texts")
-    if not all(stop):
-        raise ValueError("stop has an empty text, at which every turn would end")
-    if max_tokens is None:
-        return
-    if not isinstance(max_tokens, int) or isinstance(max_tokens, bool):
-        raise TypeError(f"max_tokens = {max_tokens!r}, expected an integer or None")
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens = {max_tokens}, expected at least 1")
-
-
-def _require(value: object, kind: type, method: str) -> None:
-    """Raise TypeError if a method of an environment returned something else."""
-    if not isinstance(value, kind):
-        name = type(value).__name__
-        raise TypeError(f"{method} returned {name}, expected {kind.__name__}")

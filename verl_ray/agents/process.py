@@ -1,7 +1,7 @@
 """Program of a process of episodes: it runs environments, many at a time.
 
-Invariant: an episode that nobody cancels ends with one frame, whatever its environment
-does, and nothing of it outlives the process. Whoever started the process notices one
+Invariant: an episode ends with one frame, however its task ends, and nothing of it
+outlives the process. Whoever started the process notices one
 that is stuck: its event loop says every second that it is alive.
 """
 
@@ -110,7 +110,7 @@ class _Episodes:
         }
         self._renderer = start.renderer()
         self._sampler = _RemoteSampler(writer)
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._tasks: dict[int, asyncio.Task[bytes]] = {}
         self._beating = asyncio.create_task(self._beat())
 
     def take(self, message: Frame) -> None:
@@ -119,7 +119,7 @@ class _Episodes:
         if message.kind == "run":
             task = asyncio.create_task(self._run(number, message.fields))
             self._tasks[number] = task
-            task.add_done_callback(functools.partial(self._forget, number))
+            task.add_done_callback(functools.partial(self._end, number))
         elif message.kind == "cancel":
             if number in self._tasks:
                 self._tasks[number].cancel()
@@ -130,32 +130,36 @@ class _Episodes:
         else:
             self._sampler.take(message)
 
-    def _forget(self, number: int, _task: asyncio.Task[None]) -> None:
+    def _end(self, number: int, task: asyncio.Task[bytes]) -> None:
+        """Send the last frame of an episode, whatever ended its task."""
         self._tasks.pop(number, None)
+        # Nobody reads the frame of one that the pool has cancelled.
+        cancelled = asyncio.CancelledError("the episode was cancelled")
+        error = cancelled if task.cancelled() else task.exception()
+        if error is None:
+            self._writer.write(task.result())
+            return
+        # The sampler has failed, or a world has changed a message into no JSON.
+        detail = short_traceback(error, skip_files=OUR_FILES)
+        failed = Episode([], End.ENVIRONMENT_FAILED, 0.0, detail)
+        self._writer.write(episode_frame(number, failed))
 
-    async def _run(self, number: int, fields: dict[str, Any]) -> None:
+    async def _run(self, number: int, fields: dict[str, Any]) -> bytes:
+        """Return the last frame of an episode."""
         task = task_of(fields["task"])
         source = task.data_source
         name = source if source in self._environments else DEFAULT
-        try:
-            episode = await run_episode(
-                self._environments[name],
-                task,
-                fields["seed"],
-                _SamplerOfEpisode(self._sampler, number),
-                self._renderer,
-                self._limits,
-                fields["world_seed"],
-                self._clock,
-            )
-            reply = episode_frame(number, episode)
-        # The sampler has failed, or a message cannot be written as JSON.
-        except Exception as error:
-            detail = short_traceback(error, skip_files=OUR_FILES)
-            failed = Episode([], End.ENVIRONMENT_FAILED, 0.0, detail)
-            reply = episode_frame(number, failed)
-        self._writer.write(reply)
-        await self._writer.drain()
+        episode = await run_episode(
+            self._environments[name],
+            task,
+            fields["seed"],
+            _SamplerOfEpisode(self._sampler, number),
+            self._renderer,
+            self._limits,
+            fields["world_seed"],
+            self._clock,
+        )
+        return episode_frame(number, episode)
 
     async def _beat(self) -> None:
         """Say every second that the event loop turns, and how late it was at most."""

@@ -306,6 +306,8 @@ class ToolEnvironment:
 
 
 def _message(call: ToolCall, result: object) -> Message:
+    if isinstance(result, bytes | bytearray):
+        result = result.decode(errors="replace")
     text = result if isinstance(result, str) else json_text(result)
     return {"role": "tool", "name": call.name, "content": text}
 

@@ -6,9 +6,9 @@ token ids as numbers of 32 bits.
 To a process: `start` once, then `run` for each episode, `sampled` or `failed` for each
 call of its policy, `cancel` for an episode that nobody waits for any more, and `pause`
 and `resume` with the engine. From it: `ready` or `broken` once, then `sample`,
-`give_up` for a call that nobody waits for any more, `ended` for each episode that was
-not cancelled, and `alive` every second, with the delay of its event loop and the number
-of episodes that go on.
+`give_up` for a call that nobody waits for any more, `ended` for each episode, and
+`alive` every second, with the delay of its event loop and the number of episodes that
+go on.
 """
 
 from __future__ import annotations
@@ -270,6 +270,7 @@ def episode_frame(number: int, episode: Episode) -> bytes:
         "num_tool_calls": episode.num_tool_calls,
         "messages": episode.messages,
         "metrics": episode.metrics,
+        "response": episode.response,
     }
     return frame(
         "ended", fields, [token for row in episode.rows for token in row.tokens]

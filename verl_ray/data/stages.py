@@ -156,8 +156,9 @@ class Rollouts(Rows):
     num_turns: npt.NDArray[np.int32] | None = row(np.int32, optional=True)
     # What the environment paid for the whole episode, on its last row; 0 on others.
     episode_score: Float32 | None = row(np.float32, optional=True)
-    # UTF-8 JSON: the conversation of the episode's last turn, itself and what the
-    # environment answered included, as messages; on its last row, empty on others.
+    # UTF-8 JSON, on the last row of an episode; empty on others. `messages` are the
+    # conversation of its last turn, itself and what the environment answered included,
+    # and `response` is the text of that turn.
     episode_messages: Ragged | None = ragged(np.uint8, optional=True)
     # (last token of a turn, reward of the turn, number of the turn in the episode); the
     # rewards of an episode add up to its score. Turns of several rows may alternate.

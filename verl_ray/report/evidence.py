@@ -227,7 +227,7 @@ def failed_score_counts(line: Line) -> dict[str, int]:
     counts = {
         health.name.lower(): _whole(line.get(health.metric, 0))
         for health in ScoreHealth
-        if health is not ScoreHealth.OK
+        if health.is_failure
     }
     return {kind: count for kind, count in counts.items() if count}
 

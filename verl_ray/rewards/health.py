@@ -40,11 +40,18 @@ class ScoreHealth(enum.IntEnum):
     """The service or the judge replied, but its reply has no readable score."""
     TOO_LONG = 7
     """The response and its prompt do not fit the model that scores."""
+    DROPPED = 8
+    """An episode that no grader sees: its end says nothing of the policy."""
 
     @property
     def metric(self) -> str:
         """Name of the metric that counts the scores of this health."""
         return f"reward_health/{self.name.lower()}"
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether a response has no score that should have one."""
+        return self not in (ScoreHealth.OK, ScoreHealth.DROPPED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +62,7 @@ class Score:
     """The function's number; NaN unless health is OK."""
     health: ScoreHealth
     detail: str = ""
-    """Why it failed, a few lines at most; empty when health is OK."""
+    """Why it failed, a few lines at most; empty when health is no failure."""
     rescored: bool = False
     """Whether the first process with this response died, so that another scored it."""
     entries: str = ""

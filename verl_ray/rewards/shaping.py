@@ -234,7 +234,7 @@ def failures(healths: Mapping[str, Healths]) -> dict[str, Bool]:
     """Return which rows each of several graders has failed, bool [rows].
 
     One that returns None says that a response is not its task, which is no failure
-    where another grader scores it.
+    where another grader scores it. Neither is an episode that was dropped.
 
     Args:
         healths: Numbers of `ScoreHealth`, [rows], by grader.
@@ -244,17 +244,19 @@ def failures(healths: Mapping[str, Healths]) -> dict[str, Bool]:
     }
     left_by_all = np.all(list(has_declined.values()), axis=0)
     return {
-        role: (health != ScoreHealth.OK) & (left_by_all | ~has_declined[role])
+        role: ~np.isin(health, (ScoreHealth.OK, ScoreHealth.DROPPED))
+        & (left_by_all | ~has_declined[role])
         for role, health in healths.items()
     }
 
 
 def _health(raw: Mapping[str, ResponseScores]) -> Healths:
-    """Return the health of each row: that of its first failure, [rows]."""
+    """Return the health of each row, [rows]: dropped, or that of its first failure."""
     healths = {role: scores.health for role, scores in raw.items()}
     health = np.zeros(len(next(iter(healths.values()))), np.int8)
     for role, failed in failures(healths).items():
-        is_first = failed & (health == ScoreHealth.OK)
+        is_missing = failed | (healths[role] == ScoreHealth.DROPPED)
+        is_first = is_missing & (health == ScoreHealth.OK)
         health = np.where(is_first, healths[role], health)
     return health
 

@@ -218,7 +218,7 @@ def failed_scores(line: Mapping[str, float]) -> str:
     counts = {
         health: line.get(health.metric, 0)
         for health in ScoreHealth
-        if line.get(health.metric, 0)
+        if health is not ScoreHealth.DROPPED and line.get(health.metric, 0)
     }
     total = sum(counts.values())
     failed = total - counts.pop(ScoreHealth.OK, 0)

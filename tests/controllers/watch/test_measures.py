@@ -93,7 +93,7 @@ def test_scores_that_failed_are_counted_and_not_averaged() -> None:
         1,
         0,
     ]
-    assert [found[kind.metric] for kind in ScoreHealth] == [2, 1, 1, 0, 0, 0, 0, 0]
+    assert [found[kind.metric] for kind in ScoreHealth] == [2, 1, 1, *[0] * 6]
     assert found["reward_health/rescored"] == 2
     found = measures.score_metrics(
         raw["reward"], raw, np.array([True, False, False, False])
@@ -340,6 +340,14 @@ def test_accuracy_per_data_source() -> None:
     returned = core(entries, set())
     assert returned.means() == right.means()
     assert returned.values.tolist() == [0.0, 0.5, 1.0]
+    # An episode that was dropped is no answer.
+    scored.health[2] = ScoreHealth.DROPPED
+    assert core([{}, {}, {}], {"a"}).means()["val-core/a/acc/mean@4"] == 1.0
+    assert held_out_measures.missing_scores(scored) == {
+        "val-aux/failed_scores": 0, "val-aux/dropped": 1,
+    }  # fmt: skip
+    assert core([{"acc": 1.0}, {}, {}], set()).means()["val-core/a/acc/mean@4"] == 1.0
+    scored.health[2] = ScoreHealth.TIMEOUT
     assert held_out_measures.held_out_rewards(sources, scored, returned, 4) == {
         "val-aux/a/reward/mean@4": 1.0
     }

@@ -22,7 +22,7 @@ from verl_ray.agents.contract import (
     ToolCall,
     ToolSchema,
 )
-from verl_ray.agents.environments.conversation import user
+from verl_ray.agents.environments.conversation import end_of, user
 from verl_ray.errors import DataError
 from verl_ray.rewards.functions import final_number, gsm8k
 
@@ -162,7 +162,8 @@ class Calculator:
             return Step([user(text)])
         if action.tool_calls:
             return Step([_reply(call) for call in action.tool_calls])
-        return Step(reward=gsm8k(action.text, self._answer), done=True)
+        reward = gsm8k(action.text, self._answer)
+        return Step(reward=reward, done=True, end=end_of(action))
 
     async def close(self) -> None:
         """Do nothing: the world holds nothing."""

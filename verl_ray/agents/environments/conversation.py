@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from verl_ray.agents.contract import Message
+from verl_ray.agents.contract import Action, End, Message
 
 
 def opening(messages: Sequence[Message], text: str) -> list[Message]:
@@ -23,6 +23,11 @@ def opening(messages: Sequence[Message], text: str) -> list[Message]:
         return [*conversation, user(text)]
     joined = f"{last['content'].rstrip()}\n\n{text}".lstrip()
     return [*conversation[:-1], {**last, "content": joined}]
+
+
+def end_of(answer: Action) -> End:
+    """Return how an episode ends whose last turn is its answer: it may be cut."""
+    return End.MAX_TOKENS if answer.finish == "length" else End.COMPLETED
 
 
 def user(text: str) -> Message:

@@ -26,7 +26,7 @@ import numpy as np
 
 from verl_ray.agents.contract import Action, EpisodeTask, Observation, Step
 from verl_ray.agents.environments.calculator import NotComputable, evaluate
-from verl_ray.agents.environments.conversation import opening
+from verl_ray.agents.environments.conversation import end_of, opening
 from verl_ray.errors import DataError, InputError, InstallationError
 
 _RUNS = "its scorer runs the policy's text as Python"
@@ -201,7 +201,8 @@ class ReasoningGym:
 
     async def step(self, action: Action) -> Step:
         """Score the answer; the episode is over."""
-        return Step(reward=self.score(self._answer_in(action.text)), done=True)
+        reward = self.score(self._answer_in(action.text))
+        return Step(reward=reward, done=True, end=end_of(action))
 
     def _answer_in(self, text: str) -> str:
         if self._tag is None:
