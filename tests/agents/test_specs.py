@@ -1,4 +1,4 @@
-"""Environments by their specs: the three kinds, their options, and mistakes."""
+"""Environments by their specs: the four kinds, their options, and mistakes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from verl_ray.agents.contract import Environment, EpisodeTask
+from verl_ray.agents.contract import Action, Environment, EpisodeTask, ToolCall
 from verl_ray.agents.specs import load_environment, spec_problem
 from verl_ray.agents.tools import ToolEnvironment
 from verl_ray.errors import ConfigError
@@ -48,6 +48,38 @@ class Half:
 
 class Blocking(Game):
     def step(self, action): ...
+
+class Store:
+    """Things in places."""
+    limit = 3
+    opened = []
+
+    def __init__(self, first: str, max_characters: int = 9):
+        self.things, self.max_characters = [first], max_characters
+    async def reset(self, task, seed):
+        self.things += [task.answer, seed]
+    def put(self, thing: str) -> str:
+        """Put a thing in.
+
+        Args:
+            thing: The thing.
+        """
+        self.things.append(thing)
+        return " ".join(map(str, self.things))
+    @staticmethod
+    async def count(things: list[str]) -> int:
+        """Count things.
+
+        Args:
+            things: The things.
+        """
+        return len(things)
+    def _hidden(self): ...
+    def close(self):
+        self.opened.append(self)
+
+class Shelf(Store):
+    def bare(self, thing): ...
 
 async def run(task, policy, bonus=0.5):
     return bonus
@@ -124,6 +156,27 @@ def test_a_coroutine_function_is_told_from_a_tool(file: Path) -> None:
         assert [each["function"]["name"] for each in observation.tools] == tools
 
 
+def test_the_methods_of_a_class_without_step_are_tools(file: Path) -> None:
+    options = {"first": "a", "max_parse_errors": 2}
+    make: Any = load_environment(f"{file}:Store", options, KEY)
+
+    async def play(call: ToolCall) -> tuple[list[str], str]:
+        world = make()
+        observation = await world.reset(EpisodeTask([], "b"), 7)
+        step = await world.step(Action([1], "", [call]))
+        await world.close()
+        names = [each["function"]["name"] for each in observation.tools]
+        return names, str(step.messages[0]["content"])
+
+    put = ToolCall("put", {"thing": "c"})
+    assert asyncio.run(play(put)) == (["put", "count"], "a b 7 c")
+    # Another episode has an object of its own.
+    assert asyncio.run(play(put))[1] == "a b 7 c"
+    assert asyncio.run(play(ToolCall("count", {"things": ["x", "y"]})))[1] == "2"
+    closed = make.args[0].func.opened
+    assert len({id(each) for each in closed}) == 3
+
+
 def test_a_module_is_named_with_points() -> None:
     spec = "verl_ray.agents.tools:ToolEnvironment"
     make: Any = load_environment(spec, {"functions": []}, KEY)
@@ -144,6 +197,10 @@ def test_a_module_is_named_with_points() -> None:
         ("Half", {}, "is a class without step and close"),
         ("Blocking", {"size": 1}, "has a method step that is not asynchronous"),
         ("Blocking", {"size": 1}, "fix:  Write async def step."),
+        ("Store", {}, "needs the option first"),
+        ("Store", {"first": "a", "size": 1}, "takes no option size"),
+        ("Store", {"first": "a", "max_characters": "b"}, "max_characters='b'"),
+        ("Shelf", {"first": "a"}, "the tool bare has no docstring"),
         ("run", {"task": 1}, "takes no option task"),
         ("add", {"size": 1}, "takes no option size"),
         ("bare", {}, "the tool bare has no docstring"),

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
+import enum
+import functools
 import json
 import threading
 from collections.abc import Callable
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Optional
 
 import pytest
+from pydantic import BaseModel, Field
 from transformers.utils import get_json_schema
+from typing_extensions import TypedDict
 
 from tests.agents.templates import PRESERVING, tokenizer_with
 from verl_ray.agents.contract import (
@@ -69,6 +75,67 @@ def guess(number: int) -> str:
     return str(1 // number)
 
 
+def order(
+    rows: list[list[int]], table: dict[str, float], flags: tuple[bool, str],
+    either: int | str | None, old: Optional[list[str]], size: str, anything: Any,  # noqa: UP045
+    bare: list, several: list[int] | str = "", level: Literal[1, "b", None] = 1,  # type: ignore[type-arg]
+) -> dict[str, Any]:  # fmt: skip
+    """Take everything that transformers can write.
+
+    Further words.
+
+    Args:
+        rows: Rows.
+        table: A table,
+            over two lines.
+        flags: Flags.
+        either: Either.
+        old: An old style.
+        size: The size (choices: ["s", "m"])
+        anything: Anything.
+        several: Several.
+        bare: A list.
+        level: A level.
+
+    Returns:
+        It again.
+    """
+    return locals()
+
+
+class Counter:
+    """Count."""
+
+    def __init__(self) -> None:
+        self.total = 10
+
+    def add(self, number: int) -> int:
+        """Add to the total.
+
+        Args:
+            number: What is added.
+        """
+        self.total += number
+        return self.total
+
+    async def __call__(self, number: int) -> int:
+        """Subtract from the total.
+
+        Args:
+            number: What is subtracted.
+        """
+        return self.total - number
+
+    @staticmethod
+    def double(number: int) -> int:
+        """Double a number.
+
+        Args:
+            number: The number.
+        """
+        return 2 * number
+
+
 def act(*calls: ToolCall, environment: ToolEnvironment | None = None) -> Step:
     environment = environment or ToolEnvironment([add, lookup, guess])
     return asyncio.run(environment.step(Action([1], "", calls)))
@@ -82,7 +149,7 @@ def results(step: Step) -> list[str]:
 # ------------------------------------------------------------------------------ schemas
 
 
-@pytest.mark.parametrize("function", [add, lookup, guess])
+@pytest.mark.parametrize("function", [add, lookup, guess, order])
 def test_schemas_are_those_of_transformers(function: Callable[..., Any]) -> None:
     assert as_tool(function, "key", "spec").schema == get_json_schema(function)
 
@@ -101,6 +168,120 @@ def test_a_schema_in_full() -> None:
         },
         "return": {"type": "integer"},
     }
+
+
+class Color(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+@dataclass
+class Point:
+    x: int
+    title: str = ""
+
+
+class Pair(TypedDict):
+    first: Point
+    second: Point
+
+
+class Drawing(BaseModel):
+    """What is drawn."""
+
+    points: list[Point]
+    color: Color | None = None
+
+
+def draw(
+    color: Color, drawing: Drawing, pair: Pair, size: Annotated[int, Field(ge=1, description="Its size.")],
+    day: datetime.date | None = None, points: list[Point] | None = None, name: str = "",
+) -> list[Point]:  # fmt: skip
+    """Draw.
+
+    Args:
+        color: The color.
+        drawing: The drawing.
+        pair: A pair.
+        day: The day.
+        points: More points.
+        name: Its name.
+    """
+    return [drawing, color, pair, size, day, points, name]  # type: ignore[list-item]
+
+
+POINT_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "x": {"type": "integer"},
+        "title": {"type": "string", "default": ""},
+    },
+    "required": ["x"],
+}
+COLOR_SCHEMA = {"type": "string", "enum": ["red", "blue"]}
+
+
+def test_schemas_of_other_types_are_those_of_pydantic_without_references() -> None:
+    function = as_tool(draw, "key", "spec").schema["function"]
+    properties = function["parameters"]["properties"]
+    assert properties == {
+        "color": {**COLOR_SCHEMA, "description": "The color."},
+        "drawing": {
+            "type": "object",
+            "properties": {
+                "points": {"type": "array", "items": POINT_SCHEMA},
+                "color": {"anyOf": [COLOR_SCHEMA, {"type": "null"}], "default": None},
+            },
+            "required": ["points"],
+            "description": "The drawing.",
+        },
+        "pair": {
+            "type": "object",
+            "properties": {"first": POINT_SCHEMA, "second": POINT_SCHEMA},
+            "required": ["first", "second"],
+            "description": "A pair.",
+        },
+        "size": {"type": "integer", "minimum": 1, "description": "Its size."},
+        "day": {
+            "anyOf": [{"type": "string", "format": "date"}, {"type": "null"}],
+            "description": "The day.",
+        },
+        "points": {
+            "anyOf": [{"type": "array", "items": POINT_SCHEMA}, {"type": "null"}],
+            "description": "More points.",
+        },
+        "name": {"type": "string", "description": "Its name."},
+    }
+    assert list(properties) == ["color", "drawing", "pair", "size", "day", "points", "name"]  # fmt: skip
+    assert function["parameters"]["required"] == ["color", "drawing", "pair", "size"]
+
+
+def test_values_are_what_the_hints_say() -> None:
+    taken: list[Any] = []
+
+    @functools.wraps(draw)
+    def note(**values: Any) -> str:
+        taken.append(values)
+        return ""
+
+    points = [{"x": 1}, {"x": "2", "title": "b"}]
+    arguments = {"color": "blue", "drawing": {"points": points}, "size": 3, "pair": {"first": points[0], "second": points[1]}}  # fmt: skip
+    call = ToolCall("draw", {**arguments, "day": "2025-02-01"})
+    assert results(act(call, environment=ToolEnvironment([note]))) == [""]
+    one, two = Point(1), Point(2, "b")
+    assert taken == [
+        {
+            "color": Color.BLUE,
+            "drawing": Drawing(points=[one, two]),
+            "pair": {"first": one, "second": two},
+            "size": 3,
+            "day": datetime.date(2025, 2, 1),
+        }
+    ]
+
+    wrong = ToolCall("draw", {**arguments, "color": "green", "size": 0})
+    words = "Error: color: Input should be 'red' or 'blue'."
+    assert results(act(wrong, environment=ToolEnvironment([note]))) == [words]
 
 
 def bare(a: int) -> int:
@@ -144,6 +325,18 @@ def odd(a: Callable[[int], int]) -> int:
     return a(1)
 
 
+class Tree(BaseModel):
+    children: list[Tree]
+
+
+def grow(tree: Tree) -> None:
+    """Grow.
+
+    Args:
+        tree: A tree.
+    """
+
+
 @pytest.mark.parametrize(
     "function, words",
     [
@@ -154,7 +347,10 @@ def odd(a: Callable[[int], int]) -> int:
         (half_typed, "fix:  Add one, such as b: str."),
         (starred, "has the parameter numbers, which no call can name"),
         (odd, "the tool odd has a type hint that JSON has not"),
+        (grow, "has a type hint that JSON has not: Tree contains itself"),
         (3, "the tool 3 is no function"),
+        (Tree, "the tool Tree is no function"),
+        (Counter.add, "the tool add has no type hint for self"),
     ],
 )
 def test_a_function_that_is_no_tool_is_refused(function: Any, words: str) -> None:
@@ -209,6 +405,46 @@ def test_a_wrong_call_comes_back(name, arguments, words) -> None:
 
 def test_a_number_as_text_is_a_number() -> None:
     assert results(act(ToolCall("add", {"a": "3"}))) == ["4"]
+
+
+def test_what_a_tool_returns_is_awaited() -> None:
+    """A usual decorator hides that a function is asynchronous."""
+
+    @functools.wraps(lookup)
+    def logged(*args: Any, **kwargs: Any) -> Any:
+        return lookup(*args, **kwargs)
+
+    call = ToolCall("lookup", {"words": ["a"]})
+    step = act(call, environment=ToolEnvironment([logged]))
+    assert results(step) == ['{"words": ["a"], "language": null, "ünï": null}']
+
+
+def test_what_is_called_like_a_function_is_a_tool() -> None:
+    counter = Counter()
+    tools = [
+        functools.partial(add, b=5), counter.add, counter, Counter.__dict__["double"],
+        functools.partial(lookup, language="de"),
+    ]  # fmt: skip
+    names = ["add", "add", "Counter", "double", "lookup"]
+    assert [as_tool(tool, "key", "spec").name for tool in tools] == names
+
+    step = act(
+        ToolCall("add", {"number": 1}),
+        ToolCall("Counter", {"number": 1}),
+        ToolCall("double", {"number": 4}),
+        ToolCall("lookup", {"words": []}),
+        ToolCall("lookup", {"words": [], "language": "en"}),
+        environment=ToolEnvironment(tools[1:]),
+    )
+    assert results(step) == [
+        "11",
+        "10",
+        "8",
+        '{"words": [], "language": "de", "ünï": null}',
+        # What is bound already is not the policy's to say.
+        "Error: lookup has no argument 'language'. There is words.",
+    ]
+    assert results(act(ToolCall("add", {"a": 1}), environment=ToolEnvironment(tools[:1]))) == ["6"]  # fmt: skip
 
 
 def test_a_tool_may_end_the_episode() -> None:
@@ -315,6 +551,27 @@ def test_threads_are_bounded() -> None:
         return await everything
 
     assert len(asyncio.run(main())) == 100
+
+
+def test_a_record_names_its_tools() -> None:
+    def names(tools: Any) -> list[str]:
+        environment = ToolEnvironment([add, lookup, guess])
+        task = EpisodeTask([], extra={"tools": tools})
+        observation = asyncio.run(environment.reset(task, 0))
+        return [tool["function"]["name"] for tool in observation.tools]
+
+    assert names(["guess", "add"]) == ["guess", "add"]
+    assert (names([]), names(None)) == ([], ["add", "lookup", "guess"])
+    with pytest.raises(ValueError, match=r"no tool 'ad'. Did you mean add\?"):
+        names(["ad"])
+    with pytest.raises(ValueError, match="expected a list of names of tools"):
+        names("add")
+
+    environment = ToolEnvironment([add, lookup])
+    task = EpisodeTask([], extra={"tools": ["lookup"]})
+    asyncio.run(environment.reset(task, 0))
+    step = act(ToolCall("add", {"a": 1}), environment=environment)
+    assert results(step)[0].startswith("Error: there is no tool 'add'.")
 
 
 # ----------------------------------------------------------------------------- episodes

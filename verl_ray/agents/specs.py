@@ -3,6 +3,8 @@
 A spec is `path/to/file.py:name` or `package.module:name`. What it names is
 
 - a class with `reset`, `step` and `close`: an `Environment`, built for each episode;
+- a class without `step`: its public methods are the tools of a `ToolSet`, with an
+  object for each episode;
 - a coroutine function `run(task, policy)`, which returns the score;
 - a function, or a list of functions: the tools of a `ToolEnvironment`.
 
@@ -19,13 +21,19 @@ import inspect
 import json
 import symtable
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from verl_ray.agents.contract import Environment
 from verl_ray.agents.episode import EnvironmentFactory, Run
-from verl_ray.agents.tools import Tool, ToolEnvironment, as_tool
+from verl_ray.agents.tools import (
+    ToolEnvironment,
+    ToolSet,
+    as_tool,
+    method_names,
+    methods_of,
+)
 from verl_ray.config.function_specs import names_module
 from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import ConfigError, Problem
@@ -41,7 +49,8 @@ _METHODS = ("reset", "step", "close")
 _RUN = ("task", "policy")
 _KINDS = (
     "Name a class with async methods reset, step and close, a coroutine function"
-    " run(task, policy), or functions with type hints and docstrings as tools."
+    " run(task, policy), or functions or a class of methods with type hints and"
+    " docstrings as tools."
 )
 _OUR_FRAMES = (__file__, "<frozen", importlib.__file__)
 
@@ -103,13 +112,14 @@ def load_environment(
 
     Args:
         options: Keyword arguments of the class or the coroutine function; for tools,
-            those of `ToolEnvironment`. Each is a value that JSON has, and becomes what
-            its type hint names, such as a path of a text.
+            those of `ToolEnvironment`. A class of tools has its own besides. Each is a
+            value that JSON has, and becomes what its type hint names, such as a path of
+            a text.
         key: The configuration key, `agent.environments.SOURCE`, for errors.
 
     Raises:
         ConfigError: There is no such thing, its file cannot be run, it is none of the
-            three kinds, or it does not take the options or their types.
+            four kinds, or it does not take the options or their types.
     """
     problem = spec_problem(spec, key)
     if problem is not None:
@@ -120,6 +130,8 @@ def load_environment(
     def refused(rule: str, fix: str) -> ConfigError:
         return ConfigError([Problem(key, spec, rule, fix)])
 
+    if inspect.isclass(target) and not hasattr(target, "step") and method_names(target):
+        return _tool_set(target, arguments, key, spec, refused)
     if inspect.isclass(target):
         _require_environment(target, refused)
         arguments = _options(target, 0, arguments, refused)
@@ -136,15 +148,42 @@ def load_environment(
             raise refused("is a coroutine function with other first parameters", fix)
 
     functions = target if isinstance(target, list | tuple) else [target]
-    if not functions or not all(map(inspect.isroutine, functions)):
+    if not functions or not all(map(callable, functions)):
         kind = type(target).__name__
         raise refused(f"is a {kind}, and no environment", _KINDS)
-    tools: Sequence[Tool] = [as_tool(function, key, spec) for function in functions]
+    tools = [as_tool(function, key, spec) for function in functions]
     arguments = _options(ToolEnvironment, 1, arguments, refused)
     factory = functools.partial(ToolEnvironment, tools, **arguments)
     # Two tools of a name are refused now, and not in each episode.
     factory()
     return factory
+
+
+def _tool_set(
+    owner: type,
+    options: Mapping[str, object],
+    key: str,
+    spec: str,
+    refused: Callable[[str, str], ConfigError],
+) -> EnvironmentFactory:
+    """Return what makes the environment of a class whose methods are tools.
+
+    Raises:
+        ConfigError: A method cannot be a tool, or an option is not one.
+    """
+    if inspect.isabstract(owner):
+        raise refused("is an abstract class", "Name one that can be built.")
+    own = inspect.signature(owner).parameters
+    common = [
+        name
+        for name in inspect.signature(ToolEnvironment).parameters
+        if name in options and name not in own
+    ]
+    of_episode = {name: options[name] for name in common}
+    of_owner = {name: value for name, value in options.items() if name not in common}
+    make = functools.partial(owner, **_options(owner, 0, of_owner, refused))
+    of_episode = _options(ToolEnvironment, 1, of_episode, refused)
+    return functools.partial(ToolSet, make, methods_of(owner, key, spec), **of_episode)
 
 
 def _imported(spec: str, key: str) -> Any:

@@ -1,7 +1,9 @@
-"""Plain Python functions as tools, and the environment in which the policy calls them.
+"""Python functions as tools, and the environments in which the policy calls them.
 
 A tool is a function with type hints and a docstring in Google's style. Its schema is
-what `transformers` makes of both, which models have learned to read.
+what `transformers` makes of both, which models have learned to read. It knows the types
+that JSON has; the schemas of all others, such as enumerations, dataclasses and models
+of pydantic, are pydantic's, which makes the values as well.
 
 Invariant: what the policy does wrong comes back to it as a message, and what a tool
 does wrong ends the episode. Tools of one step run one after the other.
@@ -19,9 +21,10 @@ import typing
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from types import FunctionType, NoneType, UnionType
+from typing import TYPE_CHECKING, Any
 
 from verl_ray.agents.contract import (
     Action,
@@ -37,9 +40,18 @@ from verl_ray.config.suggest import did_you_mean
 from verl_ray.data.fields import json_text
 from verl_ray.errors import ConfigError, Problem
 
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+TOOLS = "tools"
+"""Field of a record that names the tools which its episode offers."""
+
 _THREADS = 64  # synchronous tools that run at a time in a process
 
 _STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+_PLAIN = (int, float, str, bool, list, tuple, dict, NoneType, Any)
+"""Types of which transformers writes the schema."""
 
 _EXAMPLE = (
     "as in: def add(a: int, b: int) -> int, with the docstring 'Add two numbers.', an"
@@ -75,12 +87,16 @@ class Tool:
     """A function that the policy may call.
 
     Attributes:
-        function: The function, which may be asynchronous.
+        function: The function. It may be asynchronous, or return an awaitable.
         schema: Its schema, as chat templates take it.
+        needed: Names of the arguments that have no default.
+        types: The types of its arguments, by their names.
     """
 
     function: Callable[..., Any]
     schema: ToolSchema
+    needed: Sequence[str]
+    types: Mapping[str, TypeAdapter[Any]]
 
     @property
     def name(self) -> str:
@@ -90,13 +106,12 @@ class Tool:
 
     def refusal(self, arguments: Mapping[str, object]) -> str | None:
         """Return what is wrong with the arguments of a call; None if nothing is."""
-        parameters = inspect.signature(self.function).parameters
         for name in arguments:
-            if name not in parameters:
-                fix = did_you_mean(name, list(parameters), "argument")
+            if name not in self.types:
+                fix = did_you_mean(name, list(self.types), "argument")
                 return f"{self.name} has no argument {name!r}. {fix}"
-        for name, parameter in parameters.items():
-            if name not in arguments and parameter.default is inspect.Parameter.empty:
+        for name in self.needed:
+            if name not in arguments:
                 return f"{self.name} needs the argument {name!r}."
         return None
 
@@ -111,27 +126,20 @@ class Tool:
         values = {}
         for name, value in arguments.items():
             try:
-                values[name] = self._adapters[name].validate_python(value)
+                values[name] = self.types[name].validate_python(value)
             except ValidationError as error:
                 reason = error.errors()[0]
                 place = ".".join(map(str, (name, *reason["loc"])))
                 raise ValueError(f"{place}: {reason['msg']}.") from None
         return values
 
-    @cached_property
-    def _adapters(self) -> dict[str, Any]:
-        """Checks of the arguments, by their names."""
-        from pydantic import TypeAdapter
-
-        hints = typing.get_type_hints(self.function)
-        hints.pop("return", None)
-        return {name: TypeAdapter(hint) for name, hint in hints.items()}
-
 
 def as_tool(function: Callable[..., Any], key: str, value: object) -> Tool:
-    """Return a function as a tool.
+    """Return a function, or another object that is called like one, as a tool.
 
     Args:
+        function: Its docstring and type hints are read; of a `functools.partial` those
+            of its function, and of an object those of `__call__`.
         key: The setting that names it, for errors.
         value: The value of that setting.
 
@@ -139,17 +147,24 @@ def as_tool(function: Callable[..., Any], key: str, value: object) -> Tool:
         ConfigError: It lacks a docstring, a type hint or the description of an
             argument.
     """
-    name = getattr(function, "__name__", str(function))
+    called = _unbound(function)
+    of_object = type(called).__name__ if callable(called) else str(called)
+    name = getattr(called, "__name__", of_object)
 
     def refused(rule: str, fix: str) -> ConfigError:
         return ConfigError([Problem(key, value, f"the tool {name} {rule}", fix)])
 
-    if not callable(function):
+    if not callable(function) or inspect.isclass(called):
         raise refused("is no function", "Name a function.")
-    if not inspect.getdoc(function):
+    # An object has its words and its types in its class.
+    is_object = not inspect.isroutine(called)
+    routine = type(called).__call__ if is_object else called
+    doc = inspect.getdoc(routine) or (inspect.getdoc(called) if is_object else None)
+    if not doc:
         fix = f"Give it one, {_EXAMPLE}."
         raise refused("has no docstring, from which the policy learns its use", fix)
-    for parameter in inspect.signature(function).parameters.values():
+    parameters = _parameters_of(function)
+    for parameter in parameters:
         if parameter.kind in _STARRED or parameter.kind is parameter.POSITIONAL_ONLY:
             rule = f"has the parameter {parameter.name}, which no call can name"
             raise refused(rule, "Name each argument.")
@@ -157,24 +172,139 @@ def as_tool(function: Callable[..., Any], key: str, value: object) -> Tool:
             fix = f"Add one, such as {parameter.name}: str."
             raise refused(f"has no type hint for {parameter.name}", fix)
 
-    from transformers.utils import (
-        DocstringParsingException,
-        TypeHintParsingException,
-        get_json_schema,
-    )
+    from pydantic import TypeAdapter
+    from pydantic.errors import PydanticUserError
+    from transformers.utils import DocstringParsingException
 
     try:
-        with _without_torch():
-            tool = Tool(function, get_json_schema(function))
-        # They are made here, so that a hint they cannot check is refused here.
-        _ = tool._adapters
+        hints = typing.get_type_hints(routine, include_extras=True)
+        types = {each.name: TypeAdapter(hints[each.name]) for each in parameters}
+        schema = _schema(name, doc, parameters, hints, types)
     except DocstringParsingException as error:
         fix = f"Add it under Args:, {_EXAMPLE}."
         raise refused(f"is not described: {error}", fix) from error
-    except (TypeHintParsingException, TypeError, NameError) as error:
-        fix = "Use int, float, str, bool, list, dict, Literal or unions of them."
-        raise refused(f"has a type hint that JSON has not: {error}", fix) from error
-    return tool
+    except (PydanticUserError, TypeError, NameError) as error:
+        fix = (
+            "Use int, float, str, bool, list, dict, Literal, an Enum, a dataclass, a"
+            " model of pydantic, or unions of them."
+        )
+        # Pydantic adds the address of a page.
+        reason = str(error).partition("\n")[0]
+        raise refused(f"has a type hint that JSON has not: {reason}", fix) from error
+    needed = [each.name for each in parameters if each.default is each.empty]
+    return Tool(function, schema, needed, types)
+
+
+def _unbound(function: Any) -> Any:
+    """Return the function of a `functools.partial`; another one as it is."""
+    while isinstance(function, partial):
+        function = function.func
+    return function
+
+
+def _parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return the parameters of a function of which the policy says the values."""
+    bound = function.keywords if isinstance(function, partial) else ()
+    parameters = inspect.signature(function).parameters.values()
+    return [each for each in parameters if each.name not in bound]
+
+
+def _schema(
+    name: str,
+    doc: str,
+    parameters: Sequence[inspect.Parameter],
+    hints: Mapping[str, Any],
+    types: Mapping[str, TypeAdapter[Any]],
+) -> ToolSchema:
+    """Return the schema of a tool, as chat templates take it.
+
+    Raises:
+        DocstringParsingException: An argument is not described.
+        TypeError: A type refers to itself.
+        PydanticUserError: Pydantic does not know a type.
+    """
+    from transformers.utils import TypeHintParsingException, get_json_schema
+    from transformers.utils.chat_template_utils import parse_google_format_docstring
+
+    others = {
+        each.name: _without_references(types[each.name].json_schema())
+        for each in parameters
+        if not _is_plain(hints[each.name])
+    }
+    _, described, _ = parse_google_format_docstring(doc)
+    self_described = {
+        each for each, of_type in others.items() if "description" in of_type
+    } - set(described or {})
+
+    # What transformers reads: it needs no more of a function than this.
+    def stub() -> None: ...
+
+    stub.__name__, stub.__doc__ = name, doc
+    stub.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    stub.__annotations__ = {
+        each: Any if each in others else hint
+        for each, hint in hints.items()
+        if each == "return" or (each in types and each not in self_described)
+    }
+    with _without_torch():
+        try:
+            schema: ToolSchema = get_json_schema(stub)
+        # No argument has a type that it cannot write, so it is that of the result.
+        except TypeHintParsingException:
+            del stub.__annotations__["return"]
+            schema = get_json_schema(stub)
+
+    of_arguments = schema["function"]["parameters"]
+    written = of_arguments["properties"]
+    of_arguments["properties"] = {
+        each: {**others.get(each, {}), **written.get(each, {})} for each in types
+    }
+    return schema
+
+
+def _is_plain(hint: Any) -> bool:
+    """Return whether transformers writes the schema of a type."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is None:
+        return hint in _PLAIN
+    if origin is typing.Literal:
+        return all(type(each) in _PLAIN for each in arguments)
+    if origin is tuple and (len(arguments) == 1 or ... in arguments):
+        return False
+    is_known = origin in (list, tuple, dict, typing.Union, UnionType)
+    return is_known and all(map(_is_plain, arguments))
+
+
+def _without_references(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema of pydantic with each part where it is used, and without titles.
+
+    Chat templates write the arguments of a tool one by one, and repeat no definitions.
+
+    Raises:
+        TypeError: A part contains itself.
+    """
+    definitions = schema.pop("$defs", {})
+
+    def written(part: Any, outer: tuple[str, ...] = ()) -> Any:
+        if isinstance(part, list):
+            return [written(each, outer) for each in part]
+        if not isinstance(part, dict):
+            return part
+        fields = {
+            each: written(inner, outer)
+            for each, inner in part.items()
+            # A field of that name has a schema.
+            if each != "$ref" and not (each == "title" and isinstance(inner, str))
+        }
+        if "$ref" not in part:
+            return fields
+        name = part["$ref"].rpartition("/")[2]
+        if name in outer:
+            raise TypeError(f"{name} contains itself")
+        return {**written(definitions[name], (*outer, name)), **fields}
+
+    inlined: dict[str, Any] = written(schema)
+    return inlined
 
 
 @contextmanager
@@ -244,7 +374,19 @@ class ToolEnvironment:
         self._max_parse_errors = max_parse_errors
 
     async def reset(self, task: EpisodeTask, seed: int) -> Observation:
-        """Begin with the messages of the task."""
+        """Begin with the messages of the task, and the tools that its record names.
+
+        A record without a field `tools` has all of them.
+
+        Raises:
+            ValueError: There is no tool of a name.
+        """
+        names = task.extra.get(TOOLS)
+        if names is not None:
+            problem = tools_problem(names, list(self._tools))
+            if problem is not None:
+                raise ValueError(problem)
+            self._tools = {name: self._tools[name] for name in names}
         schemas = [tool.schema for tool in self._tools.values()]
         return Observation(list(task.messages), schemas)
 
@@ -298,9 +440,7 @@ class ToolEnvironment:
             return f"Error: {error}"
 
         try:
-            if inspect.iscoroutinefunction(tool.function):
-                return await tool.function(**values)
-            return await _in_thread(tool.function, values)
+            return await _result_of(tool.function, values)
         except ToolError as error:
             return f"Error: {error}"
 
@@ -310,6 +450,88 @@ def _message(call: ToolCall, result: object) -> Message:
         result = result.decode(errors="replace")
     text = result if isinstance(result, str) else json_text(result)
     return {"role": "tool", "name": call.name, "content": text}
+
+
+class ToolSet(ToolEnvironment):
+    """A conversation in which the policy calls the methods of an object of its own."""
+
+    def __init__(
+        self, make: Callable[[], Any], methods: Sequence[Tool], **options: Any
+    ) -> None:
+        """Make the object.
+
+        Args:
+            make: Makes it. Where it has a method `reset(task, seed)` or `close()`, each
+                is called once.
+            methods: Its methods as tools, as `methods_of` returns them.
+            options: Those of `ToolEnvironment`.
+        """
+        self._owner = make()
+        bound = [
+            replace(tool, function=getattr(self._owner, tool.name)) for tool in methods
+        ]
+        super().__init__(bound, **options)
+
+    async def reset(self, task: EpisodeTask, seed: int) -> Observation:
+        """Prepare the object, and begin with the messages of the task."""
+        if hasattr(self._owner, "reset"):
+            await _result_of(self._owner.reset, {"task": task, "seed": seed})
+        return await super().reset(task, seed)
+
+    async def close(self) -> None:
+        """Close the object."""
+        if hasattr(self._owner, "close"):
+            await _result_of(self._owner.close, {})
+
+
+def method_names(owner: type) -> list[str]:
+    """Return the public methods of a class but `reset` and `close`, in their order."""
+    kinds = (FunctionType, staticmethod, classmethod)
+    methods = {
+        name: method
+        for base in reversed(owner.__mro__)
+        for name, method in vars(base).items()
+        if not name.startswith("_") and name not in ("reset", "close")
+    }
+    return [name for name, method in methods.items() if isinstance(method, kinds)]
+
+
+def methods_of(owner: type, key: str, value: object) -> list[Tool]:
+    """Return the public methods of a class as tools, without making an object of it.
+
+    Args:
+        key: The setting that names it, for errors.
+        value: The value of that setting.
+
+    Raises:
+        ConfigError: One cannot be a tool.
+    """
+    # Without its first parameter, a method is read like a function.
+    unmade: object = object.__new__(owner)
+    return [as_tool(getattr(unmade, name), key, value) for name in method_names(owner)]
+
+
+def tools_problem(names: object, known: Sequence[str]) -> str | None:
+    """Return what is wrong with the tools that a record names; None if nothing is."""
+    is_list = isinstance(names, list) and all(isinstance(each, str) for each in names)
+    if not is_list:
+        return f"{TOOLS} is {names!r}, expected a list of names of tools"
+    assert isinstance(names, list)
+    for name in names:
+        if name not in known:
+            return f"there is no tool {name!r}. {did_you_mean(name, known, 'tool')}"
+    return None
+
+
+async def _result_of(function: Callable[..., Any], arguments: dict[str, Any]) -> object:
+    """Return what a function returns, and what comes of it where that is awaited.
+
+    A decorator may hide that a function is asynchronous.
+    """
+    if inspect.iscoroutinefunction(function):
+        return await function(**arguments)
+    result = await _in_thread(function, arguments)
+    return await result if inspect.isawaitable(result) else result
 
 
 _slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
