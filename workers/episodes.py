@@ -23,7 +23,13 @@ from verl_ray.agents.contract import (
 )
 from verl_ray.agents.tasks import tasks_of
 from verl_ray.data.batch import Ragged, offsets_of
-from verl_ray.data.stages import Finish, Prompts, Rollouts, versions_of
+from verl_ray.data.stages import (
+    NO_EPISODE,
+    Finish,
+    Prompts,
+    Rollouts,
+    versions_of,
+)
 from verl_ray.rollout.episodes import EpisodeRequest
 from verl_ray.rollout.requests import row_seeds
 
@@ -97,6 +103,28 @@ def episode_rollouts(
             row_ids.append(number * ROW_IDS + index)
             is_last.append(index == len(rows) - 1)
     return _columns_of_rows(prompts, prompt_of, numbered, row_ids, finishes, is_last)
+
+
+def beside_episodes(singles: Rollouts) -> Rollouts:
+    """Return single responses with the columns of episodes, of which they are none.
+
+    Each has one turn, which was paid nothing.
+    """
+    num_rows = singles.num_rows
+    nothing = Ragged.of_texts([""] * num_rows)
+    has_turn = singles.response_length > 0
+    turns = np.zeros((int(has_turn.sum()), 3))
+    turns[:, 0] = singles.lengths[has_turn] - 1
+    return singles.replace(
+        row_id=singles.row_id * ROW_IDS,
+        end=np.full(num_rows, NO_EPISODE, np.int8),
+        end_detail=nothing,
+        num_turns=np.ones(num_rows, np.int32),
+        episode_score=np.zeros(num_rows, np.float32),
+        episode_messages=nothing,
+        episode_metrics=nothing,
+        turn_rewards=Ragged(turns, offsets_of(has_turn.astype(np.int64))),
+    )
 
 
 def _records_on_last_rows(

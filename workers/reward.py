@@ -23,6 +23,7 @@ from verl_ray.config.reward import FunctionReward, HttpReward
 from verl_ray.data.batch import Ragged
 from verl_ray.data.prompts import prompt_text
 from verl_ray.data.stages import (
+    NO_EPISODE,
     Finish,
     Rollouts,
     Scores,
@@ -156,7 +157,8 @@ def scores_without_grader(rows: Rollouts) -> dict[int, Score]:
 
     An episode is scored once, on its last row; a row that is not the last one adds
     nothing to the score. An episode that is no member of its group has no score: it has
-    failed where its end is a fault, and is dropped otherwise.
+    failed where its end is a fault, and is dropped otherwise. A single response is no
+    episode.
     """
     if rows.end is None or rows.end_detail is None or rows.episode_score is None:
         return {}
@@ -173,6 +175,8 @@ def scores_without_grader(rows: Rollouts) -> dict[int, Score]:
         strict=True,
     )
     for row, last, number, finish, detail, earned in columns:
+        if number == NO_EPISODE:
+            continue
         end = ends[number]
         if not last:
             scores[row] = Score(0.0, ScoreHealth.OK)
@@ -247,6 +251,8 @@ def requests_of(
 def _of_episodes(rows: Rollouts, requests: list[ScoreRequest]) -> list[ScoreRequest]:
     """Return requests about rows as requests about the episodes that end there.
 
+    Those about single responses stay as they are.
+
     The response is the policy's last turn.
     """
     assert rows.end is not None and rows.episode_score is not None
@@ -256,6 +262,8 @@ def _of_episodes(rows: Rollouts, requests: list[ScoreRequest]) -> list[ScoreRequ
     lengths = sums_of_trajectories(rows.trajectory_id, rows.response_length)
     of_episodes = list(requests)
     for row, length in zip(lasts.tolist(), lengths.tolist(), strict=True):
+        if rows.end[row] == NO_EPISODE:
+            continue
         record = json.loads(texts[row])
         of_episodes[row] = dataclasses.replace(
             requests[row],

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from verl_ray.agents.contract import Episode
+from verl_ray.agents.tasks import environments_of
 from verl_ray.agents.wire import EpisodeStart
 from verl_ray.algorithms.groups import is_last_of_group
 from verl_ray.cluster.context import WorkerContext, concurrent, steering, when_abandoned
@@ -45,7 +47,7 @@ from verl_ray.rollout.server import PauseMode, RolloutServer, ServerHealth
 from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import Bucket, Manifest
 from verl_ray.weight_sync.transport import SealedAddress, WireSpec
-from workers.episodes import episode_requests, episode_rollouts
+from workers.episodes import beside_episodes, episode_requests, episode_rollouts
 
 if TYPE_CHECKING:
     from verl_ray.rollout.endpoint import Endpoint
@@ -219,10 +221,25 @@ class RolloutWorker:
     ) -> Iterator[Rollouts]:
         assert self.agent is not None
         prompt_of = _prompt_of_rows(prompts, generation.group_size, requested_rows)
-        stream = episodes.run(episode_requests(prompts, generation, prompt_of))
+        names = environments_of(prompts, self.agent.environments)
+        of_singles = {
+            row: prompt for row, prompt in prompt_of.items() if names[prompt] is None
+        }
+        of_episodes = {
+            row: prompt for row, prompt in prompt_of.items() if row not in of_singles
+        }
+        stream = episodes.run(
+            episode_requests(prompts, generation, of_episodes),
+            _requests(prompts, generation, of_singles),
+        )
         when_abandoned(stream.close)
         for ended in _batches(stream, generation.stream_rows):
-            yield episode_rollouts(prompts, prompt_of, ended, self.agent.treatments)
+            whole = [(row, each) for row, each in ended if isinstance(each, Episode)]
+            chunks = [each for _, each in ended if isinstance(each, Chunk)]
+            if whole:
+                yield episode_rollouts(prompts, prompt_of, whole, self.agent.treatments)
+            if chunks:
+                yield beside_episodes(whole_rollouts(prompts, prompt_of, chunks))
 
     @concurrent
     def respond(

@@ -266,7 +266,7 @@ def _task(arguments: argparse.Namespace) -> EpisodeTask:
             "data.train_path": "--data",
         }
     ):
-        records = read_prompts(arguments.data)
+        records = read_prompts(arguments.data, has_episodes=True)
     number = arguments.record
     if not 0 <= number < len(records):
         rule = f"{arguments.data} has {len(records)} records"

@@ -27,6 +27,7 @@ from controllers.rollouts.graders import (
 )
 from controllers.rollouts.replicas import Replicas
 from verl_ray.agents.contract import End, Episode
+from verl_ray.agents.tasks import environments_of
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import InPlaceRestarts
@@ -45,7 +46,7 @@ from verl_ray.errors import RewardError, VerlRayError
 from verl_ray.profiling.phases import OpenPhase, Timers, phase
 from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rollout.requests import Chunk, Sampling
-from workers.episodes import episode_rollouts
+from workers.episodes import beside_episodes, episode_rollouts
 from workers.reward import Grader, scores_of
 from workers.rollout import (
     Generation,
@@ -680,6 +681,8 @@ def aborted_group(
     prompt_of = dict.fromkeys(rows, 0)
     if agent is None:
         rollouts = put(whole_rollouts(prompts, prompt_of, chunks))
+    elif environments_of(prompts, agent.environments) == [None]:
+        rollouts = put(beside_episodes(whole_rollouts(prompts, prompt_of, chunks)))
     else:
         episodes = [(row, failed_episode) for row in rows]
         rollouts = put(episode_rollouts(prompts, prompt_of, episodes, agent.treatments))

@@ -453,7 +453,8 @@ def response_columns(rollouts: Sharded[Rollouts], config: RLConfig) -> ResponseC
     is_masked = None
     if config.episodes is not None:
         treatments = config.episodes.treatments
-        masks = [treatments[end] is Treatment.MASK for end in End]
+        # The last one is that of single responses.
+        masks = [*(treatments[end] is Treatment.MASK for end in End), False]
         is_masked = np.array(masks)[rollouts.row("end")]
     return ResponseColumns(
         finish=rollouts.row("finish"),

@@ -50,6 +50,7 @@ from verl_ray.data.buffer import Experience
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import (
+    NO_EPISODE,
     Credit,
     Finish,
     Float32,
@@ -416,6 +417,7 @@ class ReinforcementTask(Task[RLConfig, Problems]):
             config.data,
             config.run.seed,
             may_stream=True,
+            environments=config.agent.environments,
         )
         if trains:
             warn_skipped(prompts.skipped, "prompts of the training data")
@@ -429,6 +431,7 @@ class ReinforcementTask(Task[RLConfig, Problems]):
                 tokenizer,
                 config.data,
                 config.run.seed,
+                environments=config.agent.environments,
             )
             held_out = source.all(config.evaluation.num_prompts)
             num_held_out = len(source)
@@ -517,7 +520,7 @@ def with_shaping(
             valid,
             length,
             rollouts.row("group_id"),
-            max_tokens,
+            _limits_of_responses(config, rollouts, max_tokens),
         )
     else:
         responses = ScoredResponses(
@@ -548,6 +551,23 @@ def _most_tokens(config: RLConfig) -> int:
     """Return how many tokens a response may have, or all turns of an episode."""
     of_episode = None if config.episodes is None else config.episodes.max_tokens
     return of_episode or config.rollout.max_response_tokens
+
+
+def _limits_of_responses(
+    config: RLConfig, rollouts: Sharded[Rollouts], max_tokens: int
+) -> int | Int64:
+    """Return how many tokens each response may have: one number, or [responses].
+
+    Args:
+        max_tokens: How many all turns of an episode may have.
+    """
+    if config.episodes is None:
+        return max_tokens
+    is_single = rollouts.row("end") == NO_EPISODE
+    limits: Int64 = np.where(
+        is_single, config.rollout.max_response_tokens, np.int64(max_tokens)
+    )
+    return limits
 
 
 def _own_addition(config: RLConfig, responses: ScoredResponses) -> Float32:

@@ -27,6 +27,7 @@ from verl_ray.data.batch import Array, Int64
 from verl_ray.data.buffer import Experience
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import (
+    NO_EPISODE,
     Credit,
     Finish,
     Rollouts,
@@ -115,13 +116,18 @@ def rollout_metrics(
 
 
 def _episode_metrics(rollouts: Sharded[Rollouts]) -> Metrics:
-    """Return the turns of prompts and policy, and why episodes ended."""
+    """Return the turns of prompts and policy, and why episodes ended.
+
+    Of a run that has single responses as well, they are those of its episodes.
+    """
     if "end" not in rollouts.columns:
         return spread("num_turns", np.full(len(rollouts), TURNS))
     lasts = last_rows(rollouts.row("trajectory_id"))
+    lasts = lasts[rollouts.row("end")[lasts] != NO_EPISODE]
+    num_rows = int((rollouts.row("end") != NO_EPISODE).sum())
     # Each turn of the policy answers a message, which counts as well.
     metrics = spread("num_turns", TURNS * rollouts.row("num_turns")[lasts])
-    metrics["episode/rows"] = len(rollouts) / max(len(lasts), 1)
+    metrics["episode/rows"] = num_rows / max(len(lasts), 1)
     return metrics | _end_shares(rollouts.row("end")[lasts])
 
 
@@ -139,7 +145,7 @@ def held_out_episode_metrics(
 ) -> Metrics:
     """Return val-aux/<data source>/{num_turns/mean, episode/ends/<end>}.
 
-    There are none where responses are single ones.
+    There are none of a data source whose responses are single ones.
 
     Args:
         sources: Data source of each response, [rows].
@@ -148,8 +154,9 @@ def held_out_episode_metrics(
     metrics: Metrics = {}
     if "end" not in rollouts.columns:
         return metrics
-    for source in sorted(set(sources)):
-        of_source = np.array(sources) == source
+    is_episode = rollouts.row("end") != NO_EPISODE
+    for source in sorted(set(np.array(sources)[is_episode].tolist())):
+        of_source = is_episode & (np.array(sources) == source)
         turns = TURNS * rollouts.row("num_turns")[of_source]
         metrics[f"val-aux/{source}/num_turns/mean"] = float(turns.mean())
         shares = _end_shares(rollouts.row("end")[of_source])

@@ -57,7 +57,8 @@ MOST_TOKENS = 1 << 16
 """Tokens of them together, which the driver decodes. Only a single trajectory, of which
 the configuration bounds the length, may have more."""
 
-_ENDS = [end.value for end in End]
+# The last one is that of single responses.
+_ENDS = [*(end.value for end in End), ""]
 
 _INCOMPLETE = "\ufffd"
 """Character that stands for bytes which are no whole character."""

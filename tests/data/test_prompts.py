@@ -132,6 +132,33 @@ def test_resuming_on_other_data_is_refused(tmp_path: Path, characters: Any) -> N
         changed.load_state(state)
 
 
+def test_a_record_names_its_environment_and_its_tools(
+    tmp_path: Path, characters: Any
+) -> None:
+    sum_ = {"prompt": "1+1=", "answer": "2"}
+
+    def extras(
+        *records: dict[str, object], worlds: Any = ("game", "shop")
+    ) -> list[Any]:
+        path = write(tmp_path, *({**sum_, **record} for record in records))
+        source = PromptSource(path, characters, config(), seed=0, environments=worlds)
+        return [json.loads(extra) for extra in source.all().extra.texts()]
+
+    named = {"environment": "shop", "tools": ["buy", "sell"]}
+    assert extras(named, {"environment": None, "tools": None})[0] == named
+    assert extras({"environment": "field"}, worlds=()) == [{"environment": "field"}]
+    for record, words in (
+        ({"environment": "shopp"}, "line 2.*environment is str 'shopp'.*agent.environments.*Did you mean shop"),
+        ({"environment": 3}, "line 2.*environment is int '3'"),
+        ({"tools": "buy"}, "line 2.*tools is str 'buy'.*a list of names of tools"),
+        ({"tools": [{"type": "function"}]}, "line 2.*tools is list.*a list of names"),
+    ):  # fmt: skip
+        with pytest.raises(DataError, match=f"(?s){words}"):
+            extras({}, record)
+    with pytest.raises(DataError, match="tools are not supported"):
+        extras(named, worlds=())
+
+
 # Whole numbers beside fractions, objects of several fields, and fields that are absent:
 # Arrow writes them as floats, with nulls, and in the order in which it saw them first.
 VARIED: list[dict[str, object]] = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -68,6 +69,20 @@ def add(a: int, b: int) -> int:
         b: The second number.
     '''
     raise AssertionError("the trial calls no tool")
+
+class Shop:
+    def buy(self, thing: str) -> str:
+        '''Buy a thing.
+
+        Args:
+            thing: The thing.
+        '''
+    def sell(self, thing: str) -> str:
+        '''Sell a thing.
+
+        Args:
+            thing: The thing.
+        '''
 """
 
 
@@ -79,10 +94,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tried(
-    folder: Path, model: Path, worlds: dict[str, str], *overrides: str
+    folder: Path,
+    model: Path,
+    worlds: dict[str, str],
+    *overrides: str,
+    more: Sequence[dict[str, object]] = (),
 ) -> EnvironmentTrials:
-    """The trial of worlds of `WORLDS`, one for each of the data sources."""
-    config = configured(folder, model, worlds, {}, *overrides)
+    """The trial of worlds of `WORLDS`, one for each of the data sources.
+
+    Args:
+        more: Columns of further records.
+    """
+    config = configured(folder, model, worlds, {}, *overrides, more=more)
     return try_environments(config, examine_data(config).files)
 
 
@@ -92,6 +115,7 @@ def configured(
     worlds: dict[str, str],
     fields: dict[str, dict[str, object]],
     *overrides: str,
+    more: Sequence[dict[str, object]] = (),
 ) -> RLConfig:
     """A run in these worlds; the records of some data sources have further fields."""
     file = folder / "worlds.py"
@@ -101,6 +125,7 @@ def configured(
     rows = [
         {**record, "data_source": source, **fields.get(source, {})} for source in worlds
     ]
+    rows += [{**record, **columns} for columns in more]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     named = [
         f"agent.environments.{source}={file}:{name}" for source, name in worlds.items()
@@ -199,6 +224,64 @@ def test_a_reward_beside_what_the_world_pays_is_warned_of(
         "reward.functions.default=exact_match does not look at what the world pays;"
         " environment does"
     ]
+
+
+def test_records_without_a_world_are_counted(tmp_path: Path, model: Path) -> None:
+    more = [{"data_source": "sums"}, {"data_source": "sums", "environment": "game"}]
+    scored = "reward.functions={default: environment, sums: exact_match}"
+    trials = tried(tmp_path, model, {"game": "Echo"}, scored, more=more)
+    assert not trials.problems
+    assert [line for line in trials.lines if "single response" in line] == [
+        f"data.{name}_path: 1 of 3 records have no environment, so each of their"
+        " rollouts is a single response"
+        for name in ("train", "validation")
+    ]
+    assert not any("every rollout" in warning for warning in trials.warnings)
+
+    problems = tried(tmp_path, model, {"game": "Echo"}, more=more).problems
+    (problem,) = (each for each in problems if each.key == "reward.functions.default")
+    assert problem.value == "environment"
+    assert problem.rule == (
+        "records of 'sums' have no environment, whose score it would be"
+    )
+    assert "Set reward.functions.sums to another function" in problem.fix
+    assert "or agent.environments.sums to an environment" in problem.fix
+
+
+def test_a_run_whose_records_name_no_world_is_warned_of(
+    tmp_path: Path, model: Path
+) -> None:
+    world = f"agent.environments.game={tmp_path}/worlds.py:Echo"
+    scored = "reward.functions.default=exact_match"
+    more = [{"data_source": "sums"}]
+    warnings = tried(tmp_path, model, {}, world, scored, more=more).warnings
+    assert warnings == [
+        "agent.environments: no record that was read has one, so every rollout is a"
+        " single response"
+    ]
+
+
+def test_the_tools_that_records_name_are_tried(tmp_path: Path, model: Path) -> None:
+    parser = "agent.tool_parser=hermes"
+    scored = "reward.functions.default=exact_match"
+    offering = [{"data_source": "shop", "tools": ["sell"]}]
+    trials = tried(tmp_path, model, {"shop": "Shop"}, parser, scored, more=offering)
+    assert not trials.problems
+    assert "with the tools buy, sell" in trials.lines[0]
+
+    wrong = [*offering, {"data_source": "shop", "tools": ["buy", "sel"]}]
+    problems = tried(
+        tmp_path, model, {"shop": "Shop"}, parser, scored, more=wrong
+    ).problems
+    problem = problems[0]
+    assert {each.key for each in problems} == {
+        "data.train_path",
+        "data.validation_path",
+    }
+    assert problem.rule == (
+        "record 3 cannot act in agent.environments.shop: there is no tool 'sel'"
+    )
+    assert problem.fix == "Did you mean sell? There is buy, sell."
 
 
 def test_a_parser_that_vllm_has_not_is_a_problem(tmp_path: Path, model: Path) -> None:

@@ -186,7 +186,9 @@ def test_a_text_ends_a_response(engine: RolloutEngine) -> None:
     (whole,) = [chunk for step in generate(engine, [_request(1, 12)]) for chunk in step]
     pieces = [tokenizer.decode([token]) for token in whole.tokens]
     place = next(
-        at for at in range(2, 11) if "".join(pieces[at - 1 : at + 1]) not in "".join(pieces[:at])
+        at
+        for at in range(2, 11)
+        if "".join(pieces[at - 1 : at + 1]) not in "".join(pieces[:at])
     )
     stop = ("never in it", pieces[place - 1] + pieces[place])
 
@@ -223,7 +225,10 @@ def test_tokens_behind_a_text_that_ends_a_response_are_none_of_it(
         step = GenerationProgress(1, [5, 6, 7], [-0.5, -0.25, -0.125], finish)
         assert in_flight.record([step], version=4) == forgotten
         (chunk,) = in_flight.take_chunks()
-        assert (chunk.tokens.tolist(), chunk.log_probs.tolist()) == ([5, 6], [-0.5, -0.25])
+        assert (chunk.tokens.tolist(), chunk.log_probs.tolist()) == (
+            [5, 6],
+            [-0.5, -0.25],
+        )
         assert chunk.finish is Finish.STOP and len(in_flight) == 0
 
 

@@ -23,7 +23,9 @@ from tests.waiting import PATIENCE_S
 from verl_ray.agents.contract import Action, End, Episode, EpisodeTask, ToolCall
 from verl_ray.agents.episode import Limits, turn_seed
 from verl_ray.agents.wire import EpisodeStart
-from verl_ray.data.stages import Finish
+from verl_ray.config.agent import AgentConfig
+from verl_ray.data.batch import Ragged, offsets_of
+from verl_ray.data.stages import NO_EPISODE, Finish, Prompts, Rollouts
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
 from verl_ray.errors import ConfigError, EngineFailed, RolloutError
 from verl_ray.rollout import episodes as episodes_module
@@ -31,6 +33,8 @@ from verl_ray.rollout.episodes import EpisodePool, EpisodeRequest, retry_wait_s
 from verl_ray.rollout.requests import GenerationRequest, Sampling
 from verl_ray.rollout.scripted import Script, ScriptedEngine
 from verl_ray.rollout.server import PauseRequest, RolloutServer
+from workers.episodes import ROW_IDS
+from workers.rollout import Generation, RolloutWorker
 
 pytestmark = pytest.mark.processes
 
@@ -75,6 +79,7 @@ def make_pool(
     limits: Limits = LIMITS,
     answers: Script = script,
     start: dict[str, Any] | None = None,
+    world: str = "default",
     **changes: Any,
 ) -> tuple[EpisodePool, RolloutServer]:
     tokenizer = load_tokenizer(model)
@@ -89,7 +94,7 @@ def make_pool(
     )
     arguments = {"num_processes": 2, "most_open": 16, "stall_s": 20.0} | changes
     spec = EpisodeStart(
-        {"default": (f"{path}:{name}", options or {})},
+        {world: (f"{path}:{name}", options or {})},
         str(model),
         limits,
         **{"chat_template": TEMPLATE} | (start or {}),
@@ -336,6 +341,81 @@ def test_a_process_that_is_stuck_is_lost(
     assert pool.take_counts().lost_processes == 2
     (episode,) = ended(pool, requests(1)).values()
     assert episode.end is End.COMPLETED
+
+
+class Replica(RolloutWorker):
+    """A replica around an engine of a test, with the processes of episodes or not."""
+
+    def __init__(self, server: RolloutServer, episodes: EpisodePool | None) -> None:
+        self.server = server
+        self.episodes = episodes
+        environments = {} if episodes is None else {"game": "games.py:Game"}
+        self.agent = AgentConfig.model_construct(environments=environments, ends={})
+
+
+def test_prompts_without_a_world_get_the_responses_of_a_run_without_episodes(
+    start_pool: Callable[..., EpisodePool],
+) -> None:
+    extra = ['{"number": 0}', '{"number": 1, "environment": "game"}', '{"number": 2}']
+    prompts = Prompts(
+        offsets=offsets_of([2, 1, 3]), group_id=np.arange(3), tokens=np.arange(4, 10, dtype=np.int32),
+        has_answer=np.zeros(3, np.bool_), messages=Ragged.of_texts(['"go"'] * 3),
+        # The third one acts in the world of its data source.
+        data_source=Ragged.of_texts(["sums", "sums", "game"]),
+        answer=Ragged.of_texts([""] * 3), extra=Ragged.of_texts(extra),
+    )  # fmt: skip
+    pool = start_pool("Counting", world="game")
+    generation = Generation("train", 2, SAMPLING, run_seed=4, stream_rows=1)
+
+    def generated(pool_or_none: EpisodePool | None) -> Rollouts:
+        replica = Replica(pool._server, pool_or_none)
+        rows = Rollouts.concat(list(replica.generate(prompts, generation)))
+        return rows.select(np.argsort(rows.row_id))
+
+    rows, alone = generated(pool), generated(None)
+    assert rows.trajectory_id.tolist() == [0, 1, 2, 3, 4, 5]
+    assert rows.row_id.tolist() == [number * ROW_IDS for number in range(6)]
+    assert rows.end is not None and rows.num_turns is not None
+    assert rows.end.tolist() == [NO_EPISODE] * 2 + [list(End).index(End.COMPLETED)] * 4
+    assert rows.num_turns.tolist() == [1, 1, 3, 3, 3, 3]
+    assert rows.episode_score is not None and rows.turn_rewards is not None
+    assert rows.episode_score.tolist() == [0, 0, 1.5, 1.5, 1.5, 1.5]
+
+    singles, same = rows.select(np.arange(2)), alone.select(np.arange(2))
+    for name in ("tokens", "response_mask", "rollout_log_probs", "prompt_length", "finish", "oldest_version"):  # fmt: skip
+        assert getattr(singles, name).tolist() == getattr(same, name).tolist()
+    assert singles.version_spans.values.tolist() == [[2, 3], [2, 3]]
+    # One turn each, of three letters and the end.
+    assert singles.turn_rewards is not None
+    assert singles.turn_rewards.values.tolist() == [[5, 0, 0], [5, 0, 0]]
+
+
+def test_single_responses_end_with_their_stream_and_with_their_engine(
+    start_pool: Callable[..., EpisodePool],
+) -> None:
+    def fragile(request: GenerationRequest) -> list[tuple[int, float]]:
+        # A step in which there is nothing to sample breaks the engine.
+        return [] if request.seed == 1 else script(request)
+
+    pool = start_pool("Counting", answers=fragile)
+    singles = [
+        GenerationRequest(number, np.array([4], np.int32), SAMPLING, seed=number)
+        for number in range(2)
+    ]
+    pool._server.pause("keep")
+    stream = pool.run([], singles[:1])
+    stream.close()
+    with pytest.raises(RolloutError, match="abandoned"):
+        stream.take(PATIENCE_S)
+    pool._server.resume()
+    assert ended(pool, []) == {}
+
+    stream = pool.run(requests(1), singles[1:])
+    with pytest.raises(EngineFailed, match="a step failed: IndexError"):
+        while not stream.has_ended:
+            stream.take(PATIENCE_S)
+    with pytest.raises(EngineFailed, match="episodes cannot be run"):
+        pool.run([], singles)
 
 
 def test_a_cancelled_stream_takes_its_episodes_with_it(

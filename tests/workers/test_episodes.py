@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from controllers.watch import measures
+from controllers.watch.rollout_record import ends_of_rows
 from tests.algorithms.test_credit import algorithm, rewarded
 from tests.controllers.watch.test_measures import held
 from tests.rows import rewards_of, values_of
@@ -22,7 +23,7 @@ from verl_ray.agents.contract import (
     Treatment,
 )
 from verl_ray.algorithms.credit import token_credit
-from verl_ray.data.stages import Finish, Rollouts, last_rows
+from verl_ray.data.stages import NO_EPISODE, Finish, Rollouts, last_rows
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
 from verl_ray.rewards.child import GroupLog, group_values, response_values
 from verl_ray.rewards.health import Score, ScoreHealth
@@ -30,14 +31,16 @@ from verl_ray.rewards.remote import RequestBatch
 from verl_ray.rewards.request import ScoreRequest
 from verl_ray.rewards.shaping import failures
 from verl_ray.rewards.signatures import signature_of
+from verl_ray.rollout.requests import Chunk
 from verl_ray.tracking.block import failed_scores
-from workers.episodes import ROW_IDS, episode_rollouts
+from workers.episodes import ROW_IDS, beside_episodes, episode_rollouts
 from workers.reward import (
     requests_of,
     scores_of,
     scores_without_grader,
     with_metrics_of_worlds,
 )
+from workers.rollout import whole_rollouts
 
 
 def row_of(context: int, sampled: int, *, reward: float, turn: int = 0) -> EpisodeRow:
@@ -204,6 +207,41 @@ def test_held_out_episodes_have_ends_and_turns_by_data_source() -> None:
     assert len(found) == 2 * (1 + len(End))
 
 
+def test_single_responses_beside_episodes_are_none() -> None:
+    chunk = Chunk(
+        request_id=2,
+        tokens=np.array([7, 8, 9], np.int32),
+        log_probs=np.array([-0.5, -1.5, -2.5], np.float32),
+        finish=Finish.LENGTH,
+        first_token=0,
+        version_spans=[(0, 4)],
+    )
+    single = beside_episodes(whole_rollouts(prompts(), {2: 0}, [chunk]))
+    rows = Rollouts.concat([single, rows_of(two_rows(End.MAX_TURNS))])
+    assert rows.trajectory_id.tolist() == [2, 6, 6]
+    assert ends_of_rows(rows) == ["", "max_turns", "max_turns"]
+
+    found = measures.rollout_metrics(held(rows), 2, [np.arange(3)])
+    # Lengths are those of all responses, and ends and turns those of episodes.
+    assert found["response_length/mean"] == 3
+    assert (found["episode/rows"], found["num_turns/mean"]) == (2, 4)
+    assert found["episode/ends/max_turns"] == 1
+    only_single = measures.rollout_metrics(held(single), 2, [np.arange(1)])
+    assert only_single["episode/ends/max_turns"] == 0
+    assert np.isnan(only_single["num_turns/mean"])
+
+    held_out = measures.held_out_episode_metrics(["a", "b"], held(rows).select([0, 2]))
+    assert {name.split("/")[1] for name in held_out} == {"b"}
+    assert held_out["val-aux/b/num_turns/mean"] == 4
+
+    # A grader sees it as in a run without episodes, and its reward stands at its end.
+    assert set(scores_without_grader(rows)) == {1}
+    credit = token_credit(
+        algorithm("gae", gamma=1.0, lam=1.0), 0.0, rows, rewards_of([3.0, 0.0, 1.0]), None, None, values_of(rows, [0.0] * 6, [0.0] * 3),
+    )  # fmt: skip
+    assert credit.advantages[rows.response_mask].tolist() == [3, 3, 3, 1, 1, 0.5]
+
+
 def test_graders_see_the_whole_conversation_of_an_episode(tmp_path: Path) -> None:
     character_tokenizer(tmp_path, "0123456789+=")
     turns = [
@@ -237,7 +275,11 @@ def test_graders_see_the_whole_conversation_of_an_episode(tmp_path: Path) -> Non
         assert failed.health is ScoreHealth.NONFINITE
         assert failed.detail == f"the rewards of the episode add up to {found}"
 
-    seen = requests_of(rows, 3, load_tokenizer(str(tmp_path)))[1]
+    tokenizer = load_tokenizer(str(tmp_path))
+    single = rows.replace(end=np.full(rows.num_rows, NO_EPISODE, np.int8))
+    assert scores_without_grader(single) == {}
+    assert {each.episode_score for each in requests_of(single, 3, tokenizer)} == {None}
+    seen = requests_of(rows, 3, tokenizer)[1]
     # The response is the last turn, and all turns have 2 + 2 + 2 tokens.
     assert (seen.response, seen.tokens, seen.num_tokens) == ("3", [6, 7], 6)
     assert (seen.finish_reason, seen.episode_end) == ("length", "max_turns")

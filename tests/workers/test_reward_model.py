@@ -143,9 +143,14 @@ def test_a_response_that_a_text_has_ended_is_scored_with_the_end_of_its_turn(
     model = reward_model("qwen3", "same")
     scorer = grader(model, "chatml")
     scored = scorer.score(rows.replace(finish=finish), 1)
-    close(scored, transformers_scores(model, lists(Ragged(whole.tokens, whole.offsets))))
+    close(
+        scored, transformers_scores(model, lists(Ragged(whole.tokens, whole.offsets)))
+    )
     without = scorer.score(rows, 1).score
-    assert np.isclose(scored.score, without, atol=EXACT).tolist() == [True, *[False] * (len(ROWS) - 1)]
+    assert np.isclose(scored.score, without, atol=EXACT).tolist() == [
+        True,
+        *[False] * (len(ROWS) - 1),
+    ]
 
 
 def test_lengths_that_a_trainer_left_in_a_tokenizer_make_it_no_other(

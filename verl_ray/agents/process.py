@@ -33,6 +33,7 @@ from verl_ray.agents.episode import (
     run_episode,
 )
 from verl_ray.agents.specs import KEY, load_environment
+from verl_ray.agents.tasks import environment_of
 from verl_ray.agents.wire import (
     EpisodeStart,
     Frame,
@@ -42,7 +43,6 @@ from verl_ray.agents.wire import (
     sampled_of,
     task_of,
 )
-from verl_ray.config.function_specs import DEFAULT
 from verl_ray.errors import ConfigError
 from verl_ray.user_files import short_traceback
 
@@ -147,8 +147,8 @@ class _Episodes:
     async def _run(self, number: int, fields: dict[str, Any]) -> bytes:
         """Return the last frame of an episode."""
         task = task_of(fields["task"])
-        source = task.data_source
-        name = source if source in self._environments else DEFAULT
+        name = environment_of(task.extra, task.data_source, self._environments)
+        assert name is not None, "others are no episodes"
         episode = await run_episode(
             self._environments[name],
             task,

@@ -37,14 +37,11 @@ from verl_ray.agents.contract import (
     ToolSchema,
 )
 from verl_ray.config.suggest import did_you_mean
-from verl_ray.data.fields import json_text
+from verl_ray.data.fields import TOOLS, json_text
 from verl_ray.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
-
-TOOLS = "tools"
-"""Field of a record that names the tools which its episode offers."""
 
 _THREADS = 64  # synchronous tools that run at a time in a process
 

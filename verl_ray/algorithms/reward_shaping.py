@@ -56,7 +56,7 @@ def length_rewards(
     valid: Bool,
     length: Int64,
     group: Int64,
-    max_tokens: int,
+    max_tokens: int | Int64,
 ) -> dict[str, RewardPart]:
     """Return the weight of each reward that the configuration asks for, and the reward.
 
@@ -70,7 +70,7 @@ def length_rewards(
             group. Its length is not compared, and it gets 0.
         length: int64 [rows], response tokens.
         group: int64 [rows], the group of each response.
-        max_tokens: The limit on the length of a response.
+        max_tokens: The limit on the length of a response; or int64 [rows].
     """
     parts: dict[str, RewardPart] = {}
     share = algorithm.overlong_share
@@ -84,7 +84,7 @@ def length_rewards(
     return parts
 
 
-def overlong_penalty(length: Int64, max_tokens: int, share: float) -> Float32:
+def overlong_penalty(length: Int64, max_tokens: int | Int64, share: float) -> Float32:
     """Return 0 up to the last share of the limit, from there linearly down to -1.
 
     Source: DAPO (arXiv:2503.14476, eq. 13), whose limit is 20,480 tokens, the last

@@ -20,7 +20,6 @@ from verl_ray.agents.contract import (
 )
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.config.algorithm import AlgorithmConfig
-from verl_ray.config.function_specs import DEFAULT
 from verl_ray.config.paths import RewardFunction
 from verl_ray.config.reward import ModelReward, SingleReward
 from verl_ray.config.section import (
@@ -45,8 +44,9 @@ class AgentConfig(Section):
     ]
     """Data source -> an environment: path/to/file.py:NAME or package.module:NAME, of a
     class, a coroutine function run(task, policy), or tools; `default` serves the other
-    data sources. A table gives it options: {function: my_env.py:Game, size: 4}. {}:
-    every rollout is a single response."""
+    data sources. A record may name an entry itself, in its field `environment`. One
+    that has none gets a single response. A table gives options: {function:
+    my_env.py:Game, size: 4}. {}: every rollout is a single response."""
     tool_parser: str | None
     """Name of vLLM's parser of the model's tool calls, such as hermes; null = none are
     parsed."""
@@ -135,10 +135,6 @@ def agent_settings_work(
             yield Problem("agent.ends", end, "no episode ends so", fix)
 
     if agent.is_used:
-        if DEFAULT not in agent.environments:
-            rule = "a data source without an environment of its own would have none"
-            fix = "Add agent.environments.default."
-            yield Problem("agent.environments", sorted(agent.environments), rule, fix)
         return
     keys = [key for key in overridden.under("agent") if "environments" not in key]
     reason = "agent.environments is {}, so every rollout is a single response"

@@ -499,6 +499,12 @@ def excerpt(value: object) -> str:
 
 # -------------------------------------------------------------------------------- names
 
+ENVIRONMENT = "environment"
+"""Field of a prompt that names the entry of agent.environments which it is about."""
+
+TOOLS = "tools"
+"""Field of a prompt that names those tools of its environment which are offered."""
+
 
 def missing_field(name: str, fields: Fields, where: str) -> DataError:
     """Return the error about a field that is missing or null.
@@ -522,6 +528,18 @@ def missing_field(name: str, fields: Fields, where: str) -> DataError:
         hint = f"rename {similar[0]!r} to {name!r}"
     rule = f"no field {name!r}; the fields found are {present}"
     return DataError(rule, fix=hint, place=where)
+
+
+def require_names_of_tools(fields: Fields, where: str) -> None:
+    """Raise DataError if a record has tools that are no list of names."""
+    tools = fields.get(TOOLS)
+    is_list = isinstance(tools, list) and all(isinstance(each, str) for each in tools)
+    if tools is not None and not is_list:
+        raise DataError(
+            f"{TOOLS} is {excerpt(tools)}",
+            expected="a list of names of tools of the record's environment",
+            place=where,
+        )
 
 
 def refuse_misspelt(

@@ -7,16 +7,24 @@ sizes and resumes before it.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from verl_ray.config.data import DataConfig, DataSet
 from verl_ray.config.section import resolved
+from verl_ray.config.suggest import did_you_mean
 from verl_ray.data.batch import Int64, Ragged
 from verl_ray.data.encoding import SpelledTokens
-from verl_ray.data.fields import Fields, Message, as_messages, canonical_json
+from verl_ray.data.fields import (
+    ENVIRONMENT,
+    Fields,
+    Message,
+    as_messages,
+    canonical_json,
+    excerpt,
+)
 from verl_ray.data.records import PromptRecord, Reading, prompt_reading
 from verl_ray.data.row_source import DataSets, Encoded, RowSource
 from verl_ray.data.stages import Prompts
@@ -47,10 +55,13 @@ class PromptSource(RowSource[PromptRecord, Prompts]):
         most_records: int | None = None,
         *,
         may_stream: bool = False,
+        environments: Collection[str] = (),
     ) -> None:
         """Read and tokenize the prompts, or open the sets that stay on disk.
 
         Args:
+            environments: Names of the environments that a record may name; without any,
+                the run has no episodes.
             most_records: Number of records to read of each set at most; None reads all
                 of them.
             may_stream: Whether large sets may stay on disk.
@@ -61,6 +72,7 @@ class PromptSource(RowSource[PromptRecord, Prompts]):
         """
         self._tokenizer = tokenizer
         self._config = config
+        self._environments = environments
         super().__init__(
             data_sets, config, seed, most_records=most_records, may_stream=may_stream
         )
@@ -88,11 +100,16 @@ class PromptSource(RowSource[PromptRecord, Prompts]):
     def _reading(
         self, data_set: DataSet, first: Fields, where: str
     ) -> Reading[PromptRecord]:
-        return prompt_reading(data_set, first, where)
+        has_episodes = bool(self._environments)
+        return prompt_reading(data_set, first, where, has_episodes=has_episodes)
 
     def _encode(
         self, records: Sequence[PromptRecord], *, is_all: bool
     ) -> Encoded[Prompts]:
+        if self._environments:
+            for record in records:
+                _require_environment(record, self._environments)
+
         config = self._config
         chat = resolved(config.apply_chat_template)
         spelled = SpelledTokens(self._tokenizer, config.special_tokens)
@@ -151,6 +168,18 @@ class PromptSource(RowSource[PromptRecord, Prompts]):
             extra=Ragged.of_texts(extra),
             # What they change is in the tokens.
             template_arguments=None,
+        )
+
+
+def _require_environment(record: PromptRecord, names: Collection[str]) -> None:
+    """Raise DataError if a record names an environment that the run has not."""
+    name = json.loads(record.extra).get(ENVIRONMENT)
+    if name is not None and name not in list(names):
+        raise DataError(
+            f"{ENVIRONMENT} is {excerpt(name)}",
+            expected="the name of an entry of agent.environments",
+            fix=did_you_mean(str(name), list(names), "environment"),
+            place=record.where,
         )
 
 

@@ -34,6 +34,7 @@ from typing import Generic, TypeVar
 
 from verl_ray.config.data import DataSet
 from verl_ray.data.fields import (
+    TOOLS,
     Fields,
     Message,
     answer_of,
@@ -48,6 +49,7 @@ from verl_ray.data.fields import (
     missing_field,
     refuse_misspelt,
     require_encodable,
+    require_names_of_tools,
     short_text_of,
     text_of,
     unwritten_messages,
@@ -156,16 +158,20 @@ class Reading(Generic[Record]):
 
 
 def prompt_reading(
-    data_set: DataSet, first: Fields, where: str
+    data_set: DataSet, first: Fields, where: str, *, has_episodes: bool = False
 ) -> Reading[PromptRecord]:
     """Return how to read a set of prompts, from its first record.
+
+    Args:
+        has_episodes: Whether they are tasks of episodes, which may name tools.
 
     Raises:
         DataError: the record has not the columns of the set, or fits no schema.
     """
     schema = choose_schema("prompt", data_set.columns, first, where)
     source = _default_source(data_set)
-    return Reading(schema.description, partial(_prompt_record, schema, source))
+    read = partial(_prompt_record, schema, source, has_episodes)
+    return Reading(schema.description, read)
 
 
 def supervised_reading(
@@ -192,13 +198,18 @@ def preference_reading(
     return Reading(schema.description, partial(_preference_record, schema))
 
 
-def read_prompts(source: str | Path | DataSet) -> list[PromptRecord]:
+def read_prompts(
+    source: str | Path | DataSet, *, has_episodes: bool = False
+) -> list[PromptRecord]:
     """Read the prompt records of a set, in its order.
+
+    Args:
+        has_episodes: As in `prompt_reading`.
 
     Raises:
         DataError: the path, a line or a field is not what it should be.
     """
-    return read_records(source, prompt_reading)
+    return read_records(source, partial(prompt_reading, has_episodes=has_episodes))
 
 
 def read_supervised(source: str | Path | DataSet) -> list[SupervisedRecord]:
@@ -245,10 +256,14 @@ def _default_source(data_set: DataSet) -> str:
 
 
 def _prompt_record(
-    schema: Schema, default_source: str, where: str, fields: Fields
+    schema: Schema, default_source: str, has_episodes: bool, where: str, fields: Fields
 ) -> PromptRecord:
     refuse_misspelt(where, tuple(fields), ("data_source", "extra"))
-    _refuse_unseen(schema, fields, where)
+    if has_episodes:
+        require_names_of_tools(fields, where)
+        _refuse_unseen(schema, {**fields, TOOLS: None}, where)
+    else:
+        _refuse_unseen(schema, fields, where)
     if "answer" not in schema.columns and fields.get("answer") is not None:
         raise DataError(
             "found an answer, which the first record of the set does not have",
@@ -330,7 +345,7 @@ def _margin(schema: Schema, where: str, fields: Fields) -> float | None:
 def _refuse_unseen(schema: Schema, fields: Fields, where: str) -> None:
     """Raise DataError if a record has what the model would not see."""
     refuse_media(fields, where, read=schema.columns.values())
-    if fields.get("tools"):
+    if fields.get(TOOLS):
         raise DataError(
             "found something in 'tools', which a prompt would not show: tools are not"
             " supported yet",

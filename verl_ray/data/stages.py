@@ -107,6 +107,13 @@ class Prompts(Batch):
     template_arguments: Ragged | None = ragged(np.uint8, optional=True)
 
 
+NO_EPISODE = -1
+"""The `end` of a single response in a run that has episodes as well.
+
+It indexes the last one of a table with an entry for each end and one more.
+"""
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Rows(Batch):
     """Whole token sequences, whoever wrote them: input of a model's forward pass."""
@@ -147,8 +154,8 @@ class Rollouts(Rows):
     data_source: Ragged = ragged(np.uint8)
     answer: Ragged = ragged(np.uint8)
     extra: Ragged = ragged(np.uint8)
-    # The next seven are absent where rollouts are single responses. Number of the
-    # episode's End, in the order of that enumeration.
+    # The next seven are absent where all rollouts are single responses. Number of the
+    # episode's End, in the order of that enumeration; NO_EPISODE of a single response.
     end: Int8 | None = row(np.int8, optional=True)
     # UTF-8: what failed in the episode; empty where nothing did.
     end_detail: Ragged | None = ragged(np.uint8, optional=True)

@@ -217,7 +217,15 @@ def _source(
 
     if row_format.kind == "prompt":
         assert isinstance(config, RolloutTaskConfig), "prompts are for rollouts"
-        return PromptSource(data_sets, tokenizer, config.data, seed, most)
+        agent = config.episodes
+        return PromptSource(
+            data_sets,
+            tokenizer,
+            config.data,
+            seed,
+            most,
+            environments=() if agent is None else agent.environments,
+        )
 
     if row_format.kind == "supervised":
         return SupervisedSource(

@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,9 +32,9 @@ from verl_ray.agents.contract import Action, End, EpisodeTask, ToolCall
 from verl_ray.agents.episode import run_episode
 from verl_ray.agents.scripted import ScriptedSampler, read_words, turn_end
 from verl_ray.agents.specs import KEY, load_environment
-from verl_ray.agents.tasks import tasks_of
+from verl_ray.agents.tasks import environment_of, tasks_of
 from verl_ray.agents.template import prefix_problems
-from verl_ray.agents.tools import ToolEnvironment
+from verl_ray.agents.tools import ToolEnvironment, ToolSet, tools_problem
 from verl_ray.agents.wire import EpisodeStart, task_fields, task_of
 from verl_ray.config.agent import ENVIRONMENT, AgentConfig
 from verl_ray.config.function_specs import DEFAULT, in_words
@@ -41,6 +42,7 @@ from verl_ray.config.section import resolved
 from verl_ray.config.suggest import closest, did_you_mean, is_alike
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.encoding import encode
+from verl_ray.data.fields import TOOLS
 from verl_ray.data.tokenizers import of_run, template_of
 from verl_ray.errors import ConfigError, DataError, Problem
 from verl_ray.guard import start_guarded
@@ -69,6 +71,9 @@ _UNKNOWN = '<tool_call>{"name": "no_such_tool", "arguments": {}}</tool_call>'
 _PARSERS = "_TOOL_PARSERS_TO_REGISTER"
 """Name of the table of tool parsers in vLLM's source."""
 _PLUGINS = "vllm.general_plugins"
+
+_OF_TOOLS = (ToolEnvironment, ToolSet)
+"""Environments that are made of tools, which is the last of their arguments."""
 
 
 @dataclass
@@ -101,7 +106,8 @@ def try_environments(config: RLConfig, files: Sequence[DataFile]) -> Environment
     """
     trials = EnvironmentTrials()
     agent = config.agent
-    tasks = _first_tasks(files)
+    tasks = _first_tasks(files, agent)
+    trials.problems += _unpayable(config, files)
     tokenizer = None
     # A run that makes its inputs has neither records nor a model yet.
     if tasks:
@@ -116,16 +122,19 @@ def try_environments(config: RLConfig, files: Sequence[DataFile]) -> Environment
             trials.problems.append(Problem("data.chat_template", None, rule, fix))
             return trials
 
-    others = [
-        task for source, task in tasks.items() if source not in agent.environments
-    ]
+    sources = sorted({task.data_source for task in _tasks(files)})
     offered: set[str] = set()
-    for source in agent.environments:
-        rest = others[0] if others and source == DEFAULT else None
-        task = tasks.get(source, rest)
-        offered.update(_try(trials, config, source, task))
+    for name in agent.environments:
+        task = tasks.get(name)
+        offered.update(_try(trials, config, name, task, files))
         if task is None:
-            _report_absence(trials, source, sorted(tasks))
+            _report_absence(trials, name, sources)
+    trials.lines += _single_lines(files, agent)
+    if set(tasks) == {None}:
+        trials.warnings.append(
+            f"{KEY}: no record that was read has one, so every rollout is a single"
+            " response"
+        )
 
     trials.problems += _parser_problems(agent, offered)
     is_tried = bool(tasks) and not trials.problems
@@ -139,17 +148,96 @@ def try_environments(config: RLConfig, files: Sequence[DataFile]) -> Environment
     return trials
 
 
-def _first_tasks(files: Sequence[DataFile]) -> dict[str, EpisodeTask]:
-    """Return the first task of each data source, in the order of the files."""
-    tasks: dict[str, EpisodeTask] = {}
+def _tasks(files: Sequence[DataFile]) -> Iterator[EpisodeTask]:
+    """Yield the tasks of the records, in the order of the files."""
     for file in files:
-        for task in [] if file.prompts is None else tasks_of(file.prompts):
-            tasks.setdefault(task.data_source, task)
+        if file.prompts is not None:
+            yield from tasks_of(file.prompts)
+
+
+def _first_tasks(
+    files: Sequence[DataFile], agent: AgentConfig
+) -> dict[str | None, EpisodeTask]:
+    """Return the first task of each environment, and of those that have none."""
+    tasks: dict[str | None, EpisodeTask] = {}
+    for task in _tasks(files):
+        tasks.setdefault(_environment(task, agent), task)
     return tasks
 
 
+def _environment(task: EpisodeTask, agent: AgentConfig) -> str | None:
+    return environment_of(task.extra, task.data_source, agent.environments)
+
+
+def _single_lines(files: Sequence[DataFile], agent: AgentConfig) -> Iterator[str]:
+    """Yield how many records of each file get single responses, if any do."""
+    for file in files:
+        environments = [_environment(task, agent) for task in _tasks([file])]
+        count = environments.count(None)
+        if count:
+            yield (
+                f"{file.key}: {count} of {len(environments)} records"
+                f"{'' if file.is_whole else ' that were read'} have no environment, so"
+                " each of their rollouts is a single response"
+            )
+
+
+def _unpayable(config: RLConfig, files: Sequence[DataFile]) -> Iterator[Problem]:
+    """Yield a problem for each reward that is what no environment pays."""
+    sources = {
+        task.data_source
+        for task in _tasks(files)
+        if _environment(task, config.agent) is None
+    }
+    # Several sources may have one function.
+    seen: set[str] = set()
+    for source in sorted(sources):
+        for section, grader in config.active_graders(learns=True).items():
+            functions = grader.named_functions or {}
+            name = source if source in functions else DEFAULT
+            key = f"{section}.functions.{name}"
+            if functions.get(name) != ENVIRONMENT or key in seen:
+                continue
+            seen.add(key)
+            rule = f"records of {source!r} have no environment, whose score it would be"
+            fix = (
+                f"Set {section}.functions.{source} to another function, such as"
+                f" exact_match, or {KEY}.{source} to an environment."
+            )
+            yield Problem(key, ENVIRONMENT, rule, fix)
+
+
+def _unknown_tools(
+    files: Sequence[DataFile], config: RLConfig, name: str, known: Sequence[str]
+) -> list[Problem]:
+    """Return a problem for each file with a record that names a tool that is not there.
+
+    Args:
+        name: The environment.
+        known: Its tools.
+    """
+    problems = []
+    for file in files:
+        for number, task in enumerate(_tasks([file]), start=1):
+            tools = task.extra.get(TOOLS)
+            if tools is None or _environment(task, config.agent) != name:
+                continue
+            problem = tools_problem(tools, known)
+            if problem is not None:
+                rule, _, fix = problem.partition(". ")
+                rule = f"record {number} cannot act in {KEY}.{name}: {rule}"
+                fix = fix or "Correct the record."
+                problems.append(Problem(file.key, file.path, rule, fix))
+                break
+    return problems
+
+
 def _try(
-    trials: EnvironmentTrials, config: RLConfig, source: str, task: EpisodeTask | None
+    trials: EnvironmentTrials,
+    config: RLConfig,
+    source: str,
+    task: EpisodeTask | None,
+    files: Sequence[DataFile],
 ) -> Sequence[str]:
     """Try an environment on a task; return the names of the tools that it offers."""
     key, spec = f"{KEY}.{source}", in_words(config.agent.environments[source])
@@ -162,8 +250,12 @@ def _try(
     elif "problem" in outcome:
         trials.problems.append(Problem(**outcome["problem"]))
     elif task is not None:
-        _report(trials, key, spec, task, outcome)
-        trials.warnings += _unpaid(config, task, outcome)
+        known = outcome["known_tools"]
+        unknown = [] if known is None else _unknown_tools(files, config, source, known)
+        trials.problems += unknown
+        if not unknown:
+            _report(trials, key, spec, task, outcome)
+            trials.warnings += _unpaid(config, task, outcome)
         tools: Sequence[str] = outcome["tools"]
         return tools
     return ()
@@ -241,7 +333,7 @@ def _unpaid(
         if spec is None:
             continue
         key = f"{section}.functions.{source}"
-        if spec == ENVIRONMENT and outcome["is_tools"]:
+        if spec == ENVIRONMENT and outcome["known_tools"] is not None:
             yield (
                 f"{key}={ENVIRONMENT} takes what the world pays, and functions as tools"
                 " pay nothing but the reward of a ToolStop. Name a function that scores"
@@ -437,10 +529,12 @@ def main(connection: socket.socket) -> None:
             episodes.append({"script": script, **course})
         opening = openings[0] if openings else []
         same_world = all(tokens == openings[0] for tokens in openings)
-        is_tools = getattr(environment, "func", None) is ToolEnvironment
+        known_tools = None
+        if isinstance(environment, partial) and environment.func in _OF_TOOLS:
+            known_tools = [tool.name for tool in environment.args[-1]]
         outcome = {"episodes": episodes, "tools": tools, "same_world": same_world}
         shown = {"num_opening": len(opening), "opening": tokenizer.decode(opening)}
-        tell({**outcome, **shown, "is_tools": is_tools})
+        tell({**outcome, **shown, "known_tools": known_tools})
 
 
 def _texts(

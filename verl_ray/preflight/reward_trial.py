@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from verl_ray.agents.contract import End
+from verl_ray.agents.tasks import environment_of
 from verl_ray.config.function_specs import parts_of
 from verl_ray.config.reward import SingleReward
 from verl_ray.config.schema import Config
@@ -363,8 +364,11 @@ def requests_at(prompts: Prompts, rows: Sequence[int]) -> list[ScoreRequest]:
 
 
 def as_the_run_asks(request: ScoreRequest, config: Config) -> ScoreRequest:
-    """Return a request as one about an episode, if the run has episodes."""
-    if not isinstance(config, RLConfig) or config.episodes is None:
+    """Return a request as one about an episode, if the run makes one of its record."""
+    if not isinstance(config, RLConfig):
+        return request
+    environments = config.agent.environments
+    if environment_of(request.extra, request.data_source, environments) is None:
         return request
     return replace(
         request,

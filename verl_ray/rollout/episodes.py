@@ -14,7 +14,6 @@ import contextlib
 import itertools
 import json
 import os
-import queue
 import signal
 import socket
 import subprocess
@@ -47,6 +46,7 @@ from verl_ray.data.stages import Finish
 from verl_ray.errors import ConfigError, EngineFailed, Problem, RolloutError
 from verl_ray.guard import start_guarded
 from verl_ray.profiling.progress import touch
+from verl_ray.rollout.episode_stream import EpisodeStream
 from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling
 from verl_ray.rollout.server import RolloutServer
 
@@ -124,49 +124,6 @@ class EpisodeCounts:
         }
 
 
-class EpisodeStream:
-    """Episodes of a call, in the order in which they end."""
-
-    def __init__(self, numbers: set[int], close: Callable[[], None]) -> None:
-        """Begin with all of them open.
-
-        Args:
-            close: Cancels the open episodes, from any thread, without waiting.
-        """
-        self.close = close
-        self._open = numbers
-        self._replies: queue.SimpleQueue[tuple[int, Episode] | Exception] = (
-            queue.SimpleQueue()
-        )
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether no episode is open."""
-        return not self._open
-
-    def put(self, reply: tuple[int, Episode] | Exception) -> None:
-        """Deliver an episode, or the error after which none follows."""
-        self._replies.put(reply)
-
-    def take(self, timeout_s: float | None = None) -> list[tuple[int, Episode]]:
-        """Return episodes that have ended; none if none has within `timeout_s`.
-
-        Raises:
-            EngineFailed: The engine failed.
-        """
-        taken: list[tuple[int, Episode]] = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                # Those that are there by then come along.
-                reply = self._replies.get(not taken, timeout_s)
-                if isinstance(reply, Exception):
-                    self._open.clear()
-                    raise reply
-                self._open.discard(reply[0])
-                taken.append(reply)
-        return taken
-
-
 @dataclass(eq=False)
 class _OpenEpisode:
     """An episode that has not ended.
@@ -229,10 +186,10 @@ class EpisodePool:
         self._counts = EpisodeCounts()
         self._counting = threading.Lock()
         self._processes: list[_Process] = []
-        # Tasks that start another process for a lost one.
+        # Tasks that start another process, and that wait for single responses.
         self._replacing: set[asyncio.Task[None]] = set()
-        self.is_paused = False
-        self._is_closed = False
+        self._responding: dict[asyncio.Task[None], EpisodeStream] = {}
+        self.is_paused = self._is_closed = False
         self._failure: Exception | None = None
 
         self._loop = asyncio.new_event_loop()
@@ -246,8 +203,17 @@ class EpisodePool:
             self.close()
             raise
 
-    def run(self, requests: Sequence[EpisodeRequest]) -> EpisodeStream:
+    def run(
+        self,
+        requests: Sequence[EpisodeRequest],
+        singles: Sequence[GenerationRequest] = (),
+    ) -> EpisodeStream:
         """Begin episodes; return them as they end.
+
+        Args:
+            requests: The episodes.
+            singles: Prompts that are about no environment. The engine responds to them
+                as in a run without episodes, and their ids are no number of an episode.
 
         Raises:
             EngineFailed: The engine failed, or processes cannot be started again.
@@ -255,14 +221,16 @@ class EpisodePool:
         if self._failure is not None:
             raise EngineFailed(f"episodes cannot be run: {self._failure}")
         numbers = {request.number for request in requests}
-        assert len(numbers) == len(requests), "numbers are unique in one call"
+        numbers |= {request.request_id for request in singles}
+        num_requests = len(requests) + len(singles)
+        assert len(numbers) == num_requests, "numbers are unique in one call"
 
         def close() -> None:
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._cancel, stream)
 
         stream = EpisodeStream(numbers, close)
-        self._loop.call_soon_threadsafe(self._begin, requests, stream)
+        self._loop.call_soon_threadsafe(self._begin, requests, singles, stream)
         return stream
 
     def pause(self) -> None:
@@ -310,7 +278,12 @@ class EpisodePool:
         for process in self._processes:
             process.tell_paused()
 
-    def _begin(self, requests: Sequence[EpisodeRequest], stream: EpisodeStream) -> None:
+    def _begin(
+        self,
+        requests: Sequence[EpisodeRequest],
+        singles: Sequence[GenerationRequest],
+        stream: EpisodeStream,
+    ) -> None:
         # It may have failed since the caller looked.
         if self._failure is not None:
             stream.put(self._failure)
@@ -320,6 +293,25 @@ class EpisodePool:
         ]
         self._waiting[0].extend(opened)
         self.assign()
+        if singles:
+            task = asyncio.create_task(self._respond(singles, stream))
+            self._responding[task] = stream
+            task.add_done_callback(self._responding.pop)
+
+    async def _respond(
+        self, requests: Sequence[GenerationRequest], stream: EpisodeStream
+    ) -> None:
+        """Deliver the engine's responses to prompts, each once it is whole."""
+        try:
+            async for chunks in self._server.respond_async(requests):
+                for chunk in chunks:
+                    stream.put((chunk.request_id, chunk))
+        # No episode can go on either.
+        except EngineFailed as error:
+            self.fail(error)
+        except Exception as error:
+            stream.put(error)
+            self._cancel(stream)
 
     def _cancel(self, stream: EpisodeStream) -> None:
         for episodes in self._waiting:
@@ -331,9 +323,15 @@ class EpisodePool:
                 del self._resting[number]
         for process in self._processes:
             process.cancel(stream)
+        self._cancel_responses(stream)
         # Whoever waits for the stream waits no longer.
         stream.put(RolloutError("the episodes were abandoned"))
         self.assign()
+
+    def _cancel_responses(self, stream: EpisodeStream) -> None:
+        for task, other in self._responding.items():
+            if other is stream:
+                task.cancel()
 
     def assign(self) -> None:
         """Begin as many waiting episodes as the processes may run."""
@@ -395,7 +393,9 @@ class EpisodePool:
         for process in self._processes:
             streams |= {episode.stream for episode in process.open.values()}
             process.open.clear()
+        streams |= set(self._responding.values())
         for stream in streams:
+            self._cancel_responses(stream)
             stream.put(error)
 
     # --------------------------------------------------------- on the loop: processes
@@ -405,11 +405,12 @@ class EpisodePool:
         await asyncio.gather(*(process.start() for process in self._processes))
 
     async def _end_all(self) -> None:
+        responding = list(self._responding)
         self.fail(RolloutError("the processes of episodes were closed"))
         replacing = list(self._replacing)
         for task in replacing:
             task.cancel()
-        await asyncio.gather(*replacing, return_exceptions=True)
+        await asyncio.gather(*replacing, *responding, return_exceptions=True)
         await asyncio.gather(*(process.end() for process in self._processes))
 
     def replace(self, lost: _Process, episodes: dict[int, _OpenEpisode]) -> None:

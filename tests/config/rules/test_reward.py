@@ -36,13 +36,6 @@ CASES = [
     ),
     Case(
         "agent_problems",
-        "agent.environments.gsm8k=my_env.py:Game",
-        "agent.environments",
-        "a data source without an environment of its own would have none",
-        "Add agent.environments.default",
-    ),
-    Case(
-        "agent_problems",
         f"{EPISODES} agent.ends.max_turn=mask",
         "agent.ends",
         "no episode ends so",

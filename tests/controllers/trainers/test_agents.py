@@ -25,23 +25,23 @@ TEMPLATE = (
 )
 
 
-def world_of(run_dir: Path, world: str) -> list[str]:
+def world_of(run_dir: Path, world: str, source: str = "default") -> list[str]:
     """The overrides of a world for a run, whose chat template stands beside it."""
     template = run_dir.with_suffix(".jinja")
     template.write_text(TEMPLATE)
     return [
-        f"agent.environments.default={WORLDS}:{world}", "reward.functions.default=environment",
+        f"agent.environments.{source}={WORLDS}:{world}", f"reward.functions.{source}=environment",
         "agent.max_turn_tokens=6", f"data.chat_template={template}",
     ]  # fmt: skip
 
 
 def train(
-    cluster: Session, inputs: Inputs, run_dir: Path, world: str, *changes: str
-) -> list[dict[str, Any]]:
+    cluster: Session, inputs: Inputs, run_dir: Path, world: str, *changes: str, source: str = "default"
+) -> list[dict[str, Any]]:  # fmt: skip
     """The metrics of the lines of a run on episodes of two turns."""
     command(
         cluster, "train", "--config-name", "grpo", *inputs.rl(run_dir),
-        "rollout.max_response_tokens=24", *world_of(run_dir, world), *changes,
+        "rollout.max_response_tokens=24", *world_of(run_dir, world, source), *changes,
     )  # fmt: skip
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
@@ -151,6 +151,37 @@ def test_a_failed_episode_is_no_member_of_its_group(
         has_failed = row["end"] == "environment_failed"
         assert (row["finish"] == "aborted") == has_failed == (row["reward"] is None)
         assert bool(row["failure"]) == has_failed
+
+
+def test_single_responses_and_episodes_are_trained_in_one_run(
+    cluster: Session, inputs: Inputs, tmp_path: Path
+) -> None:
+    """Every second record acts in a world; the graders are those of the data sources."""
+    lines = inputs.train.read_text().splitlines()
+    records = [
+        {**json.loads(line), "data_source": ("sums", "game")[number % 2]}
+        for number, line in enumerate(lines)
+    ]
+    mixed = tmp_path / "mixed.jsonl"
+    mixed.write_text("".join(json.dumps(record) + "\n" for record in records))
+    (metrics,) = train(
+        cluster, inputs, tmp_path / "run", "TwoTurns", f"data.train_path={mixed}", "run.total_steps=1",
+        source="game",
+    )  # fmt: skip
+    assert metrics["num_turns/mean"] == 4 and metrics["episode/ends/completed"] == 1
+    assert metrics["training/rollout_probs_diff_max"] < 1e-5
+
+    rows = recorded(tmp_path / "run", 1)
+    of_sums = [row for row in rows if row["data_source"] == "sums"]
+    assert 0 < len(of_sums) < len(rows)
+    for row in rows:
+        is_single = row["data_source"] == "sums"
+        ending = ("", 1) if is_single else ("completed", 2)
+        assert (row["end"], row["num_turns"], row["failure"]) == (*ending, "")
+        if is_single:
+            # The whole response, which agent.max_turn_tokens does not bound.
+            assert row["mask"] == sorted(row["mask"])
+    assert max(row["response_tokens"] for row in of_sums) > 6
 
 
 @pytest.mark.slow
