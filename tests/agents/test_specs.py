@@ -74,6 +74,7 @@ class Store:
             things: The things.
         """
         return len(things)
+    keep = put
     def _hidden(self): ...
     def close(self):
         self.opened.append(self)
@@ -169,7 +170,7 @@ def test_the_methods_of_a_class_without_step_are_tools(file: Path) -> None:
         return names, str(step.messages[0]["content"])
 
     put = ToolCall("put", {"thing": "c"})
-    assert asyncio.run(play(put)) == (["put", "count"], "a b 7 c")
+    assert asyncio.run(play(put)) == (["put", "count", "keep"], "a b 7 c")
     # Another episode has an object of its own.
     assert asyncio.run(play(put))[1] == "a b 7 c"
     assert asyncio.run(play(ToolCall("count", {"things": ["x", "y"]})))[1] == "2"

@@ -131,7 +131,9 @@ class Tool:
         return values
 
 
-def as_tool(function: Callable[..., Any], key: str, value: object) -> Tool:
+def as_tool(
+    function: Callable[..., Any], key: str, value: object, name: str | None = None
+) -> Tool:
     """Return a function, or another object that is called like one, as a tool.
 
     Args:
@@ -139,6 +141,8 @@ def as_tool(function: Callable[..., Any], key: str, value: object) -> Tool:
             of its function, and of an object those of `__call__`.
         key: The setting that names it, for errors.
         value: The value of that setting.
+        name: Name of the tool; None is the function's own, or that of the object's
+            class.
 
     Raises:
         ConfigError: It lacks a docstring, a type hint or the description of an
@@ -146,17 +150,14 @@ def as_tool(function: Callable[..., Any], key: str, value: object) -> Tool:
     """
     called = _unbound(function)
     of_object = type(called).__name__ if callable(called) else str(called)
-    name = getattr(called, "__name__", of_object)
+    name = str(name or getattr(called, "__name__", of_object))
 
     def refused(rule: str, fix: str) -> ConfigError:
         return ConfigError([Problem(key, value, f"the tool {name} {rule}", fix)])
 
     if not callable(function) or inspect.isclass(called):
         raise refused("is no function", "Name a function.")
-    # An object has its words and its types in its class.
-    is_object = not inspect.isroutine(called)
-    routine = type(called).__call__ if is_object else called
-    doc = inspect.getdoc(routine) or (inspect.getdoc(called) if is_object else None)
+    routine, doc = _routine_and_doc(called)
     if not doc:
         fix = f"Give it one, {_EXAMPLE}."
         raise refused("has no docstring, from which the policy learns its use", fix)
@@ -197,6 +198,15 @@ def _unbound(function: Any) -> Any:
     while isinstance(function, partial):
         function = function.func
     return function
+
+
+def _routine_and_doc(called: Any) -> tuple[Any, str | None]:
+    """Return what has the type hints of something that is called, and its docstring."""
+    if inspect.isroutine(called):
+        return called, inspect.getdoc(called)
+    # An object has both in its class.
+    routine = type(called).__call__
+    return routine, inspect.getdoc(routine) or inspect.getdoc(called)
 
 
 def _parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -505,7 +515,9 @@ def methods_of(owner: type, key: str, value: object) -> list[Tool]:
     """
     # Without its first parameter, a method is read like a function.
     unmade: object = object.__new__(owner)
-    return [as_tool(getattr(unmade, name), key, value) for name in method_names(owner)]
+    return [
+        as_tool(getattr(unmade, name), key, value, name) for name in method_names(owner)
+    ]
 
 
 def tools_problem(names: object, known: Sequence[str]) -> str | None:

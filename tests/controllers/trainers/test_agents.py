@@ -166,7 +166,7 @@ def test_single_responses_and_episodes_are_trained_in_one_run(
     mixed.write_text("".join(json.dumps(record) + "\n" for record in records))
     (metrics,) = train(
         cluster, inputs, tmp_path / "run", "TwoTurns", f"data.train_path={mixed}", "run.total_steps=1",
-        source="game",
+        "tracking.rollouts=all", source="game",
     )  # fmt: skip
     assert metrics["num_turns/mean"] == 4 and metrics["episode/ends/completed"] == 1
     assert metrics["training/rollout_probs_diff_max"] < 1e-5
