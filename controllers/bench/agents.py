@@ -519,7 +519,8 @@ def _run(pool: EpisodePool, requests: Sequence[EpisodeRequest]) -> dict[int, Epi
     stream = pool.run(requests)
     episodes: dict[int, Episode] = {}
     while not stream.has_ended:
-        episodes |= dict(stream.take())
+        taken = stream.take()
+        episodes |= {row: each for row, each in taken if isinstance(each, Episode)}
     return episodes
 
 
