@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 from controllers.compose.composition import compose
+from controllers.trainers.learner import response_columns
 from controllers.trainers.rl import with_shaping
 from controllers.watch.measures import Metrics
 from tests.rows import columns_of, rollouts_of
+from verl_ray.agents.contract import End
 from verl_ray.algorithms.credit import response_rewards
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.sharded import Receipt, Sharded
-from verl_ray.data.stages import Finish, Rollouts, RowRewards
+from verl_ray.data.stages import NO_EPISODE, Finish, Rollouts, RowRewards
 from verl_ray.rewards.shaping import ResponseScores, Shaping
 
 
@@ -134,7 +136,15 @@ def test_what_is_right_is_judged_by_the_scores_of_the_graders() -> None:
     world = ["agent.environments.default=my_env.py:Game", "agent.max_tokens=20"]
     at_limit = rollouts_of([10, 2], groups=[0, 0])
     settings = config("vapo", "algorithm.overlong_share=0.2", *world)
-    assert shaped(settings, [1, 0], at_limit)[0].score.tolist() == [1, 0]
+    episodes = at_limit.replace(end=np.zeros(2, np.int8))
+    assert shaped(settings, [1, 0], episodes)[0].score.tolist() == [1, 0]
+    # A single response beside episodes may have 10, and is penalised as without them.
+    mixed = at_limit.replace(end=np.array([NO_EPISODE, 0], np.int8))
+    assert shaped(settings, [1, 0], mixed)[0].score.tolist() == [0, 0]
+    # And no treatment of an end is about it.
+    masking = config("vapo", *world, *(f"agent.ends.{end}=mask" for end in End))
+    stored = Sharded.stored(None, Receipt.of(mixed))
+    assert response_columns(stored, masking).is_masked.tolist() == [False, True]  # type: ignore[union-attr]
     settings = config("vapo", "algorithm.overlong_share=0.2")
     scores, _ = shaped(settings, [1, 0], at_limit)
     assert scores.score.tolist() == [0, 0]
