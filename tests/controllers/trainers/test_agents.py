@@ -58,12 +58,18 @@ def test_a_policy_learns_from_episodes(
     assert before[core] < 1 < steps[-1][core] <= 12 / 8
     for metrics in (before, steps[-1]):
         of_world = "val-aux/arithmetic/episode/world/turns/mean@1"
-        assert metrics["val-aux/arithmetic/num_turns/mean"] == 2 * metrics[of_world] == 4
+        assert (
+            metrics["val-aux/arithmetic/num_turns/mean"] == 2 * metrics[of_world] == 4
+        )
         assert metrics["val-aux/arithmetic/episode/ends/completed"] == 1
         assert metrics["val-aux/arithmetic/episode/ends/max_turns"] == 0
     for metrics in steps:
         assert metrics["num_turns/mean"] == 4 and metrics["episode/ends/completed"] == 1
-        assert metrics["episode/world/turns"] == metrics["episode/world/arithmetic/turns"] == 2
+        assert (
+            metrics["episode/world/turns"]
+            == metrics["episode/world/arithmetic/turns"]
+            == 2
+        )
         # A turn that is cut by its length begins a row.
         assert 1 < metrics["episode/rows"] <= 2
         # No episode ends by a limit, and groups whose scores are equal are drawn again.
@@ -89,7 +95,9 @@ def test_a_policy_learns_from_episodes(
         assert paid == pytest.approx(score, abs=1e-5)
         # Turns are numbered over the rows of an episode.
         assert [number for row in of_trajectory for number in row["turns"]] == [0, 1]
-        of_turns = sum(reward for row in of_trajectory for reward in row["turn_rewards"])
+        of_turns = sum(
+            reward for row in of_trajectory for reward in row["turn_rewards"]
+        )
         assert of_turns == pytest.approx(score, abs=1e-5)
         for row in of_trajectory:
             assert (row["end"], row["num_turns"], row["failure"]) == (
