@@ -41,7 +41,8 @@ from verl_ray.ops.installed_torch import choose_vector_program
 from verl_ray.profiling.progress import touch
 from verl_ray.rollout.base import RolloutEngine
 from verl_ray.rollout.engine_state import EngineMemoryPart, Probe
-from verl_ray.rollout.episodes import EpisodeCounts, EpisodePool
+from verl_ray.rollout.episode_counts import EpisodeCounts
+from verl_ray.rollout.episodes import EpisodePool
 from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling, row_seeds
 from verl_ray.rollout.server import PauseMode, RolloutServer, ServerHealth
 from verl_ray.weight_sync.fingerprint import Fingerprint
@@ -492,6 +493,7 @@ def start_episodes(
         most_open=agent.episodes_per_process,
         max_retries=agent.max_retries,
         retried_ends=agent.retried_ends,
+        memory_gib=agent.process_memory_gib,
         # A call that does not await holds up all others of its process.
         stall_s=agent.tool_timeout_s + 10.0,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from verl_ray.config.rollout import VLLM_BATCHED_REQUESTS, RolloutConfig
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.section import resolved
 from verl_ray.errors import RolloutError, VerlRayError, worker_error_of
-from verl_ray.rollout.episodes import EpisodeCounts
+from verl_ray.rollout.episode_counts import EpisodeCounts
 from verl_ray.rollout.requests import EngineLoad
 from verl_ray.rollout.server import PauseMode
 from workers.rollout import RolloutWorker
@@ -99,7 +100,8 @@ class Replicas:
     def take_counts(self) -> dict[str, float]:
         """Return metrics: what was started again since the last call.
 
-        They are of replicas, of responses and, where rollouts are episodes, of these.
+        They are of replicas, of responses and, where rollouts are episodes, of these,
+        whose warnings are printed.
         What a lost replica had counted is lost with it.
         """
         restarts = self._supervisor.take_restart_count()
@@ -117,7 +119,11 @@ class Replicas:
         counts = self._supervisor.call_each(
             self.available, RolloutWorker.take_episode_counts
         )
-        return sum(counts, EpisodeCounts()).metrics()
+        events = sum(counts, EpisodeCounts())
+        # Each is in the log of its replica; several may say the same.
+        for warning in dict.fromkeys(events.warnings):
+            print(f"warning: {warning}.", file=sys.stderr, flush=True)
+        return events.metrics()
 
     def close(self) -> None:
         """Abandon all generation, and kill the replicas that are restarting.

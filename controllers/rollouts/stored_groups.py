@@ -52,7 +52,8 @@ _OF_RESPONSES = ("temperature", "max_response_tokens", "kv")
 
 _OF_PROCESSES = {
     "model_timeout_s", "tool_timeout_s", "turn_timeout_s", "episode_timeout_s",
-    "processes_per_replica", "episodes_per_process", "max_retries",
+    "processes_per_replica", "episodes_per_process", "process_memory_gib",
+    "max_retries",
 }  # fmt: skip
 """Settings of episodes that a finished one does not depend on."""
 

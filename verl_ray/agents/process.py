@@ -1,8 +1,9 @@
 """Program of a process of episodes: it runs environments, many at a time.
 
 Invariant: an episode ends with one frame, however its task ends, and nothing of it
-outlives the process. Whoever started the process notices one
-that is stuck: its event loop says every second that it is alive.
+outlives the process. Whoever started the process notices one that is stuck: it says
+every second that it is alive, also where many calls hold its event loop in turn, but
+not within a single one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import itertools
 import json
 import socket
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from verl_ray.agents.contract import (
@@ -32,8 +35,10 @@ from verl_ray.agents.episode import (
     Run,
     run_episode,
 )
+from verl_ray.agents.loop_watch import LoopWatch, Place
 from verl_ray.agents.specs import KEY, load_environment
 from verl_ray.agents.tasks import environment_of
+from verl_ray.agents.threads import hanging_calls
 from verl_ray.agents.wire import (
     EpisodeStart,
     Frame,
@@ -47,6 +52,10 @@ from verl_ray.errors import ConfigError
 from verl_ray.user_files import short_traceback
 
 _ALIVE_S = 1.0
+
+_SLOW_S = 1.0
+"""Seconds for which a user's code holds the event loop before it is named."""
+
 _READ_BYTES = 1 << 16
 
 
@@ -88,7 +97,7 @@ def _started(message: Frame, writer: asyncio.StreamWriter) -> _Episodes | None:
         problem = dataclasses.asdict(error.problems[0])
         writer.write(frame("broken", {"problem": json.dumps(problem, default=str)}))
         return None
-    writer.write(frame("ready", {}))
+    writer.write(frame("ready", {"note": str(episodes.note)}))
     return episodes
 
 
@@ -111,6 +120,13 @@ class _Episodes:
         self._renderer = start.renderer()
         self._sampler = _RemoteSampler(writer)
         self._tasks: dict[int, asyncio.Task[bytes]] = {}
+
+        self.note = Path(tempfile.gettempdir()) / "holds_the_loop"
+        """File that names a user's code while it holds the event loop."""
+        LoopWatch(
+            _SLOW_S, self._say_who_held, after_step=self._beat_if_due, note=self.note
+        )
+        self._due_s = self._beaten_s = asyncio.get_running_loop().time()
         self._beating = asyncio.create_task(self._beat())
 
     def take(self, message: Frame) -> None:
@@ -166,12 +182,30 @@ class _Episodes:
         loop = asyncio.get_running_loop()
         # Ends with the process.
         while True:
-            due_s = loop.time() + _ALIVE_S
+            self._due_s = loop.time() + _ALIVE_S
             await asyncio.sleep(_ALIVE_S)
-            lag_s = loop.time() - due_s
-            fields = {"lag_s": lag_s, "open": len(self._tasks)}
-            self._writer.write(frame("alive", fields))
+            self._say_alive()
             await self._writer.drain()
+
+    def _beat_if_due(self) -> None:
+        """Say that the process is alive if the loop has been late to say so."""
+        if asyncio.get_running_loop().time() - self._beaten_s >= _ALIVE_S:
+            self._say_alive()
+
+    def _say_alive(self) -> None:
+        self._beaten_s = asyncio.get_running_loop().time()
+        hanging = hanging_calls()
+        fields = {
+            "lag_s": max(0.0, self._beaten_s - self._due_s),
+            "open": len(self._tasks),
+            "hanging": len(hanging),
+            "hanging_in": max(set(hanging), key=hanging.count, default=""),
+        }
+        self._writer.write(frame("alive", fields))
+
+    def _say_who_held(self, place: Place, seconds: float) -> None:
+        fields = {**place._asdict(), "seconds": seconds}
+        self._writer.write(frame("held", fields))
 
 
 class _RemoteSampler:

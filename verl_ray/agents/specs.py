@@ -2,7 +2,8 @@
 
 A spec is `path/to/file.py:name` or `package.module:name`. What it names is
 
-- a class with `reset`, `step` and `close`: an `Environment`, built for each episode;
+- a class with `reset`, `step` and `close`: an `Environment`, built for each episode,
+  whose methods may be plain, or a world of Gymnasium;
 - a class without `step`: its public methods are the tools of a `ToolSet`, with an
   object for each episode;
 - a coroutine function `run(task, policy)`, which returns the score;
@@ -23,10 +24,11 @@ import symtable
 import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from verl_ray.agents.contract import Environment
 from verl_ray.agents.episode import EnvironmentFactory, Run
+from verl_ray.agents.plain_worlds import METHODS, environment_factory
 from verl_ray.agents.tools import (
     ToolEnvironment,
     ToolSet,
@@ -45,10 +47,9 @@ KEY = "agent.environments"
 
 EXPECTED = "Expected path/to/file.py:name or package.module:name."
 
-_METHODS = ("reset", "step", "close")
 _RUN = ("task", "policy")
 _KINDS = (
-    "Name a class with async methods reset, step and close, a coroutine function"
+    "Name a class with methods reset, step and close, a coroutine function"
     " run(task, policy), or functions or a class of methods with type hints and"
     " docstrings as tools."
 )
@@ -135,8 +136,7 @@ def load_environment(
     if inspect.isclass(target):
         _require_environment(target, refused)
         arguments = _options(target, 0, arguments, refused)
-        build = cast("Callable[..., Environment]", target)
-        return functools.partial(build, **arguments)
+        return environment_factory(target, functools.partial(target, **arguments))
     if inspect.iscoroutinefunction(target):
         names = tuple(inspect.signature(target).parameters)
         if names[: len(_RUN)] == _RUN:
@@ -212,14 +212,13 @@ def _require_environment(
     target: type, refused: Callable[[str, str], ConfigError]
 ) -> None:
     """Raise ConfigError if a class is no `Environment`."""
-    missing = [name for name in _METHODS if not hasattr(target, name)]
+    missing = [name for name in METHODS if not hasattr(target, name)]
     if missing:
         rule = f"is a class without {' and '.join(missing)}"
         raise refused(rule, f"Add what {Environment.__module__}.Environment has.")
-    for name in _METHODS:
-        if not inspect.iscoroutinefunction(getattr(target, name)):
-            rule = f"has a method {name} that is not asynchronous"
-            raise refused(rule, f"Write async def {name}.")
+    for name in METHODS:
+        if not inspect.isroutine(getattr(target, name)):
+            raise refused(f"has a {name} that is no method", f"Write def {name}.")
     if inspect.isabstract(target):
         raise refused("is an abstract class", "Name one that can be built.")
 

@@ -11,16 +11,12 @@ does wrong ends the episode. Tools of one step run one after the other.
 
 from __future__ import annotations
 
-import asyncio
-import contextvars
 import inspect
 import json
 import sys
-import threading
 import typing
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import FunctionType, NoneType, UnionType
@@ -36,14 +32,13 @@ from verl_ray.agents.contract import (
     ToolCall,
     ToolSchema,
 )
+from verl_ray.agents.threads import in_thread
 from verl_ray.config.suggest import did_you_mean
 from verl_ray.data.fields import TOOLS, json_text
 from verl_ray.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
-
-_THREADS = 64  # synchronous tools that run at a time in a process
 
 _STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -539,47 +534,5 @@ async def _result_of(function: Callable[..., Any], arguments: dict[str, Any]) ->
     """
     if inspect.iscoroutinefunction(function):
         return await function(**arguments)
-    result = await _in_thread(function, arguments)
+    result = await in_thread(function, **arguments)
     return await result if inspect.isawaitable(result) else result
-
-
-_slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
-_slots = weakref.WeakKeyDictionary()
-
-
-async def _in_thread(function: Callable[..., Any], arguments: dict[str, Any]) -> object:
-    """Return what a function returns, which runs in a thread of its own meanwhile.
-
-    A thread cannot be stopped. One whose caller has given up gives its place to another
-    and ends with the process, which does not wait for it.
-    """
-    loop = asyncio.get_running_loop()
-    slots = _slots.setdefault(loop, asyncio.Semaphore(_THREADS))
-    outcome: asyncio.Future[object] = loop.create_future()
-
-    def settle(result: object, error: BaseException | None) -> None:
-        if outcome.done():
-            return
-        if error is None:
-            outcome.set_result(result)
-        else:
-            outcome.set_exception(error)
-
-    def work() -> None:
-        result: object = None
-        failure: BaseException | None = None
-        try:
-            result = context.run(function, **arguments)
-        # A future has no way to hold it.
-        except StopIteration as error:
-            failure = RuntimeError(f"the tool raised {error!r}")
-        except BaseException as error:
-            failure = error
-        # The loop may be over.
-        with suppress(RuntimeError):
-            loop.call_soon_threadsafe(settle, result, failure)
-
-    async with slots:
-        context = contextvars.copy_context()
-        threading.Thread(target=work, daemon=True).start()
-        return await outcome

@@ -6,9 +6,10 @@ token ids as numbers of 32 bits.
 To a process: `start` once, then `run` for each episode, `sampled` or `failed` for each
 call of its policy, `cancel` for an episode that nobody waits for any more, and `pause`
 and `resume` with the engine. From it: `ready` or `broken` once, then `sample`,
-`give_up` for a call that nobody waits for any more, `ended` for each episode, and
-`alive` every second, with the delay of its event loop and the number of episodes that
-go on.
+`give_up` for a call that nobody waits for any more, `ended` for each episode, `held`
+after a user's code has held the event loop for more than a second, and `alive` every
+second, with the delay of the loop, the number of episodes that go on, and that of
+threads that hang.
 """
 
 from __future__ import annotations

@@ -75,6 +75,10 @@ class AgentConfig(Section):
     """Processes that run episodes beside each rollout engine."""
     episodes_per_process: Positive
     """Episodes that a process runs at a time."""
+    process_memory_gib: PositiveFloat | None
+    """Resident memory of a process of episodes with all that it started, in GiB, above
+    which it gets no further episodes and is replaced once its open ones have ended;
+    null = no limit."""
     max_retries: NonNegative
     """How often an episode that ended by a fault, a timeout or a failed environment, is
     run again from the beginning, with the same seeds: after a second, then two, then

@@ -40,6 +40,7 @@ ADDED: dict[str, Any] = {
     "algorithm.correction.rejections": None,
     "algorithm.correction.normalise": False,
     "algorithm.sequence": "row",
+    "agent.process_memory_gib": None,
     "data.special_tokens": "allow",
     "data.columns": None,
     "data.chat_template": None,

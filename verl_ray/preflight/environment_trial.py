@@ -21,15 +21,16 @@ import json
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl_ray.agents.contract import Action, End, EpisodeTask, ToolCall
+from verl_ray.agents.contract import Action, End, Episode, EpisodeTask, ToolCall
 from verl_ray.agents.episode import run_episode
+from verl_ray.agents.loop_watch import LoopWatch, Place
 from verl_ray.agents.scripted import ScriptedSampler, read_words, turn_end
 from verl_ray.agents.specs import KEY, load_environment
 from verl_ray.agents.tasks import environment_of, tasks_of
@@ -60,6 +61,12 @@ EPISODE_S = 30.0
 
 DEADLINE_S = 180.0
 """Seconds that a process may take to import an environment and to run both episodes."""
+
+_SLOW_S = 0.03
+"""Seconds from which on it is said that an environment holds the event loop."""
+
+_LONG_S = 4.0
+"""Seconds that the episodes of a process may wait for each other without a warning."""
 
 OWN_ANSWER = "the record's own answer"
 NOTHING = "texts that say nothing"
@@ -255,6 +262,7 @@ def _try(
         trials.problems += unknown
         if not unknown:
             _report(trials, key, spec, task, outcome)
+            _report_holding(trials, key, spec, config.agent, outcome)
             trials.warnings += _unpaid(config, task, outcome)
         tools: Sequence[str] = outcome["tools"]
         return tools
@@ -410,6 +418,35 @@ def _report(
         )
 
 
+def _report_holding(
+    trials: EnvironmentTrials,
+    key: str,
+    spec: str,
+    agent: AgentConfig,
+    outcome: Mapping[str, Any],
+) -> None:
+    """Add for how long the environment held the event loop of its episodes."""
+    held: Mapping[str, Sequence[float]] = outcome["held"]
+    if not held:
+        return
+    place = max(held, key=lambda each: max(held[each]))
+    trials.lines.append(
+        f"  it held the event loop for {max(held[place]):.2f} s at most, in {place}"
+    )
+
+    # What happens once, as an import does, is no matter of each episode.
+    again = {each: sorted(times)[-2] for each, times in held.items() if times[1:]}
+    place = max(again, key=lambda each: again[each], default="")
+    seconds = again.get(place, 0.0) * agent.episodes_per_process
+    if seconds >= _LONG_S:
+        trials.warnings.append(
+            f"{key}={spec}: {place} holds the event loop for {again[place]:.2f} s;"
+            f" {agent.episodes_per_process} episodes of a process at once would wait"
+            f" {seconds:.0f} s for each other. Make the method synchronous (def without"
+            " async), which then runs in a thread, or await what takes long"
+        )
+
+
 def _fix_of_a_beginning(task: EpisodeTask, detail: str) -> str:
     """Return what to do about a world that fails before the policy has a turn."""
     if detail.startswith(f"it ended as {End.CONTEXT_OVERFLOW.value}"):
@@ -507,6 +544,7 @@ def main(connection: socket.socket) -> None:
         task, seed = task_of(request["task"]), request["seed"]
         renderer = start.renderer()
         tokenizer = renderer.tokenizer
+        held: dict[str, list[float]] = {}
         episodes: list[dict[str, Any]] = []
         openings: list[Sequence[int]] = []
         tools: list[str] = []
@@ -517,7 +555,12 @@ def main(connection: socket.socket) -> None:
                 tokenizer, texts, repeats=True, end=turn_end(renderer), read=_read
             )
             episode = asyncio.run(
-                run_episode(environment, task, seed, sampler, renderer, start.limits)
+                _watched(
+                    run_episode(
+                        environment, task, seed, sampler, renderer, start.limits
+                    ),
+                    held,
+                )
             )
             openings += [call.tokens for call in sampler.calls[:1]]
             offered = sampler.calls[0].tools if sampler.calls else ()
@@ -534,7 +577,19 @@ def main(connection: socket.socket) -> None:
             known_tools = [tool.name for tool in environment.args[-1]]
         outcome = {"episodes": episodes, "tools": tools, "same_world": same_world}
         shown = {"num_opening": len(opening), "opening": tokenizer.decode(opening)}
-        tell({**outcome, **shown, "known_tools": known_tools})
+        tell({**outcome, **shown, "known_tools": known_tools, "held": held})
+
+
+async def _watched(
+    episode: Coroutine[Any, Any, Episode], held: dict[str, list[float]]
+) -> Episode:
+    """Run an episode; add the seconds for which functions hold its event loop."""
+
+    def note(place: Place, seconds: float) -> None:
+        held.setdefault(f"{place.function} ({place.path})", []).append(seconds)
+
+    LoopWatch(_SLOW_S, note)
+    return await asyncio.create_task(episode)
 
 
 def _texts(

@@ -4,7 +4,8 @@ Invariant: every episode that was begun ends once, or its stream fails. The toke
 episode depend on its task and its seed, not on the process that runs it: one that is
 lost with its process is run again from the beginning. Whoever is lost with a process is
 suspect, and goes on among few others, then alone; only who is lost alone has ended its
-process, and has the end `environment_failed`.
+process, and has the end `environment_failed`. A process that holds too much gets no
+further episodes, and is replaced once those that it has have ended.
 """
 
 from __future__ import annotations
@@ -13,15 +14,12 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
-import signal
-import socket
-import subprocess
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from verl_ray.agents.contract import (
@@ -36,7 +34,6 @@ from verl_ray.agents.contract import (
 from verl_ray.agents.wire import (
     EpisodeStart,
     Frame,
-    FrameReader,
     episode_of,
     frame,
     sampled_frame,
@@ -44,22 +41,22 @@ from verl_ray.agents.wire import (
 )
 from verl_ray.data.stages import Finish
 from verl_ray.errors import ConfigError, EngineFailed, Problem, RolloutError
-from verl_ray.guard import start_guarded
+from verl_ray.profiling.memory import GIB, tree_pss_bytes
 from verl_ray.profiling.progress import touch
+from verl_ray.rollout.episode_counts import EpisodeCounts
+from verl_ray.rollout.episode_process import GuardedProcess
 from verl_ray.rollout.episode_stream import EpisodeStream
 from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling
 from verl_ray.rollout.server import RolloutServer
 
-_READ_BYTES = 1 << 16
-
 START_S = 120.0
 """Seconds that a process may take to import the environments."""
 
-_GUARD_S = 60.0
-"""Seconds that a guard may take to kill all of a process and remove its folder."""
-
 _RETRY_S, _MOST_RETRY_S = 1.0, 30.0
 """Seconds before an episode is run again after a fault: the first, and at most."""
+
+_MOST_HANGING = 64
+"""Threads that may hang in a process before it is replaced."""
 
 _FEW = 8
 """Episodes that a process runs at a time of those that were lost with one once."""
@@ -87,41 +84,6 @@ class EpisodeRequest:
     world_seed: int
     sampling: Sampling
     session: str
-
-
-@dataclass(frozen=True)
-class EpisodeCounts:
-    """Events since they were last taken.
-
-    Attributes:
-        lost_processes: Processes that died or were stuck.
-        run_again: Episodes that were begun again for it.
-        retries: Episodes that were begun again after a fault of their own.
-        lag_s: Longest delay of an event loop, in seconds.
-    """
-
-    lost_processes: int = 0
-    run_again: int = 0
-    retries: int = 0
-    lag_s: float = 0.0
-
-    def __add__(self, others: EpisodeCounts) -> EpisodeCounts:
-        """Return the events of both together."""
-        return EpisodeCounts(
-            self.lost_processes + others.lost_processes,
-            self.run_again + others.run_again,
-            self.retries + others.retries,
-            max(self.lag_s, others.lag_s),
-        )
-
-    def metrics(self) -> dict[str, float]:
-        """Return them under the names that a run records."""
-        return {
-            "episode/lost_processes": float(self.lost_processes),
-            "episode/run_again": float(self.run_again),
-            "episode/retries": float(self.retries),
-            "episode/loop_lag_s": self.lag_s,
-        }
 
 
 @dataclass(eq=False)
@@ -153,6 +115,7 @@ class EpisodePool:
         stall_s: float,
         max_retries: int = 0,
         retried_ends: Collection[End] = FAULTS,
+        memory_gib: float | None = None,
     ) -> None:
         """Start the processes, and wait until they have imported the environments.
 
@@ -162,9 +125,12 @@ class EpisodePool:
             read: Makes the action of a turn.
             num_processes: Number of processes.
             most_open: Episodes that a process runs at a time.
-            stall_s: A process whose event loop does not turn for so long is lost.
+            stall_s: A process in which a single call holds the event loop for so long
+                is lost.
             max_retries: How often an episode is run again that ended by a fault.
             retried_ends: The faults for which it is.
+            memory_gib: Resident memory of a process, with its children, above which it
+                is replaced between episodes; None is no limit.
 
         Raises:
             ConfigError: An environment cannot be imported.
@@ -178,6 +144,7 @@ class EpisodePool:
         self._max_retries = max_retries
         self._retried_ends = frozenset(retried_ends)
         self._episode_s = start.limits.episode_s
+        self.memory_gib = memory_gib
         self._numbers = itertools.count()
         # Episodes without a process, by the number of times that they were lost.
         self._waiting = tuple(deque[tuple[int, _OpenEpisode]]() for _ in self._capacity)
@@ -185,6 +152,8 @@ class EpisodePool:
         self._resting: dict[int, _OpenEpisode] = {}
         self._counts = EpisodeCounts()
         self._counting = threading.Lock()
+        # Functions that have held an event loop, by their files.
+        self._named: set[tuple[str, str]] = set()
         self._processes: list[_Process] = []
         # Tasks that start another process, and that wait for single responses.
         self._replacing: set[asyncio.Task[None]] = set()
@@ -252,10 +221,15 @@ class EpisodePool:
         with self._counting:
             self._counts += events
 
+    def warn(self, text: str) -> None:
+        """Say something in the log of the replica, and to whoever takes the counts."""
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+        self.note(EpisodeCounts(warnings=(text,)))
+
     @property
     def process_ids(self) -> list[int]:
         """Ids of the processes that have begun to start."""
-        ids = [process.pid for process in self._processes]
+        ids = [each.process.pid for each in self._processes]
         return [each for each in ids if each is not None]
 
     def close(self) -> None:
@@ -336,7 +310,10 @@ class EpisodePool:
     def assign(self) -> None:
         """Begin as many waiting episodes as the processes may run."""
         for process in self._processes:
-            if not process.is_ready:
+            if process.is_ready and process.is_full and not process.open:
+                self.note(EpisodeCounts(renewed_processes=1))
+                self._replace(process)
+            if not process.is_ready or process.is_full:
                 continue
             # Suspects are not mixed with others, and come first.
             if not process.open:
@@ -413,29 +390,76 @@ class EpisodePool:
         await asyncio.gather(*replacing, *responding, return_exceptions=True)
         await asyncio.gather(*(process.end() for process in self._processes))
 
-    def replace(self, lost: _Process, episodes: dict[int, _OpenEpisode]) -> None:
-        """Run the episodes of a lost process again, in another."""
-        self._keep_lost(episodes)
-        task = asyncio.create_task(self._start_instead_of(lost))
+    def lose(self, lost: _Process, fault: str = "") -> None:
+        """Run the episodes of a lost process again, in another.
+
+        Args:
+            fault: What was wrong with it; empty if it ended.
+        """
+        # It is being replaced already.
+        if not lost.is_ready:
+            return
+        episodes = dict(lost.open)
+        lost.open.clear()
+        num_again = self._keep_lost(episodes)
+
+        def warn() -> None:
+            cause = fault or lost.process.how_it_ended()
+            again = f"{num_again} of its {len(episodes)} episodes run again"
+            self.warn(f"a process of episodes was lost: {cause}; {again}")
+
+        self._replace(lost, warn)
+
+    def _replace(
+        self, process: _Process, when_gone: Callable[[], None] = lambda: None
+    ) -> None:
+        """End a process, and start another one instead."""
+        process.is_ready = False
+        if self._is_closed:
+            return
+        task = asyncio.create_task(self._start_instead_of(process, when_gone))
         self._replacing.add(task)
         task.add_done_callback(self._replacing.discard)
 
-    def _keep_lost(self, episodes: dict[int, _OpenEpisode]) -> None:
-        """Queue the episodes of a lost process, but for one that has ended it."""
-        self.note(EpisodeCounts(lost_processes=1))
+    def _keep_lost(self, episodes: dict[int, _OpenEpisode]) -> int:
+        """Queue the episodes of a lost process, but for one that has ended it.
+
+        Returns:
+            How many run again.
+        """
+        again = 0
         for number, episode in episodes.items():
             episode.losses += 1
             # A process may be lost for other reasons, but hardly twice.
             if len(episodes) > 1 or episode.losses == 1:
                 self._wait_again(number, episode)
-                self.note(EpisodeCounts(run_again=1))
+                again += 1
             else:
                 detail = f"it ended its process {episode.losses} times, at last alone"
                 ended = Episode([], End.ENVIRONMENT_FAILED, 0.0, detail)
                 episode.stream.put((episode.request.number, ended))
+        self.note(EpisodeCounts(lost_processes=1, run_again=again))
+        return again
 
-    async def _start_instead_of(self, lost: _Process) -> None:
+    def name_who_held(
+        self, path: str, line: int, function: str, seconds: float
+    ) -> None:
+        """Say once of each function that it has held an event loop."""
+        if (path, function) in self._named:
+            return
+        self._named.add((path, function))
+        self.warn(
+            f"{path}, line {line}, in {function} held the event loop of its process for"
+            f" {seconds:.1f} s, and all other episodes of it meanwhile. Make the method"
+            " synchronous (def without async), which then runs in a thread, or await"
+            " what takes long"
+        )
+
+    async def _start_instead_of(
+        self, lost: _Process, when_gone: Callable[[], None]
+    ) -> None:
         await lost.end()
+        when_gone()
         process = _Process(self)
         self._processes[self._processes.index(lost)] = process
         try:
@@ -523,16 +547,12 @@ class _Process:
     open: dict[int, _OpenEpisode] = field(default_factory=dict)
     level: int = 0
     is_ready: bool = False
-    _frames: FrameReader = field(default_factory=FrameReader)
+    is_full: bool = False
+    """Whether it holds so much that it gets no further episodes."""
+    process: GuardedProcess = field(default_factory=GuardedProcess)
+    _weighing: asyncio.Task[None] | None = None
     _calls: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     _serving: asyncio.Task[None] | None = None
-    _process: subprocess.Popen[bytes] | None = None
-    _writer: asyncio.StreamWriter | None = None
-
-    @property
-    def pid(self) -> int | None:
-        """Id of the process; None before it begins to start."""
-        return None if self._process is None else self._process.pid
 
     async def start(self) -> None:
         """Start the process, and wait until it is ready.
@@ -543,9 +563,10 @@ class _Process:
         """
         try:
             async with asyncio.timeout(START_S):
-                await self._connect()
+                await self.process.start()
+                self.process.write(self.pool.first_frame)
                 while not self.is_ready:
-                    for message in await self._receive():
+                    for message in await self.process.receive():
                         self._take_first(message)
         except BaseException as error:
             await self.end()
@@ -559,57 +580,38 @@ class _Process:
             self.tell_paused()
         self._serving = asyncio.create_task(self._serve())
 
-    async def _connect(self) -> None:
-        """Start the program of the process, and send it the first frame."""
-        ours, theirs = socket.socketpair()
-        try:
-            with theirs:
-                self._process = start_guarded(
-                    "verl_ray.agents.process", theirs.fileno()
-                )
-            ours.setblocking(False)
-            self._reader, self._writer = await asyncio.open_connection(sock=ours)
-        except BaseException:
-            # Nothing else would hang up.
-            ours.close()
-            raise
-        self._write(self.pool.first_frame)
-
     def _take_first(self, message: Frame) -> None:
         if message.kind == "broken":
             problem = json.loads(message.fields["problem"])
             raise ConfigError([Problem(**problem)])
-        self.is_ready = self.is_ready or message.kind == "ready"
-
-    async def _receive(self) -> list[Frame]:
-        data = await self._reader.read(_READ_BYTES)
-        if not data:
-            raise EOFError("it ended")
-        return list(self._frames.feed(data))
+        if message.kind == "ready":
+            self.is_ready = True
+            self.process.note = Path(message.fields["note"])
 
     async def _serve(self) -> None:
         """Act on the frames of the process until it ends, or is stuck."""
         try:
             while True:
                 async with asyncio.timeout(self.pool.stall_s):
-                    messages = await self._receive()
+                    messages = await self.process.receive()
                 for message in messages:
                     self._take(message)
-        except (EOFError, TimeoutError, ConnectionError, ValueError):
-            episodes = dict(self.open)
-            self.open.clear()
-            self.is_ready = False
-            self.pool.replace(self, episodes)
+        except (EOFError, ConnectionError):
+            self.pool.lose(self)
+        except ValueError as error:
+            self.pool.lose(self, f"it sent what is no frame ({error})")
+        except TimeoutError:
+            stall_s = self.pool.stall_s
+            self.pool.note(EpisodeCounts(lag_s=stall_s))
+            holder = self.process.holder()
+            by = f" by {holder}" if holder else ""
+            self.pool.lose(self, f"its event loop was held for {stall_s:g} s{by}")
 
     def tell_paused(self) -> None:
         """Tell the process whether the engine is paused."""
         # One that starts is told later.
         if self.is_ready:
-            self._write(frame("pause" if self.pool.is_paused else "resume", {}))
-
-    def _write(self, message: bytes) -> None:
-        assert self._writer is not None, "it is connected"
-        self._writer.write(message)
+            self.process.write(frame("pause" if self.pool.is_paused else "resume", {}))
 
     def run(self, number: int, episode: _OpenEpisode) -> None:
         """Begin an episode."""
@@ -621,14 +623,14 @@ class _Process:
             "seed": request.seed,
             "world_seed": request.world_seed,
         }
-        self._write(frame("run", fields))
+        self.process.write(frame("run", fields))
 
     def cancel(self, stream: EpisodeStream) -> None:
         """Cancel the episodes of a stream."""
         for number, episode in list(self.open.items()):
             if episode.stream is stream:
                 del self.open[number]
-                self._write(frame("cancel", {"episode": number}))
+                self.process.write(frame("cancel", {"episode": number}))
 
     def _take(self, message: Frame) -> None:
         fields = message.fields
@@ -637,6 +639,15 @@ class _Process:
             # Tools, environments and rests may take long without a token of the engine.
             if fields["open"] or self.pool.has_resting_episodes:
                 touch()
+            if fields["hanging"] > _MOST_HANGING:
+                self._fill(
+                    f"calls hang in {fields['hanging']} of its threads, most often in"
+                    f" {fields['hanging_in']}"
+                )
+            if self.pool.memory_gib is not None and self._weighing is None:
+                self._weighing = asyncio.create_task(self._weigh(self.pool.memory_gib))
+        elif message.kind == "held":
+            self.pool.name_who_held(**fields)
         elif message.kind == "give_up":
             call = self._calls.get(fields["call"])
             if call is not None:
@@ -650,20 +661,43 @@ class _Process:
                 self.pool.settle(episode, episode_of(message))
                 self.pool.assign()
 
+    async def _weigh(self, most_gib: float) -> None:
+        """Look whether the process holds more memory than it may."""
+        assert self.process.pid is not None
+        try:
+            held = await asyncio.to_thread(tree_pss_bytes, self.process.pid)
+        finally:
+            self._weighing = None
+        if held > most_gib * GIB:
+            self._fill(
+                f"with its children it holds {held / GIB:.2f} GiB of memory"
+                f" (agent.process_memory_gib={most_gib:g})"
+            )
+
+    def _fill(self, reason: str) -> None:
+        """Give the process no further episodes."""
+        if self.is_ready and not self.is_full:
+            self.is_full = True
+            self.pool.warn(
+                f"a process of episodes is replaced once its {len(self.open)} open ones"
+                f" have ended: {reason}"
+            )
+            self.pool.assign()
+
     async def _sample(self, call: Frame) -> None:
         number = call.fields["call"]
         try:
             episode = self.open.get(call.fields["episode"])
             # It was cancelled meanwhile.
             if episode is not None:
-                self._write(await self.pool.sample(episode, call))
+                self.process.write(await self.pool.sample(episode, call))
         # No episode can go on.
         except (EngineFailed, ConfigError) as error:
             self.pool.fail(error)
         # A defect of a parser, say: the policy of the episode must not wait for it.
         except Exception as error:
             reply = {"call": number, "end": None, "detail": repr(error)}
-            self._write(frame("failed", reply))
+            self.process.write(frame("failed", reply))
         finally:
             self._calls.pop(number, None)
 
@@ -675,17 +709,4 @@ class _Process:
                 await self._serving
         for call in list(self._calls.values()):
             call.cancel()
-        # The guard of the process kills all of it once the connection is gone.
-        if self._writer is not None:
-            self._writer.close()
-            with contextlib.suppress(OSError):
-                await self._writer.wait_closed()
-        if self._process is None:
-            return
-        # It may have much to kill and to remove; what has not ended then hangs.
-        try:
-            await asyncio.to_thread(self._process.wait, _GUARD_S)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            await asyncio.to_thread(self._process.wait)
+        await self.process.end()

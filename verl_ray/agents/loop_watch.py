@@ -1,0 +1,174 @@
+"""Who holds an event loop: a step of a task that computes or waits without `await`.
+
+A step is what a task does from one `await` to the next. Nothing else runs on the loop
+meanwhile, so a thread of its own looks at steps that take long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+from verl_ray.agents import environments
+
+_LOOKS = 4
+"""Looks within the time from which on a step is slow."""
+
+_PACKAGE = str(Path(__file__).parents[1])
+_WORLDS = str(Path(environments.__file__).parent)
+_LIBRARIES = tuple(
+    sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
+_CALLERS = tuple(
+    str(Path(__file__).with_name(name))
+    for name in ("episode.py", "tools.py", "plain_worlds.py", "loop_watch.py")
+)
+"""Our files that call users' code."""
+
+
+class Place(NamedTuple):
+    """A line of a user's function."""
+
+    path: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        """Return it as tracebacks write it."""
+        return f"{self.path}, line {self.line}, in {self.function}"
+
+
+class LoopWatch:
+    """Looks at the steps of all tasks that a loop begins from now on."""
+
+    def __init__(
+        self,
+        slow_s: float,
+        when_held: Callable[[Place, float], None],
+        *,
+        after_step: Callable[[], None] = lambda: None,
+        note: Path | None = None,
+    ) -> None:
+        """Begin to look at the running loop, until the process ends.
+
+        Args:
+            slow_s: Seconds from which on a step is slow.
+            when_held: Called on the loop after a slow step of a user's code, with the
+                line that ran, and the seconds of the step.
+            after_step: Called on the loop after each step.
+            note: File that names the place while a user's code holds the loop; there is
+                none at other times.
+        """
+        self._slow_s = slow_s
+        self._when_held = when_held
+        self._after_step = after_step
+        self._note = note
+        self._begun_s: float | None = None
+        self._place: Place | None = None
+        self._changing = threading.Lock()
+        self._loop_thread = threading.get_ident()
+        asyncio.get_running_loop().set_task_factory(self._task)
+        threading.Thread(target=self._look, name="loop watch", daemon=True).start()
+
+    def _task(
+        self, loop: asyncio.AbstractEventLoop, work: Any, **named: Any
+    ) -> asyncio.Task[Any]:
+        return asyncio.Task(_Watched(work, self), loop=loop, **named)
+
+    def begin_step(self) -> None:
+        """Note that a step begins."""
+        self._begun_s = time.monotonic()
+
+    def end_step(self) -> None:
+        """Note that a step has ended, and say whose it was if it was slow."""
+        assert self._begun_s is not None
+        seconds = time.monotonic() - self._begun_s
+        with self._changing:
+            place, self._place, self._begun_s = self._place, None, None
+            if place is not None and self._note is not None:
+                self._note.unlink(missing_ok=True)
+        if place is not None:
+            self._when_held(place, seconds)
+        self._after_step()
+
+    def _look(self) -> None:
+        # Ends with the process.
+        while True:
+            time.sleep(self._slow_s / _LOOKS)
+            begun_s = self._begun_s
+            if begun_s is None or time.monotonic() - begun_s < self._slow_s:
+                continue
+            frame = sys._current_frames().get(self._loop_thread)
+            place = None if frame is None else users_place(frame)
+            with self._changing:
+                if place is None or self._begun_s != begun_s:
+                    continue
+                self._place = place
+                if self._note is not None:
+                    self._note.write_text(str(place))
+
+
+class _Watched(Coroutine[Any, Any, Any]):
+    """A coroutine whose steps are watched."""
+
+    def __init__(self, work: Any, watch: LoopWatch) -> None:
+        self._work = work
+        self._watch = watch
+
+    def send(self, value: Any) -> Any:
+        self._watch.begin_step()
+        try:
+            return self._work.send(value)
+        finally:
+            self._watch.end_step()
+
+    def throw(self, *error: Any) -> Any:
+        self._watch.begin_step()
+        try:
+            return self._work.throw(*error)
+        finally:
+            self._watch.end_step()
+
+    def close(self) -> None:
+        self._work.close()
+
+    def __await__(self) -> Any:
+        return self._work.__await__()
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what those ask for who look at the coroutine of a task."""
+        return getattr(self._work, name)
+
+
+def users_place(frame: FrameType) -> Place | None:
+    """Return the innermost line of a user's code; None if our own code runs.
+
+    Of a library that we call it is the outermost one.
+
+    Args:
+        frame: The innermost frame of a thread.
+    """
+    library: FrameType | None = None
+    each: FrameType | None = frame
+    while each is not None:
+        path = each.f_code.co_filename
+        is_ours = path.startswith(_PACKAGE) and not path.startswith(_WORLDS)
+        if is_ours:
+            return _place(library) if library and path.startswith(_CALLERS) else None
+        if not path.startswith((*_LIBRARIES, "<frozen")):
+            return _place(each)
+        library = each
+        each = each.f_back
+    return None
+
+
+def _place(frame: FrameType) -> Place:
+    code = frame.f_code
+    return Place(code.co_filename, frame.f_lineno, code.co_qualname)
