@@ -5,13 +5,23 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from verl_ray.agents.contract import Action, Environment, EpisodeTask, ToolCall
+from verl_ray.agents.contract import (
+    Action,
+    End,
+    Environment,
+    EpisodeTask,
+    Observation,
+    Step,
+    ToolCall,
+)
 from verl_ray.agents.specs import load_environment, spec_problem
+from verl_ray.agents.threads import hanging_calls
 from verl_ray.agents.tools import ToolEnvironment
 from verl_ray.errors import ConfigError
 
@@ -19,6 +29,7 @@ KEY = "agent.environments.maths"
 
 SOURCE = '''
 import asyncio
+import threading
 from pathlib import Path
 from verl_ray.agents.contract import Observation, Step
 
@@ -46,8 +57,44 @@ class Typed(Game):
 class Half:
     async def reset(self, task, seed): ...
 
-class Blocking(Game):
-    def step(self, action): ...
+class Plain:
+    def __init__(self, log, gate):
+        self.log, self.gate = log, gate
+        log.append(("made", threading.current_thread()))
+    def note(self, name):
+        self.log.append((name, threading.current_thread()))
+    def reset(self, task, seed):
+        self.note(f"reset {seed}")
+        return Observation(task.messages)
+    def step(self, action):
+        self.gate.wait(60)
+        self.note("step")
+        return Step(reward=0.5, done=True)
+    def finish(self, end):
+        return 2.0
+    def close(self):
+        self.note("close")
+
+class Mixed(Plain):
+    async def close(self):
+        self.note("close")
+
+class Field(Game):
+    step = 3
+
+class Maze:
+    def reset(self, *, seed=None, options=None):
+        self.room = f"{seed} {options['room']}"
+        return self.room, {}
+    def step(self, action):
+        rewards = {"on": 0.25, "out": 1, "wait": 0}
+        return f"{self.room} {action}", rewards[action], action == "out", action == "wait", {}
+    def close(self):
+        self.room = None
+
+class Shapes(Maze):
+    def reset(self, seed=None, options=None):
+        return [0.0, 1.0], {}
 
 class Store:
     """Things in places."""
@@ -136,6 +183,68 @@ def test_a_class_is_built_for_each_episode(file: Path) -> None:
     assert other().options == {"anything": 1}
 
 
+@pytest.mark.parametrize("name", ["Plain", "Mixed"])
+def test_plain_methods_run_in_threads_one_after_the_other(
+    file: Path, name: str
+) -> None:
+    """A step whose caller has given up goes on, and `close` waits for it."""
+    log: list[tuple[str, threading.Thread]] = []
+    gate = threading.Event()
+
+    make: Any = load_environment(f"{file}:{name}", {"log": log, "gate": gate}, KEY)
+
+    async def main() -> None:
+        world = make()
+        assert await world.reset(EpisodeTask([]), 7) == Observation([])
+        step = asyncio.create_task(world.step(Action([], "")))
+        # Until the step has a thread, which waits for the gate.
+        while not world._running.locked():
+            await asyncio.sleep(0.001)
+        step.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await step
+        assert any("Plain.step" in call for call in hanging_calls())
+        close = asyncio.create_task(world.close())
+        await asyncio.sleep(0.05)
+        assert [what for what, _ in log] == ["made", "reset 7"]
+        gate.set()
+        await close
+        assert await world.finish(End.MAX_TURNS) == 2.0
+
+    asyncio.run(main())
+    assert [what for what, _ in log] == ["made", "reset 7", "step", "close"]
+    threads = [thread for _, thread in log]
+    assert threading.main_thread() not in threads[:3]
+    assert (threads[3] is threading.main_thread()) == (name == "Mixed")
+
+
+def test_a_world_of_gymnasium_is_named_as_it_is(file: Path) -> None:
+    make: Any = load_environment(f"{file}:Maze", {}, KEY)
+    task = EpisodeTask(
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": ""}],
+        extra={"room": "hall"},
+    )
+
+    async def main() -> list[Any]:
+        world = make()
+        first = await world.reset(task, 2**32 + 5)
+        acts = [await world.step(Action([], text)) for text in ("on", "out", "wait")]
+        await world.close()
+        return [first, *acts]
+
+    first, on, out, wait = asyncio.run(main())
+    # The seed is one of NumPy, and what is no message is an option.
+    room = {"role": "user", "content": "5 hall"}
+    assert first == Observation([task.messages[0], room])
+    assert on == Step([{"role": "user", "content": "5 hall on"}], 0.25)
+    assert out == Step((), 1.0, True, End.COMPLETED)
+    assert wait == Step((), 0.0, True, End.MAX_TURNS)
+
+    shapes: Any = load_environment(f"{file}:Shapes", {}, KEY)
+    with pytest.raises(TypeError, match="the observation is a list, and the policy"):
+        asyncio.run(shapes().reset(task, 0))
+
+
 def test_options_become_the_types_of_their_hints(file: Path) -> None:
     options = {"slippery": True, "noise": 1, "path": "a/b", "sides": [1, 2], "other": 5}
     make: Any = load_environment(f"{file}:Typed", options, KEY)
@@ -196,8 +305,8 @@ def test_a_module_is_named_with_points() -> None:
         ("Typed", {"sides": [1, "two"]}, "(sides.1: Input should be a valid integer)"),
         ("add", {"max_parse_errors": "few"}, "does not take the option max_parse_errors='few'"),
         ("Half", {}, "is a class without step and close"),
-        ("Blocking", {"size": 1}, "has a method step that is not asynchronous"),
-        ("Blocking", {"size": 1}, "fix:  Write async def step."),
+        ("Field", {"size": 1}, "has a step that is no method"),
+        ("Field", {"size": 1}, "fix:  Write def step."),
         ("Store", {}, "needs the option first"),
         ("Store", {"first": "a", "size": 1}, "takes no option size"),
         ("Store", {"first": "a", "max_characters": "b"}, "max_characters='b'"),

@@ -31,6 +31,7 @@ from verl_ray.agents.contract import (
 from verl_ray.agents.episode import Limits, run_episode
 from verl_ray.agents.scripted import ScriptedSampler
 from verl_ray.agents.template import Renderer
+from verl_ray.agents.threads import hanging_calls
 from verl_ray.agents.tools import ToolEnvironment, ToolError, ToolStop, as_tool
 from verl_ray.errors import ConfigError
 
@@ -665,4 +666,9 @@ def test_a_tool_that_hangs_is_left_behind() -> None:
         lambda: ToolEnvironment([hang]), TASK, 7, sampler, Renderer(tokenizer), bounds
     )
     assert asyncio.run(run).end is End.TOOL_TIMEOUT
+    place = f"({__file__}, line {hang.__code__.co_firstlineno})"
+    (name,) = [call for call in hanging_calls() if call.endswith(place)]
+    (thread,) = [each for each in threading.enumerate() if each.name == name]
     gate.set()
+    thread.join(30)
+    assert name not in hanging_calls()

@@ -57,6 +57,18 @@ class Fatal(Echo):
         Path(__file__).with_name("sleeper").write_text(str(sleeper.pid))
         os._exit(3)
 
+class Slow(Echo):
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+    async def step(self, action):
+        time.sleep(self.seconds)
+        return await super().step(action)
+
+class InThread(Slow):
+    def step(self, action):
+        time.sleep(self.seconds)
+        return Step(done=True)
+
 class Stuck(Echo):
     async def step(self, action):
         time.sleep(1000)
@@ -316,6 +328,21 @@ def test_an_environment_without_a_record_is_imported(
     (problem,) = trials.problems
     assert problem.key == "agent.environments.other"
     assert "does not take the option size='maybe'" in problem.rule
+
+
+def test_how_long_a_world_holds_its_loop_is_measured(
+    tmp_path: Path, model: Path
+) -> None:
+    file = tmp_path / "worlds.py"
+    other = f"agent.environments.other={{function: {file}:InThread, seconds: 0.1}}"
+    default = f"agent.environments.default={{function: {file}:Slow, seconds: 0.1}}"
+    trials = tried(tmp_path, model, {"other": "Slow", "default": "Slow"}, other, default)  # fmt: skip
+    lines = [line for line in trials.lines if "held" in line]
+    assert len(lines) == 1 and lines[0].startswith("  it held the event loop for 0.1")
+    assert lines[0].endswith(f" s at most, in Slow.step ({file})")
+    (warning,) = trials.warnings
+    assert "Slow.step" in warning and "128 episodes of a process at once" in warning
+    assert "would wait 1" in warning
 
 
 def test_a_world_that_cannot_begin_is_told_what_the_record_has(

@@ -76,7 +76,8 @@ def rollouts(
             "advantage": np.array([row[1] - 0.5 for row in rows], np.float32),
             "turns": [[*range(num_turns)] if observation else []] * count,
             "turn_ends": [turn_ends(of_row) if observation else [] for of_row in parts],
-            "turn_rewards": [[0.25, *[0.0] * (num_turns - 1)] if observation else []] * count,
+            "turn_rewards": [[0.25, *[0.0] * (num_turns - 1)] if observation else []]
+            * count,
         },
         offsets=np.cumsum([0, *map(len, pieces)]),
         tokens={

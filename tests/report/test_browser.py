@@ -253,10 +253,18 @@ def test_turns_of_an_episode_are_framed(browser: Browser, tmp_path: Path) -> Non
 
     page.get_by_label("step", exact=True).select_option("6")
     page.wait_for_function("() => document.querySelectorAll('.sample').length === 2")
-    assert opened.count().startswith("1 of 22 episodes") and page.locator(".item").count() == 1
+    assert (
+        opened.count().startswith("1 of 22 episodes")
+        and page.locator(".item").count() == 1
+    )
     assert page.locator(".item b").inner_text() == "1"
     numbers = [turns.nth(i).get_attribute("data-turn") for i in range(4)]
-    assert [number.partition(",")[0] for number in numbers if number] == ["1", "3", "2", "4"]
+    assert [number.partition(",")[0] for number in numbers if number] == [
+        "1",
+        "3",
+        "2",
+        "4",
+    ]
     assert opened.complaints == []
 
 

@@ -180,7 +180,10 @@ def test_the_same_question_with_another_answer_is_another_prompt(
 def test_rows_of_an_episode_are_listed_together(tmp_path: Path) -> None:
     record = read_run(write_run(tmp_path / "run", steps=1), 100)
     first = replace(
-        record.sampled.rows[0], reward=0.5, response_tokens=3, turns=[(0, 4, 0.5), (2, 9, 0.0)]
+        record.sampled.rows[0],
+        reward=0.5,
+        response_tokens=3,
+        turns=[(0, 4, 0.5), (2, 9, 0.0)],
     )
     second = replace(first, row=1, reward=0.25, response_tokens=2, turns=[(1, 6, 0.25)])
     other = replace(first, member=1, reward=0.125)

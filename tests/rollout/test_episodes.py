@@ -29,6 +29,7 @@ from verl_ray.data.stages import NO_EPISODE, Finish, Prompts, Rollouts
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
 from verl_ray.errors import ConfigError, EngineFailed, RolloutError
 from verl_ray.rollout import episodes as episodes_module
+from verl_ray.rollout.episode_counts import EpisodeCounts
 from verl_ray.rollout.episodes import EpisodePool, EpisodeRequest, retry_wait_s
 from verl_ray.rollout.requests import GenerationRequest, Sampling
 from verl_ray.rollout.scripted import Script, ScriptedEngine
@@ -263,9 +264,14 @@ def test_an_episode_that_ends_its_process_costs_no_other_one(
         assert episode.end is End.COMPLETED
         # Whoever was lost with it has the same tokens in another process.
         assert sampled_tokens(episode) == sampled_by_seed(number)
-    counts = pool.take_counts()
+    # Each is said once the process is gone.
+    counts = counts_once(pool, lambda counts: len(counts.warnings) == 3)
     # Once among all, once among few, and once alone.
     assert counts.lost_processes == 3 and counts.run_again >= 2
+    assert counts.warnings[-1] == (
+        "a process of episodes was lost: SIGKILL ended it, as the system does where"
+        " memory is short; 0 of its 1 episodes run again"
+    )
     assert pool.take_counts().lost_processes == 0
 
 
@@ -338,7 +344,16 @@ def test_a_process_that_is_stuck_is_lost(
     pool = start_pool("Stuck", num_processes=1, stall_s=2.5)
     (episode,) = ended(pool, requests(1, stuck=True)).values()
     assert episode.end is End.ENVIRONMENT_FAILED
-    assert pool.take_counts().lost_processes == 2
+    counts = counts_once(pool, lambda counts: len(counts.warnings) == 2)
+    assert counts.lost_processes == 2 and counts.lag_s >= 2.5
+    line = line_of("time.sleep(3600)")
+    assert [text.partition("; ")[2] for text in counts.warnings] == [
+        "1 of its 1 episodes run again", "0 of its 1 episodes run again"
+    ]  # fmt: skip
+    assert {text.partition("; ")[0] for text in counts.warnings} == {
+        "a process of episodes was lost: its event loop was held for 2.5 s by"
+        f" {WORLDS}, line {line}, in Stuck.reset"
+    }
     (episode,) = ended(pool, requests(1)).values()
     assert episode.end is End.COMPLETED
 
@@ -416,6 +431,97 @@ def test_single_responses_end_with_their_stream_and_with_their_engine(
             stream.take(PATIENCE_S)
     with pytest.raises(EngineFailed, match="episodes cannot be run"):
         pool.run([], singles)
+
+
+def test_calls_that_hold_the_loop_in_turn_lose_no_process(
+    start_pool: Callable[..., EpisodePool],
+) -> None:
+    """All are ready in the same turn of the loop, which takes 12 * 0.25 s."""
+    pool = start_pool("Slow", options={"seconds": 0.25}, num_processes=1, stall_s=2.0)
+    episodes = ended(pool, requests(12))
+    assert {episode.end for episode in episodes.values()} == {End.COMPLETED}
+    counts = pool.take_counts()
+    assert (counts.lost_processes, counts.warnings) == (0, ())
+    assert counts.lag_s > 1.0
+
+
+def test_who_holds_the_loop_for_a_second_is_named_once(
+    start_pool: Callable[..., EpisodePool],
+) -> None:
+    pool = start_pool("Slow", options={"seconds": 1.5}, num_processes=1)
+    ended(pool, requests(2))
+    (warning,) = pool.take_counts().warnings
+    line = line_of("time.sleep(self.seconds)")
+    assert warning.startswith(
+        f"{WORLDS}, line {line}, in Slow.wait held the event loop of its process for 1."
+    )
+    assert "Make the method synchronous" in warning
+
+
+def test_a_process_in_which_calls_hang_is_replaced(
+    start_pool: Callable[..., EpisodePool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(episodes_module, "_MOST_HANGING", 3)
+    limits = replace(LIMITS, tool_s=0.1, close_s=0.1)
+    pool = start_pool("Hanging", limits=limits, num_processes=1)
+    # Of each the step hangs, and `close`, which waits for it.
+    episodes = ended(pool, requests(2))
+    assert {episode.end for episode in episodes.values()} == {End.TOOL_TIMEOUT}
+    counts = counts_once(pool, lambda counts: counts.renewed_processes == 1)
+    (warning,) = counts.warnings
+    assert warning.startswith(
+        "a process of episodes is replaced once its 0 open ones have ended: calls hang"
+        " in 4 of its threads, most often in Hanging."
+    )
+    assert counts.lost_processes == 0
+
+
+def test_a_process_that_holds_too_much_is_replaced_between_episodes(
+    start_pool: Callable[..., EpisodePool], pipe: Pipe
+) -> None:
+    pool = start_pool(
+        "Greedy", options={"pipe": str(pipe.path)}, num_processes=1, memory_gib=0.3
+    )
+    (before,) = pool.process_ids
+    first = pool.run(requests(1))
+    assert pipe.take(1) == ["begun 0"]
+    counts = counts_once(pool, lambda counts: "GiB" in "".join(counts.warnings))
+    # On a slow machine its call may be named before.
+    warning = counts.warnings[-1]
+    assert warning.startswith(
+        "a process of episodes is replaced once its 1 open ones have ended: with its"
+        " children it holds 0."
+    )
+    assert warning.endswith("(agent.process_memory_gib=0.3)")
+
+    # The episode goes on, and none is begun beside it.
+    second = pool.run(requests(2)[1:])
+    assert pool.process_ids == [before] and not counts.renewed_processes
+    first.close()
+    assert pipe.take(2) == ["begun 1", "closed 0"]
+    assert pool.process_ids != [before]
+    counts = pool.take_counts()
+    assert (counts.renewed_processes, counts.lost_processes) == (1, 0)
+    second.close()
+
+
+def counts_once(
+    pool: EpisodePool, condition: Callable[[EpisodeCounts], bool]
+) -> EpisodeCounts:
+    """Return the counts of a pool once they are so."""
+    counts = pool.take_counts()
+    until_s = time.monotonic() + PATIENCE_S
+    while not condition(counts):
+        assert time.monotonic() < until_s, counts
+        time.sleep(0.001)
+        counts += pool.take_counts()
+    return counts
+
+
+def line_of(code: str) -> int:
+    """The number of a line of `worlds.py`."""
+    before, _, _ = WORLDS.read_text().partition(code)
+    return before.count("\n") + 1
 
 
 def test_a_cancelled_stream_takes_its_episodes_with_it(

@@ -7,9 +7,11 @@ import os
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 from verl_ray.agents.contract import Action, EpisodeTask, Observation, Step
 
@@ -65,6 +67,35 @@ class Stuck(Counting):
         if task.extra.get("stuck"):
             time.sleep(3600)
         return await super().reset(task, seed)
+
+
+class Slow(Counting):
+    """Holds the event loop in the first step of each episode."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    async def step(self, action: Action) -> Step:
+        if not self.turns:
+            self.wait()
+        return await super().step(action)
+
+    def wait(self) -> None:
+        time.sleep(self.seconds)
+
+
+class Hanging:
+    """A world of plain methods, whose first step never returns."""
+
+    def reset(self, task: EpisodeTask, seed: int) -> Observation:
+        return Observation(task.messages)
+
+    def step(self, action: Action) -> Step:
+        threading.Event().wait()
+        raise AssertionError
+
+    def close(self) -> None:
+        pass
 
 
 class Flaky(Counting):
@@ -126,6 +157,18 @@ class Endless(Counting):
 
     async def close(self) -> None:
         self.say(f"closed {self.number}")
+
+
+class Greedy(Endless):
+    """Takes memory that its process keeps, in the first episode."""
+
+    taken: ClassVar[list[bytes]] = []
+
+    async def reset(self, task: EpisodeTask, seed: int) -> Observation:
+        observation = await super().reset(task, seed)
+        if not self.number:
+            self.taken.append(b"1" * (256 << 20))
+        return observation
 
 
 class Parent(Endless):

@@ -1,4 +1,4 @@
-"""Who holds an event loop: a step of a task that computes or waits without `await`.
+"""Watch of an event loop: which code of a user holds it without `await`.
 
 A step is what a task does from one `await` to the next. Nothing else runs on the loop
 meanwhile, so a thread of its own looks at steps that take long.
@@ -33,7 +33,7 @@ _CALLERS = tuple(
 """Our files that call users' code."""
 
 
-class Place(NamedTuple):
+class CodePlace(NamedTuple):
     """A line of a user's function."""
 
     path: str
@@ -51,7 +51,7 @@ class LoopWatch:
     def __init__(
         self,
         slow_s: float,
-        when_held: Callable[[Place, float], None],
+        when_held: Callable[[CodePlace, float], None],
         *,
         after_step: Callable[[], None] = lambda: None,
         note: Path | None = None,
@@ -71,7 +71,7 @@ class LoopWatch:
         self._after_step = after_step
         self._note = note
         self._begun_s: float | None = None
-        self._place: Place | None = None
+        self._place: CodePlace | None = None
         self._changing = threading.Lock()
         self._loop_thread = threading.get_ident()
         asyncio.get_running_loop().set_task_factory(self._task)
@@ -147,7 +147,7 @@ class _Watched(Coroutine[Any, Any, Any]):
         return getattr(self._work, name)
 
 
-def users_place(frame: FrameType) -> Place | None:
+def users_place(frame: FrameType) -> CodePlace | None:
     """Return the innermost line of a user's code; None if our own code runs.
 
     Of a library that we call it is the outermost one.
@@ -169,6 +169,6 @@ def users_place(frame: FrameType) -> Place | None:
     return None
 
 
-def _place(frame: FrameType) -> Place:
+def _place(frame: FrameType) -> CodePlace:
     code = frame.f_code
-    return Place(code.co_filename, frame.f_lineno, code.co_qualname)
+    return CodePlace(code.co_filename, frame.f_lineno, code.co_qualname)

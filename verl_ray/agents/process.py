@@ -35,7 +35,7 @@ from verl_ray.agents.episode import (
     Run,
     run_episode,
 )
-from verl_ray.agents.loop_watch import LoopWatch, Place
+from verl_ray.agents.loop_watch import CodePlace, LoopWatch
 from verl_ray.agents.specs import KEY, load_environment
 from verl_ray.agents.tasks import environment_of
 from verl_ray.agents.threads import hanging_calls
@@ -203,7 +203,7 @@ class _Episodes:
         }
         self._writer.write(frame("alive", fields))
 
-    def _say_who_held(self, place: Place, seconds: float) -> None:
+    def _say_who_held(self, place: CodePlace, seconds: float) -> None:
         fields = {**place._asdict(), "seconds": seconds}
         self._writer.write(frame("held", fields))
 

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_ray.agents.contract import Action, End, Episode, EpisodeTask, ToolCall
 from verl_ray.agents.episode import run_episode
-from verl_ray.agents.loop_watch import LoopWatch, Place
+from verl_ray.agents.loop_watch import CodePlace, LoopWatch
 from verl_ray.agents.scripted import ScriptedSampler, read_words, turn_end
 from verl_ray.agents.specs import KEY, load_environment
 from verl_ray.agents.tasks import environment_of, tasks_of
@@ -70,6 +70,9 @@ _LONG_S = 4.0
 
 OWN_ANSWER = "the record's own answer"
 NOTHING = "texts that say nothing"
+
+_COURSE = ("end", "score", "num_turns", "detail")
+"""What is told of an episode."""
 
 _OFF_TOPIC = "I do not know."
 _UNREADABLE = '<tool_call>{"name": '
@@ -554,22 +557,15 @@ def main(connection: socket.socket) -> None:
             sampler = ScriptedSampler(
                 tokenizer, texts, repeats=True, end=turn_end(renderer), read=_read
             )
-            episode = asyncio.run(
-                _watched(
-                    run_episode(
-                        environment, task, seed, sampler, renderer, start.limits
-                    ),
-                    held,
-                )
+            course = run_episode(
+                environment, task, seed, sampler, renderer, start.limits
             )
+            episode = asyncio.run(_watched(course, held))
             openings += [call.tokens for call in sampler.calls[:1]]
             offered = sampler.calls[0].tools if sampler.calls else ()
             tools = [tool["function"]["name"] for tool in offered]
-            course = {
-                name: getattr(episode, name)
-                for name in ("end", "score", "num_turns", "detail")
-            }
-            episodes.append({"script": script, **course})
+            ended = {name: getattr(episode, name) for name in _COURSE}
+            episodes.append({"script": script, **ended})
         opening = openings[0] if openings else []
         same_world = all(tokens == openings[0] for tokens in openings)
         known_tools = None
@@ -581,15 +577,15 @@ def main(connection: socket.socket) -> None:
 
 
 async def _watched(
-    episode: Coroutine[Any, Any, Episode], held: dict[str, list[float]]
+    course: Coroutine[Any, Any, Episode], held: dict[str, list[float]]
 ) -> Episode:
     """Run an episode; add the seconds for which functions hold its event loop."""
 
-    def note(place: Place, seconds: float) -> None:
+    def note(place: CodePlace, seconds: float) -> None:
         held.setdefault(f"{place.function} ({place.path})", []).append(seconds)
 
     LoopWatch(_SLOW_S, note)
-    return await asyncio.create_task(episode)
+    return await asyncio.create_task(course)
 
 
 def _texts(

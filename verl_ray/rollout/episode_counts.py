@@ -1,4 +1,4 @@
-"""What happened to episodes and their processes, as a replica tells its run."""
+"""Events of episodes and their processes, as a replica tells its run."""
 
 from __future__ import annotations
 

@@ -160,7 +160,9 @@ class EpisodePool:
         self._responding: dict[asyncio.Task[None], EpisodeStream] = {}
         self.is_paused = self._is_closed = False
         self._failure: Exception | None = None
+        self._start(num_processes)
 
+    def _start(self, num_processes: int) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="episodes", daemon=True
