@@ -197,7 +197,9 @@ class Environment(Protocol):
     """A world in which the policy acts. Each episode has an object of its own.
 
     One that also has `async def finish(self, end: End) -> float` is asked what its
-    state is worth when a limit of the policy ends the episode before it is done.
+    state is worth when a limit of the policy ends the episode before it is done. The
+    class that a configuration names may have any of these without `async`: they run in
+    threads.
     """
 
     async def reset(self, task: EpisodeTask, seed: int) -> Observation:

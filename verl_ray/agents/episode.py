@@ -5,7 +5,8 @@ is invented: a score is the sum of what the environment said, and an environment
 fails says nothing more.
 
 An environment runs in the event loop of its episodes. A call that awaits is stopped by
-its deadline; one that computes without awaiting stops the whole loop.
+its deadline; one that computes without awaiting stops the whole loop. Plain methods run
+in threads (`plain_worlds`).
 """
 
 from __future__ import annotations
