@@ -67,8 +67,9 @@ class Plain:
         self.note(f"reset {seed}")
         return Observation(task.messages)
     def step(self, action):
-        self.gate.wait(60)
         self.note("step")
+        self.gate.wait(60)
+        self.note("stepped")
         return Step(reward=0.5, done=True)
     def finish(self, end):
         return 2.0
@@ -197,8 +198,8 @@ def test_plain_methods_run_in_threads_one_after_the_other(
         world = make()
         assert await world.reset(EpisodeTask([]), 7) == Observation([])
         step = asyncio.create_task(world.step(Action([], "")))
-        # Until the step has a thread, which waits for the gate.
-        while not world._running.locked():
+        # Until the thread of the step waits for the gate.
+        while log[-1][0] != "step":
             await asyncio.sleep(0.001)
         step.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -206,16 +207,16 @@ def test_plain_methods_run_in_threads_one_after_the_other(
         assert any("Plain.step" in call for call in hanging_calls())
         close = asyncio.create_task(world.close())
         await asyncio.sleep(0.05)
-        assert [what for what, _ in log] == ["made", "reset 7"]
+        assert [what for what, _ in log] == ["made", "reset 7", "step"]
         gate.set()
         await close
         assert await world.finish(End.MAX_TURNS) == 2.0
 
     asyncio.run(main())
-    assert [what for what, _ in log] == ["made", "reset 7", "step", "close"]
+    assert [what for what, _ in log] == ["made", "reset 7", "step", "stepped", "close"]
     threads = [thread for _, thread in log]
-    assert threading.main_thread() not in threads[:3]
-    assert (threads[3] is threading.main_thread()) == (name == "Mixed")
+    assert threading.main_thread() not in threads[:4]
+    assert (threads[4] is threading.main_thread()) == (name == "Mixed")
 
 
 def test_a_world_of_gymnasium_is_named_as_it_is(file: Path) -> None:
