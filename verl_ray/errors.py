@@ -340,6 +340,10 @@ class GraderOutage(RewardError):
     """A service that scores was away for longer than the run waits for it."""
 
 
+class ModelServiceError(VerlRayError):
+    """A model that a world talks to is away, or its server gave no answer."""
+
+
 class WeightSyncError(VerlRayError):
     """A rollout engine does not hold a policy version exactly as the trainer does."""
 

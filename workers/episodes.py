@@ -121,7 +121,7 @@ def beside_episodes(singles: Rollouts) -> Rollouts:
         end_detail=nothing,
         num_turns=np.ones(num_rows, np.int32),
         episode_score=np.zeros(num_rows, np.float32),
-        episode_messages=nothing,
+        episode_record=nothing,
         episode_metrics=nothing,
         turn_rewards=Ragged(turns, offsets_of(has_turn.astype(np.int64))),
     )
@@ -137,7 +137,9 @@ def _records_on_last_rows(
         is_last: Whether it is the last row of its episode.
     """
     texts = [
-        json.dumps({"messages": episode.messages, "response": episode.response})
+        json.dumps(
+            {"conversations": episode.conversations, "response": episode.response}
+        )
         if last
         else ""
         for episode, last in zip(episodes, is_last, strict=True)
@@ -233,7 +235,7 @@ def _columns_of_rows(
         end_detail=Ragged.of_texts([_encodable(each.detail) for each in episodes]),
         num_turns=np.array([episode.num_turns for episode in episodes], np.int32),
         episode_score=np.where(is_last, scores, np.float32(0)),
-        episode_messages=_records_on_last_rows(episodes, is_last),
+        episode_record=_records_on_last_rows(episodes, is_last),
         turn_rewards=Ragged.of_rows([_turns(row) for row in rows], np.float64),
         episode_metrics=_metrics_on_last_rows(episodes, is_last, finishes),
     )

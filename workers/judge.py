@@ -129,7 +129,7 @@ class JudgeWorker(Grader):
             shown = replace(
                 request,
                 response=self._stripped(request.response),
-                episode_messages=self._stripped(request.episode_messages),
+                episode_conversations=self._stripped(request.episode_conversations),
             )
             questions.append(self._judgement.question(shown))
         return questions

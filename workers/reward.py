@@ -256,8 +256,8 @@ def _of_episodes(rows: Rollouts, requests: list[ScoreRequest]) -> list[ScoreRequ
     The response is the policy's last turn.
     """
     assert rows.end is not None and rows.episode_score is not None
-    assert rows.episode_messages is not None and rows.turn_rewards is not None
-    texts = rows.episode_messages.texts()
+    assert rows.episode_record is not None and rows.turn_rewards is not None
+    texts = rows.episode_record.texts()
     lasts = last_rows(rows.trajectory_id)
     lengths = sums_of_trajectories(rows.trajectory_id, rows.response_length)
     of_episodes = list(requests)
@@ -272,7 +272,7 @@ def _of_episodes(rows: Rollouts, requests: list[ScoreRequest]) -> list[ScoreRequ
             tokens=requests[row].tokens[_first_of_last_turn(rows, row) :],
             episode_score=float(rows.episode_score[row]),
             episode_end=list(End)[rows.end[row]].value,
-            episode_messages=record["messages"],
+            episode_conversations=record["conversations"],
         )
     return of_episodes
 

@@ -915,6 +915,30 @@ def test_turns_that_are_asked_for_together_have_an_order() -> None:
     assert sum(sum(row.mask) for row in episode.rows) <= 5
 
 
+def test_each_conversation_is_kept_once_and_the_last_one_last() -> None:
+    async def branching(task: EpisodeTask, policy: Policy) -> float:
+        def ask(content: str) -> Message:
+            return {"role": "user", "content": content}
+
+        draft = await policy.respond([ask("a?")])
+        begun = [ask("a?"), message_of(draft)]
+        await policy.respond([ask("b?")])
+        # Both go on from the draft, and the second one is a conversation of its own.
+        await policy.respond([*begun, ask("c?")])
+        await policy.respond([*begun, ask("d?")])
+        return 1.0
+
+    episode, _ = play(branching, texts=("one", "two", "three", "four"))
+    words = [
+        [message["content"] for message in messages]
+        for messages in episode.conversations
+    ]
+    assert words == [
+        ["b?", "two"], ["a?", "one", "c?", "three"], ["a?", "one", "d?", "four"],
+    ]  # fmt: skip
+    assert episode.messages == episode.conversations[-1] and len(episode.rows) == 3
+
+
 def test_a_task_that_stays_behind_gets_no_turn() -> None:
     refused: list[End] = []
 

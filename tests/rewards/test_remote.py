@@ -26,8 +26,9 @@ from tests.rewards.services import (
     until,
 )
 from verl_ray.errors import ConfigError, DataError, RewardError
+from verl_ray.rewards.client import url_problem
 from verl_ray.rewards.health import Score, ScoreHealth
-from verl_ray.rewards.remote import RemoteScorer, url_problem
+from verl_ray.rewards.remote import RemoteScorer
 from verl_ray.rewards.request import ScoreRequest
 
 # ------------------------------------------------------------------------------- scores
@@ -282,7 +283,7 @@ def test_a_password_in_the_url_is_refused_and_not_shown(url: str) -> None:
 @pytest.mark.processes
 def test_checking_a_url_imports_no_client() -> None:
     program = (
-        "import sys; from verl_ray.rewards.remote import url_problem; url_problem('http://host', 'reward.url');"
+        "import sys; from verl_ray.rewards.client import url_problem; url_problem('http://host', 'reward.url');"
         "print([name for name in ('httpx', 'torch', 'ray', 'numpy') if name in sys.modules])"
     )
     assert (

@@ -28,6 +28,7 @@ from tests.rewards.services import (
     scoring,
 )
 from verl_ray.errors import GraderOutage
+from verl_ray.rewards.client import ServiceClient
 from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rewards.remote import RemoteScorer
 
@@ -218,13 +219,13 @@ def test_requests_leave_no_faster_than_the_limit(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left: list[float] = []
-    turn = RemoteScorer._wait_for_turn
+    turn = ServiceClient._wait_for_turn
 
-    async def noted(scorer: RemoteScorer) -> None:
+    async def noted(scorer: ServiceClient) -> None:
         await turn(scorer)
         left.append(time.monotonic())
 
-    monkeypatch.setattr(RemoteScorer, "_wait_for_turn", noted)
+    monkeypatch.setattr(ServiceClient, "_wait_for_turn", noted)
     service.behave = lambda number, items: (
         Reply(b"", status=500) if number == 3 else lengths(items)
     )

@@ -102,13 +102,13 @@ def requests(
 def test_units_follow_what_functions_need() -> None:
     needs = {
         "default": Needs(
-            "single", tokens=False, conversation=False, episode_messages=False
+            "single", tokens=False, conversation=False, episode_conversations=False
         ),
         "async": Needs(
-            "concurrent", tokens=False, conversation=False, episode_messages=False
+            "concurrent", tokens=False, conversation=False, episode_conversations=False
         ),
         "batched": Needs(
-            "group", tokens=True, conversation=True, episode_messages=True
+            "group", tokens=True, conversation=True, episode_conversations=True
         ),
     }
     items = [

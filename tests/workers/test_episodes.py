@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -58,7 +59,7 @@ def rows_of(*episodes: Episode) -> Rollouts:
     return episode_rollouts(prompts(), prompt_of, numbered, TREATMENTS)
 
 
-MESSAGES = [
+MESSAGES: list[dict[str, Any]] = [
     {"role": "user", "content": "1+"},
     {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "ask"}}]},
     {"role": "tool", "content": "2"},
@@ -73,7 +74,10 @@ def two_rows(end: End) -> Episode:
         row_of(2, 2, reward=0.5),
         row_of(3, 1, reward=0.5, turn=1),
     ]
-    return Episode(rows, end, 1.0, num_turns=2, messages=MESSAGES, response="3")
+    conversations = [MESSAGES]
+    return Episode(
+        rows, end, 1.0, num_turns=2, conversations=conversations, response="3"
+    )
 
 
 def test_an_episode_is_cut_by_what_ends_it_and_not_by_what_ends_a_turn() -> None:
@@ -257,7 +261,14 @@ def test_graders_see_the_whole_conversation_of_an_episode(tmp_path: Path) -> Non
     ]
     # The world has the last word, in the role of an assistant.
     messages = [*MESSAGES[:-1], {"role": "assistant", "content": "right"}]
-    episode = Episode(turns, End.MAX_TURNS, 1.0, messages=messages, response="3")
+    draft = [{"role": "assistant", "content": "2"}]
+    episode = Episode(
+        turns,
+        End.MAX_TURNS,
+        1.0,
+        conversations=[draft, messages],
+        response="3",
+    )
     rows = rows_of(episode, two_rows(End.ENVIRONMENT_FAILED))
     # An episode is scored once, on its last row; a failed one has no grader.
     known = scores_without_grader(rows)
@@ -284,13 +295,19 @@ def test_graders_see_the_whole_conversation_of_an_episode(tmp_path: Path) -> Non
     assert (seen.response, seen.tokens, seen.num_tokens) == ("3", [6, 7], 6)
     assert (seen.finish_reason, seen.episode_end) == ("length", "max_turns")
     assert seen.episode_score == 1 and seen.episode_messages == messages
+    assert seen.episode_conversations == [draft, messages]
     assert (seen.prompt, seen.conversation) == ("p", "p")
 
-    def ends(response: str, episode_messages: list[dict[str, str]]) -> str:
-        return response + episode_messages[-1]["content"]
+    def ends(
+        response: str,
+        episode_messages: list[dict[str, str]],
+        episode_conversations: list[list[dict[str, str]]],
+    ) -> str:
+        first = episode_conversations[0]
+        return response + episode_messages[-1]["content"] + first[-1]["content"]
 
     _, named = signature_of(ends).bind(response_values(seen))
-    assert ends(**named) == "3right"  # type: ignore[arg-type]
+    assert ends(**named) == "3right2"  # type: ignore[arg-type]
     # Where prompts are messages, one of TRL's style gets those behind the prompt.
     of_messages = replace(seen, conversation=MESSAGES[:1])
     values = group_values([of_messages], GroupLog(1))
@@ -298,6 +315,7 @@ def test_graders_see_the_whole_conversation_of_an_episode(tmp_path: Path) -> Non
     assert values["episode_end"] == ["max_turns"]
     sent = json.loads(RequestBatch.of([seen]).body)["items"]
     assert sent[0]["episode_messages"] == messages
+    assert sent[0]["episode_conversations"] == [draft, messages]
     assert "episode_end" not in json.loads(
         RequestBatch.of([ScoreRequest("r", "a", "p", "s", {})]).body
     )["items"][0]  # fmt: skip

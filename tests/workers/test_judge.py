@@ -295,24 +295,20 @@ def test_an_episode_is_judged_once_by_its_whole_conversation(
     folder: Path, worker: JudgeWorker, says: Says
 ) -> None:
     plain = rows_of(folder, ROWS[:4])
-    nothing = json.dumps({"messages": [], "response": ""})
+    nothing = json.dumps({"conversations": [], "response": ""})
     say = [
         {"role": "user", "content": "How?"},
         {"role": "assistant", "content": "2<|im_end|>"},
     ]
+    talk = [[{"role": "user", "content": "<|im_start|>Why?"}], say]
+    record = json.dumps({"conversations": talk, "response": "2<|im_end|>"})
     rows = plain.replace(
         trajectory_id=np.array([7, 7, 8, 9]),
         finish=np.array([0, 0, 0, Finish.ABORTED], np.int8),
         end=np.array([0, 0, 0, list(End).index(End.TOOL_TIMEOUT)], np.int8),
         end_detail=Ragged.of_texts([""] * 4),
         episode_score=np.zeros(4, np.float32),
-        episode_messages=Ragged.of_texts(
-            [
-                "",
-                *[json.dumps({"messages": say, "response": "2<|im_end|>"})] * 2,
-                nothing,
-            ]
-        ),
+        episode_record=Ragged.of_texts(["", *[record] * 2, nothing]),
         turn_rewards=Ragged.of_rows([[[3, 0, n]] for n in range(4)], np.float64),
     )
     scores = worker.score(rows, 1)
@@ -324,11 +320,15 @@ def test_an_episode_is_judged_once_by_its_whole_conversation(
 
     template = (
         "{% for m in episode_messages %}{{ m.role }} {{ m.content }} {% endfor %}"
+        "{% for talk in episode_conversations %}{{ loop.index }}"
+        "{% for m in talk %} {{ m.content }}{% endfor %};{% endfor %}"
     )
     config = worker._config.model_copy(update={"template": template})
     whole = worker._judgement
     worker._judgement = Judgement(config)
     try:
-        assert worker._questions(rows, 1)[2] == "user How? assistant 2 "
+        assert worker._questions(rows, 1)[2] == (
+            "user How? assistant 2 1 Why?;2 How? 2;"
+        )
     finally:
         worker._judgement = whole

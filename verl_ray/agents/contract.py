@@ -347,7 +347,8 @@ class Episode:
         detail: For a person: what failed; empty where nothing did.
         num_turns: Turns of the policy.
         num_tool_calls: Tool calls of the policy.
-        messages: The conversation, for records.
+        conversations: Its conversations, in the order of their last turns. One that
+            another continues is part of that.
         metrics: What the environment has recorded about it, by name.
         response: Text of the policy's last turn; empty where it had none.
     """
@@ -358,6 +359,11 @@ class Episode:
     detail: str = ""
     num_turns: int = 0
     num_tool_calls: int = 0
-    messages: list[Message] = field(default_factory=list)
+    conversations: list[list[Message]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     response: str = ""
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation of the last turn; empty where there is none."""
+        return self.conversations[-1] if self.conversations else []

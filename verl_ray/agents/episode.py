@@ -188,8 +188,8 @@ class EpisodePolicy:
             seed: The seed of the episode.
         """
         self.transcript = Transcript(renderer)
-        self.messages: list[Message] = []
-        """The conversation of the last turn, itself included."""
+        self.conversations: list[list[Message]] = []
+        """Conversations, of which the last one is that of the last turn."""
         self.num_tool_calls = 0
         self.end: End | None = None
         """Why no further turn is sampled; None while one may be."""
@@ -240,7 +240,8 @@ class EpisodePolicy:
         async with self._turn:
             if self.end is not None or self.failure is not None:
                 await self._refuse(num_earlier)
-            require_json(messages, "respond was given the message", self.messages)
+            known = self.conversations[-1] if self.conversations else ()
+            require_json(messages, "respond was given the message", known)
             require_json(tools, "respond was given the tool")
             if self.num_turns >= self._limits.max_turns:
                 raise self.over(End.MAX_TURNS)
@@ -265,7 +266,7 @@ class EpisodePolicy:
             self._require_open()
             self._record(prompt, sampled, bound)
             action = sampled.action
-            self.messages = [*messages, message_of(action)]
+            self._keep(messages, action)
             self.cut = None
             if action.finish == "length" and bound == most:
                 is_full = places < remaining
@@ -343,6 +344,16 @@ class EpisodePolicy:
     def _require_open(self) -> None:
         if self.end is not None:
             raise EpisodeEnded(self.end)
+
+    def _keep(self, messages: Sequence[Message], action: Action) -> None:
+        """Keep the conversation of a turn, in the place of the one it continues."""
+        spoken = list(messages)
+        for number in reversed(range(len(self.conversations))):
+            earlier = self.conversations[number]
+            if spoken[: len(earlier)] == earlier:
+                del self.conversations[number]
+                break
+        self.conversations.append([*spoken, message_of(action)])
 
     def _remaining_tokens(self) -> float:
         """Return how many tokens the episode may sample, possibly infinity."""
@@ -471,7 +482,7 @@ async def run_episode(
         detail=ending.detail,
         num_turns=policy.num_turns,
         num_tool_calls=policy.num_tool_calls,
-        messages=policy.messages,
+        conversations=policy.conversations,
         metrics=policy.metrics,
         response=turns[-1].sampled.action.text if turns else "",
     )
@@ -563,7 +574,7 @@ class _Course:
         require_json(observation.messages, "reset returned the message")
         require_json(observation.tools, "reset returned the tool")
         messages = list(observation.messages)
-        policy.messages = messages
+        policy.conversations.append(messages)
 
         tools = observation.tools
         before: Observation | Step = observation
@@ -574,7 +585,7 @@ class _Course:
             policy.record(**step.metrics)
             policy.pay(number_of(step.reward, "step returned the reward"))
             messages = [*messages, message_of(action), *policy.as_read(step.messages)]
-            policy.messages = messages
+            policy.conversations[-1] = messages
             if step.done:
                 # It does without a turn that was cut, and knows not by which limit.
                 if step.end == End.MAX_TOKENS and action.finish == "length":

@@ -36,6 +36,7 @@ from verl_ray.agents.episode import (
     run_episode,
 )
 from verl_ray.agents.loop_watch import CodePlace, LoopWatch
+from verl_ray.agents.models import provide
 from verl_ray.agents.specs import KEY, load_environment
 from verl_ray.agents.tasks import environment_of
 from verl_ray.agents.threads import hanging_calls
@@ -113,6 +114,8 @@ class _Episodes:
         self._writer = writer
         self._limits = start.limits
         self._clock = Clock()
+        # A user's file may ask for them at its top level.
+        provide(start.models)
         self._environments: dict[str, EnvironmentFactory | Run] = {
             source: load_environment(spec, options, f"{KEY}.{source}")
             for source, (spec, options) in start.environments.items()

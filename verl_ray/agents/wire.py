@@ -33,6 +33,7 @@ from verl_ray.agents.contract import (
     ToolCall,
 )
 from verl_ray.agents.episode import Limits
+from verl_ray.agents.models import ChatSettings
 from verl_ray.agents.template import Renderer
 from verl_ray.config.data import SpecialTokens
 from verl_ray.config.function_specs import parts_of
@@ -109,6 +110,7 @@ class EpisodeStart:
         template_day: The day that the chat template writes; None if it writes none.
         special_tokens: What happens if a text spells a special token, see
             `data.special_tokens`.
+        models: Frozen models that worlds talk to, by name.
     """
 
     environments: Mapping[str, tuple[str, Mapping[str, Any]]]
@@ -118,6 +120,7 @@ class EpisodeStart:
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     template_day: str | None = None
     special_tokens: SpecialTokens = "escape"
+    models: Mapping[str, ChatSettings] = field(default_factory=dict)
 
     @classmethod
     def of_run(
@@ -149,6 +152,10 @@ class EpisodeStart:
         environments = {
             source: parts_of(spec) for source, spec in agent.environments.items()
         }
+        models = {
+            name: ChatSettings(**each.model_dump())
+            for name, each in agent.models.items()
+        }
         return cls(
             environments,
             model_path,
@@ -157,6 +164,7 @@ class EpisodeStart:
             template_arguments,
             template_day,
             special_tokens,
+            models,
         )
 
     def renderer(self) -> Renderer:
@@ -189,6 +197,7 @@ class EpisodeStart:
             fields["template_arguments"],
             fields["template_day"],
             fields["special_tokens"],
+            {name: ChatSettings(**each) for name, each in fields["models"].items()},
         )
 
 
@@ -269,7 +278,7 @@ def episode_frame(number: int, episode: Episode) -> bytes:
         "detail": episode.detail,
         "num_turns": episode.num_turns,
         "num_tool_calls": episode.num_tool_calls,
-        "messages": episode.messages,
+        "conversations": episode.conversations,
         "metrics": episode.metrics,
         "response": episode.response,
     }

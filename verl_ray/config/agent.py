@@ -28,12 +28,38 @@ from verl_ray.config.section import (
     Positive,
     PositiveFloat,
     Section,
+    Temperature,
 )
 from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import Problem
 
 ENVIRONMENT = "environment"
 """Name of the reward function whose score is that of the episode."""
+
+
+class ModelService(Section):
+    """A frozen model that worlds talk to, behind a server with OpenAI's API.
+
+    It is an entry of a table, so what is left out has its default here.
+    """
+
+    url: str
+    """Address of the API, such as http://host:8000/v1, as the nodes of the rollout
+    replicas reach it."""
+    model: str | None = None
+    """Name of the model; null = the only one that the server has."""
+    token_env: str | None = None
+    """Environment variable of the workers that holds a bearer token; null = none is
+    sent."""
+    temperature: Temperature = 0.0
+    """Temperature of its sampling; 0 = greedy."""
+    timeout_s: PositiveFloat = 20.0
+    """Longest time of one answer. A request that failed alone is repeated once."""
+    max_outage_s: PositiveFloat = 30.0
+    """Longest time to ask a server again that refuses, answers 5xx or times out as a
+    whole; then the call fails, and with it its episode."""
+    concurrency: Positive = 32
+    """Requests in flight at the same time, of each process of episodes."""
 
 
 class AgentConfig(Section):
@@ -47,6 +73,12 @@ class AgentConfig(Section):
     data sources. A record may name an entry itself, in its field `environment`. One
     that has none gets a single response. A table gives options: {function:
     my_env.py:Game, size: 4}. {}: every rollout is a single response."""
+    models: Annotated[
+        dict[str, ModelService], Field(examples=["{user: {url: http://host:8000/v1}}"])
+    ]
+    """Name -> a frozen model that worlds talk to: verl_ray.agents.models.model(NAME).
+    A table of url, model, token_env, temperature, timeout_s, max_outage_s and
+    concurrency."""
     tool_parser: str | None
     """Name of vLLM's parser of the model's tool calls, such as hermes; null = none are
     parsed."""

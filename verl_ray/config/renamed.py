@@ -39,6 +39,7 @@ ADDED: dict[str, Any] = {
     "algorithm.kl.importance_weighted": False,
     "algorithm.correction.rejections": None,
     "algorithm.correction.normalise": False,
+    "agent.models": {},
     "algorithm.sequence": "row",
     "agent.process_memory_gib": None,
     "data.special_tokens": "allow",
@@ -64,6 +65,7 @@ ADDED: dict[str, Any] = {
 
 _NO_AGENT: dict[str, Any] = {
     "environments": {},
+    "models": {},
     "tool_parser": None,
     "max_turns": 8,
     "max_tokens": None,

@@ -39,6 +39,7 @@ TEMPLATE_FIELDS = (
     "episode_score",
     "episode_end",
     "episode_messages",
+    "episode_conversations",
 )
 """Fields of a `rewards.request.ScoreRequest` that a judge's template may show."""
 
@@ -377,7 +378,7 @@ def _template_problem(template: str) -> str | None:
         hint = f" (did you mean {either(near)}?)" if near else ""
         return f"there is no {name} to show{hint}"
 
-    if variables.isdisjoint({"response", "episode_messages"}):
+    if variables.isdisjoint({"response", "episode_messages", "episode_conversations"}):
         return "the judge would not see the response"
     return None
 

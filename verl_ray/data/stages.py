@@ -163,10 +163,10 @@ class Rollouts(Rows):
     num_turns: npt.NDArray[np.int32] | None = row(np.int32, optional=True)
     # What the environment paid for the whole episode, on its last row; 0 on others.
     episode_score: Float32 | None = row(np.float32, optional=True)
-    # UTF-8 JSON, on the last row of an episode; empty on others. `messages` are the
-    # conversation of its last turn, itself and what the environment answered included,
-    # and `response` is the text of that turn.
-    episode_messages: Ragged | None = ragged(np.uint8, optional=True)
+    # UTF-8 JSON, on the last row of an episode; empty on others. `conversations` are
+    # lists of messages, in the order of their last turns, which what the environment
+    # answered follows, and `response` is the text of the last turn.
+    episode_record: Ragged | None = ragged(np.uint8, optional=True)
     # (last token of a turn, reward of the turn, number of the turn in the episode); the
     # rewards of an episode add up to its score. Turns of several rows may alternate.
     turn_rewards: Ragged | None = ragged(np.float64, 3, optional=True)

@@ -22,6 +22,7 @@ import socket
 import sys
 import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import entry_points
@@ -31,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 from verl_ray.agents.contract import Action, End, Episode, EpisodeTask, ToolCall
 from verl_ray.agents.episode import run_episode
 from verl_ray.agents.loop_watch import CodePlace, LoopWatch
+from verl_ray.agents.models import ChatModel, ChatSettings, provide
 from verl_ray.agents.scripted import ScriptedSampler, read_words, turn_end
 from verl_ray.agents.specs import KEY, load_environment
 from verl_ray.agents.tasks import environment_of, tasks_of
@@ -132,6 +134,13 @@ def try_environments(config: RLConfig, files: Sequence[DataFile]) -> Environment
             trials.problems.append(Problem("data.chat_template", None, rule, fix))
             return trials
 
+    # An event loop may go on in this thread, such as a notebook's.
+    with ThreadPoolExecutor(1) as other:
+        absent = other.submit(asyncio.run, _model_problems(agent)).result()
+    if absent:
+        trials.problems += absent
+        return trials
+
     sources = sorted({task.data_source for task in _tasks(files)})
     offered: set[str] = set()
     for name in agent.environments:
@@ -156,6 +165,17 @@ def try_environments(config: RLConfig, files: Sequence[DataFile]) -> Environment
     if agent.max_turns > 1 and tokenizer is not None:
         trials.lines += _template_lines(config, tokenizer, has_tools=bool(offered))
     return trials
+
+
+async def _model_problems(agent: AgentConfig) -> list[Problem]:
+    """Ask each model that worlds talk to once; return why one gives no answer."""
+    models = [
+        ChatModel(name, ChatSettings(**each.model_dump()))
+        for name, each in agent.models.items()
+    ]
+    with blocking("asking agent.models"):
+        problems = await asyncio.gather(*(each.problem() for each in models))
+    return [problem for problem in problems if problem is not None]
 
 
 def _tasks(files: Sequence[DataFile]) -> Iterator[EpisodeTask]:
@@ -534,6 +554,7 @@ def main(connection: socket.socket) -> None:
             print(json.dumps(message, default=str), file=stream, flush=True)
 
         tell({"stage": "its import"})
+        provide(start.models)
         try:
             spec, options = start.environments[source]
             environment = load_environment(spec, options, f"{KEY}.{source}")

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from verl_ray.agents.specs import KEY
 from verl_ray.agents.specs import spec_problem as environment_problem
+from verl_ray.config.agent import ModelService
 from verl_ray.config.data import in_words as paths_in_words
 from verl_ray.config.function_specs import parts_of
 from verl_ray.config.load import resolved_elsewhere, with_auto_again
@@ -44,7 +45,7 @@ from verl_ray.preflight.model_directories import backend_problems, model_problem
 from verl_ray.preflight.resolve import resolutions, resolve
 from verl_ray.preflight.resources import resource_problems, resource_warnings
 from verl_ray.preflight.savings import in_words
-from verl_ray.rewards.remote import url_problem
+from verl_ray.rewards.client import url_problem
 from verl_ray.rewards.specs import spec_problems
 from verl_ray.rollout.vllm_core import installed_version
 from verl_ray.tracking.wandb_run import credentials_problem
@@ -97,7 +98,7 @@ def preflight(
     needs_data = starts_here or reads_data
     if needs_data:
         findings.problems += _data_problems(config)
-        findings.problems += _environment_problems(config)
+        findings.problems += _environment_problems(config, machine)
     if starts_here:
         findings.problems += _run_dir_problems(config)
         findings.warnings += _run_dir_warnings(config)
@@ -189,23 +190,33 @@ def _grader_problems(
             yield from spec_problems(functions, f"{key}.functions")
 
         if isinstance(grader, HttpReward):
-            problem = url_problem(grader.url, f"{key}.url")
-            if problem is not None:
-                yield problem
-            # Other machines have an environment of their own.
-            if machine is not None and not machine.is_described:
-                fix = "Set it to the token that the service expects."
-                yield from _token_problems(f"{key}.token_env", grader.token_env, fix)
+            yield from _service_problems(key, grader, machine)
 
 
-def _environment_problems(config: Config) -> Iterator[Problem]:
-    """Yield environments of episodes that cannot be found."""
+def _service_problems(
+    key: str, service: HttpReward | ModelService, machine: Machine | None
+) -> Iterator[Problem]:
+    """Yield a problem with the address or the token of a service."""
+    problem = url_problem(service.url, f"{key}.url")
+    if problem is not None:
+        yield problem
+    # Other machines have an environment of their own.
+    if machine is not None and not machine.is_described:
+        fix = "Set it to the token that the service expects."
+        yield from _token_problems(f"{key}.token_env", service.token_env, fix)
+
+
+def _environment_problems(config: Config, machine: Machine | None) -> Iterator[Problem]:
+    """Yield environments of episodes that cannot be found, and their services."""
     if isinstance(config, RLConfig):
         for source, function in config.agent.environments.items():
             spec, _ = parts_of(function)
             problem = environment_problem(spec, f"{KEY}.{source}")
             if problem is not None:
                 yield problem
+        for name, service in config.agent.models.items():
+            key = f"agent.models.{name}"
+            yield from _service_problems(key, service, machine)
 
 
 def _token_problems(key: str, variable: str | None, fix: str) -> Iterator[Problem]:

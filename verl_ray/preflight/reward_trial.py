@@ -374,9 +374,11 @@ def as_the_run_asks(request: ScoreRequest, config: Config) -> ScoreRequest:
         request,
         episode_score=0.0,
         episode_end=End.COMPLETED.value,
-        episode_messages=[
-            {"role": "user", "content": request.prompt},
-            {"role": "assistant", "content": request.response},
+        episode_conversations=[
+            [
+                {"role": "user", "content": request.prompt},
+                {"role": "assistant", "content": request.response},
+            ]
         ],
     )
 
@@ -400,9 +402,13 @@ def pair_of(
         tokenizer: Tokenizer of the policy; None where no function asks for tokens.
     """
     # The last message of an episode is its response.
-    messages = [*request.episode_messages]
-    messages[-1:] = [{**message, "content": ""} for message in messages[-1:]]
-    empty = replace(request, response="", num_tokens=1, episode_messages=messages)
+    conversations = [
+        [*messages[:-1], {**messages[-1], "content": ""}]
+        for messages in request.episode_conversations
+    ]
+    empty = replace(
+        request, response="", num_tokens=1, episode_conversations=conversations
+    )
     if tokenizer is None:
         return request, empty
 
@@ -563,6 +569,9 @@ def _is_gradable(signature: Signature, record: _Record) -> bool:
     return record.answer is not None or "answer" not in signature.required
 
 
+_EMPTY_TURN = [{"role": "assistant", "content": ""}]
+
+
 def _values(record: _Record) -> dict[str, object]:
     """Return the values of an empty response."""
     answer = {} if record.answer is None else {"answer": record.answer}
@@ -571,7 +580,8 @@ def _values(record: _Record) -> dict[str, object]:
         "data_source": record.data_source,
         "episode_score": 0.0,
         "episode_end": End.COMPLETED.value,
-        "episode_messages": [{"role": "assistant", "content": ""}],
+        "episode_messages": _EMPTY_TURN,
+        "episode_conversations": [_EMPTY_TURN],
         **answer,
     }
 

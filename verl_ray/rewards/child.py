@@ -111,7 +111,8 @@ def _needs_of(loaded: LoadedFunction) -> Needs:
         unit="group" if is_batched else unit,
         tokens=is_batched and signature.names("completion_ids"),
         conversation=is_batched,
-        episode_messages=is_batched or signature.names("episode_messages"),
+        episode_conversations=is_batched
+        or signature.names("episode_messages", "episode_conversations"),
     )
 
 

@@ -68,9 +68,16 @@ class ScoreRequest:
     """What the environment paid; None where the response is no episode."""
     episode_end: str = ""
     """Why the episode ended; empty where the response is none."""
-    episode_messages: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    """The conversation of the episode's last turn, itself and what the environment
-    answered included; empty where no function needs it."""
+    episode_conversations: list[list[dict[str, Any]]] = dataclasses.field(
+        default_factory=list
+    )
+    """The conversations of the episode, with what the environment answered, in the
+    order of their last turns; empty where no function needs them."""
+
+    @property
+    def episode_messages(self) -> list[dict[str, Any]]:
+        """The conversation of the episode's last turn; empty where there is none."""
+        return self.episode_conversations[-1] if self.episode_conversations else []
 
     def row(self, needs: Needs) -> RequestRow:
         """Return what `ScoreRequest(*row)` is made of again.
@@ -93,7 +100,7 @@ class ScoreRequest:
             self.is_held_out,
             self.episode_score,
             self.episode_end,
-            self.episode_messages if needs.episode_messages else [],
+            self.episode_conversations if needs.episode_conversations else [],
         )
 
 
@@ -138,8 +145,8 @@ class Needs(NamedTuple):
     """Whether it needs the token ids of responses."""
     conversation: bool
     """Whether it needs the prompt as the data set has it."""
-    episode_messages: bool
-    """Whether it needs the conversation of an episode."""
+    episode_conversations: bool
+    """Whether it needs the conversations of an episode, or the last of them."""
 
 
 def frame(kind: int, time_s: float, text: str) -> bytes:

@@ -8,7 +8,8 @@ A function is written in one of three styles. Its parameters tell which:
 |       |                                   | `prompt`, `data_source`, `extra`,        |
 |       |                                   | `num_tokens`, `finish_reason`, `step`,   |
 |       |                                   | `episode_score`, `episode_end`,          |
-|       |                                   | `episode_messages`                       |
+|       |                                   | `episode_messages`,                      |
+|       |                                   | `episode_conversations`                  |
 | verl  | `solution_str`                    | one response: `data_source`,             |
 |       |                                   | `solution_str`, `ground_truth`,          |
 |       |                                   | `extra_info`, and those above            |
@@ -20,7 +21,7 @@ A function is written in one of three styles. Its parameters tell which:
 |       |                                   | `global_step`, `log_extra(column,        |
 |       |                                   | values)`, `log_metric(name, value)`;     |
 |       |                                   | `num_tokens`, `finish_reason`, `step`,   |
-|       |                                   | and the three of episodes                |
+|       |                                   | and the four of episodes                |
 
 Invariant: a function gets the values that its signature names and no others; `**kwargs`
 gets all of its style (of verl's, the four). A parameter before `/` of another name is
@@ -50,6 +51,7 @@ OURS = (
     "episode_score",
     "episode_end",
     "episode_messages",
+    "episode_conversations",
 )
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 TRL = (
@@ -61,7 +63,12 @@ TRL = (
     "log_metric",
 )
 OF_RESPONSES = ("num_tokens", "finish_reason", "step")
-OF_EPISODES = ("episode_score", "episode_end", "episode_messages")
+OF_EPISODES = (
+    "episode_score",
+    "episode_end",
+    "episode_messages",
+    "episode_conversations",
+)
 """Values that episodes alone have."""
 GIVEN = frozenset({*OURS, *VERL, *TRL})
 """Names of all values that a reward function gets in some style."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 from controllers.compose.composition import examine
@@ -165,7 +164,7 @@ CASES = [
         f"{JUDGE} 'reward.template=\"{{{{ response }}}} {{% if %}}\"'",
         "reward.template",
         "this is no template (Expected an expression",
-        "extra, episode_score, episode_end or episode_messages can be shown",
+        "extra, episode_score, episode_end, episode_messages or episode_conversations can be shown",
     ),
     Case(
         "judge_settings_work",
@@ -225,5 +224,5 @@ def test_the_name_of_a_component_goes_into_keys(tmp_path: Path) -> None:
 
 
 def test_the_rules_know_what_a_judge_can_be_shown() -> None:
-    fields = {field.name for field in dataclasses.fields(ScoreRequest)}
-    assert fields.issuperset(TEMPLATE_FIELDS)
+    request = ScoreRequest("r", None, "p", "s", {})
+    assert all(hasattr(request, name) for name in TEMPLATE_FIELDS)

@@ -11,9 +11,10 @@ import pytest
 
 from tests.controllers.runs import Inputs, command, command_here, lasting
 from tests.faults import HAPPENED
-from tests.kills import Run
+from tests.kills import KILLED, Run, steps_of
 from verl_ray.cluster.session import Session
 from verl_ray.tracking.evaluations import recorded_responses
+from verl_ray.tracking.jsonl import read_metrics
 from verl_ray.tracking.rollouts import recorded_rollouts
 
 pytestmark = [pytest.mark.cluster, pytest.mark.processes]
@@ -52,7 +53,7 @@ def test_a_policy_learns_from_episodes(
 ) -> None:
     before, *steps = train(
         cluster, inputs, tmp_path / "run", "TwoTurns", "run.total_steps=4", "run.evaluate_every=4",
-        "algorithm.dynamic_sampling=20",
+        "algorithm.dynamic_sampling=20", "run.checkpoint_every=4",
     )  # fmt: skip
     core = "val-core/arithmetic/reward/mean@1"
     assert before[core] < 1 < steps[-1][core] <= 12 / 8
@@ -114,6 +115,18 @@ def test_a_policy_learns_from_episodes(
         assert "timing_s/old_log_prob" not in metrics
         recording_s = metrics["timing_s/record_rollouts"]
         assert 0 < recording_s < metrics["timing_s/update_actor"]
+
+    # The last checkpoint in the same world has the scores that the run saw.
+    measured = tmp_path / "measured"
+    command(
+        cluster, "evaluate", "--config-name", "grpo", *inputs.rl(measured), "rollout.max_response_tokens=24",
+        *world_of(measured, "TwoTurns"), f"run.resume={tmp_path / 'run' / 'checkpoints' / 'step_00000004'}",
+    )  # fmt: skip
+    held_out = rows_in(recorded_responses(tmp_path / "run")[4])
+    again = json.loads(
+        (measured / "evaluated" / "step_000004" / "metrics.json").read_text()
+    )
+    assert again["metrics"][core] == steps[-1][core]
 
     # Held-out episodes keep the tokens of their last rows in the same columns.
     held_out = rows_in(recorded_responses(tmp_path / "run")[4])
@@ -231,6 +244,39 @@ def test_episodes_have_the_same_bits_wherever_they_run_and_whatever_is_lost(
     assert all(json.loads(line)["found"] for line in happened)
     assert broken.lines() == whole.lines()
     assert broken.has_each_once()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["asynchronous", "carry_over"])
+def test_each_prompt_is_learned_from_once_where_episodes_are_lost(
+    cluster: Session, inputs: Inputs, tmp_path: Path, schedule: str
+) -> None:
+    """A replica in the middle of its groups, the processes of the next one's episodes,
+    and the driver.
+    """
+    folder = tmp_path / "run"
+    run = Run(inputs, folder, schedule, 4, world_of(folder, "SlowTurns"))
+    here = f"ray.address={cluster.address}"
+    faults = (
+        "rollouts@2:kill=rollout-0+0.05",
+        "updating@2:kill=rollout-0-child",
+        "publishing weights@4:kill=driver+0.05",
+    )
+    code, output = run.process(faults, here)
+    assert code == KILLED, output
+    happened = (folder / HAPPENED).read_text().splitlines()
+    assert [json.loads(line)["fault"] for line in happened] == list(faults)
+    assert all(json.loads(line)["found"] for line in happened)
+    command_here(cluster, *run.arguments)
+
+    assert run.trained() == list(range(32)) and run.has_each_once()
+    lines = read_metrics(folder / "metrics.jsonl")
+    assert steps_of(lines) == list(range(5))
+    # The processes that were killed had episodes, which began again.
+    assert sum(line.get("episode/run_again", 0) for line in lines) > 0
+    for line in lines[1:]:
+        assert line["episode/ends/completed"] == 1 and line["num_turns/mean"] == 4
+        assert line["staleness/age_max"] <= 2
 
 
 @pytest.mark.slow

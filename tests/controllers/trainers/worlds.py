@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from verl_ray.agents.contract import Action, EpisodeTask, Observation, Step
 
 
@@ -21,6 +23,14 @@ class TwoTurns:
 
     async def close(self) -> None:
         pass
+
+
+class SlowTurns(TwoTurns):
+    """Takes its time, so that a process that is lost has episodes."""
+
+    async def step(self, action: Action) -> Step:
+        await asyncio.sleep(0.2)
+        return await super().step(action)
 
 
 class Failing(TwoTurns):
