@@ -36,7 +36,7 @@ from verl_ray.shell import for_shell, in_grammar
 FREE_SECTIONS = re.compile(
     r"(rollout|reward(\.components\.\w+)?\.engine)\.vllm_args\..+"
     r"|(reward(\.components\.\w+)?|evaluation)\.functions\..+|reward\.weights\..+"
-    r"|agent\.(environments|ends)\..+"
+    r"|agent\.(environments|models|ends)\..+"
     r"|data\.chat_template_kwargs\..+"
 )
 """Keys in sections whose keys are the user's own."""

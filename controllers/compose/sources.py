@@ -347,7 +347,7 @@ def _message(error: BaseException) -> str:
 
 TABLES = re.compile(
     r"(reward(\.components\.\w+)?|evaluation)\.functions|reward\.weights"
-    r"|agent\.(environments|ends)"
+    r"|agent\.(environments|models|ends)"
     r"|data\.(columns|train_path|validation_path)"
 )
 """Sections that are one value: a function for `default` alone serves all sources."""

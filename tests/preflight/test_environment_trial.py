@@ -12,6 +12,7 @@ import pytest
 from controllers.command_line import main
 from controllers.commands.check_data import print_data
 from controllers.compose.composition import compose
+from tests.agents.chat_server import chat_server, says
 from tests.agents.templates import MERGING
 from tests.preflight.configs import settled
 from verl_ray.config.tasks.rl import RLConfig
@@ -27,6 +28,7 @@ WORLDS = """
 import os, random, subprocess, time
 from pathlib import Path
 from verl_ray.agents.contract import Observation, Step
+from verl_ray.agents.models import model
 
 class Echo:
     async def reset(self, task, seed):
@@ -68,6 +70,13 @@ class InThread(Slow):
     def step(self, action):
         time.sleep(self.seconds)
         return Step(done=True)
+
+class Talking(Echo):
+    def __init__(self):
+        self.user = model("user")
+    async def reset(self, task, seed):
+        said = await self.user.chat([{"role": "user", "content": "2"}])
+        return Observation([{"role": "user", "content": said}])
 
 class Stuck(Echo):
     async def step(self, action):
@@ -153,6 +162,23 @@ def configured(
     )  # fmt: skip
     assert isinstance(config, RLConfig)
     return config
+
+
+def test_models_of_worlds_are_asked_first(tmp_path: Path, model: Path) -> None:
+    with chat_server() as server:
+        server.behave = lambda call: says("0 1")
+        named = f"agent.models.user={{url: {server.url}, model: big}}"
+        trials = tried(tmp_path, model, {"default": "Talking"}, named)
+        assert not trials.problems
+        assert "completed after 1 turn, score 0.5" in trials.lines[1]
+        first, *others = server.calls
+        assert (first["max_tokens"], first["model"]) == (1, "big")
+        assert others and all(call["model"] == "big" for call in others)
+    trials = tried(tmp_path, model, {"default": "Talking"}, named)
+    (problem,) = trials.problems
+    assert (problem.key, problem.value) == ("agent.models.user.url", server.url)
+    assert problem.rule.startswith("no reply: ConnectError") and problem.may_pass
+    assert "url, model or token_env" in problem.fix and len(server.calls) == len(others) + 1  # fmt: skip
 
 
 def by_key(problems: list[Problem]) -> dict[str, str]:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,11 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.agents.chat_server import chat_server, settings
 from tests.waiting import PATIENCE_S
 from verl_ray.agents.contract import Action, End, Episode, EpisodeTask, ToolCall
 from verl_ray.agents.episode import Limits, turn_seed
+from verl_ray.agents.models import ChatSettings
 from verl_ray.agents.wire import EpisodeStart
 from verl_ray.config.agent import AgentConfig
 from verl_ray.data.batch import Ragged, offsets_of
@@ -45,7 +47,10 @@ LIMITS = Limits(max_turns=4, max_tokens=64, context_tokens=256)
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789 \n<|>_/"
 END = 1  # of character_tokenizer
 TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}|{{ m.content }}{{ eos_token }}\n{% endfor %}"
+    "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}|{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}"
+    "{{ eos_token }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant|{% endif %}"
 )
 
@@ -252,6 +257,24 @@ def test_a_turn_ends_where_its_world_says(
     assert episode.metrics == {"turns": 3.0}
 
 
+@pytest.mark.parametrize("name", ["Asking", "asking", "ask_user"])
+def test_a_world_of_any_kind_talks_to_a_frozen_model(
+    start_pool: Callable[..., EpisodePool], name: str
+) -> None:
+    with chat_server() as server:
+        models = {"user": settings(server.url, max_outage_s=0.1)}
+        pool = start_pool(name, start={"models": models}, num_processes=1)
+        for episode in ended(pool, requests(3)).values():
+            said = [message["content"] for message in episode.messages]
+            assert "you said hello" in said and episode.detail == "", episode
+    if name == "asking":
+        # Nobody listens there any more.
+        (alone,) = ended(pool, requests(1)).values()
+        assert alone.end is End.ENVIRONMENT_FAILED
+        assert "ModelServiceError: agent.models.user.url=" in alone.detail
+        assert "(agent.models.user.max_outage_s = 0.1)" in alone.detail
+
+
 def test_an_episode_that_ends_its_process_costs_no_other_one(
     start_pool: Callable[..., EpisodePool],
 ) -> None:
@@ -281,7 +304,7 @@ def test_an_episode_ends_with_a_frame_however_its_task_ends(
     pool = start_pool("Panicking", num_processes=1, limits=replace(LIMITS, max_turns=2))
     for where, words in (
         ("step", "it raised Panic('in step'), which is no Exception"),
-        ("finish", "Panic: in finish"),
+        ("finish", "it raised Panic('in finish'), which is no Exception"),
         ("close", "Object of type bytes is not JSON serializable"),
     ):
         (episode,) = ended(pool, requests(1, where=where)).values()

@@ -13,7 +13,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
-from verl_ray.agents.contract import Action, EpisodeTask, Observation, Step
+from verl_ray.agents.contract import (
+    Action,
+    EpisodeTask,
+    Observation,
+    Policy,
+    Step,
+    message_of,
+)
+from verl_ray.agents.models import model
 
 
 class Counting:
@@ -58,6 +66,35 @@ class Deadly(Counting):
         if self.number == self.guilty:
             os.kill(os.getpid(), 9)
         return await super().step(action)
+
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+class Asking(Counting):
+    """Shows what a simulated user says."""
+
+    def __init__(self) -> None:
+        self.user = model("user")
+
+    async def step(self, action: Action) -> Step:
+        step = await super().step(action)
+        answer = {"role": "user", "content": await self.user.chat(HELLO)}
+        return replace(step, messages=[answer])
+
+
+async def asking(task: EpisodeTask, policy: Policy) -> float:
+    """A coroutine in which a judge speaks."""
+    draft = await policy.respond(task.messages)
+    said = await model("user").chat(HELLO)
+    verdict = {"role": "user", "content": said}
+    await policy.respond([*task.messages, message_of(draft), verdict])
+    return float(len(said))
+
+
+async def ask_user() -> str:
+    """Ask the user."""
+    return await model("user").chat(HELLO)
 
 
 class Stuck(Counting):
