@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from tests.agents.chat_server import chat_server, settings
 from tests.waiting import PATIENCE_S
 from verl_ray.agents.contract import Action, End, Episode, EpisodeTask, ToolCall
 from verl_ray.agents.episode import Limits, turn_seed
-from verl_ray.agents.models import ChatSettings
 from verl_ray.agents.wire import EpisodeStart
 from verl_ray.config.agent import AgentConfig
 from verl_ray.data.batch import Ragged, offsets_of

@@ -139,7 +139,7 @@ def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
 # ------------------------------------------------------------------- problems of fields
 
 # The names of these sections are the user's own, so no field is declared for them.
-_NAMED_SECTIONS = re.compile(r"^(reward\.components)\.[^.]+")
+_NAMED_SECTIONS = re.compile(r"^(reward\.components|agent\.models)\.[^.]+")
 
 _ITEM_NUMBER = re.compile(r"\.\d+(?=\.)")
 
