@@ -488,7 +488,12 @@ def start_episodes(
     return EpisodePool(
         server,
         start,
-        ActionReader(tokenizer, agent.tool_parser),
+        ActionReader(
+            tokenizer,
+            agent.tool_parser,
+            agent.reasoning_parser,
+            spec.template_arguments,
+        ),
         num_processes=agent.processes_per_replica,
         most_open=agent.episodes_per_process,
         max_retries=agent.max_retries,

@@ -416,6 +416,8 @@ class ShownSampler:
         self._seen = [*tokens, *sampled.tokens]
         screen.show_sampled(sampled.tokens)
         action = sampled.action
+        if action.reasoning:
+            screen.show(f"--- thinks: {action.reasoning}")
         for call in action.tool_calls:
             words = ", ".join(
                 f"{key}={value!r}" for key, value in call.arguments.items()

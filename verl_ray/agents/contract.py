@@ -7,7 +7,7 @@ this module, and what was sampled reaches it as tokens and as text.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -135,11 +135,14 @@ class Action:
 
     Attributes:
         tokens: The sampled token ids.
-        text: The same as text, without the token that ended the turn; tool calls are
-            not part of it.
+        text: What was said, without the token that ended the turn; thoughts and tool
+            calls are not part of it.
         tool_calls: The parsed tool calls, in order.
         finish: "stop" where the policy ended its turn, "length" where it was cut.
         parse_error: Why tool calls could not be parsed; None where they could.
+        reasoning: The thoughts, without the marks around them.
+        content: Thoughts and text as they were written, which stand for the turn in a
+            conversation; None where the text does.
     """
 
     tokens: Sequence[int]
@@ -147,6 +150,8 @@ class Action:
     tool_calls: Sequence[ToolCall] = ()
     finish: str = "stop"
     parse_error: str | None = None
+    reasoning: str = ""
+    content: str | None = None
 
 
 @dataclass(frozen=True)
@@ -212,6 +217,26 @@ class Environment(Protocol):
         """Give back whatever the episode held. It is called once, however it ends."""
 
 
+MOST_NESTED = 64
+"""Levels of lists and objects in the arguments of a tool call; more are refused."""
+
+
+def nests_too_deep(value: object) -> bool:
+    """Return whether a plain value has more than `MOST_NESTED` levels in each other."""
+    level = [value]
+    for _ in range(MOST_NESTED + 1):
+        level = [part for outer in level for part in _parts(outer)]
+        if not level:
+            return False
+    return True
+
+
+def _parts(value: object) -> Iterable[object]:
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, list | tuple) else ()
+
+
 class Policy(Protocol):
     """The policy in an episode: it answers conversations."""
 
@@ -262,7 +287,9 @@ class EpisodeEnded(Exception):
 
 def message_of(action: Action) -> Message:
     """Return an action as the message that stands for it in a conversation."""
-    message: Message = {"role": "assistant", "content": action.text}
+    # Whether the thoughts in the content stay in later turns is the template's affair.
+    content = action.text if action.content is None else action.content
+    message: Message = {"role": "assistant", "content": content}
     if action.tool_calls:
         message["tool_calls"] = [
             {

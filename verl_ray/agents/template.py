@@ -222,6 +222,31 @@ class Renderer:
         )
         return text
 
+    def written_turn(self, calls: int) -> str | None:
+        """Return an answer, or a turn with calls of a tool `add`, as the template does.
+
+        Args:
+            calls: Number of the calls, at most 2; 0 is an answer.
+
+        Returns:
+            The text between the opening and the end of the turn; None if the template
+            refuses such a turn, or does not write all of it.
+        """
+        arguments = ("1, 1", "2, 2")[:calls]
+        turn = _calls(*arguments) if calls else _ANSWER
+        tools = [_ADD] if calls else []
+        try:
+            before = self.text([_USER], tools, add_generation_prompt=False)
+            opening = self.text([_USER], tools, add_generation_prompt=True)
+            whole = self.text([_USER, turn], tools, add_generation_prompt=False)
+        except DataError:
+            return None
+        # The opening may have a thought in it, which the turn is written without.
+        text = whole.removeprefix(opening if whole.startswith(opening) else before)
+        closing = self._closing.search(text)
+        text = text[: closing.start()] if closing else text
+        return text if all(of in text for of in arguments) else None
+
     def _rest(
         self,
         history: Sequence[Message],

@@ -229,6 +229,8 @@ def sampled_frame(call: int, sampled: Sampled) -> bytes:
         "tool_calls": [[each.name, dict(each.arguments)] for each in action.tool_calls],
         "finish": action.finish,
         "parse_error": action.parse_error,
+        "reasoning": action.reasoning,
+        "content": action.content,
     }
     return frame("sampled", fields, sampled.tokens)
 
@@ -243,6 +245,8 @@ def sampled_of(reply: Frame) -> Sampled:
         [ToolCall(name, arguments) for name, arguments in fields["tool_calls"]],
         fields["finish"],
         fields["parse_error"],
+        fields["reasoning"],
+        fields["content"],
     )
     versions = [(first, version) for first, version in fields["versions"]]
     return Sampled(tokens, fields["log_probs"], versions, action)

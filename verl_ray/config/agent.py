@@ -23,6 +23,7 @@ from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.config.paths import RewardFunction
 from verl_ray.config.reward import ModelReward, SingleReward
 from verl_ray.config.section import (
+    Auto,
     NonNegative,
     OverriddenKeys,
     Positive,
@@ -82,6 +83,10 @@ class AgentConfig(Section):
     tool_parser: str | None
     """Name of vLLM's parser of the model's tool calls, such as hermes; null = none are
     parsed."""
+    reasoning_parser: Auto | str | None
+    """Name of vLLM's parser of the model's thoughts, such as qwen3; null = thoughts are
+    text, and a call in them is a call. auto: that of the marks which the chat template
+    writes, or else of <think> and </think>."""
     max_turns: Annotated[int, Field(ge=1, le=MOST_TURNS)]
     """Turns of the policy in an episode."""
     max_tokens: Positive | None

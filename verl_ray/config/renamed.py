@@ -47,6 +47,7 @@ ADDED: dict[str, Any] = {
     "data.chat_template": None,
     "data.chat_template_kwargs": {},
     "data.template_day": "auto",
+    "agent.reasoning_parser": None,
     "run.total_epochs": None,
     "run.best_metric": None,
     "run.best_is": None,

@@ -80,8 +80,9 @@ _OFF_TOPIC = "I do not know."
 _UNREADABLE = '<tool_call>{"name": '
 _UNKNOWN = '<tool_call>{"name": "no_such_tool", "arguments": {}}</tool_call>'
 
-_PARSERS = "_TOOL_PARSERS_TO_REGISTER"
-"""Name of the table of tool parsers in vLLM's source."""
+_TOOL_PARSERS = ("tool_parsers", "_TOOL_PARSERS_TO_REGISTER")
+_REASONING_PARSERS = ("reasoning", "_REASONING_PARSERS_TO_REGISTER")
+"""Package and table of parsers in vLLM's source."""
 _PLUGINS = "vllm.general_plugins"
 
 _OF_TOOLS = (ToolEnvironment, ToolSet)
@@ -315,7 +316,7 @@ def _report_absence(
 def _parser_problems(agent: AgentConfig, offered: set[str]) -> Iterator[Problem]:
     """Yield a problem if no call of the tools that are offered would be read."""
     key, name = "agent.tool_parser", agent.tool_parser
-    known = [] if name is None else _known_parsers()
+    known = [] if name is None else _known_parsers(*_TOOL_PARSERS)
     if name is None and offered:
         names = ", ".join(sorted(offered))
         rule = f"the policy is offered tools ({names}), and no call would be read"
@@ -328,9 +329,15 @@ def _parser_problems(agent: AgentConfig, offered: set[str]) -> Iterator[Problem]
         fix = did_you_mean(name, known, "parser")
         yield Problem(key, name, "vLLM has no such parser of tool calls", fix)
 
+    key, name = "agent.reasoning_parser", agent.reasoning_parser
+    known = [] if name is None else _known_parsers(*_REASONING_PARSERS)
+    if name is not None and known and name not in known:
+        fix = did_you_mean(name, known, "parser")
+        yield Problem(key, name, "vLLM has no such parser of thoughts", fix)
 
-def _known_parsers() -> list[str]:
-    """Return the names of vLLM's parsers of tool calls; none if not all are known.
+
+def _known_parsers(package_name: str, table: str) -> list[str]:
+    """Return the names of vLLM's parsers of a kind; none if not all are known.
 
     They are read without importing vLLM. A plugin may add some.
     """
@@ -338,7 +345,7 @@ def _known_parsers() -> list[str]:
     package = importlib.util.find_spec("vllm")
     if package is None or package.origin is None:
         return []
-    path = Path(package.origin).with_name("tool_parsers") / "__init__.py"
+    path = Path(package.origin).with_name(package_name) / "__init__.py"
     is_all = all(each.startswith("vllm.") for each in plugins)
     if not is_all or not path.is_file():
         return []
@@ -347,7 +354,7 @@ def _known_parsers() -> list[str]:
         if not isinstance(statement, ast.Assign):
             continue
         names = [each.id for each in statement.targets if isinstance(each, ast.Name)]
-        if _PARSERS in names and isinstance(statement.value, ast.Dict):
+        if table in names and isinstance(statement.value, ast.Dict):
             keys = statement.value.keys
             return [str(key.value) for key in keys if isinstance(key, ast.Constant)]
     return []

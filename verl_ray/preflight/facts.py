@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from verl_ray.agents.thoughts import reasoning_parser_of
 from verl_ray.checkpoint.store import CheckpointStore
 from verl_ray.config.reward import JudgeReward, ModelReward
 from verl_ray.config.rollout_task import RolloutTaskConfig
@@ -55,6 +56,8 @@ class ClusterFacts:
     """Free bytes in /dev/shm of a node; 0 if it is not known."""
     template_day: str | None = None
     """Day on which the run began, if the chat template writes the day."""
+    reasoning_parser: str = ""
+    """Name of vLLM's parser of the thoughts that the chat template writes."""
 
 
 def facts_of(
@@ -109,6 +112,7 @@ def facts_of(
         memory_bytes=memory_bytes,
         shm_free_bytes=shm_free_bytes,
         template_day=_day_of(config, checkpoint) if writes_day(config) else None,
+        reasoning_parser=reasoning_parser_of(_applied_template(config)),
     )
 
 
@@ -177,9 +181,14 @@ def writes_day(config: Config) -> bool:
         if isinstance(grader, JudgeReward | ModelReward)
     ]
     if config.data.apply_chat_template:
-        folder = config.model_roles[config.evaluated_role].model.folder
-        applied.append(template_of(config.data) or _template_in(folder))
+        applied.append(_applied_template(config))
     return any(PRESENT_TIME in template for template in applied)
+
+
+def _applied_template(config: Config) -> str:
+    """Return the chat template of a run's prompts, if they go through one."""
+    folder = config.model_roles[config.evaluated_role].model.folder
+    return template_of(config.data) or _template_in(folder)
 
 
 def _template_in(directory: str) -> str:

@@ -21,6 +21,7 @@ from verl_ray.config.rollout import CONCURRENCY, HEAD, VLLM_LORA_RANKS
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
 from verl_ray.config.section import resolved
+from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.preflight.device_defaults import (
     CPU_KV_CACHE_GIB,
     CPU_MICRO_BATCH_TOKENS,
@@ -350,6 +351,12 @@ def _probe_tolerance(config: RolloutTaskConfig, _: ClusterFacts) -> ValueAndReas
     return "measured", f"numbers are rounded to {names}"
 
 
+def _reasoning_parser(config: RLConfig, facts: ClusterFacts) -> ValueAndReason:
+    if not config.agent.is_used:
+        return None, "no rollout is an episode"
+    return facts.reasoning_parser, "the marks of thoughts that the chat template writes"
+
+
 def _shares_gpus(config: RolloutTaskConfig, facts: ClusterFacts) -> bool:
     # Without GPUs there is no device memory to free.
     return facts.gpus > 0 and config.placement.kind == "colocated"
@@ -360,6 +367,7 @@ _RULES: Mapping[str, Callable[[Any, ClusterFacts], ValueAndReason]] = {
     "run.threads_per_rank": _threads_per_rank,
     "data.apply_chat_template": _apply_chat_template,
     "data.template_day": _template_day,
+    "agent.reasoning_parser": _reasoning_parser,
     "rollout.sleep": _sleep,
     "rollout.concurrency": _concurrency,
     "rollout.sync.transport": _transport,

@@ -24,12 +24,14 @@ from typing import Any
 
 from verl_ray.agents.contract import (
     FAULTS,
+    MOST_NESTED,
     Action,
     End,
     Episode,
     EpisodeEnded,
     EpisodeTask,
     Sampled,
+    nests_too_deep,
 )
 from verl_ray.agents.wire import (
     EpisodeStart,
@@ -538,6 +540,9 @@ async def sampled_turn(
         raise EpisodeEnded(End.ABORTED)
     tokens = chunk.tokens.tolist()
     action = read(tokens, chunk.finish, tools)
+    if any(nests_too_deep(call.arguments) for call in action.tool_calls):
+        why = f"the arguments of a call have more than {MOST_NESTED} levels"
+        action = replace(action, tool_calls=(), parse_error=why)
     return Sampled(tokens, chunk.log_probs.tolist(), chunk.version_spans, action)
 
 

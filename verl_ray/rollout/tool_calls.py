@@ -1,19 +1,28 @@
-"""Sampled tokens as actions: their text, and the tool calls that vLLM reads in it.
+"""Sampled tokens as actions: their thoughts, their text, and the tool calls in it.
 
 Invariant: the parsers are vLLM's. What one cannot read is a parse error that names the
-parser, and never a call.
+parser, and never a call. Thoughts are taken out first: a call in them is a thought.
 """
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from verl_ray.agents.contract import Action, ToolCall
+from verl_ray.agents.contract import Action
+from verl_ray.agents.template import Renderer
+from verl_ray.agents.thoughts import reasoning_parser_of
 from verl_ray.data.stages import Finish
-from verl_ray.data.tokenizers import end_tokens, strip_special_tokens
+from verl_ray.data.tokenizers import (
+    TemplateArguments,
+    applied_template,
+    end_tokens,
+    strip_special_tokens,
+)
 from verl_ray.errors import ConfigError, Problem, RolloutError
+from verl_ray.rollout.call_parser import CallParser, with_lasting_vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,29 +32,43 @@ class ActionReader:
     """Reads actions; see `ReadAction` of `episodes.py`."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, tool_parser: str | None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        tool_parser: str | None,
+        reasoning_parser: str | None = "auto",
+        template_arguments: TemplateArguments | None = None,
     ) -> None:
-        """Take the tokenizer, and the name of the parser of tool calls.
+        """Take the tokenizer, and the names of vLLM's parsers.
+
+        Args:
+            tool_parser: The parser of tool calls; None if nothing offers tools.
+            reasoning_parser: The parser of thoughts; None if thoughts are text. "auto"
+                is that of the chat template.
+            template_arguments: What the chat template gets with every conversation.
 
         Raises:
             RolloutError: vLLM has no such parser, or it needs tokens that the model
                 does not have.
         """
-        self._tokenizer = tokenizer
         self._ends = set(end_tokens(tokenizer))
-        self._name = tool_parser
-        self._parser: Any = None
+        self._tokenizer = tokenizer
         if tool_parser is not None:
-            self._parser = _parser_class(tool_parser)
-            self._tokenizer = _with_lasting_vocabulary(tokenizer)
-            try:
-                self._parser(self._tokenizer)
-            # Parsers raise what they like about a tokenizer that is not their model's.
-            except Exception as error:
-                raise RolloutError(
-                    f"agent.tool_parser = {tool_parser}: vLLM's parser does not work"
-                    f" with the model's tokenizer: {error}"
-                ) from error
+            self._tokenizer = with_lasting_vocabulary(tokenizer)
+        template = applied_template(tokenizer)
+        renderer = Renderer(tokenizer, template_arguments) if template else None
+
+        self._thoughts: _Thoughts | None = None
+        if reasoning_parser == "auto":
+            reasoning_parser = reasoning_parser_of(template)
+        if reasoning_parser is not None:
+            self._thoughts = _Thoughts(self._tokenizer, reasoning_parser, renderer)
+        self._calls: CallParser | None = None
+        if tool_parser is not None:
+            turns: list[str | None] = [None] * 3
+            if renderer is not None:
+                turns = [renderer.written_turn(calls) for calls in range(3)]
+            said = [None if turn is None else self._parts(turn).said for turn in turns]
+            self._calls = CallParser(self._tokenizer, tool_parser, said)
 
     def __call__(
         self, tokens: Sequence[int], finish: Finish, tools: Sequence[Any]
@@ -59,81 +82,126 @@ class ActionReader:
         written = list(tokens)
         if finish is Finish.STOP and written and written[-1] in self._ends:
             written.pop()
+        # Some models mark their thoughts and calls by special tokens.
+        whole = str(self._tokenizer.decode(written, skip_special_tokens=False))
+        parts = self._parts(whole)
+
         # Names of special tokens that were sampled are no part of what was said.
-        words = str(self._tokenizer.decode(written, skip_special_tokens=True))
+        words, everything = self._words(parts.said), self._words(whole)
+        as_text = Action(
+            tokens,
+            words,
+            finish=reason,
+            reasoning=self._words(parts.reasoning).strip(),
+            content=everything if everything != words else None,
+        )
         if not tools:
-            return Action(tokens, words, finish=reason)
-        if self._parser is None:
+            return as_text
+        if self._calls is None:
             names = ", ".join(tool["function"]["name"] for tool in tools)
             rule = f"the environment offers tools ({names}), and no call would be read"
             fix = "Name vLLM's parser of the model's format, such as hermes."
             raise ConfigError([Problem("agent.tool_parser", None, rule, fix)])
 
-        # Some models mark their calls by special tokens.
-        text = str(self._tokenizer.decode(written, skip_special_tokens=False))
-
-        parser = self._parser(self._tokenizer)
         try:
-            read = parser.extract_tool_calls(text, _request(tools))
-        # Parsers raise what they like about a text that they cannot read.
-        except Exception as problem:
-            why = f"{self._name} cannot read it: {problem}"
-            return Action(tokens, words, finish=reason, parse_error=why)
-        if not read.tools_called:
-            error = self._unread(parser, text)
-            return Action(tokens, words, finish=reason, parse_error=error)
-        try:
-            calls = [
-                ToolCall(call.function.name, _arguments(call.function.arguments))
-                for call in read.tool_calls
-            ]
-        except ValueError as problem:
-            error = f"the arguments of a call are no JSON object: {problem}"
-            return Action(tokens, words, finish=reason, parse_error=error)
-        content = strip_special_tokens(read.content or "", self._tokenizer)
-        return Action(tokens, content, calls, reason)
+            calls, rest = self._calls.read(parts.said, tools)
+        except ValueError as error:
+            return replace(as_text, parse_error=str(error))
+        if not calls:
+            return as_text
+        text = self._words(rest)
+        content = self._words(parts.before) + text if parts.before else None
+        return replace(as_text, text=text, tool_calls=calls, content=content)
 
-    def _unread(self, parser: Any, text: str) -> str | None:
-        """Return why a text that begins a call has none; None if it begins none."""
-        opening = getattr(parser, "tool_call_start_token", None)
-        if isinstance(opening, str) and opening and opening in text:
-            return f"{opening} does not begin a call that {self._name} can read"
-        return None
+    def _parts(self, text: str) -> _Parts:
+        if self._thoughts is None:
+            return _Parts("", "", text)
+        return self._thoughts.divide(text)
+
+    def _words(self, text: str) -> str:
+        return strip_special_tokens(text, self._tokenizer)
 
 
-def _arguments(text: str) -> dict[str, Any]:
-    arguments = json.loads(text)
-    if not isinstance(arguments, dict):
-        raise ValueError(f"{type(arguments).__name__}")
-    return arguments
+class _Parts(NamedTuple):
+    """A sampled text in its parts.
 
-
-def _request(tools: Sequence[Any]) -> Any:
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
-    return ChatCompletionRequest(messages=[], tools=list(tools), model="")
-
-
-def _with_lasting_vocabulary(
-    tokenizer: PreTrainedTokenizerBase,
-) -> PreTrainedTokenizerBase:
-    """Return a tokenizer that builds its vocabulary once, and not for each parser.
-
-    A parser may keep state, so there is a new one for each turn, which looks up its
-    tokens. With 150,000 of them the vocabulary takes a tenth of a second to build.
+    Attributes:
+        before: Everything in front of `said`, the marks of thoughts included.
+        reasoning: The thoughts.
+        said: The rest.
     """
-    from vllm.tokenizers.hf import get_cached_tokenizer
 
-    lasting: PreTrainedTokenizerBase = get_cached_tokenizer(tokenizer)
-    return lasting
+    before: str
+    reasoning: str
+    said: str
 
 
-def _parser_class(name: str) -> Any:
-    from vllm.tool_parsers import ToolParserManager
+class _Thoughts:
+    """Divides thoughts from what is said, by the marks that vLLM's parser has.
 
-    try:
-        return ToolParserManager.get_tool_parser(name)
-    except KeyError as error:
-        raise RolloutError(
-            f"agent.tool_parser = {name}: vLLM has no such parser: {error}"
-        ) from error
+    Some of these parsers end a thought where a call begins in it, and would have the
+    call executed. Here a thought ends by its mark alone.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        name: str,
+        renderer: Renderer | None,
+    ) -> None:
+        """Take the tokenizer, the name of the parser, and the chat template.
+
+        Raises:
+            RolloutError: vLLM has no such parser, it does not work with the tokenizer,
+                or it knows no marks.
+        """
+        from vllm.reasoning import ReasoningParserManager
+
+        key = f"agent.reasoning_parser = {name}"
+        try:
+            parser: Any = ReasoningParserManager.get_reasoning_parser(name)(tokenizer)
+        except KeyError as error:
+            raise RolloutError(f"{key}: vLLM has no such parser: {error}") from error
+        # Parsers raise what they like about a tokenizer that is not their model's.
+        except Exception as error:
+            raise RolloutError(
+                f"{key}: vLLM's parser does not work with the model's tokenizer:"
+                f" {error}"
+            ) from error
+        start, end = parser.reasoning_start_str, parser.reasoning_end_str
+        if not start or not end:
+            raise RolloutError(
+                f"{key}: this parser of vLLM has no marks around thoughts; name one"
+                " that has, such as qwen3, or null"
+            )
+
+        self._start, self._end = start, end
+        block = f"{re.escape(start)}(.*?)(?:{re.escape(end)}|\\Z)"
+        self._block = re.compile(block, re.DOTALL)
+        prompt = ""
+        if renderer is not None:
+            user = {"role": "user", "content": "1 + 1 = ?"}
+            prompt = renderer.text([user], add_generation_prompt=True)
+        # The templates of some models begin the thought themselves.
+        self._is_open = prompt.rfind(start) > prompt.rfind(end)
+
+    def divide(self, text: str) -> _Parts:
+        """Return the parts of a sampled text.
+
+        A thought that is not closed is everything that follows its beginning.
+        """
+        end = text.find(self._end)
+        start = text.find(self._start)
+        is_closed = end >= 0 and (start < 0 or end < start)
+        opened = ""
+        # A model may write the mark again that its template has written.
+        if is_closed or (self._is_open and not text.lstrip().startswith(self._start)):
+            opened = self._start
+
+        thoughts = self._block.findall(opened + text)
+        if not thoughts:
+            return _Parts("", "", text)
+        said = self._block.sub("", opened + text).lstrip()
+        # Thoughts may also stand between words.
+        before = text[: len(text) - len(said)] if text.endswith(said) else ""
+        return _Parts(before, "\n".join(thoughts), said)
