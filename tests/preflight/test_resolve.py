@@ -59,6 +59,7 @@ ON_LAPTOP: dict[str, object] = {
     "run.threads_per_rank": {"trainers": 4, "engines": 4, "graders": 1},
     "data.apply_chat_template": False,
     "data.template_day": None,
+    "agent.reasoning_parser": None,
     "placement.offload": "none",
     "rollout.sleep": "never",
     "rollout.sync.transport": "shared_memory",
@@ -238,6 +239,7 @@ def test_what_the_user_has_set_stays() -> None:
         "backend.dtype=float32", "backend.micro_batch_tokens_per_rank=4096", "backend.activation_checkpointing=false",
         "rollout.dtype=float32", "rollout.num_replicas=1", "rollout.kv_cache_gib=3.0", "rollout.concurrency=64",
         "run.recovery.snapshot_every=5", "run.recovery.snapshot_copies=2",
+        "agent.environments.default=number_guessing", "agent.reasoning_parser=null",
     )  # fmt: skip
     config = configured(*overrides)
     assert values(config, NODE) == {} and resolve(config, NODE) == config

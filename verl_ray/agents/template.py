@@ -232,7 +232,7 @@ class Renderer:
             The text between the opening and the end of the turn; None if the template
             refuses such a turn, or does not write all of it.
         """
-        arguments = ("1, 1", "2, 2")[:calls]
+        arguments = ("11", "22")[:calls]
         turn = _calls(*arguments) if calls else _ANSWER
         tools = [_ADD] if calls else []
         try:

@@ -71,7 +71,7 @@ class CallParser:
         for package in ("vllm.tool_parsers", "vllm.parser"):
             logging.getLogger(package).setLevel(logging.CRITICAL)
         self._bot_token = str(getattr(parser, "bot_token", ""))
-        self._more = tokenizer.encode(_MORE, add_special_tokens=False)
+        self._more = self._encoded(_MORE)
 
         answer, one, two = turns
         self._takes_several = one is None or two is not None
@@ -153,6 +153,17 @@ class CallParser:
         """Return whether all of a text is streamed as words."""
         return self._plain(self._streamed(text, request)) == self._plain(text + _MORE)
 
+    def _encoded(self, text: str) -> list[int]:
+        """Return the tokens of a text; none where the vocabulary lacks its characters.
+
+        Parsers look for special tokens among them.
+        """
+        try:
+            tokens = self._tokenizer.encode(text, add_special_tokens=False)
+        except Exception:
+            return []
+        return list(tokens)
+
     def _plain(self, text: str) -> str:
         return "".join(strip_special_tokens(text, self._tokenizer).split())
 
@@ -167,7 +178,7 @@ class CallParser:
     def _streamed(self, text: str, request: Any) -> str:
         """Return the words that are streamed of a text and of more words behind it."""
         parser = self._class(self._tokenizer)
-        tokens = self._tokenizer.encode(text, add_special_tokens=False)
+        tokens = self._encoded(text)
         both, whole = [*tokens, *self._more], text + _MORE
         stream = parser.extract_tool_calls_streaming
         try:
