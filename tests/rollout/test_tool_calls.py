@@ -10,7 +10,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tests.agents.templates import PRESERVING, tokenizer_with
-from verl_ray.agents.contract import Action, ToolCall
+from verl_ray.agents.contract import Action, Sampled, ToolCall, message_of
+from verl_ray.agents.wire import FrameReader, sampled_frame, sampled_of
 from verl_ray.data.stages import Finish
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
 from verl_ray.errors import ConfigError, RolloutError
@@ -101,3 +102,87 @@ def test_turns_are_parsed_without_building_the_vocabulary_for_each(
         assert action.tool_calls == [ToolCall("add", {"of": number})]
         assert action.parse_error is None and action.finish == "stop"
     assert len(built) == before
+
+
+OPENED = PRESERVING.replace(
+    "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}"
+)
+MAYBE, NOW = call('{"a": 7}'), call('{"a": 5}')
+
+
+def thinking(text: str, template: str, parser: str | None = "auto") -> Action:
+    tokenizer = tokenizer_with(template)
+    reader = ActionReader(tokenizer, "hermes", parser)
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    return reader([*tokens, tokenizer.eos_token_id], Finish.STOP, (TOOL,))
+
+
+@pytest.mark.parametrize("begins", ["<think>\n", ""])
+def test_a_call_in_thoughts_is_a_thought(begins: str) -> None:
+    template = PRESERVING if begins else OPENED
+    thought = f"{begins}Maybe {MAYBE}.\n</think>\n\n"
+    action = thinking(thought + "It is 4.", template)
+    assert (action.text, action.reasoning) == ("It is 4.", f"Maybe {MAYBE}.")
+    assert (action.tool_calls, action.parse_error) == ((), None)
+    assert message_of(action)["content"] == thought + "It is 4."
+
+    action = thinking(thought + "So:" + NOW, template)
+    assert action.tool_calls == [ToolCall("add", {"a": 5})]
+    assert (action.text, action.reasoning) == ("So:", f"Maybe {MAYBE}.")
+    assert message_of(action)["content"] == thought + "So:"
+
+    # Nothing closes it.
+    action = thinking(f"{begins}Maybe {MAYBE}", template)
+    assert (action.text, action.tool_calls, action.parse_error) == ("", (), None)
+    assert action.reasoning == f"Maybe {MAYBE}"
+
+    # A thought between words.
+    action = thinking(f"{begins}A.</think>Hm. <think>B {MAYBE}</think> No.", template)
+    assert (action.text, action.tool_calls) == ("Hm.  No.", ())
+
+
+def test_thoughts_are_text_where_nothing_reads_them() -> None:
+    text = f"<think>\n{MAYBE}</think>\n"
+    assert thinking(text, PRESERVING, None).tool_calls == [ToolCall("add", {"a": 7})]
+    # These marks are another model's.
+    assert thinking(text, PRESERVING, "seed_oss").tool_calls
+    with pytest.raises(RolloutError, match="no such parser"):
+        thinking(text, PRESERVING, "qwen33")
+    with pytest.raises(RolloutError, match="has no marks around thoughts"):
+        thinking(text, PRESERVING, "openai_gptoss")
+
+
+def test_arguments_that_nest_too_deep_are_a_parse_error() -> None:
+    def nested(levels: int) -> Action:
+        return read(call('{"a": ' + "[" * (levels - 1) + "]" * (levels - 1) + "}"))
+
+    assert nested(64).parse_error is None
+    for levels in (65, 600, 100_000):
+        action = nested(levels)
+        assert action.parse_error and not action.tool_calls
+
+
+def test_a_template_that_takes_one_call_has_no_turn_with_two() -> None:
+    one = PRESERVING.replace(
+        "{% set content = message.content %}",
+        "{% set content = message.content %}{% if (message.tool_calls or []) | length > 1 %}"
+        "{{ raise_exception('one call at once') }}{% endif %}",
+    )
+    assert len(thinking(NOW, one).tool_calls) == 1
+    action = thinking(MAYBE + NOW, one)
+    assert action.tool_calls == ()
+    assert action.parse_error
+    assert "has 2 calls, and the model's chat template takes one" in action.parse_error
+    assert len(thinking(MAYBE + NOW, PRESERVING).tool_calls) == 2
+
+
+def test_thoughts_reach_the_process_of_an_episode() -> None:
+    action = thinking("<think>\nI pay.\n</think>\n\n" + NOW, PRESERVING)
+    tokens = list(action.tokens)
+    sampled = Sampled(tokens, [0.0] * len(tokens), [(0, 1)], action)
+    (frame,) = FrameReader().feed(sampled_frame(3, sampled))
+    assert sampled_of(frame) == sampled
+    assert (action.reasoning, action.content) == (
+        "I pay.",
+        "<think>\nI pay.\n</think>\n\n",
+    )

@@ -224,11 +224,9 @@ MOST_NESTED = 64
 def nests_too_deep(value: object) -> bool:
     """Return whether a plain value has more than `MOST_NESTED` levels in each other."""
     level = [value]
-    for _ in range(MOST_NESTED + 1):
+    for _ in range(MOST_NESTED):
         level = [part for outer in level for part in _parts(outer)]
-        if not level:
-            return False
-    return True
+    return any(isinstance(each, Mapping | list | tuple) for each in level)
 
 
 def _parts(value: object) -> Iterable[object]:
