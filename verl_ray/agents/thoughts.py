@@ -1,4 +1,4 @@
-"""Which of vLLM's parsers knows the marks that a model writes around its thoughts."""
+"""Names of vLLM's parsers, by the marks that models write around their thoughts."""
 
 from __future__ import annotations
 

@@ -73,16 +73,16 @@ class CallParser:
         self._bot_token = str(getattr(parser, "bot_token", ""))
         self._more = self._encoded(_MORE)
 
-        answer, one, two = turns
-        self._takes_several = one is None or two is not None
+        answer, single, pair = turns
+        self._takes_several = single is None or pair is not None
         # A parser that withholds words too, or that does not know the end of a call of
         # the template's, cannot be asked.
         request = _request([{"type": "function", "function": {"name": "add"}}])
         words = ["Yes.", *([] if answer is None else [answer])]
         self._shows_words = all(self._shows(text, request) for text in words)
-        read = [] if one is None else self._extracted(one, request)
-        self._opening = _opening(two) if two is not None and read else ""
-        self._knows_ends = not read or self._is_whole(str(one), read, request)
+        read = [] if single is None else self._extracted(single, request)
+        self._opening = _opening(pair) if pair is not None and read else ""
+        self._knows_ends = not read or self._is_whole(str(single), read, request)
 
     def read(self, text: str, tools: Sequence[Any]) -> tuple[list[ToolCall], str]:
         """Return the calls in a text, and the words in front of them.
@@ -114,7 +114,9 @@ class CallParser:
             )
         if not all(name for name, _ in read):
             raise ValueError("it has a call without the name of a tool")
-        return [ToolCall(name, _arguments(given)) for name, given in read], words
+        return [
+            ToolCall(name, _arguments(json_text)) for name, json_text in read
+        ], words
 
     def _begins_call(
         self, text: str, words: str, names: Sequence[str], request: Any

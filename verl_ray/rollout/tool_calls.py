@@ -67,8 +67,8 @@ class ActionReader:
             turns: list[str | None] = [None] * 3
             if renderer is not None:
                 turns = [renderer.written_turn(calls) for calls in range(3)]
-            said = [None if turn is None else self._parts(turn).said for turn in turns]
-            self._calls = CallParser(self._tokenizer, tool_parser, said)
+            replies = [turn and self._parts(turn).reply for turn in turns]
+            self._calls = CallParser(self._tokenizer, tool_parser, replies)
 
     def __call__(
         self, tokens: Sequence[int], finish: Finish, tools: Sequence[Any]
@@ -87,7 +87,7 @@ class ActionReader:
         parts = self._parts(whole)
 
         # Names of special tokens that were sampled are no part of what was said.
-        words, everything = self._words(parts.said), self._words(whole)
+        words, everything = self._words(parts.reply), self._words(whole)
         as_text = Action(
             tokens,
             words,
@@ -104,7 +104,7 @@ class ActionReader:
             raise ConfigError([Problem("agent.tool_parser", None, rule, fix)])
 
         try:
-            calls, rest = self._calls.read(parts.said, tools)
+            calls, rest = self._calls.read(parts.reply, tools)
         except ValueError as error:
             return replace(as_text, parse_error=str(error))
         if not calls:
@@ -126,14 +126,14 @@ class _Parts(NamedTuple):
     """A sampled text in its parts.
 
     Attributes:
-        before: Everything in front of `said`, the marks of thoughts included.
+        before: Everything in front of `reply`, the marks of thoughts included.
         reasoning: The thoughts.
-        said: The rest.
+        reply: The rest.
     """
 
     before: str
     reasoning: str
-    said: str
+    reply: str
 
 
 class _Thoughts:
@@ -201,7 +201,7 @@ class _Thoughts:
         thoughts = self._block.findall(opened + text)
         if not thoughts:
             return _Parts("", "", text)
-        said = self._block.sub("", opened + text).lstrip()
+        reply = self._block.sub("", opened + text).lstrip()
         # Thoughts may also stand between words.
-        before = text[: len(text) - len(said)] if text.endswith(said) else ""
-        return _Parts(before, "\n".join(thoughts), said)
+        before = text[: len(text) - len(reply)] if text.endswith(reply) else ""
+        return _Parts(before, "\n".join(thoughts), reply)
