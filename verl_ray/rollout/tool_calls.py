@@ -6,6 +6,7 @@ parser, and never a call. Thoughts are taken out first: a call in them is a thou
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from verl_ray.data.tokenizers import (
     end_tokens,
     strip_special_tokens,
 )
-from verl_ray.errors import ConfigError, Problem, RolloutError
+from verl_ray.errors import ConfigError, DataError, Problem, RolloutError
 from verl_ray.rollout.call_parser import CallParser, with_lasting_vocabulary
 
 if TYPE_CHECKING:
@@ -179,9 +180,11 @@ class _Thoughts:
         block = f"{re.escape(start)}(.*?)(?:{re.escape(end)}|\\Z)"
         self._block = re.compile(block, re.DOTALL)
         prompt = ""
-        if renderer is not None:
-            user = {"role": "user", "content": "1 + 1 = ?"}
-            prompt = renderer.text([user], add_generation_prompt=True)
+        user = {"role": "user", "content": "1 + 1 = ?"}
+        # A template may want more than a question.
+        with contextlib.suppress(DataError):
+            if renderer is not None:
+                prompt = renderer.text([user], add_generation_prompt=True)
         # The templates of some models begin the thought themselves.
         self._is_open = prompt.rfind(start) > prompt.rfind(end)
 
