@@ -14,7 +14,7 @@ import yaml
 from controllers.compose.composition import compose, examine
 from controllers.compose.grammar import parsed_override
 from verl_ray.backends import BACKENDS
-from verl_ray.config.load import to_tree
+from verl_ray.config.load import to_tree, with_changes
 from verl_ray.config.renamed import ADDED, RENAMED
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.config.tasks.sft import SFTConfig
@@ -630,6 +630,8 @@ def test_the_config_yaml_of_an_older_run_is_composed(tmp_path: Path) -> None:
         assert isinstance(config, RLConfig)
         return config
 
+    # Thoughts were text.
+    config = with_changes(config, {"agent.reasoning_parser": None})
     assert composed() == config
     evaluation = examine("config", (), str(tmp_path), evaluates=True)
     assert (evaluation.config, evaluation.problems) == (config, [])
