@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from functools import cache
 
@@ -112,7 +113,7 @@ SPECIAL = (
 @cache
 def vocabulary() -> PreTrainedTokenizerBase:
     """Return a tokenizer with the special tokens that the parsers look for."""
-    tokenizer = tokenizer_with(PRESERVING)
+    tokenizer = copy.deepcopy(tokenizer_with(PRESERVING))
     marks = {mark for call in CALLS.values() for mark in marks_of(call)}
     tokens = [
         AddedToken(mark, special=True, normalized=False)
@@ -146,7 +147,7 @@ def reader_of(parser: str) -> ActionReader:
 def read(parser: str, text: str) -> Action:
     tokenizer = vocabulary()
     tokens = tokenizer.encode(text, add_special_tokens=False)
-    return reader_of(parser)([*tokens, tokenizer.eos_token_id], Finish.STOP, [ADD])
+    return reader_of(parser)([], [*tokens, tokenizer.eos_token_id], Finish.STOP, [ADD])
 
 
 def test_the_table_has_each_parser() -> None:

@@ -89,7 +89,12 @@ def make_pool(
 ) -> tuple[EpisodePool, RolloutServer]:
     tokenizer = load_tokenizer(model)
 
-    def read(tokens: Sequence[int], finish: Finish, tools: Sequence[Any]) -> Action:
+    def read(
+        prompt: Sequence[int],
+        tokens: Sequence[int],
+        finish: Finish,
+        tools: Sequence[Any],
+    ) -> Action:
         text = tokenizer.decode([token for token in tokens if token != END])
         calls = [ToolCall(tools[0]["function"]["name"], {})] if tools else []
         return Action(tokens, text, calls, finish.name.lower())
@@ -458,8 +463,8 @@ def test_single_responses_end_with_their_stream_and_with_their_engine(
 def test_calls_that_hold_the_loop_in_turn_lose_no_process(
     start_pool: Callable[..., EpisodePool],
 ) -> None:
-    """All are ready in the same turn of the loop, which takes 12 * 0.25 s."""
-    pool = start_pool("Slow", options={"seconds": 0.25}, num_processes=1, stall_s=2.0)
+    """All are ready in one or two turns of the loop, which take 12 * 0.5 s."""
+    pool = start_pool("Slow", options={"seconds": 0.5}, num_processes=1, stall_s=2.0)
     episodes = ended(pool, requests(12))
     assert {episode.end for episode in episodes.values()} == {End.COMPLETED}
     counts = pool.take_counts()

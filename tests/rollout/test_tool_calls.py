@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.agents.templates import PRESERVING, tokenizer_with
 from verl_ray.agents.contract import Action, Sampled, ToolCall, message_of
+from verl_ray.agents.template import Renderer
 from verl_ray.agents.wire import FrameReader, sampled_frame, sampled_of
 from verl_ray.data.stages import Finish
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
@@ -36,7 +37,7 @@ def read(
     text: str, parser: str | None = "hermes", tools: tuple[object, ...] = (TOOL,)
 ) -> Action:
     tokens = TOKENIZER(text, add_special_tokens=False)["input_ids"]
-    return ActionReader(TOKENIZER, parser)([*tokens, END], Finish.STOP, tools)
+    return ActionReader(TOKENIZER, parser)([], [*tokens, END], Finish.STOP, tools)
 
 
 def call(arguments: str) -> str:
@@ -98,7 +99,7 @@ def test_turns_are_parsed_without_building_the_vocabulary_for_each(
     for number in range(3):
         text = f'{{"name": "add", "parameters": {{"of": {number}}}}}'
         tokens = tokenizer.encode(text)
-        action = reader([*tokens, tokenizer.eos_token_id], Finish.STOP, [TOOL])
+        action = reader([], [*tokens, tokenizer.eos_token_id], Finish.STOP, [TOOL])
         assert action.tool_calls == [ToolCall("add", {"of": number})]
         assert action.parse_error is None and action.finish == "stop"
     assert len(built) == before
@@ -114,7 +115,8 @@ def thinking(text: str, template: str, parser: str | None = "auto") -> Action:
     tokenizer = tokenizer_with(template)
     reader = ActionReader(tokenizer, "hermes", parser)
     tokens = tokenizer.encode(text, add_special_tokens=False)
-    return reader([*tokens, tokenizer.eos_token_id], Finish.STOP, (TOOL,))
+    prompt = Renderer(tokenizer).begin([{"role": "user", "content": "1 + 3 = ?"}])
+    return reader(prompt, [*tokens, tokenizer.eos_token_id], Finish.STOP, (TOOL,))
 
 
 @pytest.mark.parametrize("begins", ["<think>\n", ""])
@@ -139,6 +141,20 @@ def test_a_call_in_thoughts_is_a_thought(begins: str) -> None:
     # A thought between words.
     action = thinking(f"{begins}A.</think>Hm. <think>B {MAYBE}</think> No.", template)
     assert (action.text, action.tool_calls) == ("Hm.  No.", ())
+
+
+def test_a_record_that_turns_thoughts_off_has_none_to_close() -> None:
+    """The template begins a thought, unless a record says otherwise."""
+    tokenizer = tokenizer_with(
+        OPENED.replace("<think>\n", "{% if enable_thinking is undefined %}<think>\n{% endif %}")
+    )  # fmt: skip
+    reader = ActionReader(tokenizer, "hermes")
+    tokens = tokenizer.encode("It is 4." + NOW, add_special_tokens=False)
+    messages = [{"role": "user", "content": "1 + 3 = <think>"}]
+    for arguments, said in (({}, ""), ({"enable_thinking": False}, "It is 4.")):
+        prompt = Renderer(tokenizer, arguments).begin(messages)
+        action = reader(prompt, tokens, Finish.LENGTH, (TOOL,))
+        assert (action.text, len(action.tool_calls)) == (said, len(said) > 0)
 
 
 def test_thoughts_are_text_where_nothing_reads_them() -> None:

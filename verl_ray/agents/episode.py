@@ -484,7 +484,7 @@ async def run_episode(
         num_tool_calls=policy.num_tool_calls,
         conversations=policy.conversations,
         metrics=policy.metrics,
-        response=turns[-1].sampled.action.text if turns else "",
+        response=str(message_of(turns[-1].sampled.action)["content"]) if turns else "",
     )
 
 

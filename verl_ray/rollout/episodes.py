@@ -63,8 +63,10 @@ _MOST_HANGING = 64
 _FEW = 8
 """Episodes that a process runs at a time of those that were lost with one once."""
 
-ReadAction = Callable[[Sequence[int], Finish, Sequence[Any]], Action]
-"""Makes an action of sampled tokens, why they end, and the tools that may be called."""
+ReadAction = Callable[[Sequence[int], Sequence[int], Finish, Sequence[Any]], Action]
+"""Makes an action of the tokens of a prompt, those that were sampled behind it, why
+they end, and the tools that may be called.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -539,7 +541,7 @@ async def sampled_turn(
     if chunk.finish is None or chunk.finish is Finish.ABORTED:
         raise EpisodeEnded(End.ABORTED)
     tokens = chunk.tokens.tolist()
-    action = read(tokens, chunk.finish, tools)
+    action = read(request.tokens.tolist(), tokens, chunk.finish, tools)
     if any(nests_too_deep(call.arguments) for call in action.tool_calls):
         why = f"the arguments of a call have more than {MOST_NESTED} levels"
         action = replace(action, tool_calls=(), parse_error=why)

@@ -6,7 +6,6 @@ parser, and never a call. Thoughts are taken out first: a call in them is a thou
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,11 +21,14 @@ from verl_ray.data.tokenizers import (
     end_tokens,
     strip_special_tokens,
 )
-from verl_ray.errors import ConfigError, DataError, Problem, RolloutError
+from verl_ray.errors import ConfigError, Problem, RolloutError
 from verl_ray.rollout.call_parser import CallParser, with_lasting_vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_MOST_OF_A_MARK = 64
+"""Tokens that the beginning of a thought has at most, with white space behind it."""
 
 
 class ActionReader:
@@ -62,7 +64,7 @@ class ActionReader:
         if reasoning_parser == "auto":
             reasoning_parser = reasoning_parser_of(template)
         if reasoning_parser is not None:
-            self._thoughts = _Thoughts(self._tokenizer, reasoning_parser, renderer)
+            self._thoughts = _Thoughts(self._tokenizer, reasoning_parser)
         self._calls: CallParser | None = None
         if tool_parser is not None:
             turns: list[str | None] = [None] * 3
@@ -72,9 +74,17 @@ class ActionReader:
             self._calls = CallParser(self._tokenizer, tool_parser, replies)
 
     def __call__(
-        self, tokens: Sequence[int], finish: Finish, tools: Sequence[Any]
+        self,
+        prompt: Sequence[int],
+        tokens: Sequence[int],
+        finish: Finish,
+        tools: Sequence[Any],
     ) -> Action:
-        """Return what the environment sees of these tokens.
+        """Return what the environment sees of the tokens of a turn.
+
+        Args:
+            prompt: The tokens in front of the turn, which may begin a thought.
+            tokens: Those of the turn.
 
         Raises:
             ConfigError: There are tools, and no parser of their calls.
@@ -85,7 +95,8 @@ class ActionReader:
             written.pop()
         # Some models mark their thoughts and calls by special tokens.
         whole = str(self._tokenizer.decode(written, skip_special_tokens=False))
-        parts = self._parts(whole)
+        before = self._tokenizer.decode(list(prompt[-_MOST_OF_A_MARK:]))
+        parts = self._parts(whole, str(before))
 
         # Names of special tokens that were sampled are no part of what was said.
         words, everything = self._words(parts.reply), self._words(whole)
@@ -114,10 +125,10 @@ class ActionReader:
         content = self._words(parts.before) + text if parts.before else None
         return replace(as_text, text=text, tool_calls=calls, content=content)
 
-    def _parts(self, text: str) -> _Parts:
+    def _parts(self, text: str, prompt: str = "") -> _Parts:
         if self._thoughts is None:
             return _Parts("", "", text)
-        return self._thoughts.divide(text)
+        return self._thoughts.divide(text, prompt)
 
     def _words(self, text: str) -> str:
         return strip_special_tokens(text, self._tokenizer)
@@ -144,13 +155,8 @@ class _Thoughts:
     call executed. Here a thought ends by its mark alone.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        name: str,
-        renderer: Renderer | None,
-    ) -> None:
-        """Take the tokenizer, the name of the parser, and the chat template.
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+        """Take the tokenizer, and the name of the parser.
 
         Raises:
             RolloutError: vLLM has no such parser, it does not work with the tokenizer,
@@ -179,26 +185,23 @@ class _Thoughts:
         self._start, self._end = start, end
         block = f"{re.escape(start)}(.*?)(?:{re.escape(end)}|\\Z)"
         self._block = re.compile(block, re.DOTALL)
-        prompt = ""
-        user = {"role": "user", "content": "1 + 1 = ?"}
-        # A template may want more than a question.
-        with contextlib.suppress(DataError):
-            if renderer is not None:
-                prompt = renderer.text([user], add_generation_prompt=True)
-        # The templates of some models begin the thought themselves.
-        self._is_open = prompt.rfind(start) > prompt.rfind(end)
 
-    def divide(self, text: str) -> _Parts:
+    def divide(self, text: str, prompt: str) -> _Parts:
         """Return the parts of a sampled text.
 
         A thought that is not closed is everything that follows its beginning.
+
+        Args:
+            prompt: The end of what is in front of it.
         """
+        # The templates of some models begin the thought themselves.
+        is_open = prompt.rstrip().endswith(self._start)
         end = text.find(self._end)
         start = text.find(self._start)
         is_closed = end >= 0 and (start < 0 or end < start)
         opened = ""
         # A model may write the mark again that its template has written.
-        if is_closed or (self._is_open and not text.lstrip().startswith(self._start)):
+        if is_closed or (is_open and not text.lstrip().startswith(self._start)):
             opened = self._start
 
         thoughts = self._block.findall(opened + text)
