@@ -44,7 +44,13 @@ from verl_ray.agents.contract import (
     ToolSchema,
     message_of,
 )
-from verl_ray.agents.episode import Limits, run_episode, turn_seed
+from verl_ray.agents.episode import (
+    run_episode,
+)
+from verl_ray.agents.policy import (
+    Limits,
+    turn_seed,
+)
 from verl_ray.agents.template import Renderer
 from verl_ray.agents.wire import EpisodeStart, frame
 from verl_ray.cluster.context import WorkerContext

@@ -46,7 +46,14 @@ from verl_ray.agents.contract import (
     ToolCall,
     ToolSchema,
 )
-from verl_ray.agents.episode import EnvironmentFactory, Limits, Run, run_episode
+from verl_ray.agents.episode import (
+    EnvironmentFactory,
+    Run,
+    run_episode,
+)
+from verl_ray.agents.policy import (
+    Limits,
+)
 from verl_ray.agents.scripted import turn_end
 from verl_ray.agents.specs import EXPECTED, load_environment
 from verl_ray.agents.tasks import as_messages
@@ -66,8 +73,8 @@ from verl_ray.rollout.vllm_core import environment as engine_variables
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from verl_ray.rollout.episodes import ReadAction
     from verl_ray.rollout.server import RolloutServer
+    from verl_ray.rollout.turns import ReadAction
 
 SHIPPED = {
     "calculator": "calculator:Calculator",
@@ -648,6 +655,6 @@ class ModelPlayer:
         prompt = np.asarray(tokens, np.int32)
         request = GenerationRequest(0, prompt, sampling, seed)
         # Imported here, since it imports torch, which a person does without.
-        from verl_ray.rollout.episodes import sampled_turn
+        from verl_ray.rollout.turns import sampled_turn
 
         return await sampled_turn(self.server, request, tools, self.read)

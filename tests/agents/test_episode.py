@@ -32,11 +32,15 @@ from verl_ray.agents.contract import (
     ToolCall,
     message_of,
 )
-from verl_ray.agents.episode import (
+from verl_ray.agents.deadlines import (
     Clock,
+)
+from verl_ray.agents.episode import (
+    run_episode,
+)
+from verl_ray.agents.policy import (
     EpisodePolicy,
     Limits,
-    run_episode,
     turn_seed,
 )
 from verl_ray.agents.scripted import ScriptedSampler

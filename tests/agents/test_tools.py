@@ -28,7 +28,12 @@ from verl_ray.agents.contract import (
     Step,
     ToolCall,
 )
-from verl_ray.agents.episode import Limits, run_episode
+from verl_ray.agents.episode import (
+    run_episode,
+)
+from verl_ray.agents.policy import (
+    Limits,
+)
 from verl_ray.agents.scripted import ScriptedSampler
 from verl_ray.agents.template import Renderer
 from verl_ray.agents.threads import hanging_calls

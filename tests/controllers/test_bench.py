@@ -22,7 +22,9 @@ from controllers.bench.processes import run_processes
 from controllers.bench.raw import padded
 from controllers.bench.suite import MIB, markdown, rounds
 from verl_ray.agents.contract import End, Episode, EpisodeRow
-from verl_ray.agents.episode import turn_seed
+from verl_ray.agents.policy import (
+    turn_seed,
+)
 from verl_ray.errors import VerlRayError
 from verl_ray.profiling.flops import ModelShape
 

@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM
 from tests.agents.templates import MERGING, PRESERVING, STRIPPING, tokenizer_with
 from tests.rollout.conftest import EngineStarter
 from verl_ray.agents.contract import Action, End, Episode, EpisodeTask, ToolCall
-from verl_ray.agents.episode import Limits
+from verl_ray.agents.policy import (
+    Limits,
+)
 from verl_ray.agents.wire import EpisodeStart
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.stages import Finish

@@ -22,7 +22,10 @@ import pytest
 from tests.agents.chat_server import chat_server, settings
 from tests.waiting import PATIENCE_S
 from verl_ray.agents.contract import Action, End, Episode, EpisodeTask, ToolCall
-from verl_ray.agents.episode import Limits, turn_seed
+from verl_ray.agents.policy import (
+    Limits,
+    turn_seed,
+)
 from verl_ray.agents.wire import EpisodeStart
 from verl_ray.config.agent import AgentConfig
 from verl_ray.data.batch import Ragged, offsets_of

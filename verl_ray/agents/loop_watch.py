@@ -28,7 +28,13 @@ _LIBRARIES = tuple(
 )
 _CALLERS = tuple(
     str(Path(__file__).with_name(name))
-    for name in ("episode.py", "tools.py", "plain_worlds.py", "loop_watch.py")
+    for name in (
+        "deadlines.py",
+        "episode.py",
+        "tools.py",
+        "plain_worlds.py",
+        "loop_watch.py",
+    )
 )
 """Our files that call users' code."""
 

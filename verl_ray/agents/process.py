@@ -28,9 +28,11 @@ from verl_ray.agents.contract import (
     Sampled,
     ToolSchema,
 )
+from verl_ray.agents.deadlines import (
+    Clock,
+)
 from verl_ray.agents.episode import (
     OUR_FILES,
-    Clock,
     EnvironmentFactory,
     Run,
     run_episode,

@@ -27,7 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from verl_ray.agents.contract import Environment
-from verl_ray.agents.episode import EnvironmentFactory, Run
+from verl_ray.agents.episode import (
+    EnvironmentFactory,
+    Run,
+)
 from verl_ray.agents.plain_worlds import METHODS, environment_factory
 from verl_ray.agents.tools import (
     ToolEnvironment,

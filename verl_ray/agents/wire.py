@@ -32,8 +32,10 @@ from verl_ray.agents.contract import (
     Sampled,
     ToolCall,
 )
-from verl_ray.agents.episode import Limits
 from verl_ray.agents.models import ChatSettings
+from verl_ray.agents.policy import (
+    Limits,
+)
 from verl_ray.agents.template import Renderer
 from verl_ray.config.data import SpecialTokens
 from verl_ray.config.function_specs import parts_of

@@ -30,7 +30,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_ray.agents.contract import Action, End, Episode, EpisodeTask, ToolCall
-from verl_ray.agents.episode import run_episode
+from verl_ray.agents.episode import (
+    run_episode,
+)
 from verl_ray.agents.loop_watch import CodePlace, LoopWatch
 from verl_ray.agents.models import ChatModel, ChatSettings, provide
 from verl_ray.agents.scripted import ScriptedSampler, read_words, turn_end

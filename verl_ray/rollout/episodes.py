@@ -24,14 +24,10 @@ from typing import Any
 
 from verl_ray.agents.contract import (
     FAULTS,
-    MOST_NESTED,
-    Action,
     End,
     Episode,
     EpisodeEnded,
     EpisodeTask,
-    Sampled,
-    nests_too_deep,
 )
 from verl_ray.agents.wire import (
     EpisodeStart,
@@ -41,15 +37,15 @@ from verl_ray.agents.wire import (
     sampled_frame,
     task_fields,
 )
-from verl_ray.data.stages import Finish
 from verl_ray.errors import ConfigError, EngineFailed, Problem, RolloutError
 from verl_ray.profiling.memory import GIB, tree_pss_bytes
 from verl_ray.profiling.progress import touch
 from verl_ray.rollout.episode_counts import EpisodeCounts
 from verl_ray.rollout.episode_process import GuardedProcess
 from verl_ray.rollout.episode_stream import EpisodeStream
-from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling
+from verl_ray.rollout.requests import GenerationRequest, Sampling
 from verl_ray.rollout.server import RolloutServer
+from verl_ray.rollout.turns import ReadAction, sampled_turn
 
 START_S = 120.0
 """Seconds that a process may take to import the environments."""
@@ -62,11 +58,6 @@ _MOST_HANGING = 64
 
 _FEW = 8
 """Episodes that a process runs at a time of those that were lost with one once."""
-
-ReadAction = Callable[[Sequence[int], Sequence[int], Finish, Sequence[Any]], Action]
-"""Makes an action of the tokens of a prompt, those that were sampled behind it, why
-they end, and the tools that may be called.
-"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -520,32 +511,6 @@ def retry_wait_s(retries: int, episode_s: float) -> float:
     # A power of many retries is no float.
     grown_s = _RETRY_S * 2.0 ** min(retries - 1, 16)
     return min(grown_s, _MOST_RETRY_S, episode_s)
-
-
-async def sampled_turn(
-    server: RolloutServer,
-    request: GenerationRequest,
-    tools: Sequence[Any],
-    read: ReadAction,
-) -> Sampled:
-    """Return the turn of a request that does not stream.
-
-    Raises:
-        EpisodeEnded: The request was aborted.
-        RolloutError: The engine failed, or refuses the request.
-    """
-    chunks: list[Chunk] = []
-    async for more in server.respond_async([request]):
-        chunks += more
-    (chunk,) = chunks
-    if chunk.finish is None or chunk.finish is Finish.ABORTED:
-        raise EpisodeEnded(End.ABORTED)
-    tokens = chunk.tokens.tolist()
-    action = read(request.tokens.tolist(), tokens, chunk.finish, tools)
-    if any(nests_too_deep(call.arguments) for call in action.tool_calls):
-        why = f"the arguments of a call have more than {MOST_NESTED} levels"
-        action = replace(action, tool_calls=(), parse_error=why)
-    return Sampled(tokens, chunk.log_probs.tolist(), chunk.version_spans, action)
 
 
 @dataclass(eq=False)

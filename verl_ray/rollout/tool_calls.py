@@ -32,7 +32,7 @@ _MOST_OF_A_MARK = 64
 
 
 class ActionReader:
-    """Reads actions; see `ReadAction` of `episodes.py`."""
+    """Reads actions; see `ReadAction` of `turns.py`."""
 
     def __init__(
         self,

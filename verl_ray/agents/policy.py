@@ -1,0 +1,354 @@
+"""The policy in one episode: its limits, its turns, and what it is paid.
+
+Invariant: each sampled token is in the transcript, and after the end of the episode no
+turn is sampled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+
+from verl_ray.agents.contract import (
+    Action,
+    End,
+    EpisodeEnded,
+    Message,
+    Sampled,
+    Sampler,
+    ToolSchema,
+    message_of,
+)
+from verl_ray.agents.deadlines import Clock, Late, bounded
+from verl_ray.agents.returned import number_of, require_json, require_sampling
+from verl_ray.agents.template import Renderer, TextTooLong
+from verl_ray.agents.transcript import Transcript, TurnPrompt
+
+_MOST_REFUSALS = 10
+"""How often whoever asks for a turn of an episode that is over is told so."""
+
+_ASLEEP_S = 3600.0
+"""How long it waits that asks even after its cancellation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Limits of an episode.
+
+    Attributes:
+        max_turns: Turns of the policy.
+        context_tokens: Tokens of a prompt with the turn that follows it.
+        row_tokens: Tokens of a row beyond those of the episode's first prompt; None is
+            no limit of its own.
+        max_tokens: Sampled tokens of all turns together; None is no limit.
+        max_tool_calls: Tool calls of all turns together; None is no limit.
+        max_turn_tokens: Sampled tokens of one turn; None is no limit of its own. A turn
+            that it cuts ends like any other, and the next one begins a row.
+        max_result_tokens: Tokens of a message of a tool in a step; the rest of a longer
+            one is left out. None is no limit.
+        model_s: Seconds of one turn of the model; infinity is no limit, here and below.
+        tool_s: Seconds of one call of the environment. A step may take this long for
+            each of its tool calls.
+        turn_s: Seconds of a turn of the model with the step that follows it.
+        episode_s: Seconds of everything but `close`. It alone bounds what a coroutine
+            function does between its turns.
+        close_s: Seconds of `close`, and of the cleaning up in a call that is stopped.
+
+    Seconds are those of the `Clock` of the episodes.
+    """
+
+    max_turns: int
+    context_tokens: int
+    row_tokens: int | None = None
+    max_tokens: int | None = None
+    max_tool_calls: int | None = None
+    max_turn_tokens: int | None = None
+    max_result_tokens: int | None = None
+    model_s: float = math.inf
+    tool_s: float = math.inf
+    turn_s: float = math.inf
+    episode_s: float = math.inf
+    close_s: float = 10.0
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """Return the seed of a turn, in [0, 2^63).
+
+    Args:
+        seed: The seed of the episode.
+        turn: The number of the turn, from 0.
+    """
+    digest = hashlib.blake2b(f"{seed}:turn:{turn}".encode(), digest_size=8).digest()
+    # Seeds are signed, so the highest bit is left out.
+    return int.from_bytes(digest, "little") >> 1
+
+
+class EpisodePolicy:
+    """The policy in one episode, which counts its turns and keeps their tokens.
+
+    Turns are sampled one after the other, also if an environment asks for several at a
+    time. So each has its number, and what remains of the tokens is known.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        sampler: Sampler,
+        renderer: Renderer,
+        limits: Limits,
+        clock: Clock,
+    ) -> None:
+        """Begin an episode.
+
+        Args:
+            seed: The seed of the episode.
+        """
+        self.transcript = Transcript(renderer)
+        self.conversations: list[list[Message]] = []
+        """Conversations, of which the last one is that of the last turn."""
+        self.num_tool_calls = 0
+        self.end: End | None = None
+        """Why no further turn is sampled; None while one may be."""
+        self.cut: End | None = None
+        """The limit that cut the last turn; None if it was not cut."""
+        self.failure: Exception | None = None
+        """What the sampler raised."""
+        self.score = 0.0
+        self.metrics: dict[str, float] = {}
+
+        self._renderer = renderer
+        self._seed = seed
+        self._sampler = sampler
+        self._limits = limits
+        self._clock = clock
+        self._num_tokens = 0
+        self._num_refusals = 0
+        self._turn = asyncio.Lock()
+
+    @property
+    def num_turns(self) -> int:
+        """Turns that were sampled."""
+        return len(self.transcript.turns)
+
+    @property
+    def response(self) -> str:
+        """The last turn as text, thoughts included; empty where there is none."""
+        turns = self.transcript.turns
+        return str(message_of(turns[-1].sampled.action)["content"]) if turns else ""
+
+    async def respond(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        *,
+        stop: Sequence[str] = (),
+        max_tokens: int | None = None,
+    ) -> Action:
+        """Return the policy's next turn after these messages; see `Policy`.
+
+        Raises:
+            EpisodeEnded: A limit of the episode is reached.
+            CancelledError: It was told so again and again.
+            TypeError: `stop` or `max_tokens` is of another type, or a message or a tool
+                cannot be written as JSON.
+            ValueError: A text to stop at is empty, or `max_tokens` is below 1.
+            DataError: The chat template refuses the messages.
+            Exception: Whatever the sampler raises.
+        """
+        num_earlier = self._num_refusals
+        # Whoever asks again after any failure must let other episodes go on.
+        await asyncio.sleep(0)
+        require_sampling(stop, max_tokens)
+        async with self._turn:
+            if self.end is not None or self.failure is not None:
+                await self._refuse(num_earlier)
+            known = self.conversations[-1] if self.conversations else ()
+            require_json(messages, "respond was given the message", known)
+            require_json(tools, "respond was given the tool")
+            prompt, most, limit = self._prompt(messages, tools)
+            bound = min(most, self._limits.max_turn_tokens or most, max_tokens or most)
+            sampled = await self._sample(prompt, tools, bound, stop)
+            # The episode may have ended meanwhile; its rows do not change any more.
+            self._require_open()
+            self._record(prompt, sampled, bound)
+            action = sampled.action
+            self._keep(messages, action)
+            is_cut = action.finish == "length" and bound == most
+            self.cut = limit if is_cut else None
+
+            self.num_tool_calls += len(action.tool_calls)
+            most_calls = self._limits.max_tool_calls
+            if most_calls is not None and self.num_tool_calls > most_calls:
+                raise self.over(End.MAX_TOOL_CALLS)
+            return action
+
+    def as_read(self, messages: Sequence[Message]) -> list[Message]:
+        """Return what a step adds to the conversation, with long results shortened."""
+        most = self._limits.max_result_tokens
+        if most is None:
+            return list(messages)
+        return [
+            self._renderer.shortened(message, most)
+            if isinstance(message, dict) and message.get("role") == "tool"
+            else message
+            for message in messages
+        ]
+
+    def pay(self, reward: float) -> None:
+        """Add a reward to the last turn."""
+        self.score += reward
+        turns = self.transcript.turns
+        if turns:
+            turns[-1].reward += reward
+
+    def record(self, /, **metrics: float) -> None:
+        """Keep numbers about the episode; see `Policy`.
+
+        Raises:
+            TypeError: One is no number, or there is no mapping of names.
+            ValueError: One is not finite or beyond 1e18, or its name is no identifier.
+        """
+        for name, value in metrics.items():
+            if not (name.isascii() and name.isidentifier()):
+                raise ValueError(
+                    f"the metric {name!r} needs a name of letters, digits and _"
+                )
+            self.metrics[name] = number_of(value, f"the metric {name} is")
+
+    def over(self, end: End) -> EpisodeEnded:
+        """End the episode, unless it has ended, and return the exception for it."""
+        if self.end is None:
+            self.end = end
+        return EpisodeEnded(self.end)
+
+    @property
+    def has_insisted(self) -> bool:
+        """Whether turns were asked for so often after the end that it was cancelled."""
+        return self._num_refusals > _MOST_REFUSALS
+
+    async def _refuse(self, num_earlier: int) -> None:
+        """Refuse a turn, since the episode is over.
+
+        Args:
+            num_earlier: The refusals at the time of asking. Those who ask together are
+                refused together, which counts once.
+        """
+        if num_earlier > _MOST_REFUSALS:
+            # Whoever catches its cancellation is left to its deadline.
+            await asyncio.sleep(_ASLEEP_S)
+        if num_earlier == self._num_refusals:
+            self._num_refusals += 1
+        # A loop that tries again after every `Exception` would not end.
+        if self.has_insisted:
+            raise asyncio.CancelledError
+        if self.failure is not None:
+            raise self.failure
+        self._require_open()
+
+    def _require_open(self) -> None:
+        if self.end is not None:
+            raise EpisodeEnded(self.end)
+
+    def _keep(self, messages: Sequence[Message], action: Action) -> None:
+        """Keep the conversation of a turn, in the place of the one it continues."""
+        spoken = list(messages)
+        for number in reversed(range(len(self.conversations))):
+            earlier = self.conversations[number]
+            if spoken[: len(earlier)] == earlier:
+                del self.conversations[number]
+                break
+        self.conversations.append([*spoken, message_of(action)])
+
+    def _prompt(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema]
+    ) -> tuple[TurnPrompt, int, End]:
+        """Return the prompt of the next turn, its most tokens, and what limits them.
+
+        Raises:
+            EpisodeEnded: A limit of the episode is reached.
+        """
+        if self.num_turns >= self._limits.max_turns:
+            raise self.over(End.MAX_TURNS)
+        remaining = self._remaining_tokens()
+        if remaining < 1:
+            raise self.over(End.MAX_TOKENS)
+
+        most = self._most_prompt_tokens()
+        try:
+            prompt = self.transcript.prompt(messages, tools, most)
+        except TextTooLong:
+            raise self.over(End.CONTEXT_OVERFLOW) from None
+        places = self._places_behind(prompt)
+        if places < 1:
+            raise self.over(End.CONTEXT_OVERFLOW)
+        limit = End.CONTEXT_OVERFLOW if places < remaining else End.MAX_TOKENS
+        return prompt, int(min(remaining, places)), limit
+
+    def _remaining_tokens(self) -> float:
+        """Return how many tokens the episode may sample, possibly infinity."""
+        if self._limits.max_tokens is None:
+            return math.inf
+        return self._limits.max_tokens - self._num_tokens
+
+    def _most_prompt_tokens(self) -> int:
+        """Return how many tokens a prompt may have that a turn is to follow."""
+        turns = self.transcript.turns
+        return self._most_tokens(len(turns[0].context) if turns else None) - 1
+
+    def _places_behind(self, prompt: TurnPrompt) -> int:
+        """Return how many tokens have a place behind a prompt, in its row."""
+        turns = self.transcript.turns
+        first = turns[0].context if turns else prompt.tokens
+        return self._most_tokens(len(first)) - len(prompt.tokens)
+
+    def _most_tokens(self, num_first: int | None) -> int:
+        """Return how many tokens a prompt and the turn that follows it may have.
+
+        Whether they continue a row or begin one makes no difference.
+
+        Args:
+            num_first: Tokens of the first prompt of the episode; None until it is made.
+        """
+        most = self._limits.context_tokens
+        if self._limits.row_tokens is None or num_first is None:
+            return most
+        return min(most, num_first + self._limits.row_tokens)
+
+    async def _sample(
+        self,
+        prompt: TurnPrompt,
+        tools: Sequence[ToolSchema],
+        max_tokens: int,
+        stop: Sequence[str],
+    ) -> Sampled:
+        until_s = self._clock.now() + self._limits.model_s
+
+        def sample() -> Awaitable[Sampled]:
+            return self._sampler.sample(
+                prompt.tokens,
+                seed=turn_seed(self._seed, self.num_turns),
+                max_tokens=max_tokens,
+                tools=tools,
+                stop=stop,
+            )
+
+        try:
+            return await bounded(sample, self._clock, until_s, self._limits.close_s)
+        except Late:
+            raise self.over(End.MODEL_TIMEOUT) from None
+        except EpisodeEnded as ended:
+            raise self.over(ended.end) from None
+        except Exception as error:
+            self.failure = error
+            raise
+
+    def _record(self, prompt: TurnPrompt, sampled: Sampled, max_tokens: int) -> None:
+        try:
+            self.transcript.record(prompt, sampled, max_tokens)
+        except ValueError as error:
+            self.failure = error
+            raise
+        self._num_tokens += len(sampled.tokens)

@@ -1,0 +1,53 @@
+"""Turns of a policy, as an engine samples them and an environment sees them.
+
+Invariant: what was sampled stays as it was; an action is what is read in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from verl_ray.agents.contract import (
+    MOST_NESTED,
+    Action,
+    End,
+    EpisodeEnded,
+    Sampled,
+    nests_too_deep,
+)
+from verl_ray.data.stages import Finish
+from verl_ray.rollout.requests import Chunk, GenerationRequest
+from verl_ray.rollout.server import RolloutServer
+
+ReadAction = Callable[[Sequence[int], Sequence[int], Finish, Sequence[Any]], Action]
+"""Makes an action of the tokens of a prompt, those that were sampled behind it, why
+they end, and the tools that may be called.
+"""
+
+
+async def sampled_turn(
+    server: RolloutServer,
+    request: GenerationRequest,
+    tools: Sequence[Any],
+    read: ReadAction,
+) -> Sampled:
+    """Return the turn of a request that does not stream.
+
+    Raises:
+        EpisodeEnded: The request was aborted.
+        RolloutError: The engine failed, or refuses the request.
+    """
+    chunks: list[Chunk] = []
+    async for more in server.respond_async([request]):
+        chunks += more
+    (chunk,) = chunks
+    if chunk.finish is None or chunk.finish is Finish.ABORTED:
+        raise EpisodeEnded(End.ABORTED)
+    tokens = chunk.tokens.tolist()
+    action = read(request.tokens.tolist(), tokens, chunk.finish, tools)
+    if any(nests_too_deep(call.arguments) for call in action.tool_calls):
+        why = f"the arguments of a call have more than {MOST_NESTED} levels"
+        action = replace(action, tool_calls=(), parse_error=why)
+    return Sampled(tokens, chunk.log_probs.tolist(), chunk.version_spans, action)
