@@ -471,7 +471,7 @@ class _TimedSampler:
         seed: int,
         max_tokens: int,
         tools: Sequence[ToolSchema],
-        stop: Sequence[str],
+        stop: Sequence[str] = (),
     ) -> Sampled:
         """Return the turn; see `Sampler`."""
         frame("sample", {"seed": seed, "max_tokens": max_tokens}, tokens)

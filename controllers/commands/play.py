@@ -403,7 +403,7 @@ class ShownSampler:
         seed: int,
         max_tokens: int,
         tools: Sequence[ToolSchema],
-        stop: Sequence[str],
+        stop: Sequence[str] = (),
     ) -> Sampled:
         """Return a turn; see `Sampler`."""
         screen = self.screen
@@ -502,7 +502,7 @@ class Person:
         seed: int,
         max_tokens: int,
         tools: Sequence[ToolSchema],
-        stop: Sequence[str],
+        stop: Sequence[str] = (),
     ) -> Sampled:
         """Return the next line as a turn.
 
@@ -648,7 +648,7 @@ class ModelPlayer:
         seed: int,
         max_tokens: int,
         tools: Sequence[ToolSchema],
-        stop: Sequence[str],
+        stop: Sequence[str] = (),
     ) -> Sampled:
         """Return a turn; see `Sampler`."""
         sampling = replace(self.sampling, max_tokens=max_tokens, stop=tuple(stop))

@@ -147,7 +147,7 @@ def reader_of(parser: str) -> ActionReader:
 def read(parser: str, text: str) -> Action:
     tokenizer = vocabulary()
     tokens = tokenizer.encode(text, add_special_tokens=False)
-    return reader_of(parser)([], [*tokens, tokenizer.eos_token_id], Finish.STOP, [ADD])
+    return reader_of(parser)([*tokens, tokenizer.eos_token_id], Finish.STOP, [ADD])
 
 
 def test_the_table_has_each_parser() -> None:

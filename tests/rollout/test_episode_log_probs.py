@@ -50,9 +50,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def read(
-    prompt: Sequence[int], tokens: Sequence[int], finish: Finish, tools: Sequence[Any]
-) -> Action:
+def read(tokens: Sequence[int], finish: Finish, tools: Sequence[Any]) -> Action:
     """Take a turn as no call, a call or two, whatever its words are."""
     count = tokens[0] % 3 if tools else 0
     calls = [ToolCall("add", {"é": number}) for number in range(count)]

@@ -92,12 +92,7 @@ def make_pool(
 ) -> tuple[EpisodePool, RolloutServer]:
     tokenizer = load_tokenizer(model)
 
-    def read(
-        prompt: Sequence[int],
-        tokens: Sequence[int],
-        finish: Finish,
-        tools: Sequence[Any],
-    ) -> Action:
+    def read(tokens: Sequence[int], finish: Finish, tools: Sequence[Any]) -> Action:
         text = tokenizer.decode([token for token in tokens if token != END])
         calls = [ToolCall(tools[0]["function"]["name"], {})] if tools else []
         return Action(tokens, text, calls, finish.name.lower())

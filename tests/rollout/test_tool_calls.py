@@ -37,7 +37,7 @@ def read(
     text: str, parser: str | None = "hermes", tools: tuple[object, ...] = (TOOL,)
 ) -> Action:
     tokens = TOKENIZER(text, add_special_tokens=False)["input_ids"]
-    return ActionReader(TOKENIZER, parser)([], [*tokens, END], Finish.STOP, tools)
+    return ActionReader(TOKENIZER, parser)([*tokens, END], Finish.STOP, tools)
 
 
 def call(arguments: str) -> str:
@@ -99,7 +99,7 @@ def test_turns_are_parsed_without_building_the_vocabulary_for_each(
     for number in range(3):
         text = f'{{"name": "add", "parameters": {{"of": {number}}}}}'
         tokens = tokenizer.encode(text)
-        action = reader([], [*tokens, tokenizer.eos_token_id], Finish.STOP, [TOOL])
+        action = reader([*tokens, tokenizer.eos_token_id], Finish.STOP, [TOOL])
         assert action.tool_calls == [ToolCall("add", {"of": number})]
         assert action.parse_error is None and action.finish == "stop"
     assert len(built) == before
@@ -116,7 +116,8 @@ def thinking(text: str, template: str, parser: str | None = "auto") -> Action:
     reader = ActionReader(tokenizer, "hermes", parser)
     tokens = tokenizer.encode(text, add_special_tokens=False)
     prompt = Renderer(tokenizer).begin([{"role": "user", "content": "1 + 3 = ?"}])
-    return reader(prompt, [*tokens, tokenizer.eos_token_id], Finish.STOP, (TOOL,))
+    tokens.append(tokenizer.eos_token_id)
+    return reader.behind(prompt)(tokens, Finish.STOP, (TOOL,))
 
 
 @pytest.mark.parametrize("begins", ["<think>\n", ""])
@@ -153,7 +154,7 @@ def test_a_record_that_turns_thoughts_off_has_none_to_close() -> None:
     messages = [{"role": "user", "content": "1 + 3 = <think>"}]
     for arguments, said in (({}, ""), ({"enable_thinking": False}, "It is 4.")):
         prompt = Renderer(tokenizer, arguments).begin(messages)
-        action = reader(prompt, tokens, Finish.LENGTH, (TOOL,))
+        action = reader.behind(prompt)(tokens, Finish.LENGTH, (TOOL,))
         assert (action.text, len(action.tool_calls)) == (said, len(said) > 0)
 
 

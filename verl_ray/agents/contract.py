@@ -327,7 +327,7 @@ class Sampler(Protocol):
         seed: int,
         max_tokens: int,
         tools: Sequence[ToolSchema],
-        stop: Sequence[str],
+        stop: Sequence[str] = (),
     ) -> Sampled:
         """Continue these token ids by a turn of at most `max_tokens` tokens.
 

@@ -326,13 +326,16 @@ class EpisodePolicy:
     ) -> Sampled:
         until_s = self._clock.now() + self._limits.model_s
 
+        # A sampler need not know of texts that nobody names.
+        texts = {"stop": stop} if stop else {}
+
         def sample() -> Awaitable[Sampled]:
             return self._sampler.sample(
                 prompt.tokens,
                 seed=turn_seed(self._seed, self.num_turns),
                 max_tokens=max_tokens,
                 tools=tools,
-                stop=stop,
+                **texts,
             )
 
         try:

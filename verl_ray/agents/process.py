@@ -266,7 +266,7 @@ class _SamplerOfEpisode:
         seed: int,
         max_tokens: int,
         tools: Sequence[ToolSchema],
-        stop: Sequence[str],
+        stop: Sequence[str] = (),
     ) -> Sampled:
         """Return a turn; see `Sampler`."""
         fields = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verl_ray.agents.contract import Action
@@ -23,6 +24,7 @@ from verl_ray.data.tokenizers import (
 )
 from verl_ray.errors import ConfigError, Problem, RolloutError
 from verl_ray.rollout.call_parser import CallParser, with_lasting_vocabulary
+from verl_ray.rollout.turns import ReadAction
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,7 +34,7 @@ _MOST_OF_A_MARK = 64
 
 
 class ActionReader:
-    """Reads actions; see `ReadAction` of `turns.py`."""
+    """Reads actions; see `ReadAction`."""
 
     def __init__(
         self,
@@ -73,18 +75,22 @@ class ActionReader:
             replies = [turn and self._parts(turn).reply for turn in turns]
             self._calls = CallParser(self._tokenizer, tool_parser, replies)
 
+    def behind(self, prompt: Sequence[int]) -> ReadAction:
+        """Return a reader of the tokens behind a prompt, which may begin a thought."""
+        return partial(self.__call__, prompt=prompt)
+
     def __call__(
         self,
-        prompt: Sequence[int],
         tokens: Sequence[int],
         finish: Finish,
         tools: Sequence[Any],
+        prompt: Sequence[int] = (),
     ) -> Action:
         """Return what the environment sees of the tokens of a turn.
 
         Args:
-            prompt: The tokens in front of the turn, which may begin a thought.
-            tokens: Those of the turn.
+            tokens: The tokens of the turn.
+            prompt: Those in front of it.
 
         Raises:
             ConfigError: There are tools, and no parser of their calls.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from verl_ray.agents.contract import (
     MOST_NESTED,
@@ -21,10 +21,16 @@ from verl_ray.data.stages import Finish
 from verl_ray.rollout.requests import Chunk, GenerationRequest
 from verl_ray.rollout.server import RolloutServer
 
-ReadAction = Callable[[Sequence[int], Sequence[int], Finish, Sequence[Any]], Action]
-"""Makes an action of the tokens of a prompt, those that were sampled behind it, why
-they end, and the tools that may be called.
-"""
+ReadAction = Callable[[Sequence[int], Finish, Sequence[Any]], Action]
+"""Makes an action of sampled tokens, why they end, and the tools that may be called."""
+
+
+@runtime_checkable
+class ReadsBehindPrompts(Protocol):
+    """A `ReadAction` that reads otherwise where a prompt has begun something."""
+
+    def behind(self, prompt: Sequence[int]) -> ReadAction:
+        """Return what reads the tokens behind a prompt."""
 
 
 async def sampled_turn(
@@ -46,7 +52,9 @@ async def sampled_turn(
     if chunk.finish is None or chunk.finish is Finish.ABORTED:
         raise EpisodeEnded(End.ABORTED)
     tokens = chunk.tokens.tolist()
-    action = read(request.tokens.tolist(), tokens, chunk.finish, tools)
+    if isinstance(read, ReadsBehindPrompts):
+        read = read.behind(request.tokens.tolist())
+    action = read(tokens, chunk.finish, tools)
     if any(nests_too_deep(call.arguments) for call in action.tool_calls):
         why = f"the arguments of a call have more than {MOST_NESTED} levels"
         action = replace(action, tool_calls=(), parse_error=why)
