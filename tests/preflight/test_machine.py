@@ -6,7 +6,9 @@ import pytest
 
 from controllers.compose.composition import compose
 from tests.leftovers import left_in_shared_memory
+from verl_ray.ownership import remove_stale
 from verl_ray.preflight.machine import GIB, GpuReport, Machine, machine_of
+from verl_ray.private_files import shared_folder
 
 
 def test_with_an_address_the_machine_is_not_asked(
@@ -20,9 +22,11 @@ def test_with_an_address_the_machine_is_not_asked(
 
 
 @pytest.mark.processes
-def test_what_the_dead_left_is_not_counted_as_taken() -> None:
+def test_a_look_at_the_machine_removes_nothing() -> None:
     left = left_in_shared_memory()
     assert Machine.here().shm_free_bytes > 0
+    assert all(path.exists() for path in left)
+    remove_stale(shared_folder())
     assert not any(path.exists() for path in left)
 
 
