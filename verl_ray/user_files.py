@@ -18,6 +18,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
+from itertools import dropwhile
 from pathlib import Path
 from types import ModuleType
 from urllib.parse import quote, unquote_to_bytes
@@ -116,11 +117,20 @@ def last_cause(detail: str) -> str:
     """Return a failed score's detail in one line, with the place of a raised error.
 
     Args:
-        detail: A sentence, or the text of a traceback.
+        detail: A sentence, or the text of tracebacks, of which each is a cause.
     """
-    lines = detail.strip().splitlines() or ["no reason was given"]
-    places = re.findall(r'File "([^"]+)", line (\d+)', detail)
+    parts = re.split("^(?=Traceback )", detail.strip(), flags=re.MULTILINE)
+    return "; ".join(filter(None, map(_cause, parts))) or "no reason was given"
+
+
+def _cause(part: str) -> str:
+    lines = part.rstrip().splitlines()
+    places = re.findall(r'File "([^"]+)", line (\d+)', part)
     if not places:
-        return lines[-1]
+        return lines[-1] if lines else ""
+    # Behind the last frame, whose lines of code are indented, is the error's message.
+    last = max(n for n, line in enumerate(lines) if line.startswith("  File "))
+    message = [*dropwhile(lambda line: line.startswith("    "), lines[last + 1 :])]
+    words = " ".join(" ".join(message or lines[-1:]).split())
     path, line = places[-1]
-    return f"{lines[-1]} ({path}, line {line})"
+    return f"{words} ({path}, line {line})"

@@ -178,6 +178,8 @@ class _ComposedTree:
     """Roles that run on a backend; sorted."""
     null_sections: list[str]
     """Keys that another override sets to null."""
+    set_values: Mapping[str, object]
+    """What overrides set, by key; of several the last one."""
 
     def roles_with(self, backend_key: str) -> list[str]:
         """Return the roles whose backend has a setting, such as `backend.dtype`."""
@@ -213,6 +215,11 @@ def accept(
         keys=sorted([*leaves(tree), *(key.replace("/", ".") for key in choices)]),
         backend_roles=_backend_roles(choices),
         null_sections=[_key(override) for override in values if _sets_null(override)],
+        set_values={
+            _key(override): override.value()
+            for override in values
+            if not override.is_delete()
+        },
     )
 
     for override in values:
@@ -257,8 +264,10 @@ def _refusal(override: Override, composed: _ComposedTree) -> Problem | None:
         return Problem(f"~{key}", None, rule, f"Set {key}=null where it allows that.")
 
     section, _, name = key.rpartition(".")
-    if is_free and not exists and key_exists(composed.tree, section):
-        function = value_at(composed.tree, section)
+    if is_free and not exists:
+        function = composed.set_values.get(section)
+        if function is None and key_exists(composed.tree, section):
+            function = value_at(composed.tree, section)
         # A function that has no arguments is a text.
         if isinstance(function, str):
             rule = f"{section} is {function} and has nothing inside"

@@ -143,7 +143,15 @@ def test_a_function_with_arguments_is_a_table_whose_paths_are_absolute(
             "reward.functions.default.tags=[a]",
             "reward.functions.default is by_data_source and has nothing inside",
         ),
+        (
+            "reward.functions.sums=exact_match  reward.functions.sums.x=3",
+            "reward.functions.sums is exact_match and has nothing inside",
+        ),
+        (
+            "agent.environments.sums.n=3  agent.environments.sums=w.py:W",
+            "agent.environments.sums is w.py:W and has nothing inside",
+        ),
     ],
 )
 def test_a_table_without_a_function_is_refused(override: str, rule: str) -> None:
-    assert problem("model.path=m", override).rule == rule
+    assert problem("model.path=m", *override.split("  ")).rule == rule

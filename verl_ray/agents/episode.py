@@ -38,6 +38,7 @@ from verl_ray.agents.contract import (
 from verl_ray.agents.deadlines import Clock, Late, bounded
 from verl_ray.agents.policy import EpisodePolicy, Limits
 from verl_ray.agents.returned import (
+    end_named,
     number_of,
     require_json,
     require_kind,
@@ -224,7 +225,7 @@ class _Course:
                 # It does without a turn that was cut, and knows not by which limit.
                 if step.end == End.MAX_TOKENS and action.finish == "length":
                     raise policy.over(policy.cut or End.MAX_TOKENS)
-                return End(step.end)
+                return end_named(step.end)
             if not step.messages:
                 raise ValueError("step returned no messages, and the episode goes on")
 

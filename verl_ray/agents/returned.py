@@ -10,6 +10,7 @@ import math
 import numbers
 from collections.abc import Sequence
 
+from verl_ray.agents.contract import End
 from verl_ray.rewards.health import LARGEST
 
 
@@ -50,6 +51,18 @@ def require_json(
         except (TypeError, ValueError, RecursionError) as error:
             text = f"{origin} {number}, which cannot be written as JSON: {error}"
             raise TypeError(f"{text}. It begins with {str(value)[:80]!r}") from error
+
+
+def end_named(value: str) -> End:
+    """Return the end that a world names.
+
+    Raises:
+        ValueError: There is none of this name.
+    """
+    if value not in list(End):
+        names = ", ".join(End)
+        raise ValueError(f"step returned end={value!r}, expected one of {names}")
+    return End(value)
 
 
 def require_kind(value: object, kind: type, method: str) -> None:

@@ -295,6 +295,8 @@ def _broken_rule(value: object, alternatives: Sequence[ErrorDetails]) -> str:
         return "this is not a finite number"
     if "too_short" in error_types:
         return "this list is empty"
+    if "string_too_short" in error_types:
+        return "this text is empty"
     if error_types & _BOUND_ERRORS:
         return "this number is out of range"
     if "literal_error" in error_types and isinstance(value, str):
@@ -365,6 +367,8 @@ def _expected_value(error: ErrorDetails) -> str:
             return "true or false"
         case "string_type":
             return "a text"
+        case "string_too_short":
+            return "a text that is not empty"
         case "dict_type" | "model_type" | "model_attributes_type":
             return "a section of keys"
         case "list_type":
