@@ -17,11 +17,12 @@ with tokens that are more than algorithm.replay_age versions old.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -30,8 +31,9 @@ from controllers.watch.measures import response_scores
 from verl_ray.algorithms.credit import says_something
 from verl_ray.checkpoint.manifest import read_object, write_json
 from verl_ray.cluster.waiting import put, read
+from verl_ray.config.renamed import migrated
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.data.batch import Batch, Int64, read_batch, write_batch
+from verl_ray.data.batch import Batch, Int64, Ragged, read_batch, write_batch
 from verl_ray.data.buffer import Experience
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Rollouts, Scores
@@ -101,7 +103,8 @@ def read_groups(folder: Path) -> StoredGroups | None:
     }
     groups = Experience(_read(folder / _ROLLOUTS, Rollouts), scores)
     path = folder / _SETTINGS
-    return StoredGroups(groups, read_object(path) if path.exists() else None)
+    settings = _renewed_settings(read_object(path)) if path.exists() else None
+    return StoredGroups(groups, settings)
 
 
 def usable_groups(
@@ -202,7 +205,44 @@ def _write(folder: Path, rows: Sharded[B], stall_s: float) -> None:
 
 def _read(folder: Path, stage: type[B]) -> Sharded[B]:
     files = sorted(folder.glob("*.npz"))
-    return Sharded.concat([put(read_batch(file, stage)) for file in files])
+    return Sharded.concat(
+        [put(read_batch(file, stage, _renewed_columns)) for file in files]
+    )
+
+
+def _renewed_columns(columns: dict[str, Any]) -> dict[str, Any]:
+    """Return the columns of a batch as the present version writes them.
+
+    Earlier versions stored of an episode one conversation, and no metrics.
+    """
+    if "episode_messages" not in columns:
+        return columns
+    records = columns.pop("episode_messages").texts()
+    columns["episode_record"] = Ragged.of_texts(map(_renewed_record, records))
+    columns.setdefault("episode_metrics", Ragged.of_texts([""] * len(records)))
+    return columns
+
+
+def _renewed_record(text: str) -> str:
+    """Return the record of an episode from the messages of its last conversation."""
+    if not text:
+        return text
+    messages = json.loads(text)
+    own = [each for each in messages if each["role"] == "assistant"]
+    record = {
+        "conversations": [messages] if messages else [],
+        "response": (own[-1].get("content") or "") if own else "",
+    }
+    return json.dumps(record)
+
+
+def _renewed_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return stored settings with those of episodes that were added since."""
+    if "agent" not in settings:
+        return settings
+    agent = migrated({"agent": settings["agent"]})["agent"]
+    own = {name: value for name, value in agent.items() if name not in _OF_PROCESSES}
+    return {**settings, "agent": own}
 
 
 # ------------------------------------------------------------------------------- replay

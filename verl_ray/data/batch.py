@@ -14,7 +14,7 @@ import dataclasses
 import enum
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
@@ -425,8 +425,16 @@ def write_batch(path: Path, batch: Batch) -> None:
         np.savez(file, **arrays)  # type: ignore[arg-type]  # its flag is no array
 
 
-def read_batch(path: Path, stage: type[B]) -> B:
-    """Read a batch of a stage that `write_batch` wrote; nothing in it is executed."""
+def read_batch(
+    path: Path,
+    stage: type[B],
+    renewed: Callable[[dict[str, Any]], dict[str, Any]] = lambda columns: columns,
+) -> B:
+    """Read a batch of a stage that `write_batch` wrote; nothing in it is executed.
+
+    Args:
+        renewed: Returns the columns that an earlier version wrote as they are today.
+    """
     columns: dict[str, Any] = {}
     with np.load(path, allow_pickle=False) as arrays:
         for name in arrays.files:
@@ -437,4 +445,4 @@ def read_batch(path: Path, stage: type[B]) -> B:
                 columns[name] = Ragged(values, arrays[name + _OFFSETS])
             else:
                 columns[name] = values
-    return stage(**columns)
+    return stage(**renewed(columns))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +102,58 @@ def test_a_buffer_goes_on_with_what_another_one_wrote(tmp_path: Path) -> None:
     taken = after.take(np.array([0, 1]), 4, lambda: pytest.fail("all are there"))
     assert bits(read(taken.rollouts, 60)) == bits(whole)
     assert taken.scores["reward"].row("score").tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("cluster")
+def test_episodes_of_an_earlier_version_can_be_learned_from(tmp_path: Path) -> None:
+    run = config("agent.environments.default=world.py:World")
+    messages = [
+        {"role": "user", "content": "1?"},
+        {"role": "assistant", "content": "one"},
+        {"role": "user", "content": "Right."},
+    ]
+    rollouts = rollouts_of([2, 2], groups=[6, 6]).replace(
+        end=np.zeros(2, np.int8),
+        end_detail=Ragged.of_texts(["", ""]),
+        num_turns=np.ones(2, np.int32),
+        episode_score=np.ones(2, np.float32),
+        turn_rewards=Ragged.of_rows([[[3.0, 1.0, 0.0]]] * 2, np.float64),
+        episode_record=Ragged.of_texts([json.dumps(messages), "[]"]),
+    )
+    scores = put(Scores.ok(np.ones(2, np.float32)))
+    folder = tmp_path / FOLDER
+    write_groups(folder, Experience(put(rollouts), {"reward": scores}), run)
+
+    # What the earlier version wrote, in its names.
+    (file,) = (folder / "rollouts").iterdir()
+    with np.load(file) as arrays:
+        columns = {
+            name.replace("episode_record", "episode_messages"): arrays[name]
+            for name in arrays.files
+        }
+    assert "episode_metrics" not in columns
+    np.savez(file, **columns)
+    settings = json.loads((folder / "settings.json").read_text())
+    for name in ("models", "reasoning_parser", "max_result_tokens"):
+        del settings["agent"][name]
+    (folder / "settings.json").write_text(json.dumps(settings))
+
+    stored = read_groups(folder)
+    assert stored is not None
+    # What a resumed run has of the settings that were added since.
+    agent = run.agent.model_copy(
+        update={"reasoning_parser": None, "max_result_tokens": 100_000}
+    )
+    resumed = run.model_copy(update={"agent": agent})
+    assert changed_settings(stored, resumed) == []
+    rows = read(usable_groups(stored, resumed, np.zeros(2, np.int64)).rollouts, 60)
+    assert rows.episode_record is not None and rows.episode_metrics is not None
+    assert [json.loads(text) for text in rows.episode_record.texts()] == [
+        {"conversations": [messages], "response": "one"},
+        {"conversations": [], "response": ""},
+    ]
+    assert rows.episode_metrics.texts() == ["", ""]
 
 
 # ------------------------------------------------------------------------------ usable
