@@ -27,6 +27,7 @@ from verl_ray.agents.contract import (
 from verl_ray.agents.template import Renderer
 from verl_ray.agents.transcript import SampledTurn, Transcript
 from verl_ray.data.tokenizers import CHATML
+from verl_ray.errors import DataError
 
 ADD: ToolSchema = {"type": "function", "function": {"name": "add", "parameters": {}}}
 
@@ -347,6 +348,17 @@ def test_a_message_that_was_changed_in_place_begins_a_row(value: object) -> None
     messages[1]["tool_calls"][0]["function"]["arguments"]["a"] = value
     talk.say([*messages, user("3?")], "three")
     assert [turn.parent for turn in talk.transcript.turns][2] is None
+
+
+def test_a_refused_conversation_leaves_nothing_behind() -> None:
+    talk = Conversation()
+    messages = talk.say([user("1?")], "one")
+    question = user("2?")
+    with pytest.raises(DataError, match="message 4"):
+        talk.transcript.prompt([*messages, question, {"role": "user"}], ())
+    messages = talk.say([*messages, question], "two")
+    talk.say([*messages, user("3?")], "three")
+    assert talk.learned() == [["one<|im_end|>", "two<|im_end|>", "three<|im_end|>"]]
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,9 @@ class Transcript:
             and seen.tools == tools_bytes
             and messages_bytes.startswith(seen.messages)
         ):
-            known = _Seen(tools_bytes, messages_bytes, seen.digests, seen.outline)
+            # What is known stays as it is if the conversation is refused.
+            digests = [*seen.digests]
+            known = _Seen(tools_bytes, messages_bytes, digests, seen.outline)
             return known, num_known
         return _Seen(tools_bytes, messages_bytes, [_digest(b"", list(tools))]), 0
 
