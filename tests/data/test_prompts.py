@@ -155,6 +155,12 @@ def test_a_record_names_its_environment_and_its_tools(
     ):  # fmt: skip
         with pytest.raises(DataError, match=f"(?s){words}"):
             extras({}, record)
+    # Without tools such a record gets a single response.
+    assert extras({"tools": []}, {}) == [{"tools": []}, {}]
+    with pytest.raises(DataError, match=r"line 2.*tools .*without an environment"):
+        extras({}, {"tools": ["buy"]})
+    for world in ("default", "sums"):
+        assert extras({"tools": ["buy"]}, worlds=(world,)) == [{"tools": ["buy"]}]
     with pytest.raises(DataError, match="tools are not supported"):
         extras(named, worlds=())
 

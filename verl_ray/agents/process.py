@@ -40,7 +40,6 @@ from verl_ray.agents.episode import (
 from verl_ray.agents.loop_watch import CodePlace, LoopWatch
 from verl_ray.agents.models import provide
 from verl_ray.agents.specs import KEY, load_environment
-from verl_ray.agents.tasks import environment_of
 from verl_ray.agents.threads import hanging_calls
 from verl_ray.agents.wire import (
     EpisodeStart,
@@ -51,6 +50,7 @@ from verl_ray.agents.wire import (
     sampled_of,
     task_of,
 )
+from verl_ray.data.fields import environment_of
 from verl_ray.errors import ConfigError
 from verl_ray.user_files import short_traceback
 

@@ -6,12 +6,11 @@ Invariant: a task has what the record has, and nothing is encoded.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from verl_ray.agents.contract import EpisodeTask
-from verl_ray.config.function_specs import DEFAULT
-from verl_ray.data.fields import ENVIRONMENT
+from verl_ray.data.fields import environment_of
 
 if TYPE_CHECKING:
     from verl_ray.data.stages import Prompts
@@ -39,29 +38,6 @@ def tasks_of(prompts: Prompts) -> list[EpisodeTask]:
         )
         for messages, answer, has_answer, extra, source, arguments in columns
     ]
-
-
-def environment_of(
-    extra: Mapping[str, Any], data_source: str, names: Collection[str]
-) -> str | None:
-    """Return the name of the environment that a record is about.
-
-    Args:
-        extra: The other fields of the record; `environment` goes before all else.
-        data_source: The data source of the record.
-        names: Names of the environments of the run.
-
-    Returns:
-        The name; None where the record is about no environment, so that it gets a
-        single response.
-    """
-    own = extra.get(ENVIRONMENT)
-    if own is not None:
-        return str(own)
-    for name in (data_source, DEFAULT):
-        if name in names:
-            return name
-    return None
 
 
 def environments_of(prompts: Prompts, names: Collection[str]) -> list[str | None]:

@@ -14,9 +14,10 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from decimal import Decimal
 
+from verl_ray.config.function_specs import DEFAULT
 from verl_ray.data.media import is_typed_part, refuse_media, text_of_part
 from verl_ray.errors import DataError
 
@@ -504,6 +505,29 @@ ENVIRONMENT = "environment"
 
 TOOLS = "tools"
 """Field of a prompt that names those tools of its environment which are offered."""
+
+
+def environment_of(
+    extra: Mapping[str, object], data_source: str, names: Collection[str]
+) -> str | None:
+    """Return the name of the environment that a record is about.
+
+    Args:
+        extra: The other fields of the record; `environment` goes before all else.
+        data_source: The data source of the record.
+        names: Names of the environments of the run.
+
+    Returns:
+        The name; None where the record is about no environment, so that it gets a
+        single response.
+    """
+    own = extra.get(ENVIRONMENT)
+    if own is not None:
+        return str(own)
+    for name in (data_source, DEFAULT):
+        if name in names:
+            return name
+    return None
 
 
 def missing_field(name: str, fields: Fields, where: str) -> DataError:

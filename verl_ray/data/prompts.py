@@ -19,10 +19,12 @@ from verl_ray.data.batch import Int64, Ragged
 from verl_ray.data.encoding import SpelledTokens
 from verl_ray.data.fields import (
     ENVIRONMENT,
+    TOOLS,
     Fields,
     Message,
     as_messages,
     canonical_json,
+    environment_of,
     excerpt,
 )
 from verl_ray.data.records import PromptRecord, Reading, prompt_reading
@@ -172,13 +174,21 @@ class PromptSource(RowSource[PromptRecord, Prompts]):
 
 
 def _require_environment(record: PromptRecord, names: Collection[str]) -> None:
-    """Raise DataError if a record names an environment that the run has not."""
-    name = json.loads(record.extra).get(ENVIRONMENT)
+    """Raise DataError if a record lacks the environment that it names, or needs."""
+    extra = json.loads(record.extra)
+    name = extra.get(ENVIRONMENT)
     if name is not None and name not in list(names):
         raise DataError(
             f"{ENVIRONMENT} is {excerpt(name)}",
             expected="the name of an entry of agent.environments",
             fix=did_you_mean(str(name), list(names), "environment"),
+            place=record.where,
+        )
+    if extra.get(TOOLS) and environment_of(extra, record.data_source, names) is None:
+        raise DataError(
+            f"found {TOOLS} in a record without an environment, which would offer them",
+            fix=f"name one in {ENVIRONMENT!r}, set agent.environments.default, or"
+            f" remove {TOOLS!r}",
             place=record.where,
         )
 

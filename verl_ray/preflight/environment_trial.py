@@ -37,7 +37,7 @@ from verl_ray.agents.loop_watch import CodePlace, LoopWatch
 from verl_ray.agents.models import ChatModel, ChatSettings, provide
 from verl_ray.agents.scripted import ScriptedSampler, read_words, turn_end
 from verl_ray.agents.specs import KEY, load_environment
-from verl_ray.agents.tasks import environment_of, tasks_of
+from verl_ray.agents.tasks import tasks_of
 from verl_ray.agents.template import prefix_problems
 from verl_ray.agents.tools import ToolEnvironment, ToolSet, tools_problem
 from verl_ray.agents.wire import EpisodeStart, task_fields, task_of
@@ -47,7 +47,7 @@ from verl_ray.config.section import resolved
 from verl_ray.config.suggest import closest, did_you_mean, is_alike
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.encoding import encode
-from verl_ray.data.fields import TOOLS
+from verl_ray.data.fields import TOOLS, environment_of
 from verl_ray.data.tokenizers import of_run, template_of
 from verl_ray.errors import ConfigError, DataError, Problem
 from verl_ray.guard import start_guarded

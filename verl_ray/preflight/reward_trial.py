@@ -25,12 +25,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from verl_ray.agents.contract import End
-from verl_ray.agents.tasks import environment_of
 from verl_ray.config.function_specs import parts_of
 from verl_ray.config.reward import SingleReward
 from verl_ray.config.schema import Config
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.encoding import encode
+from verl_ray.data.fields import environment_of
 from verl_ray.data.prompts import prompt_text
 from verl_ray.data.stages import Prompts
 from verl_ray.errors import ConfigError, DataError, Problem
