@@ -103,6 +103,29 @@ def test_results_of_tools_stay_as_long_as_they_were() -> None:
     assert migrated(saved)["agent"]["max_result_tokens"] == 100_000
 
 
+def test_tools_lose_the_limit_that_they_had_of_their_own() -> None:
+    saved = tree()
+    of_tools = {"function": "tools.py:TOOLS", "max_characters": 50}
+    world = {"function": "world.py:World", "max_characters": 50}
+    saved["agent"]["environments"] = {
+        "all": of_tools,
+        "one": {
+            "function": "tools.py:add",
+            "max_characters": 50,
+            "max_parse_errors": 2,
+        },
+        "world": world,
+    }
+    # A present run has said what it means.
+    assert migrated(saved) == saved
+    del saved["agent"]["max_result_tokens"]
+    assert migrated(saved)["agent"]["environments"] == {
+        "all": "tools.py:TOOLS",
+        "one": {"function": "tools.py:add", "max_parse_errors": 2},
+        "world": world,
+    }
+
+
 def test_a_service_that_had_a_circuit_is_waited_for() -> None:
     service = ["reward=http", "reward.url=http://h/s", "reward.max_outage_s=1800"]
     today = to_tree(compose("ppo", [*INPUTS, *service]))

@@ -9,6 +9,8 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+from verl_ray.config.function_specs import NAME
+
 RENAMED = {
     "run.call_deadline_s": "run.stall_s",
     "run.start_deadline_s": "run.stall_s",
@@ -25,6 +27,9 @@ _OF_CIRCUITS = ("circuit_failures", "circuit_reset_s")
 """Settings of services that are no more: a service that is away is waited for."""
 
 _MAX_OUTAGE_S = 1800.0
+
+_OF_RESULTS = "max_characters"
+"""Option of functions as tools that is no more."""
 
 NEW_SECTIONS = ("run.recovery",)
 """Sections that earlier versions did not have."""
@@ -147,6 +152,8 @@ def migrated(tree: Mapping[str, Any]) -> dict[str, Any]:
     # Only runs with environments have results of tools, of 100,000 characters then.
     agent = result.get("agent")
     if isinstance(agent, dict) and agent.get("environments"):
+        if "max_result_tokens" not in agent:
+            _let_results_be_long(agent["environments"])
         agent.setdefault("max_result_tokens", 100_000)
 
     _wait_for_services(result.get("reward"))
@@ -187,6 +194,19 @@ def _wait_for_services(reward: object) -> None:
             for name in _OF_CIRCUITS:
                 grader.pop(name, None)
             grader.setdefault("max_outage_s", _MAX_OUTAGE_S)
+
+
+def _let_results_be_long(environments: dict[str, Any]) -> None:
+    """Take from tools an option that is no more: the run has one limit of results."""
+    for source, spec in environments.items():
+        if not isinstance(spec, dict) or _OF_RESULTS not in spec:
+            continue
+        # No class was tools then, and a world may have such an option of its own.
+        name = spec[NAME].rpartition(":")[2]
+        if name[:1].isupper() and not name.isupper():
+            continue
+        options = {key: each for key, each in spec.items() if key != _OF_RESULTS}
+        environments[source] = options if len(options) > 1 else options[NAME]
 
 
 def _split(tree: dict[str, Any], key: str) -> tuple[dict[str, Any] | None, str]:
