@@ -198,6 +198,21 @@ def test_a_long_result_ends_behind_its_first_tokens_and_says_so() -> None:
     assert content == "€€€\n(9997 characters left out)"
 
 
+def test_special_tokens_that_a_long_result_spells_count_as_texts() -> None:
+    tokenizer = tokenizer_with(PRESERVING)
+    text = END * 3
+    escaping = Renderer(tokenizer)
+    frame = len(escaping.begin([tool("")]))
+    # One name has as many tokens as the model reads of it.
+    each = len(escaping.begin([tool(END)])) - frame
+    assert each > 3
+    assert escaping.shortened(tool(text), 2 * each) == tool(
+        f"{END}{END}\n({len(END)} characters left out)"
+    )
+    allowing = Renderer(tokenizer, special_tokens="allow")
+    assert allowing.shortened(tool(text), 4) == tool(text)
+
+
 def test_what_cannot_have_a_place_is_not_encoded() -> None:
     tokenizer = tokenizer_with(PRESERVING)
     renderer = Renderer(tokenizer)

@@ -327,12 +327,17 @@ class SpelledTokens:
             text: A text of no template, as it is.
             count: Number of the tokens.
         """
+        tokenizer = self._tokenizer
+        if self._setting != "allow" and self._names and self._any_name.search(text):
+            # It reads the names of special tokens as texts.
+            tokenizer = self._with_aliases
+
         size = count
         # Each round reads more; ends with the text, or with more tokens than asked for.
         while True:
             size = min(len(text), size * _MORE)
             _, starts = encode_located(
-                self._tokenizer, [text[:size]], special=False, where=lambda _: "a text"
+                tokenizer, [text[:size]], special=False, where=lambda _: "a text"
             )
             if len(starts.values) > count:
                 return int(starts.values[count])
