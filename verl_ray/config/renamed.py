@@ -149,13 +149,7 @@ def migrated(tree: Mapping[str, Any]) -> dict[str, Any]:
             tracking.setdefault("rollouts", "none")
             tracking.setdefault("rollouts_max_mb", 256)
 
-    # Only runs with environments have results of tools, of 100,000 characters then.
-    agent = result.get("agent")
-    if isinstance(agent, dict) and agent.get("environments"):
-        if "max_result_tokens" not in agent:
-            _let_results_be_long(agent["environments"])
-        agent.setdefault("max_result_tokens", 100_000)
-
+    _limit_results(result.get("agent"))
     _wait_for_services(result.get("reward"))
 
     # A section that the task does not have stays missing.
@@ -196,8 +190,16 @@ def _wait_for_services(reward: object) -> None:
             grader.setdefault("max_outage_s", _MAX_OUTAGE_S)
 
 
-def _let_results_be_long(environments: dict[str, Any]) -> None:
-    """Take from tools an option that is no more: the run has one limit of results."""
+def _limit_results(agent: object) -> None:
+    """Give the results of all tools one limit, in the place of an option of each."""
+    # Only runs with environments have results of tools, of 100,000 characters then.
+    if not isinstance(agent, dict) or not agent.get("environments"):
+        return
+    if "max_result_tokens" in agent:
+        return
+    agent["max_result_tokens"] = 100_000
+
+    environments = agent["environments"]
     for source, spec in environments.items():
         if not isinstance(spec, dict) or _OF_RESULTS not in spec:
             continue
