@@ -182,6 +182,10 @@ def test_a_call_is_read_whole_or_is_a_parse_error(parser: str) -> None:
 
 @pytest.mark.parametrize("parser", CALLS)
 def test_words_with_brackets_are_an_answer(parser: str) -> None:
-    for text in ("So {x} is [a, b] < c, and done.", "a <", "[1] says", '{"a": 1}'):
+    for text in (
+        "So {x} is [a, b] < c, and done.", "a <", "[1] says", '{"a": 1}',
+        "<answer>3</answer>", "<b>bold</b>", '{"name": "Bob", "age": 3}',
+        '[{"name": "Bob"}]', '```json\n{"a": 3}\n```', "See:\n```json\n[1, 2]\n```",
+    ):  # fmt: skip
         action = read(parser, text)
         assert (action.parse_error, action.tool_calls, action.text) == (None, (), text)

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl_ray.agents.contract import MOST_NESTED, ToolCall, nests_too_deep
@@ -32,6 +33,11 @@ _MORE = "\n\nSo be it."
 
 _BEGINNINGS = frozenset("<[{")
 """Characters of which every call has one."""
+
+_TAGS: Mapping[str, str] = {"olmo3": "<function_calls>"}
+"""Parser that withholds every text with a tag in front -> the tag of its own calls."""
+
+_FENCED = re.compile(r"```(?:json)?\s*(.*?)```", re.DOTALL)
 
 Read = list[tuple[str, str]]
 """Names of tools, and arguments in JSON."""
@@ -134,7 +140,12 @@ class CallParser:
             return False
         if self._opening and self._opening in text:
             return True
-        # A list or an object in JSON may be an answer.
+        if self._name in _TAGS:
+            tag = _TAGS[self._name]
+            return tag in text or tag.startswith(start)
+        text, words = _without_data(text, names), _without_data(words, names)
+        start = text.lstrip()
+        # A list or an object that is not JSON may be an answer, too.
         is_data = start.startswith(("[", "{"))
         if is_data and not any(name in text for name in (*names, '"name"')):
             return False
@@ -220,6 +231,36 @@ def _opening(turn: str) -> str:
     length = next((n for n in range(most) if first[-n - 1] != second[-n - 1]), most)
     shared = first[len(first) - length :].lstrip()
     return shared if "<" in shared else ""
+
+
+def _without_data(text: str, names: Sequence[str]) -> str:
+    """Return a text without the JSON in it that is an answer, whole or in a fence.
+
+    Args:
+        names: The names of the tools.
+    """
+    if _is_data(text, names):
+        return ""
+    return _FENCED.sub(lambda at: "" if _is_data(at[1], names) else at[0], text)
+
+
+def _is_data(text: str, names: Sequence[str]) -> bool:
+    """Return whether a text is JSON in which no object calls a tool."""
+    objects: list[dict[str, Any]] = []
+
+    def keep(value: dict[str, Any]) -> dict[str, Any]:
+        objects.append(value)
+        return value
+
+    try:
+        value = json.loads(text, object_hook=keep)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(value, list | dict) and not any(
+        "name" in value
+        and (value["name"] in names or "arguments" in value or "parameters" in value)
+        for value in objects
+    )
 
 
 def _read(parsed: Any) -> Read:
