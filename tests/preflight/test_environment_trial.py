@@ -327,9 +327,13 @@ def test_a_parser_that_vllm_has_not_is_a_problem(tmp_path: Path, model: Path) ->
     (problem,) = tried(tmp_path, model, {"default": "add"}, parser).problems
     assert (problem.key, problem.value) == ("agent.tool_parser", "hermess")
     assert problem.fix.startswith("Did you mean hermes?")
-    assert not tried(
-        tmp_path, model, {"default": "add"}, "agent.tool_parser=hermes"
-    ).problems
+    hermes = "agent.tool_parser=hermes"
+    assert not tried(tmp_path, model, {"default": "add"}, hermes).problems
+
+    thoughts = "agent.reasoning_parser=granite"
+    (problem,) = tried(tmp_path, model, {"default": "add"}, hermes, thoughts).problems
+    assert (problem.key, problem.value) == ("agent.reasoning_parser", "granite")
+    assert problem.rule == "this parser of vLLM has no marks around thoughts"
 
 
 def test_what_has_no_effect_is_warned_of(tmp_path: Path, model: Path) -> None:

@@ -246,6 +246,30 @@ def test_what_the_user_has_set_stays() -> None:
     assert config.run.threads == {"trainers": 3, "engines": 3, "graders": 3}
 
 
+@pytest.mark.parametrize(
+    ("parser", "value", "because"),
+    [
+        ("gemma4", "gemma4", "the marks of thoughts that the chat template writes"),
+        (
+            None, "qwen3",
+            "the chat template writes no marks of thoughts that are known; the usual"
+            " ones are <think> and </think>",
+        ),
+    ],
+)  # fmt: skip
+def test_thoughts_have_the_marks_that_the_template_writes(
+    parser: str | None, value: str, because: str
+) -> None:
+    config = configured("agent.environments.default=number_guessing")
+    facts = replace(LAPTOP, reasoning_parser=parser)
+    (item,) = (
+        each
+        for each in resolutions(config, facts)
+        if each.key == "agent.reasoning_parser"
+    )
+    assert (item.value, item.because) == (value, because)
+
+
 def test_a_setting_is_not_read_before_it_is_resolved() -> None:
     config = configured()
     assert isinstance(config, RLConfig)

@@ -39,6 +39,7 @@ from verl_ray.agents.scripted import ScriptedSampler, read_words, turn_end
 from verl_ray.agents.specs import KEY, load_environment
 from verl_ray.agents.tasks import tasks_of
 from verl_ray.agents.template import prefix_problems
+from verl_ray.agents.thoughts import PARSERS_WITHOUT_MARKS, USUAL_PARSER
 from verl_ray.agents.tools import ToolEnvironment, ToolSet, tools_problem
 from verl_ray.agents.wire import EpisodeStart, task_fields, task_of
 from verl_ray.config.agent import ENVIRONMENT, AgentConfig
@@ -336,6 +337,10 @@ def _parser_problems(agent: AgentConfig, offered: set[str]) -> Iterator[Problem]
     if name is not None and known and name not in known:
         fix = did_you_mean(name, known, "parser")
         yield Problem(key, name, "vLLM has no such parser of thoughts", fix)
+    elif name in PARSERS_WITHOUT_MARKS:
+        rule = "this parser of vLLM has no marks around thoughts"
+        fix = f"Name one that has, such as {USUAL_PARSER}, or set it to null."
+        yield Problem(key, name, rule, fix)
 
 
 def _known_parsers(package_name: str, table: str) -> list[str]:

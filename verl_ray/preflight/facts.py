@@ -56,8 +56,9 @@ class ClusterFacts:
     """Free bytes in /dev/shm of a node; 0 if it is not known."""
     template_day: str | None = None
     """Day on which the run began, if the chat template writes the day."""
-    reasoning_parser: str = ""
-    """Name of vLLM's parser of the thoughts that the chat template writes."""
+    reasoning_parser: str | None = None
+    """Name of vLLM's parser of the thoughts that the chat template writes; None if it
+    writes no mark that is known."""
 
 
 def facts_of(

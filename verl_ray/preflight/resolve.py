@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
+from verl_ray.agents.thoughts import USUAL_PARSER
 from verl_ray.config.load import to_tree, with_changes, with_record
 from verl_ray.config.rollout import CONCURRENCY, HEAD, VLLM_LORA_RANKS
 from verl_ray.config.rollout_task import RolloutTaskConfig
@@ -354,6 +355,12 @@ def _probe_tolerance(config: RolloutTaskConfig, _: ClusterFacts) -> ValueAndReas
 def _reasoning_parser(config: RLConfig, facts: ClusterFacts) -> ValueAndReason:
     if not config.agent.is_used:
         return None, "no rollout is an episode"
+    if facts.reasoning_parser is None:
+        because = (
+            "the chat template writes no marks of thoughts that are known; the usual"
+            " ones are <think> and </think>"
+        )
+        return USUAL_PARSER, because
     return facts.reasoning_parser, "the marks of thoughts that the chat template writes"
 
 

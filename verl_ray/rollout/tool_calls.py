@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verl_ray.agents.contract import Action
 from verl_ray.agents.template import Renderer
-from verl_ray.agents.thoughts import reasoning_parser_of
+from verl_ray.agents.thoughts import USUAL_PARSER, reasoning_parser_of
 from verl_ray.data.stages import Finish
 from verl_ray.data.tokenizers import (
     TemplateArguments,
@@ -64,7 +64,7 @@ class ActionReader:
 
         self._thoughts: _Thoughts | None = None
         if reasoning_parser == "auto":
-            reasoning_parser = reasoning_parser_of(template)
+            reasoning_parser = reasoning_parser_of(template) or USUAL_PARSER
         if reasoning_parser is not None:
             self._thoughts = _Thoughts(self._tokenizer, reasoning_parser)
         self._calls: CallParser | None = None
