@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import string
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerFast
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tests.agents.templates import PRESERVING, tokenizer_with
 from verl_ray.agents.contract import Action, Sampled, ToolCall, message_of
 from verl_ray.agents.template import Renderer
+from verl_ray.agents.thoughts import PARSERS, PARSERS_WITHOUT_MARKS
 from verl_ray.agents.wire import FrameReader, sampled_frame, sampled_of
 from verl_ray.data.stages import Finish
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
@@ -111,6 +115,24 @@ OPENED = PRESERVING.replace(
 MAYBE, NOW = call('{"a": 7}'), call('{"a": 5}')
 
 
+ENDS = {
+    "<|plamo:begin_think:plamo|>": "<|plamo:end_think:plamo|>",
+    "<|START_THINKING|>": "<|END_THINKING|>",
+    "<|channel>": "<channel|>",
+    "<|open|>think<|sep|>": "<|close|>think<|sep|>",
+    "<|content_thinking|>": "<|end_message|>",
+}
+MARKS = (
+    "<think>", "</think>", "<seed:think>", "</seed:think>", "[THINK]", "[/THINK]", "[TOOL_CALLS]",
+    "<|plamo:begin_think:plamo|>", "<|plamo:end_think:plamo|>", "<|START_THINKING|>",
+    "<|END_THINKING|>", "<|channel>", "<channel|>", "<mm:think>", "</mm:think>",
+    "<ifm|think>", "</ifm|think>", "<|open|>", "<|close|>", "<|sep|>",
+    "<|content_thinking|>", "<|end_message|>", "<|message_model|>", "<|content_text|>",
+    "<|content_invoke_tool_json|>", "<|content_invoke_tool_text|>", "<|content_tool_error|>",
+    "<|content_model_end_sampling|>", "<assistant>", "<response>", "</response>", "<0x0A>",
+)  # fmt: skip
+
+
 def thinking(text: str, template: str, parser: str | None = "auto") -> Action:
     tokenizer = tokenizer_with(template)
     reader = ActionReader(tokenizer, "hermes", parser)
@@ -167,6 +189,64 @@ def test_thoughts_are_text_where_nothing_reads_them() -> None:
         thinking(text, PRESERVING, "qwen33")
     with pytest.raises(RolloutError, match="has no marks around thoughts"):
         thinking(text, PRESERVING, "openai_gptoss")
+
+
+@cache
+def with_marks() -> PreTrainedTokenizerBase:
+    """Return a tokenizer with the tokens that parsers of thoughts look for."""
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.add_tokens([*(AddedToken(mark, special=True) for mark in MARKS)])
+    return tokenizer
+
+
+def test_each_parser_of_thoughts_has_the_marks_that_are_known_of_it() -> None:
+    from vllm.reasoning import ReasoningParserManager
+
+    # What this one has stands in the configuration of a tokenizer.
+    names = {*ReasoningParserManager.list_registered()} - {"hf"}
+    starts = {
+        name: ReasoningParserManager.get_reasoning_parser(name)(
+            with_marks()
+        ).reasoning_start_str
+        for name in names
+    }
+    assert {name for name in names if not starts[name]} == PARSERS_WITHOUT_MARKS
+    assert {mark for mark in starts.values() if mark} == {*PARSERS}
+    assert all(starts[name] == mark for mark, name in PARSERS.items())
+
+
+@pytest.mark.parametrize("start", PARSERS)
+def test_the_marks_of_the_template_are_those_of_thoughts(start: str) -> None:
+    end = ENDS.get(start) or start.replace("<", "</").replace("[", "[/")
+    tokenizer = copy.deepcopy(with_marks())
+    tokenizer.chat_template = f"{{# {start} #}}" + PRESERVING
+    reader = ActionReader(tokenizer, "hermes")
+
+    def acts(text: str) -> Action:
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        return reader([*tokens, END], Finish.STOP, (TOOL,))
+
+    thought = f"{start}Secret 4: {MAYBE}{end}"
+    action = acts(thought + "5")
+    assert (action.text, action.tool_calls) == ("5", ())
+    assert action.reasoning == f"Secret 4: {MAYBE}"
+    # Its marks are special tokens, as those of most models are.
+    assert message_of(action)["content"] == thought + "5"
+
+    action = acts(thought + NOW)
+    assert action.tool_calls == [ToolCall("add", {"a": 5})]
+    assert message_of(action)["content"] == thought
+
+
+def test_all_thoughts_of_a_call_stay_where_they_were() -> None:
+    for text, content in (
+        (f"<think>one</think>A<think>two</think>{NOW}", "<think>one</think>A<think>two</think>"),
+        (f"A <think>one</think>\nB{NOW}<think>two</think>", "A <think>one</think>\nB<think>two</think>"),
+        (f"<think>one</think>\n{NOW}<think>two</think>{MAYBE}", "<think>one</think>\n<think>two</think>"),
+    ):  # fmt: skip
+        action = thinking(text, PRESERVING)
+        assert action.tool_calls[0] == ToolCall("add", {"a": 5})
+        assert message_of(action)["content"] == content
 
 
 def test_arguments_that_nest_too_deep_are_a_parse_error() -> None:

@@ -105,7 +105,7 @@ class ActionReader:
         parts = self._parts(whole, str(before))
 
         # Names of special tokens that were sampled are no part of what was said.
-        words, everything = self._words(parts.reply), self._words(whole)
+        words, everything = self._words(parts.reply), self._written(parts.pieces)
         as_text = Action(
             tokens,
             words,
@@ -127,14 +127,22 @@ class ActionReader:
             return replace(as_text, parse_error=str(error))
         if not calls:
             return as_text
+        content = None
+        if parts.has_thoughts:
+            content = self._written(parts.pieces_around(rest))
         text = self._words(rest)
-        content = self._words(parts.before) + text if parts.before else None
         return replace(as_text, text=text, tool_calls=calls, content=content)
 
     def _parts(self, text: str, prompt: str = "") -> _Parts:
         if self._thoughts is None:
-            return _Parts("", "", text)
+            return _Parts([text], "", text)
         return self._thoughts.divide(text, prompt)
+
+    def _written(self, pieces: Sequence[str]) -> str:
+        """Return pieces of a text without special tokens, but for marks of thoughts."""
+        return "".join(
+            piece if at % 2 else self._words(piece) for at, piece in enumerate(pieces)
+        )
 
     def _words(self, text: str) -> str:
         return strip_special_tokens(text, self._tokenizer)
@@ -144,14 +152,37 @@ class _Parts(NamedTuple):
     """A sampled text in its parts.
 
     Attributes:
-        before: Everything in front of `reply`, the marks of thoughts included.
+        pieces: Words, a mark, a thought, a mark, words and so on. A mark that the
+            text lacks is empty.
         reasoning: The thoughts.
         reply: The rest.
     """
 
-    before: str
+    pieces: Sequence[str]
     reasoning: str
     reply: str
+
+    @property
+    def has_thoughts(self) -> bool:
+        return len(self.pieces) > 1
+
+    def pieces_around(self, words: str) -> list[str]:
+        """Return the pieces with no more of the reply than the words it begins with.
+
+        Words that are not its beginning stand behind the thoughts.
+        """
+        reply = "".join(self.pieces[::4])
+        margin = len(reply) - len(reply.lstrip())
+        is_beginning = reply.startswith(words, margin)
+        room = margin + len(words) if is_beginning else 0
+
+        pieces = list(self.pieces)
+        for at in range(0, len(pieces), 4):
+            pieces[at] = pieces[at][:room]
+            room -= len(pieces[at])
+        if not is_beginning:
+            pieces[-1] = words
+        return pieces
 
 
 class _Thoughts:
@@ -189,7 +220,7 @@ class _Thoughts:
             )
 
         self._start, self._end = start, end
-        block = f"{re.escape(start)}(.*?)(?:{re.escape(end)}|\\Z)"
+        block = f"({re.escape(start)})(.*?)({re.escape(end)}|\\Z)"
         self._block = re.compile(block, re.DOTALL)
 
     def divide(self, text: str, prompt: str) -> _Parts:
@@ -210,10 +241,10 @@ class _Thoughts:
         if is_closed or (is_open and not text.lstrip().startswith(self._start)):
             opened = self._start
 
-        thoughts = self._block.findall(opened + text)
-        if not thoughts:
-            return _Parts("", "", text)
-        reply = self._block.sub("", opened + text).lstrip()
-        # Thoughts may also stand between words.
-        before = text[: len(text) - len(reply)] if text.endswith(reply) else ""
-        return _Parts(before, "\n".join(thoughts), reply)
+        pieces = self._block.split(opened + text)
+        if len(pieces) == 1:
+            return _Parts(pieces, "", text)
+        if opened:
+            pieces[1] = ""
+        reply = "".join(pieces[::4]).lstrip()
+        return _Parts(pieces, "\n".join(pieces[2::4]), reply)
