@@ -174,12 +174,12 @@ class _Parts(NamedTuple):
         reply = "".join(self.pieces[::4])
         margin = len(reply) - len(reply.lstrip())
         is_beginning = reply.startswith(words, margin)
-        room = margin + len(words) if is_beginning else 0
+        num_kept = margin + len(words) if is_beginning else 0
 
         pieces = list(self.pieces)
         for at in range(0, len(pieces), 4):
-            pieces[at] = pieces[at][:room]
-            room -= len(pieces[at])
+            pieces[at] = pieces[at][:num_kept]
+            num_kept -= len(pieces[at])
         if not is_beginning:
             pieces[-1] = words
         return pieces
