@@ -308,11 +308,21 @@ def test_an_episode_ends_with_a_frame_however_its_task_ends(
         ("step", "it raised Panic('in step'), which is no Exception"),
         ("finish", "it raised Panic('in finish'), which is no Exception"),
         ("close", "Object of type bytes is not JSON serializable"),
+        ("task", "it raised SystemExit(3), which is no Exception"),
     ):
         (episode,) = ended(pool, requests(1, where=where)).values()
         assert episode.end is End.ENVIRONMENT_FAILED
         assert words in episode.detail.splitlines()[-1]
     assert pool.take_counts().lost_processes == 0
+
+    # What ends the event loop ends the process, but no other episode.
+    beside = replace(requests(2)[1], task=requests(1, where="close")[0].task)
+    episodes = ended(pool, [*requests(1, where="loop"), beside])
+    assert episodes[0].detail == "it ended its process 3 times, at last alone"
+    assert "Object of type bytes" in episodes[1].detail
+    counts = counts_once(pool, lambda counts: len(counts.warnings) == 3)
+    assert counts.lost_processes == 3
+    assert "it ended with exit code 3; 0 of its 1" in counts.warnings[-1]
 
 
 def test_a_fault_is_retried_within_its_budget(

@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -165,9 +166,17 @@ class Panicking(Counting):
     async def step(self, action: Action) -> Step:
         if self.where == "step":
             raise Panic("in step")
+        if self.where == "task":
+            await asyncio.gather(self.exit())
+        if self.where == "loop":
+            asyncio.get_running_loop().call_soon(sys.exit, 3)
+            await asyncio.sleep(3600)
         if self.where == "close":
             return Step([self.last], 1.0, done=True)
         return await super().step(action)
+
+    async def exit(self) -> None:
+        sys.exit(3)
 
     @property
     def finish(self) -> None:

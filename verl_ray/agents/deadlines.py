@@ -103,8 +103,13 @@ async def _contained(call: Callable[[], Awaitable[T]]) -> T:
         raise
     # The panic of an extension module, say. In a task some would end the event loop.
     except BaseException as error:
-        failure = RuntimeError(f"it raised {error!r}, which is no Exception")
-        raise failure.with_traceback(error.__traceback__) from error
+        raise as_exception(error) from error
+
+
+def as_exception(error: BaseException) -> RuntimeError:
+    """Return an `Exception` that says what was raised that is none, and where."""
+    failure = RuntimeError(f"it raised {error!r}, which is no Exception")
+    return failure.with_traceback(error.__traceback__)
 
 
 async def _stop(task: asyncio.Future[T], grace_s: float) -> None:

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from verl_ray.agents import environments
+from verl_ray.agents.deadlines import as_exception
 
 _LOOKS = 4
 """Looks within the time from which on a step is slow."""
@@ -129,16 +130,18 @@ class _Watched(Coroutine[Any, Any, Any]):
         self._watch = watch
 
     def send(self, value: Any) -> Any:
-        self._watch.begin_step()
-        try:
-            return self._work.send(value)
-        finally:
-            self._watch.end_step()
+        return self._step(self._work.send, value)
 
     def throw(self, *error: Any) -> Any:
+        return self._step(self._work.throw, *error)
+
+    def _step(self, resume: Callable[..., Any], *arguments: Any) -> Any:
         self._watch.begin_step()
         try:
-            return self._work.throw(*error)
+            return resume(*arguments)
+        # A task that raises one of these ends the loop, and all other tasks.
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise as_exception(error) from error
         finally:
             self._watch.end_step()
 

@@ -78,16 +78,20 @@ async def _serve(connection: socket.socket) -> None:
     frames = FrameReader()
 
     episodes: _Episodes | None = None
-    # Each round takes some bytes; ends when the pool hangs up.
-    while data := await reader.read(_READ_BYTES):
-        for message in frames.feed(data):
-            if episodes is None:
-                episodes = _started(message, writer)
+    try:
+        # Each round takes some bytes; ends when the pool hangs up.
+        while data := await reader.read(_READ_BYTES):
+            for message in frames.feed(data):
                 if episodes is None:
-                    await writer.drain()
-                    return
-            else:
-                episodes.take(message)
+                    episodes = _started(message, writer)
+                    if episodes is None:
+                        await writer.drain()
+                        return
+                else:
+                    episodes.take(message)
+    finally:
+        if episodes is not None:
+            episodes.are_lost = True
 
 
 def _started(message: Frame, writer: asyncio.StreamWriter) -> _Episodes | None:
@@ -125,6 +129,8 @@ class _Episodes:
         self._renderer = start.renderer()
         self._sampler = _RemoteSampler(writer)
         self._tasks: dict[int, asyncio.Task[bytes]] = {}
+        self.are_lost = False
+        """Whether the process ends, and those that go on with it."""
 
         self.note = Path(tempfile.gettempdir()) / "holds_the_loop"
         """File that names a user's code while it holds the event loop."""
@@ -154,6 +160,9 @@ class _Episodes:
     def _end(self, number: int, task: asyncio.Task[bytes]) -> None:
         """Send the last frame of an episode, whatever ended its task."""
         self._tasks.pop(number, None)
+        # The pool runs it again in another process.
+        if self.are_lost:
+            return
         # Nobody reads the frame of one that the pool has cancelled.
         cancelled = asyncio.CancelledError("the episode was cancelled")
         error = cancelled if task.cancelled() else task.exception()
