@@ -532,31 +532,21 @@ def test_synchronous_tools_do_not_block_the_loop() -> None:
     assert [results(step) for step in asyncio.run(main())] == [["0"], ["1"]]
 
 
-def test_threads_are_bounded() -> None:
-    gate = threading.Event()
-    # Some of them may end meanwhile.
-    earlier = set(threading.enumerate())
+def test_no_call_waits_for_those_of_other_episodes() -> None:
+    """Its time would pass meanwhile."""
+    barrier = threading.Barrier(200, timeout=30)
 
-    def hold(number: int) -> int:
-        """Wait for the gate.
-
-        Args:
-            number: A number.
-        """
-        gate.wait(30)
-        return number
+    def meet() -> str:
+        """Wait for the others."""
+        barrier.wait()
+        return "met"
 
     async def main() -> list[Step]:
-        action = Action([1], "", [ToolCall("hold", {"number": 1})])
-        steps = [ToolEnvironment([hold]).step(action) for _ in range(100)]
-        everything = asyncio.gather(*steps)
-        # Each step begins, and starts its thread if it may.
-        await asyncio.sleep(0)
-        assert len(set(threading.enumerate()) - earlier) == 64
-        gate.set()
-        return await everything
+        action = Action([1], "", [ToolCall("meet", {})])
+        steps = [ToolEnvironment([meet]).step(action) for _ in range(200)]
+        return await asyncio.gather(*steps)
 
-    assert len(asyncio.run(main())) == 100
+    assert [results(step) for step in asyncio.run(main())] == [["met"]] * 200
 
 
 def test_a_record_names_its_tools() -> None:

@@ -1,8 +1,11 @@
 """Synchronous code of users, in threads beside the event loop of the episodes.
 
-A thread cannot be stopped. One whose caller has given up hangs: it gives its place to
-another and ends with the process, which does not wait for it. Whoever owns the process
-looks at how many hang, and replaces it.
+Each call has a thread of its own, so that no episode waits for others. An environment
+has one call at a time: the open episodes of a process bound its threads.
+
+A thread cannot be stopped. One whose caller has given up hangs, and ends with the
+process, which does not wait for it. Whoever owns the process looks at how many hang,
+and replaces it.
 """
 
 from __future__ import annotations
@@ -11,15 +14,9 @@ import asyncio
 import contextvars
 import inspect
 import threading
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
-
-_THREADS = 64  # synchronous calls that run at a time in a process
-
-_slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
-_slots = weakref.WeakKeyDictionary()
 
 _given_up: set[threading.Thread] = set()
 """Threads whose callers have given up, also those that have ended since."""
@@ -38,7 +35,6 @@ async def in_thread(
 ) -> Any:
     """Return what a function returns, which runs in a thread of its own meanwhile."""
     loop = asyncio.get_running_loop()
-    slots = _slots.setdefault(loop, asyncio.Semaphore(_THREADS))
     outcome: asyncio.Future[object] = loop.create_future()
 
     def settle(result: object, error: BaseException | None) -> None:
@@ -63,15 +59,14 @@ async def in_thread(
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(settle, result, failure)
 
-    async with slots:
-        context = contextvars.copy_context()
-        thread = threading.Thread(target=work, name=place_of(function), daemon=True)
-        thread.start()
-        try:
-            return await outcome
-        except asyncio.CancelledError:
-            _given_up.add(thread)
-            raise
+    context = contextvars.copy_context()
+    thread = threading.Thread(target=work, name=place_of(function), daemon=True)
+    thread.start()
+    try:
+        return await outcome
+    except asyncio.CancelledError:
+        _given_up.add(thread)
+        raise
 
 
 def place_of(function: Callable[..., Any]) -> str:
