@@ -188,7 +188,10 @@ def test_a_class_is_built_for_each_episode(file: Path) -> None:
 def test_plain_methods_run_in_threads_one_after_the_other(
     file: Path, name: str
 ) -> None:
-    """A step whose caller has given up goes on, and `close` waits for it."""
+    """A step whose caller has given up goes on, and `close` waits for it.
+
+    So it does when its own caller has given up as well.
+    """
     log: list[tuple[str, threading.Thread]] = []
     gate = threading.Event()
 
@@ -208,8 +211,12 @@ def test_plain_methods_run_in_threads_one_after_the_other(
         close = asyncio.create_task(world.close())
         await asyncio.sleep(0.05)
         assert [what for what, _ in log] == ["made", "reset 7", "step"]
+        close.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await close
         gate.set()
-        await close
+        while log[-1][0] != "close":
+            await asyncio.sleep(0.001)
         assert await world.finish(End.MAX_TURNS) == 2.0
 
     asyncio.run(main())
@@ -286,6 +293,50 @@ def test_the_methods_of_a_class_without_step_are_tools(file: Path) -> None:
     assert asyncio.run(play(ToolCall("count", {"things": ["x", "y"]})))[1] == "2"
     closed = make.args[0].func.opened
     assert len({id(each) for each in closed}) == 3
+
+
+@pytest.mark.parametrize("kind", ["", "async "])
+def test_an_object_of_tools_is_closed_once_its_tool_has_ended(
+    file: Path, kind: str
+) -> None:
+    file.write_text(f'''
+import asyncio
+class Desk:
+    def __init__(self, log, gate):
+        self.log, self.gate = log, gate
+    def work(self) -> str:
+        """Work."""
+        self.log.append("work")
+        self.gate.wait(60)
+        self.log.append("worked")
+        return "done"
+    {kind}def close(self):
+        self.log.append("close")
+    def __repr__(self):
+        self.log.append("its text is asked for")
+        return "a desk"
+''')
+    log: list[str] = []
+    gate = threading.Event()
+    make: Any = load_environment(f"{file}:Desk", {"log": log, "gate": gate}, KEY)
+
+    async def main() -> None:
+        world = make()
+        await world.reset(EpisodeTask([]), 7)
+        step = asyncio.create_task(world.step(Action([1], "", [ToolCall("work", {})])))
+        while not log:
+            await asyncio.sleep(0.001)
+        step.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await step
+        assert any("Desk.work" in call for call in hanging_calls())
+        close = asyncio.create_task(world.close())
+        await asyncio.sleep(0.05)
+        gate.set()
+        await close
+
+    asyncio.run(main())
+    assert log == ["work", "worked", "close"]
 
 
 def test_a_module_is_named_with_points() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -20,7 +19,7 @@ from verl_ray.agents.contract import (
     Observation,
     Step,
 )
-from verl_ray.agents.threads import in_thread
+from verl_ray.agents.threads import OneAtATime
 
 METHODS = ("reset", "step", "close")
 """What each environment has."""
@@ -68,7 +67,7 @@ class PlainWorld:
         self._class = world
         self._build = build
         self._world = build() if _is_asynchronous(world, "reset") else None
-        self._running = threading.Lock()
+        self._calls = OneAtATime()
         # `run_episode` asks a world only if it has this method.
         if hasattr(world, _FINISH):
             self.finish = self._finish
@@ -92,32 +91,25 @@ class PlainWorld:
         return reward
 
     async def _call(self, name: str, *arguments: Any) -> Any:
-        if not _is_asynchronous(self._class, name):
-            # A thread that hangs bears the name of the user's method.
-            method = functools.update_wrapper(
-                functools.partial(self._run, name), getattr(self._class, name)
-            )
-            result = await in_thread(method, *arguments)
-            # A decorator may hide that a method is asynchronous.
-            return await result if inspect.isawaitable(result) else result
+        run = self._await if _is_asynchronous(self._class, name) else self._run
+        # A thread that hangs bears the name of the user's method.
+        method = functools.update_wrapper(
+            functools.partial(run, name), getattr(self._class, name)
+        )
+        return await self._calls.result_of(method, *arguments)
 
-        if not self._running.acquire(blocking=False):
-            await in_thread(self._running.acquire)
-        try:
-            # It could not be made, so there is nothing to close.
-            if self._world is None:
-                return None
-            return await getattr(self._world, name)(*arguments)
-        finally:
-            self._running.release()
+    async def _await(self, name: str, *arguments: Any) -> Any:
+        # It could not be made, so there is nothing to close.
+        if self._world is None:
+            return None
+        return await getattr(self._world, name)(*arguments)
 
     def _run(self, name: str, *arguments: Any) -> Any:
-        with self._running:
-            if self._world is None:
-                if name == "close":
-                    return None
-                self._world = self._build()
-            return getattr(self._world, name)(*arguments)
+        if self._world is None:
+            if name == "close":
+                return None
+            self._world = self._build()
+        return getattr(self._world, name)(*arguments)
 
 
 class GymnasiumWorld:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 import inspect
 import threading
 from collections.abc import Callable
@@ -20,6 +21,9 @@ from typing import Any
 
 _given_up: set[threading.Thread] = set()
 """Threads whose callers have given up, also those that have ended since."""
+
+_late: set[asyncio.Future[Any]] = set()
+"""Calls whose callers have given up before they began."""
 
 
 def hanging_calls() -> list[str]:
@@ -69,10 +73,78 @@ async def in_thread(
         raise
 
 
+async def result_of(
+    function: Callable[..., Any], /, *arguments: Any, **named: Any
+) -> Any:
+    """Return what a function of a user returns, in a thread unless it is asynchronous.
+
+    A decorator may hide that it is.
+    """
+    if inspect.iscoroutinefunction(function):
+        return await function(*arguments, **named)
+    result = await in_thread(function, *arguments, **named)
+    return await result if inspect.isawaitable(result) else result
+
+
+class OneAtATime:
+    """Calls of one object, which never run at the same time.
+
+    A call waits for one whose caller has given up, and is made then in any case: who
+    gives up waiting does not take it back.
+    """
+
+    def __init__(self) -> None:
+        """Begin without a call."""
+        self._running = threading.Lock()
+
+    async def result_of(
+        self, function: Callable[..., Any], /, *arguments: Any, **named: Any
+    ) -> Any:
+        """Return what a function returns, see `result_of`, once no other call runs."""
+        if not inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            def locked(*arguments: Any, **named: Any) -> Any:
+                with self._running:
+                    return function(*arguments, **named)
+
+            return await result_of(locked, *arguments, **named)
+
+        async def held() -> Any:
+            try:
+                return await function(*arguments, **named)
+            finally:
+                self._running.release()
+
+        def late(turn: asyncio.Future[Any]) -> None:
+            # The loop itself is over otherwise.
+            if not turn.cancelled():
+                call = asyncio.ensure_future(held())
+                _late.add(call)
+                call.add_done_callback(_late.discard)
+
+        if not self._running.acquire(blocking=False):
+            turn = asyncio.ensure_future(in_thread(self._running.acquire))
+            try:
+                await asyncio.shield(turn)
+            except asyncio.CancelledError:
+                turn.add_done_callback(late)
+                raise
+        return await held()
+
+
+def unbound(function: Any) -> Any:
+    """Return the function of a `functools.partial`; another one as it is."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
 def place_of(function: Callable[..., Any]) -> str:
     """Return where a function is defined, for a person."""
-    plain = inspect.unwrap(function)
-    name = getattr(plain, "__qualname__", repr(plain))
+    plain = unbound(inspect.unwrap(function))
+    # The text of an object would be what its user writes.
+    name: str = getattr(plain, "__qualname__", type(plain).__qualname__)
     code = getattr(plain, "__code__", None)
     if code is None:
         return name

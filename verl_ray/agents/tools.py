@@ -32,7 +32,7 @@ from verl_ray.agents.contract import (
     ToolCall,
     ToolSchema,
 )
-from verl_ray.agents.threads import in_thread
+from verl_ray.agents.threads import OneAtATime, result_of, unbound
 from verl_ray.config.suggest import did_you_mean
 from verl_ray.data.fields import TOOLS, json_text
 from verl_ray.errors import ConfigError, Problem
@@ -143,7 +143,7 @@ def as_tool(
         ConfigError: It lacks a docstring, a type hint or the description of an
             argument.
     """
-    called = _unbound(function)
+    called = unbound(function)
     of_object = type(called).__name__ if callable(called) else str(called)
     name = str(name or getattr(called, "__name__", of_object))
 
@@ -186,13 +186,6 @@ def as_tool(
         raise refused(f"has a type hint that JSON has not: {reason}", fix) from error
     needed = [each.name for each in parameters if each.default is each.empty]
     return Tool(function, schema, needed, types)
-
-
-def _unbound(function: Any) -> Any:
-    """Return the function of a `functools.partial`; another one as it is."""
-    while isinstance(function, partial):
-        function = function.func
-    return function
 
 
 def _routine_and_doc(called: Any) -> tuple[Any, str | None]:
@@ -442,9 +435,14 @@ class ToolEnvironment:
             return f"Error: {error}"
 
         try:
-            return await _result_of(tool.function, values)
+            return await self._call(tool.function, values)
         except ToolError as error:
             return f"Error: {error}"
+
+    async def _call(
+        self, function: Callable[..., Any], arguments: Mapping[str, Any]
+    ) -> object:
+        return await result_of(function, **arguments)
 
 
 def _message(call: ToolCall, result: object) -> Message:
@@ -455,7 +453,11 @@ def _message(call: ToolCall, result: object) -> Message:
 
 
 class ToolSet(ToolEnvironment):
-    """A conversation in which the policy calls the methods of an object of its own."""
+    """A conversation in which the policy calls the methods of an object of its own.
+
+    No two methods run at the same time: one that is late is waited for, by `close` as
+    well.
+    """
 
     def __init__(
         self, make: Callable[[], Any], methods: Sequence[Tool], **options: Any
@@ -469,6 +471,7 @@ class ToolSet(ToolEnvironment):
             options: Those of `ToolEnvironment`.
         """
         self._owner = make()
+        self._calls = OneAtATime()
         bound = [
             replace(tool, function=getattr(self._owner, tool.name)) for tool in methods
         ]
@@ -477,13 +480,18 @@ class ToolSet(ToolEnvironment):
     async def reset(self, task: EpisodeTask, seed: int) -> Observation:
         """Prepare the object, and begin with the messages of the task."""
         if hasattr(self._owner, "reset"):
-            await _result_of(self._owner.reset, {"task": task, "seed": seed})
+            await self._call(self._owner.reset, {"task": task, "seed": seed})
         return await super().reset(task, seed)
 
     async def close(self) -> None:
         """Close the object."""
         if hasattr(self._owner, "close"):
-            await _result_of(self._owner.close, {})
+            await self._call(self._owner.close, {})
+
+    async def _call(
+        self, function: Callable[..., Any], arguments: Mapping[str, Any]
+    ) -> object:
+        return await self._calls.result_of(function, **arguments)
 
 
 def method_names(owner: type) -> list[str]:
@@ -525,14 +533,3 @@ def tools_problem(names: object, known: Sequence[str]) -> str | None:
         if name not in known:
             return f"there is no tool {name!r}. {did_you_mean(name, known, 'tool')}"
     return None
-
-
-async def _result_of(function: Callable[..., Any], arguments: dict[str, Any]) -> object:
-    """Return what a function returns, and what comes of it where that is awaited.
-
-    A decorator may hide that a function is asynchronous.
-    """
-    if inspect.iscoroutinefunction(function):
-        return await function(**arguments)
-    result = await in_thread(function, **arguments)
-    return await result if inspect.isawaitable(result) else result
