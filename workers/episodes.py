@@ -30,7 +30,7 @@ from verl_ray.data.stages import (
     Rollouts,
     versions_of,
 )
-from verl_ray.rollout.episodes import EpisodeRequest
+from verl_ray.rollout.episode_stream import EpisodeRequest
 from verl_ray.rollout.requests import row_seeds
 
 if TYPE_CHECKING:

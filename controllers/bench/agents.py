@@ -59,7 +59,8 @@ from verl_ray.config.load import parse, to_tree
 from verl_ray.config.rollout import RolloutConfig
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
-from verl_ray.rollout.episodes import EpisodePool, EpisodeRequest
+from verl_ray.rollout.episode_stream import EpisodeRequest
+from verl_ray.rollout.episodes import EpisodePool
 from verl_ray.rollout.requests import (
     GenerationProgress,
     GenerationRequest,

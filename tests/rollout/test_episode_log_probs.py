@@ -20,7 +20,8 @@ from verl_ray.agents.wire import EpisodeStart
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.stages import Finish
 from verl_ray.models.tiny import make_tiny
-from verl_ray.rollout.episodes import EpisodePool, EpisodeRequest
+from verl_ray.rollout.episode_stream import EpisodeRequest
+from verl_ray.rollout.episodes import EpisodePool
 from verl_ray.rollout.requests import Sampling
 from verl_ray.rollout.server import RolloutServer
 

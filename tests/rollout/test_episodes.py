@@ -34,7 +34,8 @@ from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
 from verl_ray.errors import ConfigError, EngineFailed, RolloutError
 from verl_ray.rollout import episodes as episodes_module
 from verl_ray.rollout.episode_counts import EpisodeCounts
-from verl_ray.rollout.episodes import EpisodePool, EpisodeRequest, retry_wait_s
+from verl_ray.rollout.episode_stream import EpisodeRequest
+from verl_ray.rollout.episodes import EpisodePool, retry_wait_s
 from verl_ray.rollout.requests import GenerationRequest, Sampling
 from verl_ray.rollout.scripted import Script, ScriptedEngine
 from verl_ray.rollout.server import PauseRequest, RolloutServer
@@ -533,11 +534,38 @@ def test_a_process_that_holds_too_much_is_replaced_between_episodes(
     second = pool.run(requests(2)[1:])
     assert pool.process_ids == [before] and not counts.renewed_processes
     first.close()
-    assert pipe.take(2) == ["begun 1", "closed 0"]
+    assert pipe.take(1) == ["closed 0"] and pipe.take(1) == ["begun 1"]
     assert pool.process_ids != [before]
     counts = pool.take_counts()
     assert (counts.renewed_processes, counts.lost_processes) == (1, 0)
     second.close()
+
+
+def test_a_process_that_has_run_nothing_is_not_replaced(
+    start_pool: Callable[..., EpisodePool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        start_pool("Counting", num_processes=1, memory_gib=0.01)
+    (problem,) = caught.value.problems
+    assert (problem.key, problem.value) == ("agent.process_memory_gib", 0.01)
+    assert problem.rule.startswith("a process of episodes that has run none holds 0.")
+
+    pool = start_pool("Counting", num_processes=1, memory_gib=4.0)
+    # As if one that is started later held more.
+    pool.memory_gib = 0.01
+    looks = threading.Semaphore(0)
+    note = pool.note
+
+    def look(events: EpisodeCounts) -> None:
+        note(events)
+        looks.release()
+
+    monkeypatch.setattr(pool, "note", look)
+    # What the first one has found is known at the second.
+    assert all(looks.acquire(timeout=PATIENCE_S) for _ in range(2))
+    assert pool.take_counts().warnings == ()
+    ended(pool, requests(1))
+    counts_once(pool, lambda counts: counts.renewed_processes == 1)
 
 
 def counts_once(

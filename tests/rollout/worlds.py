@@ -216,6 +216,11 @@ class Greedy(Endless):
             self.taken.append(b"1" * (256 << 20))
         return observation
 
+    async def close(self) -> None:
+        # Whoever does not wait for it ends its process meanwhile.
+        await asyncio.sleep(0.3)
+        await super().close()
+
 
 class Parent(Endless):
     """Starts a process that holds a port, and makes a folder; it leaves both alone."""

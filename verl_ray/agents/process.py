@@ -163,7 +163,7 @@ class _Episodes:
         # The pool runs it again in another process.
         if self.are_lost:
             return
-        # Nobody reads the frame of one that the pool has cancelled.
+        # The pool waits for the end of one that it has cancelled, and reads no more.
         cancelled = asyncio.CancelledError("the episode was cancelled")
         error = cancelled if task.cancelled() else task.exception()
         if error is None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from verl_ray.agents.wire import Frame, FrameReader
 from verl_ray.guard import start_guarded
+from verl_ray.profiling.memory import GIB, tree_pss_bytes
 
 _READ_BYTES = 1 << 16
 
@@ -70,6 +71,11 @@ class GuardedProcess:
         if not data:
             raise EOFError("it ended")
         return list(self._frames.feed(data))
+
+    async def held_gib(self) -> float:
+        """Return the memory that the process holds with its children."""
+        assert self._process is not None
+        return await asyncio.to_thread(tree_pss_bytes, self._process.pid) / GIB
 
     def holder(self) -> str:
         """Return which code of the user holds the event loop now; empty if unknown."""

@@ -1,4 +1,4 @@
-"""The ends of a call that runs episodes, for the thread that waits for them.
+"""A call that runs episodes: what it asks for, and how they end.
 
 Invariant: each episode and each single response of the call is taken once, or an error
 is raised after which nothing follows.
@@ -9,16 +9,41 @@ from __future__ import annotations
 import contextlib
 import queue
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from verl_ray.agents.contract import Episode
-from verl_ray.rollout.requests import Chunk
+from verl_ray.agents.contract import Episode, EpisodeTask
+from verl_ray.rollout.requests import Chunk, Sampling
 
 Ended = Episode | Chunk
 """An episode, or the whole response to a prompt that is about no environment."""
 
 
+@dataclass(frozen=True, eq=False)
+class EpisodeRequest:
+    """An episode to run.
+
+    Attributes:
+        number: Number of the episode, unique in one call.
+        task: What it is about.
+        seed: Seed of its turns.
+        world_seed: Seed of its environment.
+        sampling: How its turns are sampled, but for the number of their tokens.
+        session: Episodes of a session share a prefix.
+    """
+
+    number: int
+    task: EpisodeTask
+    seed: int
+    world_seed: int
+    sampling: Sampling
+    session: str
+
+
 class EpisodeStream:
-    """Episodes and single responses of a call, in the order in which they end."""
+    """Episodes and single responses of a call, in the order in which they end.
+
+    Another thread waits for them.
+    """
 
     def __init__(self, numbers: set[int], close: Callable[[], None]) -> None:
         """Begin with all of them open.

@@ -27,7 +27,6 @@ from verl_ray.agents.contract import (
     End,
     Episode,
     EpisodeEnded,
-    EpisodeTask,
 )
 from verl_ray.agents.wire import (
     EpisodeStart,
@@ -38,12 +37,11 @@ from verl_ray.agents.wire import (
     task_fields,
 )
 from verl_ray.errors import ConfigError, EngineFailed, Problem, RolloutError
-from verl_ray.profiling.memory import GIB, tree_pss_bytes
 from verl_ray.profiling.progress import touch
 from verl_ray.rollout.episode_counts import EpisodeCounts
 from verl_ray.rollout.episode_process import GuardedProcess
-from verl_ray.rollout.episode_stream import EpisodeStream
-from verl_ray.rollout.requests import GenerationRequest, Sampling
+from verl_ray.rollout.episode_stream import EpisodeRequest, EpisodeStream
+from verl_ray.rollout.requests import GenerationRequest
 from verl_ray.rollout.server import RolloutServer
 from verl_ray.rollout.turns import ReadAction, sampled_turn
 
@@ -58,27 +56,6 @@ _MOST_HANGING = 64
 
 _FEW = 8
 """Episodes that a process runs at a time of those that were lost with one once."""
-
-
-@dataclass(frozen=True, eq=False)
-class EpisodeRequest:
-    """An episode to run.
-
-    Attributes:
-        number: Number of the episode, unique in one call.
-        task: What it is about.
-        seed: Seed of its turns.
-        world_seed: Seed of its environment.
-        sampling: How its turns are sampled, but for the number of their tokens.
-        session: Episodes of a session share a prefix.
-    """
-
-    number: int
-    task: EpisodeTask
-    seed: int
-    world_seed: int
-    sampling: Sampling
-    session: str
 
 
 @dataclass(eq=False)
@@ -128,7 +105,8 @@ class EpisodePool:
                 is replaced between episodes; None is no limit.
 
         Raises:
-            ConfigError: An environment cannot be imported.
+            ConfigError: An environment cannot be imported, or a process that has run
+                nothing holds more than `memory_gib`.
             RolloutError: A process did not start.
         """
         self._server = server
@@ -307,7 +285,7 @@ class EpisodePool:
     def assign(self) -> None:
         """Begin as many waiting episodes as the processes may run."""
         for process in self._processes:
-            if process.is_ready and process.is_full and not process.open:
+            if process.is_ready and process.is_full and process.is_empty:
                 self.note(EpisodeCounts(renewed_processes=1))
                 self._replace(process)
             if not process.is_ready or process.is_full:
@@ -377,6 +355,20 @@ class EpisodePool:
     async def _launch(self, count: int) -> None:
         self._processes = [_Process(self) for _ in range(count)]
         await asyncio.gather(*(process.start() for process in self._processes))
+        if self.memory_gib is not None:
+            await self._require_less(self.memory_gib)
+
+    async def _require_less(self, most_gib: float) -> None:
+        """Raise ConfigError if a process would be replaced after each episode."""
+        for process in self._processes:
+            held_gib = await process.process.held_gib()
+            if held_gib > most_gib:
+                rule = (
+                    f"a process of episodes that has run none holds {held_gib:.2f} GiB"
+                )
+                fix = "Give it as much, and what its episodes need, or null."
+                key = "agent.process_memory_gib"
+                raise ConfigError([Problem(key, most_gib, rule, fix)])
 
     async def _end_all(self) -> None:
         responding = list(self._responding)
@@ -519,10 +511,14 @@ class _Process:
 
     pool: EpisodePool
     open: dict[int, _OpenEpisode] = field(default_factory=dict)
+    closing: set[int] = field(default_factory=set)
+    """Episodes that were cancelled, and whose environments are about to be closed."""
     level: int = 0
     is_ready: bool = False
     is_full: bool = False
     """Whether it holds so much that it gets no further episodes."""
+    has_run: bool = False
+    """Whether it was given an episode."""
     process: GuardedProcess = field(default_factory=GuardedProcess)
     _weighing: asyncio.Task[None] | None = None
     _calls: dict[int, asyncio.Task[None]] = field(default_factory=dict)
@@ -581,6 +577,11 @@ class _Process:
             by = f" by {holder}" if holder else ""
             self.pool.lose(self, f"its event loop was held for {stall_s:g} s{by}")
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no environment of an episode is open."""
+        return not self.open and not self.closing
+
     def tell_paused(self) -> None:
         """Tell the process whether the engine is paused."""
         # One that starts is told later.
@@ -590,6 +591,7 @@ class _Process:
     def run(self, number: int, episode: _OpenEpisode) -> None:
         """Begin an episode."""
         self.open[number] = episode
+        self.has_run = True
         request = episode.request
         fields = {
             "episode": number,
@@ -604,6 +606,7 @@ class _Process:
         for number, episode in list(self.open.items()):
             if episode.stream is stream:
                 del self.open[number]
+                self.closing.add(number)
                 self.process.write(frame("cancel", {"episode": number}))
 
     def _take(self, message: Frame) -> None:
@@ -618,8 +621,10 @@ class _Process:
                     f"calls hang in {fields['hanging']} of its threads, most often in"
                     f" {fields['hanging_in']}"
                 )
-            if self.pool.memory_gib is not None and self._weighing is None:
-                self._weighing = asyncio.create_task(self._weigh(self.pool.memory_gib))
+            most_gib = self.pool.memory_gib
+            # Another one that has run nothing would hold as much.
+            if most_gib is not None and self.has_run and self._weighing is None:
+                self._weighing = asyncio.create_task(self._weigh(most_gib))
         elif message.kind == "held":
             self.pool.name_who_held(**fields)
         elif message.kind == "give_up":
@@ -631,20 +636,20 @@ class _Process:
             self._calls[fields["call"]] = task
         elif message.kind == "ended":
             episode = self.open.pop(fields["episode"], None)
+            self.closing.discard(fields["episode"])
             if episode is not None:
                 self.pool.settle(episode, episode_of(message))
-                self.pool.assign()
+            self.pool.assign()
 
     async def _weigh(self, most_gib: float) -> None:
         """Look whether the process holds more memory than it may."""
-        assert self.process.pid is not None
         try:
-            held = await asyncio.to_thread(tree_pss_bytes, self.process.pid)
+            held_gib = await self.process.held_gib()
         finally:
             self._weighing = None
-        if held > most_gib * GIB:
+        if held_gib > most_gib:
             self._fill(
-                f"with its children it holds {held / GIB:.2f} GiB of memory"
+                f"with its children it holds {held_gib:.2f} GiB of memory"
                 f" (agent.process_memory_gib={most_gib:g})"
             )
 
