@@ -30,9 +30,6 @@ from verl_ray.agents.transcript import Transcript, TurnPrompt
 _MOST_REFUSALS = 10
 """How often whoever asks for a turn of an episode that is over is told so."""
 
-_ASLEEP_S = 3600.0
-"""How long it waits that asks even after its cancellation."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -237,8 +234,9 @@ class EpisodePolicy:
                 refused together, which counts once.
         """
         if num_earlier > _MOST_REFUSALS:
-            # Whoever catches its cancellation is left to its deadline.
-            await asyncio.sleep(_ASLEEP_S)
+            # Whoever catches its cancellation is left to its deadline. Nobody refers to
+            # a task that waits here after the episode, so that it goes as garbage.
+            await asyncio.get_running_loop().create_future()
         if num_earlier == self._num_refusals:
             self._num_refusals += 1
         # A loop that tries again after every `Exception` would not end.
