@@ -34,6 +34,7 @@ _CALLERS = tuple(
         "episode.py",
         "tools.py",
         "plain_worlds.py",
+        "threads.py",
         "loop_watch.py",
     )
 )
