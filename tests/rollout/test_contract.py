@@ -215,15 +215,27 @@ def test_a_text_ends_a_response(engine: RolloutEngine) -> None:
 def test_tokens_behind_a_text_that_ends_a_response_are_none_of_it(
     make_model: Callable[..., Path],
 ) -> None:
-    """A step may bring several tokens, and the engine may end a response with them."""
+    """A step may bring several tokens, and several steps may be recorded at once.
+
+    The engine may end a response with tokens that are none of it.
+    """
     tokenizer = load_tokenizer(make_model("qwen3", tie=False))
     pieces = [tokenizer.decode([token]) for token in (5, 6, 7)]
-    for finish, forgotten in ((None, [1]), (Finish.LENGTH, [])):
-        sampling = replace(_request(1).sampling, stop=(pieces[0] + pieces[1],))
+    sampling = replace(_request(1).sampling, stop=(pieces[0] + pieces[1],))
+    three, one = [5, 6, 7], [8]
+    for finishes, forgotten in (
+        ([None], [1]),
+        ([Finish.LENGTH], []),
+        ([None, None], [1]),
+        ([None, None, Finish.LENGTH], []),
+    ):
         in_flight = InFlight()
         in_flight.add([replace(_request(1), sampling=sampling)], tokenizer)
-        step = GenerationProgress(1, [5, 6, 7], [-0.5, -0.25, -0.125], finish)
-        assert in_flight.record([step], version=4) == forgotten
+        steps = [
+            GenerationProgress(1, tokens, [-0.5, -0.25, -0.125][: len(tokens)], finish)
+            for tokens, finish in zip([three, one, one], finishes, strict=False)
+        ]
+        assert in_flight.record(steps, version=4) == forgotten
         (chunk,) = in_flight.take_chunks()
         assert (chunk.tokens.tolist(), chunk.log_probs.tolist()) == (
             [5, 6],

@@ -253,7 +253,7 @@ class InFlight:
         """Add what was sampled, and prepare the chunks to deliver.
 
         Args:
-            progress: New tokens of requests in flight.
+            progress: New tokens of requests in flight, of one step or of several.
             version: The policy version they were sampled from; None = no tokens were
                 sampled.
 
@@ -261,19 +261,26 @@ class InFlight:
             The requests that a stop string has ended, which the engine goes on with.
         """
         sampled = 0
-        stopped = []
+        stopped: set[int] = set()
         for step_of_request in progress:
-            sampled += len(step_of_request.tokens)
+            if step_of_request.request_id in stopped:
+                # A step behind the stop string, with which the engine itself may have
+                # ended the request.
+                if step_of_request.finish is not None:
+                    stopped.remove(step_of_request.request_id)
+                continue
+
             cut = self._until_stop(step_of_request)
+            sampled += len(cut.tokens)
             if cut.finish is not None and step_of_request.finish is None:
-                stopped.append(cut.request_id)
+                stopped.add(cut.request_id)
             self._record(cut, version)
 
         # A step that samples nothing is no progress: a broken engine could go on with
         # such steps for ever, and would never count as stalled.
         if sampled:
             advance(sampled, "tokens")
-        return stopped
+        return sorted(stopped)
 
     def take_chunks(self) -> list[Chunk]:
         """Return the chunks to deliver, which then count as delivered."""
