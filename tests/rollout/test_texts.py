@@ -95,3 +95,31 @@ def test_specials_have_no_text_and_a_character_that_stays_incomplete_is_marked(
     assert growing.add([tokenizer.eos_token_id, *smile[:2]], last=False) == (3, "")
     assert growing.add(smile[2:], last=False) == (2, "🙂")
     assert growing.add([*ids(tokenizer, "a"), *smile[:3]], last=True) == (4, "a\ufffd")
+
+
+@given(st.lists(st.integers(0, 9), max_size=40))
+def test_bytes_that_are_no_characters_are_marked_as_in_the_whole_text(
+    tokenizer: PreTrainedTokenizerBase, places: list[int]
+) -> None:
+    single_bytes = ids(tokenizer, "🙂漢éa")
+    assert len(single_bytes) == 10
+    tokens = [single_bytes[place] for place in places]
+    growing, whole = GrowingText(tokenizer), tokenizer.decode(tokens)
+    said = "".join(growing.add([token], last=False)[1] for token in tokens)
+    assert whole.startswith(said)
+    assert said + growing.add([], last=True)[1] == whole
+
+
+def test_bytes_that_are_no_characters_are_decoded_a_few_times_each(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode, lengths = tokenizer.decode, list[int]()
+
+    def counting(tokens: list[int], **options: bool) -> str:
+        lengths.append(len(tokens))
+        return str(decode(tokens, **options))
+
+    monkeypatch.setattr(tokenizer, "decode", counting)
+    growing = GrowingText(tokenizer, ["stop"], spells_special_tokens=True)
+    growing.add(ids(tokenizer, "🙂")[:1] * 1000, last=False)
+    assert max(lengths) < 10

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 # The first bytes of an incomplete character are decoded to this.
 _INCOMPLETE = "\ufffd"
 
+# A character has at most four bytes, and a token at least one.
+_MAX_INCOMPLETE_TOKENS = 3
+
 
 class GrowingText:
     """Text of a response that grows with its tokens.
@@ -89,15 +92,15 @@ class GrowingText:
     def _grow(self, tokens: Sequence[int]) -> None:
         """Decode tokens, and cut the text at a stop string."""
         self._tokens += tokens
-        new_text = self._new_text()
-        if not new_text or new_text.endswith(_INCOMPLETE):
+        end, new_text = self._certain_text()
+        if not new_text:
             return
 
         # A stop string may begin in the text that was held back.
         search_from = max(0, len(self._text) - self._held_back)
         self._text += new_text
         self._context = self._num_decoded
-        self._num_decoded = len(self._tokens)
+        self._num_decoded = end
 
         matches = [self._text.find(text, search_from) for text in self._stop]
         starts = [start for start in matches if start >= 0]
@@ -105,12 +108,36 @@ class GrowingText:
             self._text = self._text[: min(starts)]
             self.stopped = True
 
-    def _new_text(self) -> str:
-        """Return the text that tokens after `_num_decoded` add to what is decoded."""
-        known = self._decode(self._num_decoded)
-        return self._decode(len(self._tokens))[len(known) :]
+    def _certain_text(self) -> tuple[int, str]:
+        """Return the text that is new and that further tokens do not change.
 
-    def _decode(self, end: int) -> str:
+        Returns:
+            The number of tokens up to its end, and the text.
+        """
+        new_text = self._new_text()
+        end = len(self._tokens)
+        if not new_text.endswith(_INCOMPLETE):
+            return end, new_text
+
+        # Of bytes that are no characters, only the last may still become one, so that
+        # the others need not be decoded again with every token.
+        end = max(self._num_decoded, end - _MAX_INCOMPLETE_TOKENS)
+        earlier_text = self._new_text(end)
+        if not new_text.startswith(earlier_text):
+            # A character begins before `end` and is complete behind it.
+            return self._num_decoded, ""
+        return end, earlier_text
+
+    def _new_text(self, end: int | None = None) -> str:
+        """Return the text that tokens after `_num_decoded` add to what is decoded.
+
+        Args:
+            end: Number of tokens up to the last of them; None = all.
+        """
+        known = self._decode(self._num_decoded)
+        return self._decode(end)[len(known) :]
+
+    def _decode(self, end: int | None) -> str:
         tokens = self._tokens[self._context : end]
         text = self._tokenizer.decode(tokens, skip_special_tokens=self._skips_special)
         return str(text)
