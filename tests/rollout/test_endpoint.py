@@ -26,6 +26,7 @@ from verl_ray.data.stages import Finish
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import ConfigError, RolloutError
 from verl_ray.rollout import endpoint as endpoint_module
+from verl_ray.rollout.base import RolloutEngine
 from verl_ray.rollout.endpoint import Endpoint
 from verl_ray.rollout.requests import (
     Chunk,
@@ -51,7 +52,7 @@ class Gate:
     def __init__(self) -> None:
         self.steps, self.is_open = threading.Semaphore(0), True
 
-    def put_before(self, engine: VllmEngine) -> None:
+    def put_before(self, engine: RolloutEngine) -> None:
         advance = engine._step
 
         def gated() -> Iterator[GenerationProgress]:
@@ -762,20 +763,30 @@ def test_an_endpoint_that_is_closed_waits_no_longer_for_its_port(
 def test_an_engine_that_fails_says_so_in_the_middle_of_a_stream(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    def script(asked: GenerationRequest) -> list[tuple[int, float]]:
-        return (
-            [(3, -0.5)] * 100_000 if asked.tokens[0] == 3 else []
-        )  # nothing to draw: the step fails
+    gate = Gate()
+    gate.is_open = False
+    gate.steps.release()  # the stream begins, and does not end before the other call
 
-    server = RolloutServer(lambda: ScriptedEngine(script, initial_version=0))
+    def script(asked: GenerationRequest) -> list[tuple[int, float]]:
+        if asked.tokens[0] == 3:
+            return [(3, -0.5)] * 9
+        gate.is_open = True
+        return []  # nothing to draw: the step fails
+
+    def start() -> ScriptedEngine:
+        engine = ScriptedEngine(script, initial_version=0)
+        gate.put_before(engine)
+        return engine
+
+    server = RolloutServer(start)
     endpoint = Endpoint(
-        server, tokenizer, settings(), port=0, model=MODEL, max_model_len=200_000
+        server, tokenizer, settings(), port=0, model=MODEL, max_model_len=MAX_MODEL_LEN
     )
     with openai.OpenAI(
         base_url=f"http://127.0.0.1:{endpoint.port}/v1", api_key="none", max_retries=0
     ) as client:
         stream = client.completions.create(
-            model=MODEL, prompt=[3], max_tokens=100_000, stream=True
+            model=MODEL, prompt=[3], max_tokens=9, stream=True
         )
         assert next(stream).choices[0].text == "1"
         for _ in range(2):
