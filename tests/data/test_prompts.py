@@ -206,7 +206,10 @@ def test_moved_and_converted_records_resume(tmp_path: Path, chat: Any) -> None:
         assert again.next_batch(7).tokens.tolist() == expected.tokens.tolist()
 
     # What an earlier version saved depends on the name of the file.
-    earlier = {**state, "fingerprint": fingerprint(first.all())}
+    earlier = {
+        **state,
+        "fingerprint": fingerprint(first.all(), without=["template_arguments"]),
+    }
     del earlier["records"]
     source(files.jsonl).load_state(earlier)
     with pytest.raises(DataError, match="fingerprint was"):

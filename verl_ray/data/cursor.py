@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -149,16 +149,19 @@ _OPTIONAL_IDENTITY = ("weights", "sizes")
 """What only some states say of the rows and their order."""
 
 
-def fingerprint(batch: Batch) -> str:
+def fingerprint(batch: Batch, without: Collection[str] = ()) -> str:
     """Digest of every value of a batch, stable over processes.
 
     Two batches have the same digest where, and only where, their rows are equal.
+
+    Args:
+        without: Columns that do not count.
     """
     digest = hashlib.blake2b(batch.offsets.tobytes(), digest_size=16)
 
     for name in batch.columns():
         column = getattr(batch, name)
-        if column is None:
+        if column is None or name in without:
             continue
         arrays = [column]
         if isinstance(column, Ragged):
