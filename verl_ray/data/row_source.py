@@ -56,7 +56,7 @@ DataSets = str | Path | DataSet | Sequence[DataSet]
 _GIB = 2**30
 
 _LATER_COLUMNS = ("template_arguments",)
-"""Columns that the versions had not whose digest counted whole rows."""
+"""Columns that are younger than the versions whose digest counts whole rows."""
 
 
 @dataclass(frozen=True)
