@@ -428,6 +428,8 @@ def _field(key: str, kind: type[BaseModel]) -> FieldInfo:
 
 RECORD = "run.resolved"
 
+_ABSENT = object()
+
 
 def with_record(config: C, values: Mapping[str, object], *, on_gpus: bool) -> C:
     """Return a configuration that records what was resolved, now or before.
@@ -475,7 +477,9 @@ def _still_there(values: Mapping[str, object], config: Config) -> dict[str, obje
 
 
 def _at(tree: Any, key: str) -> object:
-    """Return the value of a dotted key; None where there is no such section."""
+    """Return the value of a dotted key; what equals no value where there is no such."""
     for part in key.split("."):
-        tree = tree.get(part) if isinstance(tree, dict) else None
+        if not isinstance(tree, dict) or part not in tree:
+            return _ABSENT
+        tree = tree[part]
     return tree

@@ -16,7 +16,9 @@ from controllers.run.preparation import (
     supervised_job,
     write_problems,
 )
+from controllers.system.plan import ClusterShape, resolve_on
 from verl_ray.cluster.session import Session
+from verl_ray.config.load import with_auto_again
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.conversations import tokenize
 from verl_ray.data.records import read_supervised
@@ -54,6 +56,15 @@ def test_the_warm_start_is_a_supervised_job_of_the_actor() -> None:
     assert job.actor.optimizer == config.prepare.warm_start.optimizer
     assert job.run.total_steps == config.prepare.warm_start.max_steps
     assert job.sft.max_tokens == 16 + 8
+
+    # What the run has resolved for settings that the warm start has not stays its own.
+    config = resolve_on(quickstart(Path("/r")), ClusterShape((2,), (0,)))
+    assert config.prepare is not None
+    assert config.run.resolved.cpu["agent.reasoning_parser"] is None
+    job = supervised_job(
+        config, config.prepare, Path("/r/inputs"), Path("/t"), Path("/v")
+    )
+    assert with_auto_again(job).run.resolved.cpu == {}
 
 
 def test_a_warm_start_says_how_it_ended() -> None:
