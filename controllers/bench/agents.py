@@ -6,6 +6,8 @@ coroutine per episode beside the engine, in the same process. It sends the turns
 episode as they were: the same prompts and seeds, each turn once the one before it is
 done, as many episodes at a time, and the prefix cache is empty at the beginning of
 each. It has no environment, no template, no other process and no messages to one.
+With `--tools` each turn calls a tool, which the world writes: untrained policies call
+none.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import json
 import multiprocessing
 import os
 import string
@@ -36,6 +39,7 @@ from controllers.bench.suite import MIB, Flags, circumstances, print_json, round
 from controllers.compose.composition import compose
 from verl_ray.agents.contract import (
     Action,
+    End,
     Episode,
     EpisodeTask,
     Message,
@@ -75,17 +79,23 @@ from workers.rollout import start_engine
 
 T = TypeVar("T")
 
-_ALPHABET = string.ascii_letters + string.digits + " .,:'\n"
+_ALPHABET = string.ascii_letters + string.digits + string.punctuation + " \n"
 """An untrained policy ends a turn once in as many tokens as it has."""
 
 _TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}\n{% endif %}"
     "{% for m in messages %}{{ m.role }}: {{ m.content }}"
     "{{ eos_token if m.role == 'assistant' }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 _WORLD = "verl_ray.agents.environments.number_guessing:NumberGuessing"
+_TOOL_WORLD = "controllers.bench.calling_world:CallingWorld"
+_TOOL_PARSER = "hermes"
 _TURN_TOKENS = 256
-_ROW_TOKENS = 4096
+_OTHERS_TOKENS = 256
+"""Tokens that a turn has at most beside those of the policy."""
+_POSITIONS = 2**17
+"""Most tokens of a row."""
 _SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=_TURN_TOKENS)
 _SCRIPTED_TOKENS = 16
 """Tokens of a turn of the scripted engine."""
@@ -153,7 +163,9 @@ def _measure(options: argparse.Namespace) -> dict[str, object]:
         model = _make_model(folder, options.model)
         if "speed" in options.only:
             sizes = options.episodes, options.at_once, options.turns
-            figures["speed"] = speed(model, *sizes, options.threads, options.repeats)
+            figures["speed"] = speed(
+                model, *sizes, options.threads, options.repeats, options.tools
+            )
         if "crowd" in options.only:
             figures["crowd"] = crowd(model, options.crowd, options.turns)
         if "growth" in options.only:
@@ -165,7 +177,13 @@ def _measure(options: argparse.Namespace) -> dict[str, object]:
 
 
 def speed(
-    model: str, count: int, at_once: int, turns: int, threads: int, repeats: int
+    model: str,
+    count: int,
+    at_once: int,
+    turns: int,
+    threads: int,
+    repeats: int,
+    tools: bool,
 ) -> dict[str, object]:
     """Return tokens per second of episodes, and of as many tokens without them.
 
@@ -176,6 +194,7 @@ def speed(
         turns: Turns of an episode.
         threads: Threads of the engine.
         repeats: Rounds that count; all sides take turns in each.
+        tools: Whether each turn calls a tool.
     """
     config = _engine_config()
     context = WorkerContext(
@@ -188,10 +207,10 @@ def speed(
         lambda: RolloutServer(
             lambda: start_engine(
                 context, model, config,
-                max_model_len=_ROW_TOKENS, seed=0, initial_version=0,
+                max_model_len=_row_tokens(turns), seed=0, initial_version=0,
             )
         ),
-        model, turns, at_once,
+        model, turns, at_once, tools,
     ) as (server, pool):  # fmt: skip
         for number in rounds(repeats, "agents"):
             measured.append(_round(server, pool, _requests(count, number), at_once))
@@ -201,6 +220,7 @@ def speed(
         "episodes": count,
         "at_once": at_once,
         "turns": turns,
+        "tools": tools,
         "engine_threads": threads,
         **_figures(measured[1:]),
         "repeats": repeats,
@@ -235,6 +255,8 @@ def _round(
 ) -> Round:
     """Draw the same number of tokens in three ways."""
     episodes, episodes_cost = _timed(server, pool, lambda: _run(pool, requests))
+    ends = {episode.end for episode in episodes.values()}
+    assert End.ENVIRONMENT_FAILED not in ends, "a world failed"
     chains = [turns_of(episodes[request.number], request.seed) for request in requests]
     responses = [[as_one_response(chain)] for chain in chains]
     tokens = sum(turn.sampling.max_tokens for turn in itertools.chain(*chains))
@@ -340,7 +362,7 @@ def crowd(model: str, count: int, turns: int) -> dict[str, object]:
         lambda: RolloutServer(
             lambda: _PacedEngine(lambda _: script, initial_version=0)
         ),
-        model, turns, count,
+        model, turns, count, tools=False,
     ) as (server, pool):  # fmt: skip
         pool.take_counts()
         (process,) = _processes_of(pool)
@@ -488,26 +510,37 @@ class _TimedSampler:
 
 @contextlib.contextmanager
 def _pool(
-    start: Callable[[], RolloutServer], model: str, turns: int, at_once: int
+    start: Callable[[], RolloutServer],
+    model: str,
+    turns: int,
+    at_once: int,
+    tools: bool,
 ) -> Iterator[tuple[RolloutServer, EpisodePool]]:
     """Start an engine with a process of episodes beside it, and end both afterwards."""
-    world = {"low": 1, "high": 10**6, "max_guesses": turns}
+    guesses = {"low": 1, "high": 10**6, "max_guesses": turns}
+    world = (_TOOL_WORLD, {}) if tools else (_WORLD, guesses)
     limits = Limits(
         max_turns=turns,
         max_tokens=turns * _TURN_TOKENS,
-        context_tokens=_ROW_TOKENS,
+        context_tokens=_row_tokens(turns),
         max_turn_tokens=_TURN_TOKENS,
     )
-    episode_start = EpisodeStart({"default": (_WORLD, world)}, model, limits, _TEMPLATE)
+    episode_start = EpisodeStart({"default": world}, model, limits, _TEMPLATE)
     server = start()
     with contextlib.closing(server):
-        reader = ActionReader(load_tokenizer(model, _TEMPLATE), None)
+        parser = _TOOL_PARSER if tools else None
+        reader = ActionReader(load_tokenizer(model, _TEMPLATE), parser)
         pool = EpisodePool(
             server, episode_start, reader,
             num_processes=1, most_open=at_once, stall_s=120.0,
         )  # fmt: skip
         with contextlib.closing(pool):
             yield server, pool
+
+
+def _row_tokens(turns: int) -> int:
+    """Return how many tokens a row of so many turns has at most."""
+    return turns * (_TURN_TOKENS + _OTHERS_TOKENS)
 
 
 def _requests(count: int, number: int) -> list[EpisodeRequest]:
@@ -537,7 +570,11 @@ def _make_model(folder: str, name: str) -> str:
 
     tokenizer = f"{folder}/tokenizer"
     character_tokenizer(tokenizer, _ALPHABET)
-    return str(make_tiny_qwen3(f"{folder}/model", tokenizer, POLICIES[name], 0))
+    model = make_tiny_qwen3(f"{folder}/model", tokenizer, POLICIES[name], 0)
+    config = model / "config.json"
+    positions = {"max_position_embeddings": _POSITIONS}
+    config.write_text(json.dumps(json.loads(config.read_text()) | positions))
+    return str(model)
 
 
 def _engine_config() -> RolloutConfig:
@@ -553,7 +590,7 @@ def _flags() -> Flags:
         "agents",
         "Measure tokens per second of episodes of several turns, compared with the same"
         " turns drawn without an environment and with as many tokens in one response"
-        " each (speed); and what many episodes at once take with an engine that answers"
+        " each (speed); what many episodes at once take with an engine that answers"
         " from a script: lag, files, memory and threads (crowd); and the time of the"
         " event loop for turn 200 of an episode beside that for turn 10 (growth).",
     )
@@ -562,6 +599,7 @@ def _flags() -> Flags:
     flags.number("--episodes", 128, "episodes that are compared")
     flags.number("--at-once", 64, "episodes at a time that are compared")
     flags.number("--turns", 4, "turns of an episode")
+    flags.add_argument("--tools", action="store_true", help="each turn calls a tool")
     flags.number("--threads", cores, "threads of the engine")
     flags.number("--crowd", 1000, "episodes at once with the scripted engine")
     flags.number("--repeats", 5, "rounds that count")
