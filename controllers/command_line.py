@@ -30,7 +30,7 @@ from controllers.commands.multirun import multirun
 from controllers.commands.usage import CHECKPOINTS, HELP, USAGE, parser_of, versions
 from controllers.compose.composition import examine
 from controllers.compose.listing import named_root
-from controllers.compose.sources import MISSING, key_exists, value_at
+from controllers.compose.trees import MISSING, key_exists, value_at
 from controllers.run.finished import finished_step, show_finished
 from controllers.run.next_command import failure_hint, resume_hint, typed_command
 from controllers.supervisor import reports

@@ -23,7 +23,6 @@ from verl_ray.cluster.context import WorkerContext, steering
 from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.config.rollout import WireName
 from verl_ray.data.batch import Int64
-from verl_ray.data.buffer import VersionAges, versions_of_tokens
 from verl_ray.data.stages import (
     Credit,
     Divergence,
@@ -36,6 +35,7 @@ from verl_ray.data.stages import (
     TrainingBatch,
     Values,
 )
+from verl_ray.data.token_versions import VersionAges, versions_of_tokens
 from verl_ray.engine.base import EngineSpec, LossAccumulator, LossReport
 from verl_ray.errors import WeightSyncError
 from verl_ray.ops.installed_torch import leaving_a_core

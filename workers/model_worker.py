@@ -20,8 +20,8 @@ from verl_ray.checkpoint.manifest import FileRecord
 from verl_ray.cluster.context import WorkerContext, concurrent
 from verl_ray.cluster.rendezvous import share_timeout
 from verl_ray.config.algorithm import AggregationName
-from verl_ray.data.buffer import VersionAges
 from verl_ray.data.stages import Credit, LogProbs, Rollouts, Rows, TrainingBatch
+from verl_ray.data.token_versions import VersionAges
 from verl_ray.engine.base import EngineSpec, LossReport, StepReport
 from verl_ray.engine.build import build_engine
 from verl_ray.errors import NonFiniteError

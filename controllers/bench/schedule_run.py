@@ -18,8 +18,9 @@ from typing import Literal, cast
 
 import numpy as np
 
-from controllers.rollouts.graders import Graders, PendingScores, ScoreFailures
+from controllers.rollouts.graders import Graders, PendingScores
 from controllers.rollouts.producer import Producer
+from controllers.rollouts.score_failures import ScoreFailures
 from controllers.system.build import System, build_replicas
 from controllers.trainers.learner import Learner
 from controllers.trainers.rl import Trainer

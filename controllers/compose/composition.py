@@ -23,16 +23,18 @@ from controllers.compose.overrides import (
     touched_keys,
 )
 from controllers.compose.sources import (
+    backend_set_in_yaml,
+    config_sources,
+    roots_beside,
+)
+from controllers.compose.trees import (
     Tree,
     as_plain,
     as_typed,
-    backend_set_in_yaml,
-    config_sources,
     interpolations,
     is_within,
     key_exists,
     resolve,
-    roots_beside,
     value_at,
 )
 from verl_ray.config.load import with_auto_again

@@ -18,7 +18,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from controllers.compose.sources import TABLES, options_of
+from controllers.compose.sources import options_of
+from controllers.compose.trees import TABLES
 from verl_ray.errors import ConfigError, Problem
 from verl_ray.shell import as_quoted, for_shell, in_grammar
 

@@ -15,15 +15,14 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from controllers.compose.grammar import key_of
-from controllers.compose.sources import (
+from controllers.compose.sources import options_of, run_hydra
+from controllers.compose.trees import (
     TABLES,
     Tree,
     as_plain,
     is_within,
     key_exists,
     leaves,
-    options_of,
-    run_hydra,
     value_at,
 )
 from controllers.tasks import sections_of_all_tasks

@@ -8,87 +8,37 @@ sampling parameters and separate random streams.
 from __future__ import annotations
 
 import contextlib
-import math
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from controllers.rollouts.generation import GenerationJob
-from controllers.rollouts.graders import (
-    EVALUATION,
-    TRAINING,
-    Graders,
-    PendingScores,
-    ScoreFailures,
+from controllers.rollouts.given_up import aborted_group
+from controllers.rollouts.graders import EVALUATION, TRAINING, Graders, PendingScores
+from controllers.rollouts.production import (
+    Production,
+    generation_to_evaluate,
+    generation_to_learn_from,
 )
 from controllers.rollouts.replicas import Replicas
-from verl_ray.agents.contract import End, Episode
-from verl_ray.agents.tasks import environments_of
-from verl_ray.algorithms.advantages import ADVANTAGES
+from controllers.rollouts.score_failures import ScoreFailures
+from controllers.rollouts.whole_groups import GroupCollector
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import InPlaceRestarts
 from verl_ray.cluster.signals import give_up_work, stop_requested
-from verl_ray.cluster.waiting import TICK_S, put, read, wait
-from verl_ray.config.agent import AgentConfig
-from verl_ray.config.reward import EvaluationConfig
-from verl_ray.config.rollout import RolloutConfig
+from verl_ray.cluster.waiting import TICK_S, wait
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.batch import Int64
 from verl_ray.data.buffer import Experience, RolloutBuffer
-from verl_ray.data.prompts import prompt_text
 from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import Finish, Prompts, Rollouts
+from verl_ray.data.stages import Prompts, Rollouts
 from verl_ray.errors import RewardError, VerlRayError
 from verl_ray.profiling.phases import OpenPhase, Timers, phase
-from verl_ray.rewards.health import Score, ScoreHealth
-from verl_ray.rollout.requests import Chunk, Sampling
-from workers.episodes import beside_episodes, episode_rollouts
-from workers.reward import Grader, scores_of
+from workers.reward import Grader
 from workers.rollout import (
     Generation,
-    GenerationWithGreedyRow,
-    whole_rollouts,
 )
-
-# ------------------------------------------------------------------------------- groups
-
-# Whole groups, collected from the pieces in which rollouts arrive.
-#
-# A batched reward function scores all responses to a prompt in one call, so its
-# result must not depend on which of them finished together.
-#
-# Invariant: a group is returned once, whole, with its rows in the order of their row
-# ids.
-
-
-class GroupCollector:
-    """Rollouts of groups that are not whole yet."""
-
-    def __init__(self, group_size: int) -> None:
-        """Start without rollouts; a group has `group_size` trajectories."""
-        self._group_size = group_size
-        self._parts: list[Sharded[Rollouts]] = []
-
-    def add(self, piece: Sharded[Rollouts]) -> Sharded[Rollouts] | None:
-        """Add a piece, and return the groups that it completes; None without any."""
-        held = Sharded.concat([*self._parts, piece])
-        group = held.row("group_id")
-        _, first_rows = np.unique(held.row("trajectory_id"), return_index=True)
-        groups, sizes = np.unique(group[first_rows], return_counts=True)
-        is_whole = np.isin(group, groups[sizes == self._group_size])
-        remaining = np.flatnonzero(~is_whole)
-        self._parts = [held.select(remaining)] if len(remaining) else []
-
-        whole = np.flatnonzero(is_whole)
-        if not len(whole):
-            return None
-        order = np.argsort(held.row("row_id")[whole], kind="stable")
-        return held.select(whole[order])
-
 
 # ------------------------------------------------------------------------- the producer
 
@@ -489,203 +439,3 @@ class Producer:
     def evaluation_generation(self) -> Generation:
         """Return what is generated for each held-out problem."""
         return generation_to_evaluate(self._config)
-
-
-# -------------------------------------------------------------------- what is generated
-
-# Generations: of responses to learn from, and to evaluate.
-
-
-def generation_to_learn_from(config: RLConfig) -> Generation:
-    """Return what is generated for each prompt to learn from."""
-    advantage = ADVANTAGES[config.algorithm.advantage]
-    kind = GenerationWithGreedyRow if advantage.reads_greedy else Generation
-    return _generation(config, config.rollout, TRAINING, kind)
-
-
-def generation_to_evaluate(config: RLConfig) -> Generation:
-    """Return what is generated for each held-out problem."""
-    return _generation(config, config.evaluation, EVALUATION, Generation)
-
-
-def _generation(
-    config: RLConfig,
-    section: RolloutConfig | EvaluationConfig,
-    purpose: str,
-    kind: type[Generation],
-) -> Generation:
-    """Return the generation of groups as a section of the configuration has them."""
-    rollout = config.rollout
-    sampling = Sampling(
-        section.temperature,
-        section.top_p,
-        section.top_k,
-        rollout.max_response_tokens,
-        stop=tuple(rollout.stop),
-    )
-    return kind(
-        purpose, section.group_size, sampling, config.run.seed, rollout.stream_rows
-    )
-
-
-# --------------------------------------------------------------------- what is produced
-
-# Groups that are generated and scored for one buffer, and how far they are.
-
-
-@dataclass
-class Production:
-    """Groups that are generated and scored for a buffer."""
-
-    ordinals: Int64
-    """The groups, int64 [groups]."""
-    job: GenerationJob
-    buffer: RolloutBuffer
-    failures: ScoreFailures
-    num_responses: int
-    step: int
-    """The training step that is made; in an evaluation the last step of the policy."""
-    groups: GroupCollector | None
-    """Responses whose graders need whole groups; None where they need none."""
-    scoring: list[PendingScores] = field(default_factory=list)
-    """Pieces whose scores are pending, the oldest first."""
-    num_scored: int = 0
-    """Number of responses that are in the buffer."""
-    failure: RewardError | None = None
-    """Too many scores have failed; raised for whoever takes the groups."""
-
-    given_up: set[int] = field(default_factory=set)
-    """Ordinals of groups whose prompts were given up."""
-
-    def put(self, scored: Experience) -> None:
-        """Put responses into the buffer, but for those of groups that were given up."""
-        if self.given_up:
-            is_kept = ~np.isin(scored.rollouts.row("group_id"), list(self.given_up))
-            scored = scored.select(np.flatnonzero(is_kept))
-        if len(scored.rollouts):
-            self.buffer.put(scored)
-
-    def give_up(self, ordinal: int, aborted: Experience) -> None:
-        """Put a whole group of aborted responses in the place of a group."""
-        self.given_up.add(ordinal)
-        group = np.array([ordinal])
-        self.buffer.discard(group)
-        # Nothing is in the buffer of a production that has failed.
-        if self.failure is None:
-            self.buffer.reserve(group)
-            self.buffer.put(aborted)
-
-    def in_words(self, deadlines: str) -> str:
-        """Return how far it is; `deadlines` are those of what scores, in words."""
-        scored = f"{self.num_scored}/{self.num_responses}"
-        if self.job.generation.purpose == EVALUATION:
-            text = f"evaluating {scored}"
-        elif self.is_generated:
-            text = f"scoring {scored}"
-        else:
-            total = self.num_responses
-            text = f"generating {self._num_generated}/{total} responses"
-            text += f", scoring {scored}"
-
-        if self.scoring:
-            oldest_s = time.monotonic() - self.scoring[0].since
-            text += f", slowest {oldest_s:.0f} s{deadlines}"
-            waits = [call.outside_wait() for call in self.scoring[0].calls]
-            text = ", ".join(filter(None, (text, *waits)))
-        return text
-
-    @property
-    def count(self) -> tuple[int, int, str]:
-        """How many responses are done, of how many, and what they are."""
-        if self.job.generation.purpose == EVALUATION:
-            return self.num_scored, self.num_responses, "held-out responses scored"
-        if self.is_generated:
-            return self.num_scored, self.num_responses, "responses scored"
-        return self._num_generated, self.num_responses, "responses generated"
-
-    @property
-    def _num_generated(self) -> int:
-        return self.num_responses - self.job.num_pending
-
-    @property
-    def is_generated(self) -> bool:
-        """Whether every response is generated, and passed on to the graders."""
-        job = self.job
-        return not (job.num_pending or job.finished or job.given_up)
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether every response is generated, scored and in the buffer."""
-        return self.is_generated and not self.scoring
-
-
-# ---------------------------------------------------------- prompts that are given up
-
-# Groups of prompts that ended the replicas which generated for them.
-#
-# Invariant: such a group has aborted responses without tokens and without scores. So a
-# batch keeps its size, nothing is learned from the group, and a held-out problem counts
-# as one without a score.
-
-
-ENDS_REPLICAS = "replicas were lost twice with its rows, the last time with no others"
-"""Why a prompt is given up, also in the ledger."""
-
-_SHOWN = 80  # characters of a prompt in the warning
-
-
-def aborted_group(
-    stored: Sharded[Prompts],
-    group_size: int,
-    graders: Iterable[str],
-    *,
-    purpose: str,
-    stall_s: float,
-    agent: AgentConfig | None = None,
-) -> Experience:
-    """Return the aborted responses to a prompt, and warn of it.
-
-    Args:
-        stored: The prompt, one row.
-        group_size: Number of its responses.
-        graders: What would have scored them.
-        purpose: Their purpose.
-        stall_s: Limit in seconds of reading the prompt.
-        agent: The environments of episodes; None where responses are single ones.
-    """
-    prompts = read(stored, stall_s)
-    (ordinal,) = prompts.group_id.tolist()
-    (messages,) = prompts.messages.texts()
-    (source,) = prompts.data_source.texts()
-    print(
-        f"warning: prompt {ordinal} ({purpose}, {source}) is given up:"
-        f" {ENDS_REPLICAS}. It begins with {prompt_text(messages)[:_SHOWN]!r}",
-        file=sys.stderr,
-        flush=True,
-    )
-
-    first_row = ordinal * group_size
-    rows = range(first_row, first_row + group_size)
-    failed_episode = Episode([], End.ENVIRONMENT_FAILED, 0.0, ENDS_REPLICAS)
-    chunks = [
-        Chunk(
-            request_id=row,
-            tokens=np.empty(0, np.int32),
-            log_probs=np.empty(0, np.float32),
-            finish=Finish.ABORTED,
-            first_token=0,
-            version_spans=(),
-        )
-        for row in rows
-    ]
-    prompt_of = dict.fromkeys(rows, 0)
-    if agent is None:
-        rollouts = put(whole_rollouts(prompts, prompt_of, chunks))
-    elif environments_of(prompts, agent.environments) == [None]:
-        rollouts = put(beside_episodes(whole_rollouts(prompts, prompt_of, chunks)))
-    else:
-        episodes = [(row, failed_episode) for row in rows]
-        rollouts = put(episode_rollouts(prompts, prompt_of, episodes, agent.treatments))
-    failed = Score(math.nan, ScoreHealth.EXCEPTION, ENDS_REPLICAS)
-    scores = {name: put(scores_of([failed] * group_size)) for name in graders}
-    return Experience(rollouts, scores)

@@ -8,33 +8,30 @@ waits.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 from controllers.devices import DeviceSharing
 from controllers.publishing import Publisher, Receivers
+from controllers.rollouts.concurrency import AdaptiveConcurrency
+from controllers.rollouts.endpoints import Endpoints
 from controllers.rollouts.generation import (
     GenerationScheduler,
     ReplicaIncarnation,
 )
 from controllers.rollouts.graders import TRAINING
-from controllers.rollouts.supervisor import Endpoints, Replica, ReplicaSupervisor
-from controllers.watch.measures import Metrics
+from controllers.rollouts.supervisor import Replica, ReplicaSupervisor
+from controllers.rollouts.time_at_work import Occupancy
 from verl_ray.cluster.members import Member
 from verl_ray.cluster.signals import heed_signals
 from verl_ray.cluster.stalls import IDLE_PROCESSES
 from verl_ray.cluster.waiting import TICK_S, Background
-from verl_ray.config.rollout import VLLM_BATCHED_REQUESTS, RolloutConfig
 from verl_ray.config.rollout_task import RolloutTaskConfig
-from verl_ray.config.section import resolved
 from verl_ray.errors import RolloutError, VerlRayError, worker_error_of
 from verl_ray.rollout.episode_counts import EpisodeCounts
-from verl_ray.rollout.requests import EngineLoad
 from verl_ray.rollout.server import PauseMode
 from workers.rollout import RolloutWorker
 
@@ -375,192 +372,3 @@ class Replicas:
 def _incarnation(replica: Replica) -> ReplicaIncarnation:
     """Return a replica together with the number of its present process."""
     return replica, replica.incarnation
-
-
-# ------------------------------------------------------------ how many requests at once
-
-# How many responses each replica generates at a time, as its cache allows.
-#
-# More rows at a time make better use of a GPU, until the key-value cache is full:
-# then the engine takes the cache of some rows away (a preemption) and computes it
-# again later.
-#
-# Invariant: the number lies between a lower and an upper bound, and falls at once
-# after a preemption.
-
-LOW_USE = 0.6
-"""Share of the cache below which there may be more rows."""
-
-HIGH_USE = 0.9
-"""Share of the cache above which there should be fewer."""
-
-GROWTH = 1.25
-SHRINKAGE = 0.8
-
-LEAST = 8
-"""Responses that a replica always generates at a time, if there are so many."""
-
-
-@dataclass
-class Concurrency:
-    """The number for one replica.
-
-    Attributes:
-        most: Upper bound.
-        limit: The present number.
-    """
-
-    most: int
-    limit: int
-    _preemptions: int = 0
-
-    def observe(self, load: EngineLoad, pending: int) -> None:
-        """Follow the load of the engine, which is observed now and then.
-
-        Args:
-            load: The present load.
-            pending: Responses that the replica has been asked for.
-        """
-        preempted = load.preemptions > self._preemptions
-        self._preemptions = load.preemptions
-
-        if preempted or load.kv_cache_use > HIGH_USE:
-            # What runs now is too much, whatever the limit was.
-            running = min(self.limit, max(load.running, 1))
-            shrunk = max(LEAST, int(SHRINKAGE * running))
-            self.limit = min(self.limit, shrunk)
-        elif load.kv_cache_use < LOW_USE and pending >= self.limit / GROWTH:
-            # Only a limit that is reached is in the way.
-            self.limit = min(self.most, int(GROWTH * self.limit) + 1)
-
-
-class AdaptiveConcurrency:
-    """The numbers of all replicas; nothing to follow where the number is fixed."""
-
-    def __init__(self, config: RolloutConfig) -> None:
-        """Begin with what vLLM runs at once, or with the fixed number."""
-        concurrency: int | Literal["adaptive"] = resolved(config.concurrency)
-        self._is_fixed = concurrency != "adaptive"
-        at_once: int = config.vllm_args.get("max_num_seqs", VLLM_BATCHED_REQUESTS)
-        self.first: int = at_once if concurrency == "adaptive" else concurrency
-        """The number for a replica whose load is not known yet."""
-        # Twice as many, so that the engine never waits for the driver.
-        self._most = 2 * at_once
-        self._of_replicas: dict[ReplicaIncarnation, Concurrency] = {}
-
-    def observe(
-        self, incarnation: ReplicaIncarnation, load: EngineLoad, pending: int
-    ) -> int | None:
-        """Return the new number for a replica; None where it is fixed."""
-        if self._is_fixed:
-            return None
-        # An earlier process of the replica is gone, with its preemptions.
-        replica, _ = incarnation
-        for known in [known for known in self._of_replicas if known[0] is replica]:
-            if known != incarnation:
-                del self._of_replicas[known]
-
-        concurrency = self._of_replicas.setdefault(
-            incarnation, Concurrency(self._most, self.first)
-        )
-        concurrency.observe(load, pending)
-        return concurrency.limit
-
-    def metrics(self) -> dict[str, float]:
-        """Return the mean number; nothing where it is fixed."""
-        if self._is_fixed:
-            return {}
-        limits = [concurrency.limit for concurrency in self._of_replicas.values()]
-        # No load has been reported yet.
-        limits = limits or [self.first]
-        return {"perf/rollout_concurrency": sum(limits) / len(limits)}
-
-
-# ------------------------------------------------------------------- the time at work
-
-# Shares of time in which trainers work, rollout engines do, both, or none.
-#
-# Invariant: a moment counts once. The share in which trainers are idle, the share in
-# which engines are, less the share in which both are, and the overlap add up to 1.
-
-
-class Occupancy:
-    """A clock that says how long each pool works."""
-
-    def __init__(self) -> None:
-        """Begin with trainers at work and idle engines."""
-        self._trains = True
-        self._rollouts = 0.0
-        """Share of the engines that have open rows and are not paused."""
-        self._rollouts_to_learn_from = 0.0
-        """Share of the engines of which some of these rows are to be learned from."""
-        self._rollouts_to_learn_from_s = 0.0
-        self._last_s = time.monotonic()
-        self._begin()
-
-    def _begin(self) -> None:
-        self._elapsed_s = 0.0
-        self._trainers_idle_s = 0.0
-        self._engines_idle_s = 0.0
-        self._overlap_s = 0.0
-
-    @contextlib.contextmanager
-    def trainers_wait(self) -> Iterator[None]:
-        """Count the block as time in which the trainers have nothing to learn from."""
-        self._advance()
-        self._trains = False
-        try:
-            yield
-        finally:
-            self._advance()
-            self._trains = True
-
-    def note_rollouts(self, share: float, to_learn_from: float) -> None:
-        """Note the shares of the engines that generate from now on, 0 to 1 each.
-
-        Args:
-            share: Those that generate anything.
-            to_learn_from: Those that generate rows to learn from.
-        """
-        if (share, to_learn_from) != (self._rollouts, self._rollouts_to_learn_from):
-            self._advance()
-            self._rollouts = share
-            self._rollouts_to_learn_from = to_learn_from
-
-    def _advance(self) -> None:
-        now_s = time.monotonic()
-        passed_s = now_s - self._last_s
-        self._last_s = now_s
-
-        self._elapsed_s += passed_s
-        self._engines_idle_s += (1 - self._rollouts) * passed_s
-        self._rollouts_to_learn_from_s += self._rollouts_to_learn_from * passed_s
-        if self._trains:
-            self._overlap_s += self._rollouts * passed_s
-        else:
-            self._trainers_idle_s += passed_s
-
-    def take(self) -> Metrics:
-        """Return the shares since the last call."""
-        self._advance()
-        elapsed_s = max(self._elapsed_s, 1e-9)
-        trainers_idle = self._trainers_idle_s / elapsed_s
-        engines_idle = self._engines_idle_s / elapsed_s
-        overlap = self._overlap_s / elapsed_s
-        self._begin()
-        return {
-            "perf/trainers_idle": trainers_idle,
-            "perf/rollouts_idle": engines_idle,
-            "perf/overlap": overlap,
-            "perf/both_idle": max(0.0, trainers_idle + engines_idle + overlap - 1),
-        }
-
-    def take_rollouts_s(self) -> float:
-        """Return for how long the engines have generated rows to learn from.
-
-        This counts everything since the last call, between the steps too.
-        """
-        self._advance()
-        seconds = self._rollouts_to_learn_from_s
-        self._rollouts_to_learn_from_s = 0.0
-        return seconds

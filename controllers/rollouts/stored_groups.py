@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from controllers.rollouts.admission import with_spread
+from controllers.rollouts.dynamic_sampling import with_spread
 from controllers.watch.measures import response_scores
 from verl_ray.algorithms.credit import says_something
 from verl_ray.checkpoint.manifest import read_object, write_json

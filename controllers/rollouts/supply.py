@@ -16,9 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from controllers.rollouts.admission import Admission, DynamicAdmission
-from controllers.rollouts.graders import ScoreFailures
-from controllers.rollouts.producer import ENDS_REPLICAS, Producer
+from controllers.rollouts.admission import Admission
+from controllers.rollouts.dynamic_sampling import DynamicAdmission
+from controllers.rollouts.given_up import ENDS_REPLICAS
+from controllers.rollouts.producer import Producer
+from controllers.rollouts.score_failures import ScoreFailures
 from controllers.rollouts.stored_groups import (
     FOLDER,
     REPLAY_FOLDER,

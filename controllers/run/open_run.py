@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from controllers.run.checkpoint_check import CheckpointCheck
 from controllers.run.conclusion import Conclusion
 from controllers.run.driver_snapshots import LeftSnapshots
 from controllers.run.faults import Cure, FaultPolicy
@@ -29,7 +30,7 @@ from controllers.run.next_driver import (
     supervisor_of_run,
 )
 from controllers.run.preparation import prepare
-from controllers.run.recovery import CheckpointCheck, Recovery
+from controllers.run.recovery import Recovery
 from controllers.run.resumption import Resumption
 from controllers.run.snapshots import Snapshots, owner_of_snapshots
 from controllers.supervisor import reports

@@ -14,26 +14,25 @@ from dataclasses import replace
 from typing import Any
 
 from controllers.run.best import BestEvaluation
+from controllers.run.checkpoint_check import CheckpointCheck
 from controllers.run.checkpoint_writing import CheckpointContent, CheckpointWriting
 from controllers.run.driver_snapshots import FinishedStep
 from controllers.run.loop import Heal
+from controllers.run.missed_checkpoints import SaveFailures
 from controllers.run.resumption import Resumption
 from controllers.run.snapshots import Snapshots
 from controllers.supervisor import reports
 from controllers.trainers.base import Resumable, Trainable
 from verl_ray.checkpoint.manifest import (
     Checkpoint,
-    ContentsCheck,
-    TornCheckpoint,
 )
 from verl_ray.checkpoint.snapshot_files import SnapshotNames
-from verl_ray.checkpoint.store import torn_in_words
 from verl_ray.cluster.calls import wait_all
-from verl_ray.cluster.signals import finishing, heed_signals, print_error
-from verl_ray.cluster.waiting import CLUSTER_LOSS, RAY_CALLS, TICK_S, Background
+from verl_ray.cluster.signals import finishing, print_error
+from verl_ray.cluster.waiting import CLUSTER_LOSS, RAY_CALLS, Background
 from verl_ray.config.load import to_tree
 from verl_ray.errors import CheckpointError, TrackingError
-from verl_ray.profiling.phases import PHASES, phase
+from verl_ray.profiling.phases import phase
 from verl_ray.tracking.base import Tracker
 from verl_ray.tracking.jsonl import METRICS
 from workers.model_worker import ModelWorker
@@ -519,100 +518,6 @@ class Recovery:
         except Exception as failure:
             number = self.finished_step
             print_error(f"warning: step {number} has no line in {METRICS}: {failure}")
-
-
-# --------------------------------------------------- checkpoints that the disk prevents
-
-# Checkpoints that could not be written, and for how long a run goes on without them.
-#
-# Invariant: each is said, and too many in a row stop the run.
-
-
-class SaveFailures:
-    """Counts the checkpoints in a row that a disk has prevented."""
-
-    def __init__(self, limit: int) -> None:
-        """Begin without failures.
-
-        Args:
-            limit: How many the run outlives, run.max_failed_checkpoints.
-        """
-        self._limit = limit
-        self._in_a_row = 0
-
-    def note(self, step: int, error: CheckpointError | TrackingError) -> None:
-        """Note that the checkpoint of a step could not be written.
-
-        Raises:
-            CheckpointError | TrackingError: `error` itself: there were too many, or the
-                ranks cannot go on after it.
-        """
-        if isinstance(error, CheckpointError) and not error.spares_worker:
-            raise error
-
-        self._in_a_row += 1
-        limit = f"run.max_failed_checkpoints = {self._limit}"
-        if self._in_a_row > self._limit:
-            if self._limit:
-                error.add_note(f"more than {limit} were not written in a row")
-            raise error
-        print(
-            f"warning: the run goes on without the checkpoint of step {step}, and tries"
-            f" again ({self._in_a_row} of at most {limit} in a row): {error}",
-            file=sys.stderr,
-            flush=True,
-        )
-
-    def clear(self) -> None:
-        """Note that a checkpoint is written."""
-        self._in_a_row = 0
-
-
-# ----------------------------------------------- the check of a checkpoint's contents
-
-# Invariant: what has changed is noticed before anything loads it, and the next driver
-# passes that checkpoint over before it starts anything.
-
-
-class CheckpointCheck:
-    """Compares the files of a checkpoint with their checksums, in the background."""
-
-    def __init__(self, resumption: Resumption) -> None:
-        """Begin, if there is a checkpoint."""
-        self._resumption = resumption
-        self._contents: ContentsCheck | None = None
-        if resumption.checkpoint is not None:
-            self._contents = ContentsCheck(resumption.checkpoint)
-
-    def finish(self) -> None:
-        """Wait for the end.
-
-        Raises:
-            ConfigError: The contents of the checkpoint have changed.
-        """
-        contents = self._contents
-        if contents is None:
-            return
-        total = len(contents.checkpoint.files)
-        with phase("comparing the checkpoint with its checksums") as comparing:
-            while not contents.has_ended_within(TICK_S):
-                comparing.reach(contents.num_begun, total, "files")
-                heed_signals()
-                PHASES.tick()
-        faults = contents.differences()
-        if not faults:
-            return
-
-        error = TornCheckpoint(
-            torn_in_words(contents.checkpoint, faults),
-            fix="Restore it, or start the run again: with run.resume=auto it goes on"
-            " from the checkpoint before, if there is one",
-        )
-        if self._resumption.is_in_run_dir:
-            self._resumption.store.note_damaged(contents.checkpoint)
-            if self._resumption.may_choose:
-                reports().retry(str(error))
-        raise self._resumption.as_problem(error) from error
 
 
 # --------------------------------------------------------------- the state of a trainer

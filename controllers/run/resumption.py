@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from controllers.rollouts.admission import require_dynamic_sampling
+from controllers.rollouts.dynamic_sampling import require_dynamic_sampling
 from controllers.run.best import BestEvaluation
 from controllers.run.driver_snapshots import LeftSnapshots, left_snapshots
 from controllers.supervisor import reports

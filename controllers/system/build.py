@@ -18,8 +18,9 @@ from typing import Any, Self
 
 from controllers.devices import DeviceSharing, SharingPlan
 from controllers.publishing import Publisher
+from controllers.rollouts.endpoints import Endpoints
 from controllers.rollouts.replicas import Replicas
-from controllers.rollouts.supervisor import Endpoints, Replica
+from controllers.rollouts.supervisor import Replica
 from controllers.system.models import download_models
 from controllers.system.plan import (
     ROLLOUT,

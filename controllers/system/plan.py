@@ -10,15 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
 from controllers.devices import SharingPlan
+from controllers.system.device_memory import smallest_gpu_of
 from verl_ray.checkpoint.snapshot_files import available_bytes
 from verl_ray.cluster.placement import ProcessSet, Resources, share_cpus
 from verl_ray.cluster.processes import Role
 from verl_ray.cluster.session import Session
-from verl_ray.cluster.waiting import RAY_CALLS, wait
 from verl_ray.config.reward import JudgeReward, SingleReward
 from verl_ray.config.roles import ModelRole, SupervisedRole
 from verl_ray.config.rollout_task import RolloutTaskConfig
@@ -27,9 +24,8 @@ from verl_ray.config.section import resolved
 from verl_ray.data.tokenizers import day_of_run, of_run, template_of
 from verl_ray.engine.base import EngineSpec
 from verl_ray.preflight.facts import ClusterFacts, facts_of
-from verl_ray.preflight.machine import GpuReport, host_memory_bytes, smallest_gpu
+from verl_ray.preflight.machine import GpuReport, host_memory_bytes
 from verl_ray.preflight.resolve import resolve
-from verl_ray.profiling.phases import phase
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker
 from workers.judge import JudgeWorker
@@ -404,42 +400,3 @@ def rollout_spec(config: RolloutTaskConfig) -> RolloutSpec:
         template_day=resolved(config.data.template_day),
         special_tokens=config.data.special_tokens,
     )
-
-
-# ----------------------------------------------------------------------- memory of GPUs
-
-# The smallest of a cluster's GPUs, as the driver of each node reports it.
-#
-# Invariant: one short task per node asks, and the smallest GPU counts.
-
-_SLICE_S = 60.0  # of a wait that lasts as long as it takes
-
-
-def smallest_gpu_of(session: Session) -> GpuReport | None:
-    """Return the GPU of a cluster that has least memory.
-
-    Returns:
-        The GPU; None without GPUs, or if a node's driver does not report its own.
-    """
-    nodes = [node for node in session.resources() if node.total.get("GPU")]
-    if not nodes:
-        return None
-
-    ask = ray.remote(num_cpus=0)(smallest_gpu)
-    with phase("asking the nodes for their GPUs"):
-        pending = []
-        for node in nodes:
-            affinity = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
-            placed = ask.options(scheduling_strategy=affinity)
-            pending.append(RAY_CALLS.make(placed.remote))
-        replies: list[GpuReport | None] = []
-        # Each round takes what is ready; ends when every node has replied.
-        while pending:
-            for reference in wait(pending, 1, _SLICE_S):
-                pending.remove(reference)
-                replies.append(RAY_CALLS.make(ray.get, reference))
-
-    known = [gpu for gpu in replies if gpu is not None]
-    if len(known) < len(replies):
-        return None
-    return min(known, key=lambda gpu: gpu.memory_bytes)

@@ -47,9 +47,9 @@ from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import Pending
 from verl_ray.cluster.waiting import Background, put
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.data.buffer import OptimizerSteps
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Credit, Float32, LogProbs, Rollouts, Values
+from verl_ray.data.token_versions import OptimizerSteps
 from verl_ray.profiling.phases import Timers
 from verl_ray.rewards.shaping import ResponseScores, turn_weights
 from verl_ray.rollout.requests import Sampling

@@ -24,9 +24,9 @@ from verl_ray.config.algorithm import AlgorithmConfig, ValueLossConfig
 from verl_ray.config.roles import TrainedRole
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.batch import Batch, Int64
-from verl_ray.data.buffer import OptimizerSteps
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Credit, LogProbs, Rollouts, Values
+from verl_ray.data.token_versions import OptimizerSteps
 from verl_ray.ops.masked import Moments
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker

@@ -29,7 +29,7 @@ from verl_ray.agents.contract import End
 from verl_ray.cluster.waiting import read
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.batch import Array, Int64
-from verl_ray.data.buffer import Experience, versions_of_tokens
+from verl_ray.data.buffer import Experience
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import (
     Credit,
@@ -40,6 +40,7 @@ from verl_ray.data.stages import (
     Scores,
     last_rows,
 )
+from verl_ray.data.token_versions import versions_of_tokens
 from verl_ray.errors import VerlRayError
 from verl_ray.ops.masked import Moments
 from verl_ray.rewards.health import ScoreHealth

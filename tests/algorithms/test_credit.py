@@ -13,10 +13,10 @@ from tests.rows import columns_of, log_probs_of, rewards_of, rollouts_of, values
 from verl_ray.algorithms.credit import (
     response_divergences,
     response_rewards,
-    row_statistics,
     token_credit,
 )
 from verl_ray.algorithms.estimators import RewardPart
+from verl_ray.algorithms.row_statistics import row_statistics
 from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.data.batch import Ragged
 from verl_ray.data.stages import Finish, Rollouts, RowRewards

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from controllers.run.recovery import SaveFailures
+from controllers.run.missed_checkpoints import SaveFailures
 from tests.foreign_files import Planted
 from verl_ray.checkpoint import sharded
 from verl_ray.checkpoint.manifest import file_record

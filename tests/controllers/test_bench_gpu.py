@@ -24,7 +24,7 @@ from controllers.bench.gpu import (
     run_parts,
 )
 from controllers.bench.inputs import MODELS, make_model, tensors_of, with_layers
-from verl_ray.models.weights import CheckpointReader
+from verl_ray.models.tensor_sources import CheckpointReader
 
 SLEEPS = """
 import subprocess, sys

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from verl_ray.engine.offload import (
-    Offload,
+from verl_ray.engine.offload import Offload
+from verl_ray.engine.shared_storages import (
     offloadable_storages,
     release_memory,
     renew_memory,

@@ -10,7 +10,7 @@ from verl_ray.models.role_model import (
     build_role_model,
     fill_role_model,
 )
-from verl_ray.models.weights import CheckpointReader
+from verl_ray.models.tensor_sources import CheckpointReader
 
 
 def load_role_model(

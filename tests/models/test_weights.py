@@ -11,12 +11,8 @@ from torch import nn
 
 from verl_ray.errors import ModelError
 from verl_ray.models.names import INDEX
-from verl_ray.models.weights import (
-    CheckpointReader,
-    fill,
-    materialize,
-    parameters_on_meta,
-)
+from verl_ray.models.tensor_sources import CheckpointReader
+from verl_ray.models.weights import fill, materialize, parameters_on_meta
 
 NOTHING: frozenset[str] = frozenset()
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from tests.ops.naive import Watch
 from verl_ray.ops import log_probs as module
-from verl_ray.ops.log_probs import HeadOutputs, VocabularySlice, head_log_probs
+from verl_ray.ops.log_probs import HeadOutputs, head_log_probs
+from verl_ray.ops.vocab_parallel import VocabularySlice
 
 DEADLINE_S = 120
 WORLD = 3

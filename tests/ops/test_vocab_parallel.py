@@ -20,7 +20,8 @@ from tests.ops.naive import naive, naive_log_p
 from tests.ops.slices import Case
 from tests.rank_processes import run_ranks
 from verl_ray.errors import EngineError
-from verl_ray.ops.log_probs import VocabularySlice, head_log_probs
+from verl_ray.ops.log_probs import head_log_probs
+from verl_ray.ops.vocab_parallel import VocabularySlice
 
 pytestmark = pytest.mark.ranks
 

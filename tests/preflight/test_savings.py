@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from controllers.compose.composition import examine
-from controllers.compose.sources import interpolations
+from controllers.compose.trees import interpolations
 from tests.preflight.configs import job_on
 from tests.preflight.published import published
 from verl_ray.config.load import to_tree, with_auto_again, with_changes

@@ -22,8 +22,8 @@ from verl_ray.cluster.context import WorkerContext
 from verl_ray.config.algorithm import ValueLossConfig
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.batch import Ragged
-from verl_ray.data.buffer import OptimizerSteps
 from verl_ray.data.stages import Credit, Rollouts, Values, versions_of
+from verl_ray.data.token_versions import OptimizerSteps
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.engine.base import EngineSpec
 from verl_ray.errors import DataError

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -44,11 +44,9 @@ from verl_ray.data.fields import (
     excerpt,
     is_learned,
     is_messages,
-    json_text,
     messages_of,
     missing_field,
     refuse_misspelt,
-    require_encodable,
     require_names_of_tools,
     short_text_of,
     text_of,
@@ -56,6 +54,7 @@ from verl_ray.data.fields import (
     without_marks,
 )
 from verl_ray.data.files import is_glob, read_rows
+from verl_ray.data.further_fields import extra_json
 from verl_ray.data.media import refuse_media
 from verl_ray.data.schemas import Schema, choose_schema
 from verl_ray.data.tokenizers import TemplateArguments, arguments_of
@@ -285,7 +284,7 @@ def _prompt_record(
     ]
     if "prompt" not in schema.columns and "chosen" in schema.columns:
         hidden.append(schema.columns["chosen"])
-    extra = _extra_json(fields, hidden, where)
+    extra = extra_json(fields, hidden, where)
     arguments = arguments_of(fields, where)
     return PromptRecord(
         where,
@@ -352,48 +351,6 @@ def _refuse_unseen(schema: Schema, fields: Fields, where: str) -> None:
             fix="take records without, or remove the column",
             place=where,
         )
-
-
-# ----------------------------------------------------------------------- further fields
-
-# The fields of a record that a run does not know, as JSON for its reward.
-#
-# Invariant: nothing that a reward could use is lost, and nothing in it stops a run
-# that does not ask for it.
-
-
-def _extra_json(fields: Fields, hidden: Collection[str], where: str) -> str:
-    """Return all columns but the hidden ones, which have fields of their own.
-
-    The fields of the objects `extra` and verl's `extra_info` stand beside them, in the
-    place of columns of the same name.
-
-    Returns:
-        A JSON object, as text.
-
-    Raises:
-        DataError: `extra` is no object, or a text cannot be encoded.
-    """
-    own = fields.get("extra")
-    if own is not None and not isinstance(own, dict):
-        raise DataError(
-            f"extra is {excerpt(own)}",
-            expected="an object (or no such field)",
-            place=where,
-        )
-    opened: dict[str, Fields] = {"extra": own or {}}
-    # Other systems may have something else under this name, which is a column then.
-    verls = fields.get("extra_info")
-    if isinstance(verls, dict):
-        opened = {"extra_info": verls, **opened}
-
-    shown = {name: value for name, value in fields.items() if name not in hidden}
-    require_encodable(shown, where)
-
-    extra = {name: value for name, value in shown.items() if name not in opened}
-    for value in opened.values():
-        extra |= value
-    return json_text(extra)
 
 
 # ----------------------------------------------------------------------------- contents

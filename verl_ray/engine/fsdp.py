@@ -33,7 +33,7 @@ from verl_ray.engine.module_engine import ModuleEngine
 from verl_ray.engine.offload import OffloadableTensor
 from verl_ray.errors import EngineError
 from verl_ray.models.role_model import RoleModel
-from verl_ray.models.weights import RankZeroReader, TensorSource
+from verl_ray.models.tensor_sources import RankZeroReader, TensorSource
 from verl_ray.ops.outputs import RequestedOutputs
 from verl_ray.parallel import ShardingManager, UlyssesManager
 

@@ -36,6 +36,8 @@ from verl_ray.engine.base import (
     LossReport,
     StepReport,
 )
+from verl_ray.engine.expert_balance import balance_coefficient, balance_per_loss
+from verl_ray.engine.forward_results import join_column, zero_result
 from verl_ray.engine.micro_batches import (
     MICRO_BATCHES,
     Loss,
@@ -57,7 +59,7 @@ from verl_ray.models.attention import plan_layout
 from verl_ray.models.export import write_directory
 from verl_ray.models.role_model import PackedRows, RoleModel
 from verl_ray.models.settings import positions_of
-from verl_ray.ops.outputs import RequestedOutputs, Routing, TokenOutputs
+from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
 from verl_ray.parallel import PackedTokens, ShardingManager
 from verl_ray.profiling.flops import ModelShape
 from verl_ray.profiling.progress import reach, touch
@@ -413,113 +415,6 @@ class PackedEngine(Engine):
                 pass
         if self.world_size > 1:
             dist.barrier()
-
-
-# ------------------------------------------------------------ results of a forward pass
-
-# Invariant: every number is at the position of its token or row in the batch of the
-# call, whatever micro-batch computed it. All else is 0.
-
-
-def join_column(
-    results: Sequence[TokenOutputs],
-    name: str,
-    positions: Sequence[Int64],
-    size: int,
-) -> np.ndarray[Any, Any] | None:
-    """Join one output of all micro-batches to a column on the host.
-
-    Args:
-        results: The outputs of each micro-batch.
-        name: The output to join.
-        positions: The places of each micro-batch's numbers in the column.
-        size: The length of the column.
-
-    Returns:
-        The column [size], or None if the output was not requested.
-    """
-    parts = [getattr(result, name) for result in results]
-    if parts[0] is None:
-        return None
-
-    values = torch.cat(parts).cpu().numpy()
-    column = np.zeros(size, dtype=values.dtype)
-    column[np.concatenate(positions)] = values
-    return column
-
-
-def zero_result(rows: Rows, outputs: RequestedOutputs) -> ForwardResult:
-    """Return zeros for every requested output, on a rank that computes none."""
-
-    def zeros(requested: bool, size: int, dtype: Any) -> Any:
-        if not requested:
-            return None
-        return np.zeros(size, dtype)
-
-    tokens = rows.num_tokens
-    return ForwardResult(
-        log_probs=zeros(outputs.log_probs, tokens, np.float32),
-        entropy=zeros(outputs.entropy, tokens, np.float32),
-        greedy=zeros(outputs.greedy, tokens, np.bool_),
-        squared_probs=zeros(outputs.squared_probs, tokens, np.float32),
-        values=zeros(outputs.values, tokens, np.float32),
-        scores=zeros(outputs.scores, rows.num_rows, np.float32),
-    )
-
-
-# ------------------------------------------------------------------- balance of experts
-
-# Invariant: the balance of a row is weighted as the losses of the row are, so it
-# depends neither on the micro-batch size nor on the number of ranks.
-
-
-def balance_coefficient(spec: EngineSpec, model: RoleModel) -> float:
-    """Return the weight of the balance loss, 0 for a model without experts.
-
-    Raises:
-        EngineError: A setting does not fit a model with, or without, experts.
-    """
-    configured = spec.expert_balance
-
-    if model.router_watch is None:
-        if configured is not None:
-            raise EngineError(
-                f"{spec.role}.expert_balance = {configured}: {spec.model_path} has no"
-                " experts; set it to null"
-            )
-        return 0.0
-
-    # The balance of a row is computed from all tokens of the row.
-    backend = spec.backend
-    if backend.token_slices > 1:
-        key = f"{spec.role}.backend.{backend.token_slices_key}"
-        raise EngineError(
-            f"{key} = {backend.token_slices}: {spec.model_path} has experts, whose rows"
-            " are not cut; set it to 1"
-        )
-
-    if configured is None:
-        return float(model.hf.config.router_aux_loss_coef)
-    return float(configured)
-
-
-def balance_per_loss(routing: Routing, row: Tensor, row_weights: Tensor) -> Tensor:
-    """Return the balance of each row at each of its losses.
-
-    Added to all losses of a row and weighted like them, it adds up to the mean over
-    rows. The balance of a row of weight 0 does not count, like everything else of that
-    row (`without_uncounted`).
-
-    Args:
-        routing: The routing of the micro-batch's rows.
-        row: int64 [losses], the row of each loss.
-        row_weights: float32 [rows], the weight of each loss of a row.
-
-    Returns:
-        float32 [losses].
-    """
-    balance = routing.balance.masked_fill(row_weights == 0, 0)
-    return balance.index_select(0, row)
 
 
 # ----------------------------------------------------------------------- random numbers

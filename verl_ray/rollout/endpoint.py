@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
@@ -46,6 +46,7 @@ from verl_ray.rollout.openai_api import (
     usage_of,
 )
 from verl_ray.rollout.server import RolloutServer
+from verl_ray.rollout.server_events import EventStream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -478,42 +479,3 @@ def _client_token(variable: str | None) -> str | None:
         )
         raise ConfigError([Problem("rollout.endpoint.token_env", variable, rule, fix)])
     return token
-
-
-# -------------------------------------------------------------------- streams of events
-
-# Server-sent events over HTTP.
-#
-# Invariant: the reply begins with the first event, so until then a call can still
-# fail with a status of its own.
-
-
-class EventStream:
-    """A reply that is sent event by event."""
-
-    def __init__(self, request: web.Request) -> None:
-        self._request = request
-        self._response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-        )
-        # Several choices send their events at the same time.
-        self._lock = asyncio.Lock()
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether the status was sent, after which it cannot change any more."""
-        return self._response.prepared
-
-    async def send(self, event: Mapping[str, object] | str) -> None:
-        """Send an event: a JSON object, or a text as it is."""
-        async with self._lock:
-            if not self.has_begun:
-                await self._response.prepare(self._request)
-            text = event if isinstance(event, str) else json.dumps(event)
-            await self._response.write(f"data: {text}\n\n".encode())
-
-    async def end(self) -> web.StreamResponse:
-        """Send the end that OpenAI's clients expect."""
-        await self.send("[DONE]")
-        await self._response.write_eof()
-        return self._response

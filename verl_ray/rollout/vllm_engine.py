@@ -20,7 +20,6 @@ import numpy as np
 
 from verl_ray.config.roles import LoraConfig
 from verl_ray.config.rollout import RolloutEngineConfig
-from verl_ray.data.stages import Finish
 from verl_ray.data.tokenizers import end_tokens, load_tokenizer
 from verl_ray.errors import RolloutError, VerlRayError, WeightSyncError
 from verl_ray.rollout.base import RolloutEngine
@@ -30,11 +29,11 @@ from verl_ray.rollout.requests import (
     Float32,
     GenerationProgress,
     GenerationRequest,
-    PromptLogProbs,
     Sampling,
     Tokens,
 )
 from verl_ray.rollout.vllm_core import VllmCore, engine_config, require_supported
+from verl_ray.rollout.vllm_outputs import progress_of, prompt_log_probs_of
 from verl_ray.weight_sync.fingerprint import Fingerprints
 from verl_ray.weight_sync.manifest import Bucket, Manifest
 from verl_ray.weight_sync.transport import Address, WireSpec
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from vllm import SamplingParams
     from vllm.config import VllmConfig
-    from vllm.v1.engine import EngineCoreOutput
 
 
 _CACHED_SAMPLINGS = 1024
@@ -388,46 +386,3 @@ def _require_model(model_path: str) -> None:
             f"model.path = {model_path!r} is not a local model directory: it has no"
             " config.json"
         )
-
-
-# ----------------------------------------------------------------------- vLLM's outputs
-
-# Outputs of vLLM's engine core as values of this project.
-#
-# Invariant: tokens and log-probs are handed on as they are.
-
-_FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORTED}
-
-
-def progress_of(output: EngineCoreOutput) -> GenerationProgress:
-    """Return what a step has added to a request."""
-    log_probs: list[float] = []
-    if output.new_logprobs is not None:
-        log_probs = output.new_logprobs.logprobs[:, 0].tolist()
-
-    finish = None
-    if output.finish_reason is not None:
-        finish = _FINISH[str(output.finish_reason)]
-
-    return GenerationProgress(
-        request_id=int(output.request_id),
-        tokens=output.new_token_ids,
-        log_probs=log_probs,
-        finish=finish,
-        prompt=prompt_log_probs_of(output),
-    )
-
-
-def prompt_log_probs_of(output: EngineCoreOutput) -> PromptLogProbs | None:
-    """Return the log-probs of a part of the prompt; None where there are none.
-
-    The likeliest token is the prompt's own where the request asked for no other.
-    """
-    tensors = output.new_prompt_logprobs_tensors
-    if tensors is None:
-        return None
-    # The prompt's own token comes first, and others by their log-probs.
-    log_probs = tensors.logprobs.float().cpu().numpy()
-    tokens = tensors.logprob_token_ids.cpu().numpy().astype(np.int32)
-    best = min(1, tokens.shape[1] - 1)
-    return PromptLogProbs(log_probs[:, 0], tokens[:, best], log_probs[:, best])

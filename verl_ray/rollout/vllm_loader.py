@@ -9,43 +9,33 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 import torch
 from safetensors.torch import save_file
-from vllm import _custom_ops
 from vllm.config import set_current_vllm_config
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import (
     finalize_layerwise_reload,
     get_layerwise_info,
-    initialize_layerwise_reload,
 )
 
 from verl_ray.config.roles import LoraConfig
 from verl_ray.errors import WeightSyncError
-from verl_ray.ops.installed_torch import choose_vector_program
 from verl_ray.ownership import prefix, remove_stale
 from verl_ray.private_files import shared_folder
+from verl_ray.rollout.equal_bits import compute_rows_alike
 from verl_ray.rollout.vllm_core import (
-    TRANSFER,
     adapter_request,
     drop_adapters,
     is_attention,
 )
 from verl_ray.rollout.vllm_load_plan import LoadPlan, LoadRecorder
+from verl_ray.rollout.vllm_transfer import BucketTransferEngine
 from verl_ray.weight_sync.fingerprint import Fingerprints
 from verl_ray.weight_sync.manifest import Bucket
 from verl_ray.weight_sync.transport import Address, Inbox, WireEndpoint, WireSpec
@@ -55,6 +45,9 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker as _Worker
 else:
     _Worker = object
+
+# vLLM imports this module into each process of an engine before that computes.
+compute_rows_alike()
 
 
 class WeightLoader(_Worker):
@@ -326,109 +319,3 @@ def _checkpoint_numel(module: torch.nn.Module) -> int:
         rows = module.shard_indices.num_org_elements
         return sum(rows * parameter[:1].numel() for parameter in parameters)
     return sum(parameter.numel() for parameter in parameters)
-
-
-# ------------------------------------------------------------------------- equal bits
-
-# The bits of a response do not depend on what else its process computes.
-#
-# oneDNN multiplies a single row by another program than several. It sums in another
-# order where a row has more than 1,024 numbers: measured for float32 and bfloat16, up
-# to 8,192 numbers and 511 rows, on one thread and on two. So a single row is computed
-# as one of two equal ones.
-#
-# vLLM imports this module into each process of an engine before that computes.
-
-_onednn_mm = _custom_ops.onednn_mm
-
-
-def product_of_rows(
-    handler: _custom_ops.CPUDNNLGEMMHandler,
-    rows: torch.Tensor,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
-    """Return vLLM's product of rows, [..., k] to [..., n], each as if beside others."""
-    if rows.numel() != handler.k:
-        return _onednn_mm(handler, rows, bias)
-    pair = rows.reshape(1, -1).repeat(2, 1)
-    return _onednn_mm(handler, pair, bias)[:1].reshape(*rows.shape[:-1], -1)
-
-
-choose_vector_program()
-_custom_ops.onednn_mm = product_of_rows
-
-# ---------------------------------------------------------------------- vLLM's transfer
-
-# This project's wires behind vLLM's weight-transfer interface.
-#
-# vLLM drives the interface by start, update and finish.
-#
-# Invariant: it works with both forms of the interface. In newer versions the engine
-# opens and closes the layerwise reload itself; in 0.22 the worker does. It runs
-# inside of vLLM's worker processes.
-
-
-@dataclass
-class WireInitInfo(WeightTransferInitInfo):
-    """The wire to open: the sender's address, and this worker's end of it."""
-
-    address: Address
-    endpoint: WireEndpoint
-
-
-@dataclass
-class BucketUpdateInfo(WeightTransferUpdateInfo):
-    """The bucket to receive next."""
-
-    bucket: Bucket
-
-
-class BucketTransferEngine(WeightTransferEngine[WireInitInfo, BucketUpdateInfo]):
-    """A weight-transfer engine of vLLM that receives buckets.
-
-    Attributes:
-        inbox: The receiving end of the wire.
-        recorder: What records the loading of an update, if anything does.
-    """
-
-    init_info_cls = WireInitInfo
-    update_info_cls = BucketUpdateInfo
-
-    def __init__(self, *arguments: object, **options: object) -> None:
-        # The arguments differ between versions of vLLM.
-        super().__init__(*arguments, **options)
-        self.inbox = Inbox()
-        self.recorder: LoadRecorder | None = None
-
-    def init_transfer_engine(self, init_info: WireInitInfo) -> None:
-        self.inbox.connect(init_info.address, init_info.endpoint)
-
-    def start_weight_update(self) -> None:
-        initialize_layerwise_reload(self.model)
-
-    def receive_weights(
-        self,
-        update_info: BucketUpdateInfo,
-        load_weights: Callable[[list[tuple[str, torch.Tensor]]], object] | None = None,
-    ) -> None:
-        received = self.inbox.receive(update_info.bucket)
-        # Only vLLM 0.22 passes a function; newer versions leave loading to this engine.
-        load = load_weights or self.model.load_weights
-        recording: AbstractContextManager[None] = nullcontext()
-        if self.recorder is not None:
-            recording = self.recorder.recording(received)
-        with recording:
-            load(list(received.items()))
-
-    def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
-
-    def shutdown(self) -> None:
-        self.inbox.close()
-
-    def trainer_send_weights(self, *_: object) -> None:
-        """Refuse to send, which is the actor's work; vLLM never calls this."""
-        raise NotImplementedError
-
-
-WeightTransferEngineFactory.register_engine(TRANSFER, BucketTransferEngine)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controllers.compose.composition import compose
-from controllers.rollouts.replicas import LEAST, AdaptiveConcurrency, Concurrency
+from controllers.rollouts.concurrency import LEAST, AdaptiveConcurrency, Concurrency
 from tests.preflight.configs import settled
 from verl_ray.config.rollout import RolloutConfig
 from verl_ray.config.tasks.rl import RLConfig

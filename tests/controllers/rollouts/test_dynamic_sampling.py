@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from controllers.compose.composition import compose
-from controllers.rollouts.admission import (
+from controllers.rollouts.dynamic_sampling import (
     DynamicAdmission,
     require_dynamic_sampling,
     with_spread,

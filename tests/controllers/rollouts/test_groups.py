@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from controllers.rollouts.producer import GroupCollector
+from controllers.rollouts.whole_groups import GroupCollector
 from tests.rows import rollouts_of
 from verl_ray.data.sharded import Receipt, Sharded
 from verl_ray.data.stages import Rollouts

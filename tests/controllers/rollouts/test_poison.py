@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from controllers.rollouts.producer import ENDS_REPLICAS
+from controllers.rollouts.given_up import ENDS_REPLICAS
 from controllers.system.plan import WORKERS, plan_processes, resolve_on
 from tests.controllers.rollouts.frail import POISON, PoisonedReplica
 from tests.controllers.runs import SAMPLING, SHAPE, Inputs, Samplers, training

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from controllers.rollouts.graders import FailureHistory, ScoreFailures
 from controllers.rollouts.producer import Producer
+from controllers.rollouts.score_failures import FailureHistory, ScoreFailures
 from controllers.system.plan import plan_processes, resolve_on
 from controllers.trainers.rl import Trainer
 from controllers.watch.measures import read_entries

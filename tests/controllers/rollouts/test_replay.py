@@ -16,8 +16,9 @@ from verl_ray.cluster.session import Session
 from verl_ray.cluster.waiting import put, read
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.batch import Ragged
-from verl_ray.data.buffer import Experience, OptimizerSteps, versions_of_tokens
+from verl_ray.data.buffer import Experience
 from verl_ray.data.stages import Scores
+from verl_ray.data.token_versions import OptimizerSteps, versions_of_tokens
 from verl_ray.rewards.health import ScoreHealth
 from workers.rollout import versions_of
 

@@ -13,8 +13,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from controllers.rollouts.producer import (
-    Producer,
+from controllers.rollouts.producer import Producer
+from controllers.rollouts.production import (
     Production,
     generation_to_evaluate,
     generation_to_learn_from,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from controllers.run.recovery import CheckpointCheck
+from controllers.run.checkpoint_check import CheckpointCheck
 from controllers.run.resumption import Resumption
 from tests.controllers.run.checkpoints import cursor, write_checkpoints
 from tests.controllers.runs import Inputs

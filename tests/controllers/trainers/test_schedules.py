@@ -17,9 +17,10 @@ from tests.controllers.runs import Inputs, produced
 from tests.data.test_batch_files import bits
 from verl_ray.cluster.waiting import TICK_S, read, wait
 from verl_ray.data.batch import Int64
-from verl_ray.data.buffer import Experience, versions_of_tokens
+from verl_ray.data.buffer import Experience
 from verl_ray.data.ledger import Event
 from verl_ray.data.stages import Rollouts
+from verl_ray.data.token_versions import versions_of_tokens
 from verl_ray.errors import DataError
 from workers.actor import ActorWorker
 from workers.rollout import RolloutWorker

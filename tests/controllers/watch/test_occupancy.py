@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.rollouts import replicas
-from controllers.rollouts.replicas import Occupancy
+from controllers.rollouts import time_at_work
+from controllers.rollouts.time_at_work import Occupancy
 
 NAMES = ("trainers_idle", "rollouts_idle", "overlap", "both_idle")
 
@@ -25,7 +25,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     made = Clock()
-    monkeypatch.setattr(replicas, "time", made)
+    monkeypatch.setattr(time_at_work, "time", made)
     yield made
 
 
@@ -87,7 +87,7 @@ def test_the_shares_add_up_to_one(
     """None lets the trainers wait or go on; numbers are of the engines."""
     with pytest.MonkeyPatch.context() as patch:
         clock = Clock()
-        patch.setattr(replicas, "time", clock)
+        patch.setattr(time_at_work, "time", clock)
         watch = Occupancy()
         waiting = None
         for passed_s, share in events:

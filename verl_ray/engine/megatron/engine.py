@@ -11,18 +11,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from verl_ray.algorithms.objectives import Objective
@@ -30,24 +28,29 @@ from verl_ray.backends.megatron import MegatronBackend
 from verl_ray.checkpoint.sharded import random_key
 from verl_ray.data.stages import Rows, TrainingBatch
 from verl_ray.engine.base import EngineSpec, ForwardResult, LossReport, StepReport
-from verl_ray.engine.megatron.experts import ExpertBalance
+from verl_ray.engine.megatron.buffers import MegatronBuffers
+from verl_ray.engine.megatron.expert_balance import ExpertBalance
 from verl_ray.engine.megatron.layout import parallel_layout_of
-from verl_ray.engine.megatron.model import Stage, has_experts, transformer_config
+from verl_ray.engine.megatron.model import Stage
+from verl_ray.engine.megatron.model_config import has_experts, transformer_config
 from verl_ray.engine.megatron.optimizer import (
     OptimizerShard,
     clip_and_step,
-    load_step_counters,
     make_optimizer,
-    model_state,
-    optimizer_state,
     reload_optimizer,
     shards_of,
+)
+from verl_ray.engine.megatron.optimizer_state import (
+    load_step_counters,
+    model_state,
+    optimizer_state,
     torch_param_groups,
 )
-from verl_ray.engine.megatron.weight_map import MappedParameter
+from verl_ray.engine.megatron.rank_outputs import collect_whole
+from verl_ray.engine.megatron.schedule import Schedule
+from verl_ray.engine.megatron.support import require_complete, require_supported
 from verl_ray.engine.megatron.weights import (
     BoxReader,
-    MegatronBuffers,
     computing_boxes,
     main_boxes,
     map_parameters,
@@ -57,14 +60,12 @@ from verl_ray.engine.megatron.weights import (
     read_weights,
     slices_by_tensor,
 )
-from verl_ray.engine.micro_batches import Loss, MicroBatch, MicroBatches
+from verl_ray.engine.micro_batches import Loss, MicroBatches
 from verl_ray.engine.offload import Offload, offloadable
 from verl_ray.engine.packed_engine import PackedEngine, RandomStream
-from verl_ray.errors import EngineError, ModelError
 from verl_ray.models.export import build_manifest
-from verl_ray.models.role_model import PackedRows, RoleModel, build_role_model
-from verl_ray.models.settings import ACTIVATIONS_IN_MEGATRON, IN_MEGATRON
-from verl_ray.models.weights import CheckpointReader
+from verl_ray.models.role_model import PackedRows, build_role_model
+from verl_ray.models.tensor_sources import CheckpointReader
 from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
 from verl_ray.parallel import (
     PackedTokens,
@@ -72,13 +73,10 @@ from verl_ray.parallel import (
     UlyssesManager,
 )
 from verl_ray.weight_sync.manifest import (
-    Entry,
     Manifest,
     Parameter,
     Slice,
-    aligned_bytes,
 )
-from verl_ray.weight_sync.transport import parameter_view
 
 
 class MegatronEngine(PackedEngine):
@@ -407,260 +405,3 @@ def _in_dtype(manifest: Manifest, dtype: str) -> Manifest:
         dataclasses.replace(parameter, dtype=dtype) for parameter in manifest.parameters
     ]
     return Manifest(tuple(parameters))
-
-
-# --------------------------------------------------------------- the schedule of stages
-
-# The passage of micro-batches through the stages, in megatron-core's schedules.
-#
-# A schedule is sequential, 1F1B, or interleaved, depending on the layout.
-#
-# Invariant: heads and losses are computed on the last stage alone, from outputs that
-# all context-parallel ranks have gathered.
-
-
-class Schedule:
-    """The schedule of one engine.
-
-    Args:
-        stages: This rank's chunks of the model.
-        modules: The same in megatron-core's DistributedDataParallel, if they learn.
-        sharding: How the tokens of a micro-batch are distributed over ranks.
-        token_multiple: The number of tokens of a micro-batch is a multiple of this.
-        balance: The balance of the model's experts; None in a model without.
-    """
-
-    def __init__(
-        self,
-        stages: Sequence[Stage],
-        modules: Sequence[Any],
-        *,
-        sharding: ShardingManager,
-        token_multiple: int,
-        balance: ExpertBalance | None,
-    ) -> None:
-        self._stages = stages
-        self._modules = modules
-        self._sharding = sharding
-        self._token_multiple = token_multiple
-        self._balance = balance
-
-    def forward(
-        self, batches: MicroBatches, outputs: RequestedOutputs
-    ) -> list[TokenOutputs]:
-        """Return the outputs of every micro-batch; none on other stages than the last.
-
-        Args:
-            batches: The micro-batches.
-            outputs: Which outputs.
-        """
-
-        def forward_step(
-            batches: Iterator[MicroBatch], stage: Stage
-        ) -> tuple[Tensor, Callable[..., TokenOutputs]]:
-            batch = next(batches)
-
-            # megatron-core calls this on the last stage.
-            def outputs_of(hidden: Tensor, non_loss_data: bool) -> TokenOutputs:
-                own = stage.head(hidden, batch.packed, outputs)
-                return self._sharding.postprocess(own)
-
-            return stage(batch.packed), outputs_of
-
-        results: list[TokenOutputs] = self._run(
-            batches, forward_step, self._stages, forward_only=True
-        )
-        return results
-
-    def forward_backward(
-        self,
-        batches: MicroBatches,
-        outputs: RequestedOutputs,
-        loss: Loss,
-        device: torch.device,
-    ) -> None:
-        """Add the gradients of every micro-batch's loss.
-
-        Args:
-            batches: The micro-batches.
-            outputs: The outputs that the loss needs.
-            loss: Returns a micro-batch's share of the loss from its outputs.
-            device: The device of the model.
-        """
-        if self._balance is not None:
-            self._balance.begin()
-        # megatron-core would divide the gradients by the sum of these counts.
-        no_tokens = torch.zeros((), dtype=torch.int, device=device)
-
-        def forward_step(
-            batches: Iterator[MicroBatch], module: Any
-        ) -> tuple[Tensor, Callable[[Tensor], Any]]:
-            batch = next(batches)
-            stage: Stage = module.module
-            routed = None
-            if self._balance is not None:
-                routed = self._balance.rows_of(batch, outputs)
-
-            # megatron-core calls this on the last stage.
-            def loss_of(hidden: Tensor) -> tuple[Tensor, Tensor, None]:
-                own = stage.head(hidden, batch.packed, outputs)
-                gathered = self._sharding.postprocess(own)
-                return loss(batch, gathered), no_tokens, None
-
-            return module(batch.packed, routed), loss_of
-
-        self._run(batches, forward_step, self._modules, forward_only=False)
-
-    def _run(
-        self,
-        batches: MicroBatches,
-        forward_step: Callable[..., Any],
-        modules: Sequence[Any],
-        *,
-        forward_only: bool,
-    ) -> Any:
-        """Pass the micro-batches through megatron-core's schedule.
-
-        Args:
-            batches: The micro-batches.
-            forward_step: Passes the next micro-batch through a module. It returns the
-                hidden states, and the function that is applied to the last ones.
-            modules: This rank's chunks of the model.
-            forward_only: True if there is no backward pass.
-        """
-        # Each chunk of an interleaved schedule consumes all micro-batches.
-        iterators: Any = iter(batches)
-        if len(modules) > 1:
-            iterators = [iter(batches) for _ in modules]
-
-        run = get_forward_backward_func()
-        return run(
-            forward_step_func=forward_step,
-            data_iterator=iterators,
-            model=list(modules),
-            num_microbatches=len(batches),
-            # The stages send each other the lengths, which vary.
-            seq_length=self._token_multiple,
-            micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
-
-
-# ----------------------------------------------------------------- outputs of all ranks
-
-# Assembly of whole tensors on rank 0 from the slices that the ranks own.
-#
-# Invariant: tensors are assembled one at a time, and their bits are exactly the
-# owners' bits. Collective: every rank iterates over the same parameters.
-
-Shards = Callable[[Iterable[str]], Iterator[tuple[Slice, Tensor]]]
-"""A function with the signature of `Engine.shards`."""
-
-
-def collect_whole(
-    parameters: Sequence[Parameter], shards: Shards, device: torch.device
-) -> Iterator[Tensor]:
-    """Yield each parameter, whole on rank 0. Other ranks get undefined values."""
-    for parameter in parameters:
-        flat = torch.zeros(aligned_bytes(parameter), dtype=torch.uint8, device=device)
-        whole = parameter_view(flat, Entry(parameter, 0))
-
-        for part, value in shards([parameter.name]):
-            box = tuple(
-                slice(start, start + size)
-                for start, size in zip(part.start, part.shape, strict=True)
-            )
-            whole[box] = value
-
-        # Slices do not overlap and all other bytes are 0, so adding up the bytes of all
-        # ranks reproduces every owner's bits. Integers are added exactly.
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.reduce(flat.view(torch.int64), dst=0)
-
-        yield whole
-
-
-# ------------------------------------------------------------ models that are supported
-
-# Checks that megatron-core, as it is driven here, has a place for a model.
-#
-# Invariant: a model that passes is computed as transformers computes it, and none of
-# its parameters is missing.
-
-_SHOWN_NAMES = 5
-"""The most parameters that an error names."""
-
-
-def require_supported(spec: EngineSpec, model: RoleModel) -> None:
-    """Refuse a model, or an adapter, that megatron-core cannot compute here.
-
-    `verl-ray check` reports the same for models before anything starts.
-
-    Raises:
-        EngineError: The role has an adapter.
-        ModelError: megatron-core has no place for the model, or would compute it
-            differently.
-    """
-    if spec.lora is not None:
-        raise EngineError(
-            f"{spec.role}.lora.rank = {spec.lora.rank}: the megatron backend has no"
-            f" adapters; set it to 0, or take fsdp or engine as {spec.role}.backend"
-        )
-
-    config = model.hf.config
-    family = config.model_type
-    if family not in IN_MEGATRON:
-        raise ModelError(
-            f"model.path: {spec.model_path} is a {family!r} model, which has no place"
-            f" in megatron's; those of {', '.join(IN_MEGATRON)} have"
-        )
-
-    activation = config.hidden_act
-    if activation not in ACTIVATIONS_IN_MEGATRON:
-        raise ModelError(
-            f"model.path: {spec.model_path} has hidden_act={activation!r}; megatron"
-            f" computes {ACTIVATIONS_IN_MEGATRON[0]} here, so take fsdp or engine as"
-            f" {spec.role}.backend"
-        )
-
-    rotary: Any = cast(Any, model.backbone.rotary_emb)
-    factor = rotary.attention_scaling
-    if factor != 1:
-        raise ModelError(
-            f"model.path: {spec.model_path} scales attention by {factor} with its"
-            " rotary positions, which megatron does not here; take fsdp or engine as"
-            f" {spec.role}.backend"
-        )
-
-
-def require_complete(
-    spec: EngineSpec,
-    names: Collection[str],
-    mapped: Iterable[MappedParameter],
-    world_size: int,
-) -> None:
-    """Refuse a model of which a parameter is on no rank. Collective.
-
-    Without this check such a parameter would be lost silently.
-
-    Args:
-        spec: The engine's specification, for messages.
-        names: All parameters of the model.
-        mapped: The parameters that this rank holds.
-        world_size: Number of ranks.
-
-    Raises:
-        ModelError: Some parameters are on no rank; the message names them.
-    """
-    own = {region.name for parameter in mapped for region in parameter.regions}
-    per_rank: list[set[str]] = [own] * world_size
-    if world_size > 1:
-        dist.all_gather_object(per_rank, own)
-
-    missing = sorted(set(names).difference(*per_rank))
-    if missing:
-        raise ModelError(
-            f"model.path: {spec.model_path} has {missing[:_SHOWN_NAMES]}, which have no"
-            f" place in megatron's model; take fsdp or engine as {spec.role}.backend"
-        )

@@ -1,5 +1,4 @@
-"""The weights of this rank: read from a checkpoint, provided as its slices, and moved
-between device and host.
+"""The weights of this rank: read from a checkpoint, and provided as its slices.
 
 Invariant: reading and providing are copies between boxes of the model's parameters, as
 `weight_map.py` maps them; no rank holds a whole parameter for it.
@@ -10,13 +9,15 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from verl_ray.engine.megatron.buffers import MegatronBuffers, is_freed
 from verl_ray.engine.megatron.layout import ParallelLayout
-from verl_ray.engine.megatron.model import Stage, has_tied_embeddings, padded_vocabulary
+from verl_ray.engine.megatron.model import Stage, has_tied_embeddings
+from verl_ray.engine.megatron.model_config import padded_vocabulary
 from verl_ray.engine.megatron.optimizer import OptimizerShard
 from verl_ray.engine.megatron.weight_map import (
     MapSizes,
@@ -26,10 +27,10 @@ from verl_ray.engine.megatron.weight_map import (
     is_empty_box,
     shape_of_box,
 )
-from verl_ray.engine.offload import Offload
 from verl_ray.models.names import Box, checkpoint_tensors
 from verl_ray.models.role_model import RoleModel
-from verl_ray.models.weights import CheckpointReader, check_fit, fill_box
+from verl_ray.models.tensor_sources import CheckpointReader
+from verl_ray.models.weights import check_fit, fill_box
 from verl_ray.weight_sync.manifest import Slice
 
 
@@ -230,93 +231,3 @@ def read_slices(
         for held in slices.get(name, ()):
             box_values = held.values()
             yield held.slice, box_values[held.within].view(held.slice.shape)
-
-
-# ------------------------------------------------------------------------------ buffers
-
-# Invariant: megatron-core itself moves its buffers of weights and gradients, so
-# parameters remain views of their buffer; every move of weights is waited for and
-# verified.
-
-
-class MegatronBuffers:
-    """The buffers of a role that learns.
-
-    They belong to its modules, which megatron-core's DistributedDataParallel has
-    wrapped. Without modules there are no buffers.
-    """
-
-    def __init__(self, modules: Sequence[Any], offload: Offload) -> None:
-        self._offload = offload
-        self._buffers: list[Any] = []
-        for module in modules:
-            self._buffers += module.buffers
-            self._buffers += module.expert_parallel_buffers
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._buffers)
-
-    def weights_to_host(self) -> None:
-        """Offload the weights that are on the device."""
-        on_device = {
-            name: buffer
-            for name, buffer in self._named_weights()
-            if not is_freed(buffer.param_data)
-        }
-        for name, buffer in on_device.items():
-            # megatron-core would build this memory from two copies, and only with CUDA.
-            if buffer.param_data_cpu is None:
-                memory = self._offload.host_memory(name, buffer.param_data)
-                buffer.param_data_cpu = memory
-
-        sources = {name: buffer.param_data for name, buffer in on_device.items()}
-        targets = {name: buffer.param_data_cpu for name, buffer in on_device.items()}
-        # megatron-core begins the copies and does not wait for them.
-        with self._offload.verifying(sources, targets, "host"):
-            for buffer in on_device.values():
-                buffer.offload_to_cpu(move_grads=False)
-
-    def weights_to_device(self) -> None:
-        """Move the weights that are offloaded back to the device."""
-        offloaded = {
-            name: buffer
-            for name, buffer in self._named_weights()
-            if is_freed(buffer.param_data)
-        }
-
-        sources = {name: buffer.param_data_cpu for name, buffer in offloaded.items()}
-        targets = {name: buffer.param_data for name, buffer in offloaded.items()}
-        with self._offload.verifying(sources, targets, "device"):
-            for buffer in offloaded.values():
-                buffer.reload_from_cpu(move_grads=False)
-
-    def release_gradients(self) -> None:
-        """Release the memory of gradients, which hold nothing between steps."""
-        for buffer in self._buffers:
-            buffer.offload_to_cpu(move_params=False)
-
-    def renew_gradients(self) -> None:
-        """Allocate the memory of gradients again, all zeros; idempotent."""
-        for buffer in self._buffers:
-            buffer.reload_from_cpu(move_params=False)
-
-    def on_host(self, parameter: Tensor) -> Tensor:
-        """Return the offloaded values of a parameter: a view of the host's memory."""
-        buffer = next(
-            buffer for buffer in self._buffers if parameter in buffer.param_index_map
-        )
-        buffer_start = buffer.param_data.storage_offset()
-        offset = parameter.storage_offset() - buffer_start
-
-        memory = cast(Tensor, buffer.param_data_cpu)
-        return memory.as_strided(parameter.shape, parameter.stride(), offset)
-
-    def _named_weights(self) -> Iterator[tuple[str, Any]]:
-        """Yield the buffers with the names of their weights, for verification."""
-        for number, buffer in enumerate(self._buffers):
-            yield f"weights {number}", buffer
-
-
-def is_freed(memory: Tensor) -> bool:
-    """Return whether the memory of a tensor was released; the tensor itself remains."""
-    return memory.untyped_storage().size() == 0

@@ -24,15 +24,16 @@ from verl_ray.config.roles import OptimizerConfig
 from verl_ray.engine.megatron_fsdp.sharding import fully_shard, uneven_dtensor
 from verl_ray.engine.micro_batches import Loss, MicroBatches
 from verl_ray.engine.module_engine import ModuleEngine
-from verl_ray.engine.offload import (
-    OffloadableTensor,
+from verl_ray.engine.offload import OffloadableTensor
+from verl_ray.engine.shared_storages import (
     offloadable_storages,
     release_memory,
     renew_memory,
 )
 from verl_ray.models import lora
 from verl_ray.models.role_model import RoleModel
-from verl_ray.models.weights import TensorSource, fill, own_box
+from verl_ray.models.tensor_sources import TensorSource
+from verl_ray.models.weights import fill, own_box
 from verl_ray.ops.outputs import RequestedOutputs
 from verl_ray.weight_sync.manifest import Manifest
 

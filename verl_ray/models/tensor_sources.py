@@ -1,0 +1,198 @@
+"""Sources.
+
+Invariant: only the requested part of a tensor is read, or one whole tensor at a time
+where rank 0 reads for all. A directory that cannot be read is a ModelError on every
+rank that needs it.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor
+
+from verl_ray.errors import ModelError
+from verl_ray.models.names import INDEX, TYPE_NAMES, Box
+from verl_ray.profiling.progress import advance
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+T = TypeVar("T")
+
+TYPES = {name: getattr(torch, dtype) for name, dtype in TYPE_NAMES.items()}
+"""The types of parameters by their names in safetensors."""
+
+Header = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and type of each tensor."""
+
+
+class TensorSource(Collection[str]):
+    """The configuration of a model directory, and its tensors by name."""
+
+    header: Header
+
+    @abstractmethod
+    def config(self, **settings: Any) -> PretrainedConfig:
+        """Return the model's configuration, with these settings overridden."""
+
+    @abstractmethod
+    def read(self, name: str, box: Box) -> Tensor:
+        """Return the part of a tensor in the box, or all of it for an empty box."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return self.header[name][0]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.read(name, ())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.header
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.header)
+
+    def __len__(self) -> int:
+        return len(self.header)
+
+
+class CheckpointReader(TensorSource):
+    """A model directory that every rank reads by itself.
+
+    The files are memory-mapped, and only the requested part of a tensor is read.
+    """
+
+    def __init__(self, path: str) -> None:
+        files = _safetensors_files(path)
+        self._path = path
+        self._slices = {}
+        for file in files:
+            opened = safe_open(file, framework="pt")
+            for name in opened.keys():  # noqa: SIM118 - not a mapping
+                self._slices[name] = opened.get_slice(name)
+
+        header = {}
+        for name, part in self._slices.items():
+            type_name = part.get_dtype()
+            if type_name not in TYPES:
+                raise ModelError(
+                    f"model.path: {name} in {path!r} is of type {type_name}; weights of"
+                    f" {', '.join(TYPES)} are read"
+                )
+            header[name] = (tuple(part.get_shape()), TYPES[type_name])
+        self.header = header
+
+    def config(self, **settings: Any) -> PretrainedConfig:
+        from transformers import AutoConfig
+
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            self._path, local_files_only=True, **settings
+        )
+        return config
+
+    def read(self, name: str, box: Box) -> Tensor:
+        shape, dtype = self.header[name]
+        box = box or tuple(slice(0, side) for side in shape)
+
+        # An empty box needs no read.
+        if any(side.start == side.stop for side in box):
+            return torch.empty([side.stop - side.start for side in box], dtype=dtype)
+
+        # The box of a scalar is empty, and `...` is all of it.
+        part: Tensor = self._slices[name][box or ...]
+        advance(part.nbytes, "bytes")
+        return part
+
+
+def _safetensors_files(path: str) -> list[Path]:
+    """Return the files of a model directory, those in its index if there is one."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ModelError(
+            f"model.path: there is no directory {path!r}; models are local first,"
+            " none is downloaded"
+        )
+
+    index = folder / INDEX
+    if index.is_file():
+        weight_map = json.loads(index.read_text())["weight_map"]
+        files = sorted(folder / name for name in set(weight_map.values()))
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+
+    missing = [file.name for file in files if not file.is_file()]
+    if missing or not files:
+        lacking = ", ".join(missing) or "any .safetensors file"
+        raise ModelError(f"model.path: {path!r} lacks {lacking}")
+    return files
+
+
+class RankZeroReader(TensorSource):
+    """A model directory that only rank 0 reads.
+
+    Rank 0 reads one whole tensor at a time and sends it to all ranks. Collective: the
+    ranks read the same tensors in the same order, each the part that it needs. A
+    directory that rank 0 cannot open is an error on all ranks.
+    """
+
+    def __init__(self, path: str, device: torch.device) -> None:
+        """Open the directory.
+
+        Args:
+            path: The directory.
+            device: The device on which tensors travel. It selects one of the process
+                group's backends.
+        """
+        self._device = device
+
+        # The reader of rank 0; None on other ranks.
+        self._reader: CheckpointReader | None = None
+        self.header = self._from_rank_zero(lambda: self._open(path))
+
+    def _open(self, path: str) -> Header:
+        self._reader = CheckpointReader(path)
+        return self._reader.header
+
+    def _from_rank_zero(self, function: Callable[[], T]) -> T:
+        """Call a function on rank 0 and return its result on every rank. Collective."""
+        message: list[Any] = [None]
+        if dist.get_rank() == 0:
+            try:
+                message = [function()]
+            # Every rank raises it, instead of waiting for a result that never comes.
+            except Exception as error:
+                message = [error]
+
+        # The message is pickled on the host, so gloo carries it.
+        dist.broadcast_object_list(message, src=0, device=torch.device("cpu"))
+        if isinstance(message[0], Exception):
+            raise message[0]
+        result: T = message[0]
+        return result
+
+    def config(self, **settings: Any) -> PretrainedConfig:
+        def read_config() -> PretrainedConfig:
+            assert self._reader is not None, "this is rank 0"
+            return self._reader.config(**settings)
+
+        return self._from_rank_zero(read_config)
+
+    def read(self, name: str, box: Box) -> Tensor:
+        shape, dtype = self.header[name]
+        if self._reader is None:
+            whole = torch.empty(shape, dtype=dtype)
+        else:
+            whole = self._reader[name]
+
+        whole = whole.to(self._device)
+        dist.broadcast(whole, src=0)
+        advance(whole.nbytes, "bytes")
+        return whole[box or ...]

@@ -1,0 +1,99 @@
+"""This project's wires behind vLLM's weight-transfer interface.
+
+vLLM drives the interface by start, update and finish.
+
+Invariant: it works with both forms of the interface. In newer versions the engine
+opens and closes the layerwise reload itself; in 0.22 the worker does. It runs
+inside of vLLM's worker processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload.layerwise import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+from verl_ray.rollout.vllm_core import (
+    TRANSFER,
+)
+from verl_ray.rollout.vllm_load_plan import LoadRecorder
+from verl_ray.weight_sync.manifest import Bucket
+from verl_ray.weight_sync.transport import Address, Inbox, WireEndpoint
+
+
+@dataclass
+class WireInitInfo(WeightTransferInitInfo):
+    """The wire to open: the sender's address, and this worker's end of it."""
+
+    address: Address
+    endpoint: WireEndpoint
+
+
+@dataclass
+class BucketUpdateInfo(WeightTransferUpdateInfo):
+    """The bucket to receive next."""
+
+    bucket: Bucket
+
+
+class BucketTransferEngine(WeightTransferEngine[WireInitInfo, BucketUpdateInfo]):
+    """A weight-transfer engine of vLLM that receives buckets.
+
+    Attributes:
+        inbox: The receiving end of the wire.
+        recorder: What records the loading of an update, if anything does.
+    """
+
+    init_info_cls = WireInitInfo
+    update_info_cls = BucketUpdateInfo
+
+    def __init__(self, *arguments: object, **options: object) -> None:
+        # The arguments differ between versions of vLLM.
+        super().__init__(*arguments, **options)
+        self.inbox = Inbox()
+        self.recorder: LoadRecorder | None = None
+
+    def init_transfer_engine(self, init_info: WireInitInfo) -> None:
+        self.inbox.connect(init_info.address, init_info.endpoint)
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(
+        self,
+        update_info: BucketUpdateInfo,
+        load_weights: Callable[[list[tuple[str, torch.Tensor]]], object] | None = None,
+    ) -> None:
+        received = self.inbox.receive(update_info.bucket)
+        # Only vLLM 0.22 passes a function; newer versions leave loading to this engine.
+        load = load_weights or self.model.load_weights
+        recording: AbstractContextManager[None] = nullcontext()
+        if self.recorder is not None:
+            recording = self.recorder.recording(received)
+        with recording:
+            load(list(received.items()))
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        self.inbox.close()
+
+    def trainer_send_weights(self, *_: object) -> None:
+        """Refuse to send, which is the actor's work; vLLM never calls this."""
+        raise NotImplementedError
+
+
+WeightTransferEngineFactory.register_engine(TRANSFER, BucketTransferEngine)
