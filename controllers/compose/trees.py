@@ -1,4 +1,7 @@
-"""Trees of plain values."""
+"""Trees of plain values: searched, resolved, and typed.
+
+Invariant: a value that cannot be used becomes a problem, and the rest is still checked.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Generations: of responses to learn from, and to evaluate."""
+"""What is generated to learn from and to evaluate, and how far it is.
+
+Invariant: a production holds the groups of one buffer, each requested once.
+"""
 
 from __future__ import annotations
 

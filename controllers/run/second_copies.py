@@ -1,5 +1,7 @@
-"""A lost node takes the snapshots of its ranks with it. Their copies lie in the memory
-of another node of the run, and travel to where the ranks start again.
+"""Second copies of snapshots, in the memory of another node of the run.
+
+A lost node takes the snapshots of its ranks with it. Their copies travel to where the
+ranks start again.
 
 Invariant: each node that has ranks that learn sends to one other node, in a ring. At
 most one step is on its way. Copies of before are removed once the new ones are whole.

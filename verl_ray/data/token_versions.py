@@ -1,4 +1,7 @@
-"""The age of tokens."""
+"""The age of tokens, in policy versions and in optimizer steps.
+
+Invariant: every response token has the version that it was sampled from.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Balance of experts.
+"""The balance of the experts of a row, as part of its loss.
 
 Invariant: the balance of a row is weighted as the losses of the row are, so it
 depends neither on the micro-batch size nor on the number of ranks.

@@ -1,4 +1,4 @@
-"""Results of a forward pass.
+"""Results of a forward pass, joined over its micro-batches.
 
 Invariant: every number is at the position of its token or row in the batch of the
 call, whatever micro-batch computed it. All else is 0.

@@ -1,4 +1,4 @@
-"""Storages with several views.
+"""Storages that several tensors share, moved between device and host.
 
 Invariant: tensors that share a storage share it after a move, at the same positions,
 so megatron-fsdp's buffers and the shards that are views of them stay together.

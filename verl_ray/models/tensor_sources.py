@@ -1,4 +1,4 @@
-"""Sources.
+"""The sources of tensors: files of a checkpoint, or rank 0 that reads them.
 
 Invariant: only the requested part of a tensor is read, or one whole tensor at a time
 where rank 0 reads for all. A directory that cannot be read is a ModelError on every

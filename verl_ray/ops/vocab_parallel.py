@@ -1,4 +1,4 @@
-"""A vocabulary in slices.
+"""Log-probs of a vocabulary of which each rank has a slice.
 
 Invariant: numbers per token travel, logits never do, and once per call whatever the
 chunks are. Each rank summarizes its slice as if it were the whole vocabulary, so it

@@ -1,4 +1,4 @@
-"""Buffers.
+"""megatron-core's buffers of weights and gradients, moved between device and host.
 
 Invariant: megatron-core itself moves its buffers of weights and gradients, so
 parameters remain views of their buffer; every move of weights is waited for and

@@ -1,4 +1,4 @@
-"""Balance of a call.
+"""The balance of experts over the micro-batches and ranks of a call.
 
 Invariant: what is reported is summed over the ranks of one copy of the model, so all
 of them report the same.

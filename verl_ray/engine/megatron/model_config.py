@@ -1,4 +1,4 @@
-"""Configuration.
+"""The settings that megatron-core gets for a model.
 
 Invariant: every kernel of TransformerEngine or Apex is off, and no weight is
 initialized, because all are read.

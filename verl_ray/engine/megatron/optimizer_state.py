@@ -1,4 +1,4 @@
-"""State.
+"""The state of megatron-core's optimizer in a checkpoint.
 
 Invariant: the state does not depend on the layout. Weights and moments have the names
 of the model as transformers has it. Each is a set of boxes of a whole parameter, in
