@@ -1,4 +1,4 @@
-"""What is generated to learn from and to evaluate, and how far it is.
+"""Generations to learn from and to evaluate, and how far they are.
 
 Invariant: a production holds the groups of one buffer, each requested once.
 """
