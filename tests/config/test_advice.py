@@ -123,3 +123,10 @@ def test_what_a_task_does_not_have_is_not_advised() -> None:
 
 def test_a_wrong_letter_in_a_key_of_our_own_is_not_taken_for_a_foreign_word() -> None:
     assert advice_on("critc.epochs", RL).startswith("Did you mean critic.epochs")
+
+
+def test_the_key_of_a_table_is_spelt_right_before_what_is_inside() -> None:
+    for typed in ("agent.enviroments.x", "agent.environment.default"):
+        assert advice_on(typed, RL) == "Did you mean agent.environments?"
+    typed = "actor.optimiser.lr"
+    assert advice_on(typed, RL) == "Did you mean actor.optimizer.lr?"

@@ -58,6 +58,11 @@ def test_long_lists_are_shown_by_their_beginnings() -> None:
     ]
     assert did_you_mean("qqq", keys, "key") == "Every key begins with one of data, run."
 
+    # Names without a point have no sections.
+    tools = [letter * 20 for letter in "abcdefgh"]
+    shown = did_you_mean("hxyzvwux", tools, "tool")
+    assert shown.startswith(f"There is {tools[-1]}, ") and shown.endswith("3 more.")
+
 
 @pytest.mark.parametrize(
     ("names", "text"), [(["a"], "a"), (["a", "b"], "a or b"), ([1, 2, 3], "1, 2 or 3")]

@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from verl_ray.config.renamed import new_name
-from verl_ray.config.suggest import did_you_mean, is_alike, is_misspelt
+from verl_ray.config.suggest import closest, did_you_mean, is_alike, is_misspelt
 
 _NOT_IN_THIS_TASK = "A run of this task has nothing to set for it; leave it out."
 
@@ -32,12 +32,32 @@ def advice_on(key: str, known: Sequence[str]) -> str:
     renamed = new_name(key)
     if renamed is not None:
         return renamed
+    meant = _with_its_section(key, known)
+    if meant is not None:
+        return f"Did you mean {meant}?"
 
     # A wrong letter in a key of our own says more than what others call its last part.
     foreign = None
     if not (_has_own_section(key, known) and is_misspelt(key, known)):
         foreign = foreign_answer(key, known)
     return foreign or did_you_mean(key, known, "key")
+
+
+def _with_its_section(key: str, known: Sequence[str]) -> str | None:
+    """Return a key whose section, as in `agent.enviroments.x`, is spelt right.
+
+    It is the section alone where no such key is known. None if none is misspelt.
+    """
+    parts = key.split(".")
+    # A section at the top is a part of the likeness of the whole key.
+    for length in range(2, len(parts)):
+        section = ".".join(parts[:length])
+        sections = {".".join(name.split(".")[:length]) for name in known}
+        if section not in sections and is_misspelt(section, sections):
+            (near,) = closest(section, sections, 1)
+            whole = ".".join((near, *parts[length:]))
+            return whole if whole in known else near
+    return None
 
 
 def _has_own_section(key: str, known: Sequence[str]) -> bool:

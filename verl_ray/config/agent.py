@@ -177,10 +177,22 @@ def agent_settings_work(
 
     if agent.is_used:
         return
-    keys = [key for key in overridden.under("agent") if "environments" not in key]
+    keys = [
+        key
+        for key in overridden.under("agent")
+        if "environments" not in key and not _is_refused_model(key, agent)
+    ]
     reason = "agent.environments is {}, so every rollout is a single response"
     yield from overridden.ignored(
         keys, reason, "Set agent.environments.default=my_env.py:NAME, or leave it out."
+    )
+
+
+def _is_refused_model(key: str, agent: AgentConfig) -> bool:
+    """Return whether a key is of a model that is not there, since it was refused."""
+    return (
+        key.startswith("agent.models.")
+        and key.split(".", maxsplit=3)[2] not in agent.models
     )
 
 

@@ -173,6 +173,14 @@ def field_problems(
     ]
 
 
+def _as_named(key: str, known: Sequence[str]) -> list[str]:
+    """Return known keys, those of a table of sections in the section of this key."""
+    named = _NAMED_SECTIONS.match(key)
+    if named is None:
+        return list(known)
+    return [re.sub(rf"^{named[1]}(?=\.)", named[0], each) for each in known]
+
+
 def _has_inner_error(key: str, by_key: Mapping[str, object]) -> bool:
     """Return whether another error is inside the section at `key`, and more precise."""
     return any(other.startswith(f"{key}.") for other in by_key)
@@ -228,6 +236,9 @@ def _problem(
 
     if error_type == "missing":
         fix = "Set it; the YAML holds every value."
+        if _NAMED_SECTIONS.match(key):
+            # An entry of a table of the user's own has no YAML.
+            fix = f"Set it: {key}=..."
         return Problem(key, None, "this key has no value", fix)
 
     if error_type in _SECTION_ERRORS:
@@ -235,7 +246,7 @@ def _problem(
         return Problem(key, value, rule, _how_to_set_section(key, value, kind))
 
     if error_type == "extra_forbidden":
-        known = value_keys(kind)
+        known = _as_named(key, value_keys(kind))
         section = key.rpartition(".")[0]
         if key in known:
             rule = f"the {section} that was chosen has no such setting"

@@ -98,8 +98,11 @@ def did_you_mean(word: str, candidates: Sequence[str], kind: str) -> str:
 
     # The list is too long, so the names of the same section stand in for it.
     section = word.rpartition(".")[0]
+    is_flat = not any("." in name for name in candidates)
     siblings = sorted(
-        name for name in candidates if section and name.rpartition(".")[0] == section
+        name
+        for name in candidates
+        if is_flat or (section and name.rpartition(".")[0] == section)
     )
     if siblings:
         nearest = [name for _, name in _ranked(word, siblings)[:_MOST_SIBLINGS]]

@@ -223,6 +223,15 @@ def test_a_setting_of_another_reward() -> None:
     assert found["reward.components.b.kind"].fix == "Set reward.components.b.kind."
 
 
+def test_a_setting_of_a_model_that_worlds_talk_to() -> None:
+    model = "agent.models.user={url: http://host/v1, tokenenv: X}"
+    found = problems("grpo", *INPUTS, model)
+    key = "agent.models.user.token_env"
+    assert found["agent.models.user.tokenenv"].fix == f"Did you mean {key}?"
+    # What else was written of it is not quoted as null.
+    assert "agent.models.user.url" not in found
+
+
 def test_a_text_is_quoted_twice() -> None:
     (found,) = problems("quickstart", "run.dir=/a b/(c)").values()
     assert (found.key, found.value) == ("run.dir", "/a b/(c)")
