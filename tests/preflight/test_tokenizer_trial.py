@@ -148,6 +148,23 @@ def test_a_template_may_require_a_system_message(tmp_path: Path) -> None:
     assert problems(tmp_path, folder, *own, messages=True) == []
 
 
+def test_a_stop_text_that_is_nearly_a_special_token_is_warned_of(
+    tmp_path: Path,
+) -> None:
+    policy = tokenizer(tmp_path / "policy", CHATML)
+    path = tmp_path / "records.jsonl"
+    path.write_text(json.dumps(GOOD) + "\n")
+    stop = "rollout.stop=['<|im_strat|>', '<|im_end|>', '</answer>']"
+    inputs = [f"model.path={policy}", f"data.train_path={path}", "run.evaluate_every=0"]
+    config = settled(compose("grpo", [*inputs, "data.validation_path=null", stop]))
+    told = [each for each in examine_data(config).warnings if "rollout.stop" in each]
+    (warning,) = told
+    assert warning.startswith(
+        "rollout.stop has <|im_strat|>, which is no special token"
+    )
+    assert "Did you mean <|im_start|>?" in warning
+
+
 def test_the_tokenizer_of_a_grader_is_loaded(tmp_path: Path) -> None:
     policy = tokenizer(tmp_path / "policy", CHATML)
     for name, reward in (("judge", JUDGE), ("model", ("reward=model",))):

@@ -25,7 +25,7 @@ from verl_ray.data.prompts import PromptSource
 from verl_ray.data.row_source import RowSource, are_large, refuse_unstreamable
 from verl_ray.data.stages import Prompts
 from verl_ray.errors import ConfigError, DataError, OverlongRows, Problem, file_problem
-from verl_ray.preflight.tokenizer_trial import tried_tokenizer
+from verl_ray.preflight.tokenizer_trial import stop_warnings, tried_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -102,6 +102,7 @@ def examine_data(config: Config, *, evaluates: bool = False) -> DataFindings:
         findings.problems += error.problems
         return findings
 
+    findings.warnings += stop_warnings(config, tokenizer)
     overlong: dict[str, OverlongRows] = {}
     for key, data_sets in _data_sets(config, evaluates):
         try:

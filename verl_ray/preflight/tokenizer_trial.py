@@ -6,13 +6,16 @@ that it is in, whichever texts the run has for it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from verl_ray.config.reward import JudgeReward, ModelReward, SingleReward
+from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
 from verl_ray.config.section import resolved
+from verl_ray.config.suggest import did_you_mean
 from verl_ray.data.fields import Message, excerpt
 from verl_ray.data.tokenizers import (
     CHAT_TEMPLATES,
@@ -33,6 +36,8 @@ from verl_ray.rewards.request import ScoreRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_LIKE_SPECIAL = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
 
 _TEXT = "1 + 1"
 _USER: Message = {"role": "user", "content": _TEXT}
@@ -90,6 +95,19 @@ def _unread_arguments(
         rule = f"this setting would be ignored: {named} write the day"
         fix = "Leave it out, and it is auto."
         yield Problem("data.template_day", day, rule, fix)
+
+
+def stop_warnings(config: Config, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """Yield a warning for each stop text that is a special token of others."""
+    stop = config.rollout.stop if isinstance(config, RolloutTaskConfig) else []
+    known = [token.content for token in tokenizer.added_tokens_decoder.values()]
+    for text in stop:
+        if _LIKE_SPECIAL.fullmatch(text) and text not in known:
+            yield (
+                f"rollout.stop has {text}, which is no special token of the tokenizer"
+                f" in {tokenizer.name_or_path}, so only a response that spells it out"
+                f" ends there. {did_you_mean(text, known, 'special token')}"
+            )
 
 
 def _tokenizer(
