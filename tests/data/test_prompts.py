@@ -407,13 +407,16 @@ def test_nothing_to_draw_is_refused(tmp_path: Path, characters: Any) -> None:
         PromptSource(
             write(tmp_path, {"prompt": "", "answer": "2"}), characters, config(), seed=0
         )
-    with pytest.raises(
-        DataError,
-        match=r"line 2: .* cannot encode '1-1=' \(it has no token for '-' \(U\+002D\)\)",
-    ):
-        path = write(
-            tmp_path,
-            {"prompt": "1+1=", "answer": "2"},
-            {"prompt": "1-1=", "answer": "0"},
-        )
-        PromptSource(path, characters, config(), seed=0)
+    # The name of a special token is one token, whatever its characters.
+    for prompt, spelled in (("1-1=", "escape"), ("<eos>1-1=", "allow")):
+        with pytest.raises(
+            DataError,
+            match=rf"line 2: .* cannot encode '{prompt}' \(it has no token for '-' \(U\+002D\)\)",
+        ):
+            path = write(
+                tmp_path,
+                {"prompt": "1+1=", "answer": "2"},
+                {"prompt": prompt, "answer": "0"},
+            )
+            settings = config(special_tokens=spelled)
+            PromptSource(path, characters, settings, seed=0)

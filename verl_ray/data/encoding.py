@@ -146,6 +146,10 @@ def _unknown_characters(
 
     Both are empty if each has one.
     """
+    # The name of a special token, such as <eos>, is one token.
+    names = [token.content for token in tokenizer.added_tokens_decoder.values()]
+    for name in names:
+        text = text.replace(name, "")
     # Those of a long text in another script say no more than the first ones.
     unknown = [
         character
