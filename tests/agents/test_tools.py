@@ -367,7 +367,9 @@ def test_a_function_that_is_no_tool_is_refused(function: Any, words: str) -> Non
 
 
 def test_two_tools_of_a_name_are_refused() -> None:
-    with pytest.raises(ConfigError, match="two tools have the name add"):
+    with pytest.raises(
+        ConfigError, match="two tools have the name add: numbers 1 and 3"
+    ):
         ToolEnvironment([add, guess, add])
 
 

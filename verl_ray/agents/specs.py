@@ -15,6 +15,7 @@ so it belongs into a process that can be killed.
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import importlib.util
@@ -22,7 +23,7 @@ import inspect
 import json
 import symtable
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from verl_ray.agents.tools import (
     as_tool,
     method_names,
     methods_of,
+    require_distinct,
 )
 from verl_ray.config.function_specs import names_module
 from verl_ray.config.suggest import did_you_mean
@@ -102,9 +104,40 @@ def _name_problem(path: Path, name: str, spec: str, key: str) -> Problem | None:
     symbol = names.get(name)
     if symbol is not None and (symbol.is_assigned() or symbol.is_imported()):
         return None
-    defined = [each for each, other in names.items() if other.is_namespace()]
     rule = f"the file {path} defines no {name!r} at its top level"
-    return Problem(key, spec, rule, did_you_mean(name, defined, "class or function"))
+    return Problem(key, spec, rule, _nearest(name, text))
+
+
+def _nearest(name: str, text: str) -> str:
+    """Return what of a file would do in the place of a name that it does not define."""
+    names = [each for each in _usable(ast.parse(text).body) if each[0] != "_"]
+    return did_you_mean(name, names, "environment or tool") if names else _KINDS
+
+
+def _usable(statements: Sequence[ast.stmt]) -> Iterator[str]:
+    """Yield what a file defines that may be environments: see `_KINDS`."""
+    classes = {each.name: each for each in statements if isinstance(each, ast.ClassDef)}
+    for each in statements:
+        match each:
+            case ast.ClassDef(name=name) if _has_methods(each, classes):
+                yield name
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield name
+            case ast.Assign(
+                targets=[ast.Name(id=name)],
+                value=ast.List(elts=parts) | ast.Tuple(elts=parts),
+            ) if all(isinstance(part, ast.Name) for part in parts):
+                yield name
+
+
+def _has_methods(owner: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> bool:
+    """Return whether a class has public methods of its own, or of one of `classes`."""
+    methods = (ast.FunctionDef, ast.AsyncFunctionDef)
+    if any(isinstance(each, methods) and each.name[0] != "_" for each in owner.body):
+        return True
+    inner = {name: each for name, each in classes.items() if name != owner.name}
+    bases = [each.id for each in owner.bases if isinstance(each, ast.Name)]
+    return any(_has_methods(inner[base], inner) for base in bases if base in inner)
 
 
 def load_environment(
@@ -155,11 +188,10 @@ def load_environment(
         kind = type(target).__name__
         raise refused(f"is a {kind}, and no environment", _KINDS)
     tools = [as_tool(function, key, spec) for function in functions]
+    # They are refused now, and not in each episode.
+    require_distinct(tools, key, spec)
     arguments = _options(ToolEnvironment, 1, arguments, refused)
-    factory = functools.partial(ToolEnvironment, tools, **arguments)
-    # Two tools of a name are refused now, and not in each episode.
-    factory()
-    return factory
+    return functools.partial(ToolEnvironment, tools, **arguments)
 
 
 def _tool_set(
@@ -198,17 +230,25 @@ def _imported(spec: str, key: str) -> Any:
     place, _, name = spec.rpartition(":")
     path = Path(place).expanduser().resolve()
     is_module = names_module(spec)
+    subject = f"the module {place}" if is_module else f"the file {path}"
     try:
         module = importlib.import_module(place) if is_module else run_file(path)
-        return getattr(module, name)
+        if hasattr(module, name):
+            return getattr(module, name)
     # SystemExit at import is a failure like any other.
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             raise
         cause = words_of(error, _OUR_FRAMES)
-        subject = f"the module {place}" if is_module else f"the file {path}"
         rule = f"{subject} cannot be imported: {cause}"
         raise ConfigError([Problem(key, spec, rule, "Correct it.")]) from error
+
+    try:
+        fix = _nearest(name, inspect.getsource(module))
+    # Not every module has a file in Python.
+    except (OSError, TypeError):
+        fix = _KINDS
+    raise ConfigError([Problem(key, spec, f"{subject} has no {name!r}", fix)])
 
 
 def _require_environment(

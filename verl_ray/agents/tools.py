@@ -357,14 +357,8 @@ class ToolEnvironment:
             else as_tool(function, "agent.environments", str(function))
             for function in functions
         ]
+        require_distinct(tools, "agent.environments", [tool.name for tool in tools])
         self._tools = {tool.name: tool for tool in tools}
-        if len(self._tools) < len(tools):
-            names = [tool.name for tool in tools]
-            twice = next(name for name in names if names.count(name) > 1)
-            rule = f"two tools have the name {twice}"
-            raise ConfigError(
-                [Problem("agent.environments", names, rule, "Rename one of them.")]
-            )
         self._num_parse_errors = 0
         self._max_parse_errors = max_parse_errors
 
@@ -521,6 +515,22 @@ def methods_of(owner: type, key: str, value: object) -> list[Tool]:
     return [
         as_tool(getattr(unmade, name), key, value, name) for name in method_names(owner)
     ]
+
+
+def require_distinct(tools: Sequence[Tool], key: str, value: object) -> None:
+    """Raise ConfigError if two tools of a list have the same name.
+
+    Args:
+        tools: The tools, in the order of the list.
+        key: The setting that names them, for errors.
+        value: The value of that setting.
+    """
+    numbers: dict[str, int] = {}
+    for number, tool in enumerate(tools, start=1):
+        first = numbers.setdefault(tool.name, number)
+        if first != number:
+            rule = f"two tools have the name {tool.name}: numbers {first} and {number}"
+            raise ConfigError([Problem(key, value, rule, "Rename one of them.")])
 
 
 def tools_problem(names: object, known: Sequence[str]) -> str | None:
