@@ -50,7 +50,10 @@ def test_a_model_answers_as_it_is_asked(
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        ((400, {"error": "no such model"}), "status 400: .*no such model"),
+        (
+            (400, {"error": "no such model"}),
+            "POST http://.*/v1/chat/completions: .* status 400: .*no such model",
+        ),
         (says(None), "the content of the reply is None, expected a text"),
         ((200, {"choices": []}), "the reply has no message in choices"),
         ((200, ["?"]), "the reply has no message in choices"),
@@ -81,7 +84,7 @@ def test_a_server_that_is_away_is_waited_for(
     ]  # fmt: skip
 
     server.behave = lambda call: (503, {})
-    words = "agent.models.user.url=http://127.0.0.1:.* has not answered for .*agent.models.user.max_outage_s"
+    words = r"agent.models.user.url=http://127.0.0.1:\d+/v1 has not answered for .*agent.models.user.max_outage_s"
     with pytest.raises(ModelServiceError, match=words):
         asked(server, max_outage_s=0.1)
 

@@ -33,6 +33,7 @@ from verl_ray.rewards.client import (
 KEY = "agent.models"
 """The section of the configuration: name -> model."""
 
+_USUAL_END = "/v1"
 _FIX = f"Set {KEY}.NAME={{url: http://HOST:PORT/v1}} for this name."
 _ATTEMPTS = 4
 _BACKOFF_S = 0.5
@@ -59,6 +60,18 @@ class ChatModel:
         """Take the model's name in the configuration and its server."""
         self._key = f"{KEY}.{name}"
         self._settings = settings
+        self._limits = ServiceLimits(
+            url=settings.url,
+            path="/chat/completions",
+            token_env=settings.token_env,
+            concurrency=settings.concurrency,
+            requests_per_s=None,
+            request_timeout_s=settings.timeout_s,
+            deadline_s=settings.timeout_s,
+            max_attempts=_ATTEMPTS,
+            backoff_s=_BACKOFF_S,
+            max_outage_s=settings.max_outage_s,
+        )
         # Connections belong to an event loop.
         self._of_loops: WeakKeyDictionary[
             asyncio.AbstractEventLoop, tuple[ServiceClient, asyncio.Semaphore]
@@ -86,7 +99,7 @@ class ChatModel:
         except GraderOutage as error:
             raise ModelServiceError(str(error)) from None
         if isinstance(reply, RequestFailure):
-            raise ModelServiceError(f"{self._key}: {reply.detail}")
+            raise ModelServiceError(f"{self._key}: {self._tried(reply)}")
         text = reply.get("content")
         if not isinstance(text, str):
             raise ModelServiceError(
@@ -107,7 +120,16 @@ class ChatModel:
             " rollout replicas must reach it, too."
         )
         url = self._settings.url
-        return Problem(f"{self._key}.url", url, reply.detail, fix, may_pass=True)
+        if not url.rstrip("/").endswith(_USUAL_END):
+            fix += f" The url usually ends with {_USUAL_END}."
+        rule = self._tried(reply)
+        return Problem(f"{self._key}.url", url, rule, fix, may_pass=True)
+
+    def _tried(self, failure: RequestFailure) -> str:
+        """Return what was sent to the server, and why it has no answer."""
+        # Without a query, which may hold a secret.
+        address = self._limits.address.partition("?")[0]
+        return f"POST {address}: {failure.detail}"
 
     def _body(self, messages: Sequence[Message], sampling: Mapping[str, Any]) -> bytes:
         settings = self._settings
@@ -120,21 +142,10 @@ class ChatModel:
         """Return the client of the running event loop, and the places of its calls."""
         loop = asyncio.get_running_loop()
         if loop not in self._of_loops:
-            settings = self._settings
-            limits = ServiceLimits(
-                url=f"{settings.url.rstrip('/')}/chat/completions",
-                token_env=settings.token_env,
-                concurrency=settings.concurrency,
-                requests_per_s=None,
-                request_timeout_s=settings.timeout_s,
-                deadline_s=settings.timeout_s,
-                max_attempts=_ATTEMPTS,
-                backoff_s=_BACKOFF_S,
-                max_outage_s=settings.max_outage_s,
-            )
             probe = self._body(_HELLO, {"max_tokens": 1})
-            client = ServiceClient(limits, self._key, probe)
-            self._of_loops[loop] = client, asyncio.Semaphore(settings.concurrency)
+            client = ServiceClient(self._limits, self._key, probe)
+            places = asyncio.Semaphore(self._settings.concurrency)
+            self._of_loops[loop] = client, places
         return self._of_loops[loop]
 
 

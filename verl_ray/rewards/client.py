@@ -40,7 +40,8 @@ class ServiceLimits:
     """Address of a service, and the limits of its requests.
 
     Attributes:
-        url: Address that requests are posted to.
+        url: Address of the service, as the configuration has it.
+        path: What is added to it for requests.
         token_env: Environment variable that holds a bearer token; None sends none.
         concurrency: Connections at the same time.
         requests_per_s: Rate limit; None is none.
@@ -60,6 +61,12 @@ class ServiceLimits:
     max_attempts: int
     backoff_s: float
     max_outage_s: float
+    path: str = ""
+
+    @property
+    def address(self) -> str:
+        """Where requests are posted to."""
+        return f"{self.url.rstrip('/')}{self.path}" if self.path else self.url
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +250,7 @@ class ServiceClient:
         """Send one request and read its reply."""
         import httpx
 
-        url = self._limits.url
+        url = self._limits.address
         try:
             async with (
                 asyncio.timeout(timeout_s),
