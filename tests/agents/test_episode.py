@@ -155,6 +155,16 @@ def test_a_message_that_cannot_have_a_place_is_not_encoded(
     assert max(map(len, encoded)) < 1000
 
 
+def test_a_first_prompt_without_a_place_for_a_turn_is_told_in_numbers() -> None:
+    episode, _ = play(Questions(), limits(context_tokens=10))
+    assert episode.end is End.ENVIRONMENT_FAILED
+    assert episode.detail == (
+        "it ended as context_overflow before the policy had a turn: its first prompt"
+        f" has {len(RENDERER.begin(TASK.messages))} tokens, and with a turn it may have"
+        " 10 (data.max_prompt_tokens + rollout.max_response_tokens)"
+    )
+
+
 def test_an_episode_that_completes() -> None:
     world = Questions()
     episode, sampler = play(world)

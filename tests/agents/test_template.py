@@ -221,8 +221,9 @@ def test_what_cannot_have_a_place_is_not_encoded() -> None:
     least = len(text) // longest
     message = user("x" * 6000)
     assert len(renderer.begin([message], (), least)) > least
-    with pytest.raises(TextTooLong):
+    with pytest.raises(TextTooLong) as caught:
         renderer.begin([message], (), least - 1)
+    assert caught.value.least_tokens == least
 
 
 def test_the_token_of_the_next_role_may_end_a_turn() -> None:

@@ -108,7 +108,7 @@ async def run_episode(
         raise policy.failure
 
     if not policy.num_turns:
-        ending = _without_turns(ending)
+        ending = _without_turns(ending, policy.overflow)
 
     return Episode(
         rows=policy.transcript.rows(),
@@ -129,14 +129,18 @@ class _Ending:
     detail: str = ""
 
 
-def _without_turns(ending: _Ending) -> _Ending:
+def _without_turns(ending: _Ending, overflow: str) -> _Ending:
     """Return how an episode ended in which the policy had no turn.
 
     It says nothing of the policy, and its group has no row to learn from.
+
+    Args:
+        overflow: Why its first prompt has no place for a turn; empty if it has.
     """
     if ending.end in FAULTS or ending.end is End.ABORTED:
         return ending
-    detail = f"it ended as {ending.end} before the policy had a turn"
+    reason = f": {overflow}" if overflow else ""
+    detail = f"it ended as {ending.end} before the policy had a turn{reason}"
     return _Ending(End.ENVIRONMENT_FAILED, detail)
 
 

@@ -27,6 +27,9 @@ from verl_ray.agents.returned import number_of, require_json, require_sampling
 from verl_ray.agents.template import Renderer, TextTooLong
 from verl_ray.agents.transcript import Transcript, TurnPrompt
 
+CONTEXT_KEYS = "data.max_prompt_tokens + rollout.max_response_tokens"
+"""The settings of a run whose sum is `Limits.context_tokens`."""
+
 _MOST_REFUSALS = 10
 """How often whoever asks for a turn of an episode that is over is told so."""
 
@@ -111,6 +114,8 @@ class EpisodePolicy:
         """Why no further turn is sampled; None while one may be."""
         self.cut: End | None = None
         """The limit that cut the last turn; None if it was not cut."""
+        self.overflow = ""
+        """Why the episode's first prompt has no place for a turn; empty if it has."""
         self.failure: Exception | None = None
         """What the sampler raised."""
         self.score = 0.0
@@ -277,13 +282,26 @@ class EpisodePolicy:
         most = self._most_prompt_tokens()
         try:
             prompt = self.transcript.prompt(messages, tools, most)
-        except TextTooLong:
-            raise self.over(End.CONTEXT_OVERFLOW) from None
+        except TextTooLong as error:
+            raise self._overflowing(f"at least {error.least_tokens}") from None
         places = self._places_behind(prompt)
         if places < 1:
-            raise self.over(End.CONTEXT_OVERFLOW)
+            raise self._overflowing(str(len(prompt.tokens)))
         limit = End.CONTEXT_OVERFLOW if places < remaining else End.MAX_TOKENS
         return prompt, int(min(remaining, places)), limit
+
+    def _overflowing(self, tokens: str) -> EpisodeEnded:
+        """End the episode, since a prompt leaves no place for a turn.
+
+        Args:
+            tokens: How many tokens the prompt has.
+        """
+        if not self.num_turns:
+            self.overflow = (
+                f"its first prompt has {tokens} tokens, and with a turn it may have"
+                f" {self._limits.context_tokens} ({CONTEXT_KEYS})"
+            )
+        return self.over(End.CONTEXT_OVERFLOW)
 
     def _remaining_tokens(self) -> float:
         """Return how many tokens the episode may sample, possibly infinity."""

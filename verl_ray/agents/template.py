@@ -49,6 +49,11 @@ _REPLACEMENT = "\ufffd"
 class TextTooLong(Exception):
     """A text has more tokens than there are places for, so it was not encoded."""
 
+    def __init__(self, least_tokens: int) -> None:
+        """Take how many tokens it has at least."""
+        super().__init__(least_tokens)
+        self.least_tokens = least_tokens
+
 
 class Renderer:
     """Writer of conversations, by the chat template of a tokenizer."""
@@ -285,8 +290,10 @@ class Renderer:
         return guarded_arguments(_plain(arguments), where, self._spelled)
 
     def _encode(self, text: str, most_tokens: int | None = None) -> list[int]:
-        if most_tokens is not None and self._spelled.least_tokens(text) > most_tokens:
-            raise TextTooLong
+        if most_tokens is not None:
+            least = self._spelled.least_tokens(text)
+            if least > most_tokens:
+                raise TextTooLong(least)
         encoded = self._spelled.encode(
             [text], special=False, where=lambda _: "a conversation"
         )
