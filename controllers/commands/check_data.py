@@ -18,7 +18,7 @@ from verl_ray.config.agent import ENVIRONMENT
 from verl_ray.config.data import RowFormat
 from verl_ray.config.schema import Config
 from verl_ray.data.schemas import OWN_SCHEMA
-from verl_ray.preflight.data_files import DataFile
+from verl_ray.preflight.data_files import NUM_EXAMPLES, DataFile
 from verl_ray.preflight.reward_trial import Trial
 from verl_ray.preflight.tables import print_tables
 from verl_ray.rewards.health import Score, ScoreHealth
@@ -63,45 +63,61 @@ def print_data(
     """Print the lengths of the rows, the first rows, and the trial scores.
 
     Args:
-        openings: Data source, number of tokens and text of the first prompt of an
-            episode in each environment; these are shown in place of the records.
+        openings: Key of each environment, number of tokens and text of the first
+            prompt of an episode in it; these are shown in place of the records.
     """
     row_format = config.row_format
     if row_format is None or not files:
         return
 
     print_readings(files, sys.stdout)
-    for source, num_tokens, text in openings:
-        _print_row(f"first prompt of an episode of {source!r}", num_tokens, text)
+    _print_openings(openings)
     for file in [] if openings else files[:1]:
         unit = _UNITS[row_format.kind]
         for number, example in enumerate(file.examples, start=1):
             name = f"{unit} {number} of {file.key}"
             _print_row(name, file.lengths[number - 1], example)
 
-    print_tables(_length_table(config, files, row_format))
+    print_tables(_length_table(config, files, row_format, openings))
     if trials:
         print_tables(_trial_table(trials))
 
 
-def _print_row(name: str, num_tokens: int, text: str) -> None:
-    """Print a row, indented."""
+def _print_openings(openings: Sequence[tuple[str, int, str]]) -> None:
+    """Print each first prompt once, and of several ones less."""
+    worlds: dict[tuple[int, str], list[str]] = {}
+    for key, num_tokens, text in openings:
+        worlds.setdefault((num_tokens, text), []).append(key)
+
+    most = NUM_EXAMPLES * SHOWN_CHARACTERS // max(NUM_EXAMPLES, len(worlds))
+    for (num_tokens, text), keys in worlds.items():
+        name = f"first prompt of an episode in {', '.join(keys)}"
+        _print_row(name, num_tokens, text, most)
+
+
+def _print_row(
+    name: str, num_tokens: int, text: str, most: int = SHOWN_CHARACTERS
+) -> None:
+    """Print a row, indented, of a long one the first `most` characters."""
     print(f"{name}, as the model sees it ({num_tokens} tokens):")
 
     width = max(40, shutil.get_terminal_size().columns - 4)
-    shown = text[:SHOWN_CHARACTERS]
+    shown = text[:most]
     for line in shown.splitlines():
         for part in textwrap.wrap(line, width, drop_whitespace=False) or [""]:
             print(f"  | {part}")
-    if len(text) > SHOWN_CHARACTERS:
-        print(f"  ... and {len(text) - SHOWN_CHARACTERS} more characters")
+    if len(text) > most:
+        print(f"  ... and {len(text) - most} more characters")
     print()
 
 
 def _length_table(
-    config: Config, files: Sequence[DataFile], row_format: RowFormat
+    config: Config,
+    files: Sequence[DataFile],
+    row_format: RowFormat,
+    openings: Sequence[tuple[str, int, str]],
 ) -> Table:
-    """Return the distribution of the lengths, a row per file."""
+    """Return the distribution of the lengths, a row per file and environment."""
     unit = _UNITS[row_format.kind]
     limit = f"{row_format.max_tokens_key} = {row_format.max_tokens}"
     table = Table(
@@ -121,6 +137,9 @@ def _length_table(
         quantiles = np.quantile(file.lengths, list(_QUANTILES.values()))
         cells = [f"{quantile:.0f}" for quantile in quantiles]
         table.add_row(file.key, count, str(file.skipped), *cells)
+    # Of an environment the first prompt is known on one record.
+    for key, num_tokens, _ in openings:
+        table.add_row(key, "first 1", "-", *[str(num_tokens)] * len(_QUANTILES))
     return table
 
 

@@ -21,6 +21,7 @@ from verl_ray.errors import Problem
 from verl_ray.preflight import environment_trial
 from verl_ray.preflight.data_files import examine_data
 from verl_ray.preflight.environment_trial import EnvironmentTrials, try_environments
+from verl_ray.preflight.reward_trial import try_rewards
 
 pytestmark = pytest.mark.processes
 
@@ -177,8 +178,14 @@ def test_models_of_worlds_are_asked_first(tmp_path: Path, model: Path) -> None:
     trials = tried(tmp_path, model, {"default": "Talking"}, named)
     (problem,) = trials.problems
     assert (problem.key, problem.value) == ("agent.models.user.url", server.url)
-    assert problem.rule.startswith("no reply: ConnectError") and problem.may_pass
+    tried_at = f"POST {server.url}/chat/completions: no reply: ConnectError"
+    assert problem.rule.startswith(tried_at) and problem.may_pass
     assert "url, model or token_env" in problem.fix and len(server.calls) == len(others) + 1  # fmt: skip
+    assert "/v1" not in problem.fix
+
+    named = f"agent.models.user.url={server.url.removesuffix('/v1')}"
+    (problem,) = tried(tmp_path, model, {"default": "Talking"}, named).problems
+    assert problem.fix.endswith("The url usually ends with /v1.")
 
 
 def by_key(problems: list[Problem]) -> dict[str, str]:
@@ -234,8 +241,8 @@ def test_the_first_prompt_of_an_episode_is_shown(
     config = configured(
         tmp_path,
         model,
-        {"default": "Echo", "b": "add"},
-        {"default": {"enable_thinking": False}},
+        {"default": "Echo", "b": "add", "c": "Echo"},
+        {"default": {"enable_thinking": False}, "c": {"enable_thinking": False}},
         f"data.chat_template={template}", "agent.tool_parser=hermes", "run.seed=3",
     )  # fmt: skip
     files = examine_data(config).files
@@ -244,11 +251,17 @@ def test_the_first_prompt_of_an_episode_is_shown(
     output = capsys.readouterr().out
     start = "<|im_start|>user\n"
     end = "<|im_end|>\n<|im_start|>assistant\n"
-    (source, count, text), (other, _, with_tools) = trials.openings
-    assert (source, other) == ("default", "b")
+    (world, count, text), (other, longer, with_tools), same = trials.openings
+    keys = [f"agent.environments.{name}" for name in ("default", "b", "c")]
+    assert [world, other] == keys[:2] and same == (keys[2], count, text)
     assert text == f"{start}2 3{end}<think></think>"
-    assert f"of 'default', as the model sees it ({count} tokens):" in output
+    named = f"in {keys[0]}, {keys[2]}, as the model sees it ({count} tokens):"
+    # What two worlds begin with stands there once.
+    assert f"episode {named}" in output and output.count("first prompt of") == 2
     assert f"  | {start}" in output and "prompt 1 of" not in output
+    (row,) = (line for line in output.splitlines() if line.startswith(f"│ {keys[1]} "))
+    cells = [cell.strip() for cell in row.split("│")]
+    assert cells[2:-1] == ["first 1", "-", *[str(longer)] * 4]
     assert '{"type": "function", "function": {"name": "add"' in with_tools
     assert with_tools.endswith(f"{start}1 + 1 = {end}")
 
@@ -257,11 +270,13 @@ def test_a_reward_beside_what_the_world_pays_is_warned_of(
     tmp_path: Path, model: Path
 ) -> None:
     rewarded = "reward.functions.default=exact_match"
-    trials = tried(tmp_path, model, {"default": "Echo", "sum": "add"}, rewarded)
-    assert trials.warnings == [
-        "reward.functions.default=exact_match does not look at what the world pays;"
-        " environment does"
+    worlds = {"default": "Echo", "sum": "add", "more": "Shop"}
+    assert tried(tmp_path, model, worlds, rewarded).warnings == [
+        "reward.functions.default=exact_match does not look at what the world pays"
+        " (agent.environments.default); environment does"
     ]
+    (warning,) = tried(tmp_path, model, worlds).warnings
+    assert "(agent.environments.sum, agent.environments.more) pay nothing" in warning
 
 
 def test_records_without_a_world_are_counted(tmp_path: Path, model: Path) -> None:
@@ -276,12 +291,15 @@ def test_records_without_a_world_are_counted(tmp_path: Path, model: Path) -> Non
     ]
     assert not any("every rollout" in warning for warning in trials.warnings)
 
-    problems = tried(tmp_path, model, {"game": "Echo"}, more=more).problems
-    (problem,) = (each for each in problems if each.key == "reward.functions.default")
+    config = configured(tmp_path, model, {"game": "Echo"}, {}, more=more)
+    files = examine_data(config).files
+    (problem,) = try_rewards(config, files).problems
+    assert not try_environments(config, files).problems
     assert problem.value == "environment"
     assert problem.rule == (
         "records of 'sums' have no environment, whose score it would be"
     )
+    assert problem.key == "reward.functions.default"
     assert "Set reward.functions.sums to another function" in problem.fix
     assert "or agent.environments.sums to an environment" in problem.fix
 

@@ -97,8 +97,8 @@ class EnvironmentTrials:
     """The course of the episodes, and what is wrong.
 
     Attributes:
-        openings: Data source, number of tokens and text of the first prompt of an
-            episode in each environment that was tried, as the model sees it.
+        openings: Key of each environment that was tried, number of tokens and text of
+            the first prompt of an episode in it, as the model sees it.
         lines: What `check` prints.
         problems: Failures of environments, and settings that do not fit them.
         warnings: Settings that do what a user hardly meant, and environments whose seed
@@ -123,7 +123,6 @@ def try_environments(config: RLConfig, files: Sequence[DataFile]) -> Environment
     trials = EnvironmentTrials()
     agent = config.agent
     tasks = _first_tasks(files, agent)
-    trials.problems += _unpayable(config, files)
     tokenizer = None
     # A run that makes its inputs has neither records nor a model yet.
     if tasks:
@@ -140,18 +139,21 @@ def try_environments(config: RLConfig, files: Sequence[DataFile]) -> Environment
 
     # An event loop may go on in this thread, such as a notebook's.
     with ThreadPoolExecutor(1) as other:
-        absent = other.submit(asyncio.run, _model_problems(agent)).result()
-    if absent:
-        trials.problems += absent
+        trials.problems += other.submit(asyncio.run, _model_problems(agent)).result()
+    if trials.problems:
         return trials
 
     sources = sorted({task.data_source for task in _tasks(files)})
-    offered: set[str] = set()
+    tried: dict[str, tuple[EpisodeTask, Mapping[str, Any]]] = {}
     for name in agent.environments:
         task = tasks.get(name)
-        offered.update(_try(trials, config, name, task, files))
+        outcome = _try(trials, config, name, task, files)
         if task is None:
             _report_absence(trials, name, sources)
+        elif outcome is not None:
+            tried[name] = task, outcome
+    offered = {tool for _, outcome in tried.values() for tool in outcome["tools"]}
+    trials.warnings += _unpaid(config, tried)
     trials.lines += _single_lines(files, agent)
     if set(tasks) == {None}:
         trials.warnings.append(
@@ -216,31 +218,6 @@ def _single_lines(files: Sequence[DataFile], agent: AgentConfig) -> Iterator[str
             )
 
 
-def _unpayable(config: RLConfig, files: Sequence[DataFile]) -> Iterator[Problem]:
-    """Yield a problem for each reward that is what no environment pays."""
-    sources = {
-        task.data_source
-        for task in _tasks(files)
-        if _environment(task, config.agent) is None
-    }
-    # Several sources may have one function.
-    seen: set[str] = set()
-    for source in sorted(sources):
-        for section, grader in config.active_graders(learns=True).items():
-            functions = grader.named_functions or {}
-            name = source if source in functions else DEFAULT
-            key = f"{section}.functions.{name}"
-            if functions.get(name) != ENVIRONMENT or key in seen:
-                continue
-            seen.add(key)
-            rule = f"records of {source!r} have no environment, whose score it would be"
-            fix = (
-                f"Set {section}.functions.{source} to another function, such as"
-                f" exact_match, or {KEY}.{source} to an environment."
-            )
-            yield Problem(key, ENVIRONMENT, rule, fix)
-
-
 def _unknown_tools(
     files: Sequence[DataFile], config: RLConfig, name: str, known: Sequence[str]
 ) -> list[Problem]:
@@ -272,8 +249,8 @@ def _try(
     source: str,
     task: EpisodeTask | None,
     files: Sequence[DataFile],
-) -> Sequence[str]:
-    """Try an environment on a task; return the names of the tools that it offers."""
+) -> Mapping[str, Any] | None:
+    """Try an environment on a task; return the outcome, None if it has no episodes."""
     key, spec = f"{KEY}.{source}", in_words(config.agent.environments[source])
     with blocking(f"trying {key}"):
         stage, outcome = _in_a_process(_request(config, source, task))
@@ -290,10 +267,8 @@ def _try(
         if not unknown:
             _report(trials, key, spec, task, outcome)
             _report_holding(trials, key, spec, config.agent, outcome)
-            trials.warnings += _unpaid(config, task, outcome)
-        tools: Sequence[str] = outcome["tools"]
-        return tools
-    return ()
+        return outcome
+    return None
 
 
 def _report_absence(
@@ -368,26 +343,41 @@ def _known_parsers(package_name: str, table: str) -> list[str]:
 
 
 def _unpaid(
-    config: RLConfig, task: EpisodeTask, outcome: Mapping[str, Any]
+    config: RLConfig, tried: Mapping[str, tuple[EpisodeTask, Mapping[str, Any]]]
 ) -> Iterator[str]:
-    """Yield a warning for each reward that does not fit what the world pays."""
-    for section, grader in config.active_graders(learns=True).items():
-        functions = grader.named_functions or {}
-        source = task.data_source if task.data_source in functions else DEFAULT
-        spec = functions.get(source)
-        if spec is None:
-            continue
-        key = f"{section}.functions.{source}"
-        if spec == ENVIRONMENT and outcome["known_tools"] is not None:
+    """Yield a warning for each reward that does not fit what worlds pay.
+
+    Args:
+        tried: The environments, each with its task and the outcome of its trial.
+    """
+    worlds: dict[tuple[str, str], list[str]] = {}
+    for name, (task, outcome) in tried.items():
+        for section, grader in config.active_graders(learns=True).items():
+            functions = grader.named_functions or {}
+            source = task.data_source if task.data_source in functions else DEFAULT
+            spec = functions.get(source)
+            if spec is None:
+                continue
+            pays = any(episode["score"] for episode in outcome["episodes"])
+            unfit = pays and built_in_of(spec) is not None
+            if spec == ENVIRONMENT:
+                unfit = outcome["known_tools"] is not None
+            if unfit:
+                key = f"{section}.functions.{source}"
+                worlds.setdefault((key, spec), []).append(f"{KEY}.{name}")
+
+    for (key, spec), names in worlds.items():
+        named = ", ".join(names)
+        if spec == ENVIRONMENT:
             yield (
-                f"{key}={ENVIRONMENT} takes what the world pays, and functions as tools"
-                " pay nothing but the reward of a ToolStop. Name a function that scores"
-                " the last answer, such as exact_match"
+                f"{key}={spec} takes what the world pays, and functions as tools"
+                f" ({named}) pay nothing but the reward of a ToolStop. Name a function"
+                " that scores the last answer, such as exact_match"
             )
-        pays = any(episode["score"] for episode in outcome["episodes"])
-        if pays and spec != ENVIRONMENT and built_in_of(spec) is not None:
+        else:
             yield (
-                f"{key}={spec} does not look at what the world pays; {ENVIRONMENT} does"
+                f"{key}={spec} does not look at what the world pays ({named});"
+                f" {ENVIRONMENT} does"
             )
 
 
@@ -427,7 +417,7 @@ def _report(
         about += f", with the tools {', '.join(outcome['tools'])}"
     trials.lines.append(f"{about}:")
     if outcome["num_opening"]:
-        opening = (task.data_source, outcome["num_opening"], outcome["opening"])
+        opening = (key, outcome["num_opening"], outcome["opening"])
         trials.openings.append(opening)
 
     failure = None

@@ -25,7 +25,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from verl_ray.agents.contract import End
-from verl_ray.config.function_specs import parts_of
+from verl_ray.agents.tasks import environments_of
+from verl_ray.config.agent import ENVIRONMENT
+from verl_ray.config.function_specs import DEFAULT, parts_of
 from verl_ray.config.reward import SingleReward
 from verl_ray.config.schema import Config
 from verl_ray.config.tasks.rl import RLConfig
@@ -134,6 +136,7 @@ def try_rewards(
             for source, request in requests.items()
         }
         findings.problems += _unserved(section, functions, requests)
+        findings.problems += _unpayable(section, functions, scored, config)
         if not requests or findings.problems:
             continue
 
@@ -184,6 +187,35 @@ def _unserved(
         rule = f"there is no function for data source {_listed(unserved)}"
         fix = f"Set {section}.{unserved[0]}, or {section}.default for all others."
         yield Problem(section, dict(functions), rule, fix)
+
+
+def _unpayable(
+    section: str,
+    functions: Mapping[str, str],
+    files: Sequence[DataFile],
+    config: Config,
+) -> Iterator[Problem]:
+    """Yield a problem for each function that is what no environment pays."""
+    if not isinstance(config, RLConfig) or config.episodes is None:
+        return
+    # Several sources may have one function.
+    sources: dict[str, str] = {}
+    for file in files:
+        assert file.prompts is not None, "only files of prompts are scored"
+        environments = environments_of(file.prompts, config.agent.environments)
+        of_records = zip(file.prompts.data_source.texts(), environments, strict=True)
+        for source, environment in of_records:
+            name = source if source in functions else DEFAULT
+            if environment is None and functions.get(name) == ENVIRONMENT:
+                sources.setdefault(name, source)
+
+    for name, source in sources.items():
+        rule = f"records of {source!r} have no environment, whose score it would be"
+        fix = (
+            f"Set {section}.{source} to another function, such as exact_match, or"
+            f" agent.environments.{source} to an environment."
+        )
+        yield Problem(f"{section}.{name}", ENVIRONMENT, rule, fix)
 
 
 def _try(
