@@ -11,7 +11,6 @@ training would see otherwise. The environment runs in this process.
 from __future__ import annotations
 
 import argparse
-import ast
 import asyncio
 import functools
 import inspect
@@ -21,7 +20,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,21 +28,21 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import yaml
+from pydantic import ValidationError
 
+from controllers.commands.person import Person
 from controllers.commands.usage import EXIT_CODES
 from verl_ray.agents.contract import (
     Action,
     End,
     Environment,
     Episode,
-    EpisodeEnded,
     EpisodeRow,
     EpisodeTask,
     Observation,
     Sampled,
     Sampler,
     Step,
-    ToolCall,
     ToolSchema,
 )
 from verl_ray.agents.episode import (
@@ -51,23 +50,28 @@ from verl_ray.agents.episode import (
     Run,
     run_episode,
 )
+from verl_ray.agents.loop_watch import CodePlace, LoopWatch
+from verl_ray.agents.models import KEY as MODELS_KEY
+from verl_ray.agents.models import ChatSettings, provide
 from verl_ray.agents.policy import (
+    CONTEXT_KEYS,
     Limits,
 )
 from verl_ray.agents.scripted import turn_end
 from verl_ray.agents.specs import EXPECTED, load_environment
 from verl_ray.agents.tasks import as_messages
 from verl_ray.agents.template import Renderer
-from verl_ray.agents.tools import call_text
+from verl_ray.config.agent import ModelService
+from verl_ray.config.load import field_problems
 from verl_ray.config.rollout import RolloutEngineConfig
 from verl_ray.config.suggest import did_you_mean
-from verl_ray.data.encoding import encode
+from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.records import read_prompts
 from verl_ray.data.tokenizers import load_tokenizer, train_bpe
-from verl_ray.errors import ConfigError, DataError, InputError, Problem
+from verl_ray.errors import ConfigError, InputError, Problem
 from verl_ray.preflight.machine import Machine
+from verl_ray.rewards.client import url_problem
 from verl_ray.rollout.requests import GenerationRequest, Sampling
-from verl_ray.rollout.texts import GrowingText
 from verl_ray.rollout.vllm_core import environment as engine_variables
 
 if TYPE_CHECKING:
@@ -88,8 +92,13 @@ SHIPPED = {
 _KV_CACHE_GIB = 1.0
 """Memory for the key-value cache of a model that plays one episode."""
 
-_UNKNOWN_CALL = re.compile(r"([A-Za-z_]\w*)\(.*\)")
-"""A line that looks like a call of a tool."""
+_OWN_FRAME = re.compile(rf'^  File "{re.escape(__file__)}", .*\n(?:    .*\n)*', re.M)
+"""A frame of this file in a traceback, with its lines of code."""
+
+_SLOW_S = 1.0
+"""Seconds for which a world holds the event loop before it is named, as in a run."""
+
+_MODELS = f"{MODELS_KEY}."
 
 _MARK, _UNMARK = "\x1b[1;32m", "\x1b[0m"
 
@@ -116,9 +125,12 @@ def main(argv: list[str]) -> int:
     # Options may stand between those of the environment.
     arguments = _parser().parse_intermixed_args(argv)
     options = dict(map(_option, arguments.options))
-    problems = list(_problems(arguments))
+    of_models = {key: options.pop(key) for key in [*options] if key.startswith(_MODELS)}
+    models, of_services = _models(of_models)
+    problems = [*_problems(arguments), *of_services]
     if problems:
         raise ConfigError(problems)
+    provide(models)
     environment = load_environment(_spec(arguments.env), options, "ENV")
     task = _task(arguments)
 
@@ -131,18 +143,41 @@ def main(argv: list[str]) -> int:
         )
         renderer = Renderer(tokenizer)
         with _sampler(arguments, tokenizer, renderer) as sampler:
-            episode = asyncio.run(
-                run_episode(
-                    shown(environment),
-                    task,
-                    arguments.seed,
-                    ShownSampler(sampler, screen),
-                    renderer,
-                    limits,
-                )
+            course = run_episode(
+                shown(environment),
+                task,
+                arguments.seed,
+                ShownSampler(sampler, screen),
+                renderer,
+                limits,
             )
+            episode = asyncio.run(_watched(course))
         screen.show_end(episode)
+        if episode.end is End.ENVIRONMENT_FAILED and not episode.num_turns:
+            screen.show(_what_it_has(task))
     return 1 if episode.end is End.ENVIRONMENT_FAILED else 0
+
+
+async def _watched(course: Coroutine[Any, Any, Episode]) -> Episode:
+    """Run an episode, and print which code of the world holds its event loop."""
+
+    def name(place: CodePlace, seconds: float) -> None:
+        # It is no world that waits for whoever types.
+        if Path(place.path).parent != Path(__file__).parent:
+            print(f"--- {place} held the event loop for {seconds:.1f} s", flush=True)
+
+    LoopWatch(_SLOW_S, name)
+    return await asyncio.create_task(course)
+
+
+def _what_it_has(task: EpisodeTask) -> str:
+    """Return what a world can read of a task, and where more comes from."""
+    answer = "no answer" if task.answer is None else "an answer"
+    extra = ", ".join(map(str, task.extra)) or "nothing"
+    return (
+        f"the task has {answer}, and {extra} in extra; --answer gives an answer, and"
+        " --data all columns of a record"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -164,7 +199,11 @@ def _parser() -> argparse.ArgumentParser:
         f" {', '.join(SHIPPED)}",
     )
     parser.add_argument(
-        "options", nargs="*", metavar="key=value", help="options of the environment"
+        "options",
+        nargs="*",
+        metavar="key=value",
+        help="options of the environment, and agent.models.NAME={url: ...} for the"
+        " models that it asks",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the world (0)")
     parser.add_argument(
@@ -256,6 +295,32 @@ def _option(text: str) -> tuple[str, Any]:
         pass
     rule = "is no option of an environment"
     raise ConfigError([Problem("ENV", text, rule, "Write key=value, such as size=4.")])
+
+
+def _models(
+    options: Mapping[str, object],
+) -> tuple[dict[str, ChatSettings], list[Problem]]:
+    """Return the models of the options `agent.models.NAME`, and what is wrong."""
+    tables: dict[str, Any] = {}
+    for key, value in options.items():
+        name, _, setting = key.removeprefix(_MODELS).partition(".")
+        tables[name] = {**tables.get(name, {}), setting: value} if setting else value
+
+    models, problems = {}, []
+    for name, table in tables.items():
+        try:
+            service = ModelService.model_validate(table)
+        except ValidationError as error:
+            details = error.errors(include_url=False)
+            for each in details:
+                each["loc"] = ("agent", "models", name, *each["loc"])
+            tree = {"agent": {"models": tables}}
+            problems += field_problems(details, tree, RLConfig)
+            continue
+        models[name] = ChatSettings(**service.model_dump())
+        problem = url_problem(service.url, f"{_MODELS}{name}.url")
+        problems += [] if problem is None else [problem]
+    return models, problems
 
 
 def _task(arguments: argparse.Namespace) -> EpisodeTask:
@@ -357,7 +422,8 @@ class Screen:
         """Print how an episode ended, and its rows."""
         self.show(f"--- {episode.end.value}, score {episode.score:g}")
         if episode.detail:
-            self.show(episode.detail)
+            detail = _OWN_FRAME.sub("", episode.detail)
+            self.show(detail.replace(CONTEXT_KEYS, "--context"))
         for name, value in episode.metrics.items():
             self.show(f"metric {name} = {value:g}")
         turns, calls = episode.num_turns, episode.num_tool_calls
@@ -480,101 +546,6 @@ class ShownWorld:
     async def close(self) -> None:
         """Close the world; see `Environment`."""
         await self._world.close()
-
-
-# --------------------------------------------------------------------- a person's turns
-
-
-@dataclass
-class Person:
-    """A sampler whose turns are typed, a line each."""
-
-    tokenizer: PreTrainedTokenizerBase
-    end: int
-    """The token at which a turn ends."""
-    read_line: Callable[[], str]
-    """Returns a line with its end; an empty text where there are no more."""
-
-    async def sample(
-        self,
-        tokens: Sequence[int],
-        *,
-        seed: int,
-        max_tokens: int,
-        tools: Sequence[ToolSchema],
-        stop: Sequence[str] = (),
-    ) -> Sampled:
-        """Return the next line as a turn.
-
-        Raises:
-            EpisodeEnded: There are no more lines.
-        """
-        action, encoded = self._typed([_name(tool) for tool in tools])
-        text = GrowingText(self.tokenizer, stop, spells_special_tokens=True)
-        count, _ = text.add(encoded, last=True)
-        if count < len(encoded):
-            # What stands behind a text that ends the turn was never written.
-            action = Action((), str(self.tokenizer.decode(encoded[:count])))
-        sampled = encoded[:count] if text.stopped else [*encoded, self.end]
-        finish = "stop" if len(sampled) <= max_tokens else "length"
-        sampled = sampled[:max_tokens]
-        typed = Action(
-            sampled, action.text, action.tool_calls, finish, action.parse_error
-        )
-        return Sampled(sampled, [0.0] * len(sampled), [(0, 0)], typed)
-
-    def _typed(self, tools: Sequence[str]) -> tuple[Action, list[int]]:
-        """Return the next line that the model could write, and its tokens."""
-        # Each round takes a line; ends at one with tokens, or with the last line.
-        while line := self.read_line():
-            action = typed_action(line.rstrip("\r\n"), tools)
-            unknown = _UNKNOWN_CALL.fullmatch(action.text.strip())
-            if tools and unknown is not None and action.parse_error is None:
-                fix = did_you_mean(unknown[1], tools, "tool")
-                print(f"--- a text, since no tool is {unknown[1]}. {fix}", flush=True)
-            text = "".join((action.text, *map(call_text, action.tool_calls)))
-            try:
-                columns = encode(
-                    self.tokenizer, [text], special=False, where=lambda _: "a turn"
-                )
-            except DataError as error:
-                print(f"--- type it again: {error}", flush=True)
-                continue
-            return action, columns[0].tolist()
-        raise EpisodeEnded(End.ABORTED)
-
-
-def _name(tool: ToolSchema) -> str:
-    return str(tool["function"]["name"])
-
-
-def typed_action(line: str, tools: Sequence[str]) -> Action:
-    """Return what a line says: calls of tools as in Python, or words.
-
-    A line is a call where it begins with the name of a tool and a bracket.
-    """
-    if not any(line.lstrip().startswith(f"{name}(") for name in tools):
-        return Action([], line)
-    try:
-        body = ast.parse(line.strip(), mode="eval").body
-        nodes = body.elts if isinstance(body, ast.Tuple) else [body]
-        return Action([], "", [_typed_call(node) for node in nodes])
-    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        return Action([], line, parse_error=str(error))
-
-
-def _typed_call(node: ast.expr) -> ToolCall:
-    """Return a call of a tool.
-
-    Raises:
-        ValueError: It is none, or an argument has no name or no plain value.
-    """
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
-        raise ValueError("write NAME(argument=value)")
-    if node.args or any(each.arg is None for each in node.keywords):
-        raise ValueError("each argument needs its name: NAME(argument=value)")
-    arguments = {str(each.arg): ast.literal_eval(each.value) for each in node.keywords}
-    return ToolCall(node.func.id, arguments)
 
 
 # ---------------------------------------------------------------------- a model's turns

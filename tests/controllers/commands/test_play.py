@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from controllers.commands.play import SHIPPED, TEMPLATE, main, typed_action
+from controllers.commands.person import typed_action
+from controllers.commands.play import SHIPPED, TEMPLATE, main
 from tests.kills import ROOT
 from verl_ray.agents.contract import ToolCall
 from verl_ray.agents.template import prefix_problems
@@ -84,6 +85,37 @@ def test_a_text_of_the_world_ends_what_is_typed(tmp_path: Path) -> None:
     assert "--- completed, score 1\nmetric letters = 5\nturns 1," in out
 
 
+@pytest.mark.processes
+def test_a_world_that_blocks_or_lacks_a_column_is_named(tmp_path: Path) -> None:
+    world = tmp_path / "world.py"
+    world.write_text(
+        "import time\n"
+        "from verl_ray.agents.contract import Observation, Step\n"
+        "from verl_ray.agents.models import model\n"
+        "class World:\n"
+        "    async def reset(self, task, seed):\n"
+        "        self.user = model('user')\n"
+        "        return Observation([{'role': 'user', 'content': task.extra['word']}])\n"
+        "    async def step(self, action):\n"
+        "        time.sleep(1.5)\n"
+        "        return Step(done=True)\n"
+        "    async def close(self): ...\n"
+    )
+    records = tmp_path / "words.jsonl"
+    records.write_text('{"prompt": "say", "word": "hush"}\n')
+    named = "agent.models.user.url=http://127.0.0.1:9/v1"
+    arguments = [f"{world}:World", named, "--data", str(records)]
+    out = play(*arguments, typed="hush\n")
+    assert f"--- {world}, line 9, in World.step held the event loop for 1." in out
+
+    failed = subprocess.run(
+        [sys.executable, "-m", "controllers", "play", *arguments[:2]],
+        cwd=ROOT, capture_output=True, text=True, input="", timeout=280,
+    )  # fmt: skip
+    assert "KeyError: 'word'" in failed.stdout and "play.py" not in failed.stdout
+    assert "nothing in extra; --answer gives an answer, and --data" in failed.stdout
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_a_model_is_watched(tmp_path: Path) -> None:
@@ -117,6 +149,9 @@ def test_what_is_wrong_with_the_command_line_is_told_at_once() -> None:
         main(["number_guessing", "--data", "no_such.jsonl"])
     with pytest.raises(ModelError, match="; set --tokenizer to a local"):
         main(["number_guessing", "--tokenizer", "no_such_model"])
+    misspelt = "agent.models.user={url: http://a/v1, tokenenv: X}"
+    with pytest.raises(ConfigError, match=r"mean agent\.models\.user\.token_env"):
+        main(["number_guessing", misspelt])
     with pytest.raises(ConfigError, match=r"it has no config\.json") as caught:
         main(["number_guessing", "--model", "no_such_model", "--tokenizer", "other"])
     keys = [problem.key for problem in caught.value.problems]
@@ -138,8 +173,11 @@ def test_a_line_is_words_or_calls() -> None:
     ]
     words = typed_action("adding (a=1) is fun", tools)
     assert (words.text, words.tool_calls) == ("adding (a=1) is fun", ())
-    for line in ("add(1)", "add(a=open('f'))", "add(a=", "add(**{})", "add(a=1) + 1"):
+    for line in ("add(1)", "add(a={[]: 1})", "add(a=", "add(**{})", "add(a=1) + 1"):
         assert typed_action(line, tools).parse_error
+    assert typed_action("add(a=blue)", tools).parse_error == (
+        "a=blue is no plain value; a text has quotes: a='blue'"
+    )
     # Without tools, a bracket is one.
     assert typed_action("add(a=1)", []).text == "add(a=1)"
 
