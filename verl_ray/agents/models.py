@@ -60,9 +60,9 @@ class ChatModel:
         """Take the model's name in the configuration and its server."""
         self._key = f"{KEY}.{name}"
         self._settings = settings
+        self._address = f"{settings.url.rstrip('/')}/chat/completions"
         self._limits = ServiceLimits(
             url=settings.url,
-            path="/chat/completions",
             token_env=settings.token_env,
             concurrency=settings.concurrency,
             requests_per_s=None,
@@ -128,7 +128,7 @@ class ChatModel:
     def _tried(self, failure: RequestFailure) -> str:
         """Return what was sent to the server, and why it has no answer."""
         # Without a query, which may hold a secret.
-        address = self._limits.address.partition("?")[0]
+        address = self._address.partition("?")[0]
         return f"POST {address}: {failure.detail}"
 
     def _body(self, messages: Sequence[Message], sampling: Mapping[str, Any]) -> bytes:
@@ -143,7 +143,7 @@ class ChatModel:
         loop = asyncio.get_running_loop()
         if loop not in self._of_loops:
             probe = self._body(_HELLO, {"max_tokens": 1})
-            client = ServiceClient(self._limits, self._key, probe)
+            client = ServiceClient(self._limits, self._key, probe, self._address)
             places = asyncio.Semaphore(self._settings.concurrency)
             self._of_loops[loop] = client, places
         return self._of_loops[loop]

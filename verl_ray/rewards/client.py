@@ -41,7 +41,6 @@ class ServiceLimits:
 
     Attributes:
         url: Address of the service, as the configuration has it.
-        path: What is added to it for requests.
         token_env: Environment variable that holds a bearer token; None sends none.
         concurrency: Connections at the same time.
         requests_per_s: Rate limit; None is none.
@@ -61,12 +60,6 @@ class ServiceLimits:
     max_attempts: int
     backoff_s: float
     max_outage_s: float
-    path: str = ""
-
-    @property
-    def address(self) -> str:
-        """Where requests are posted to."""
-        return f"{self.url.rstrip('/')}{self.path}" if self.path else self.url
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +86,20 @@ class ServiceClient:
     Connections stay open between calls. The environment's proxy variables apply.
     """
 
-    def __init__(self, limits: ServiceLimits, key: str, probe: bytes) -> None:
+    def __init__(
+        self,
+        limits: ServiceLimits,
+        key: str,
+        probe: bytes,
+        address: str | None = None,
+    ) -> None:
         """Prepare the connections; nothing is sent yet.
 
         Args:
             limits: Where the service is, and how long it is asked.
             key: The configuration's section, for errors to name.
             probe: Body of a request that no item can be to blame for.
+            address: Where requests are posted to, if not to the url itself.
 
         Raises:
             ConfigError: `url_problem` finds a problem, or a token is not set or cannot
@@ -107,6 +107,7 @@ class ServiceClient:
         """
         url = _parse_url(limits.url, f"{key}.url")
         self._limits = limits
+        self._address = limits.url if address is None else address
         self._client = _connections(limits, key)
         self._availability = Availability(
             # Without the query, which may hold a secret.
@@ -250,7 +251,7 @@ class ServiceClient:
         """Send one request and read its reply."""
         import httpx
 
-        url = self._limits.address
+        url = self._address
         try:
             async with (
                 asyncio.timeout(timeout_s),
