@@ -15,6 +15,7 @@ import importlib.util
 import os
 import re
 import sys
+import sysconfig
 import traceback
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
@@ -29,6 +30,13 @@ __path__: list[str] = []
 _PREFIX = f"{__name__}."
 
 _FRAMES = 4  # innermost frames of a traceback that are worth showing
+
+_INSTALLED = (
+    "<frozen",
+    str(Path(__file__).parent),
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+)
+"""Beginnings of the names of files that are hardly the user's own."""
 
 # Frames of an import, which mean nothing to the user.
 _IMPORT_FRAMES = (__file__, "<frozen", importlib.__file__)
@@ -100,6 +108,8 @@ def short_traceback(
 ) -> str:
     """Return the error and the innermost frames that led to it, as text.
 
+    The innermost one of the user's own code is among them.
+
     Args:
         skip_files: Outer frames are left out while their files' names begin with one of
             these.
@@ -109,8 +119,16 @@ def short_traceback(
     # Ends at the first frame that is not ours.
     while report.stack and report.stack[0].filename.startswith(skip_files):
         report.stack.pop(0)
+    outer = report.stack[:-_FRAMES]
     del report.stack[:-_FRAMES]
+    if outer and all(map(_is_installed, report.stack)):
+        own = [frame for frame in outer if not _is_installed(frame)]
+        report.stack[0] = own[-1] if own else outer[0]
     return "".join(report.format(chain=False)).strip()[-limit:]
+
+
+def _is_installed(frame: traceback.FrameSummary) -> bool:
+    return frame.filename.startswith(_INSTALLED)
 
 
 def last_cause(detail: str) -> str:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.agents.chat_server import ChatServer, chat_server, echo, says, settings
 from verl_ray.agents.models import ChatModel, model, provide
+from verl_ray.agents.threads import result_of
 from verl_ray.errors import ConfigError, ModelServiceError
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -105,6 +106,30 @@ def test_calls_are_bounded_and_belong_to_their_event_loop(server: ChatServer) ->
     for _ in range(2):
         assert asyncio.run(ask_all()) == ["you said hello"] * 6
     assert server.most_busy == 2
+
+
+def test_plain_code_asks_in_its_thread(server: ChatServer) -> None:
+    """Its calls are bounded together with all others of the event loop."""
+    chat_model = ChatModel("user", settings(server.url, concurrency=1))
+
+    def plain() -> str:
+        return chat_model.chat_sync(HELLO, max_tokens=3)
+
+    async def main() -> list[str]:
+        with pytest.raises(RuntimeError, match="only a method or a tool without async"):
+            plain()
+        asynchronous = [chat_model.chat(HELLO) for _ in range(3)]
+        return await asyncio.gather(
+            *(result_of(plain) for _ in range(3)), *asynchronous
+        )
+
+    assert asyncio.run(main()) == ["you said hello"] * 6
+    assert server.most_busy == 1
+    assert sum(call.get("max_tokens") == 3 for call in server.calls) == 3
+
+    server.behave = lambda call: (400, {"error": "no such model"})
+    with pytest.raises(ModelServiceError, match="no such model"):
+        asyncio.run(result_of(plain))
 
 
 def test_a_model_has_a_name() -> None:

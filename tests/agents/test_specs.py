@@ -85,6 +85,7 @@ class Field(Game):
 
 class Maze:
     def reset(self, *, seed=None, options=None):
+        self.options = options
         self.room = f"{seed} {options['room']}"
         return self.room, {}
     def step(self, action):
@@ -93,9 +94,25 @@ class Maze:
     def close(self):
         self.room = None
 
+class Valued(Maze):
+    def finish(self, end):
+        return {"max_turns": 0.5}[end]
+
 class Shapes(Maze):
     def reset(self, seed=None, options=None):
         return [0.0, 1.0], {}
+
+class Letters(Maze):
+    def reset(self, seed=None, options=None):
+        return "ab"
+
+class OldGym(Maze):
+    def step(self, action):
+        return "hall", 0.5, True, {}
+
+class Unpaid(Maze):
+    def step(self, action):
+        return "hall", None, True, False, {}
 
 class Store:
     """Things in places."""
@@ -230,13 +247,19 @@ def test_a_world_of_gymnasium_is_named_as_it_is(file: Path) -> None:
     make: Any = load_environment(f"{file}:Maze", {}, KEY)
     task = EpisodeTask(
         [{"role": "system", "content": "Be brief."}, {"role": "user", "content": ""}],
-        extra={"room": "hall"},
-    )
+        extra={
+            "room": "hall", "environment": "maze", "enable_thinking": False,
+            "chat_template_kwargs": {"enable_thinking": False}, "tools": [],
+        },
+    )  # fmt: skip
 
     async def main() -> list[Any]:
         world = make()
         first = await world.reset(task, 2**32 + 5)
         acts = [await world.step(Action([], text)) for text in ("on", "out", "wait")]
+        # What says how the record is trained is no option.
+        assert world._world._world.options == {"room": "hall", "tools": []}
+        assert not hasattr(world, "finish")
         await world.close()
         return [first, *acts]
 
@@ -248,9 +271,38 @@ def test_a_world_of_gymnasium_is_named_as_it_is(file: Path) -> None:
     assert out == Step((), 1.0, True, End.COMPLETED)
     assert wait == Step((), 0.0, True, End.MAX_TURNS)
 
-    shapes: Any = load_environment(f"{file}:Shapes", {}, KEY)
-    with pytest.raises(TypeError, match="the observation is a list, and the policy"):
-        asyncio.run(shapes().reset(task, 0))
+    valued: Any = load_environment(f"{file}:Valued", {}, KEY)
+
+    async def cut() -> float:
+        world = valued()
+        await world.reset(task, 0)
+        reward: float = await world.finish(End.MAX_TURNS)
+        return reward
+
+    assert asyncio.run(cut()) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Shapes", "the observation is a list, and the policy"),
+        ("Letters", r"Letters.reset returned str 'ab', expected \(observation, info\)"),
+        ("OldGym", r"OldGym.step returned 4 values, tuple .*, expected \(observation, reward, terminated,"),
+        ("Unpaid", "step returned the reward None, which is no number"),
+    ],
+)  # fmt: skip
+def test_a_mistake_of_a_world_of_gymnasium_is_said_in_words(
+    file: Path, name: str, words: str
+) -> None:
+    make: Any = load_environment(f"{file}:{name}", {}, KEY)
+
+    async def main() -> None:
+        world = make()
+        await world.reset(EpisodeTask([], extra={"room": "hall"}), 0)
+        await world.step(Action([], "on"))
+
+    with pytest.raises(TypeError, match=words):
+        asyncio.run(main())
 
 
 def test_options_become_the_types_of_their_hints(file: Path) -> None:

@@ -260,7 +260,9 @@ def test_a_turn_ends_where_its_world_says(
     assert episode.metrics == {"turns": 3.0}
 
 
-@pytest.mark.parametrize("name", ["Asking", "asking", "ask_user"])
+@pytest.mark.parametrize(
+    "name", ["Asking", "asking", "ask_user", "PlainlyAsking", "ask_user_plainly"]
+)
 def test_a_world_of_any_kind_talks_to_a_frozen_model(
     start_pool: Callable[..., EpisodePool], name: str
 ) -> None:
@@ -270,12 +272,14 @@ def test_a_world_of_any_kind_talks_to_a_frozen_model(
         for episode in ended(pool, requests(3)).values():
             said = [message["content"] for message in episode.messages]
             assert "you said hello" in said and episode.detail == "", episode
-    if name == "asking":
+    if name in ("asking", "PlainlyAsking"):
         # Nobody listens there any more.
         (alone,) = ended(pool, requests(1)).values()
         assert alone.end is End.ENVIRONMENT_FAILED
         assert "ModelServiceError: agent.models.user.url=" in alone.detail
         assert "(agent.models.user.max_outage_s = 0.1)" in alone.detail
+        # The world's own line is told, however deep the error was raised.
+        assert str(WORLDS) in alone.detail and "chat" in alone.detail
 
 
 def test_an_episode_that_ends_its_process_costs_no_other_one(

@@ -84,6 +84,14 @@ class Asking(Counting):
         return replace(step, messages=[answer])
 
 
+class PlainlyAsking(Asking):
+    """Shows it from a thread."""
+
+    def step(self, action: Action) -> Step:  # type: ignore[override]
+        said = self.user.chat_sync(HELLO)
+        return Step([{"role": "user", "content": said}], done=True)
+
+
 async def asking(task: EpisodeTask, policy: Policy) -> float:
     """A coroutine in which a judge speaks."""
     draft = await policy.respond(task.messages)
@@ -96,6 +104,11 @@ async def asking(task: EpisodeTask, policy: Policy) -> float:
 async def ask_user() -> str:
     """Ask the user."""
     return await model("user").chat(HELLO)
+
+
+def ask_user_plainly() -> str:
+    """Ask the user."""
+    return model("user").chat_sync(HELLO)
 
 
 class Stuck(Counting):

@@ -5,6 +5,8 @@ world takes one by its name::
 
     answer = await model("user").chat([{"role": "user", "content": "Hello"}])
 
+Methods and tools without `async` call `chat_sync`.
+
 Invariant: an answer is what the server said. Where it says nothing, the call raises an
 error that names its key.
 """
@@ -19,6 +21,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from verl_ray.agents.contract import Message
+from verl_ray.agents.threads import in_loop
 from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import ConfigError, GraderOutage, ModelServiceError, Problem
 from verl_ray.rewards.client import (
@@ -107,6 +110,16 @@ class ChatModel:
                 " text"
             )
         return text
+
+    def chat_sync(self, messages: Sequence[Message], **sampling: Any) -> str:
+        """Return what `chat` does, to a method or a tool without `async`.
+
+        Raises:
+            ConfigError: As in `chat`.
+            ModelServiceError: As in `chat`.
+            RuntimeError: This is not the thread of such a call.
+        """
+        return in_loop(lambda: self.chat(messages, **sampling))
 
     async def problem(self) -> Problem | None:
         """Ask the server once for a token; return why it gives none."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from verl_ray.agents.contract import (
@@ -19,12 +19,21 @@ from verl_ray.agents.contract import (
     Observation,
     Step,
 )
+from verl_ray.agents.returned import number_of
 from verl_ray.agents.threads import OneAtATime
+from verl_ray.data.fields import ENVIRONMENT, excerpt
+from verl_ray.data.tokenizers import COLUMNS_OF_TEMPLATE
 
 METHODS = ("reset", "step", "close")
 """What each environment has."""
 
 _FINISH = "finish"
+
+_OF_TRAINER = {ENVIRONMENT, *COLUMNS_OF_TEMPLATE}
+"""Columns of a record that are no options of a world of Gymnasium."""
+
+_BEGUN = ("observation", "info")
+_STEPPED = ("observation", "reward", "terminated", "truncated", "info")
 
 
 def environment_factory(
@@ -38,8 +47,8 @@ def environment_factory(
         build: Makes an object of it.
     """
     if _is_gymnasium(world):
-        gym_build = functools.partial(GymnasiumWorld, build)
-        return functools.partial(PlainWorld, GymnasiumWorld, gym_build)
+        kind = ValuedGymnasiumWorld if hasattr(world, _FINISH) else GymnasiumWorld
+        return functools.partial(PlainWorld, kind, functools.partial(kind, build))
     names = [name for name in (*METHODS, _FINISH) if hasattr(world, name)]
     if all(_is_asynchronous(world, name) for name in names):
         return cast("Callable[[], Environment]", build)
@@ -116,7 +125,8 @@ class GymnasiumWorld:
     """A world of Gymnasium whose observations and actions are texts.
 
     The conversation begins with the system messages of the task and the first
-    observation; the fields of the task that are no messages are the options of `reset`.
+    observation; the other columns of the record are the options of `reset`, but for
+    those that say how it is trained.
     """
 
     def __init__(self, build: Callable[[], Any]) -> None:
@@ -125,22 +135,54 @@ class GymnasiumWorld:
 
     def reset(self, task: EpisodeTask, seed: int) -> Observation:
         """Begin; see `Environment`."""
+        columns = task.extra.items()
+        options = {name: each for name, each in columns if name not in _OF_TRAINER}
         # Gymnasium's seeds are those of NumPy.
-        text, _ = self._world.reset(seed=seed % 2**32, options=dict(task.extra))
+        returned = self._world.reset(seed=seed % 2**32, options=options)
+        text, _ = self._parts(returned, "reset", _BEGUN)
         system = [each for each in task.messages if each["role"] == "system"]
         return Observation([*system, _message(text)])
 
     def step(self, action: Action) -> Step:
         """Take the text of an action; see `Environment`."""
-        text, reward, is_over, is_cut, _ = self._world.step(action.text)
+        returned = self._world.step(action.text)
+        text, paid, is_over, is_cut, _ = self._parts(returned, "step", _STEPPED)
+        reward = number_of(paid, "step returned the reward")
         if is_over or is_cut:
             end = End.COMPLETED if is_over else End.MAX_TURNS
-            return Step(reward=float(reward), done=True, end=end)
-        return Step([_message(text)], float(reward))
+            return Step(reward=reward, done=True, end=end)
+        return Step([_message(text)], reward)
 
     def close(self) -> None:
         """Close the world; see `Environment`."""
         self._world.close()
+
+    def _parts(
+        self, returned: object, method: str, names: Sequence[str]
+    ) -> tuple[Any, ...]:
+        """Return what a method of the world has returned, with these parts.
+
+        Raises:
+            TypeError: It is something else.
+        """
+        if isinstance(returned, tuple) and len(returned) == len(names):
+            return returned
+        what = excerpt(returned)
+        if isinstance(returned, tuple):
+            what = f"{len(returned)} values, {what}"
+        raise TypeError(
+            f"{type(self._world).__name__}.{method} returned {what}, expected"
+            f" ({', '.join(names)}), as Gymnasium has it; Gym had fewer values"
+        )
+
+
+class ValuedGymnasiumWorld(GymnasiumWorld):
+    """One that says what its state is worth at a limit."""
+
+    def finish(self, end: End) -> float:
+        """Return the reward of the state; see `Environment`."""
+        reward: float = self._world.finish(end)
+        return reward
 
 
 def _message(text: object) -> dict[str, Any]:

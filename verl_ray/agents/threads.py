@@ -15,9 +15,16 @@ import contextvars
 import functools
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_loop: contextvars.ContextVar[asyncio.AbstractEventLoop] = contextvars.ContextVar(
+    "_loop"
+)
+"""The event loop that waits for the call of this thread."""
 
 _given_up: set[threading.Thread] = set()
 """Threads whose callers have given up, also those that have ended since."""
@@ -64,6 +71,7 @@ async def in_thread(
             loop.call_soon_threadsafe(settle, result, failure)
 
     context = contextvars.copy_context()
+    context.run(_loop.set, loop)
     thread = threading.Thread(target=work, name=place_of(function), daemon=True)
     thread.start()
     try:
@@ -71,6 +79,22 @@ async def in_thread(
     except asyncio.CancelledError:
         _given_up.add(thread)
         raise
+
+
+def in_loop(call: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Return what a coroutine function returns, which runs in the event loop meanwhile.
+
+    Raises:
+        RuntimeError: This is no thread of `in_thread`.
+    """
+    try:
+        loop = _loop.get()
+    except LookupError:
+        raise RuntimeError(
+            "only a method or a tool without async may wait here, in its own thread;"
+            " others await"
+        ) from None
+    return asyncio.run_coroutine_threadsafe(call(), loop).result()
 
 
 async def result_of(

@@ -469,6 +469,9 @@ PRESENT_TIME = "strftime_now"
 
 _OF_VERL = "enable_thinking"
 
+COLUMNS_OF_TEMPLATE = (OF_RECORD, _OF_VERL)
+"""The columns of a record that are for the chat template."""
+
 
 def template_of(config: DataFilesConfig) -> str | None:
     """Return the text of the chat template of a run; None if it is the tokenizer's."""
