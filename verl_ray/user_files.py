@@ -141,9 +141,14 @@ def last_cause(detail: str) -> str:
     return "; ".join(filter(None, map(_cause, parts))) or "no reason was given"
 
 
+def places_in(detail: str) -> tuple[tuple[str, str], ...]:
+    """Return file and line of each frame in the text of tracebacks."""
+    return tuple(re.findall(r'File "([^"]+)", line (\d+)', detail))
+
+
 def _cause(part: str) -> str:
     lines = part.rstrip().splitlines()
-    places = re.findall(r'File "([^"]+)", line (\d+)', part)
+    places = places_in(part)
     if not places:
         return lines[-1] if lines else ""
     # Behind the last frame, whose lines of code are indented, is the error's message.

@@ -12,9 +12,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from controllers.rollouts.graders import TooManyFailures
 from controllers.rollouts.producer import Producer
 from controllers.watch import held_out_measures, measures
-from controllers.watch.held_out_measures import CoreScores, Evaluation
+from controllers.watch.held_out_measures import (
+    CoreScores,
+    Evaluation,
+    EvaluationFailed,
+)
 from controllers.watch.measures import Metrics
 from controllers.watch.rollout_record import (
     Pieces,
@@ -87,16 +92,17 @@ class Evaluator:
         Returns:
             The metrics of the held-out problems, the scores of each problem, and the
             first rollouts as text.
+
+        Raises:
+            EvaluationFailed: More scores have failed than max_failed_fraction allows.
         """
         evaluation = self._config.evaluation
-        # Every row is of the version that is evaluated.
-        buffer = RolloutBuffer(evaluation.group_size, staleness=0)
-
         with timers("testing"):
-            generation = producer.evaluation_generation()
-            producer.begin(self._prompts, generation, buffer, policy_version)
-            ordinals = self._prompts.group_id
-            taken = producer.take(ordinals, buffer, policy_version, timers)
+            try:
+                taken = self._taken(producer, policy_version, timers)
+            except TooManyFailures as failure:
+                failed = self._without_scores(failure.failed)
+                raise EvaluationFailed(str(failure), failed) from None
 
         experience = taken.of_trajectories()
         raw_scores = measures.response_scores(experience.scores)
@@ -129,6 +135,28 @@ class Evaluator:
             samples=responses.samples(evaluation.samples),
             scores=all_scores,
             responses=responses,
+        )
+
+    def _taken(
+        self, producer: Producer, policy_version: int, timers: Timers
+    ) -> Experience:
+        """Return the scored responses to all problems."""
+        # Every row is of the version that is evaluated.
+        buffer = RolloutBuffer(self._config.evaluation.group_size, staleness=0)
+        generation = producer.evaluation_generation()
+        producer.begin(self._prompts, generation, buffer, policy_version)
+        return producer.take(self._prompts.group_id, buffer, policy_version, timers)
+
+    def _without_scores(self, failed: Experience) -> HeldOutResponses:
+        """Return responses that have failed."""
+        experience = failed.of_trajectories()
+        return HeldOutResponses(
+            experience,
+            np.full(len(experience.rollouts), np.nan, np.float32),
+            measures.read_entries(experience.scores, self._config.run.stall_s),
+            failed.response_lengths,
+            self._tokenizer,
+            self._config,
         )
 
     @property

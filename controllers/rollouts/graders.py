@@ -278,6 +278,7 @@ class Graders:
             self.history,
             stall_s,
             of_held_out=purpose == EVALUATION,
+            environments=self._config.agent.environments,
         )
 
     def _ask(self, piece: PendingScores) -> None:

@@ -131,7 +131,7 @@ class Producer:
         """
         failures = self._graders.watch_failures(TRAINING, num_responses)
         if finished is not None:
-            failures.add_earlier(finished.of_trajectories(), self.given_up)
+            failures.add_earlier(finished, self.given_up)
         return failures
 
     def advance_until(
@@ -388,7 +388,7 @@ class Producer:
             scored = piece.poll()
             if scored is None:
                 return
-            production.failures.add(scored.of_trajectories())
+            production.failures.add(scored)
         except RewardError as failure:
             # Whoever waits for the groups fails, and nobody else. A checkpoint has none
             # of them, so that a resumed run asks what scores again: responses of the

@@ -20,6 +20,7 @@ from typing import Protocol
 
 from controllers.run.best import BestEvaluation, held_out_metrics
 from controllers.trainers.base import Trainable
+from controllers.watch.held_out_measures import EvaluationFailed
 from controllers.watch.measures import Metrics
 from verl_ray.cluster.signals import heed_signals, stop_requested
 from verl_ray.cluster.waiting import Background
@@ -451,7 +452,11 @@ class Loop:
         assert position.unrecorded is not None
         heed_signals()
 
-        evaluation = self._trainer.evaluate()
+        try:
+            evaluation = self._trainer.evaluate()
+        except EvaluationFailed as failure:
+            self._trackers.responses(position.step, failure.responses)
+            raise
         if evaluation.samples:
             self._trackers.samples(position.step, evaluation.samples)
         if evaluation.scores is not None:

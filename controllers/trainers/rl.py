@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from controllers.rollouts.evaluator import Evaluator
-from controllers.rollouts.graders import EVALUATION, TRAINING
+from controllers.rollouts.graders import EVALUATION, TRAINING, TooManyFailures
 from controllers.rollouts.producer import Producer
 from controllers.rollouts.supply import Belongings, RolloutsBetweenSteps, Supply
 from controllers.system.build import System
@@ -195,10 +195,20 @@ class Trainer:
 
         prompts -> generate -> score each response as soon as it is finished -> buffer
         -> the groups of this step
+
+        Raises:
+            TooManyFailures: More scores have failed than max_failed_fraction allows;
+                what has failed is recorded.
         """
         with self.replicas.occupancy.trainers_wait():
             self.background.raise_failure()
-            return self.supply.take(self.policy_version, self.timers)
+            try:
+                return self.supply.take(self.policy_version, self.timers)
+            except TooManyFailures as failure:
+                record, number = self.rollout_record, self.policy_version + 1
+                if record is not None:
+                    record.write_failed(number, failure.failed)
+                raise
 
     def recording(
         self,

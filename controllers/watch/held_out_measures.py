@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from controllers.watch.measures import Metrics, spread
 from verl_ray.algorithms.subsets import NO_ANSWER, Answers
+from verl_ray.errors import RewardError
 from verl_ray.rewards.built_in import PRED
 from verl_ray.rewards.health import Entries, ScoreHealth
 from verl_ray.rewards.shaping import ResponseScores
@@ -39,6 +40,19 @@ class Evaluation:
 
     responses: Iterable[HeldOutResponse] = ()
     """Every response with its score. They can be read while the processes run."""
+
+
+class EvaluationFailed(RewardError):
+    """More scores have failed than an evaluation may have.
+
+    Attributes:
+        responses: Those without a score. They can be read while the processes run.
+    """
+
+    def __init__(self, message: str, responses: Iterable[HeldOutResponse]) -> None:
+        """Take what is said, and the responses."""
+        super().__init__(message)
+        self.responses = responses
 
 
 Float64s = npt.NDArray[np.float64]

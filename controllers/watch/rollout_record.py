@@ -71,23 +71,24 @@ class LearnedRollouts:
 
     Attributes:
         experience: The rollouts with their scores.
-        credit: Their credit, row by row.
+        credit: Their credit, row by row; None where the step learns nothing, since the
+            run stops in it.
         log_probs: The trainer's log-probs before it learns; None where it computes them
             with the update alone.
         whitening: Moments by which the loss whitens advantages; None if it does not.
     """
 
     experience: Experience
-    credit: Sharded[Credit]
+    credit: Sharded[Credit] | None
     log_probs: Sharded[LogProbs] | None
     whitening: Moments | None
 
     def select(self, rows: Int64) -> LearnedRollouts:
         """Return the rows `rows`, int64 [rows], in this order."""
-        log_probs = self.log_probs
+        log_probs, credit = self.log_probs, self.credit
         return LearnedRollouts(
             self.experience.select(rows),
-            self.credit.select(rows),
+            None if credit is None else credit.select(rows),
             None if log_probs is None else log_probs.select(rows),
             self.whitening,
         )
@@ -141,8 +142,24 @@ class RolloutRecord:
             "rollouts/recorded_every": float(self._files.every),
         }
 
+    def write_failed(self, step: int, failed: Experience) -> None:
+        """Write responses without a score, because of which the run stops in a step.
+
+        Args:
+            step: Number of the step, from 1.
+            failed: The responses; `sampled` keeps as many as it has tokens for.
+
+        Raises:
+            VerlRayError: They cannot be read from the object store.
+        """
+        rows = np.arange(len(failed.rollouts), dtype=np.int64)
+        if self._config.tracking.rollouts == "sampled":
+            trajectory_id = failed.rollouts.row("trajectory_id")
+            rows = _within_bound(rows, trajectory_id, failed.rollouts.lengths)
+        self._write(step, LearnedRollouts(failed.select(rows), None, None, None), None)
+
     def _write(
-        self, step: int, rollouts: LearnedRollouts, go_on: Callable[[], None]
+        self, step: int, rollouts: LearnedRollouts, go_on: Callable[[], None] | None
     ) -> bool:
         """Write rollouts, at least one; return whether that was possible."""
         try:
@@ -161,7 +178,7 @@ class RolloutRecord:
                     flush=True,
                 )
             return False
-        return self._files.write(step, content)
+        return self._files.write(step, content, is_last=rollouts.credit is None)
 
     def chosen(
         self,
@@ -195,19 +212,15 @@ class RolloutRecord:
             return rows
 
         # Only a single group may have more tokens than are kept.
-        ends = last_rows(trajectory_id[rows])
-        tokens = np.cumsum(lengths[rows])[ends]
-        num_trajectories = max(1, int((tokens <= MOST_TOKENS).sum()))
-        return rows[: ends[num_trajectories - 1] + 1]
+        return _within_bound(rows, trajectory_id, lengths)
 
     def _table(
-        self, step: int, rollouts: LearnedRollouts, go_on: Callable[[], None]
+        self, step: int, rollouts: LearnedRollouts, go_on: Callable[[], None] | None
     ) -> RolloutTable:
         """Return rows, read from the object store, as columns."""
         stall_s = self._config.run.stall_s
         scores = rollouts.experience.scores
         rows = read(rollouts.experience.rollouts, stall_s)
-        credit = read(rollouts.credit, stall_s)
 
         # A trajectory is scored as a whole, on the last of its rows.
         trajectory = rows.trajectory_id
@@ -220,9 +233,14 @@ class RolloutRecord:
         has_score = self._shaping.weigh(response_scores(scores)).ok[last]
         has_reward = has_score & (rows.finish != Finish.ABORTED)
 
-        tokens = self._token_columns(rows, credit, rollouts)
+        tokens = self._token_columns(rows, rollouts)
         tokens["pieces"] = self._pieces.of_rows(rows, go_on)
-        is_learned = credit.in_loss & (rows.response_length > 0)
+        reward = np.full(rows.num_rows, np.nan)
+        is_learned = np.zeros(rows.num_rows, np.bool_)
+        if rollouts.credit is not None:
+            reward = rollouts.credit.row("reward")
+            in_loss = rollouts.credit.row("in_loss")
+            is_learned = in_loss & (rows.response_length > 0)
         advantage = _means(tokens["advantages"], rows)
         columns: dict[str, Sequence[Any] | Array] = {
             "step": np.full(rows.num_rows, step),
@@ -238,7 +256,7 @@ class RolloutRecord:
                 rows.lengths - rows.prompt_length,
             ),
             "answer": rows.answer.texts(),
-            "reward": np.where(has_reward, credit.reward, np.nan),
+            "reward": np.where(has_reward, reward, np.nan),
             "scores": _scores_by_grader(scores, last),
             "finish": [Finish(finish).name.lower() for finish in rows.finish],
             "end": ends_of_rows(rows),
@@ -252,26 +270,27 @@ class RolloutRecord:
         return RolloutTable(columns, rows.offsets, tokens)
 
     def _token_columns(
-        self, rows: Rollouts, credit: Credit, rollouts: LearnedRollouts
+        self, rows: Rollouts, rollouts: LearnedRollouts
     ) -> dict[str, Sequence[Any] | Array]:
         """Return the columns with one value per token, but for their texts."""
         mask = rows.response_mask
+        stall_s = self._config.run.stall_s
         missing = np.float32(np.nan)
-        log_probs = np.full(rows.num_tokens, missing)
+        log_probs = advantages = np.full(rows.num_tokens, missing)
         if rollouts.log_probs is not None:
-            computed = read(rollouts.log_probs, self._config.run.stall_s).log_probs
+            computed = read(rollouts.log_probs, stall_s).log_probs
             log_probs = np.where(mask, computed, missing)
 
-        advantages = advantages_in_loss(
-            self._config.algorithm, rows, credit, rollouts.whitening
-        )
-        is_learned = mask & credit.in_loss[rows.row_of_token]
+        if rollouts.credit is not None:
+            credit = read(rollouts.credit, stall_s)
+            of_loss = advantages_in_loss(
+                self._config.algorithm, rows, credit, rollouts.whitening
+            )
+            is_learned = mask & credit.in_loss[rows.row_of_token]
+            advantages = np.where(is_learned, of_loss, missing)
 
-        return {
-            **sampled_columns(rows),
-            "log_probs": log_probs,
-            "advantages": np.where(is_learned, advantages, missing),
-        }
+        columns = sampled_columns(rows)
+        return {**columns, "log_probs": log_probs, "advantages": advantages}
 
     def _texts(self, rows: Rollouts, starts: Int64, lengths: Array) -> list[str]:
         """Return parts of rows as text, without special tokens."""
@@ -282,6 +301,22 @@ class RolloutRecord:
             )
             for start, end in bounds
         ]
+
+
+def _within_bound(rows: Int64, trajectory_id: Int64, lengths: Int64) -> Int64:
+    """Return those of some rows whose trajectories have `MOST_TOKENS` together.
+
+    These are the first trajectories, and one in any case.
+
+    Args:
+        rows: Numbers of the rows, at least one, int64.
+        trajectory_id: int64 [all rows].
+        lengths: int64 [all rows], tokens of each row.
+    """
+    ends = last_rows(trajectory_id[rows])
+    tokens = np.cumsum(lengths[rows])[ends]
+    num_trajectories = max(1, int((tokens <= MOST_TOKENS).sum()))
+    return rows[: ends[num_trajectories - 1] + 1]
 
 
 def sampled_columns(rows: Rollouts) -> dict[str, Array]:

@@ -9,11 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet
+import pytest
 
-from controllers.watch import measures
+from controllers.compose.composition import compose
+from controllers.rollouts import graders
+from controllers.watch import measures, rollout_record
 from controllers.watch.rollout_record import ends_of_rows
 from tests.algorithms.test_credit import algorithm, rewarded
 from tests.controllers.watch.test_measures import held
+from tests.controllers.watch.test_rollout_record import INPUTS
 from tests.rows import rewards_of, values_of
 from tests.workers.test_rollout import prompts
 from verl_ray.agents.contract import (
@@ -24,6 +29,9 @@ from verl_ray.agents.contract import (
     Treatment,
 )
 from verl_ray.algorithms.credit import token_credit
+from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.data.buffer import Experience
+from verl_ray.data.sharded import Receipt, Sharded
 from verl_ray.data.stages import NO_EPISODE, Finish, Rollouts, last_rows
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
 from verl_ray.rewards.child import GroupLog, group_values, response_values
@@ -34,6 +42,7 @@ from verl_ray.rewards.shaping import failures
 from verl_ray.rewards.signatures import signature_of
 from verl_ray.rollout.requests import Chunk
 from verl_ray.tracking.block import failed_scores
+from verl_ray.tracking.rollouts import recorded_rollouts
 from workers.episodes import ROW_IDS, beside_episodes, episode_rollouts
 from workers.reward import (
     requests_of,
@@ -145,6 +154,83 @@ def test_an_episode_that_is_dropped_by_choice_has_no_score() -> None:
     failed = failures({role: scores.health for role, scores in raw.items()})
     assert failed["a"].tolist() == [False, False, False, True]
     assert failed_scores(found) == "50% of rewards failed (timeout 1)"
+
+
+def test_worlds_that_stop_a_run_are_named_and_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the frames of the most frequent failure, whatever its messages name."""
+    for module in (graders, rollout_record):
+        monkeypatch.setattr(module, "read", lambda rows, _: rows.read(lambda own: own))
+    frames = [f'Traceback ...\n  File "{tmp_path}/maze.py", line {n}' for n in (3, 8)]
+    failed = [
+        Episode([], End.TOOL_TIMEOUT, 0.0, ""),
+        *(
+            Episode([], End.ENVIRONMENT_FAILED, 0.0, f"{frames[which]}\nKeyError: {n}")
+            for n, which in enumerate((0, 1, 1))
+        ),
+    ]
+    rows = rows_of(two_rows(End.COMPLETED), *failed)
+    known = scores_without_grader(rows)
+    known[1] = Score(0.5, ScoreHealth.OK)
+    scores = scores_of([known[row] for row in range(rows.num_rows)])
+    experience = Experience(stored(rows), {"reward": stored(scores)})
+
+    history, worlds = graders.FailureHistory(), ["default", "other"]
+    watched = graders.ScoreFailures(
+        {"reward": 0.5}, 7, history, 60, environments=worlds
+    )
+    watched.add(experience.select(np.array([0, 1, 2, 3, 4])))
+    with pytest.raises(graders.TooManyFailures) as stop:
+        watched.add(experience.select(np.array([5])))
+    words = str(stop.value)
+    assert "4 of the first 5 scores failed (timeout 1, exception 3)" in words
+    assert (
+        " Episodes ended: 3 in agent.environments.default as environment_failed, 1 in"
+        " agent.environments.default as tool_timeout. Correct the world, or raise the"
+        " limit. The most frequent failure (2 of 4): environment_failed: Traceback"
+    ) in words
+    assert words.endswith(f"{frames[1]}\nKeyError: 1")
+
+    # Only a score that no world is to blame for.
+    own = [
+        replace(
+            known[1], health=ScoreHealth.EXCEPTION, detail="no number", value=math.nan
+        )
+    ]
+    alone = experience.select(np.array([1]))
+    alone = Experience(alone.rollouts, {"reward": stored(scores_of(own))})
+    watched = graders.ScoreFailures(
+        {"reward": 0.5}, 1, history, 60, environments=worlds
+    )
+    with pytest.raises(
+        graders.TooManyFailures, match=r"1 responses\. Correct what scores"
+    ):
+        watched.add(alone)
+
+    # What has failed is kept, also where other steps are kept no longer.
+    config = compose("grpo", [*INPUTS, f"run.dir={tmp_path}"])
+    assert isinstance(config, RLConfig)
+    record = rollout_record.RolloutRecord(
+        config, character_tokenizer(tmp_path, "0123456789+=")
+    )
+    record._files.every = 2
+    record.write_failed(1, stop.value.failed)
+    lines = pyarrow.parquet.read_table(recorded_rollouts(tmp_path)[1]).to_pylist()
+    assert [(line["step"], line["end"]) for line in lines] == [
+        (1, "tool_timeout"), *[(1, "environment_failed")] * 3,
+    ]  # fmt: skip
+    assert all(
+        frames[which] in lines[n]["failure"] for n, which in ((1, 0), (2, 1), (3, 1))
+    )
+    for line in lines:
+        assert line["reward"] is line["advantage"] is None
+        assert set(line["advantages"]) == {None}
+
+
+def stored(batch: Any) -> Sharded[Any]:
+    """A batch that is its own reference."""
+    return Sharded.stored(batch, Receipt.of(batch))
 
 
 def test_lengths_and_ends_are_those_of_episodes() -> None:

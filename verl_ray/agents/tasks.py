@@ -13,7 +13,7 @@ from verl_ray.agents.contract import EpisodeTask
 from verl_ray.data.fields import environment_of
 
 if TYPE_CHECKING:
-    from verl_ray.data.stages import Prompts
+    from verl_ray.data.stages import Prompts, Rollouts
 
 
 def tasks_of(prompts: Prompts) -> list[EpisodeTask]:
@@ -40,9 +40,11 @@ def tasks_of(prompts: Prompts) -> list[EpisodeTask]:
     ]
 
 
-def environments_of(prompts: Prompts, names: Collection[str]) -> list[str | None]:
-    """Return the environment of each prompt; see `environment_of`."""
-    columns = zip(prompts.extra.texts(), prompts.data_source.texts(), strict=True)
+def environments_of(
+    rows: Prompts | Rollouts, names: Collection[str]
+) -> list[str | None]:
+    """Return the environment of each row; see `environment_of`."""
+    columns = zip(rows.extra.texts(), rows.data_source.texts(), strict=True)
     return [
         environment_of(json.loads(extra), source, names) for extra, source in columns
     ]

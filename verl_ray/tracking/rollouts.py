@@ -8,6 +8,7 @@ All files together stay within a number of bytes: where a step would go beyond i
 the steps that are multiples of twice the distance remain, and so on. The distance never
 falls again, so a run that goes back to an earlier step ends with the same files. A step
 of more than a quarter of these bytes is not kept, so that it takes no other's place.
+Only the step that a run stops in is kept in any case, until the run goes on.
 """
 
 from __future__ import annotations
@@ -194,19 +195,20 @@ class RolloutFiles:
         """Return whether the rollouts of a step are kept."""
         return step % self.every == 0
 
-    def write(self, step: int, content: bytes) -> bool:
+    def write(self, step: int, content: bytes, *, is_last: bool = False) -> bool:
         """Write the rollouts of a step, in place of older ones.
 
         Args:
             step: Number of the step.
             content: `RolloutTable.encoded` of it.
+            is_last: Whether the run stops in this step, which is kept in any case then.
 
         Returns:
             Whether they were written.
         """
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            if not self._has_place(step, len(content)):
+            if not (is_last or self._has_place(step, len(content))):
                 return False
             replace_file(self._path(step), content)
             self._sizes[step] = len(content)
