@@ -98,11 +98,7 @@ class Evaluator:
         """
         evaluation = self._config.evaluation
         with timers("testing"):
-            try:
-                taken = self._taken(producer, policy_version, timers)
-            except TooManyFailures as failure:
-                failed = self._without_scores(failure.failed)
-                raise EvaluationFailed(str(failure), failed) from None
+            taken = self._taken(producer, policy_version, timers)
 
         experience = taken.of_trajectories()
         raw_scores = measures.response_scores(experience.scores)
@@ -145,7 +141,12 @@ class Evaluator:
         buffer = RolloutBuffer(self._config.evaluation.group_size, staleness=0)
         generation = producer.evaluation_generation()
         producer.begin(self._prompts, generation, buffer, policy_version)
-        return producer.take(self._prompts.group_id, buffer, policy_version, timers)
+        ordinals = self._prompts.group_id
+        try:
+            return producer.take(ordinals, buffer, policy_version, timers)
+        except TooManyFailures as failure:
+            failed = self._without_scores(failure.failed)
+            raise EvaluationFailed(str(failure), failed) from None
 
     def _without_scores(self, failed: Experience) -> HeldOutResponses:
         """Return responses that have failed."""

@@ -174,6 +174,33 @@ def test_a_failed_episode_is_no_member_of_its_group(
         assert bool(row["failure"]) == has_failed
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("evaluate_every", [0, 1])
+def test_what_failed_is_recorded_where_it_stops_the_run(
+    cluster: Session, inputs: Inputs, tmp_path: Path, evaluate_every: int
+) -> None:
+    """In the first step, or in the evaluation before it."""
+    folder = tmp_path / "run"
+    ended = command(
+        cluster, "train", "--config-name", "grpo", *inputs.rl(folder), *world_of(folder, "Failing"),
+        "rollout.max_response_tokens=24", "run.total_steps=1", f"run.evaluate_every={evaluate_every}",
+        "reward.max_failed_fraction=0", code=1,
+    )  # fmt: skip
+    assert "in agent.environments.default as environment_failed" in ended.stderr
+    assert f'File "{WORLDS}", line ' in ended.stderr
+    assert "\nLookupError: nothing begins so here" in ended.stderr
+
+    if evaluate_every:
+        path = recorded_responses(folder)[0]
+    else:
+        path = recorded_rollouts(folder)[1]
+    lines = rows_in(path)
+    assert lines
+    for line in lines:
+        assert line["end"] == "environment_failed"
+        assert "LookupError: nothing begins so here" in line["failure"]
+
+
 def test_single_responses_and_episodes_are_trained_in_one_run(
     cluster: Session, inputs: Inputs, tmp_path: Path
 ) -> None:
