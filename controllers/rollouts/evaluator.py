@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from controllers.rollouts.graders import TooManyFailures
 from controllers.rollouts.producer import Producer
+from controllers.rollouts.score_failures import TooManyFailures
 from controllers.watch import held_out_measures, measures
 from controllers.watch.held_out_measures import (
     CoreScores,

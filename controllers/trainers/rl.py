@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from controllers.rollouts.evaluator import Evaluator
-from controllers.rollouts.graders import EVALUATION, TRAINING, TooManyFailures
+from controllers.rollouts.graders import EVALUATION, TRAINING
 from controllers.rollouts.producer import Producer
+from controllers.rollouts.score_failures import TooManyFailures
 from controllers.rollouts.supply import Belongings, RolloutsBetweenSteps, Supply
 from controllers.system.build import System
 from controllers.trainers.base import (

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from controllers.compose.composition import compose
-from controllers.rollouts import graders
+from controllers.rollouts import score_failures
 from controllers.watch import measures, rollout_record
 from controllers.watch.rollout_record import ends_of_rows
 from tests.algorithms.test_credit import algorithm, rewarded
@@ -160,7 +160,7 @@ def test_worlds_that_stop_a_run_are_named_and_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the frames of the most frequent failure, whatever its messages name."""
-    for module in (graders, rollout_record):
+    for module in (score_failures, rollout_record):
         monkeypatch.setattr(module, "read", lambda rows, _: rows.read(lambda own: own))
     frames = [f'Traceback ...\n  File "{tmp_path}/maze.py", line {n}' for n in (3, 8)]
     failed = [
@@ -176,12 +176,12 @@ def test_worlds_that_stop_a_run_are_named_and_recorded(
     scores = scores_of([known[row] for row in range(rows.num_rows)])
     experience = Experience(stored(rows), {"reward": stored(scores)})
 
-    history, worlds = graders.FailureHistory(), ["default", "other"]
-    watched = graders.ScoreFailures(
+    history, worlds = score_failures.FailureHistory(), ["default", "other"]
+    watched = score_failures.ScoreFailures(
         {"reward": 0.5}, 7, history, 60, environments=worlds
     )
     watched.add(experience.select(np.array([0, 1, 2, 3, 4])))
-    with pytest.raises(graders.TooManyFailures) as stop:
+    with pytest.raises(score_failures.TooManyFailures) as stop:
         watched.add(experience.select(np.array([5])))
     words = str(stop.value)
     assert "4 of the first 5 scores failed (timeout 1, exception 3)" in words
@@ -200,11 +200,11 @@ def test_worlds_that_stop_a_run_are_named_and_recorded(
     ]
     alone = experience.select(np.array([1]))
     alone = Experience(alone.rollouts, {"reward": stored(scores_of(own))})
-    watched = graders.ScoreFailures(
+    watched = score_failures.ScoreFailures(
         {"reward": 0.5}, 1, history, 60, environments=worlds
     )
     with pytest.raises(
-        graders.TooManyFailures, match=r"1 responses\. Correct what scores"
+        score_failures.TooManyFailures, match=r"1 responses\. Correct what scores"
     ):
         watched.add(alone)
 
