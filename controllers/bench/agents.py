@@ -130,8 +130,12 @@ class Round:
     """The costs of as many tokens in each way."""
 
     tokens: int
+    turns: int
+    added: int
+    """Tokens of prompts behind the first turn that nobody sampled."""
     episodes: Cost
     turns_alone: Cost
+    turns_without_words: Cost
     single_responses: Cost
 
 
@@ -230,7 +234,8 @@ def speed(
 def _figures(measured: Sequence[Round]) -> dict[str, object]:
     """Return speeds, and the ratios of episodes to the same turns without them."""
     figures: dict[str, object] = {}
-    for name in ("episodes", "turns_alone", "single_responses"):
+    ways = ("episodes", "turns_alone", "turns_without_words", "single_responses")
+    for name in ways:
         speeds = [each.tokens / getattr(each, name).wall_s for each in measured]
         figures[f"{name}_tokens_per_s"] = round(median(speeds))
     pairs = [(each.turns_alone, each.episodes) for each in measured]
@@ -240,7 +245,10 @@ def _figures(measured: Sequence[Round]) -> dict[str, object]:
         )
         for side in zip(*pairs, strict=True)
     ]
+    turns = sum(each.turns for each in measured)
     return figures | {
+        "tokens_per_turn": round(sum(each.tokens for each in measured) / turns, 1),
+        "added_per_turn": round(sum(each.added for each in measured) / turns, 1),
         "ratio": round(median(alone.wall_s / own.wall_s for alone, own in pairs), 3),
         "best_ratio": round(best[1] / best[0], 3),
         "cpu_ratio": round(median(alone.cpu_s / own.cpu_s for alone, own in pairs), 3),
@@ -253,21 +261,24 @@ def _round(
     requests: Sequence[EpisodeRequest],
     at_once: int,
 ) -> Round:
-    """Draw the same number of tokens in three ways."""
+    """Draw the same number of tokens in four ways."""
     episodes, episodes_cost = _timed(server, pool, lambda: _run(pool, requests))
     ends = {episode.end for episode in episodes.values()}
     assert End.ENVIRONMENT_FAILED not in ends, "a world failed"
     chains = [turns_of(episodes[request.number], request.seed) for request in requests]
     responses = [[as_one_response(chain)] for chain in chains]
-    tokens = sum(turn.sampling.max_tokens for turn in itertools.chain(*chains))
+    turns = list(itertools.chain(*chains))
+    tokens = sum(turn.sampling.max_tokens for turn in turns)
+    sampled = tokens - sum(chain[-1].sampling.max_tokens for chain in chains)
+    grown = sum(len(chain[-1].tokens) - len(chain[0].tokens) for chain in chains)
 
     costs = []
-    for drawn in (chains, responses):
-        work = functools.partial(_draw, server, drawn, at_once)
+    for drawn, joined in ((chains, False), (chains, True), (responses, False)):
+        work = functools.partial(_draw, server, drawn, at_once, joined)
         count, cost = _timed(server, pool, work)
         assert count == tokens, f"{count} tokens and {tokens} are compared"
         costs.append(cost)
-    return Round(tokens, episodes_cost, *costs)
+    return Round(tokens, len(turns), grown - sampled, episodes_cost, *costs)
 
 
 def _timed(
@@ -324,17 +335,28 @@ def _draw(
     server: RolloutServer,
     chains: Sequence[Sequence[GenerationRequest]],
     at_once: int,
+    joined: bool,
 ) -> int:
-    """Serve the requests of each chain in turn; return the number of their tokens."""
+    """Serve the requests of each chain in turn; return the number of their tokens.
+
+    Args:
+        joined: Whether a request continues the response before it, without words that
+            nobody sampled between them.
+    """
 
     async def serve(
         chain: Sequence[GenerationRequest], places: asyncio.Semaphore
     ) -> int:
         count = 0
+        words = chain[0].tokens
         async with places:
             for request in chain:
+                if joined:
+                    request = replace(request, tokens=words)
                 async for chunks in server.respond_async([request]):
-                    count += sum(len(chunk.tokens) for chunk in chunks)
+                    for chunk in chunks:
+                        count += len(chunk.tokens)
+                        words = np.concatenate([words, chunk.tokens])
         return count
 
     async def serve_all() -> int:
