@@ -12,8 +12,9 @@ import functools
 import gc
 import importlib
 import os
+import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -51,7 +52,6 @@ from verl_ray.paths import refuse_foreign_packages
 from verl_ray.preflight.machine import parse_machine
 
 _MODULES_WITH_FLAGS = {
-    "bench": "controllers.bench",
     "export": "controllers.commands.export",
     "ledger": "controllers.commands.ledger",
     "plan": "controllers.commands.plan",
@@ -79,12 +79,20 @@ class TakesArguments(Protocol):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    return exit_code_of(functools.partial(_run, arguments))
+
+
+def exit_code_of(work: Callable[[], int]) -> int:
+    """Do the work of a program, and return its exit code.
+
+    A failure, a signal or a closed output ends it with a message and a code of its own.
+    """
     outlast_full_disks()
 
     try:
         # Other projects may have packages of the same common names.
         refuse_foreign_packages()
-        return _run(arguments)
+        return work()
     except BrokenPipeError:
         # Whoever reads the output, such as `head`, has seen enough. Python flushes
         # stdout once more at its end.
@@ -117,7 +125,16 @@ def _run(arguments: list[str]) -> int:
         return 0
 
     if command in _MODULES_WITH_FLAGS:
-        return _run_with_flags(command, rest)
+        return run_with_flags(_MODULES_WITH_FLAGS[command], rest)
+
+    if command == "bench":
+        program = shlex.join(["python", "-m", "scripts.bench", *rest])
+        print(
+            "verl-ray bench: the benchmarks are not in the package. Type in a checkout:"
+            f" {program}",
+            file=sys.stderr,
+        )
+        return 2
 
     if command not in HELP:
         hint = did_you_mean(command, [*HELP, *_MODULES_WITH_FLAGS], "command")
@@ -236,13 +253,18 @@ def _unnamed_root(command: str) -> Problem:
     return Problem("--config-name", None, rule, fix)
 
 
-def _run_with_flags(command: str, rest: list[str]) -> int:
-    """Run a command that reads flags of its own."""
+def run_with_flags(implementation: str, arguments: list[str]) -> int:
+    """Run a command that reads flags of its own, and return its exit code.
+
+    Args:
+        implementation: `MODULE`, whose `main` it is, or `MODULE:FUNCTION`.
+        arguments: What was typed behind the command.
+    """
     stop_on_signals()
-    module, _, function = _MODULES_WITH_FLAGS[command].partition(":")
-    implementation = getattr(importlib.import_module(module), function or "main")
+    module, _, function = implementation.partition(":")
+    run = getattr(importlib.import_module(module), function or "main")
     _collect_garbage_again()
-    return stoppable(functools.partial(cast(TakesArguments, implementation), rest))
+    return stoppable(functools.partial(cast(TakesArguments, run), arguments))
 
 
 def _run_with_config(

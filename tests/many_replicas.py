@@ -6,7 +6,7 @@ memory, and how long it takes to react to finished rows::
 
     python -m tests.many_replicas [--replicas 256] [--steps 25] [OVERRIDE ...]
 
-Deliberately not here: what an engine does (`verl-ray bench schedule`).
+Deliberately not here: what an engine does (`python -m scripts.bench schedule`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from typing import Any
 import numpy as np
 import psutil
 
-from controllers.bench.inputs import run_with_inputs
-from controllers.bench.schedule_run import (
+from controllers.system.build import System, build_replicas
+from controllers.system.plan import ROLLOUT, ClusterShape, plan_processes, resolve_on
+from scripts.bench.inputs import run_with_inputs
+from scripts.bench.schedule_run import (
     Lengths,
     RecordingWorker,
     ReplicaRecord,
@@ -36,8 +38,7 @@ from controllers.bench.schedule_run import (
     graded,
     percentiles,
 )
-from controllers.system.build import System, build_replicas
-from controllers.system.plan import ROLLOUT, ClusterShape, plan_processes, resolve_on
+from scripts.bench.scripted_engine import ScriptedEngine
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.session import Session
@@ -49,7 +50,6 @@ from verl_ray.rollout.requests import (
     GenerationRequest,
     Tokens,
 )
-from verl_ray.rollout.scripted import ScriptedEngine
 from verl_ray.rollout.server import RolloutServer
 from workers.rollout import RolloutSpec
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from controllers.bench.processes import fork
+from scripts.bench.processes import fork
 
 if TYPE_CHECKING:  # the parent of ranks imports no more than they need
     import pytest

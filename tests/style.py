@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ("verl_ray", "controllers", "workers")
+SOURCES = ("verl_ray", "controllers", "workers", "scripts")
 README = ROOT / "README.md"
 
 MOST_LINES_OF_A_FILE = 700

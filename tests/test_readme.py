@@ -78,7 +78,7 @@ AS_IT_STANDS = (
     "cat > sums.csv",
     "scripts/prepare_data",
 )
-NOT_RUN = ("scripts/test", "scripts/bench_gpu", "verl-ray bench")
+NOT_RUN = ("scripts/test", "scripts/bench_gpu", "python -m scripts.bench")
 FIRST = (README, "Two commands")
 CLUSTER = (README, "A cluster")
 SAID = {

@@ -62,7 +62,6 @@ commands:
   watch     show a run that another terminal has started, until it ends
   report    write what runs did to an HTML file, or serve it while they go on
   runs      list the runs in a folder, with their state and result
-  bench     measure speed
 
 `verl-ray <command> --help` says more about each.
 

@@ -535,7 +535,7 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return ScriptedSet()
 
     package.create_dataset = create_dataset  # type: ignore[attr-defined]
-    monkeypatch.setattr(reasoning_gym, "_package", lambda: package)
+    monkeypatch.setattr(reasoning_gym, "installed_package", lambda: package)
     reasoning_gym._dataset.cache_clear()
     yield
     reasoning_gym._dataset.cache_clear()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shlex
@@ -14,7 +13,6 @@ from pathlib import Path
 import pytest
 
 import configs
-from controllers.bench import SUITES
 from controllers.command_line import main
 from controllers.commands import multirun
 from controllers.run.next_command import command_to_resume
@@ -24,7 +22,7 @@ from verl_ray.paths import program
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], [], ["train", "-h"], ["evaluate", "-h"], ["check", "-h"], ["bench"]],
+    [["--help"], [], ["train", "-h"], ["evaluate", "-h"], ["check", "-h"]],
 )
 def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     try:
@@ -61,17 +59,13 @@ def described(file: Path) -> str:
     return f"{file.stem} {about.removeprefix('# ')}"
 
 
-def test_every_suite_is_in_the_help_of_bench(
+def test_bench_names_the_program_of_a_checkout(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["bench", "--help"]) == 0
-    text = capsys.readouterr().out
-    for name, about in SUITES.items():
-        assert re.search(rf"\n  {name} +{re.escape(about)}\n", text)
-        assert (
-            importlib.util.find_spec(f"controllers.bench.{name.replace('-', '_')}")
-            is not None
-        )
+    assert main(["bench", "step", "--dir", "my inputs"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.endswith(" python -m scripts.bench step --dir 'my inputs'\n")
 
 
 def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

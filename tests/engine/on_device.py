@@ -1,4 +1,4 @@
-"""Parts of `verl-ray bench gpu`: a training backend on this machine's device.
+"""Parts of `python -m scripts.bench gpu`: a training backend on this machine's device.
 
 `python -m tests.engine.on_device '{"check": "contract", "kind": "fsdp", "device":
 "cuda", "world": 1}'` prints how far the backend is from plain transformers in float64,
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from controllers.bench.processes import run_processes
+from scripts.bench.processes import run_processes
 from tests.engine.inputs import (
     POLICY,
     TEMPERATURE,

@@ -140,7 +140,7 @@ def test_sizes_that_do_not_fit_are_refused(tmp_path: Path, tokenizer: Path) -> N
 
 @pytest.mark.processes
 def test_importing_is_light() -> None:
-    code = "import sys, verl_ray.models.tiny, verl_ray.data.prepare, verl_ray.data.conversations\n"
+    code = "import sys, verl_ray.models.tiny, scripts.prepare_data, verl_ray.data.conversations\n"
     code += "print(sorted({'torch', 'transformers', 'datasets', 'ray', 'vllm'} & set(sys.modules)))"
     root = Path(__file__).parents[2]
     done = subprocess.run(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from controllers.bench.peaks import peak_bytes
+from scripts.bench.peaks import peak_bytes
 from tests.ops.naive import Watch, naive
 from verl_ray.errors import EngineError
 from verl_ray.ops import log_probs as module

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from controllers.bench.peaks import PASSES, TESTED, PeakCase, measure
+from scripts.bench.peaks import PASSES, TESTED, PeakCase, measure
 
 pytestmark = pytest.mark.ranks
 

@@ -1,4 +1,4 @@
-"""A part of `verl-ray bench gpu`: a rollout engine on this machine's device.
+"""A part of `python -m scripts.bench gpu`: a rollout engine on this machine's device.
 
 `python -m tests.rollout.on_device '{"device": "cuda", "dtype": "bfloat16"}'` prints
 what was measured, and exits with 1 if the contract does not hold.

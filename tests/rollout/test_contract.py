@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from scripts.bench.scripted_engine import ScriptedEngine
 from tests.rollout.generation import drained, generate
 from verl_ray.data.stages import Finish
 from verl_ray.data.tokenizers import load_tokenizer
@@ -25,7 +26,6 @@ from verl_ray.rollout.requests import (
     GenerationRequest,
     Sampling,
 )
-from verl_ray.rollout.scripted import ScriptedEngine
 from verl_ray.rollout.vllm_engine import VllmEngine
 from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice, plan_buckets

@@ -21,6 +21,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from scripts.bench.scripted_engine import ScriptedEngine
 from verl_ray.config.rollout import EndpointConfig
 from verl_ray.data.stages import Finish
 from verl_ray.data.tokenizers import load_tokenizer
@@ -34,7 +35,6 @@ from verl_ray.rollout.requests import (
     GenerationRequest,
     Sampling,
 )
-from verl_ray.rollout.scripted import ScriptedEngine
 from verl_ray.rollout.server import RolloutServer
 from verl_ray.rollout.vllm_engine import VllmEngine
 

@@ -19,6 +19,7 @@ import numpy as np
 import psutil
 import pytest
 
+from scripts.bench.scripted_engine import Script, ScriptedEngine
 from tests.agents.chat_server import chat_server, settings
 from tests.waiting import PATIENCE_S
 from verl_ray.agents.contract import Action, End, Episode, EpisodeTask, ToolCall
@@ -37,7 +38,6 @@ from verl_ray.rollout.episode_counts import EpisodeCounts
 from verl_ray.rollout.episode_stream import EpisodeRequest
 from verl_ray.rollout.episodes import EpisodePool, retry_wait_s
 from verl_ray.rollout.requests import GenerationRequest, Sampling
-from verl_ray.rollout.scripted import Script, ScriptedEngine
 from verl_ray.rollout.server import PauseRequest, RolloutServer
 from workers.episodes import ROW_IDS
 from workers.rollout import Generation, RolloutWorker

@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from scripts.bench.scripted_engine import ScriptedEngine
 from verl_ray.data.stages import Finish
 from verl_ray.errors import EngineFailed, RolloutError
 from verl_ray.profiling.progress import progress
@@ -23,7 +24,6 @@ from verl_ray.rollout.requests import (
     GenerationRequest,
     Sampling,
 )
-from verl_ray.rollout.scripted import ScriptedEngine
 from verl_ray.rollout.server import RolloutServer
 
 

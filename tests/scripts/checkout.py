@@ -18,7 +18,7 @@ NOTING = f"""#!/bin/sh
 name=$(basename "$0")
 case "$name $*" in
   "python -m pip"* | "python "*"-c import ray"* | "python -m controllers"* | "python -m pytest"* \
-    | "python -m tests."* | [rml]*)
+    | "python -m tests."* | "python -m scripts."* | [rml]*)
     echo "$name $*" >> "$NOTES"
     pwd >> "$NOTES.folders"
     case "$*" in *pip*) sleep 0.1 ;; esac

@@ -12,9 +12,9 @@ pytestmark = pytest.mark.processes
 def test_it_measures_in_the_environment_that_is_there(checkout: Checkout) -> None:
     code, output = checkout.run("scripts/bench_gpu", "--only", "devices")
     assert code == 0, output
-    assert checkout.notes() == ["python -m controllers bench gpu --only devices"]
+    assert checkout.notes() == ["python -m scripts.bench gpu --only devices"]
     assert checkout.folders() == {str(checkout.folder)}
 
 
 def test_its_exit_code_is_that_of_the_bench(checkout: Checkout) -> None:
-    assert checkout.run("scripts/bench_gpu", fails="-m controllers")[0] == 3
+    assert checkout.run("scripts/bench_gpu", fails="-m scripts.bench")[0] == 3

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
+from scripts.bench.scripted_engine import ScriptedEngine
 from tests.weight_sync.fingerprints import EMPTY
-from verl_ray.rollout.scripted import ScriptedEngine
 from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import (
     Bucket,

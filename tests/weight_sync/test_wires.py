@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from scripts.bench.scripted_engine import ScriptedEngine
 from tests.weight_sync.endpoints import (
     BUCKETS,
     CPU,
@@ -23,7 +24,6 @@ from tests.weight_sync.endpoints import (
 )
 from verl_ray.config.rollout import WireName
 from verl_ray.errors import WeightSyncError
-from verl_ray.rollout.scripted import ScriptedEngine
 from verl_ray.weight_sync.cuda_ipc import CudaIpcSender
 from verl_ray.weight_sync.transport import WireSpec
 from verl_ray.weight_sync.wires import WireLayout, carrier_device, choose_roots

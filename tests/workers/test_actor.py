@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from scripts.bench.scripted_engine import ScriptedEngine
 from tests.algorithms.test_objectives import algorithm
 from tests.corrections import NO_CORRECTION
 from tests.engine.inputs import ENGINE, OPTIMIZER
@@ -28,7 +29,6 @@ from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.engine.base import EngineSpec
 from verl_ray.errors import DataError
 from verl_ray.models.tiny import make_tiny
-from verl_ray.rollout.scripted import ScriptedEngine
 from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import plan_buckets
 from verl_ray.weight_sync.transport import WireSpec

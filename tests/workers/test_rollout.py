@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from scripts.bench.scripted_engine import ScriptedEngine
 from verl_ray.data.batch import Ragged, offsets_of
 from verl_ray.data.stages import (
     UNFINISHED,
@@ -29,7 +30,6 @@ from verl_ray.rollout.requests import (
     Sampling,
     row_seeds,
 )
-from verl_ray.rollout.scripted import ScriptedEngine
 from verl_ray.rollout.server import RolloutServer
 from workers.rollout import Generation, RolloutWorker
 

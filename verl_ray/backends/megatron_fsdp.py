@@ -3,7 +3,7 @@ gradients and optimizer state into buffers.
 
 Invariant: every setting has an effect, or is refused with the setting that it depends
 on. The memory between steps is counted without the padding of buckets, which is a few
-rows each; `verl-ray bench megatron_fsdp_memory` measures it.
+rows each; `python -m scripts.bench megatron_fsdp_memory` measures it.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def thread_environment(threads: int, inherited: Mapping[str, str]) -> dict[str, 
     core from the process that the others wait for. By default it would spin for several
     milliseconds: the update of a small model then took ten times as long on two busy
     cores. A thread that sleeps at once has to be woken for every layer: with it, steps
-    of 32 tokens took 1.29 s instead of 0.91 s (`verl-ray bench step`, two idle cores).
+    of 32 tokens took 1.29 s instead of 0.91 s (the benchmark `step`, two idle cores).
 
     Args:
         threads: The number of threads.

@@ -189,5 +189,5 @@ def test_the_template_without_a_model_continues_all_turns(tmp_path: Path) -> Non
 
 def test_what_ships_has_a_short_name() -> None:
     folder = ROOT / "verl_ray" / "agents" / "environments"
-    others = {"__init__", "conversation", "reasoning_gym_conformance"}
+    others = {"__init__", "conversation"}
     assert set(SHIPPED) == {path.stem for path in folder.glob("*.py")} - others

@@ -19,10 +19,10 @@ import yaml
 
 from controllers.tasks import typed_config
 from controllers.trainers.base import task_of
+from scripts.prepare_data import main as prepare_data
 from tests.controllers.runs import ROOT, Inputs, command, command_here, lasting
 from verl_ray.checkpoint.manifest import CHECKSUM, sealed
 from verl_ray.cluster.session import Session
-from verl_ray.data.prepare import main as prepare_data
 from verl_ray.errors import DataError
 from verl_ray.profiling.trace import read_trace
 from verl_ray.tracking.evaluations import (

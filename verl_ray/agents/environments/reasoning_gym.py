@@ -6,7 +6,7 @@ the policy is run as a program, raises an exception, or is worth more than its a
 Scorers of reasoning-gym 0.1.25 were written for texts of good will. Nine pass the text
 to Python's eval, by themselves or by way of sympy; some raise exceptions, or never
 return. So a text is looked at before a scorer sees it, and some sets are refused.
-`reasoning_gym_conformance.py` finds what is listed here.
+`python -m scripts.reasoning_gym_conformance` finds what is listed here.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ class ReasoningGym:
 # A set is a value, see the conformance check, and some take a second to be built.
 @functools.lru_cache(maxsize=16)
 def _dataset(name: str, settings: str) -> Any:
-    package = _package()
+    package = installed_package()
     place = f"ReasoningGym {name}"
     if name not in package.factory.DATASETS:
         raise InputError("reasoning-gym has no such set", place=place)
@@ -261,7 +261,12 @@ def _dataset(name: str, settings: str) -> Any:
         raise InputError(rule, place=place) from error
 
 
-def _package() -> ModuleType:
+def installed_package() -> ModuleType:
+    """Return the package reasoning-gym.
+
+    Raises:
+        InstallationError: It is not installed.
+    """
     try:
         import reasoning_gym
         import reasoning_gym.factory

@@ -11,12 +11,11 @@ import json
 import os
 import platform
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from statistics import median
 
-from controllers.bench.inputs import FOLDER
+from scripts.bench.inputs import FOLDER
 from verl_ray.rollout.vllm_core import installed_version
 
 MIB = 1 << 20
@@ -26,9 +25,8 @@ class Flags(argparse.ArgumentParser):
     """The flags of a suite; the help of each ends with what it is by default."""
 
     def __init__(self, suite: str, about: str) -> None:
-        super().__init__(
-            prog=f"verl-ray bench {suite}", description=about, allow_abbrev=False
-        )
+        program = f"python -m scripts.bench {suite}"
+        super().__init__(prog=program, description=about, allow_abbrev=False)
 
     def number(
         self, flag: str, default: int | None, about: str, shown: str | None = None
@@ -82,17 +80,6 @@ def rounds(count: int, about: str) -> Iterator[int]:
     for number in range(count + 1):
         yield number
         progress(f"{about} {number} of {count}")
-
-
-def timed(run: Callable[[], object], repeats: int) -> float:
-    """Return the median seconds of `repeats` calls, after one that does not count."""
-    run()
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - start)
-    return median(seconds)
 
 
 def medians(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""`verl-ray bench agents`: what episodes cost beside a rollout engine, what a thousand
+"""The suite `agents`: what episodes cost beside a rollout engine, what a thousand
 of them at once take of a machine, and what a late turn of a long one costs.
 
 Invariant: both sides of the comparison draw the same tokens. The yardstick is a
@@ -34,9 +34,10 @@ from typing import TypeVar
 import numpy as np
 import psutil
 
-from controllers.bench.inputs import POLICIES
-from controllers.bench.suite import MIB, Flags, circumstances, print_json, rounds
 from controllers.compose.composition import compose
+from scripts.bench.inputs import POLICIES
+from scripts.bench.scripted_engine import ScriptedEngine
+from scripts.bench.suite import MIB, Flags, circumstances, print_json, rounds
 from verl_ray.agents.contract import (
     Action,
     End,
@@ -71,7 +72,6 @@ from verl_ray.rollout.requests import (
     Sampling,
     Tokens,
 )
-from verl_ray.rollout.scripted import ScriptedEngine
 from verl_ray.rollout.server import RolloutServer
 from verl_ray.rollout.tool_calls import ActionReader
 from verl_ray.rollout.vllm_core import environment
@@ -89,7 +89,7 @@ _TEMPLATE = (
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 _WORLD = "verl_ray.agents.environments.number_guessing:NumberGuessing"
-_TOOL_WORLD = "controllers.bench.calling_world:CallingWorld"
+_TOOL_WORLD = "scripts.bench.calling_world:CallingWorld"
 _TOOL_PARSER = "hermes"
 _TURN_TOKENS = 256
 _OTHERS_TOKENS = 256

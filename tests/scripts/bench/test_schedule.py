@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from controllers.bench.schedule import Block, figures, table
-from controllers.bench.schedule_run import (
+from scripts.bench.schedule import Block, figures, table
+from scripts.bench.schedule_run import (
     DriverRecord,
     ForcedGeneration,
     Lengths,
@@ -26,7 +26,7 @@ from controllers.bench.schedule_run import (
 )
 from verl_ray.rollout.requests import Sampling
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def moment(at_s: float, *row_ids: int) -> Moment:
@@ -139,7 +139,7 @@ def test_ratios_are_of_the_blocks_of_one_round() -> None:
 @pytest.mark.slow
 def test_schedule(tmp_path: Path) -> None:
     """Run tiny sizes as the README has it: the command opens a cluster of its own."""
-    command = [str(Path(sys.executable).with_name("verl-ray")), "bench", "schedule"]
+    command = [sys.executable, "-m", "scripts.bench", "schedule"]
     command += ["--tiny", "--rounds", "1", "--steps", "2", "--warmup", "1"]
     command += ["--dir", str(tmp_path)]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580)

@@ -1,4 +1,4 @@
-"""`verl-ray bench broadcast`: weights from the ranks of an actor to receivers over
+"""The suite `broadcast`: weights from the ranks of an actor to receivers over
 gloo, by the number of ranks that broadcast them.
 
 Invariant: senders and receivers are those of a weight sync, each in a process of its
@@ -21,8 +21,8 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from controllers.bench.processes import PATIENCE_S, fork, joined
-from controllers.bench.suite import MIB, Flags, circumstances, print_json
+from scripts.bench.processes import PATIENCE_S, fork, joined
+from scripts.bench.suite import MIB, Flags, circumstances, print_json
 from verl_ray.errors import VerlRayError
 
 if TYPE_CHECKING:

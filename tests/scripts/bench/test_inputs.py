@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from controllers.bench.inputs import inputs_name, run_with_inputs
+from scripts.bench.inputs import inputs_name, run_with_inputs
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import ConfigError
 from verl_ray.preflight.findings import INPUTS_COMPLETE, inputs_folder

@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import multiprocessing
 import shutil
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -135,6 +137,17 @@ def make_model(size: Size, folder: str) -> str:
     index = {"metadata": {}, "weight_map": file_of}
     (Path(folder) / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
+
+
+def made_apart(size: Size, path: str) -> str:
+    """Make a model in another process, and return its path.
+
+    A process that measures others may not load torch, because its pages would count as
+    shared with theirs.
+    """
+    spawning = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawning) as executor:
+        return executor.submit(make_model, size, path).result()
 
 
 # ---------------------------------------------------------------------- inputs of a run

@@ -1,4 +1,4 @@
-"""`verl-ray bench step`: whole training steps of a small GRPO run, compared with the
+"""The suite `step`: whole training steps of a small GRPO run, compared with the
 floor of the same work.
 
 Invariant: the steps are those of `train`, with real Ray, vLLM, scores and weight sync.
@@ -16,20 +16,20 @@ from statistics import median
 
 import psutil
 
-from controllers.bench.inputs import POLICIES, run_with_inputs
-from controllers.bench.raw import RawProcess, RawSpec
-from controllers.bench.running import cluster
-from controllers.bench.suite import (
+from controllers.rollouts.producer import Producer
+from controllers.system.build import System, start
+from controllers.system.plan import resolve_on
+from controllers.trainers.rl import Trainer
+from scripts.bench.inputs import POLICIES, run_with_inputs
+from scripts.bench.raw import RawProcess, RawSpec
+from scripts.bench.running import cluster
+from scripts.bench.suite import (
     Flags,
     circumstances,
     medians,
     print_json,
     progress,
 )
-from controllers.rollouts.producer import Producer
-from controllers.system.build import System, start
-from controllers.system.plan import resolve_on
-from controllers.trainers.rl import Trainer
 from verl_ray.cluster.process_control import thread_environment
 from verl_ray.cluster.waiting import read
 from verl_ray.config.section import resolved

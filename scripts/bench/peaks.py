@@ -1,4 +1,4 @@
-"""`verl-ray bench peaks`: the most memory of passes on a CPU, compared with the plan.
+"""The suite `peaks`: the most memory of passes on a CPU, compared with the plan.
 
 Invariant: a peak is exact. torch's profiler reports every allocation and release of the
 CPU allocator, temporary memory of kernels included, so nothing depends on what the C
@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from controllers.bench.inputs import Size, make_model
-from controllers.bench.processes import (
+from scripts.bench.inputs import Size, make_model
+from scripts.bench.processes import (
     PATIENCE_S,
     as_on_a_cpu,
     fork,
@@ -29,7 +29,7 @@ from controllers.bench.processes import (
     run_processes,
     training_rows,
 )
-from controllers.bench.suite import MIB, Flags, markdown, print_json, progress
+from scripts.bench.suite import MIB, Flags, markdown, print_json, progress
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.packing import balance
 from verl_ray.data.stages import TrainingBatch

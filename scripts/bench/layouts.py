@@ -1,4 +1,4 @@
-"""`verl-ray bench layouts`: differences between megatron and the plain engine, in every
+"""The suite `layouts`: differences between megatron and the plain engine, in every
 layout.
 
 Invariant: both compute the same weights and rows in float32. The benchmark compares
@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from controllers.bench.processes import PATIENCE_S, fork, joined, learner, run_processes
-from controllers.bench.suite import Flags, markdown, print_json, progress
 from controllers.compose.composition import compose
+from scripts.bench.processes import PATIENCE_S, fork, joined, learner, run_processes
+from scripts.bench.suite import Flags, markdown, print_json, progress
 from verl_ray.config.load import parse, to_tree
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.config.tasks.rl import RLConfig

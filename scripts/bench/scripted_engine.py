@@ -1,9 +1,9 @@
-"""A rollout engine whose responses a function gives, for tests of what uses an engine.
+"""A rollout engine whose responses a function gives, for tests and benchmarks.
 
-Invariant: it follows the contract and the rules of `base.py`, and yields one token per
-step and request for which its KV cache has space. Nothing is sampled, and no
-configuration can choose it. Deliberately not a replacement for vLLM where numbers
-matter.
+Invariant: it follows the contract and the rules of `verl_ray/rollout/base.py`, and
+yields one token per step and request for which its KV cache has space. Nothing is
+sampled, and no configuration can choose it. Deliberately not a replacement for vLLM
+where numbers matter.
 """
 
 from __future__ import annotations

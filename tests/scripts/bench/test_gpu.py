@@ -15,15 +15,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from controllers.bench import gpu
-from controllers.bench.gpu import (
+from scripts.bench import gpu
+from scripts.bench.gpu import (
     Part,
     bytes_on_the_host,
     layers_on_the_host,
     parts_of,
     run_parts,
 )
-from controllers.bench.inputs import MODELS, make_model, tensors_of, with_layers
+from scripts.bench.inputs import MODELS, make_model, tensors_of, with_layers
 from verl_ray.models.tensor_sources import CheckpointReader
 
 SLEEPS = """

@@ -1,4 +1,4 @@
-"""`verl-ray bench schedule`: the schedules of rollouts and training, compared with the
+"""The suite `schedule`: the schedules of rollouts and training, compared with the
 synchronous one.
 
 Invariant: all schedules have the same processes, prompts, lengths of responses and rows
@@ -22,9 +22,12 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal
 
-from controllers.bench.inputs import run_with_inputs
-from controllers.bench.running import cluster
-from controllers.bench.schedule_run import (
+from controllers.system.build import System, start
+from controllers.system.plan import ROLLOUT, WORKERS, ClusterShape, resolve_on
+from controllers.watch.measures import Metrics
+from scripts.bench.inputs import run_with_inputs
+from scripts.bench.running import cluster
+from scripts.bench.schedule_run import (
     LEARNING,
     Lengths,
     Reaction,
@@ -34,10 +37,7 @@ from controllers.bench.schedule_run import (
     percentiles,
     replaced,
 )
-from controllers.bench.suite import Flags, circumstances, markdown, print_json
-from controllers.system.build import System, start
-from controllers.system.plan import ROLLOUT, WORKERS, ClusterShape, resolve_on
-from controllers.watch.measures import Metrics
+from scripts.bench.suite import Flags, circumstances, markdown, print_json
 from verl_ray.cluster.session import Session
 from verl_ray.config.tasks.rl import RLConfig
 

@@ -1,4 +1,4 @@
-"""`verl-ray bench gpu`: everything that only a GPU can show, in under ten minutes.
+"""The suite `gpu`: everything that only a GPU can show, in under ten minutes.
 
 Invariant: each part is a process of its own with a deadline, so no part keeps another
 from running; a part that was not run is listed with the reason. The figures are written
@@ -33,7 +33,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from controllers.bench.inputs import (
+from controllers.compose.listing import WIDTH
+from scripts.bench.inputs import (
     FOLDER,
     MODELS,
     Size,
@@ -41,8 +42,7 @@ from controllers.bench.inputs import (
     tensors_of,
     with_layers,
 )
-from controllers.bench.suite import Flags, print_json, progress, shown_versions
-from controllers.compose.listing import WIDTH
+from scripts.bench.suite import Flags, print_json, progress, shown_versions
 from verl_ray.backends.base import FLOAT32, MOMENTS
 from verl_ray.config.versions import missing_packages, problem_of
 from verl_ray.json_lines import lines_of
@@ -70,7 +70,7 @@ OTHER_HOST_GIB = 4
 
 _ON_A_GPU = ("--rows", "64", "--micro-batch-tokens", "8192")
 
-_PROGRAMS = ("-m", "controllers.bench.gpu")
+_PROGRAMS = ("-m", "scripts.bench.gpu")
 KINDS = ("engine", "fsdp", "megatron", "megatron_fsdp")
 _PACKAGES = {"megatron": ("megatron.core",), "megatron_fsdp": ("megatron_fsdp",)}
 
@@ -408,7 +408,7 @@ def _sync(wire: str, device: str, gpus: int, folder: str) -> Part:
     # With a GPU for each side `broadcast` is NCCL.
     placement = "separate" if gpus > 1 else "colocated"
     ways = ("--transport", wire, "--placement", placement)
-    arguments = ("-m", "controllers", "bench", "weight-sync", *sizes, *ways)
+    arguments = ("-m", "scripts.bench", "weight-sync", *sizes, *ways)
     return Part(
         f"sync_{wire}",
         f"weight syncs over {wire}, sleep levels and offload",
@@ -478,7 +478,7 @@ def _utilization_from_the_host(device: str, host_bytes: float) -> Part:
 
 def _speed(device: str, dtype: str) -> tuple[str, ...]:
     flags = ("--device", device, "--dtype", dtype, "--repeats", "1")
-    return ("-m", "controllers", "bench", "fsdp", *flags)
+    return ("-m", "scripts.bench", "fsdp", *flags)
 
 
 # ---------------------------------------------------------------- programs of the parts

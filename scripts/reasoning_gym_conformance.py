@@ -1,11 +1,11 @@
-"""A check of sets of reasoning-gym, by the rules that `reasoning_gym.py` relies on.
+"""A check of sets of reasoning-gym, by the rules that the environment relies on.
 
 Invariant: whatever a scorer does with a text, to run it, to hang, to end its process,
 it does in a process of its own, and becomes a problem in the list.
 
 As a program it prints the problems of the sets that are named, or of all of them::
 
-    python -m verl_ray.agents.environments.reasoning_gym_conformance [NAME ...]
+    python -m scripts.reasoning_gym_conformance [NAME ...]
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl_ray.agents.contract import Action, EpisodeTask, Message
-from verl_ray.agents.environments.reasoning_gym import ReasoningGym, _package
+from verl_ray.agents.environments.reasoning_gym import ReasoningGym, installed_package
 from verl_ray.json_lines import lines_of
 
 NUM_PROBLEMS = 3
@@ -173,7 +173,7 @@ def main(arguments: Sequence[str]) -> None:
     if arguments[:1] == ["--child"]:
         _report_to_parent(arguments[2:], int(arguments[1]))
         return
-    names = arguments or sorted(_package().factory.DATASETS)
+    names = arguments or sorted(installed_package().factory.DATASETS)
     for problem in conformance(names):
         print(problem)
     print(f"{len(names)} sets")

@@ -15,13 +15,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -29,10 +27,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from controllers.bench.inputs import MODELS, Size, make_model, with_layers
-from controllers.bench.processes import run_processes
-from controllers.bench.raw import padded
-from controllers.bench.suite import Flags, circumstances, progress
+from scripts.bench.inputs import MODELS, Size, made_apart, with_layers
+from scripts.bench.processes import run_processes
+from scripts.bench.raw import padded
+from scripts.bench.suite import progress
 from verl_ray.data.batch import Int64
 from verl_ray.profiling.flops import (
     ModelShape,
@@ -124,98 +122,14 @@ def padded_batches(lengths: Int64, max_tokens: int, by_length: bool) -> list[Int
 # -------------------------------------------------------------------------- the contest
 
 
-@dataclass(frozen=True)
-class Contest:
-    """A suite: its name, its contenders, and the contender that is the yardstick."""
-
-    suite: str
-    about: str
-    contenders: tuple[Contender, ...]
-    yardstick: str
-
-    def run(self, argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]] | None:
-        """Measure the contenders.
-
-        Returns:
-            The flags, and the figures as they are printed: by contender, then the
-            circumstances of the run. None where a GPU was requested and there is none;
-            a sentence on stderr says it.
-        """
-        flags = self._flags()
-        options = flags.parse_args(argv)
-        chosen = self._chosen(options)
-        if not chosen:
-            progress(
-                f"{flags.prog}: --device cuda needs a GPU, and torch finds none on this"
-                " machine"
-            )
-            return None
-
-        lengths = row_lengths(options.rows)
-        rounds, shape = _measure(chosen, options)
-        figures = {name: figures_of(rounds[name], lengths) for name in rounds}
-
-        # This comes last, because on a GPU the question takes some of its memory.
-        device, peak = _device(options.device, options.dtype)
-        worlds = {contender.name: contender.world for contender in chosen}
-        compare(figures, worlds, self.yardstick, shape, lengths, peak)
-        return options, figures | {
-            "rows": {
-                "count": options.rows,
-                "tokens": int(lengths.sum()),
-                "shortest": SHORTEST,
-                "longest": LONGEST,
-            },
-            "micro_batch_tokens": options.micro_batch_tokens,
-            "model": options.model,
-            "layers": shape.num_layers,
-            "layers_of_the_model": MODELS[options.model].layers.num_layers,
-            "dtype": options.dtype,
-            "device": device,
-            **circumstances(),
-        }
-
-    def _chosen(self, options: argparse.Namespace) -> list[Contender]:
-        """Return the requested contenders for which there are enough devices."""
-        requested = set(options.only or ())
-        if not options.only:
-            requested = {each.name for each in self.contenders if each.by_default}
-        if not options.alone:
-            requested.add(self.yardstick)
-
-        most = None if options.device == "cpu" else _gpus()
-        return [
-            contender
-            for contender in self.contenders
-            if contender.name in requested and (most is None or contender.world <= most)
-        ]
-
-    def _flags(self) -> Flags:
-        flags = Flags(
-            self.suite,
-            f"{self.about} Times forward, forward and backward, and whole optimizer"
-            f" steps, and the peak of memory, on rows of {SHORTEST} to {LONGEST}"
-            " tokens.",
-        )
-        flags.choice("--model", MODELS, "parameters of the policy")
-        about = "layers of the model, where fewer have to do"
-        flags.number("--layers", None, about, "all")
-        flags.number("--rows", 64, "rows of a batch")
-        flags.number("--repeats", 3, "rounds; the best time of each pass counts")
-        flags.number("--micro-batch-tokens", 4096, "at most, per rank")
-        flags.choice("--dtype", ("float32", "bfloat16"), "of computation")
-        names = [contender.name for contender in self.contenders]
-        flags.only(names, "in addition to the yardstick")
-        about = "without the yardstick, where it would not fit"
-        flags.add_argument("--alone", action="store_true", help=about)
-        flags.choice("--device", ("cpu", "cuda"), "cuda: one GPU per rank")
-        return flags
-
-
-def _measure(
+def measure(
     contenders: Sequence[Contender], options: argparse.Namespace
 ) -> tuple[dict[str, Rounds], ModelShape]:
     """Let the contenders take turns.
+
+    Args:
+        contenders: Those that take part.
+        options: The flags of the suite.
 
     Returns:
         The reports of each contender, by name, and the shape of the model.
@@ -244,21 +158,10 @@ def _measure(
             )
             tasks = [asdict(replace(task, rank=rank)) for rank in range(chosen.world)]
             # The module's name is written out: `__name__` may be `__main__`.
-            reports = run_processes("controllers.bench.contest", tasks, task.threads)
+            reports = run_processes("scripts.bench.contest", tasks, task.threads)
             rounds[chosen.name].append(reports)
 
     return rounds, ModelShape.from_config(model_config)
-
-
-def made_apart(size: Size, path: str) -> str:
-    """Make a model in another process, and return its path.
-
-    A process that measures others may not load torch, because its pages would count as
-    shared with theirs.
-    """
-    spawning = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, spawning) as executor:
-        return executor.submit(make_model, size, path).result()
 
 
 def _size(options: argparse.Namespace) -> Size:
@@ -294,17 +197,16 @@ def figures_of(rounds: Rounds, lengths: Int64) -> dict[str, Any]:
 def compare(
     figures: dict[str, Any],
     worlds: dict[str, int],
-    yardstick: str,
     shape: ModelShape,
     lengths: Int64,
     peak: float | None,
 ) -> None:
-    """Add the relative speed and the model FLOPs utilization to each contender.
+    """Add the model FLOPs utilization to each contender, and its speed beside `PLAIN`
+    if that has taken part.
 
     Args:
         figures: The figures by contender; changed in place.
         worlds: The number of ranks of each contender.
-        yardstick: The contender whose speed is 1, if it has taken part.
         shape: The sizes of the model.
         lengths: Tokens of each row, int64 [rows].
         peak: FLOPs per second of one device, or None where they are unknown.
@@ -312,13 +214,13 @@ def compare(
     forward = forward_flops(shape, lengths)
     training = training_flops(shape, lengths)
     flops = {"forward": forward, "forward_backward": training, "step": training}
-    yardstick_s = figures[yardstick]["best_s"] if yardstick in figures else None
+    plain_s = figures[PLAIN]["best_s"] if PLAIN in figures else None
 
     for name, contender_figures in figures.items():
         best_s = contender_figures["best_s"]
-        if yardstick_s is not None:
-            contender_figures[f"times_{yardstick}"] = {
-                key: round(yardstick_s[key] / value, 3) for key, value in best_s.items()
+        if plain_s is not None:
+            contender_figures["times_plain"] = {
+                key: round(plain_s[key] / value, 3) for key, value in best_s.items()
             }
 
         utilization: dict[str, float] | None = None
@@ -330,13 +232,7 @@ def compare(
         contender_figures["model_flops_utilization"] = utilization
 
 
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
-
-
-def _device(kind: str, dtype: str) -> tuple[str, float | None]:
+def device_peak(kind: str, dtype: str) -> tuple[str, float | None]:
     """Return the name of the device and its peak in FLOPs per second, where known."""
     if kind == "cpu":
         return kind, None
@@ -357,7 +253,7 @@ def contend(task: ContenderTask) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from controllers.bench.processes import joined
+    from scripts.bench.processes import joined
 
     with joined(
         task.rank,
@@ -407,7 +303,7 @@ def _peak_bytes(run: Callable[[], object], device: str) -> int:
 
 def _engine_passes(task: ContenderTask, device: torch.device) -> Passes:
     """Return the passes of a training backend, on packed micro-batches."""
-    from controllers.bench.processes import learner, training_rows
+    from scripts.bench.processes import learner, training_rows
     from verl_ray.algorithms.objectives import SupervisedObjective
     from verl_ray.data.packing import balance
     from verl_ray.engine.base import EngineSpec
@@ -450,7 +346,7 @@ def _padded_passes(task: ContenderTask, device: torch.device) -> Passes:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from controllers.bench.processes import training_rows
+    from scripts.bench.processes import training_rows
 
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32)

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.data.reading import read_preferences
-from verl_ray.data.prepare import (
+from scripts.prepare_data import (
     INSTRUCTION,
     SOLUTIONS_FILE,
     PromptFormat,
@@ -21,6 +20,7 @@ from verl_ray.data.prepare import (
     final_number,
     main,
 )
+from tests.data.reading import read_preferences
 from verl_ray.data.records import read_prompts, read_supervised
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import DataError
@@ -133,6 +133,9 @@ def test_with_a_model_a_run_can_start(
 
 @pytest.mark.processes
 def test_the_script_works_from_any_folder(copy: Path, tmp_path: Path) -> None:
+    # A package of that name is common, and not the one of the checkout.
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "__init__.py").touch()
     done = subprocess.run(
         [SCRIPT, "gsm8k", "copy", "out"],
         cwd=tmp_path,

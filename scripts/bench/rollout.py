@@ -1,4 +1,4 @@
-"""`verl-ray bench rollout`: tokens per second of our rollout servers, compared with
+"""The suite `rollout`: tokens per second of our rollout servers, compared with
 vLLM's own offline `LLM.generate`.
 
 Invariant: both sides have the same model, prompts, sampling and number of tokens. They
@@ -13,12 +13,12 @@ import time
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from controllers.bench.inputs import POLICIES, run_with_inputs
-from controllers.bench.raw import RawProcess, RawRequests, RawSpec
-from controllers.bench.running import ActorAndReplicas, actor_and_replicas, cluster
-from controllers.bench.suite import Flags, circumstances, print_json, rounds
 from controllers.rollouts.replicas import Replicas
 from controllers.system.plan import ClusterShape, resolve_on, rollout_spec
+from scripts.bench.inputs import POLICIES, run_with_inputs
+from scripts.bench.raw import RawProcess, RawRequests, RawSpec
+from scripts.bench.running import ActorAndReplicas, actor_and_replicas, cluster
+from scripts.bench.suite import Flags, circumstances, print_json, rounds
 from verl_ray.cluster.process_control import thread_environment
 from verl_ray.cluster.waiting import TICK_S
 from verl_ray.config.rollout import VLLM_BATCHED_REQUESTS, VLLM_BATCHED_TOKENS

@@ -1,4 +1,4 @@
-"""The trainer and the replica of `verl-ray bench schedule`, which make the steps of one
+"""The trainer and the replica of the suite `schedule`, which make the steps of one
 schedule, and how long the driver takes to react to finished rows.
 
 Invariant: the trainer is that of `train`, with lengths that are forced and a record of

@@ -1,4 +1,4 @@
-"""The command `bench`: suites that measure this machine and print figures as JSON.
+"""The benchmarks: suites that measure this machine and print figures as JSON.
 
 Invariant: every figure comes with its yardstick, measured in the same run, because
 machines differ and are shared. Figures of other machines are in `README.md`.
@@ -28,10 +28,6 @@ SUITES = {
         "weights from several ranks to several receivers over gloo, by the number of"
         " ranks that broadcast, with the bytes of each process"
     ),
-    "data": (
-        "split, concatenate, select, put and get rows, compared with the memory"
-        " bandwidth of the same minute"
-    ),
     "fsdp": (
         "the training backends on 1 and 2 ranks, compared with plain PyTorch on the"
         " same rows"
@@ -41,7 +37,6 @@ SUITES = {
         " minutes"
     ),
     "layouts": "results of megatron in every layout, compared with the plain engine",
-    "megatron": "speed of megatron's layouts, compared with the plain engine",
     "megatron_fsdp_memory": (
         "memory of a rank under each sharding strategy, compared with the formula"
     ),
@@ -62,7 +57,7 @@ SUITES = {
 _WIDTH = max(map(len, SUITES))
 
 USAGE = f"""\
-usage: verl-ray bench <suite> [flags of the suite]
+usage: python -m scripts.bench <suite> [flags of the suite]
 
 Measure speed on this machine and print the figures as JSON.
 
@@ -70,8 +65,8 @@ suites:
 {chr(10).join(f"  {name:<{_WIDTH}}  {about}" for name, about in SUITES.items())}
 
 examples:
-  verl-ray bench data
-  verl-ray bench step --help
+  python -m scripts.bench step
+  python -m scripts.bench step --help
 """
 
 
@@ -87,9 +82,9 @@ def main(argv: list[str]) -> int:
     suite, *flags = argv
     if suite not in SUITES:
         hint = did_you_mean(suite, list(SUITES), "suite")
-        print(f"verl-ray bench: no suite {suite!r}. {hint}", file=sys.stderr)
+        print(f"python -m scripts.bench: no suite {suite!r}. {hint}", file=sys.stderr)
         return 2
 
-    module = importlib.import_module(f"controllers.bench.{suite.replace('-', '_')}")
+    module = importlib.import_module(f"scripts.bench.{suite.replace('-', '_')}")
     run = cast(Callable[[list[str]], int], module.main)
     return run(flags)

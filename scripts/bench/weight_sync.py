@@ -1,4 +1,4 @@
-"""`verl-ray bench weight-sync`: weight syncs from a training group to a rollout engine,
+"""The suite `weight-sync`: weight syncs from a training group to a rollout engine,
 compared with their bounds.
 
 Invariant: a weight sync is the one of `train`: Ray, the wire, fingerprints, vLLM's
@@ -18,9 +18,9 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, get_args
 
-from controllers.bench.inputs import POLICIES, run_with_inputs
-from controllers.bench.running import ActorAndReplicas, actor_and_replicas, cluster
-from controllers.bench.suite import Flags, circumstances, medians, print_json, rounds
+from scripts.bench.inputs import POLICIES, run_with_inputs
+from scripts.bench.running import ActorAndReplicas, actor_and_replicas, cluster
+from scripts.bench.suite import Flags, circumstances, medians, print_json, rounds
 from verl_ray.backends import BACKENDS
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.cluster.group import WorkerGroup

@@ -1,4 +1,4 @@
-"""`verl-ray bench megatron_fsdp_memory`: memory of a rank under each sharding strategy,
+"""The suite `megatron_fsdp_memory`: memory of a rank under each sharding strategy,
 compared with the formula.
 
 Invariant: every strategy is measured in fresh processes that first built and trained a
@@ -16,10 +16,9 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from controllers.bench.contest import made_apart
-from controllers.bench.inputs import MODELS, Size, tensors_of, with_layers
-from controllers.bench.processes import joined, learner, run_processes, training_rows
-from controllers.bench.suite import MIB, Flags, markdown, print_json, progress
+from scripts.bench.inputs import MODELS, Size, made_apart, tensors_of, with_layers
+from scripts.bench.processes import joined, learner, run_processes, training_rows
+from scripts.bench.suite import MIB, Flags, markdown, print_json, progress
 from verl_ray.backends.base import ParameterCounts
 from verl_ray.backends.megatron_fsdp import MegatronFsdpBackend
 from verl_ray.profiling.memory import AnonymousGrowth, anonymous_bytes, malloc_trim
@@ -121,7 +120,7 @@ def measure(
             )
             tasks = [{**asdict(task), "rank": rank} for rank in range(ranks)]
             # The module's name is written out, because this one may be `__main__`.
-            module = "controllers.bench.megatron_fsdp_memory"
+            module = "scripts.bench.megatron_fsdp_memory"
             reports = run_processes(module, tasks, 1, EXACT)
 
             backend = cast(MegatronFsdpBackend, _role(task).backend)
