@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from setuptools import find_packages
 
 from verl_ray.paths import (
+    OTHER_PACKAGES,
     UnknownPart,
     expanded,
     path_suggestion,
@@ -21,6 +24,15 @@ ROOT = Path(__file__).parents[1]
 
 def test_packages_of_one_root_belong_together() -> None:
     refuse_foreign_packages()
+
+
+def test_what_is_installed_is_the_program_alone() -> None:
+    """Neither tests nor `scripts` are in a wheel."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    finder = project["tool"]["setuptools"]["packages"]["find"]
+    packages = find_packages(str(ROOT), include=finder["include"])
+    roots = {package.partition(".")[0] for package in packages}
+    assert roots == {"verl_ray", *OTHER_PACKAGES}
 
 
 @pytest.mark.processes

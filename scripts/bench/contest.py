@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from scripts.bench.inputs import MODELS, Size, made_apart, with_layers
+from scripts.bench.memory import TreeMemorySampler
 from scripts.bench.processes import run_processes
 from scripts.bench.raw import padded
 from scripts.bench.suite import progress
@@ -38,7 +39,7 @@ from verl_ray.profiling.flops import (
     peak_flops_per_s,
     training_flops,
 )
-from verl_ray.profiling.memory import GIB, TreeMemorySampler, device_memory
+from verl_ray.profiling.memory import GIB, device_memory
 
 if TYPE_CHECKING:
     import torch

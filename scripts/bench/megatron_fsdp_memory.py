@@ -17,11 +17,12 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from scripts.bench.inputs import MODELS, Size, made_apart, tensors_of, with_layers
+from scripts.bench.memory import AnonymousGrowth, anonymous_bytes
 from scripts.bench.processes import joined, learner, run_processes, training_rows
 from scripts.bench.suite import MIB, Flags, markdown, print_json, progress
 from verl_ray.backends.base import ParameterCounts
 from verl_ray.backends.megatron_fsdp import MegatronFsdpBackend
-from verl_ray.profiling.memory import AnonymousGrowth, anonymous_bytes, malloc_trim
+from verl_ray.profiling.memory import malloc_trim
 
 if TYPE_CHECKING:
     from verl_ray.config.roles import SupervisedRole

@@ -21,6 +21,7 @@ from controllers.system.build import System, start
 from controllers.system.plan import resolve_on
 from controllers.trainers.rl import Trainer
 from scripts.bench.inputs import POLICIES, run_with_inputs
+from scripts.bench.memory import TreeMemorySampler
 from scripts.bench.raw import RawProcess, RawSpec
 from scripts.bench.running import cluster
 from scripts.bench.suite import (
@@ -39,7 +40,7 @@ from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.stages import Rollouts
 from verl_ray.data.tokenizers import policy_tokenizer
-from verl_ray.profiling.memory import GIB, TreeMemorySampler
+from verl_ray.profiling.memory import GIB
 from verl_ray.profiling.phases import Timers
 from verl_ray.rollout.vllm_core import environment
 from workers.rollout import Generation

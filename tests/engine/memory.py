@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from scripts.bench.memory import AnonymousGrowth
 from tests.engine import inputs
 from verl_ray.engine.base import Engine
-from verl_ray.profiling.memory import AnonymousGrowth
 
 
 def main(kind: str, rank: int, world: int, folder: Path) -> None:

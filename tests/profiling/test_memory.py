@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from scripts.bench.memory import TreeMemorySampler
 from verl_ray.profiling.memory import (
     GIB,
-    TreeMemorySampler,
     device_memory,
     host_used_gib,
     tree_pss_bytes,
