@@ -1,7 +1,7 @@
 """What keeps the code readable: the lists of names and openings that are banned, and the measures.
 
 `tests/test_style.py` fails on each place that `places` finds. As a program this file prints
-the places, the measures, and how many files one opens to follow something through the code::
+the places and the measures::
 
     python tests/style.py [PATH ...]
 
@@ -24,7 +24,6 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("verl_ray", "controllers", "workers", "scripts")
 README = ROOT / "README.md"
 
-MOST_LINES_OF_A_FILE = 700
 MOST_LINES_OF_A_FUNCTION = 60
 
 # Modules here import each other in one direction, for annotations and in functions too.
@@ -124,13 +123,6 @@ def places(parsed: Sequence[Module]) -> list[Place]:
 def _places_of(module: Module) -> Iterator[Place]:
     yield from banned_names(module)
     yield from mid_sentence_docstrings(module)
-
-    lines = len(module.text.splitlines())
-    if lines > MOST_LINES_OF_A_FILE:
-        rule = f"{lines} lines"
-        yield Place(
-            module.path, 1, rule, f"split the file: at most {MOST_LINES_OF_A_FILE}"
-        )
 
     for function in module.functions:
         assert function.end_lineno is not None
@@ -294,108 +286,11 @@ def _lines_with_comments(module: Module) -> set[int]:
     return {token.start[0] for token in tokens if token.type == tokenize.COMMENT}
 
 
-# --------------------------------------------------------------------------------- walks
-
-WALKS = {
-    "a prompt in its file to the line of metrics": (
-        "verl_ray/data/files.py read_rows",
-        "verl_ray/data/schemas.py ",
-        "verl_ray/data/records.py prompt_reading",
-        "verl_ray/data/prompts.py PromptSource.next_batch",
-        "verl_ray/data/encoding.py ",
-        "verl_ray/data/cursor.py Cursor.draw",
-        "controllers/trainers/rl.py Trainer.produce",
-        "controllers/rollouts/supply.py Supply.draw",
-        "controllers/rollouts/admission.py Admission.draw",
-        "controllers/rollouts/producer.py Producer.advance",
-        "controllers/rollouts/generation.py GenerationScheduler.dispatch",
-        "verl_ray/cluster/group.py ",
-        "workers/rollout.py RolloutWorker.generate",
-        "verl_ray/rollout/server.py ",
-        "verl_ray/rollout/vllm_engine.py ",
-        "controllers/rollouts/graders.py Graders.score",
-        "workers/reward.py RewardWorker.score",
-        "verl_ray/rewards/pool.py ",
-        "verl_ray/rewards/child.py ",
-        "verl_ray/data/buffer.py RolloutBuffer.take",
-        "controllers/trainers/learner.py Learner.assign_credit",
-        "verl_ray/algorithms/credit.py ",
-        "controllers/watch/measures.py rollout_metrics",
-        "controllers/run/loop.py Loop.step",
-        "verl_ray/tracking/jsonl.py JsonlTracker.log",
-    ),
-    "Trainer.step to the formula of the loss": (
-        "controllers/trainers/rl.py Trainer.step",
-        "controllers/trainers/learner.py Learner.update_models",
-        "controllers/trainers/updates.py start_actor_updates",
-        "workers/actor.py ActorWorker.update",
-        "workers/model_worker.py ModelWorker.learn",
-        "verl_ray/engine/packed_engine.py PackedEngine.forward_backward",
-        "verl_ray/algorithms/policy_objective.py PolicyObjective.__call__",
-        "verl_ray/algorithms/policy_losses.py ppo_clip",
-    ),
-    "actor.optimizer.lr in YAML to AdamW": (
-        "configs/base/rl.yaml /optimizer@actor.optimizer",
-        "configs/optimizer/adamw.yaml lr:",
-        "controllers/compose/composition.py compose",
-        "controllers/tasks.py typed_config",
-        "verl_ray/config/load.py parse",
-        "verl_ray/config/roles.py OptimizerConfig",
-        "controllers/system/plan.py engine_spec",
-        "workers/model_worker.py ModelWorker.__init__",
-        "verl_ray/engine/build.py build_engine",
-        "verl_ray/engine/module_engine.py ModuleEngine.build_optimizer",
-        "verl_ray/engine/packed_engine.py PackedEngine.optimizer_step",
-        "verl_ray/engine/optimizer.py build_adamw",
-    ),
-}
-"""What a reader follows -> its stations, in order.
-
-A station is `PATH NAME`: a file, and what to read in it. In a Python file that is a
-function, a class, or `Class.method`; without a name it is the file as a whole. In any
-other file it is a text.
-"""
-
-
-def files_of_walk(stations: Sequence[str]) -> list[str]:
-    """The files that a walk opens, each once, in order.
-
-    Raises:
-        FileNotFoundError: A file does not exist.
-        LookupError: It does not have what is read there.
-    """
-    paths = []
-
-    for station in stations:
-        path, _, name = station.partition(" ")
-        text = (ROOT / path).read_text()
-        names = {"", *_definitions(ast.parse(text))} if path.endswith(".py") else text
-        if name not in names:
-            raise LookupError(f"{path} does not have {name}")
-        paths.append(path)
-
-    return list(dict.fromkeys(paths))
-
-
-def _definitions(tree: ast.Module) -> set[str]:
-    """Names of the functions and classes of a file, and of the methods in its classes."""
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    outer = [node for node in tree.body if isinstance(node, kinds)]
-    inner = {
-        f"{node.name}.{part.name}"
-        for node in outer
-        if isinstance(node, ast.ClassDef)
-        for part in node.body
-        if isinstance(part, kinds)
-    }
-    return {node.name for node in outer} | inner
-
-
 # ------------------------------------------------------------------------------- program
 
 
 def main(prefixes: Sequence[str]) -> None:
-    """Prints the places, then the measures and the walks."""
+    """Prints the places, then the measures."""
     parsed = modules(prefixes or SOURCES)
 
     for place in places(parsed):
@@ -410,8 +305,6 @@ def main(prefixes: Sequence[str]) -> None:
     print(f"files                            {len(parsed)}")
     print(f"statements                       {number_of_statements(parsed)}")
     print(f"words of the README              {len(README.read_text().split())}")
-    for name, stations in WALKS.items():
-        print(f"files from {name}: {len(files_of_walk(stations))}")
 
 
 if __name__ == "__main__":
