@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from controllers.devices import DeviceSharing
-from controllers.publishing import Publisher, Receivers
+from controllers.publishing.publisher import Publisher
+from controllers.publishing.wire import Receivers
 from controllers.rollouts.concurrency import AdaptiveConcurrency
 from controllers.rollouts.endpoints import Endpoints
 from controllers.rollouts.generation import (

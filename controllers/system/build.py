@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from controllers.devices import DeviceSharing, SharingPlan
-from controllers.publishing import Publisher
+from controllers.publishing.publisher import Publisher
 from controllers.rollouts.endpoints import Endpoints
 from controllers.rollouts.replicas import Replicas
 from controllers.rollouts.supervisor import Replica

@@ -13,7 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from controllers.devices import DeviceSharing, SharingPlan
-from controllers.publishing import Publisher, Receivers
+from controllers.publishing.publisher import Publisher
+from controllers.publishing.wire import Receivers
 from controllers.rollouts.replicas import Replicas
 from controllers.trainers.rl import Trainer
 from tests.controllers.conftest import MakeTrainer

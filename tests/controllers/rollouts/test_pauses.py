@@ -14,9 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
-from controllers import publishing
 from controllers.devices import DeviceSharing, SharingPlan
-from controllers.publishing import Publisher
+from controllers.publishing import wire
+from controllers.publishing.publisher import Publisher
 from controllers.rollouts.generation import GenerationJob
 from controllers.rollouts.replicas import Replicas
 from controllers.trainers.rl import Trainer
@@ -113,24 +113,24 @@ def test_a_replica_that_is_lost_again_before_it_has_its_weights_comes_back(
     (replica,) = replicas.available
     os.kill(_pid(replica), signal.SIGKILL)
     # The sender waits for the replica for less time than it takes to start.
-    patience = publishing.PEER_TIMEOUT_FRACTION
-    monkeypatch.setattr(publishing, "PEER_TIMEOUT_FRACTION", 2.4 / replica.stall_s)
+    patience = wire.PEER_TIMEOUT_FRACTION
+    monkeypatch.setattr(wire, "PEER_TIMEOUT_FRACTION", 2.4 / replica.stall_s)
 
     opening = threading.Event()
-    wire_spec = publishing.WeightWire._wire_spec
+    wire_spec = wire.WeightWire._wire_spec
 
     def told_wire_spec(self: Any, replicas: Any) -> Any:
         spec = wire_spec(self, replicas)
         opening.set()
         return spec
 
-    monkeypatch.setattr(publishing.WeightWire, "_wire_spec", told_wire_spec)
+    monkeypatch.setattr(wire.WeightWire, "_wire_spec", told_wire_spec)
 
     def lose_it_again() -> None:
         try:
             # The replica has started again, and the actor was told to wait for it.
             assert opening.wait(PATIENCE_S)
-            monkeypatch.setattr(publishing, "PEER_TIMEOUT_FRACTION", patience)
+            monkeypatch.setattr(wire, "PEER_TIMEOUT_FRACTION", patience)
             lost = psutil.Process(_pid(replica))
             lost.kill()
             lost.wait(PATIENCE_S)

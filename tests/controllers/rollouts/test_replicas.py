@@ -24,7 +24,8 @@ import numpy as np
 import pytest
 
 from controllers.devices import DeviceSharing, SharingPlan
-from controllers.publishing import Publisher, Receivers
+from controllers.publishing.publisher import Publisher
+from controllers.publishing.wire import Receivers
 from controllers.rollouts.replicas import Replicas
 from controllers.rollouts.supervisor import Replica, ReplicaSupervisor
 from controllers.trainers.rl import Trainer
