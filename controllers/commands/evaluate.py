@@ -21,9 +21,9 @@ from typing import Any
 from controllers.commands.usage import CHECKPOINTS
 from controllers.run.best import held_out_metrics
 from controllers.run.faults import FaultPolicy
-from controllers.run.open_run import open_session
 from controllers.run.recovery import load_model
 from controllers.run.resumption import Resumption
+from controllers.run.session import open_session
 from controllers.system.build import restart_lost, start
 from controllers.system.plan import ClusterShape, facts_on
 from controllers.trainers.base import read_data, task_of

@@ -623,7 +623,7 @@ class StepGuard(Protocol):
 
 
 class Healing(Protocol):
-    """The way back of a run after the failure of a process (`open_run.py`)."""
+    """The way back of a run after the failure of a process (`healing.py`)."""
 
     def note_finished(self, step: int, /) -> None:
         """Note that a step is finished, for the first time or again."""

@@ -14,7 +14,7 @@ for something that has to be finished. A second signal ends the process at once;
 process of somebody else (`borrowing_signals`) it ends what has to be finished, too.
 Signals within a second of the first one belong to it: `timeout` signals its child, and
 then the child's process group. The text of the announcement is the run's
-(`controllers/run/open_run.py`). An output that nobody reads any more never ends the
+(`controllers/run/stopping.py`). An output that nobody reads any more never ends the
 process, and neither does one that a disk does not take.
 """
 

@@ -11,9 +11,9 @@ import pytest
 
 from controllers.run.best import BestEvaluation
 from controllers.run.loop import Loop
-from controllers.run.open_run import Stopping
 from controllers.run.recovery import Recovery
 from controllers.run.resumption import Resumption
+from controllers.run.stopping import Stopping
 from controllers.watch.held_out_measures import Evaluation
 from tests.cluster.crew import SlowWriter, processes
 from tests.controllers.run.test_stopping import Cursor, forget

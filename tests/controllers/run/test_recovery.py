@@ -21,9 +21,9 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from controllers.run.loop import Loop, UnguardedSteps
-from controllers.run.open_run import Stopping
 from controllers.run.recovery import Recovery
 from controllers.run.resumption import Resumption
+from controllers.run.stopping import Stopping
 from tests.cluster.crew import Echo, SlowWriter, Writer, processes
 from tests.controllers.run.checkpoints import cursor, write_checkpoints
 from tests.controllers.run.test_stopping import Cursor

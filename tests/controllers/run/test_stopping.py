@@ -19,9 +19,9 @@ import psutil
 import pytest
 
 from controllers.run.loop import Loop, NoPersistence, UnguardedSteps
-from controllers.run.open_run import Stopping
 from controllers.run.recovery import Recovery
 from controllers.run.resumption import Resumption
+from controllers.run.stopping import Stopping
 from controllers.trainers.base import Trainable
 from controllers.watch.held_out_measures import Evaluation
 from tests.cluster.crew import SlowWriter
