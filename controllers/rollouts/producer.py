@@ -151,9 +151,9 @@ class Producer:
         """
         with (
             self._abandoning_on_error(),
-            phase(lambda: self._in_words(awaited(), buffer)) as waiting,
-            timers("gen"),
-            timers.waiting(),
+            timers.timed(
+                lambda: self._in_words(awaited(), buffer), "gen", waits=True
+            ) as waiting,
         ):
             while not is_enough():
                 self._advance_for(awaited(), buffer, TICK_S)
@@ -194,13 +194,13 @@ class Producer:
         with self._abandoning_on_error():
             # The replicas begin now, also where all of these groups are there already.
             self._advance_for(ordinals, buffer, 0.0)
-            with phase(in_words) as generating, timers("gen"), timers.waiting():
+            with timers.timed(in_words, "gen", waits=True) as generating:
                 while buffer.missing(ordinals) and not self._is_generated(
                     ordinals, buffer
                 ):
                     advance(generating)
 
-            with phase(in_words) as scoring, timers("reward"), timers.waiting():
+            with timers.timed(in_words, "reward", waits=True) as scoring:
                 return buffer.take(ordinals, policy_version, lambda: advance(scoring))
 
     def _advance_for(

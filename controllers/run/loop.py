@@ -465,7 +465,7 @@ class Loop:
         if evaluation.responses:
             # They are decoded and written only here, which takes time where many are.
             timers = Timers()
-            with phase("recording held-out responses"), timers("testing"):
+            with timers.timed("recording held-out responses", "testing"):
                 self._trackers.responses(position.step, evaluation.responses)
             for name, elapsed_s in timers.take().items():
                 metrics[name] = metrics.get(name, 0.0) + elapsed_s

@@ -120,7 +120,7 @@ class SupervisedTrainer(ABC, Generic[W]):
         """Evaluate the model on the held-out rows, and time it."""
         # The timers of the steps are taken once per step.
         timers = Timers()
-        with phase("evaluating"), timers("testing"):
+        with timers.timed("evaluating", "testing"):
             evaluation = self.measure()
         return replace(evaluation, metrics={**evaluation.metrics, **timers.take()})
 
@@ -137,11 +137,7 @@ class SupervisedTrainer(ABC, Generic[W]):
             # From here on a stop waits for the end of the step.
             pass_point_of_no_return()
             rows = self._train.next_batch(self._batch_size)
-            with (
-                phase("updating"),
-                self.timers(f"update_{self.role}"),
-                self.timers.waiting(),
-            ):
+            with self.timers.timed("updating", f"update_{self.role}", waits=True):
                 reports = self.update(put(rows)).result()
         # This stops the run if the weights are broken, or too many steps were skipped.
         self._gradients.observe(self.role, number, [reports])

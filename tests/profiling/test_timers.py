@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl_ray.profiling.phases import Timers
+from verl_ray.profiling.phases import PHASES, Timers
 
 
 class Clock:
@@ -69,6 +69,22 @@ def test_waits_that_nest_count_once_and_those_outside_a_step_not_at_all() -> Non
     with timers.waiting():
         clock.now_s += 100
     assert timers.take() == {"timing_s/step": 2.0, "timing_s/controller": 0.0}
+
+
+def test_a_timed_phase_is_announced_counted_and_waited_in() -> None:
+    clock = Clock()
+    timers = Timers(clock)
+    with timers("step"):
+        with timers.timed("updating", "update_actor", waits=True) as opened:
+            assert PHASES.glance().text == "updating"
+            opened.reach(1, 2, "updates")
+            clock.now_s += 3
+        with timers.timed("assigning credit", "adv"):
+            clock.now_s += 1
+    assert PHASES.glance().text == ""
+    assert timers.take() == {
+        "timing_s/step": 4, "timing_s/update_actor": 3, "timing_s/adv": 1, "timing_s/controller": 1,
+    }  # fmt: skip
 
 
 def test_a_span_that_ends_in_an_exception_counts() -> None:

@@ -318,6 +318,21 @@ class Timers:
             union.leave(self._clock())
 
     @contextmanager
+    def timed(
+        self, text: Text, name: str, *, waits: bool = False
+    ) -> Iterator[OpenPhase]:
+        """Announce the block as a phase, and count its time.
+
+        Args:
+            text: Text of the phase.
+            name: Its time counts towards `timing_s/<name>`.
+            waits: Whether it counts as spent on waiting for workers.
+        """
+        waiting = self.waiting() if waits else contextlib.nullcontext()
+        with phase(text) as opened, self(name), waiting:
+            yield opened
+
+    @contextmanager
     def waiting(self) -> Iterator[None]:
         """Count the time of the block as spent on waiting for workers.
 
