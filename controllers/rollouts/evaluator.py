@@ -38,7 +38,7 @@ from verl_ray.data.stages import Finish, Float32, Prompts, Rollouts
 from verl_ray.profiling.phases import Timers
 from verl_ray.rewards.built_in import is_accuracy
 from verl_ray.rewards.health import Entries
-from verl_ray.rewards.shaping import ResponseScores, Shaping
+from verl_ray.rewards.shaping import ResponseScores, Shaping, response_scores
 from verl_ray.tracking.base import Sample
 from verl_ray.tracking.evaluations import (
     ROWS_AT_ONCE,
@@ -101,7 +101,7 @@ class Evaluator:
             taken = self._taken(producer, policy_version, timers)
 
         experience = taken.of_trajectories()
-        raw_scores = measures.response_scores(experience.scores)
+        raw_scores = response_scores(experience.scores)
         scores = self._shaping.weigh(raw_scores)
         entries = measures.read_entries(experience.scores, self._config.run.stall_s)
         core = self._core_scores(scores, raw_scores, entries)

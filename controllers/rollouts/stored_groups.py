@@ -27,7 +27,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from controllers.rollouts.dynamic_sampling import with_spread
-from controllers.watch.measures import response_scores
 from verl_ray.algorithms.credit import says_something
 from verl_ray.checkpoint.manifest import read_object, write_json
 from verl_ray.cluster.waiting import put, read
@@ -37,7 +36,7 @@ from verl_ray.data.batch import Batch, Int64, Ragged, read_batch, write_batch
 from verl_ray.data.buffer import Experience
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Rollouts, Scores
-from verl_ray.rewards.shaping import Shaping
+from verl_ray.rewards.shaping import Shaping, response_scores
 
 # ---------------------------------------------------------------------- in a checkpoint
 

@@ -31,7 +31,7 @@ from controllers.rollouts.stored_groups import (
     warn_of_unusable,
     write_groups,
 )
-from controllers.watch.measures import Metrics, response_scores
+from controllers.watch.measures import Metrics
 from controllers.watch.update_measures import queue_metrics
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.batch import Int64
@@ -42,7 +42,7 @@ from verl_ray.data.prompts import PromptSource
 from verl_ray.data.stages import Bool, Prompts
 from verl_ray.errors import DataError, Interrupted
 from verl_ray.profiling.phases import Timers
-from verl_ray.rewards.shaping import Shaping
+from verl_ray.rewards.shaping import Shaping, response_scores
 from verl_ray.tracking.evaluations import digest
 from workers.rollout import Generation
 
@@ -340,8 +340,15 @@ class Supply:
         return is_settled
 
     def take_metrics(self) -> Metrics:
-        """Return how groups waited, and what was drawn, since the last call."""
-        metrics = self._metrics
+        """Return how groups waited, and what was drawn, since the last call.
+
+        The place in the data is that behind what is trained.
+        """
+        place = self.place
+        metrics = self._metrics | {
+            "training/epoch": float(place["epoch"]),
+            "training/records_passed_over": float(place.get("passed", 0)),
+        }
         self._metrics = {}
         if self._curriculum is not None:
             metrics |= self._curriculum.metrics()

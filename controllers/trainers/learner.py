@@ -48,7 +48,14 @@ from verl_ray.cluster.launch import Pending
 from verl_ray.cluster.waiting import Background, put
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import Credit, Float32, LogProbs, Rollouts, Values
+from verl_ray.data.stages import (
+    Credit,
+    Float32,
+    LogProbs,
+    Rollouts,
+    Values,
+    last_rows,
+)
 from verl_ray.data.token_versions import OptimizerSteps
 from verl_ray.profiling.phases import Timers
 from verl_ray.rewards.shaping import ResponseScores, turn_weights
@@ -172,12 +179,14 @@ class Learner:
 
         Args:
             rollouts: All rollouts of the step.
-            scores: Their shaped scores.
+            scores: The rewards of their trajectories.
             outputs: What the models computed for them.
         """
         algorithm = self.config.algorithm
         actor = self.system.actor
         kl_coefficient = self.kl.coefficient
+        # That of a trajectory stands on the last of its rows.
+        scores = scores.on_rows(last_rows(rollouts.row("trajectory_id")))
 
         # A KL penalty per token is applied on the ranks, with the credit.
         charge = None
@@ -249,28 +258,22 @@ class Learner:
 
     def update_models(
         self,
-        number: int,
-        rollouts: Sharded[Rollouts],
-        credit: Sharded[Credit],
-        outputs: ModelOutputs,
+        batch: LearnerBatch,
         policy_version: int,
         meanwhile: Callable[[], None] | None = None,
     ) -> Metrics:
         """Update critic and actor at the same time; return the metrics of the updates.
 
         Args:
-            number: Number of the training step, from 1.
-            rollouts: All rollouts of the step.
-            credit: Their credit, row by row.
-            outputs: What the models computed for them.
+            batch: What the training step learns from.
             policy_version: The version of the policy that learns.
             meanwhile: Work of the driver, timed as the updates that go on.
         """
         config = self.config
+        number, outputs = batch.number, batch.outputs
         metrics: Metrics = {}
 
         # Both are in flight before either is waited for.
-        batch = LearnerBatch(number, rollouts, credit, outputs)
         objective = self._policy_objective
         critic_updates = start_critic_updates(
             config, self.system.critic, batch, self.optimizer_steps
@@ -300,12 +303,12 @@ class Learner:
             # While the critic warms up the actor is not updated, so the sampler is
             # compared with the old log-probs.
             metrics |= self._mismatch_without_update(
-                rollouts, credit, outputs.old_log_probs
+                batch.rollouts, batch.credit, outputs.old_log_probs
             )
             self.mismatch.observe(number, metrics, [], policy_version)
 
         if config.algorithm.kl.place != "none":
-            metrics |= self._kl_metrics(rollouts, credit)
+            metrics |= self._kl_metrics(batch.rollouts, batch.credit)
         return metrics
 
     @property

@@ -14,8 +14,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from controllers.rollouts.evaluator import Evaluator
 from controllers.rollouts.graders import EVALUATION, TRAINING
 from controllers.rollouts.producer import Producer
@@ -30,40 +28,24 @@ from controllers.trainers.base import (
     warn_skipped,
 )
 from controllers.trainers.learner import Learner
-from controllers.trainers.updates import ModelOutputs, whitening_moments
-from controllers.watch import measures
+from controllers.trainers.updates import LearnerBatch
+from controllers.watch import step_measures
 from controllers.watch.held_out_measures import Evaluation
 from controllers.watch.measures import Metrics
 from controllers.watch.memory import MemoryRecord
 from controllers.watch.rollout_record import LearnedRollouts, RolloutRecord
-from controllers.watch.update_measures import version_metrics
-from verl_ray.algorithms.credit import says_something
-from verl_ray.algorithms.reward_shaping import (
-    OWN_SHAPINGS,
-    ScoredResponses,
-    length_rewards,
-)
+from verl_ray.algorithms.credit import whitening_moments
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.signals import pass_point_of_no_return
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.data.batch import Int64
 from verl_ray.data.buffer import Experience
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import (
-    NO_EPISODE,
-    Credit,
-    Finish,
-    Float32,
-    Prompts,
-    Rollouts,
-    last_rows,
-)
+from verl_ray.data.stages import Credit, Prompts
 from verl_ray.data.tokenizers import policy_tokenizer
-from verl_ray.profiling.memory import host_total_gib, host_used_gib
 from verl_ray.profiling.phases import PHASES, Timers, phase
 from verl_ray.report.evidence import NUM_EXAMPLES
-from verl_ray.rewards.shaping import ResponseScores, Shaping
+from verl_ray.rewards.shaping import Rewards, Shaping
 from verl_ray.tracking.history import TESTING
 
 if TYPE_CHECKING:
@@ -131,60 +113,40 @@ class Trainer:
         produce -> compute log-probs and values -> assign credit -> update the models
         -> publish
         """
-        learner = self.learner
         # What came between the steps is no part of this one.
         self.replicas.occupancy.take()
 
         with self.timers("step"):
-            fresh = self.produce()
+            generated = self.produce()
             # Groups of earlier steps may take the place of some.
-            experience = self.supply.with_replayed(fresh, self.policy_version)
+            experience = self.supply.with_replayed(generated, self.policy_version)
             rollouts = experience.rollouts
-            # A trajectory of several rows is scored as a whole, on the last of them.
-            responses = experience.of_trajectories()
-            raw_scores = measures.response_scores(responses.scores)
 
             # Trainers return to the GPUs that they share with engines.
-            with phase("switching to training"), self.timers("weight_sync/hand_back"):
+            with self.timers.timed("switching to training", "weight_sync/hand_back"):
                 self.replicas.free_devices()
                 self.replicas.device_sharing.switch_to("training")
-            with phase("computing log-probs"):
-                outputs = learner.compute_log_probs_and_values(number, rollouts)
 
-            aborted = responses.rollouts.row("finish") == Finish.ABORTED
-            scores = self.shaping.shape(raw_scores, aborted)
-            scores, of_shaping = with_shaping(
-                self.config, scores, responses.rollouts, experience.response_lengths
-            )
-            with phase("assigning credit"), self.timers("adv"):
-                on_rows = scores.on_rows(last_rows(rollouts.row("trajectory_id")))
-                credit = learner.assign_credit(rollouts, on_rows, outputs)
+            with phase("computing log-probs"):
+                outputs = self.learner.compute_log_probs_and_values(number, rollouts)
+            with self.timers.timed("assigning credit", "adv"):
+                rewards = self.shaping.rewards(experience)
+                credit = self.learner.assign_credit(rollouts, rewards.scores, outputs)
+            batch = LearnerBatch(number, rollouts, credit, outputs)
 
             # The update begins: from here on a stop waits for the end of the step.
             pass_point_of_no_return()
             with phase("updating"):
-                metrics = learner.update_models(
-                    number,
-                    rollouts,
-                    credit,
-                    outputs,
-                    self.policy_version,
-                    self.recording(number, experience, credit, outputs),
-                )
+                record = self.recording(experience, batch)
+                metrics = self.learner.update_models(batch, self.policy_version, record)
 
             # The processes report their peaks while the weights are published.
             self.memory.request_peaks()
-            groups = rollouts.row("group_id")
-            self.supply.note_trained(number, groups[credit.row("in_loss")])
+            self.supply.note_trained(number, batch.learned_groups)
             metrics |= self.publish(number)
             metrics |= self.memory.metrics()
 
-        metrics |= measures.scored_metrics(fresh, self.shaping, self.config.run.stall_s)
-        metrics |= of_shaping
-        metrics |= measures.group_metrics(
-            self.config, responses.rollouts, scores, aborted
-        )
-        return metrics | self.step_metrics(rollouts, credit)
+        return metrics | self.step_metrics(generated, experience, rewards, credit)
 
     @property
     def producer(self) -> Producer:
@@ -212,11 +174,7 @@ class Trainer:
                 raise
 
     def recording(
-        self,
-        number: int,
-        experience: Experience,
-        credit: Sharded[Credit],
-        outputs: ModelOutputs,
+        self, experience: Experience, batch: LearnerBatch
     ) -> Callable[[], None] | None:
         """Return what writes some rollouts of the step for people to read.
 
@@ -227,14 +185,18 @@ class Trainer:
             return None
         rollouts = experience.rollouts
         rows = record.chosen(
-            number,
+            batch.number,
             rollouts.row("group_id"),
             rollouts.row("trajectory_id"),
             rollouts.lengths,
             self.supply.digests,
         )
-        whitening = whitening_moments(self.config.algorithm, rollouts, credit)
-        learned = LearnedRollouts(experience, credit, outputs.old_log_probs, whitening)
+        learned = LearnedRollouts(
+            experience,
+            batch.credit,
+            batch.outputs.old_log_probs,
+            whitening_moments(self.config.algorithm, rollouts, batch.credit),
+        )
         learned = learned.select(rows)
 
         def go_on() -> None:
@@ -243,7 +205,7 @@ class Trainer:
 
         def write() -> None:
             with self.timers("record_rollouts"):
-                record.write(number, learned, go_on)
+                record.write(batch.number, learned, go_on)
             self.background.raise_failure()
 
         return write
@@ -259,45 +221,38 @@ class Trainer:
             ):
                 self.producer.finish()
 
-        with (
-            phase("publishing weights"),
-            self.timers("update_weights"),
-            self.timers.waiting(),
-        ):
+        with self.timers.timed("publishing weights", "update_weights", waits=True):
             metrics = self.replicas.sync_weights(version)
         self.policy_version = version
         self.learner.optimizer_steps.publish(version)
         return metrics
 
     def step_metrics(
-        self, rollouts: Sharded[Rollouts], credit: Sharded[Credit]
+        self,
+        generated: Experience,
+        experience: Experience,
+        rewards: Rewards,
+        credit: Sharded[Credit],
     ) -> Metrics:
-        """Return the metrics of the step's rollouts, credit and timings."""
-        timings = self.timers.take()
-        step_s = timings["timing_s/step"]
-        place = self.supply.place
+        """Return the metrics of a finished step, but for those of its models.
 
-        response_length = rollouts.row("response_length")
-        response_tokens = int(response_length.sum())
-        tokens_per_s = rollouts.num_tokens / step_s
-
-        metrics = measures.rollout_metrics(
-            rollouts,
-            self.config.data.max_prompt_tokens,
-            self.system.actor.partition(rollouts.lengths),
+        Args:
+            generated: What was generated for the step.
+            experience: What it has learned from.
+            rewards: The rewards of its trajectories.
+            credit: The credit of its rows.
+        """
+        config = self.config
+        rollouts = experience.rollouts
+        metrics = step_measures.response_metrics(
+            config, self.shaping, generated, experience, rewards
         )
-        # The policy learns from whitened advantages, so these are the ones to show.
-        algorithm = self.config.algorithm
-        whitening = whitening_moments(algorithm, rollouts, credit)
-        metrics |= measures.credit_metrics(
-            credit,
-            response_length,
-            rollouts.row("trajectory_id"),
-            whitening,
-            algorithm.advantage_clip,
+        metrics |= step_measures.row_metrics(
+            config, rollouts, credit, self.system.actor.partition(rollouts.lengths)
         )
-        metrics |= version_metrics(rollouts, self.config.oldest_age)
-        metrics |= timings
+        metrics |= step_measures.time_metrics(
+            self.timers.take(), rollouts, self.system.devices
+        )
         metrics |= self.replicas.take_counts()
         metrics |= self.producer.outage_metrics(TRAINING, self.policy_version)
         metrics |= self.replicas.occupancy.take()
@@ -305,16 +260,7 @@ class Trainer:
         metrics |= self.supply.take_metrics()
         if self.rollout_record is not None:
             metrics |= self.rollout_record.metrics
-        metrics |= measures.per_token_ms(timings, response_tokens, rollouts.num_tokens)
-        return metrics | {
-            "perf/time_per_step": step_s,
-            "perf/throughput": tokens_per_s / self.system.devices,
-            "perf/cpu_memory_used_gb": host_used_gib(),
-            "perf/cpu_memory_total_gb": host_total_gib(),
-            "training/epoch": float(place["epoch"]),
-            "training/records_passed_over": float(place.get("passed", 0)),
-            NUM_EXAMPLES: float(len(self.prompts)),
-        }
+        return metrics | {NUM_EXAMPLES: float(len(self.prompts))}
 
     def draw_ahead(self) -> None:
         """Draw prompts of the next steps; their rollouts go on between the steps."""
@@ -493,98 +439,3 @@ class ReinforcementTask(Task[RLConfig, Problems]):
             f" least prepare.min_gain = {preparation.min_gain}: the run did not learn"
             " enough"
         )
-
-
-# -------------------------------------------------------------------- shaping of scores
-
-# Additions to the scores of a step: rewards of lengths, or a user's own shaping.
-#
-# Invariant: both see the same responses as members of a group, those whose rewards
-# its baseline compares.
-
-
-def with_shaping(
-    config: RLConfig,
-    scores: ResponseScores,
-    rollouts: Sharded[Rollouts],
-    length: Int64,
-) -> tuple[ResponseScores, Metrics]:
-    """Return the rewards that shaping makes of scores, and means of what it adds.
-
-    Each addition becomes one of their parts, with its weight. A response that is no
-    member of its group gets none. The greedy response of ReMax gets what it is worth
-    among its group, since it is what the others are compared with.
-
-    Args:
-        config: Configuration of the run.
-        scores: Normalised and weighted scores.
-        rollouts: Their responses, whole groups of them; of trajectories of several rows
-            the last one.
-        length: int64 [responses], sampled tokens of each.
-    """
-    max_tokens = _most_tokens(config)
-    valid = scores.ok & says_something(config.algorithm, rollouts.row("finish"))
-    if config.algorithm.shaping is None:
-        parts = length_rewards(
-            config.algorithm,
-            scores.as_graded,
-            valid,
-            length,
-            rollouts.row("group_id"),
-            _limits_of_responses(config, rollouts, max_tokens),
-        )
-    else:
-        responses = ScoredResponses(
-            score=scores.score,
-            group=rollouts.row("group_id"),
-            valid=valid,
-            trajectory=rollouts.row("trajectory_id"),
-            length=length,
-            truncated=rollouts.row("finish") == Finish.LENGTH,
-            parts=scores.parts,
-            max_tokens=max_tokens,
-        )
-        parts = {"shaping": (1.0, _own_addition(config, responses))}
-    if not parts:
-        return scores, {}
-
-    added = {
-        name: np.float32(weight) * values for name, (weight, values) in parts.items()
-    }
-    metrics: Metrics = {
-        f"reward/{name}/mean": float(values[valid].mean()) if valid.any() else np.nan
-        for name, values in added.items()
-    }
-    return scores.plus(*parts.values()), metrics
-
-
-def _most_tokens(config: RLConfig) -> int:
-    """Return how many tokens a response may have, or all turns of an episode."""
-    of_episode = None if config.episodes is None else config.episodes.max_tokens
-    return of_episode or config.rollout.max_response_tokens
-
-
-def _limits_of_responses(
-    config: RLConfig, rollouts: Sharded[Rollouts], max_tokens: int
-) -> int | Int64:
-    """Return how many tokens each response may have: one number, or [responses].
-
-    Args:
-        max_tokens: How many all turns of an episode may have.
-    """
-    if config.episodes is None:
-        return max_tokens
-    is_single = rollouts.row("end") == NO_EPISODE
-    limits: Int64 = np.where(
-        is_single, config.rollout.max_response_tokens, np.int64(max_tokens)
-    )
-    return limits
-
-
-def _own_addition(config: RLConfig, responses: ScoredResponses) -> Float32:
-    """Return what a user's own function adds to the scores, float32 [responses]."""
-    algorithm = config.algorithm
-    assert algorithm.shaping is not None
-    shaped = OWN_SHAPINGS[algorithm.shaping].shape(algorithm, responses)
-    added = np.where(responses.valid, shaped - responses.score, 0)
-    return added.astype(np.float32)

@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from controllers.watch import measures, update_measures
+from controllers.watch import update_measures
 from controllers.watch.measures import Metrics
+from verl_ray.algorithms.credit import whitening_moments
 from verl_ray.algorithms.objectives import ValueObjective
 from verl_ray.algorithms.policy_objective import PolicyObjective
 from verl_ray.algorithms.row_weights import HORIZON
@@ -27,7 +28,6 @@ from verl_ray.data.batch import Batch, Int64
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Credit, LogProbs, Rollouts, Values
 from verl_ray.data.token_versions import OptimizerSteps
-from verl_ray.ops.masked import Moments
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker
 from workers.model_worker import MiniBatch, UpdateReport
@@ -57,6 +57,12 @@ class LearnerBatch:
     rollouts: Sharded[Rollouts]
     credit: Sharded[Credit]
     outputs: ModelOutputs
+
+    @property
+    def learned_groups(self) -> Int64:
+        """The ordinal of the group of each row in the loss, int64."""
+        groups: Int64 = self.rollouts.row("group_id")
+        return groups[self.credit.row("in_loss")]
 
 
 def start_critic_updates(
@@ -142,25 +148,6 @@ def mismatch_of_updates(
         reports = reports[:1]
     losses = [report.loss for ranks in reports for report in ranks]
     return update_measures.step_mismatch_metrics(losses)
-
-
-def whitening_moments(
-    algorithm: AlgorithmConfig,
-    rollouts: Sharded[Rollouts],
-    credit: Sharded[Credit],
-) -> Moments | None:
-    """Return the moments of all advantages of the step; None without whitening.
-
-    They come from the sums that each shard reports with its credit.
-    """
-    if not algorithm.whiten_advantages:
-        return None
-
-    learned = credit.row("in_loss")
-    response_length = rollouts.row("response_length")
-    tokens = int(response_length[learned].sum())
-    statistics = credit.row("advantage_statistics")[learned]
-    return measures.moments(statistics, tokens)
 
 
 def cut_mini_batches(

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from verl_ray.agents.contract import End
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.algorithms.groups import fraction_without_spread
+from verl_ray.algorithms.row_statistics import moments
 from verl_ray.cluster.waiting import read
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.batch import Array, Int64
@@ -45,7 +46,14 @@ from verl_ray.rewards.health import (
     entries_of,
     health_metrics,
 )
-from verl_ray.rewards.shaping import ResponseScores, Shaping, component, failures
+from verl_ray.rewards.shaping import (
+    ResponseScores,
+    Rewards,
+    Shaping,
+    component,
+    failures,
+    response_scores,
+)
 
 Metrics = dict[str, float]
 
@@ -217,15 +225,6 @@ def per_token_ms(
 # ------------------------------------------------------------------------------- scores
 
 
-def response_scores(scores: Mapping[str, Sharded[Scores]]) -> dict[str, ResponseScores]:
-    """Return the scores of each grader as columns of the driver."""
-    columns = {}
-    for name, rows in scores.items():
-        rescored = int(rows.row("rescored").sum())
-        columns[name] = ResponseScores(rows.row("score"), rows.row("health"), rescored)
-    return columns
-
-
 def score_metrics(
     score: ResponseScores,
     raw: Mapping[str, ResponseScores],
@@ -248,6 +247,16 @@ def score_metrics(
     rescored = sum(of_grader.rescored for of_grader in raw.values())
     metrics["reward_health/rescored"] = float(rescored)
     return metrics | component_metrics(raw, "reward")
+
+
+def addition_metrics(rewards: Rewards) -> Metrics:
+    """Return reward/<addition>/mean, over the members of their groups."""
+    counted = rewards.is_member
+    metrics = {}
+    for name, values in rewards.additions.items():
+        mean = float(values[counted].mean()) if counted.any() else nan
+        metrics[f"reward/{name}/mean"] = mean
+    return metrics
 
 
 def group_metrics(
@@ -364,18 +373,6 @@ def _mean_max_min(statistics: Statistics, tokens: int) -> npt.NDArray[Any]:
     maximum = statistics[:, 2].max(initial=-np.inf)
     minimum = statistics[:, 3].min(initial=np.inf)
     return np.array([mean, maximum, minimum])
-
-
-def moments(statistics: Statistics, tokens: int) -> Moments:
-    """Return the moments over all tokens of some rows.
-
-    Args:
-        statistics: Sums of each row, [rows, 4]: values, squares, maximum, minimum.
-        tokens: Number of tokens of these rows.
-    """
-    total = float(statistics[:, 0].sum())
-    total_of_squares = float(statistics[:, 1].sum())
-    return Moments(tokens, total, total_of_squares)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from controllers.watch.measures import Metrics, read_entries, response_scores
+from controllers.watch.measures import Metrics, read_entries
 from verl_ray.agents.contract import End
 from verl_ray.cluster.waiting import read
 from verl_ray.config.tasks.rl import RLConfig
@@ -44,7 +44,7 @@ from verl_ray.data.token_versions import versions_of_tokens
 from verl_ray.errors import VerlRayError
 from verl_ray.ops.masked import Moments
 from verl_ray.rewards.health import ScoreHealth
-from verl_ray.rewards.shaping import Shaping, component, failures
+from verl_ray.rewards.shaping import Shaping, component, failures, response_scores
 from verl_ray.tracking.rollouts import RolloutFiles, RolloutTable
 from workers.actor import advantages_in_loss
 

@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 
 from controllers.compose.composition import compose
-from controllers.trainers.rl import with_shaping
-from controllers.watch.measures import Metrics
+from controllers.watch.measures import Metrics, addition_metrics
 from tests.rows import rollouts_of
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.sharded import Receipt, Sharded
 from verl_ray.data.stages import Finish, Rollouts
 from verl_ray.errors import ConfigError, DataError
 from verl_ray.rewards.health import ScoreHealth
-from verl_ray.rewards.shaping import ResponseScores
+from verl_ray.rewards.shaping import ResponseScores, with_additions
 
 OWN = Path(__file__).parent / "own_shaping_file.py"
 
@@ -51,7 +50,8 @@ def scores() -> ResponseScores:
 
 def shaped_by(settings: RLConfig) -> tuple[ResponseScores, Metrics]:
     rows = rollouts()
-    return with_shaping(settings, scores(), rows, rows.row("response_length"))
+    rewards = with_additions(settings, scores(), rows, rows.row("response_length"))
+    return rewards.scores, addition_metrics(rewards)
 
 
 def test_a_function_gets_what_it_names() -> None:

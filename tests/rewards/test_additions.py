@@ -9,15 +9,15 @@ import pytest
 
 from controllers.compose.composition import compose
 from controllers.trainers.learner import response_columns
-from controllers.trainers.rl import with_shaping
-from controllers.watch.measures import Metrics
+from controllers.watch.measures import Metrics, addition_metrics
 from tests.rows import columns_of, rollouts_of
 from verl_ray.agents.contract import End
 from verl_ray.algorithms.credit import response_rewards
 from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.data.buffer import Experience
 from verl_ray.data.sharded import Receipt, Sharded
-from verl_ray.data.stages import NO_EPISODE, Finish, Rollouts, RowRewards
-from verl_ray.rewards.shaping import ResponseScores, Shaping
+from verl_ray.data.stages import NO_EPISODE, Finish, Rollouts, RowRewards, Scores
+from verl_ray.rewards.shaping import ResponseScores, Shaping, with_additions
 
 
 def config(algorithm: str, *changes: str) -> RLConfig:
@@ -38,7 +38,10 @@ def shaped(
     values = np.array(score, np.float32)
     scores = ResponseScores(values, np.zeros(len(score), np.int8), parts=((1.0, values),))  # fmt: skip
     length = rows.response_length.astype(np.int64)
-    return with_shaping(config, scores, Sharded.stored(None, Receipt.of(rows)), length)
+    rewards = with_additions(
+        config, scores, Sharded.stored(None, Receipt.of(rows)), length
+    )
+    return rewards.scores, addition_metrics(rewards)
 
 
 def rewarded(config: RLConfig, scores: ResponseScores, rows: Rollouts) -> RowRewards:
@@ -128,7 +131,7 @@ def test_what_is_right_is_judged_by_the_scores_of_the_graders() -> None:
         graded = ResponseScores(np.array(raw, np.float32), np.zeros(4, np.int8))
         scores = Shaping(settings).shape({"reward": graded})
         length = rows.response_length.astype(np.int64)
-        scores, _ = with_shaping(settings, scores, Sharded.stored(None, Receipt.of(rows)), length)  # fmt: skip
+        scores = with_additions(settings, scores, Sharded.stored(None, Receipt.of(rows)), length).scores  # fmt: skip
         assert scores.score == pytest.approx(expected)
         assert rewarded(settings, scores, rows).is_positive.tolist() == positive
 
@@ -149,3 +152,22 @@ def test_what_is_right_is_judged_by_the_scores_of_the_graders() -> None:
     scores, _ = shaped(settings, [1, 0], at_limit)
     assert scores.score.tolist() == [0, 0]
     assert rewarded(settings, scores, at_limit).is_positive.tolist() == [True, False]
+
+
+def test_a_trajectory_of_two_rows_has_one_reward_and_the_length_of_both() -> None:
+    """The rows have 2, 1, 4 and 9 tokens; the first two are one trajectory.
+
+    Of up to 10 tokens the last 5 cost: 0 of 3 and of 4, 0.8 of 9.
+    """
+    rows = rollouts_of([2, 1, 4, 9], groups=[0, 0, 0, 0])
+    rows = rows.replace(trajectory_id=np.array([0, 0, 1, 2]))
+    scores = Scores.ok(np.array([np.nan, 1, 1, 1], np.float32))
+    groups = Experience(
+        Sharded.stored(None, Receipt.of(rows)), {"reward": Sharded.stored(None, Receipt.of(scores))}
+    )  # fmt: skip
+    settings = config("grpo", "algorithm.overlong_share=0.5")
+    rewards = Shaping(settings).rewards(groups)
+    assert rewards.scores.score == pytest.approx([1, 1, 0.2])
+    assert rewards.is_member.tolist() == [True] * 3
+    mean = addition_metrics(rewards)["reward/overlong_penalty/mean"]
+    assert mean == pytest.approx(-0.8 / 3)

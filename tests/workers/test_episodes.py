@@ -38,7 +38,7 @@ from verl_ray.rewards.child import GroupLog, group_values, response_values
 from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rewards.remote import RequestBatch
 from verl_ray.rewards.request import ScoreRequest
-from verl_ray.rewards.shaping import failures
+from verl_ray.rewards.shaping import failures, response_scores
 from verl_ray.rewards.signatures import signature_of
 from verl_ray.rollout.requests import Chunk
 from verl_ray.tracking.block import failed_scores
@@ -138,7 +138,7 @@ def test_an_episode_that_is_dropped_by_choice_has_no_score() -> None:
     # The row of the first episode has a grader.
     known[1] = Score(0.5, ScoreHealth.OK)
     scores = scores_of([known[row] for row in last_rows(rows.trajectory_id)])
-    raw = measures.response_scores({"a": held(scores), "b": held(scores)})
+    raw = response_scores({"a": held(scores), "b": held(scores)})
 
     aborted = rows.finish[last_rows(rows.trajectory_id)] == Finish.ABORTED
     found = measures.score_metrics(raw["a"], raw, aborted)

@@ -29,12 +29,14 @@ from verl_ray.algorithms.group_baselines import gradient_energy, tokens_of_rows
 from verl_ray.algorithms.groups import complete_trajectories, sums_on_rows
 from verl_ray.algorithms.row_statistics import (
     float32_sums,
+    moments,
     optional_statistics,
     row_statistics,
 )
 from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.config.function_specs import DEFAULT
 from verl_ray.data.batch import Int64, offsets_of
+from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import (
     Bool,
     Credit,
@@ -47,6 +49,7 @@ from verl_ray.data.stages import (
     Values,
 )
 from verl_ray.errors import DataError
+from verl_ray.ops.masked import Moments
 
 
 def response_divergences(
@@ -512,3 +515,21 @@ def _spread_optional(
     if values is None:
         return None
     return _spread(values, places, num_tokens)
+
+
+def whitening_moments(
+    algorithm: AlgorithmConfig,
+    rollouts: Sharded[Rollouts],
+    credit: Sharded[Credit],
+) -> Moments | None:
+    """Return the moments of all advantages of the step; None without whitening.
+
+    They come from the sums that each shard reports with its credit.
+    """
+    if not algorithm.whiten_advantages:
+        return None
+
+    learned = credit.row("in_loss")
+    response_length = rollouts.row("response_length")
+    tokens = int(response_length[learned].sum())
+    return moments(credit.row("advantage_statistics")[learned], tokens)

@@ -9,10 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from verl_ray.data.batch import Int64
-from verl_ray.data.stages import (
-    Float32,
-    Statistics,
-)
+from verl_ray.data.stages import Float32, Statistics
+from verl_ray.ops.masked import Moments
 
 
 def row_statistics(values: Float32, offsets: Int64) -> Statistics:
@@ -53,3 +51,15 @@ def optional_statistics(values: Float32 | None, offsets: Int64) -> Statistics | 
 def float32_sums(values: Float32, offsets: Int64) -> Float32:
     """Return the sum of each row, float32 [rows]."""
     return row_statistics(values, offsets)[:, 0].astype(np.float32)
+
+
+def moments(statistics: Statistics, tokens: int) -> Moments:
+    """Return the moments over all tokens of some rows.
+
+    Args:
+        statistics: Sums of each row, [rows, 4]: values, squares, maximum, minimum.
+        tokens: Number of tokens of these rows.
+    """
+    total = float(statistics[:, 0].sum())
+    total_of_squares = float(statistics[:, 1].sum())
+    return Moments(tokens, total, total_of_squares)

@@ -1,10 +1,12 @@
 """Shaping: from the scores of the graders to one reward per response.
 
-Scores are normalised, clipped, weighted and added up. Invariant: shaping needs one
-number per response and grader. A grader that returned None leaves a response to the
-others. One that a grader failed has no reward, and neither has one that all of them
-left, or whose sum is beyond 1e18. The state is the moments of the
-scores so far, so a resumed run shapes as if it had never stopped.
+Scores are normalised, clipped, weighted and added up. Rewards of lengths, or a user's
+own shaping, add to them. Invariant: shaping needs one number per response and grader. A
+grader that returned None leaves a response to the others. One that a grader failed has
+no reward, and neither has one that all of them left, or whose sum is beyond 1e18. What
+is added is of responses that are members of a group, those whose rewards its baseline
+compares. The state is the moments of the scores so far, so a resumed run shapes as if
+it had never stopped.
 """
 
 from __future__ import annotations
@@ -16,12 +18,27 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from verl_ray.algorithms.credit import says_something
+from verl_ray.algorithms.reward_shaping import (
+    OWN_SHAPINGS,
+    ScoredResponses,
+    length_rewards,
+)
 from verl_ray.config.agent import ENVIRONMENT
 from verl_ray.config.function_specs import DEFAULT
 from verl_ray.config.reward import MixedReward, SingleReward
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.batch import Int64
-from verl_ray.data.stages import Bool, Float32
+from verl_ray.data.buffer import Experience
+from verl_ray.data.sharded import Sharded
+from verl_ray.data.stages import (
+    NO_EPISODE,
+    Bool,
+    Finish,
+    Float32,
+    Rollouts,
+    Scores,
+)
 from verl_ray.ops.masked import Moments, whiten, without_rounding
 from verl_ray.rewards.health import LARGEST, ScoreHealth
 
@@ -107,13 +124,48 @@ class ResponseScores:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class Rewards:
+    """The rewards of some responses, and what was added to their scores for them.
+
+    Attributes:
+        scores: The rewards; the additions are further parts of them.
+        additions: The weighted additions by their names, float32 [responses] each.
+        is_member: The responses that have a score and are members of their groups,
+            bool [responses]. To all others nothing is added.
+    """
+
+    scores: ResponseScores
+    additions: Mapping[str, Float32]
+    is_member: Bool
+
+
+def response_scores(scores: Mapping[str, Sharded[Scores]]) -> dict[str, ResponseScores]:
+    """Return the scores of each grader as columns of the driver."""
+    columns = {}
+    for name, rows in scores.items():
+        rescored = int(rows.row("rescored").sum())
+        columns[name] = ResponseScores(rows.row("score"), rows.row("health"), rescored)
+    return columns
+
+
 class Shaping:
     """Rule of a run that turns the scores of its graders into rewards."""
 
     def __init__(self, config: RLConfig) -> None:
+        self._config = config
         self._graders = config.graders
         self._weights = _weights(config)
         self._moments = dict.fromkeys(self._graders, Moments(0, 0, 0))
+
+    def rewards(self, groups: Experience) -> Rewards:
+        """Return the rewards of whole groups, one per trajectory."""
+        # A trajectory of several rows is scored as a whole, on the last of them.
+        responses = groups.of_trajectories()
+        rollouts = responses.rollouts
+        aborted = rollouts.row("finish") == Finish.ABORTED
+        scores = self.shape(response_scores(responses.scores), aborted)
+        return with_additions(self._config, scores, rollouts, groups.response_lengths)
 
     def shape(
         self,
@@ -191,6 +243,95 @@ class Shaping:
         if grader.clip is None:
             return score
         return np.clip(score, -grader.clip, grader.clip)
+
+
+# ------------------------------------------------------------------ additions to scores
+
+
+def with_additions(
+    config: RLConfig,
+    scores: ResponseScores,
+    rollouts: Sharded[Rollouts],
+    length: Int64,
+) -> Rewards:
+    """Return rewards: scores with what lengths, or a user's own shaping, add to them.
+
+    Each addition becomes one of their parts, with its weight. A response that is no
+    member of its group gets none. The greedy response of ReMax gets what it is worth
+    among its group, since it is what the others are compared with.
+
+    Args:
+        config: Configuration of the run.
+        scores: Normalised and weighted scores.
+        rollouts: Their responses, whole groups of them; of trajectories of several rows
+            the last one.
+        length: int64 [responses], sampled tokens of each.
+    """
+    max_tokens = _most_tokens(config)
+    is_member = scores.ok & says_something(config.algorithm, rollouts.row("finish"))
+    if config.algorithm.shaping is None:
+        parts = length_rewards(
+            config.algorithm,
+            scores.as_graded,
+            is_member,
+            length,
+            rollouts.row("group_id"),
+            _limits_of_responses(config, rollouts, max_tokens),
+        )
+    else:
+        responses = ScoredResponses(
+            score=scores.score,
+            group=rollouts.row("group_id"),
+            valid=is_member,
+            trajectory=rollouts.row("trajectory_id"),
+            length=length,
+            truncated=rollouts.row("finish") == Finish.LENGTH,
+            parts=scores.parts,
+            max_tokens=max_tokens,
+        )
+        parts = {"shaping": (1.0, _own_addition(config, responses))}
+    if not parts:
+        return Rewards(scores, {}, is_member)
+
+    additions = {
+        name: np.float32(weight) * values for name, (weight, values) in parts.items()
+    }
+    return Rewards(scores.plus(*parts.values()), additions, is_member)
+
+
+def _most_tokens(config: RLConfig) -> int:
+    """Return how many tokens a response may have, or all turns of an episode."""
+    of_episode = None if config.episodes is None else config.episodes.max_tokens
+    return of_episode or config.rollout.max_response_tokens
+
+
+def _limits_of_responses(
+    config: RLConfig, rollouts: Sharded[Rollouts], max_tokens: int
+) -> int | Int64:
+    """Return how many tokens each response may have: one number, or [responses].
+
+    Args:
+        max_tokens: How many all turns of an episode may have.
+    """
+    if config.episodes is None:
+        return max_tokens
+    is_single = rollouts.row("end") == NO_EPISODE
+    limits: Int64 = np.where(
+        is_single, config.rollout.max_response_tokens, np.int64(max_tokens)
+    )
+    return limits
+
+
+def _own_addition(config: RLConfig, responses: ScoredResponses) -> Float32:
+    """Return what a user's own function adds to the scores, float32 [responses]."""
+    algorithm = config.algorithm
+    assert algorithm.shaping is not None
+    shaped = OWN_SHAPINGS[algorithm.shaping].shape(algorithm, responses)
+    added = np.where(responses.valid, shaped - responses.score, 0)
+    return added.astype(np.float32)
+
+
+# ------------------------------------------------------------ weights, health and sums
 
 
 def turn_weights(config: RLConfig) -> dict[str, float]:

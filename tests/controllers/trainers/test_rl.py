@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from controllers.trainers.rl import Trainer
-from controllers.watch.measures import response_scores
+from controllers.trainers.updates import LearnerBatch
 from tests.algorithms.choices import TAKES_SEVERAL_UPDATES, learning_at_once
 from tests.controllers.conftest import MakeTrainer
 from tests.controllers.runs import (
@@ -29,6 +29,7 @@ from verl_ray.algorithms.policy_losses import POLICY_LOSSES
 from verl_ray.cluster.waiting import read
 from verl_ray.errors import MismatchError, RewardError
 from verl_ray.rewards.health import ScoreHealth
+from verl_ray.rewards.shaping import response_scores
 from verl_ray.weight_sync.fingerprint import Fingerprint
 from workers.actor import ActorWorker
 
@@ -322,9 +323,8 @@ def test_failed_scores_are_counted_and_kept_out_of_their_groups(
         assert told.advantages[first_token[members]] == pytest.approx(
             expected, abs=1e-6
         )
-    metrics = run.learner.update_models(
-        1, experience.rollouts, credit, outputs, policy_version=0
-    )
+    batch = LearnerBatch(1, experience.rollouts, credit, outputs)
+    metrics = run.learner.update_models(batch, policy_version=0)
     assert math.isfinite(metrics["actor/grad_norm"])
     run.supply.note_trained(1, experience.rollouts.row("group_id"))
     run.publish(1)
@@ -402,9 +402,8 @@ def test_a_mismatch_beyond_the_limit_turns_the_correction_on(
         run.learner.optimizer_steps.publish(0)
         outputs = run.learner.compute_log_probs_and_values(number, rollouts)
         credit = run.learner.assign_credit(rollouts, scores, outputs)
-        return run.learner.update_models(
-            number, rollouts, credit, outputs, run.policy_version
-        )
+        batch = LearnerBatch(number, rollouts, credit, outputs)
+        return run.learner.update_models(batch, run.policy_version)
 
     assert apart(learn(1)) < 1e-5 and capfd.readouterr().err == ""
     stale = learn(2)

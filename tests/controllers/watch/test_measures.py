@@ -28,7 +28,7 @@ from verl_ray.engine.base import LossReport, StepReport
 from verl_ray.ops.masked import Moments
 from verl_ray.profiling.memory import GIB, DeviceMemory
 from verl_ray.rewards.health import Entries, ScoreHealth
-from verl_ray.rewards.shaping import ResponseScores
+from verl_ray.rewards.shaping import ResponseScores, response_scores
 from verl_ray.tracking.comparison import intervals
 from verl_ray.tracking.evaluations import HeldOutScores
 from workers.model_worker import UpdateReport
@@ -83,7 +83,7 @@ def test_scores_that_failed_are_counted_and_not_averaged() -> None:
         rescored=np.array([False, False, True, True]),
         has_entries=np.zeros(4, bool), entries=Ragged.of_texts([""] * 4),
     )  # fmt: skip
-    raw = measures.response_scores({"reward": held(scores)})
+    raw = response_scores({"reward": held(scores)})
     found = measures.score_metrics(raw["reward"], raw, np.zeros(4, bool))
     assert not any(
         name.startswith("reward/") for name in found
