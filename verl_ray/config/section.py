@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import CoreSchema, core_schema
@@ -158,6 +158,37 @@ def set_exactly_when(
         yield Problem(key, None, f"{because} needs it", f"{usual} is usual.")
     if not required and value is not None:
         yield Problem(key, value, f"{because} does not use it", "Set it to null.")
+
+
+C_contra = TypeVar("C_contra", bound=Section, contravariant=True)
+
+
+@dataclass(frozen=True)
+class Rule(Generic[C_contra]):
+    """A rule of one condition about one setting.
+
+    Attributes:
+        name: What holds where the rule is kept.
+        key: The dotted key of the setting to change.
+        is_broken: Whether a configuration breaks the rule.
+        rule: The rule in words; `{a.b}` stands for the value of a setting, and
+            `{config.a}` for what the configuration says of itself.
+        fix: What would be right, in the same form.
+    """
+
+    name: str
+    key: str
+    is_broken: Callable[[C_contra], bool]
+    rule: str
+    fix: str
+
+    def problems(self, config: C_contra) -> Iterator[Problem]:
+        """Yield the problem of a configuration that breaks the rule."""
+        if self.is_broken(config):
+            values = {"config": config, **dict(config)}
+            rule = self.rule.format_map(values)
+            fix = self.fix.format_map(values)
+            yield Problem(self.key, value_of(config, self.key), rule, fix)
 
 
 def value_of(config: Section, key: str) -> object:

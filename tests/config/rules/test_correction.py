@@ -190,6 +190,14 @@ CASES = [
         "rollout_corr/k3_kl",
     ),
     Case(
+        "mismatch_is_measured",
+        "schedule=one_step_off placement=separate algorithm.correction.form=two_policy algorithm.mismatch.limit=0.1"
+        " algorithm.mismatch.metric=staleness/fresh_kl algorithm.mismatch.then=stop",
+        "algorithm.mismatch.metric",
+        "there are none: rollout.updates is between",
+        "rollout_corr/k3_kl",
+    ),
+    Case(
         "mismatch_has_a_correction",
         "algorithm.mismatch.limit=0.1 algorithm.mismatch.metric=rollout_corr/kl algorithm.mismatch.then=correct",
         "algorithm.mismatch.then",

@@ -71,14 +71,14 @@ CASES = [
         "or to null",
     ),
     Case(
-        "curriculum_is_possible",
+        "curriculum_has_no_epochs",
         "data.curriculum.hard_share=0.2 run.total_steps=null run.total_epochs=2",
         "run.total_epochs",
         "an epoch does not use each prompt",
         "run.total_steps",
     ),
     Case(
-        "curriculum_is_possible",
+        "curriculum_knows_the_batch",
         "algorithm=grpo data.curriculum.easy_share=0.2 algorithm.dynamic_sampling=10"
         " schedule=asynchronous placement=separate",
         "algorithm.dynamic_sampling",

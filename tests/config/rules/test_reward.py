@@ -97,7 +97,7 @@ CASES = [
         "Set it to none, or give reward.clip",
     ),
     Case(
-        "normalised_scores_matter",
+        "normalised_scores_are_positive",
         "algorithm=maxrl reward.normalise=running",
         "reward.normalise",
         "normalised scores lie around 0",

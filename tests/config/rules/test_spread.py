@@ -12,21 +12,21 @@ CORRECTED = "algorithm.correction.form=two_policy"
 
 CASES = [
     Case(
-        "dynamic_sampling_is_possible",
+        "drawing_again_waits_for_scores",
         "algorithm=dapo schedule=one_step_off placement=separate",
         "rollout.schedule",
         "scores decide which prompts a batch holds",
         "schedule=asynchronous",
     ),
     Case(
-        "dynamic_sampling_is_possible",
+        "drawing_again_compares_groups",
         "algorithm=ppo algorithm.dynamic_sampling=10",
         "algorithm.dynamic_sampling",
         "algorithm.advantage=gae compares no responses of a group",
         "such as grpo",
     ),
     Case(
-        "replay_is_possible",
+        "replay_compares_groups",
         "algorithm=rae algorithm.replay=8 algorithm.replay_age=4",
         "algorithm.replay",
         "algorithm.advantage=rae compares no responses of a group",
@@ -47,7 +47,7 @@ CASES = [
         "null",
     ),
     Case(
-        "replay_is_possible",
+        "replay_has_groups_to_replace",
         f"{REPLAY} algorithm.dynamic_sampling=10",
         "algorithm.replay",
         "leaves no group whose scores are all equal",

@@ -54,7 +54,7 @@ from verl_ray.config.roles import ModelRole, OptimizerConfig, ReferenceRole, Tra
 from verl_ray.config.rollout import temperature_is_not_too_low
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.run import RolloutTrackingConfig, rollout_bound_is_used
-from verl_ray.config.section import OverriddenKeys, set_exactly_when
+from verl_ray.config.section import OverriddenKeys, Rule, set_exactly_when
 from verl_ray.config.suggest import either
 from verl_ray.errors import Problem
 
@@ -228,7 +228,8 @@ class RLConfig(RolloutTaskConfig):
         evaluation = self.evaluation
         staleness = self.rollout.staleness
 
-        yield from group_baseline_has_a_group(self)
+        for rule in RULES:
+            yield from rule.problems(self)
         yield from settings_are_read(algorithm, overridden)
         yield from shared_bounds_are_of_the_loss(algorithm, overridden)
         yield from bounds_leave_a_range(algorithm)
@@ -238,16 +239,11 @@ class RLConfig(RolloutTaskConfig):
         yield from kl_is_complete(algorithm.kl)
         yield from kl_in_the_loss_has_a_gradient(algorithm.kl)
         yield from kl_in_the_reward_has_no_gradient(algorithm.kl)
-        yield from losses_without_a_ratio_update_once(self)
         yield from own_shaping_reads_its_settings(algorithm)
         yield from ratios_are_not_one(self)
         yield from length_rewards_have_a_group(algorithm, self.rollout.group_size)
-        yield from dynamic_sampling_is_possible(self)
         yield from curriculum_is_consistent(self.data.curriculum, overridden)
-        yield from curriculum_is_possible(self)
         yield from replay_is_possible(self)
-        yield from estimators_have_probabilities(self)
-        yield from selections_have_log_probs(self)
         yield from entropy_control_is_complete(algorithm)
         yield from sequences_are_weighted_as_such(algorithm)
         yield from trajectories_are_judged(algorithm)
@@ -258,7 +254,6 @@ class RLConfig(RolloutTaskConfig):
         yield from algorithm_is_chosen_as_a_group(algorithm, overridden)
         yield from correction_problems(algorithm, may_be_stale=staleness > 0)
         yield from normalised_weights_are_known(self)
-        yield from mismatch_is_measured(self)
         yield from stale_tokens_are_corrected(self)
         yield from temperature_is_not_too_low("rollout", self.rollout.temperature)
         yield from temperature_is_not_too_low("evaluation", evaluation.temperature)
@@ -266,7 +261,6 @@ class RLConfig(RolloutTaskConfig):
         yield from greedy_evaluation_truncates_nothing(evaluation)
         yield from held_out_deadline_is_used(evaluation, overridden)
         yield from rollout_bound_is_used(self.tracking, overridden)
-        yield from normalised_scores_matter(self)
         yield from mixed_rewards_have_weights(self.reward)
         graders = self.active_graders(learns=True)
         row_tokens = self.rollout.max_response_tokens
@@ -296,53 +290,6 @@ def _inputs_can_be_made(
         )
 
 
-def group_baseline_has_a_group(config: RLConfig) -> Iterator[Problem]:
-    """Yield a problem if a group baseline has a single response per group."""
-    advantage = config.algorithm.advantage
-    group_size = config.rollout.group_size
-
-    # A single response has no other one to be compared with.
-    if ADVANTAGES[advantage].needs_group and group_size < 2:
-        rule = (
-            f"algorithm.advantage={advantage} compares the responses to one prompt with"
-            " each other"
-        )
-        fix = (
-            "Use at least 2 (8 is usual), or algorithm=ppo or"
-            " algorithm=reinforce_plus_plus."
-        )
-        yield Problem("rollout.group_size", group_size, rule, fix)
-
-
-def losses_without_a_ratio_update_once(config: RLConfig) -> Iterator[Problem]:
-    """Yield a problem if a loss without a ratio has several updates per step."""
-    actor = config.actor
-    policy_loss = config.algorithm.policy_loss
-    rows = config.data.prompts_per_step * config.rollout.group_size
-
-    if (
-        POLICY_LOSSES[policy_loss].has_ratio
-        or config.algorithm.correction_weighs_updates
-    ):
-        return
-
-    rule = (
-        f"{policy_loss} has no ratio that would correct a second update on the same"
-        " rollouts"
-    )
-    with_ratio = [loss.name for loss in POLICY_LOSSES.values() if loss.has_ratio]
-    alternative = f"use algorithm.policy_loss={either(with_ratio)}"
-
-    # Further epochs and smaller mini-batches both make further updates.
-    if actor.epochs > 1:
-        fix = f"Set it to 1, or {alternative}."
-        yield Problem("actor.epochs", actor.epochs, rule, fix)
-
-    if actor.mini_batch_size is not None and actor.mini_batch_size < rows:
-        fix = f"Set it to null or {rows}, or {alternative}."
-        yield Problem("actor.mini_batch_size", actor.mini_batch_size, rule, fix)
-
-
 def ratios_are_not_one(config: RLConfig) -> Iterator[Problem]:
     """Yield a problem if a loss of ratios compares the policy with itself."""
     loss = POLICY_LOSSES[config.algorithm.policy_loss]
@@ -364,37 +311,6 @@ def ratios_are_not_one(config: RLConfig) -> Iterator[Problem]:
     if not loss.is_per_row:
         fix += f" Or compare with the sampler's policy: {_CORRECTION}.form=two_policy."
     yield Problem("algorithm.policy_loss", loss.name, rule, fix)
-
-
-def selections_have_log_probs(config: RLConfig) -> Iterator[Problem]:
-    """Yield a problem if tokens are chosen by log-probs that no policy has."""
-    algorithm = config.algorithm
-    if not algorithm.chooses_tokens or config.rollout.kv != "keep":
-        return
-
-    key, value = "policy_loss", algorithm.policy_loss
-    if algorithm.entropy_share is not None:
-        key, value = "entropy_share", str(algorithm.entropy_share)
-    rule = (
-        "tokens are chosen by what the policy before the step says of them, and with"
-        " rollout.kv=keep nothing but the sampler's log-probs is known"
-    )
-    fix = "Use rollout.kv=recompute, or leave this out."
-    yield Problem(f"algorithm.{key}", value, rule, fix)
-
-
-def estimators_have_probabilities(config: RLConfig) -> Iterator[Problem]:
-    """Yield a problem if an estimator reads probabilities that no policy has."""
-    advantage = ADVANTAGES[config.algorithm.advantage]
-    if not advantage.reads_probabilities or config.rollout.kv != "keep":
-        return
-
-    rule = (
-        "it reads probabilities of the policy before the step, and with rollout.kv=keep"
-        " nothing but the sampler's log-probs is known"
-    )
-    fix = "Use rollout.kv=recompute, or another algorithm such as algorithm=rloo."
-    yield Problem("algorithm.advantage", advantage.name, rule, fix)
 
 
 def critic_settings_are_used(
@@ -505,22 +421,6 @@ def normalised_weights_are_known(config: RLConfig) -> Iterator[Problem]:
         yield Problem(key, True, rule, fix)
 
 
-def mismatch_is_measured(config: RLConfig) -> Iterator[Problem]:
-    """Yield a problem if the metric that is limited is of tokens that there are not."""
-    rollout = config.rollout
-    metric = config.algorithm.mismatch.metric or ""
-    if metric.startswith("staleness/") and rollout.updates == "between":
-        rule = (
-            "it is of tokens that the present policy sampled, and there are none:"
-            " rollout.updates is between"
-        )
-        if rollout.staleness == 0:
-            rule = "it is measured where some tokens are older: rollout.staleness is 0"
-        yield Problem(
-            "algorithm.mismatch.metric", metric, rule, f"Use {USUAL_MISMATCH}."
-        )
-
-
 def stale_tokens_are_corrected(config: RLConfig) -> Iterator[Problem]:
     """Yield a problem if older tokens would be taken for those of the policy."""
     rollout = config.rollout
@@ -559,26 +459,6 @@ def stale_tokens_are_corrected(config: RLConfig) -> Iterator[Problem]:
 # ------------------------------------------------------------------- groups and prompts
 
 
-def dynamic_sampling_is_possible(config: RLConfig) -> Iterator[Problem]:
-    """Yield a problem for each setting that groups cannot be drawn again with."""
-    draws = config.algorithm.dynamic_sampling
-    if draws is None:
-        return
-
-    yield from _compares_groups(config, "algorithm.dynamic_sampling", draws)
-    schedule = config.rollout.schedule
-    if schedule == "one_step_off":
-        rule = (
-            "with algorithm.dynamic_sampling scores decide which prompts a batch holds,"
-            " and with schedule=one_step_off their numbers alone do"
-        )
-        fix = (
-            "Choose schedule=asynchronous or schedule=synchronous, or set"
-            " algorithm.dynamic_sampling=null."
-        )
-        yield Problem("rollout.schedule", schedule, rule, fix)
-
-
 def replay_is_possible(config: RLConfig) -> Iterator[Problem]:
     """Yield a problem for each setting that groups cannot be replayed with."""
     algorithm = config.algorithm
@@ -590,14 +470,6 @@ def replay_is_possible(config: RLConfig) -> Iterator[Problem]:
     )
     if replay is None:
         return
-
-    yield from _compares_groups(config, _REPLAY, replay)
-    if algorithm.dynamic_sampling is not None:
-        rule = (
-            "algorithm.dynamic_sampling leaves no group whose scores are all equal, and"
-            " earlier groups would take the place of such ones"
-        )
-        yield Problem(_REPLAY, replay, rule, "Set one of the two to null.")
 
     besides = [*_rewards_beside_scores(config)]
     if besides:
@@ -613,18 +485,6 @@ def replay_is_possible(config: RLConfig) -> Iterator[Problem]:
             yield Problem(f"{key}.normalise", "running", rule, fix)
 
 
-def _compares_groups(config: RLConfig, key: str, value: int) -> Iterator[Problem]:
-    """Yield a problem if a group whose scores are all equal teaches something, too."""
-    advantage = ADVANTAGES[config.algorithm.advantage]
-    if not advantage.needs_group:
-        rule = (
-            f"algorithm.advantage={advantage.name} compares no responses of a group, so"
-            " it also learns from groups whose scores are all equal"
-        )
-        fix = "Set it to null, or choose an advantage of groups, such as grpo."
-        yield Problem(key, value, rule, fix)
-
-
 def _rewards_beside_scores(config: RLConfig) -> Iterator[str]:
     """Yield the settings that give responses with equal scores other rewards."""
     algorithm = config.algorithm
@@ -635,60 +495,218 @@ def _rewards_beside_scores(config: RLConfig) -> Iterator[str]:
         yield "algorithm.kl.place=reward"
 
 
-def curriculum_is_possible(config: RLConfig) -> Iterator[Problem]:
-    """Yield a problem for each setting that prompts cannot be chosen with."""
-    if not config.data.curriculum.is_on:
-        return
-
-    epochs = config.run.total_epochs
-    if epochs is not None:
-        rule = "with data.curriculum an epoch does not use each prompt"
-        fix = "Set run.total_epochs=null and run.total_steps to the number of steps."
-        yield Problem("run.total_epochs", epochs, rule, fix)
-
-    draws = config.algorithm.dynamic_sampling
-    if draws is not None and config.rollout.staleness:
-        rule = (
-            "data.curriculum chooses prompts by the scores before them, and with"
-            " rollout.staleness > 0 it depends on the order of completion which batch a"
-            " group that is drawn again belongs to"
-        )
-        fix = (
-            "Choose schedule=synchronous, or set algorithm.dynamic_sampling=null, or"
-            " both shares of data.curriculum to 1 and its solved_from to null."
-        )
-        yield Problem("algorithm.dynamic_sampling", draws, rule, fix)
+# ------------------------------------------------------------- rules of one condition
 
 
-# ------------------------------------------------------------------------------ rewards
+def _compares_groups(config: RLConfig) -> bool:
+    """Whether groups whose scores are all equal teach nothing."""
+    return ADVANTAGES[config.algorithm.advantage].needs_group
 
 
-def normalised_scores_matter(config: RLConfig) -> Iterator[Problem]:
-    """Yield a problem if scores are normalised and the advantage undoes it.
+def _has_no_ratio(config: RLConfig) -> bool:
+    """Whether nothing corrects a second update on the same rollouts."""
+    has_ratio = POLICY_LOSSES[config.algorithm.policy_loss].has_ratio
+    return not has_ratio and not config.algorithm.correction_weighs_updates
 
-    Some group baselines divide by the deviation of the group.
-    """
-    advantage = ADVANTAGES[config.algorithm.advantage]
+
+def _limits_fresh_tokens(config: RLConfig) -> bool:
+    """Whether a metric is limited that compares the present policy's own tokens."""
+    metric = config.algorithm.mismatch.metric or ""
+    return metric.startswith("staleness/") and config.rollout.updates == "between"
+
+
+def _normalises(config: RLConfig) -> bool:
+    """Whether the scores of a single grader are normalised."""
     reward = config.graders.get("reward")
-    if reward is None:
-        return
+    return reward is not None and reward.normalise != "none"
 
-    if reward.normalise != "none" and advantage.needs_positive_scores:
-        rule = (
-            f"algorithm.advantage={advantage.name} learns only from groups whose mean"
-            " score is above 0, and normalised scores lie around 0"
-        )
-        fix = "Set it to none, or use another algorithm.advantage."
-        yield Problem("reward.normalise", reward.normalise, rule, fix)
 
-    if not advantage.divides_by_spread:
-        return
+_WITH_RATIO = either([loss.name for loss in POLICY_LOSSES.values() if loss.has_ratio])
 
+_NO_SECOND_UPDATE = (
+    "{algorithm.policy_loss} has no ratio that would correct a second update on the"
+    " same rollouts"
+)
+_LEARNS_FROM_EQUAL = (
+    "algorithm.advantage={algorithm.advantage} compares no responses of a group, so it"
+    " also learns from groups whose scores are all equal"
+)
+_CHOSEN_BEFORE = (
+    "tokens are chosen by what the policy before the step says of them, and with"
+    " rollout.kv=keep nothing but the sampler's log-probs is known"
+)
+_ADVANTAGE_OF_GROUPS = "Set it to null, or choose an advantage of groups, such as grpo."
+
+RULES: tuple[Rule[RLConfig], ...] = (
+    Rule(
+        name="group_baseline_has_a_group",
+        key="rollout.group_size",
+        is_broken=lambda config: (
+            _compares_groups(config) and config.rollout.group_size < 2
+        ),
+        rule="algorithm.advantage={algorithm.advantage} compares the responses to one"
+        " prompt with each other",
+        fix="Use at least 2 (8 is usual), or algorithm=ppo or"
+        " algorithm=reinforce_plus_plus.",
+    ),
+    # Further epochs and smaller mini-batches both make further updates.
+    Rule(
+        name="losses_without_a_ratio_update_once",
+        key="actor.epochs",
+        is_broken=lambda config: _has_no_ratio(config) and config.actor.epochs > 1,
+        rule=_NO_SECOND_UPDATE,
+        fix=f"Set it to 1, or use algorithm.policy_loss={_WITH_RATIO}.",
+    ),
+    Rule(
+        name="losses_without_a_ratio_update_once",
+        key="actor.mini_batch_size",
+        is_broken=lambda config: (
+            _has_no_ratio(config)
+            and config.actor.mini_batch_size is not None
+            and config.actor.mini_batch_size < config.rows_per_step
+        ),
+        rule=_NO_SECOND_UPDATE,
+        fix="Set it to null or {config.rows_per_step}, or use"
+        f" algorithm.policy_loss={_WITH_RATIO}.",
+    ),
+    Rule(
+        name="selections_have_log_probs",
+        key="algorithm.policy_loss",
+        is_broken=lambda config: (
+            config.rollout.kv == "keep"
+            and config.algorithm.chooses_tokens
+            and config.algorithm.entropy_share is None
+        ),
+        rule=_CHOSEN_BEFORE,
+        fix="Use rollout.kv=recompute, or leave this out.",
+    ),
+    Rule(
+        name="selections_have_log_probs",
+        key="algorithm.entropy_share",
+        is_broken=lambda config: (
+            config.rollout.kv == "keep" and config.algorithm.entropy_share is not None
+        ),
+        rule=_CHOSEN_BEFORE,
+        fix="Use rollout.kv=recompute, or leave this out.",
+    ),
+    Rule(
+        name="estimators_have_probabilities",
+        key="algorithm.advantage",
+        is_broken=lambda config: (
+            config.rollout.kv == "keep"
+            and ADVANTAGES[config.algorithm.advantage].reads_probabilities
+        ),
+        rule="it reads probabilities of the policy before the step, and with"
+        " rollout.kv=keep nothing but the sampler's log-probs is known",
+        fix="Use rollout.kv=recompute, or another algorithm such as algorithm=rloo.",
+    ),
+    Rule(
+        name="mismatch_is_measured",
+        key="algorithm.mismatch.metric",
+        is_broken=lambda config: (
+            _limits_fresh_tokens(config) and config.rollout.staleness == 0
+        ),
+        rule="it is measured where some tokens are older: rollout.staleness is 0",
+        fix=f"Use {USUAL_MISMATCH}.",
+    ),
+    Rule(
+        name="mismatch_is_measured",
+        key="algorithm.mismatch.metric",
+        is_broken=lambda config: (
+            _limits_fresh_tokens(config) and config.rollout.staleness > 0
+        ),
+        rule="it is of tokens that the present policy sampled, and there are none:"
+        " rollout.updates is between",
+        fix=f"Use {USUAL_MISMATCH}.",
+    ),
+    Rule(
+        name="drawing_again_compares_groups",
+        key="algorithm.dynamic_sampling",
+        is_broken=lambda config: (
+            config.algorithm.dynamic_sampling is not None
+            and not _compares_groups(config)
+        ),
+        rule=_LEARNS_FROM_EQUAL,
+        fix=_ADVANTAGE_OF_GROUPS,
+    ),
+    Rule(
+        name="drawing_again_waits_for_scores",
+        key="rollout.schedule",
+        is_broken=lambda config: (
+            config.algorithm.dynamic_sampling is not None
+            and config.rollout.schedule == "one_step_off"
+        ),
+        rule="with algorithm.dynamic_sampling scores decide which prompts a batch"
+        " holds, and with schedule=one_step_off their numbers alone do",
+        fix="Choose schedule=asynchronous or schedule=synchronous, or set"
+        " algorithm.dynamic_sampling=null.",
+    ),
+    Rule(
+        name="replay_compares_groups",
+        key=_REPLAY,
+        is_broken=lambda config: (
+            config.algorithm.replay is not None and not _compares_groups(config)
+        ),
+        rule=_LEARNS_FROM_EQUAL,
+        fix=_ADVANTAGE_OF_GROUPS,
+    ),
+    Rule(
+        name="replay_has_groups_to_replace",
+        key=_REPLAY,
+        is_broken=lambda config: (
+            config.algorithm.replay is not None
+            and config.algorithm.dynamic_sampling is not None
+        ),
+        rule="algorithm.dynamic_sampling leaves no group whose scores are all equal,"
+        " and earlier groups would take the place of such ones",
+        fix="Set one of the two to null.",
+    ),
+    Rule(
+        name="curriculum_has_no_epochs",
+        key="run.total_epochs",
+        is_broken=lambda config: (
+            config.data.curriculum.is_on and config.run.total_epochs is not None
+        ),
+        rule="with data.curriculum an epoch does not use each prompt",
+        fix="Set run.total_epochs=null and run.total_steps to the number of steps.",
+    ),
+    Rule(
+        name="curriculum_knows_the_batch",
+        key="algorithm.dynamic_sampling",
+        is_broken=lambda config: (
+            config.data.curriculum.is_on
+            and config.algorithm.dynamic_sampling is not None
+            and config.rollout.staleness > 0
+        ),
+        rule="data.curriculum chooses prompts by the scores before them, and with"
+        " rollout.staleness > 0 it depends on the order of completion which batch a"
+        " group that is drawn again belongs to",
+        fix="Choose schedule=synchronous, or set algorithm.dynamic_sampling=null, or"
+        " both shares of data.curriculum to 1 and its solved_from to null.",
+    ),
+    Rule(
+        name="normalised_scores_are_positive",
+        key="reward.normalise",
+        is_broken=lambda config: (
+            _normalises(config)
+            and ADVANTAGES[config.algorithm.advantage].needs_positive_scores
+        ),
+        rule="algorithm.advantage={algorithm.advantage} learns only from groups whose"
+        " mean score is above 0, and normalised scores lie around 0",
+        fix="Set it to none, or use another algorithm.advantage.",
+    ),
     # Clipping depends on the scale, so that normalising changes something then.
-    if reward.normalise != "none" and reward.clip is None:
-        rule = (
-            f"algorithm.advantage={advantage.name} compares within a group and divides"
-            " by a deviation, which undoes this"
-        )
-        fix = "Set it to none, or give reward.clip as well."
-        yield Problem("reward.normalise", reward.normalise, rule, fix)
+    Rule(
+        name="normalised_scores_matter",
+        key="reward.normalise",
+        is_broken=lambda config: (
+            _normalises(config)
+            and ADVANTAGES[config.algorithm.advantage].divides_by_spread
+            and config.graders["reward"].clip is None
+        ),
+        rule="algorithm.advantage={algorithm.advantage} compares within a group and"
+        " divides by a deviation, which undoes this",
+        fix="Set it to none, or give reward.clip as well.",
+    ),
+)
+"""The rules of a run as a whole that have one condition."""
