@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import math
+import re
 from collections.abc import Callable
+from dataclasses import fields
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 
-from verl_ray.algorithms.losses import PolicyTokens, TokenLoss
+from tests import style
+from verl_ray.algorithms.losses import PolicyLoss, PolicyTokens, TokenLoss
 from verl_ray.algorithms.policy_losses import POLICY_LOSSES
 
 Array = NDArray[np.float64]
@@ -302,3 +306,30 @@ def test_far_policies_give_finite_losses_and_a_nan_is_not_hidden(name: str) -> N
         assert not values.requires_grad
     found, _ = loss_of(name, [math.nan], [1])
     assert found.loss.isnan().all()
+
+
+def test_each_flag_names_what_reads_it() -> None:
+    """A reader of a flag knows what it causes, without a search."""
+    modules = style.modules()
+    (losses,) = (one for one in modules if one.path == "verl_ray/algorithms/losses.py")
+    (declared,) = (
+        node for node in losses.tree.body if isinstance(node, ast.ClassDef) and node.name == "PolicyLoss"
+    )  # fmt: skip
+    text = ast.get_source_segment(losses.text, declared) or ""
+
+    # `sequence` is the name of other things as well.
+    flags = {
+        field.name for field in fields(PolicyLoss) if type(field.default) is not str
+    }
+    flags -= {"name", "paper", "function", "reads"}
+    readers = {
+        (node.attr, function.name)
+        for module in modules
+        for function in module.functions
+        for node in ast.walk(function)
+        if isinstance(node, ast.Attribute) and node.attr in flags
+    }
+    assert {flag for flag, _ in readers} == flags
+    for flag, reader in readers:
+        doc = re.search(rf'\n    {flag}: [^"]*"""(.*?)"""', text, re.DOTALL)
+        assert doc is not None and f"`{reader}`" in doc[1], (flag, reader)

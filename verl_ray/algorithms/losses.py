@@ -147,37 +147,81 @@ def clip_metrics(is_clipped: Tensor, advantages: Tensor) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss(Declaration):
-    """A choice of `algorithm.policy_loss`.
+    """A choice of `algorithm.policy_loss`, and what follows from its kind.
 
-    Attributes:
-        function: Maps PolicyTokens and its settings to a TokenLoss.
-        has_ratio: True if tokens are weighted by their ratio to the old policy, which
-            corrects for several updates on the same rollouts.
-        needs_another_policy: True if it is nothing but the policy gradient while the
-            old policy is the one that learns.
-        sequence: What it judges as a whole: a token, or a row.
-        is_per_row: True if a row has one loss, which each of its tokens bears.
-        bounds_ratio: True if it bounds the effect of any ratio itself, large or small,
-            so that a mask of such tokens would make another loss of it.
-        selection: What chooses tokens from the whole mini-batch before it is learned
-            from; None if the loss needs no choice. It maps SelectableTokens and its
-            settings to a mask.
-        selection_reads: The settings of `reads` that the selection takes, and not the
-            loss.
+    Each flag says what it causes, with the function or rule that reads it.
     """
 
     function: Callable[..., TokenLoss]
+    """Maps PolicyTokens and its settings to a TokenLoss."""
+
     has_ratio: bool = True
+    """Whether a ratio to the old policy corrects for several updates on the same rows.
+
+    True: log ratios beyond the bound are counted in actor/log_ratio_clipfrac. In the
+    two-policy form the ratio is the weight. So the correction only leaves tokens out
+    (`_policy_loss`), may have no kind (`kind_matches_the_form`), is refused if it
+    weighs (`weights_are_not_applied_twice`), and has no mean to divide by
+    (`normalised_weights_are_known`). `check` prints what the ratio is one of
+    (`_parts`).
+
+    False: a step makes one update, unless the correction weighs each
+    (`_has_no_ratio`). The two-policy form needs a kind, which weighs the loss.
+    """
+
     needs_another_policy: bool = True
+    """Whether it is nothing but the policy gradient while the old policy learns.
+
+    True: one update per step is refused, unless the loss compares with the sampler
+    (`ratios_are_not_one`).
+    """
+
     sequence: Literal["token", "row"] = "token"
+    """The unit that it judges as a whole.
+
+    "row": algorithm.sequence may be trajectory (`trajectories_are_judged`), and
+    `check` prints it (`_parts`).
+    """
+
     is_per_row: bool = False
+    """Whether a row has one loss, which each of its tokens bears.
+
+    True: weights and masks that differ within a row are refused
+    (`rows_are_corrected_as_a_whole`), and so are aggregations over the tokens of all
+    rows (`sequences_are_weighted_as_such`). Older tokens are corrected by rows
+    (`corrected_as`). A comparison with the sampler is not proposed in place of several
+    updates (`ratios_are_not_one`).
+    """
+
     bounds_ratio: bool = False
+    """Whether it bounds the effect of any ratio itself, large or small.
+
+    True: older tokens need no mask, which would make another loss of it
+    (`corrected_as`).
+    """
+
     selection: Callable[..., Bool] | None = None
+    """Maps SelectableTokens and its settings to a mask of the whole mini-batch.
+
+    With one, log-probs are computed before the update, and refused where no policy has
+    them (`chooses_tokens`). Each mini-batch is chosen from as a whole
+    (`select_tokens`), and the choice is `PolicyTokens.selected`.
+    """
+
     selection_reads: tuple[Setting, ...] = ()
+    """The settings of `reads` that the selection takes (`selection_settings`).
+
+    The loss does not get them (`settings`).
+    """
 
     @property
     def corrected_as(self) -> Literal["tokens", "rows", "itself"]:
-        """The unit that a correction of older tokens judges, if the loss needs one."""
+        """The unit that a correction of older tokens judges, if the loss needs one.
+
+        The schedules that learn from older tokens set algorithm.correction by it
+        (`for_loss`), and where nothing corrects a fix proposes the same
+        (`stale_tokens_are_corrected`).
+        """
         if self.bounds_ratio:
             return "itself"
         return "rows" if self.is_per_row else "tokens"
