@@ -164,8 +164,8 @@ C_contra = TypeVar("C_contra", bound=Section, contravariant=True)
 
 
 @dataclass(frozen=True)
-class Rule(Generic[C_contra]):
-    """A rule of one condition about one setting.
+class RuleRow(Generic[C_contra]):
+    """A rule of one condition about one setting: a row of a table.
 
     Attributes:
         name: What holds where the rule is kept.

@@ -26,7 +26,7 @@ from tests.config.rules.cases import Case
 from verl_ray.config.correction import correction_problems
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
-from verl_ray.config.section import Rule
+from verl_ray.config.section import RuleRow
 from verl_ray.config.tasks.reward_model import RewardModelConfig
 from verl_ray.config.tasks.rl import RULES, RLConfig, _inputs_can_be_made
 from verl_ray.config.tasks.sft import SFTConfig
@@ -105,7 +105,7 @@ def test_each_row_of_the_table_is_broken_by_a_case_and_kept_by_a_usual_run() -> 
 def test_a_rule_names_values_of_the_configuration() -> None:
     config = compose("quickstart", ["data.prompts_per_step=4", "rollout.group_size=2"])
     assert isinstance(config, RLConfig)
-    rule = Rule[RLConfig](
+    rule = RuleRow[RLConfig](
         name="example",
         key="rollout.group_size",
         is_broken=lambda config: config.rollout.group_size == 2,

@@ -54,7 +54,7 @@ from verl_ray.config.roles import ModelRole, OptimizerConfig, ReferenceRole, Tra
 from verl_ray.config.rollout import temperature_is_not_too_low
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.run import RolloutTrackingConfig, rollout_bound_is_used
-from verl_ray.config.section import OverriddenKeys, Rule, set_exactly_when
+from verl_ray.config.section import OverriddenKeys, RuleRow, set_exactly_when
 from verl_ray.config.suggest import either
 from verl_ray.errors import Problem
 
@@ -537,8 +537,8 @@ _CHOSEN_BEFORE = (
 )
 _ADVANTAGE_OF_GROUPS = "Set it to null, or choose an advantage of groups, such as grpo."
 
-RULES: tuple[Rule[RLConfig], ...] = (
-    Rule(
+RULES: tuple[RuleRow[RLConfig], ...] = (
+    RuleRow(
         name="group_baseline_has_a_group",
         key="rollout.group_size",
         is_broken=lambda config: (
@@ -550,14 +550,14 @@ RULES: tuple[Rule[RLConfig], ...] = (
         " algorithm=reinforce_plus_plus.",
     ),
     # Further epochs and smaller mini-batches both make further updates.
-    Rule(
+    RuleRow(
         name="losses_without_a_ratio_update_once",
         key="actor.epochs",
         is_broken=lambda config: _has_no_ratio(config) and config.actor.epochs > 1,
         rule=_NO_SECOND_UPDATE,
         fix=f"Set it to 1, or use algorithm.policy_loss={_WITH_RATIO}.",
     ),
-    Rule(
+    RuleRow(
         name="losses_without_a_ratio_update_once",
         key="actor.mini_batch_size",
         is_broken=lambda config: (
@@ -569,7 +569,7 @@ RULES: tuple[Rule[RLConfig], ...] = (
         fix="Set it to null or {config.rows_per_step}, or use"
         f" algorithm.policy_loss={_WITH_RATIO}.",
     ),
-    Rule(
+    RuleRow(
         name="selections_have_log_probs",
         key="algorithm.policy_loss",
         is_broken=lambda config: (
@@ -580,7 +580,7 @@ RULES: tuple[Rule[RLConfig], ...] = (
         rule=_CHOSEN_BEFORE,
         fix="Use rollout.kv=recompute, or leave this out.",
     ),
-    Rule(
+    RuleRow(
         name="selections_have_log_probs",
         key="algorithm.entropy_share",
         is_broken=lambda config: (
@@ -589,7 +589,7 @@ RULES: tuple[Rule[RLConfig], ...] = (
         rule=_CHOSEN_BEFORE,
         fix="Use rollout.kv=recompute, or leave this out.",
     ),
-    Rule(
+    RuleRow(
         name="estimators_have_probabilities",
         key="algorithm.advantage",
         is_broken=lambda config: (
@@ -600,7 +600,7 @@ RULES: tuple[Rule[RLConfig], ...] = (
         " rollout.kv=keep nothing but the sampler's log-probs is known",
         fix="Use rollout.kv=recompute, or another algorithm such as algorithm=rloo.",
     ),
-    Rule(
+    RuleRow(
         name="mismatch_is_measured",
         key="algorithm.mismatch.metric",
         is_broken=lambda config: (
@@ -609,7 +609,7 @@ RULES: tuple[Rule[RLConfig], ...] = (
         rule="it is measured where some tokens are older: rollout.staleness is 0",
         fix=f"Use {USUAL_MISMATCH}.",
     ),
-    Rule(
+    RuleRow(
         name="mismatch_is_measured",
         key="algorithm.mismatch.metric",
         is_broken=lambda config: (
@@ -619,7 +619,7 @@ RULES: tuple[Rule[RLConfig], ...] = (
         " rollout.updates is between",
         fix=f"Use {USUAL_MISMATCH}.",
     ),
-    Rule(
+    RuleRow(
         name="drawing_again_compares_groups",
         key="algorithm.dynamic_sampling",
         is_broken=lambda config: (
@@ -629,7 +629,7 @@ RULES: tuple[Rule[RLConfig], ...] = (
         rule=_LEARNS_FROM_EQUAL,
         fix=_ADVANTAGE_OF_GROUPS,
     ),
-    Rule(
+    RuleRow(
         name="drawing_again_waits_for_scores",
         key="rollout.schedule",
         is_broken=lambda config: (
@@ -641,7 +641,7 @@ RULES: tuple[Rule[RLConfig], ...] = (
         fix="Choose schedule=asynchronous or schedule=synchronous, or set"
         " algorithm.dynamic_sampling=null.",
     ),
-    Rule(
+    RuleRow(
         name="replay_compares_groups",
         key=_REPLAY,
         is_broken=lambda config: (
@@ -650,7 +650,7 @@ RULES: tuple[Rule[RLConfig], ...] = (
         rule=_LEARNS_FROM_EQUAL,
         fix=_ADVANTAGE_OF_GROUPS,
     ),
-    Rule(
+    RuleRow(
         name="replay_has_groups_to_replace",
         key=_REPLAY,
         is_broken=lambda config: (
@@ -661,7 +661,7 @@ RULES: tuple[Rule[RLConfig], ...] = (
         " and earlier groups would take the place of such ones",
         fix="Set one of the two to null.",
     ),
-    Rule(
+    RuleRow(
         name="curriculum_has_no_epochs",
         key="run.total_epochs",
         is_broken=lambda config: (
@@ -670,7 +670,7 @@ RULES: tuple[Rule[RLConfig], ...] = (
         rule="with data.curriculum an epoch does not use each prompt",
         fix="Set run.total_epochs=null and run.total_steps to the number of steps.",
     ),
-    Rule(
+    RuleRow(
         name="curriculum_knows_the_batch",
         key="algorithm.dynamic_sampling",
         is_broken=lambda config: (
@@ -684,7 +684,7 @@ RULES: tuple[Rule[RLConfig], ...] = (
         fix="Choose schedule=synchronous, or set algorithm.dynamic_sampling=null, or"
         " both shares of data.curriculum to 1 and its solved_from to null.",
     ),
-    Rule(
+    RuleRow(
         name="normalised_scores_are_positive",
         key="reward.normalise",
         is_broken=lambda config: (
@@ -696,7 +696,7 @@ RULES: tuple[Rule[RLConfig], ...] = (
         fix="Set it to none, or use another algorithm.advantage.",
     ),
     # Clipping depends on the scale, so that normalising changes something then.
-    Rule(
+    RuleRow(
         name="normalised_scores_matter",
         key="reward.normalise",
         is_broken=lambda config: (
