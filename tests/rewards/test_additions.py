@@ -155,11 +155,11 @@ def test_what_is_right_is_judged_by_the_scores_of_the_graders() -> None:
 
 
 def test_a_trajectory_of_two_rows_has_one_reward_and_the_length_of_both() -> None:
-    """The rows have 2, 1, 4 and 9 tokens; the first two are one trajectory.
+    """The rows have 5, 2, 4 and 9 tokens; the first two are one trajectory.
 
-    Of up to 10 tokens the last 5 cost: 0 of 3 and of 4, 0.8 of 9.
+    Of up to 10 tokens the last 5 cost: 7 tokens 0.4, 4 tokens nothing, 9 tokens 0.8.
     """
-    rows = rollouts_of([2, 1, 4, 9], groups=[0, 0, 0, 0])
+    rows = rollouts_of([5, 2, 4, 9], groups=[0, 0, 0, 0])
     rows = rows.replace(trajectory_id=np.array([0, 0, 1, 2]))
     scores = Scores.ok(np.array([np.nan, 1, 1, 1], np.float32))
     groups = Experience(
@@ -167,7 +167,7 @@ def test_a_trajectory_of_two_rows_has_one_reward_and_the_length_of_both() -> Non
     )  # fmt: skip
     settings = config("grpo", "algorithm.overlong_share=0.5")
     rewards = Shaping(settings).rewards(groups)
-    assert rewards.scores.score == pytest.approx([1, 1, 0.2])
+    assert rewards.scores.score == pytest.approx([0.6, 1, 0.2])
     assert rewards.is_member.tolist() == [True] * 3
     mean = addition_metrics(rewards)["reward/overlong_penalty/mean"]
-    assert mean == pytest.approx(-0.8 / 3)
+    assert mean == pytest.approx(-1.2 / 3)
