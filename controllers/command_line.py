@@ -28,7 +28,14 @@ from controllers.commands.check import (
 from controllers.commands.check_data import print_readings
 from controllers.commands.check_pools import parse_rates
 from controllers.commands.multirun import multirun
-from controllers.commands.usage import CHECKPOINTS, HELP, USAGE, parser_of, versions
+from controllers.commands.usage import (
+    CHECKPOINTS,
+    HELP,
+    USAGE,
+    instead_of_plan,
+    parser_of,
+    versions,
+)
 from controllers.compose.composition import examine
 from controllers.compose.listing import named_root
 from controllers.compose.trees import MISSING, key_exists, value_at
@@ -54,7 +61,6 @@ from verl_ray.preflight.machine import parse_machine
 _MODULES_WITH_FLAGS = {
     "export": "controllers.commands.export",
     "ledger": "controllers.commands.ledger",
-    "plan": "controllers.commands.plan",
     "play": "controllers.commands.play",
     "report": "controllers.commands.report",
     "runs": "controllers.commands.report:list_runs",
@@ -134,6 +140,10 @@ def _run(arguments: list[str]) -> int:
             f" {program}",
             file=sys.stderr,
         )
+        return 2
+
+    if command == "plan":
+        print(instead_of_plan(rest), file=sys.stderr)
         return 2
 
     if command not in HELP:

@@ -358,7 +358,7 @@ def check(
     for line in (
         *rate_lines(planned),
         *repetition_lines(planned, machine),
-        *pool_lines(planned, machine, rates),
+        *pool_lines(planned, rates),
     ):
         print(line)
     tried = checked.tried

@@ -1,7 +1,7 @@
-"""Prediction of `check`: how long trainers and rollout engines are idle.
+"""The line of `check --rates`: how long trainers and rollout engines are idle.
 
-Invariant: the line that is printed says whether its figures were given, measured in a
-run, or estimated.
+Invariant: the line says whether its seconds were given, or measured in a run. No second
+is predicted.
 """
 
 from __future__ import annotations
@@ -15,10 +15,6 @@ from verl_ray.config.rollout import ScheduleName
 from verl_ray.config.schema import Config
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import ConfigError, Problem, TrackingError
-from verl_ray.preflight.assumptions import Links
-from verl_ray.preflight.machine import Machine
-from verl_ray.preflight.model_files import model_size
-from verl_ray.preflight.step_time import step_time
 from verl_ray.tracking.jsonl import METRICS, read_metrics
 
 OPTION = "--rates"
@@ -101,25 +97,14 @@ def _refused(value: str, rule: str) -> ConfigError:
     return ConfigError([Problem(OPTION, value, rule, fix)])
 
 
-def pool_lines(
-    config: Config, machine: Machine | None, rates: PoolTimes | None
-) -> list[str]:
+def pool_lines(config: Config, times: PoolTimes | None) -> list[str]:
     """Return how long a step takes and how long each pool is idle, in words.
-
-    Nothing is returned where nothing is known: without rates, only the time of a
-    described machine with GPUs is estimated.
 
     Args:
         config: Resolved configuration.
-        machine: The machine, if it is known.
-        rates: What the user has given.
+        times: What the user has given; None for nothing, of which nothing is said.
     """
-    if not isinstance(config, RLConfig):
-        return []
-    times = rates
-    if times is None and machine is not None and machine.gpu is not None:
-        times = _estimated(config, machine)
-    if times is None:
+    if times is None or not isinstance(config, RLConfig):
         return []
 
     schedule = config.rollout.schedule
@@ -133,18 +118,6 @@ def pool_lines(
         f" generation, {times.train_s:.3g} s of training, {times.publish_s:.3g} s of"
         " publishing)"
     ]
-
-
-def _estimated(config: RLConfig, machine: Machine) -> PoolTimes | None:
-    """Return the time model's estimate; None for a model that it does not count."""
-    for name, role in config.model_roles.items():
-        if model_size(name, role, config).shape is None:
-            return None
-    time = step_time(config, Links.of(machine))
-    train_s = time.seconds["measure"] + time.seconds["learn"]
-    return PoolTimes(
-        time.seconds["generate"], train_s, time.seconds["publish"], "estimated"
-    )
 
 
 # -------------------------------------------------------------------------- idle shares

@@ -8,11 +8,13 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from controllers.compose.listing import WIDTH, formatted_choices, groups, root_configs
 from verl_ray.preflight.machine import EXAMPLE, GPUS
 from verl_ray.rollout.vllm_core import installed_version
+from verl_ray.shell import for_shell
 
 EXIT_CODES = """\
 exit codes:
@@ -54,7 +56,6 @@ commands:
   train     train a model
   evaluate  measure a model on held-out problems or pairs
   check     validate a configuration, its data and its rewards; nothing starts
-  plan      propose a configuration for a model and a machine; nothing starts
   play      play an episode of an environment, or watch a model play it
   export    write a role of a checkpoint as a Hugging Face directory
   ledger    print what happened to each prompt of a run, and check it
@@ -207,15 +208,15 @@ def _add_checking(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rates",
         metavar="SECONDS",
-        help="predict the idle shares of trainers and rollout engines from the"
-        " seconds of a step, such as generate=30,train=25, or from a run's folder",
+        help="say how long trainers and rollout engines are idle, from the seconds of"
+        " a step, such as generate=30,train=25, or from a run's folder",
     )
     parser.add_argument(
         "--machine",
         metavar="PARTS",
         help="check for another machine than this one, such as"
-        f" {EXAMPLE}; cores, memory and shm (/dev/shm) are of a node, link is per"
-        f" GPU; GPUs: {', '.join(GPUS)}",
+        f" {EXAMPLE}; cores, memory and shm (/dev/shm) are of a node;"
+        f" GPUs: {', '.join(GPUS)}",
     )
 
 
@@ -270,3 +271,51 @@ def _choices() -> str:
         parts.append(f"choices of {group}:\n{formatted_choices(choices, '  ')}\n")
 
     return "\n".join(parts)
+
+
+# ------------------------------------------------------------ a command of earlier days
+
+_OPTIONS_OF_PLAN = {
+    "--backend": "backend",
+    "--prompts": "data.prompts_per_step",
+    "--group-size": "rollout.group_size",
+    "--prompt-tokens": "data.max_prompt_tokens",
+    "--max-tokens": "rollout.max_response_tokens",
+}
+"""Options of `verl-ray plan`, and the settings that they were."""
+
+
+def instead_of_plan(arguments: Sequence[str]) -> str:
+    """Return the answer to `verl-ray plan`, with the command that takes its place.
+
+    Args:
+        arguments: What was typed behind the command.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("model", nargs="?", default="MODEL")
+    parser.add_argument("--machine", default=EXAMPLE)
+    parser.add_argument("--algorithm", default="grpo")
+    for option, key in _OPTIONS_OF_PLAN.items():
+        parser.add_argument(option, dest=key)
+    typed, _ = parser.parse_known_args(arguments)
+
+    # PPO is a root config of its own.
+    root = "ppo" if typed.algorithm == "ppo" else "grpo"
+    words = ["verl-ray", "check", "--config-name", root, "--machine", typed.machine]
+    words += ["--data", "off", f"model.path={typed.model}", *_NO_DATA]
+    if typed.algorithm != root:
+        words.append(f"algorithm={typed.algorithm}")
+    for key in _OPTIONS_OF_PLAN.values():
+        if getattr(typed, key) is not None:
+            words.append(f"{key}={getattr(typed, key)}")
+
+    return (
+        "verl-ray: there is no command plan any more: none of the seconds by which it"
+        " chose was ever measured on a GPU. This says what each auto becomes there, and"
+        " the cheapest change where something does not fit; backend, placement and"
+        f" ranks are yours to choose:\n  {for_shell(words)}"
+    )
+
+
+_NO_DATA = ("data.train_path=train.jsonl", "data.validation_path=test.jsonl")
+"""Names that stand for the data, which are not read."""

@@ -26,7 +26,7 @@ from controllers.compose.trees import (
     value_at,
 )
 from controllers.tasks import sections_of_all_tasks
-from verl_ray.backends import BACKENDS
+from verl_ray.backends import BACKENDS, DEFAULT_BACKEND
 from verl_ray.config.advice import advice_on, foreign_choice
 from verl_ray.config.suggest import did_you_mean, either
 from verl_ray.errors import Problem
@@ -87,7 +87,7 @@ def choose(
         chosen |= _valid_choices(choosing, problems)
 
         following = _groups_following_the_backend(choices, chosen)
-        backend = chosen.get("backend", choices.get("backend", "engine"))
+        backend = chosen.get("backend", choices.get("backend", DEFAULT_BACKEND))
         chosen |= dict.fromkeys(following, backend)
 
         if not choosing and not following:

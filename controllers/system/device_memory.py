@@ -10,37 +10,37 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.waiting import RAY_CALLS, wait
-from verl_ray.preflight.machine import GpuReport, smallest_gpu
+from verl_ray.preflight.machine import smallest_gpu_bytes
 from verl_ray.profiling.phases import phase
 
 _SLICE_S = 60.0  # of a wait that lasts as long as it takes
 
 
-def smallest_gpu_of(session: Session) -> GpuReport | None:
-    """Return the GPU of a cluster that has least memory.
+def smallest_gpu_bytes_of(session: Session) -> int | None:
+    """Return the memory of the smallest GPU of a cluster.
 
     Returns:
-        The GPU; None without GPUs, or if a node's driver does not report its own.
+        Its bytes; None without GPUs, or if a node's driver does not report its own.
     """
     nodes = [node for node in session.resources() if node.total.get("GPU")]
     if not nodes:
         return None
 
-    ask = ray.remote(num_cpus=0)(smallest_gpu)
+    ask = ray.remote(num_cpus=0)(smallest_gpu_bytes)
     with phase("asking the nodes for their GPUs"):
         pending = []
         for node in nodes:
             affinity = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
             placed = ask.options(scheduling_strategy=affinity)
             pending.append(RAY_CALLS.make(placed.remote))
-        replies: list[GpuReport | None] = []
+        replies: list[int | None] = []
         # Each round takes what is ready; ends when every node has replied.
         while pending:
             for reference in wait(pending, 1, _SLICE_S):
                 pending.remove(reference)
                 replies.append(RAY_CALLS.make(ray.get, reference))
 
-    known = [gpu for gpu in replies if gpu is not None]
+    known = [size for size in replies if size is not None]
     if len(known) < len(replies):
         return None
-    return min(known, key=lambda gpu: gpu.memory_bytes)
+    return min(known)

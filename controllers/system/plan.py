@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from controllers.devices import SharingPlan
-from controllers.system.device_memory import smallest_gpu_of
+from controllers.system.device_memory import smallest_gpu_bytes_of
 from verl_ray.checkpoint.snapshot_files import available_bytes
 from verl_ray.cluster.placement import ProcessSet, Resources, share_cpus
 from verl_ray.cluster.processes import Role
@@ -24,7 +24,7 @@ from verl_ray.config.section import resolved
 from verl_ray.data.tokenizers import day_of_run, of_run, template_of
 from verl_ray.engine.base import EngineSpec
 from verl_ray.preflight.facts import ClusterFacts, facts_of
-from verl_ray.preflight.machine import GpuReport, host_memory_bytes
+from verl_ray.preflight.machine import host_memory_bytes
 from verl_ray.preflight.resolve import resolve
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker
@@ -62,8 +62,8 @@ class ClusterShape:
 
     cores: tuple[int, ...]
     gpus_per_node: tuple[int, ...]
-    smallest_gpu: GpuReport | None = None
-    """The smallest GPU, if it is known."""
+    gpu_memory_bytes: int | None = None
+    """Memory of the smallest GPU, if it is known."""
 
     @classmethod
     def of(cls, session: Session) -> ClusterShape:
@@ -72,7 +72,7 @@ class ClusterShape:
         nodes = [node.total for node in session.resources() if node.total.get("CPU")]
         cores = tuple(max(1, int(node["CPU"])) for node in nodes)
         gpus = tuple(int(node.get("GPU", 0)) for node in nodes)
-        return cls(cores, gpus, smallest_gpu_of(session))
+        return cls(cores, gpus, smallest_gpu_bytes_of(session))
 
     @property
     def gpus(self) -> int:
@@ -101,15 +101,13 @@ def facts_on(
         checkpoint: Path of the checkpoint that the run continues from, if any.
         learns: Whether the job trains. False stands for an evaluation alone.
     """
-    smallest = shape.smallest_gpu
     return facts_of(
         config,
         cores=shape.cores,
         gpus=shape.gpus_per_node,
         checkpoint=checkpoint,
         learns=learns,
-        gpu_memory_bytes=None if smallest is None else smallest.memory_bytes,
-        gpu=None if smallest is None else smallest.kind,
+        gpu_memory_bytes=shape.gpu_memory_bytes,
         # The driver's node is taken to be as the others.
         memory_bytes=host_memory_bytes(),
         shm_free_bytes=available_bytes(config.run.dir),

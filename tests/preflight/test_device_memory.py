@@ -207,7 +207,7 @@ def test_engines_that_share_gpus_cannot_share_a_model() -> None:
     assert "placement=separate with a larger rollout.tensor_parallel" in worse.fix
 
 
-def test_where_nothing_that_is_tried_fits_a_plan_searches_the_rest() -> None:
+def test_where_nothing_that_is_tried_fits_that_is_said() -> None:
     # Eight ranks that share matrices on shared GPUs would do.
     job = job_on(
         "gpus=8,gpu=L40S-48G,memory=2T", "backend=megatron", "placement=separate",
@@ -215,13 +215,9 @@ def test_where_nothing_that_is_tried_fits_a_plan_searches_the_rest() -> None:
         "backend.tensor_parallel=2", root="ppo",
     )  # fmt: skip
     (problem,) = memory_problems(job)
-    path = published("Qwen3-8B")
-    assert "no setting that was tried is enough" in problem.fix
-    assert (
-        f"`verl-ray plan {path} --machine nodes=1,gpus=8,gpu=L40S-48G,memory=2048G"
-        " --algorithm ppo --prompts 32 --group-size 8 --prompt-tokens 512"
-        " --max-tokens 16384`"
-    ) in problem.fix
+    assert problem.fix.endswith(
+        "no setting that was tried is enough: take a smaller model or a larger machine."
+    )
 
 
 def test_gpus_and_hosts_that_are_too_small_get_one_advice() -> None:

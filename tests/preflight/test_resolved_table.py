@@ -13,7 +13,7 @@ from verl_ray.preflight.tables import print_resolutions
 def test_roles_that_share_a_value_share_a_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    of_the_gpu = "the fastest that fits the 79 GiB of a GPU"
+    of_the_gpu = "else learn needs 90.1 GiB"
     print_resolutions(
         [
             Resolution("actor.backend.dtype", "bfloat16", "the run computes on GPUs"),

@@ -43,6 +43,9 @@ BACKENDS = {
 }
 """The settings class of every choice of the group `backend`, by its name."""
 
+DEFAULT_BACKEND = "engine"
+"""The choice of a root config that makes none."""
+
 if TYPE_CHECKING:
     Backend = BackendSettings
 else:

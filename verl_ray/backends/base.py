@@ -114,6 +114,21 @@ class ActivationPartition:
     fused: bool = False
 
 
+@dataclass(frozen=True)
+class Trade:
+    """A setting of a backend that trades time for memory of a device.
+
+    Attributes:
+        setting: Its name within the backend.
+        fast: The value that takes least time.
+        small: The value that needs least memory.
+    """
+
+    setting: str
+    fast: object
+    small: object
+
+
 class BackendSettings(Section):
     """The base of all backends: a subclass per choice.
 
@@ -130,8 +145,8 @@ class BackendSettings(Section):
     micro_batch_tokens_per_rank: Positive | Auto
     """The most tokens that one rank takes through the model at once.
 
-    auto: from 2048 to 32768, or as long as the longest row: what is fastest, by
-    estimate, of what fits the GPU; 8192 on a CPU.
+    auto: the most that fit the GPU by the memory plan, from 2048 to 32768, or as long
+    as the longest row; 8192 on a CPU.
     """
 
     packages: ClassVar[tuple[str, ...]] = ()
@@ -149,6 +164,20 @@ class BackendSettings(Section):
     releases_gradients_with_weights: ClassVar[bool] = False
     """True: the memory of gradients is released when weights are offloaded. False: it
     is released whenever no optimizer step can follow."""
+    shares_models: ClassVar[bool] = True
+    """Ranks can share a model out. False: each rank holds a copy of it."""
+    sums_tied_gradients_in_place: ClassVar[bool] = False
+    """Both gradients of a tied embedding are added up in place."""
+
+    gradient_sums: ClassVar[Trade | None] = None
+    """The setting that sums gradients of several micro-batches in shards; None if there
+    is none."""
+    recomputation: ClassVar[Trade | None] = None
+    """The setting that computes layers again in the backward pass; None if there is
+    none."""
+    host_residence: ClassVar[Trade | None] = None
+    """The setting that keeps parameters and optimizer state on the host; None if there
+    is none."""
 
     @property
     def peers(self) -> int:
@@ -159,6 +188,29 @@ class BackendSettings(Section):
     def token_slices(self) -> int:
         """Number of slices that a micro-batch's tokens are cut into, one per peer."""
         return 1
+
+    @classmethod
+    def trades(cls) -> Iterator[Trade]:
+        """Yield the settings that trade time for memory and may be `auto`."""
+        for trade in (cls.gradient_sums, cls.recomputation):
+            if trade is not None:
+                yield trade
+
+    @property
+    def has_stages(self) -> bool:
+        """True if micro-batches pass from rank to rank, which wait for each other."""
+        return False
+
+    def matrix_sharing(self, ranks: int) -> Mapping[str, object]:
+        """Return the settings with which so many ranks share each layer's matrices.
+
+        Args:
+            ranks: Number of these ranks.
+
+        Returns:
+            The settings to change; empty if as many share them, or none can.
+        """
+        return {}
 
     @property
     def compute_dtype(self) -> Dtype:
@@ -253,9 +305,12 @@ class ModuleBackend(BackendSettings):
     activation_checkpointing: bool | Auto
     """Recompute each layer's activations in the backward pass instead of keeping them.
 
-    auto: what is fastest, by estimate, of what fits the GPU; false on a CPU.
+    auto: true where the GPU needs it, by the memory plan; false on a CPU.
     """
 
+    recomputation: ClassVar[Trade | None] = Trade(
+        "activation_checkpointing", fast=False, small=True
+    )
     activation_settings: ClassVar[tuple[str, ...]] = ("activation_checkpointing",)
 
     def activation_partition(self) -> ActivationPartition:

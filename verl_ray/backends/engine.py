@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from verl_ray.backends.base import (
     FLOAT32,
@@ -22,6 +22,8 @@ class EngineBackend(ModuleBackend):
     """The settings of plain PyTorch."""
 
     kind: Literal["engine"]
+
+    shares_models: ClassVar[bool] = False
 
     def rank_memory(
         self, num_ranks: int, model: ParameterCounts, trained: int

@@ -18,6 +18,7 @@ from verl_ray.backends.base import (
     ModuleBackend,
     ParameterCounts,
     RankMemory,
+    Trade,
     adapter_parameters,
 )
 from verl_ray.backends.layouts import can_exchange
@@ -43,7 +44,7 @@ class FsdpBackend(ModuleBackend):
     are summed over ranks and cut into shards once, in the last micro-batch; sharded: in
     every micro-batch, which is slower and needs memory for shards alone.
 
-    auto: what is fastest, by estimate, of what fits the GPU; whole on a CPU.
+    auto: sharded where the GPU needs it, by the memory plan; whole on a CPU.
     """
     prefetch_layers: NonNegative
     """Layers whose parameters are gathered ahead of the layer that computes, forward
@@ -70,6 +71,12 @@ class FsdpBackend(ModuleBackend):
     activation_settings: ClassVar[tuple[str, ...]] = (
         "activation_checkpointing",
         "activation_offload",
+    )
+    gradient_sums: ClassVar[Trade | None] = Trade(
+        "accumulate", fast="whole", small="sharded"
+    )
+    host_residence: ClassVar[Trade | None] = Trade(
+        "host_parameters", fast=False, small=True
     )
     token_slices_key: ClassVar[str | None] = "sequence_parallel"
 

@@ -54,6 +54,15 @@ class Layout(BackendSettings):
     def token_slices(self) -> int:
         return self.context_parallel
 
+    @property
+    def has_stages(self) -> bool:
+        return self.pipeline_parallel > 1
+
+    def matrix_sharing(self, ranks: int) -> Mapping[str, object]:
+        if self.tensor_parallel >= ranks:
+            return {}
+        return {"tensor_parallel": ranks, "sequence_parallel": True}
+
 
 @dataclass(frozen=True)
 class ModelSizes:

@@ -21,6 +21,7 @@ from verl_ray.backends.base import (
     ModelFacts,
     ParameterCounts,
     RankMemory,
+    Trade,
 )
 from verl_ray.backends.layouts import (
     Layout,
@@ -66,13 +67,16 @@ class MegatronBackend(Layout):
     """What the backward pass computes again instead of keeping it: attention alone
     (selective), or whole layers.
 
-    auto: none or full, what is fastest, by estimate, of what fits the GPU; none on a
-    CPU.
+    auto: full where the GPU needs it, by the memory plan, else none; none on a CPU.
     """
 
     packages: ClassVar[tuple[str, ...]] = ("megatron.core",)
     has_adapters: ClassVar[bool] = False
     activation_settings: ClassVar[tuple[str, ...]] = ("recompute",)
+    sums_tied_gradients_in_place: ClassVar[bool] = True
+    recomputation: ClassVar[Trade | None] = Trade(
+        "recompute", fast="none", small="full"
+    )
 
     @property
     def sent_width(self) -> int:

@@ -49,8 +49,7 @@ class PlacementConfig(Section):
     """State of actor, critic and reference that moves to the host while rollouts are
     generated on shared GPUs: all of it, only that of the optimizers, or none.
 
-    auto: what is fastest, by estimate, of what fits the GPU; none where no GPU is
-    shared.
+    auto: as little as the GPU needs, by the memory plan; none where no GPU is shared.
     """
 
 

@@ -1,124 +1,55 @@
 """The values of `auto` that depend on memory: of a device, and of a node in /dev/shm.
 
-Invariant: of all levels that leave a tenth of the device free by prediction, the
-fastest by the time model is taken. The search passes over no option that could be
-faster; of options that take equally long, an earlier one is preferred. On a CPU the
-values are constants. The shared memory that a run needs of a node, and whether
-snapshots fit there, are pure functions of the configuration and of facts about the
-cluster.
+Invariant: on GPUs settings climb the ladder (`ladder.py`) until the memory plan leaves
+a tenth of the device free, first those for models that compute and learn, then those
+for engines that generate. What then remains is used: caches take it first, then
+micro-batches. On a CPU the values are constants. The shared memory that a run needs of
+a node, and whether snapshots fit there, are pure functions of the configuration and of
+facts about the cluster.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from itertools import product
-from typing import Any, Literal, TypeVar, get_args
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from verl_ray.config.load import to_tree, with_changes
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config, batch_algebra, row_tokens_per_rank
+from verl_ray.config.section import resolved
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.batch import Batch, Kind
 from verl_ray.data.stages import Credit, LogProbs, Rollouts, Values
-from verl_ray.preflight.assumptions import Links
 from verl_ray.preflight.facts import ClusterFacts
 from verl_ray.preflight.footprints import snapshot_bytes, wire_bytes
-from verl_ray.preflight.machine import ASSUMED_LINK_GBIT_PER_S, GIB, GPUS, MIB
-from verl_ray.preflight.memory_plan import (
+from verl_ray.preflight.ladder import (
     MICRO_BATCH_TOKENS,
+    WHILE_GENERATING,
+    WHILE_LEARNING,
+    Rung,
+)
+from verl_ray.preflight.machine import GIB, MIB
+from verl_ray.preflight.memory_plan import (
     UNKNOWN_KV_CACHE_GIB,
     USED_SHARE,
     cache_bounds_gib,
     growing_roles,
     memory_plan,
-    with_larger_batches,
+    wanted_cache_gib,
     with_largest_batches,
     with_largest_caches,
 )
 from verl_ray.preflight.model_files import model_size, remembered_sizes
-from verl_ray.preflight.step_time import step_time
+from verl_ray.preflight.role_memory import Phase, phases_of
 
 CPU_MICRO_BATCH_TOKENS = 8192
 CPU_KV_CACHE_GIB = 2.0
 
-ASSUMED_GPU = GPUS["H100-80G"]
-"""GPUs whose kind is not known are taken to be as fast as these."""
-
-Offload = Literal["none", "optimizer", "all"]
-Accumulate = Literal["whole", "sharded"]
-
 AutoValue = tuple[str, object, str]
 """The key of an `auto`, the value that it becomes, and why."""
 
-
-@dataclass(frozen=True)
-class Level:
-    """Values of the settings that trade time for memory, the same for every role."""
-
-    recompute: bool
-    offload: Offload
-    accumulate: Accumulate
-    tokens: int
-    """Micro-batch tokens per rank, where a row is not longer."""
-    growing_tokens: int = MICRO_BATCH_TOKENS[-1]
-    """Those of the roles whose micro-batches take what remains, at least."""
-
-    def changes(self, config: Config, keys: Iterable[str]) -> dict[str, object]:
-        """Return what settings become on this level, by key."""
-        return {key: self._value(key, config) for key in keys}
-
-    def _value(self, key: str, config: Config) -> object:
-        section, _, name = key.rpartition(".")
-        if name == "offload":
-            return self.offload if config.shares_processes else "none"
-        if name == "accumulate":
-            return self.accumulate
-
-        role = section.removesuffix(".backend")
-        if name == "micro_batch_tokens_per_rank":
-            grows = role in growing_roles(config)
-            tokens = self.growing_tokens if grows else self.tokens
-            return max(tokens, row_tokens_per_rank(config, role))
-
-        # A model that does not learn keeps no activations.
-        recompute = self.recompute and role in config.learners
-        if name == "recompute":
-            return "full" if recompute else "none"
-        return recompute
-
-
-ON_CPU = Level(
-    False,
-    "none",
-    "whole",
-    CPU_MICRO_BATCH_TOKENS,
-    growing_tokens=CPU_MICRO_BATCH_TOKENS,
-)
-
-LEVELS = tuple(
-    Level(recompute, offload, accumulate, tokens)
-    for recompute, offload, accumulate, tokens in product(
-        (False, True),
-        get_args(Offload),
-        get_args(Accumulate),
-        MICRO_BATCH_TOKENS,
-    )
-)
-"""The last one needs least memory. Of those that take equally long, the first counts.
-
-To compute every layer again costs a third of an update. Offloading costs two copies of
-the state per step. Sharded sums of gradients, and smaller micro-batches, cost
-exchanges, which hide behind computation where links are fast.
-"""
-
-LEVEL_SETTINGS = (
-    "micro_batch_tokens_per_rank",
-    "accumulate",
-    "activation_checkpointing",
-    "recompute",
-)
-"""The settings of a backend that a level has a value for."""
+_WITH_ENGINES: frozenset[Phase] = frozenset({"generate", "publish"})
+"""Phases in which engines are awake; models learn in the others."""
 
 
 def device_values(config: Config, facts: ClusterFacts) -> Iterator[AutoValue]:
@@ -128,31 +59,22 @@ def device_values(config: Config, facts: ClusterFacts) -> Iterator[AutoValue]:
         config: Configuration in which no other setting is `auto`.
         facts: The cluster.
     """
-    search = _Search(config, facts)
+    open_settings = _OpenSettings(config, learns=facts.learns)
     if facts.gpus:
-        # Plans of all levels are of the same models.
+        # Plans of all rungs are of the same models.
         with remembered_sizes():
-            chosen, because = search.chosen()
+            chosen, reasons = _on_gpus(open_settings, facts.gpu_memory_bytes)
     else:
-        chosen = search.on(ON_CPU, dict.fromkeys(search.engines, CPU_KV_CACHE_GIB))
-        because = "the run computes on a CPU"
+        chosen = open_settings.below_all_rungs(
+            CPU_MICRO_BATCH_TOKENS,
+            CPU_MICRO_BATCH_TOKENS,
+            dict.fromkeys(open_settings.caches, CPU_KV_CACHE_GIB),
+        )
+        reasons = dict.fromkeys(open_settings.keys, "the run computes on a CPU")
 
     tree = to_tree(chosen)
-    for key in search.level_keys:
+    for key, because in reasons.items():
         yield key, _value(tree, key), because
-
-    for name in search.engines:
-        engine = chosen.engines[name]
-        key = f"{engine.section}.kv_cache_gib"
-        cache_gib = _value(tree, key)
-        if facts.gpus:
-            _, most = cache_bounds_gib(engine, chosen, learns=facts.learns)
-            reason = f"all its rows could use {most:.1f}; {because}"
-            if cache_gib == most:
-                reason = "as much as the rows that it runs at once can use"
-            yield key, cache_gib, reason
-        else:
-            yield key, cache_gib, because
 
 
 def _value(tree: Any, key: str) -> object:
@@ -162,194 +84,220 @@ def _value(tree: Any, key: str) -> object:
     return tree
 
 
-def _level_keys(config: Config) -> Iterator[str]:
-    """Yield the keys of the settings of a level that are `auto`."""
-    if isinstance(config, RolloutTaskConfig) and config.placement.offload == "auto":
-        yield "placement.offload"
+class _OpenSettings:
+    """The settings of a configuration that are `auto` and follow from memory."""
 
-    for name, role in config.model_roles.items():
-        for setting in LEVEL_SETTINGS:
-            if getattr(role.backend, setting, None) == "auto":
-                yield f"{name}.backend.{setting}"
+    def __init__(self, config: Config, *, learns: bool) -> None:
+        self.config = config
+        self.learns = learns
 
-
-class _Search:
-    """The search for the fastest level that fits a GPU."""
-
-    def __init__(self, config: Config, facts: ClusterFacts) -> None:
-        self._config = config
-        self._facts = facts
-        self._links, self._assumed = _links(facts)
-
-        self.level_keys = tuple(_level_keys(config))
-        self.engines = tuple(
+        self.batches = [
             name
-            for name, engine in config.active_engines(learns=facts.learns).items()
-            if engine.config.kv_cache_gib == "auto"
-        )
-        self._growing = [
-            name
-            for name in growing_roles(config)
-            if f"{name}.backend.micro_batch_tokens_per_rank" in self.level_keys
-        ]
-
-    def on(self, level: Level, caches: dict[str, float]) -> Config:
-        """Return the configuration on a level, with caches in GiB by engine."""
-        changes = level.changes(self._config, self.level_keys)
-        for name, cache_gib in caches.items():
-            section = self._config.engines[name].section
-            changes[f"{section}.kv_cache_gib"] = cache_gib
-        return with_changes(self._config, changes)
-
-    def chosen(self) -> tuple[Config, str]:
-        """Return the configuration with the values of a GPU, and why."""
-        memory_bytes = self._facts.gpu_memory_bytes
-        if memory_bytes is None:
-            return self._most_frugal(), "the memory of the GPUs is not known"
-        if not self._has_shapes():
-            return self._most_frugal(), "the sizes of the model's layers are not known"
-
-        size = f"the {memory_bytes / GIB:.0f} GiB of a GPU"
-        for share in (USED_SHARE, 1.0):
-            config = self._fastest(share * memory_bytes)
-            if config is None:
-                continue
-            because = f"the fastest that fits {size}, by estimate"
-            if share == 1.0:
-                because = f"nothing leaves a tenth of {size} free; {because}"
-            if self._assumed:
-                because += f"; assumed is {self._assumed}"
-            return config, because
-
-        return self._most_frugal(), f"nothing fits {size}, and this needs least"
-
-    def _has_shapes(self) -> bool:
-        """Return whether memory and time of every pass can be estimated."""
-        config = self._config
-        return all(
-            model_size(name, role, config).shape is not None
             for name, role in config.model_roles.items()
-        )
+            if role.backend.micro_batch_tokens_per_rank == "auto"
+        ]
+        """Roles whose micro-batches are chosen."""
+        self.growing = [name for name in growing_roles(config) if name in self.batches]
+        """Those whose micro-batches take what remains."""
+        self.trades = dict(_trades(config))
+        """Other settings of the ladder, with the value that saves nothing."""
+        self.caches = {
+            name: cache_bounds_gib(engine, config, learns=learns)
+            for name, engine in config.active_engines(learns=learns).items()
+            if engine.config.kv_cache_gib == "auto"
+        }
+        """The least and the largest useful cache of each engine, in GiB."""
 
-    def _fastest(self, usable_bytes: float) -> Config | None:
-        """Return the fastest configuration that fits; None if there is none.
+    @property
+    def on_ladder(self) -> list[str]:
+        """Keys of the settings that a rung may change."""
+        return [*map(_tokens_key, self.batches), *self.trades]
+
+    @property
+    def keys(self) -> list[str]:
+        """Keys of all settings that are chosen."""
+        return [*self.on_ladder, *map(self.cache_key, self.caches)]
+
+    def cache_key(self, engine: str) -> str:
+        """Return the key of the cache of an engine."""
+        return f"{self.config.engines[engine].section}.kv_cache_gib"
+
+    def below_all_rungs(
+        self, tokens: int, growing_tokens: int, caches: Mapping[str, float]
+    ) -> Config:
+        """Return the configuration in which nothing is saved.
 
         Args:
-            usable_bytes: Bytes of a device that may be filled.
+            tokens: Micro-batch tokens per rank, where a row is not longer.
+            growing_tokens: Those of the roles whose micro-batches take what remains.
+            caches: Caches in GiB, by engine.
         """
-
-        learns = self._facts.learns
-
-        def fits(config: Config) -> bool:
-            plan = memory_plan(config, on_gpus=True, learns=learns)
-            _, needed = plan.fullest(on_device=True)
-            return needed <= usable_bytes
-
-        def fitted(level: Level) -> Iterator[Config]:
-            least = self.on(level, self._caches(smallest=True))
-            cached = with_largest_caches(
-                least, self.engines, usable_bytes, learns=learns
+        changes = dict(self.trades)
+        for name in self.batches:
+            most = growing_tokens if name in self.growing else tokens
+            changes[_tokens_key(name)] = max(
+                most, row_tokens_per_rank(self.config, name)
             )
-            if cached is not None and fits(cached):
-                yield with_largest_batches(cached, self._growing, fits)
+        return self.with_caches(with_changes(self.config, changes), caches)
 
-        return fastest(
-            LEVELS, least_s=self._least_s, fitted=fitted, seconds=self._seconds
+    def with_caches(self, config: Config, caches: Mapping[str, float]) -> Config:
+        """Return a configuration with caches in GiB, by engine."""
+        return with_changes(
+            config, {self.cache_key(name): gib for name, gib in caches.items()}
         )
 
-    def _least_s(self, level: Level) -> float:
-        """Return the time on a level if memory were no matter for all else."""
-        config = self.on(level, self._caches(smallest=False))
-        larger = with_larger_batches(config, self._growing, MICRO_BATCH_TOKENS[0])
-        return self._seconds(larger)
 
-    def _seconds(self, config: Config) -> float:
-        """Return the time of a step; differences below a millisecond are none."""
-        return round(step_time(config, self._links).total_s, 3)
-
-    def _most_frugal(self) -> Config:
-        """Return the configuration on the level that needs least.
-
-        Its caches hold a row, and no more than is modest.
-        """
-        least = self._caches(smallest=True)
-        most = self._caches(smallest=False)
-        modest = {
-            name: max(least[name], min(most[name], UNKNOWN_KV_CACHE_GIB))
-            for name in self.engines
-        }
-        return self.on(LEVELS[-1], modest)
-
-    def _caches(self, *, smallest: bool) -> dict[str, float]:
-        """Return the least or the largest useful cache of each engine, in GiB."""
-        config = self._config
-        learns = self._facts.learns
-        caches = {}
-        for name in self.engines:
-            least, most = cache_bounds_gib(config.engines[name], config, learns=learns)
-            caches[name] = least if smallest else most
-        return caches
+def _tokens_key(role: str) -> str:
+    return f"{role}.backend.micro_batch_tokens_per_rank"
 
 
-def _links(facts: ClusterFacts) -> tuple[Links, str]:
-    """Return the links of a cluster's GPUs, and what was assumed of them."""
-    assumed = []
-    gpu = facts.gpu
-    if gpu is None:
-        gpu = ASSUMED_GPU
-        assumed.append(f"gpu={gpu.name}")
-
-    link = facts.link_bytes_per_s
-    if link is None:
-        link = ASSUMED_LINK_GBIT_PER_S * 10**9 / 8
-        # Nothing goes over it on a single node.
-        if facts.nodes > 1:
-            assumed.append(f"link={ASSUMED_LINK_GBIT_PER_S}G")
-
-    gpus_per_node = max(1, -(-facts.gpus // facts.nodes))
-    return Links.between(gpu, gpus_per_node, link), ",".join(assumed)
+def _tokens(config: Config, role: str) -> int:
+    return resolved(config.model_roles[role].backend.micro_batch_tokens_per_rank)
 
 
-# --------------------------------------------------------------------------- the search
+def _trades(config: Config) -> Iterator[tuple[str, object]]:
+    """Yield the settings that trade time for memory and are `auto`, as the fastest."""
+    if isinstance(config, RolloutTaskConfig) and config.placement.offload == "auto":
+        yield "placement.offload", "none"
+    for name, role in config.model_roles.items():
+        for trade in role.backend.trades():
+            if getattr(role.backend, trade.setting) == "auto":
+                yield f"{name}.backend.{trade.setting}", trade.fast
 
-Option = TypeVar("Option")
-Fitted = TypeVar("Fitted")
+
+# --------------------------------------------------------------------------- the ladder
 
 
-def fastest(
-    options: Iterable[Option],
-    *,
-    least_s: Callable[[Option], float],
-    fitted: Callable[[Option], Iterable[Fitted]],
-    seconds: Callable[[Fitted], float],
-    is_allowed: Callable[[Fitted], bool] = lambda _: True,
-) -> Fitted | None:
-    """Return the fastest form of an option that fits; None if there is none.
+def _on_gpus(
+    settings: _OpenSettings, memory_bytes: int | None
+) -> tuple[Config, dict[str, str]]:
+    """Return the configuration with the values of a GPU, and why, by key."""
+    if memory_bytes is None:
+        because = "the memory of the GPUs is not known"
+    elif not _has_shapes(settings.config):
+        because = "the sizes of the model's layers are not known"
+    else:
+        for share in (USED_SHARE, 1.0):
+            climb = _Climb(settings, memory_bytes, share)
+            if climb.reaches_a_fit():
+                return climb.config, climb.reasons
+        because = f"nothing fits the {memory_bytes / GIB:.0f} GiB of a GPU, and this"
+        because += " needs least"
+    return _most_frugal(settings), dict.fromkeys(settings.keys, because)
 
-    Options are visited in the order of their lower bounds, until no bound is lower than
-    the best time.
 
-    Args:
-        options: What to choose among.
-        least_s: A lower bound of the time of each form of an option.
-        fitted: The forms of an option that fit.
-        seconds: The time of such a form.
-        is_allowed: Whether nothing else prevents a form; called for those alone that
-            are faster than all before them.
+def _has_shapes(config: Config) -> bool:
+    """Return whether the memory of every pass can be estimated."""
+    return all(
+        model_size(name, role, config).shape is not None
+        for name, role in config.model_roles.items()
+    )
+
+
+def _most_frugal(settings: _OpenSettings) -> Config:
+    """Return the configuration on all rungs; its caches are modest, and hold a row."""
+    modest = {
+        name: max(least, min(most, UNKNOWN_KV_CACHE_GIB))
+        for name, (least, most) in settings.caches.items()
+    }
+    tokens = (MICRO_BATCH_TOKENS[0], MICRO_BATCH_TOKENS[-1])
+    config = settings.below_all_rungs(*tokens, modest)
+    for rung in (*WHILE_LEARNING, *WHILE_GENERATING):
+        config = with_changes(config, _steps(rung, config, settings))
+    return config
+
+
+def _steps(rung: Rung, config: Config, settings: _OpenSettings) -> dict[str, object]:
+    """Return what a rung changes of the settings that are `auto`."""
+    on_ladder = settings.on_ladder
+    return {key: value for key, value in rung(config) if key in on_ladder}
+
+
+class _Climb:
+    """A climb of the ladder with devices of some size, one rung after the other.
+
+    Attributes:
+        config: The configuration on the rung that was reached.
+        reasons: Why each setting has its value there, by key.
     """
-    bounds = [(least_s(option), index, option) for index, option in enumerate(options)]
-    bounds.sort(key=lambda entry: entry[:2])
 
-    best: Fitted | None = None
-    best_s = float("inf")
-    for bound, _, option in bounds:
-        if bound >= best_s:
-            break
-        for form in fitted(option):
-            form_s = seconds(form)
-            if form_s < best_s and is_allowed(form):
-                best, best_s = form, form_s
-    return best
+    def __init__(
+        self, settings: _OpenSettings, memory_bytes: int, share: float
+    ) -> None:
+        self._settings = settings
+        self._usable_bytes = share * memory_bytes
+        self._size = f"{self._usable_bytes / GIB:.1f} GiB of a GPU"
+        if share == 1.0:
+            self._size += ", since nothing leaves a tenth of it free"
+
+        least = {name: least for name, (least, _) in settings.caches.items()}
+        tokens = (MICRO_BATCH_TOKENS[0], MICRO_BATCH_TOKENS[-1])
+        self.config = settings.below_all_rungs(*tokens, least)
+        because = f"nothing has to be saved to fit {self._size}"
+        self.reasons = dict.fromkeys(settings.keys, because)
+
+    def reaches_a_fit(self) -> bool:
+        """Climb as far as needed; return whether everything fits then."""
+        phases = phases_of(self.config, learns=self._settings.learns)
+        learning = [phase for phase in phases if phase not in _WITH_ENGINES]
+        self._climb(WHILE_LEARNING, learning)
+
+        learns = self._settings.learns
+        wanted = {
+            name: wanted_cache_gib(engine, self.config, learns=learns)
+            for name, engine in self.config.engines.items()
+            if name in self._settings.caches
+        }
+        self.config = self._settings.with_caches(self.config, wanted)
+        generating = [phase for phase in phases if phase in _WITH_ENGINES]
+        self._climb(WHILE_GENERATING, generating)
+        return self._takes_what_remains()
+
+    def _climb(self, rungs: Sequence[Rung], phases: Sequence[Phase]) -> None:
+        """Take one rung after the other, until some phases fit."""
+        for rung in rungs:
+            needed, phase = self._fullest(self.config, phases)
+            if needed <= self._usable_bytes:
+                return
+            steps = _steps(rung, self.config, self._settings)
+            because = f"else {phase} needs {needed / GIB:.1f}, to fit {self._size}"
+            self.reasons |= dict.fromkeys(steps, because)
+            self.config = with_changes(self.config, steps)
+
+    def _fullest(self, config: Config, phases: Sequence[Phase]) -> tuple[int, str]:
+        """Return the bytes of the fullest device in some phases, and the phase."""
+        plan = memory_plan(config, on_gpus=True, learns=self._settings.learns)
+        sizes = [(plan.device_bytes(phase), phase) for phase in phases]
+        return max(sizes, default=(0, ""))
+
+    def _fits(self, config: Config) -> bool:
+        phases = phases_of(config, learns=self._settings.learns)
+        return self._fullest(config, phases)[0] <= self._usable_bytes
+
+    def _takes_what_remains(self) -> bool:
+        """Let caches, then micro-batches grow; return whether everything fits."""
+        settings = self._settings
+        cached = with_largest_caches(
+            self.config, settings.caches, self._usable_bytes, learns=settings.learns
+        )
+        if cached is None or not self._fits(cached):
+            return False
+        for name, (_, most) in settings.caches.items():
+            because = f"all its rows could use {most:.1f}; it has what remains"
+            if cached.engines[name].config.kv_cache_gib == most:
+                because = "as much as the rows that it runs at once can use"
+            self.reasons[settings.cache_key(name)] = because
+
+        self.config = cached
+        others = [name for name in settings.batches if name not in settings.growing]
+        for names in (others, settings.growing):
+            larger = with_largest_batches(self.config, names, self._fits)
+            for name in names:
+                if _tokens(larger, name) != _tokens(self.config, name):
+                    because = f"the most beside all else to fit {self._size}"
+                    self.reasons[_tokens_key(name)] = because
+            self.config = larger
+        return True
 
 
 # ------------------------------------------------------------------------ shared memory

@@ -18,7 +18,7 @@ from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
 from verl_ray.data.tokenizers import PRESENT_TIME, TEMPLATE_FILE, template_of
 from verl_ray.errors import CheckpointError
-from verl_ray.preflight.machine import Gpu, Machine
+from verl_ray.preflight.machine import Machine
 from verl_ray.preflight.model_files import json_object, made_model, model_size
 
 UNKNOWN_MACHINE = Machine(cores=1, gpus=0, memory_bytes=0, shm_free_bytes=0)
@@ -45,11 +45,6 @@ class ClusterFacts:
     """False for a single evaluation, which starts fewer processes."""
     gpu_memory_bytes: int | None = None
     """Memory of the smallest GPU; None without a GPU, or if it is not known."""
-    gpu: Gpu | None = None
-    """The kind of the smallest GPU; None without a GPU, or if it is not known."""
-    link_bytes_per_s: float | None = None
-    """From each GPU to other nodes and at the same time from them, each; None if it is
-    not known."""
     memory_bytes: int = 0
     """Memory of the host of a node; 0 if it is not known."""
     shm_free_bytes: int = 0
@@ -69,8 +64,6 @@ def facts_of(
     checkpoint: str | None,
     learns: bool = True,
     gpu_memory_bytes: int | None = None,
-    gpu: Gpu | None = None,
-    link_bytes_per_s: float | None = None,
     memory_bytes: int = 0,
     shm_free_bytes: int = 0,
 ) -> ClusterFacts:
@@ -83,8 +76,6 @@ def facts_of(
         checkpoint: Path of the newest checkpoint of the run, if it has any.
         learns: Whether the run trains. False stands for an evaluation alone.
         gpu_memory_bytes: Memory of the smallest GPU, if it is known.
-        gpu: The kind of this GPU, if it is known.
-        link_bytes_per_s: From each GPU to other nodes and back, if it is known.
         memory_bytes: Memory of the host of a node, if it is known.
         shm_free_bytes: Free bytes in /dev/shm of a node, if they are known.
     """
@@ -108,8 +99,6 @@ def facts_of(
         checkpoint=checkpoint,
         learns=learns,
         gpu_memory_bytes=gpu_memory_bytes,
-        gpu=gpu,
-        link_bytes_per_s=link_bytes_per_s,
         memory_bytes=memory_bytes,
         shm_free_bytes=shm_free_bytes,
         template_day=_day_of(config, checkpoint) if writes_day(config) else None,
@@ -145,8 +134,6 @@ def facts_here(
         checkpoint=checkpoint,
         learns=learns,
         gpu_memory_bytes=machine.gpu_memory_bytes,
-        gpu=machine.gpu,
-        link_bytes_per_s=machine.link_bytes_per_s,
         memory_bytes=machine.memory_bytes,
         shm_free_bytes=machine.shm_free_bytes,
     )

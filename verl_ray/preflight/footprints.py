@@ -18,7 +18,6 @@ from verl_ray.backends.base import (
     ActivationPartition,
     BytesPerPart,
     MemoryPart,
-    ModuleBackend,
 )
 from verl_ray.config.roles import ModelRole, SupervisedRole
 from verl_ray.config.rollout import VLLM_BATCHED_TOKENS, RolloutEngineConfig
@@ -113,8 +112,8 @@ def footprint(
                 learns=learns,
                 head_learns=head_learns,
             )
-            # Megatron adds both gradients of a tied embedding up in place.
-            if head_learns and model.tied and isinstance(backend, ModuleBackend):
+            in_place = backend.sums_tied_gradients_in_place
+            if head_learns and model.tied and not in_place:
                 activations = max(activations, _embedding_gradients(model.shape))
         buffers = backend.working_bytes(
             role.num_ranks, model, trained, batches=work.batches, learns=learns

@@ -1,14 +1,13 @@
 """The machine that holds a run: this one, or one that is described in words.
 
-A description reads `nodes=2,gpus=8,gpu=H100-80G,memory=2T,link=400G`. The GPUs that it
-can name have the figures of their makers.
+A description reads `nodes=2,gpus=8,gpu=H100-80G,memory=2T`.
 
 Invariant: this machine is measured within the limits of its container, and without a
 framework. Files that killed runs left in /dev/shm are removed first, as the run itself
 does before it needs the memory. A description is read whole or refused with every
 mistake in it, and what it leaves out is assumed and named. The memory of a listed GPU
 is what CUDA reports as total, rounded down, so a plan that fits here fits the device.
-Speeds are peaks; what a run reaches of them is an estimate of whoever reads them.
+No speed is asked for, since no time is predicted.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import ctypes
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
@@ -26,82 +25,27 @@ from verl_ray.checkpoint.snapshot_files import available_bytes
 from verl_ray.config.schema import Config
 from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import ConfigError, Problem
-from verl_ray.profiling.flops import BFLOAT16_PEAK_FLOPS_PER_S as PEAK
-from verl_ray.profiling.flops import bfloat16_peak_of
 
 MIB = 2**20
 GIB = 2**30
-GB = 10**9
 
 
 # --------------------------------------------------------------------------------- GPUs
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU, with the peaks of its maker's data sheet."""
-
-    name: str
-    memory_bytes: int
-    flops_per_s: float
-    """Dense matrix products in bfloat16."""
-    memory_bytes_per_s: float
-    """Reads of the device's own memory."""
-    peer_bytes_per_s: float
-    """To another GPU of the node and at the same time from it, each: NVLink, or PCIe
-    where there is none."""
-    host_bytes_per_s: float
-    """To or from the memory of the host, over PCIe."""
-
-
-def _gpu(
-    name: str,
-    gib: float,
-    flops_per_s: float,
-    memory_gb_per_s: float,
-    peer_gb_per_s: float,
-    host_gb_per_s: float,
-) -> Gpu:
-    return Gpu(
-        name,
-        memory_bytes=int(gib * GIB),
-        flops_per_s=flops_per_s,
-        memory_bytes_per_s=memory_gb_per_s * GB,
-        peer_bytes_per_s=peer_gb_per_s * GB,
-        host_bytes_per_s=host_gb_per_s * GB,
-    )
-
-
-GPUS: Mapping[str, Gpu] = {
-    gpu.name: gpu
-    for gpu in (
-        _gpu("A100-40G", 39, PEAK["A100"], 1555, 300, 32),
-        _gpu("A100-80G", 79, PEAK["A100"], 2039, 300, 32),
-        _gpu("H100-80G", 79, PEAK["H100"], 3350, 450, 64),
-        _gpu("H200-141G", 139, PEAK["H200"], 4800, 450, 64),
-        _gpu("B200-180G", 178, PEAK["B200"], 8000, 900, 64),
-        _gpu("L40S-48G", 44, PEAK["L40S"], 864, 32, 32),
-        _gpu("RTX-4090-24G", 23.5, PEAK["RTX 4090"], 1008, 32, 32),
-    )
+GPUS: Mapping[str, int] = {
+    name: int(gib * GIB)
+    for name, gib in {
+        "A100-40G": 39,
+        "A100-80G": 79,
+        "H100-80G": 79,
+        "H200-141G": 139,
+        "B200-180G": 178,
+        "L40S-48G": 44,
+        "RTX-4090-24G": 23.5,
+    }.items()
 }
-"""By the names that `--machine` takes, in GB/s per direction."""
-
-
-def listed_gpu(name: str, memory_bytes: int) -> Gpu | None:
-    """Return the listed GPU that has the FLOPs of a GPU, and the nearest memory.
-
-    Args:
-        name: The maker's name, such as NVIDIA A100-SXM4-80GB.
-        memory_bytes: Memory of the GPU.
-
-    Returns:
-        The listed GPU; None if none has these FLOPs.
-    """
-    peak = bfloat16_peak_of(name)
-    alike = [gpu for gpu in GPUS.values() if gpu.flops_per_s == peak]
-    return min(
-        alike, key=lambda gpu: abs(gpu.memory_bytes - memory_bytes), default=None
-    )
+"""Memory in bytes by the names that `--machine` takes."""
 
 
 # ----------------------------------------------------------------------------- machines
@@ -125,11 +69,10 @@ class Machine:
     computes_bfloat16: bool = True
     """Whether the CPU has instructions for bfloat16, which are emulated otherwise."""
     nodes: int = 1
-    gpu: Gpu | None = None
-    """The kind of the smallest GPU; None without a GPU, or if it is none of `GPUS`."""
-    link_bytes_per_s: float | None = None
-    """From each GPU to other nodes and at the same time from them, each; from the node
-    where it has no GPU. None if it is not known."""
+    gpu: str | None = None
+    """The kind of its GPUs, of `GPUS`, if it was described and has any."""
+    link_bits_per_s: int | None = None
+    """From each GPU to other nodes, as a description says; nothing depends on it."""
     assumed: tuple[str, ...] | None = None
     """What a description leaves out, with the value that stands for it; None for this
     machine."""
@@ -157,14 +100,12 @@ class Machine:
             run: Folder of the run whose own snapshots take no memory from it; None for
                 no run.
         """
-        smallest = smallest_gpu()
         return Machine(
             cores=len(os.sched_getaffinity(0)),
             gpus=len(list(Path("/dev").glob("nvidia[0-9]*"))),
             memory_bytes=host_memory_bytes(),
             shm_free_bytes=available_bytes(run),
-            gpu_memory_bytes=None if smallest is None else smallest.memory_bytes,
-            gpu=None if smallest is None else smallest.kind,
+            gpu_memory_bytes=smallest_gpu_bytes(),
             computes_bfloat16=_computes_bfloat16(),
         )
 
@@ -197,10 +138,6 @@ def host_memory_bytes() -> int:
     return min(total, limit)
 
 
-_NAME_BYTES = 96
-"""Length of the names of NVML, NVML_DEVICE_NAME_V2_BUFFER_SIZE."""
-
-
 class _GpuMemory(ctypes.Structure):
     """Layout of nvmlMemory_t, in bytes."""
 
@@ -211,22 +148,8 @@ class _GpuMemory(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True)
-class GpuReport:
-    """A GPU as its driver reports it."""
-
-    memory_bytes: int
-    name: str
-    """Its maker's name of it, such as NVIDIA H100 80GB HBM3; empty if there is none."""
-
-    @property
-    def kind(self) -> Gpu | None:
-        """The listed GPU that it is; None if it is none of them."""
-        return listed_gpu(self.name, self.memory_bytes)
-
-
-def smallest_gpu() -> GpuReport | None:
-    """Return the smallest GPU, as the driver's library (NVML) reports it.
+def smallest_gpu_bytes() -> int | None:
+    """Return the memory of the smallest GPU, as the driver's library (NVML) reports it.
 
     NVML needs neither torch nor a context on the device. Its functions return 0 when
     they succeed.
@@ -238,7 +161,7 @@ def smallest_gpu() -> GpuReport | None:
     if nvml.nvmlInit_v2():
         return None
 
-    gpus: list[GpuReport] = []
+    sizes: list[int] = []
     # An older driver may lack one of these functions.
     with contextlib.suppress(AttributeError):
         count = ctypes.c_uint()
@@ -248,31 +171,24 @@ def smallest_gpu() -> GpuReport | None:
             if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)):
                 continue
             memory = _GpuMemory()
-            if nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)):
-                continue
-            # Where this fails, it leaves the name empty.
-            name = ctypes.create_string_buffer(_NAME_BYTES)
-            nvml.nvmlDeviceGetName(device, name, _NAME_BYTES)
-            gpus.append(GpuReport(memory.total, name.value.decode(errors="replace")))
+            if not nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)):
+                sizes.append(memory.total)
 
     nvml.nvmlShutdown()
-    return min(gpus, key=lambda gpu: gpu.memory_bytes, default=None)
+    return min(sizes, default=None)
 
 
 # -------------------------------------------------------------------- machines in words
 
 OPTION = "--machine"
 
-EXAMPLE = "nodes=2,gpus=8,gpu=H100-80G,memory=2T,link=400G"
+EXAMPLE = "nodes=2,gpus=8,gpu=H100-80G,memory=2T"
 
 ASSUMED_CORES = 12
 """Cores per GPU of a node that says nothing of them."""
 
 ASSUMED_GIB = 128
 """Memory of the host per GPU, in GiB."""
-
-ASSUMED_LINK_GBIT_PER_S = 400
-"""A port of InfiniBand NDR for each GPU."""
 
 _COUNTS: Mapping[str, tuple[int, int]] = {
     "nodes": (1, 10_000),
@@ -299,8 +215,8 @@ def parse_machine(text: str) -> Machine:
     Args:
         text: Parts `key=value` with commas between them, in any order. nodes (1 unless
             it is given); of each node: gpus, gpu (their kind, a name of `GPUS`), cores,
-            memory and shm (/dev/shm) in GiB (G) or TiB (T); link in Gbit/s (G) or
-            Tbit/s (T) of each GPU, or of the node where it has none.
+            memory and shm (/dev/shm) in GiB (G) or TiB (T); link, on which nothing
+            depends, in Gbit/s (G) or Tbit/s (T).
 
     Raises:
         ConfigError: Every part that is wrong or missing.
@@ -332,7 +248,7 @@ def parse_machine(text: str) -> Machine:
 
 
 def _with_assumptions(
-    counts: Mapping[str, int], amounts: Mapping[str, int], gpu: Gpu | None
+    counts: Mapping[str, int], amounts: Mapping[str, int], gpu: str | None
 ) -> Machine:
     """Return the machine, with values for the parts that were left out."""
     nodes = counts.get("nodes", 1)
@@ -341,70 +257,24 @@ def _with_assumptions(
     cores = counts.get("cores", ASSUMED_CORES * gpus)
     memory = amounts.get("memory", ASSUMED_GIB * GIB * gpus)
     shm = amounts.get("shm", memory // 2)
-    link = amounts.get("link", ASSUMED_LINK_GBIT_PER_S * 10**9)
 
     typed = counts.keys() | amounts.keys()
-    if nodes == 1:
-        # Nothing goes over it.
-        typed |= {"link"}
-    values = _as_parts(cores, memory, shm, link)
+    values = {
+        "cores": f"cores={cores}",
+        "memory": f"memory={memory / GIB:g}G",
+        "shm": f"shm={shm / GIB:g}G",
+    }
     return Machine(
         cores=cores,
         gpus=counts["gpus"],
         memory_bytes=memory,
         shm_free_bytes=shm,
-        gpu_memory_bytes=None if gpu is None else gpu.memory_bytes,
+        gpu_memory_bytes=None if gpu is None else GPUS[gpu],
         nodes=nodes,
         gpu=gpu,
-        link_bytes_per_s=link / 8,
+        link_bits_per_s=amounts.get("link"),
         assumed=tuple(value for key, value in values.items() if key not in typed),
     )
-
-
-def with_host_memory(machine: Machine, memory_bytes: int) -> Machine:
-    """Return a described machine whose nodes have another amount of memory.
-
-    /dev/shm, where it was not described, follows from that.
-    """
-    assumed = machine.assumed or ()
-    known = [part for part in assumed if not part.startswith(("memory=", "shm="))]
-    shm = machine.shm_free_bytes
-    if any(part.startswith("shm=") for part in assumed):
-        shm = memory_bytes // 2
-        known.append(f"shm={shm / GIB:g}G")
-    return replace(
-        machine, memory_bytes=memory_bytes, shm_free_bytes=shm, assumed=tuple(known)
-    )
-
-
-def _as_parts(
-    cores: int, memory_bytes: int, shm_bytes: int, link_bits_per_s: float
-) -> dict[str, str]:
-    """Return the parts of a description that may be left out."""
-    return {
-        "cores": f"cores={cores}",
-        "memory": f"memory={memory_bytes / GIB:g}G",
-        "shm": f"shm={shm_bytes / GIB:g}G",
-        "link": f"link={link_bits_per_s / 10**9:g}G",
-    }
-
-
-def as_described(machine: Machine) -> str:
-    """Return the description of a machine, without what was assumed."""
-    assert machine.assumed is not None and machine.link_bytes_per_s is not None
-    parts = [f"nodes={machine.nodes}", f"gpus={machine.gpus}"]
-    if machine.gpu is not None:
-        parts.append(f"gpu={machine.gpu.name}")
-    values = _as_parts(
-        machine.cores,
-        machine.memory_bytes,
-        machine.shm_free_bytes,
-        8 * machine.link_bytes_per_s,
-    )
-    if machine.nodes == 1:
-        del values["link"]
-    parts += [value for value in values.values() if value not in machine.assumed]
-    return ",".join(parts)
 
 
 def machine_in_words(machine: Machine) -> str:
@@ -412,7 +282,7 @@ def machine_in_words(machine: Machine) -> str:
     if machine.gpu is None:
         kind = "without GPUs"
     else:
-        kind = f"of {machine.gpus} {machine.gpu.name}"
+        kind = f"of {machine.gpus} {machine.gpu}"
     nodes = "1 node" if machine.nodes == 1 else f"{machine.nodes} nodes"
     line = (
         f"machine: {nodes} {kind} (described), each with {machine.cores} cores,"
@@ -420,10 +290,9 @@ def machine_in_words(machine: Machine) -> str:
         f" {machine.shm_free_bytes / GIB:g} GiB in /dev/shm"
     )
 
-    if machine.nodes > 1 and machine.link_bytes_per_s is not None:
-        sender = "node" if machine.gpu is None else "GPU"
-        gbit_per_s = 8 * machine.link_bytes_per_s / 10**9
-        line += f"; {gbit_per_s:g} Gbit/s per {sender} between nodes"
+    if machine.link_bits_per_s is not None:
+        link = f"link={machine.link_bits_per_s / 10**9:g}G"
+        line += f"\n{OPTION} says {link}, which changes nothing: no time is predicted"
     if machine.assumed:
         line += f"\n{OPTION} does not say, and assumed is: {', '.join(machine.assumed)}"
     return line
@@ -497,7 +366,7 @@ def _amount(
 
 def _named_gpu(
     words: Mapping[str, str], gpus: int | None, problems: list[Problem]
-) -> Gpu | None:
+) -> str | None:
     """Return the kind of the GPUs; None for a node without any."""
     name = words.get("gpu")
     if name is not None and name not in GPUS:
@@ -507,7 +376,7 @@ def _named_gpu(
     elif name is not None and gpus == 0:
         rule = "the nodes have no GPUs (gpus=0)"
         problems.append(_problem(f"gpu={name}", rule, "Leave it out."))
-    return GPUS.get(name or "")
+    return name if name in GPUS else None
 
 
 def _problem(part: str, rule: str, fix: str) -> Problem:

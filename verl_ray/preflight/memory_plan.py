@@ -21,6 +21,7 @@ from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config, row_tokens_per_rank
 from verl_ray.config.section import resolved
 from verl_ray.preflight.footprints import CERTAIN
+from verl_ray.preflight.ladder import MICRO_BATCH_TOKENS
 from verl_ray.preflight.machine import GIB, MIB, Machine
 from verl_ray.preflight.model_directories import row_cache_bytes
 from verl_ray.preflight.model_files import settings_of
@@ -365,10 +366,6 @@ The rest is for what is not predicted: CUDA graphs, fragments between tensors, a
 errors of the estimates.
 """
 
-MICRO_BATCH_TOKENS = (32768, 16384, 8192, 4096, 2048)
-"""Sizes of micro-batches on GPUs. Fewer, larger ones gather a layer's weights less
-often."""
-
 LEAST_KV_CACHE_GIB = 0.25
 """A cache of fewer GiB saves nothing worth having."""
 
@@ -406,6 +403,27 @@ def cache_bounds_gib(
     least = max(LEAST_KV_CACHE_GIB, _hundredths(row_gib, math.ceil))
     rows = _rows_at_once(engine, config, learns=learns)
     return least, max(least, _hundredths(rows * row_gib, math.ceil))
+
+
+def wanted_cache_gib(engine: ServedModel, config: Config, *, learns: bool) -> float:
+    """Return the KV cache for which state leaves a shared GPU, in GiB.
+
+    It holds half of the rows that an engine generates for a step at the greatest
+    length, which most rows do not reach. A larger one takes what remains.
+
+    Args:
+        engine: The engine.
+        config: Configuration of the run.
+        learns: Whether the job trains. False stands for an evaluation alone, all of
+            whose rows count.
+    """
+    least, most = cache_bounds_gib(engine, config, learns=learns)
+    rows = most
+    row_bytes = row_cache_bytes(engine, settings_of(engine.path, config))
+    if learns and row_bytes is not None:
+        share = -(-config.rows_per_step // engine.replicas)
+        rows = min(most, share * CACHE_PER_ROW * row_bytes / GIB)
+    return max(least, _hundredths(rows / 2, math.ceil))
 
 
 def _rows_at_once(engine: ServedModel, config: Config, *, learns: bool) -> int:
@@ -481,11 +499,11 @@ def growing_roles(config: Config) -> list[str]:
     return [
         name
         for name, role in config.model_roles.items()
-        if name not in learners and getattr(role.backend, "pipeline_parallel", 1) == 1
+        if name not in learners and not role.backend.has_stages
     ]
 
 
-def with_larger_batches(config: C, names: Collection[str], tokens: int) -> C:
+def _with_larger_batches(config: C, names: Collection[str], tokens: int) -> C:
     """Return a configuration in which roles have micro-batches of at least `tokens`."""
     changes = {
         f"{name}.backend.micro_batch_tokens_per_rank": max(
@@ -505,13 +523,13 @@ def with_largest_batches(
 
     Args:
         config: Resolved configuration that fits.
-        names: Names of growing roles, which get micro-batches of one size.
+        names: Names of the roles, which get micro-batches of one size.
         fits: Tells whether a configuration fits the devices.
     """
     if not names:
         return config
     for tokens in MICRO_BATCH_TOKENS:
-        larger = with_larger_batches(config, names, tokens)
+        larger = _with_larger_batches(config, names, tokens)
         if fits(larger):
             return larger
     return config

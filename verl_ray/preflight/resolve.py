@@ -17,6 +17,7 @@ from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 from verl_ray.agents.thoughts import USUAL_PARSER
+from verl_ray.backends import BACKENDS
 from verl_ray.config.load import to_tree, with_changes, with_record
 from verl_ray.config.rollout import CONCURRENCY, HEAD, VLLM_LORA_RANKS
 from verl_ray.config.rollout_task import RolloutTaskConfig
@@ -26,7 +27,6 @@ from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.preflight.device_defaults import (
     CPU_KV_CACHE_GIB,
     CPU_MICRO_BATCH_TOKENS,
-    LEVEL_SETTINGS,
     SNAPSHOT_COPIES,
     SNAPSHOT_EVERY,
     AutoValue,
@@ -384,6 +384,8 @@ _RULES: Mapping[str, Callable[[Any, ClusterFacts], ValueAndReason]] = {
     "rollout.sync.probe_tolerance": _probe_tolerance,
 }
 
+_TRADES = [trade for backend in BACKENDS.values() for trade in backend.trades()]
+
 AUTO_KEYS = (
     *_RULES,
     SNAPSHOT_EVERY,
@@ -396,17 +398,16 @@ AUTO_KEYS = (
     "*.engine.num_replicas",
     "*.engine.kv_cache_gib",
     "*.backend.dtype",
-    *(f"*.backend.{setting}" for setting in LEVEL_SETTINGS),
+    "*.backend.micro_batch_tokens_per_rank",
+    *(f"*.backend.{trade.setting}" for trade in _TRADES),
 )
 """The keys whose value may be `auto`; * stands for a role or a judge."""
 
 UNUSED: Mapping[str, object] = {
     "dtype": "float32",
     "micro_batch_tokens_per_rank": CPU_MICRO_BATCH_TOKENS,
-    "accumulate": "whole",
-    "activation_checkpointing": False,
-    "recompute": "none",
     "kv_cache_gib": CPU_KV_CACHE_GIB,
+    **{trade.setting: trade.fast for trade in _TRADES},
 }
 """Values of backends and engines of roles that the job does not create."""
 

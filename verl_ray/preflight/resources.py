@@ -12,10 +12,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from verl_ray.backends import BACKENDS
 from verl_ray.backends.base import BytesPerPart, MemoryPart
 from verl_ray.config.load import with_changes
 from verl_ray.config.schema import Config
-from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.config.suggest import either
 from verl_ray.errors import Problem
 from verl_ray.preflight.device_defaults import shared_memory_bytes
 from verl_ray.preflight.devices import (
@@ -29,11 +30,10 @@ from verl_ray.preflight.devices import (
 )
 from verl_ray.preflight.disk_space import disk_problems
 from verl_ray.preflight.footprints import CERTAIN
-from verl_ray.preflight.machine import GIB, MIB, OPTION, Machine, as_described
+from verl_ray.preflight.machine import GIB, MIB, Machine
 from verl_ray.preflight.memory_plan import Job, MemoryPlan
 from verl_ray.preflight.role_memory import ROLLOUT, Phase, RoleMemory
 from verl_ray.preflight.savings import as_overrides, cheapest_change, single_rows
-from verl_ray.shell import for_shell
 
 
 def resource_problems(
@@ -167,9 +167,11 @@ def how_it_fits(job: Job) -> str:
         cheapest = f"the cheapest change that would fit is {as_overrides(changes)}"
         return f"{sharing}; without that, {cheapest}" if sharing else cheapest
 
-    ways = [way for way in (sharing, _separate_engines(job), _plan(job)) if way]
-    ways.append("or take a smaller model or a larger machine")
-    return f"no setting that was tried is enough: {'; '.join(ways)}"
+    last = "take a smaller model or a larger machine"
+    ways = [way for way in (sharing, _separate_engines(job)) if way]
+    if ways:
+        last = f"or {last}"
+    return f"no setting that was tried is enough: {'; '.join([*ways, last])}"
 
 
 def _sharing(job: Job) -> str:
@@ -185,12 +187,17 @@ def _sharing(job: Job) -> str:
     copied = [
         name
         for name in models
-        if name in roles and models[name].backend.kind == "engine"
+        if name in roles and not models[name].backend.shares_models
     ]
     more = ranks_on_idle_gpus(job, copied) if copied else {}
     if not more and all(models[name].num_ranks == 1 for name in copied):
         return ""
-    overrides = f"backend=fsdp {as_overrides(more)}".strip()
+    kinds = [
+        f"backend={kind}"
+        for kind, backend in BACKENDS.items()
+        if backend.shares_models and not backend.packages
+    ]
+    overrides = f"{either(kinds)} {as_overrides(more)}".strip()
     return f"{overrides} shares out models of which each GPU has a copy now"
 
 
@@ -208,29 +215,6 @@ def _separate_engines(job: Job) -> str:
                     " the engine's model out"
                 )
     return ""
-
-
-def _plan(job: Job) -> str:
-    """Return the command that searches all placements; empty if it knows no such run.
-
-    The lengths and the algorithm are those of the run.
-    """
-    config = job.config
-    if not isinstance(config, RLConfig) or not job.learns:
-        return ""
-    machine = as_described(job.machine) if job.machine.is_described else "..."
-    options = {
-        OPTION: machine,
-        "--algorithm": config.algorithm.name,
-        "--prompts": config.data.prompts_per_step,
-        "--group-size": config.rollout.group_size,
-        "--prompt-tokens": config.data.max_prompt_tokens,
-        "--max-tokens": config.rollout.max_response_tokens,
-    }
-    words = ["verl-ray", "plan", config.model.path]
-    for option, value in options.items():
-        words += [option, str(value)]
-    return f"`{for_shell(words)}` searches all placements"
 
 
 # -------------------------------------------------------------------- memory of devices

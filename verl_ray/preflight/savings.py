@@ -9,7 +9,7 @@ values of some settings, so every `auto` follows them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -21,9 +21,17 @@ from verl_ray.config.section import resolved
 from verl_ray.preflight.device_defaults import SNAPSHOT_COPIES, SNAPSHOT_EVERY
 from verl_ray.preflight.devices import device_problems, ranks_on_idle_gpus
 from verl_ray.preflight.facts import ClusterFacts, facts_here
+from verl_ray.preflight.ladder import (
+    WHILE_GENERATING,
+    WHILE_LEARNING,
+    Rung,
+    Step,
+    micro_batches,
+    offloading,
+    saved,
+)
 from verl_ray.preflight.machine import GIB, Machine
 from verl_ray.preflight.memory_plan import (
-    MICRO_BATCH_TOKENS,
     PROCESS_BYTES,
     USED_SHARE,
     Job,
@@ -291,8 +299,13 @@ def in_words(changes: Changes) -> str:
 
 # -------------------------------------------- savings of a GPU, the cheapest ones first
 
-Step = Iterator[tuple[str, object]]
-"""Settings and their new values. A setting that is `auto` is none of them."""
+Saving = Callable[[Attempt], Step]
+"""Takes the run as the savings before it have changed it."""
+
+
+def _rung(rung: Rung) -> Saving:
+    """Return the saving by a rung of the ladder."""
+    return lambda run: rung(run.settings)
 
 
 def _more_ranks(run: Attempt) -> Step:
@@ -300,25 +313,6 @@ def _more_ranks(run: Attempt) -> Step:
     names = [name for name in run.models if run.is_short(name)] or run.models
     if names:
         yield from ranks_on_idle_gpus(run.job, names).items()
-
-
-def _sharded_sums(run: Attempt) -> Step:
-    for name, role in run.settings.learners.items():
-        if getattr(role.backend, "accumulate", None) == "whole":
-            yield f"{name}.backend.accumulate", "sharded"
-
-
-def _micro_batches(most: int) -> Saving:
-    """Return the saving by micro-batches of so many tokens, or of a longer row."""
-
-    def smaller(run: Attempt) -> Step:
-        for name, role in run.settings.model_roles.items():
-            tokens = role.backend.micro_batch_tokens_per_rank
-            least = max(most, row_tokens_per_rank(run.config, name))
-            if tokens != "auto" and least < tokens:
-                yield f"{name}.backend.micro_batch_tokens_per_rank", least
-
-    return smaller
 
 
 def _smaller_caches(run: Attempt) -> Step:
@@ -363,35 +357,13 @@ def _wider_engines(width: int) -> Saving:
     return wider
 
 
-def _offloading(offload: Literal["none", "optimizer", "all"]) -> Saving:
-    """Return the saving by what leaves shared GPUs while rollouts are generated."""
-
-    def offloading(run: Attempt) -> Step:
-        task = run.settings
-        if not isinstance(task, RolloutTaskConfig) or not task.shares_processes:
-            return
-        if task.placement.offload not in ("auto", offload):
-            yield "placement.offload", offload
-
-    return offloading
-
-
-def _recomputation(run: Attempt) -> Step:
-    for name, role in run.settings.learners.items():
-        if getattr(role.backend, "activation_checkpointing", None) is False:
-            yield f"{name}.backend.activation_checkpointing", True
-        if getattr(role.backend, "recompute", None) in ("none", "selective"):
-            yield f"{name}.backend.recompute", "full"
-
-
 def _sharded_matrices(ranks: int) -> Saving:
     """Return the saving by so many ranks that share the matrices of each layer."""
 
     def sharded(run: Attempt) -> Step:
         for name, role in run.settings.model_roles.items():
-            if getattr(role.backend, "tensor_parallel", ranks) < ranks:
-                yield f"{name}.backend.tensor_parallel", ranks
-                yield f"{name}.backend.sequence_parallel", True
+            for setting, value in role.backend.matrix_sharing(ranks).items():
+                yield f"{name}.backend.{setting}", value
 
     return sharded
 
@@ -444,8 +416,7 @@ def _bfloat16(run: Attempt) -> Step:
 
 def _parameters_on_the_host(run: Attempt) -> Step:
     for name, role in run.settings.model_roles.items():
-        if getattr(role.backend, "host_parameters", None) is False:
-            yield f"{name}.backend.host_parameters", True
+        yield from saved(name, role, role.backend.host_residence)
 
 
 # ------------------------------------------- savings of a host, the cheapest ones first
@@ -464,8 +435,9 @@ def _no_snapshots(run: Attempt) -> Step:
 
 def _parameters_on_gpus(run: Attempt) -> Step:
     for name, role in run.settings.model_roles.items():
-        if role.backend.stays_on_host:
-            yield f"{name}.backend.host_parameters", False
+        residence = role.backend.host_residence
+        if residence is not None and role.backend.stays_on_host:
+            yield f"{name}.backend.{residence.setting}", residence.fast
 
 
 def _whole_syncs(run: Attempt) -> Step:
@@ -485,9 +457,6 @@ def _fewer_graders(run: Attempt) -> Step:
                 yield f"{name}.num_ranks", ranks
 
 
-Saving = Callable[[Attempt], Step]
-"""Takes the run as the savings before it have changed it."""
-
 _SIZES = (2, 4, 8)
 """Numbers of ranks that share a layer, a row or an engine: all within a node."""
 
@@ -495,12 +464,10 @@ SAVINGS: Mapping[Place, tuple[Saving, ...]] = {
     "device": (
         *(_wider_engines(width) for width in _SIZES),
         _more_ranks,
-        _sharded_sums,
-        *(_micro_batches(tokens) for tokens in (*MICRO_BATCH_TOKENS, 1)),
+        *map(_rung, WHILE_LEARNING),
+        _rung(micro_batches(1)),
         _smaller_caches,
-        _offloading("optimizer"),
-        _offloading("all"),
-        _recomputation,
+        *map(_rung, WHILE_GENERATING),
         *(_sharded_matrices(ranks) for ranks in _SIZES),
         *(_slices_of_rows(slices) for slices in _SIZES),
         _ranks_of_engines,
@@ -511,13 +478,13 @@ SAVINGS: Mapping[Place, tuple[Saving, ...]] = {
         _no_second_copies,
         _no_snapshots,
         _more_ranks,
-        _offloading("none"),
-        _offloading("optimizer"),
+        _rung(offloading("none")),
+        _rung(offloading("optimizer")),
         _parameters_on_gpus,
         _whole_syncs,
         _fewer_graders,
     ),
 }
-"""Kinds of changes. Idle GPUs cost nothing, and the next ones little time. The type of
-the computation is changed late, since it changes numbers; an optimizer on the host
-costs most."""
+"""Kinds of changes. Idle GPUs cost nothing; then come the rungs of the ladder, and what
+is dearer. The type of the computation is changed late, since it changes numbers; an
+optimizer on the host costs most."""
