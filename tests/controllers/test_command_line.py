@@ -73,6 +73,23 @@ def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> No
     assert "Did you mean train" in capsys.readouterr().err
 
 
+def test_plan_is_answered_with_the_check_that_takes_its_place(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = Path(__file__).parents[1] / "model_configs" / "Qwen2.5-0.5B"
+    words = ["--machine", "gpus=1,gpu=H100-80G", "--algorithm", "dapo"]
+    assert main(["plan", str(model), *words, "--prompts", "64", "--backend=fsdp"]) == 2
+    answer = capsys.readouterr().err
+    program, *command = shlex.split(answer.splitlines()[-1])
+    assert program == "verl-ray" and command[:3] == ["check", "--config-name", "grpo"]
+    assert {"data.prompts_per_step=64", "backend=fsdp"} < set(command)
+    assert main(command) == 0
+    assert "algorithm dapo" in capsys.readouterr().out
+    # Without anything behind it, too.
+    assert main(["plan"]) == 2
+    assert "verl-ray check --config-name grpo --machine" in capsys.readouterr().err
+
+
 def test_options_may_stand_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(

@@ -175,7 +175,7 @@ class BackendSettings(Section):
     recomputation: ClassVar[Trade | None] = None
     """The setting that computes layers again in the backward pass; None if there is
     none."""
-    host_residence: ClassVar[Trade | None] = None
+    host_offload: ClassVar[Trade | None] = None
     """The setting that keeps parameters and optimizer state on the host; None if there
     is none."""
 

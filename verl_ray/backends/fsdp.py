@@ -75,7 +75,7 @@ class FsdpBackend(ModuleBackend):
     gradient_sums: ClassVar[Trade | None] = Trade(
         "accumulate", fast="whole", small="sharded"
     )
-    host_residence: ClassVar[Trade | None] = Trade(
+    host_offload: ClassVar[Trade | None] = Trade(
         "host_parameters", fast=False, small=True
     )
     token_slices_key: ClassVar[str | None] = "sequence_parallel"

@@ -243,12 +243,12 @@ class _Climb:
         self._climb(WHILE_LEARNING, learning)
 
         learns = self._settings.learns
-        wanted = {
+        half_caches = {
             name: wanted_cache_gib(engine, self.config, learns=learns)
             for name, engine in self.config.engines.items()
             if name in self._settings.caches
         }
-        self.config = self._settings.with_caches(self.config, wanted)
+        self.config = self._settings.with_caches(self.config, half_caches)
         generating = [phase for phase in phases if phase in _WITH_ENGINES]
         self._climb(WHILE_GENERATING, generating)
         return self._takes_what_remains()

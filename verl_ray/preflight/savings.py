@@ -416,7 +416,7 @@ def _bfloat16(run: Attempt) -> Step:
 
 def _parameters_on_the_host(run: Attempt) -> Step:
     for name, role in run.settings.model_roles.items():
-        yield from saved(name, role, role.backend.host_residence)
+        yield from saved(name, role, role.backend.host_offload)
 
 
 # ------------------------------------------- savings of a host, the cheapest ones first
@@ -435,9 +435,9 @@ def _no_snapshots(run: Attempt) -> Step:
 
 def _parameters_on_gpus(run: Attempt) -> Step:
     for name, role in run.settings.model_roles.items():
-        residence = role.backend.host_residence
-        if residence is not None and role.backend.stays_on_host:
-            yield f"{name}.backend.{residence.setting}", residence.fast
+        trade = role.backend.host_offload
+        if trade is not None and role.backend.stays_on_host:
+            yield f"{name}.backend.{trade.setting}", trade.fast
 
 
 def _whole_syncs(run: Attempt) -> Step:

@@ -95,8 +95,8 @@ def test_the_machine_is_named_and_what_was_assumed_of_it(
     lines = capsys.readouterr().out.splitlines()
     assert lines[-3:] == [
         "machine: 2 nodes of 8 H100-80G (described), each with 96 cores, 2048 GiB"
-        " memory, 1024 GiB in /dev/shm; 400 Gbit/s per GPU between nodes",
-        "--machine does not say, and assumed is: cores=96, shm=1024G, link=400G",
+        " memory, 1024 GiB in /dev/shm",
+        "--machine does not say, and assumed is: cores=96, shm=1024G",
         "mine can run",
     ]
     assert any(line.startswith(" 2 hosts ") for line in lines)
@@ -104,6 +104,8 @@ def test_the_machine_is_named_and_what_was_assumed_of_it(
     shown = "\n".join(lines)
     assert "the cluster is 2 nodes" in shown and "become there" in shown
     assert "run.resume" not in shown and "chat_template" not in shown
+    # Only what is typed with --rates, or was measured, says how long a step takes.
+    assert "a step takes" not in shown
     assert not (tmp_path / "run").exists()
 
 
