@@ -116,7 +116,6 @@ EXEMPT = (
     "verl_ray/backends/",
     "verl_ray/engine/",
     "verl_ray/config/advice.py",
-    "controllers/bench/",
     # Help, which is documentation.
     "controllers/commands/usage.py",
     # A list of words, one of which is engine.

@@ -24,7 +24,7 @@ H100 = "gpus=8,gpu=H100-80G"
 
 def test_every_part_is_read() -> None:
     machine = parse_machine(
-        "nodes=2, gpus=8, gpu=H100-80G, cores=128, memory=1.5T, shm=256G, link=200G"
+        "nodes=2, gpus=8, gpu=H100-80G, cores=128, memory=1.5T, shm=256G"
     )
     assert machine == Machine(
         cores=128,
@@ -34,14 +34,12 @@ def test_every_part_is_read() -> None:
         gpu_memory_bytes=79 * GIB,
         nodes=2,
         gpu="H100-80G",
-        link_bits_per_s=200 * 10**9,
         assumed=(),
     )
     assert machine.is_described and machine.total_gpus == 16
     assert machine_in_words(machine) == (
         "machine: 2 nodes of 8 H100-80G (described), each with 128 cores, 1536 GiB"
-        " memory, 256 GiB in /dev/shm\n--machine says link=200G, which changes nothing:"
-        " no time is predicted"
+        " memory, 256 GiB in /dev/shm"
     )
 
 
@@ -89,7 +87,7 @@ def test_what_is_left_out_is_assumed_and_named(
         (f"{H100},memory=512", "memory=512", "memory=512G or memory=2T"),
         (f"{H100},memory=0G", "memory=0G", "above 0"),
         (f"{H100},memory=2TB", "memory=2TB", "GiB (G) or TiB (T) per node"),
-        (f"{H100},link=50GB", "link=50GB", "400G, which is 50 GB/s"),
+        (f"{H100},link=50GB", "link=50GB", "nodes, gpus, gpu, cores, memory, shm"),
         (f"{H100},memory=1T,shm=2T", "shm=2T", "memory, which is 1024G"),
         ("gpus=0,shm=1T", "shm=1T", "memory, which is 128G"),
     ],

@@ -71,8 +71,6 @@ class Machine:
     nodes: int = 1
     gpu: str | None = None
     """The kind of its GPUs, of `GPUS`, if it was described and has any."""
-    link_bits_per_s: int | None = None
-    """From each GPU to other nodes, as a description says; nothing depends on it."""
     assumed: tuple[str, ...] | None = None
     """What a description leaves out, with the value that stands for it; None for this
     machine."""
@@ -200,11 +198,10 @@ _COUNTS: Mapping[str, tuple[int, int]] = {
 _UNITS: Mapping[str, Mapping[str, int]] = {
     "memory": {"G": GIB, "T": 1024 * GIB},
     "shm": {"G": GIB, "T": 1024 * GIB},
-    "link": {"G": 10**9, "T": 10**12},
 }
-"""Parts that are amounts, with their units: bytes of a node, and bits per second."""
+"""Parts that are amounts, with their units: bytes of a node."""
 
-PARTS = ("nodes", "gpus", "gpu", "cores", "memory", "shm", "link")
+PARTS = ("nodes", "gpus", "gpu", "cores", "memory", "shm")
 
 _AMOUNT = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([A-Za-z]*)")
 
@@ -215,8 +212,7 @@ def parse_machine(text: str) -> Machine:
     Args:
         text: Parts `key=value` with commas between them, in any order. nodes (1 unless
             it is given); of each node: gpus, gpu (their kind, a name of `GPUS`), cores,
-            memory and shm (/dev/shm) in GiB (G) or TiB (T); link, on which nothing
-            depends, in Gbit/s (G) or Tbit/s (T).
+            memory and shm (/dev/shm) in GiB (G) or TiB (T).
 
     Raises:
         ConfigError: Every part that is wrong or missing.
@@ -272,7 +268,6 @@ def _with_assumptions(
         gpu_memory_bytes=None if gpu is None else GPUS[gpu],
         nodes=nodes,
         gpu=gpu,
-        link_bits_per_s=amounts.get("link"),
         assumed=tuple(value for key, value in values.items() if key not in typed),
     )
 
@@ -290,9 +285,6 @@ def machine_in_words(machine: Machine) -> str:
         f" {machine.shm_free_bytes / GIB:g} GiB in /dev/shm"
     )
 
-    if machine.link_bits_per_s is not None:
-        link = f"link={machine.link_bits_per_s / 10**9:g}G"
-        line += f"\n{OPTION} says {link}, which changes nothing: no time is predicted"
     if machine.assumed:
         line += f"\n{OPTION} does not say, and assumed is: {', '.join(machine.assumed)}"
     return line
@@ -347,19 +339,15 @@ def _count(key: str, word: str, least: int, most: int, problems: list[Problem]) 
 def _amount(
     key: str, word: str, units: Mapping[str, int], problems: list[Problem]
 ) -> int:
-    """Return an amount in bytes, or in bits per second; 1 if it is none."""
+    """Return an amount in bytes; 1 if it is none."""
     match = _AMOUNT.fullmatch(word)
     if match is not None and match[2] in units:
         amount = int(Fraction(match[1]) * units[match[2]])
         if amount:
             return amount
 
-    if key == "link":
-        rule = "this is a number of Gbit/s (G) or Tbit/s (T) per GPU, above 0"
-        fix = "Write link=400G, which is 50 GB/s."
-    else:
-        rule = "this is a number of GiB (G) or TiB (T) per node, above 0"
-        fix = f"Write {key}=512G or {key}=2T."
+    rule = "this is a number of GiB (G) or TiB (T) per node, above 0"
+    fix = f"Write {key}=512G or {key}=2T."
     problems.append(_problem(f"{key}={word}", rule, fix))
     return 1
 
