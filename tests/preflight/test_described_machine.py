@@ -87,7 +87,11 @@ def test_what_is_left_out_is_assumed_and_named(
         (f"{H100},memory=512", "memory=512", "memory=512G or memory=2T"),
         (f"{H100},memory=0G", "memory=0G", "above 0"),
         (f"{H100},memory=2TB", "memory=2TB", "GiB (G) or TiB (T) per node"),
-        (f"{H100},link=50GB", "link=50GB", "nodes, gpus, gpu, cores, memory, shm"),
+        (
+            f"{H100},link=50GB",
+            "link=50GB",
+            "There is cores, gpu, gpus, memory, nodes, shm",
+        ),
         (f"{H100},memory=1T,shm=2T", "shm=2T", "memory, which is 1024G"),
         ("gpus=0,shm=1T", "shm=1T", "memory, which is 128G"),
     ],
