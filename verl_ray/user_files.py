@@ -42,6 +42,15 @@ _INSTALLED = (
 _IMPORT_FRAMES = (__file__, "<frozen", importlib.__file__)
 
 
+def module_path() -> list[str]:
+    """Return where modules are searched: as Python does, then in the current folder.
+
+    Ray's workers have the current folder of the driver on their path as well.
+    """
+    here = str(Path.cwd())
+    return sys.path if here in sys.path else [*sys.path, here]
+
+
 def run_file(path: Path) -> ModuleType:
     """Import the file, if this process has not done so yet.
 

@@ -10,9 +10,9 @@ replica is lost is known to `supervisor.py`; whether it has the weights, to
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from verl_ray.cluster.waiting import put
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Prompts, Rollouts
 from verl_ray.errors import RolloutError, WorkerError
+from verl_ray.processes.isolation import Isolation
 from verl_ray.rollout.balancer import Balancer, WorkItem
 from workers.rollout import Generation, RolloutWorker
 
@@ -159,6 +160,10 @@ class ReplicaCall:
         return self.job.groups_of(self.pending_responses)
 
 
+_PARTS = 4
+"""Parts that the prompts of a second lost replica are divided into. A loss often has
+other causes, so few parts keep the others waiting for a short time."""
+
 MAX_CALLS = CONCURRENCY_GROUPS[SERVING] - 8
 """Most calls to one replica at the same time; the other threads are for `respond`.
 
@@ -179,10 +184,14 @@ class GenerationScheduler:
         self._balancer = self._new_balancer()
         self._calls: list[ReplicaCall] = []
         self._reissued = 0
-        self._trials: Trials[ReplicaIncarnation, PromptGroup] = Trials()
+        self._isolation = self._new_isolation()
         self._guilty: set[tuple[str, int]] = set()
         """Purpose and ordinal of each prompt that was given up."""
         self._num_given_up = 0
+
+    def _new_isolation(self) -> Isolation[ReplicaIncarnation, PromptGroup]:
+        # So a lost node, which leaves many prompts open, holds nobody up.
+        return Isolation(_PARTS, free_losses=1)
 
     def _new_balancer(self) -> Balancer[ReplicaIncarnation, PromptGroup]:
         return Balancer((), self._in_flight)
@@ -190,12 +199,13 @@ class GenerationScheduler:
     @property
     def is_idle(self) -> bool:
         """Whether no response is pending."""
-        return not (self._calls or self._balancer.waiting or self._trials.waiting)
+        return not (self._calls or self._balancer.waiting or self._isolation.is_waiting)
 
     def has_suspects(self, replica: Replica) -> bool:
         """Return whether a replica has open rows that were open at another's loss."""
         calls = [call for call in self._calls if call.incarnation[0] is replica]
-        return any(self._trials.suspects(call.open_groups()) for call in calls)
+        groups = (group for call in calls for group in call.open_groups())
+        return any(map(self._isolation.causes, groups))
 
     def take_given_up_count(self) -> int:
         """Return the number of prompts given up since the last call."""
@@ -255,7 +265,7 @@ class GenerationScheduler:
             call.stream.abandon()
         self._calls = []
         self._balancer = self._new_balancer()
-        self._trials = Trials()
+        self._isolation = self._new_isolation()
 
     def set_replicas(
         self,
@@ -299,8 +309,8 @@ class GenerationScheduler:
 
         refusal: WorkerError | None = None
         refused: list[WorkItem[PromptGroup]] = []
-        on_trial = self._begin_trial(busy)
-        assigned = on_trial | self._balancer.assign(busy)
+        apart = self._begin_part(busy)
+        assigned = apart | self._balancer.assign(busy)
         for incarnation, items in assigned.items():
             for job, job_items in _by_job(items).items():
                 groups = [item.session for item in job_items]
@@ -308,8 +318,8 @@ class GenerationScheduler:
                     call = job.submit(incarnation, groups)
                 except WorkerError as error:
                     refusal = refusal or error
-                    if self._trials.replica == incarnation:
-                        self._trials.put_off(groups)
+                    if incarnation in self._isolation.processes:
+                        self._isolation.put_back(incarnation, groups)
                     else:
                         refused += job_items
                 else:
@@ -320,22 +330,23 @@ class GenerationScheduler:
             self._balancer.add(refused, first=True)
             raise refusal
 
-    def _begin_trial(
+    def _begin_part(
         self, busy: set[ReplicaIncarnation]
     ) -> dict[ReplicaIncarnation, list[WorkItem[PromptGroup]]]:
-        """Return the items of the next trial, by its replica, if one can begin.
+        """Return the items that go on apart from others, by replica, if any can begin.
 
         Args:
-            busy: Replicas that get no other items. The one with a trial is added, or
-                the one that is emptied for the next trial.
+            busy: Replicas that get no other items. The one with such items is added, or
+                the one that is emptied for them.
         """
         items: list[WorkItem[PromptGroup]] = []
-        replica = self._trials.replica
-        if replica is None and self._trials.waiting and self._balancer.replicas:
+        replica = next(iter(self._isolation.processes), None)
+        is_waiting = self._isolation.is_waiting
+        if replica is None and is_waiting and self._balancer.replicas:
             replica = min(self._balancer.replicas, key=self._balancer.load)
             has_calls = any(call.incarnation == replica for call in self._calls)
             if not has_calls:
-                groups = self._trials.begin(replica)
+                groups = self._isolation.begin(replica)
                 items = [group.job.item_of(group) for group in groups]
                 self._balancer.place(replica, items)
 
@@ -397,11 +408,8 @@ class GenerationScheduler:
                     f"a replica ended its reply without the responses {missing}"
                 )
             others = (other.incarnation for other in self._calls)
-            if (
-                self._trials.replica == call.incarnation
-                and call.incarnation not in others
-            ):
-                self._trials.acquit()
+            if call.incarnation not in others:
+                self._isolation.finish(call.incarnation)
             return
 
         # A trajectory comes as a whole, whatever number of rows it has.
@@ -411,7 +419,7 @@ class GenerationScheduler:
         call.job.finished.append(piece)
         if not call.job.num_pending:
             self._balancer.forget(call.job.groups)
-            self._trials.forget(call.job.groups)
+            self._isolation.forget(call.job.groups)
         # The replica has capacity for as many further responses.
         self._balancer.finish(call.incarnation, len(responses))
 
@@ -420,7 +428,7 @@ class GenerationScheduler:
     ) -> list[WorkItem[PromptGroup]]:
         """Stop using a replica; return what it left pending and others may take.
 
-        Who waits for a trial is not part of it.
+        What goes on apart from others is not part of it.
         """
         self._balancer.remove_replica(replica)
         items: list[WorkItem[PromptGroup]] = []
@@ -432,16 +440,17 @@ class GenerationScheduler:
         groups = [item.session for item in items]
 
         if is_lost:
-            verdict = self._trials.note_loss(replica, groups)
-            guilty = verdict.guilty
-            if guilty is not None:
-                guilty.job.give_up(guilty)
-                self._guilty.add((guilty.job.generation.purpose, guilty.ordinal))
+            loss = self._isolation.note_loss(replica, groups)
+            culprit = loss.culprit
+            if culprit is not None:
+                self._isolation.forget([culprit])
+                culprit.job.give_up(culprit)
+                self._guilty.add((culprit.job.generation.purpose, culprit.ordinal))
                 self._num_given_up += 1
-            return [item for item in items if item.session in set(verdict.free)]
-        if self._trials.replica == replica:
-            self._trials.put_off(groups)
-            self._trials.acquit()
+            return [item for item in items if item.session in set(loss.free)]
+        if replica in self._isolation.processes:
+            self._isolation.put_back(replica, groups)
+            self._isolation.finish(replica)
             return []
         return items
 
@@ -453,111 +462,3 @@ def _by_job(
     for item in items:
         by_job.setdefault(item.session.job, []).append(item)
     return by_job
-
-
-# ------------------------------------------------------------------------------- trials
-
-# Prompts that may have ended the replica that generated for them, and their trials.
-#
-# Who had open rows on a replica as it was lost is suspect, and goes on as the others.
-# Who had them on a second one is tried, in a few parts, one part after another, on a
-# replica that has no other rows. A part with which another replica is lost is divided
-# in turn. Whoever finishes is innocent. So a lost node, which leaves many suspects,
-# holds nobody up.
-#
-# Invariant: a prompt is guilty only if replicas were lost twice with its rows, the
-# last time with no others.
-
-R = TypeVar("R", bound=Hashable)
-K = TypeVar("K", bound=Hashable)
-
-_PARTS = 4
-"""Parts that suspects are divided into. A loss often has other causes, so few parts
-keep the innocent waiting for a short time; more would find a guilty one sooner."""
-
-
-@dataclass(frozen=True)
-class Verdict(Generic[K]):
-    """The consequence of a loss for who had open rows; the others wait for trials."""
-
-    guilty: K | None = None
-    """Who has ended the replica, if that is known."""
-    free: list[K] = field(default_factory=list)
-    """Who may go on as before."""
-
-
-class Trials(Generic[R, K]):
-    """The trials of prompts (K) on replicas (R), one at a time."""
-
-    def __init__(self) -> None:
-        """Begin without suspects."""
-        self._losses: Counter[K] = Counter()
-        """How often replicas were lost with each suspect."""
-        self._parts: deque[list[K]] = deque()
-        """Suspects that wait for their trial."""
-        self._tried: list[K] = []
-        self.replica: R | None = None
-        """The replica of the present trial; None between two trials."""
-
-    @property
-    def waiting(self) -> bool:
-        """Whether suspects wait for a trial."""
-        return bool(self._parts)
-
-    def suspects(self, prompts: Iterable[K]) -> bool:
-        """Return whether one of these prompts was open at a loss, and not since."""
-        return bool(self._losses) and any(map(self._losses.__contains__, prompts))
-
-    def forget(self, prompts: Iterable[K]) -> None:
-        """Forget prompts that have finished: they are innocent."""
-        if self._losses:
-            for prompt in prompts:
-                self._losses.pop(prompt, None)
-
-    def begin(self, replica: R) -> list[K]:
-        """Begin the next trial on a replica without work; return who is tried."""
-        assert self.replica is None, "there is one trial at a time"
-        self.replica = replica
-        self._tried = self._parts.popleft()
-        return list(self._tried)
-
-    def acquit(self) -> None:
-        """End the present trial: the replica has generated all responses."""
-        self.forget(self._tried)
-        self._end()
-
-    def put_off(self, prompts: Sequence[K]) -> None:
-        """Try some prompts of the present trial later; it goes on without them."""
-        if prompts:
-            self._parts.appendleft(list(prompts))
-        self._tried = [prompt for prompt in self._tried if prompt not in prompts]
-        if not self._tried:
-            self._end()
-
-    def note_loss(self, replica: R, suspects: Sequence[K]) -> Verdict[K]:
-        """Note that a replica was lost.
-
-        Args:
-            replica: The replica, whose trial ends if it had one.
-            suspects: Who had open rows on it, the oldest first.
-        """
-        if replica == self.replica:
-            self.forget(set(self._tried).difference(suspects))
-            self._end()
-
-        self._losses.update(suspects)
-        free = [prompt for prompt in suspects if self._losses[prompt] == 1]
-        known = [prompt for prompt in suspects if self._losses[prompt] > 1]
-        if known and len(suspects) == 1:
-            self.forget(known)
-            return Verdict(guilty=known[0])
-
-        size = -(-len(known) // _PARTS)
-        starts = range(0, len(known), max(size, 1))
-        parts = [known[start : start + size] for start in starts]
-        self._parts.extendleft(reversed(parts))
-        return Verdict(free=free)
-
-    def _end(self) -> None:
-        self._tried = []
-        self.replica = None

@@ -57,13 +57,14 @@ from verl_ray.agents.policy import (
     turn_seed,
 )
 from verl_ray.agents.template import Renderer
-from verl_ray.agents.wire import EpisodeStart, frame
+from verl_ray.agents.wire import EpisodeStart, token_bytes
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.cluster.process_control import thread_environment
 from verl_ray.config.load import parse, to_tree
 from verl_ray.config.rollout import RolloutConfig
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
+from verl_ray.processes.frames import frame
 from verl_ray.rollout.episode_stream import EpisodeRequest
 from verl_ray.rollout.episodes import EpisodePool
 from verl_ray.rollout.requests import (
@@ -519,7 +520,7 @@ class _TimedSampler:
         stop: Sequence[str] = (),
     ) -> Sampled:
         """Return the turn; see `Sampler`."""
-        frame("sample", {"seed": seed, "max_tokens": max_tokens}, tokens)
+        frame("sample", {"seed": seed, "max_tokens": max_tokens}, token_bytes(tokens))
         self.seconds.append(time.perf_counter() - self._since)
         count = len(self._action.tokens)
         sampled = Sampled(self._action.tokens, [-1.0] * count, [(0, 0)], self._action)

@@ -29,6 +29,8 @@ pytestmark = pytest.mark.processes
 
 PATIENCE_S = 60.0  # of deadlines that do not pass
 
+KILLED = "was killed by signal 9 (Killed), as the system does where memory is short"
+
 FUNCTIONS = """
     import glob, os, re, signal, subprocess, sys, time
 
@@ -180,7 +182,7 @@ def hasten(
 
 
 def is_stopped(pool: ScoringPool, process: ScoringProcess) -> bool:
-    return process.is_stopped
+    return process.child.is_stopped
 
 
 def item_in_hand(pool: ScoringPool, process: ScoringProcess) -> str:
@@ -202,7 +204,7 @@ def alarm(seconds: float, action: Callable[[], None]) -> Iterator[None]:
 
 
 def guard_of(pool: ScoringPool) -> int:
-    return pool._processes[0]._process.pid
+    return pool._processes[0].child.pid
 
 
 def kill(pid: int) -> None:
@@ -265,7 +267,7 @@ def test_messages_larger_than_a_socket_holds(functions: str) -> None:
             ScoreHealth.EXCEPTION,
             twice("was killed by signal 11 (Segmentation fault)"),
         ),
-        ("kill", ScoreHealth.EXCEPTION, twice("was killed by signal 9 (Killed)")),
+        ("kill", ScoreHealth.EXCEPTION, twice(KILLED)),
         (
             "forked grandchild and exit",
             ScoreHealth.EXCEPTION,
@@ -370,7 +372,7 @@ def test_an_item_of_a_killed_process_is_scored_again(
         assert not pool.score(requests(log, "c", "d"))[
             1
         ].rescored  # a death counts in its own call alone
-    told = "warning: a scoring process was killed by signal 9 (Killed); its item is scored again\n"
+    told = f"warning: a scoring process {KILLED}; its item is scored again\n"
     assert capfd.readouterr().err == told
 
 
@@ -396,7 +398,7 @@ def test_a_rescored_item_has_its_deadline_again(
     functions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def hangs(pool: ScoringPool, process: ScoringProcess) -> bool:
-        is_again = any(unit in pool._first_deaths for unit in process.pending)
+        is_again = any(map(pool._isolation.causes, process.pending))
         return process.has_begun and is_again
 
     hasten(monkeypatch, hangs)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from verl_ray.rewards.health import Score, ScoreHealth, entries_of, score_of
-from verl_ray.rewards.request import scores_from, scores_text
+from verl_ray.rewards.request import scores_fields, scores_from
 
 
 def test_a_dict_is_a_score_and_its_entries() -> None:
@@ -28,7 +28,7 @@ def test_a_dict_is_a_score_and_its_entries() -> None:
     # They travel as text, and what failed has no number.
     failed = score_of({"score": None, "acc": 0})
     plain = score_of(-0.1)
-    sent = scores_from(scores_text([score, failed, plain]))
+    sent = scores_from(json.loads(json.dumps(scores_fields([score, failed, plain]))))
     assert (sent[0], sent[2]) == (score, plain) and np.isnan(sent[1].value)
     assert (sent[1].health, sent[1].entries) == (ScoreHealth.NONE, '{"acc": 0.0}')
     json.dumps(entries).encode()

@@ -299,8 +299,8 @@ def test_an_episode_that_ends_its_process_costs_no_other_one(
     # Once among all, once among few, and once alone.
     assert counts.lost_processes == 3 and counts.run_again >= 2
     assert counts.warnings[-1] == (
-        "a process of episodes was lost: SIGKILL ended it, as the system does where"
-        " memory is short; 0 of its 1 episodes run again"
+        "a process of episodes was lost: it was killed by signal 9 (Killed), as the"
+        " system does where memory is short; 0 of its 1 episodes run again"
     )
     assert pool.take_counts().lost_processes == 0
 
@@ -323,11 +323,11 @@ def test_an_episode_ends_with_a_frame_however_its_task_ends(
     # What ends the event loop ends the process, but no other episode.
     beside = replace(requests(2)[1], task=requests(1, where="close")[0].task)
     episodes = ended(pool, [*requests(1, where="loop"), beside])
-    assert episodes[0].detail == "it ended its process 3 times, at last alone"
+    assert episodes[0].detail == "it ended its process 2 times, at last alone"
     assert "Object of type bytes" in episodes[1].detail
     counts = counts_once(pool, lambda counts: len(counts.warnings) == 3)
     assert counts.lost_processes == 3
-    assert "it ended with exit code 3; 0 of its 1" in counts.warnings[-1]
+    assert "it exited with status 3; 0 of its 1" in counts.warnings[-1]
 
 
 def test_a_fault_is_retried_within_its_budget(

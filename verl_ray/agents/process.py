@@ -13,9 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import json
 import socket
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,23 +41,25 @@ from verl_ray.agents.specs import KEY, load_environment
 from verl_ray.agents.threads import hanging_calls
 from verl_ray.agents.wire import (
     EpisodeStart,
-    Frame,
-    FrameReader,
     episode_frame,
-    frame,
     sampled_of,
     task_of,
+    token_bytes,
 )
 from verl_ray.data.fields import environment_of
-from verl_ray.errors import ConfigError
+from verl_ray.processes.frames import (
+    READ_BYTES,
+    Frame,
+    FrameReader,
+    frame,
+    started,
+)
 from verl_ray.user_files import short_traceback
 
 _ALIVE_S = 1.0
 
 _SLOW_S = 1.0
 """Seconds for which a user's code holds the event loop before it is named."""
-
-_READ_BYTES = 1 << 16
 
 
 def main(connection: socket.socket) -> None:
@@ -77,35 +77,26 @@ async def _serve(connection: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=connection)
     frames = FrameReader()
 
+    def load(fields: dict[str, Any]) -> tuple[_Episodes, dict[str, Any]]:
+        loaded = _Episodes(EpisodeStart.of(fields), writer)
+        return loaded, {"note": str(loaded.note)}
+
     episodes: _Episodes | None = None
     try:
         # Each round takes some bytes; ends when the pool hangs up.
-        while data := await reader.read(_READ_BYTES):
+        while data := await reader.read(READ_BYTES):
             for message in frames.feed(data):
-                if episodes is None:
-                    episodes = _started(message, writer)
-                    if episodes is None:
-                        await writer.drain()
-                        return
-                else:
+                if episodes is not None:
                     episodes.take(message)
+                    continue
+                episodes, answer = started(message, load)
+                writer.write(answer)
+                if episodes is None:
+                    await writer.drain()
+                    return
     finally:
         if episodes is not None:
             episodes.are_lost = True
-
-
-def _started(message: Frame, writer: asyncio.StreamWriter) -> _Episodes | None:
-    """Return the episodes of a frame `start`, none yet; None if they cannot be run."""
-    sys.path[:] = message.fields["sys_path"]
-    start = EpisodeStart.of(message.fields)
-    try:
-        episodes = _Episodes(start, writer)
-    except ConfigError as error:
-        problem = dataclasses.asdict(error.problems[0])
-        writer.write(frame("broken", {"problem": json.dumps(problem, default=str)}))
-        return None
-    writer.write(frame("ready", {"note": str(episodes.note)}))
-    return episodes
 
 
 class _Episodes:
@@ -238,7 +229,7 @@ class _RemoteSampler:
         future = asyncio.get_running_loop().create_future()
         self._pending[number] = future
         request = {"call": number, "episode": episode, **fields}
-        self._writer.write(frame("sample", request, tokens))
+        self._writer.write(frame("sample", request, token_bytes(tokens)))
         try:
             await self._writer.drain()
             sampled: Sampled = await future

@@ -1,7 +1,7 @@
-"""Frames between a replica and the processes of its episodes, over one stream socket.
+"""Frames between a replica and the processes of its episodes.
 
-Invariant: nothing is unpickled on either side. A frame is a kind, fields in JSON, and
-token ids as numbers of 32 bits.
+Invariant: nothing is unpickled on either side. The bytes of a frame, if there are any,
+are token ids as numbers of 32 bits.
 
 To a process: `start` once, then `run` for each episode, `sampled` or `failed` for each
 call of its policy, `cancel` for an episode that nobody waits for any more, and `pause`
@@ -14,11 +14,9 @@ threads that hang.
 
 from __future__ import annotations
 
-import json
-import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,62 +38,22 @@ from verl_ray.agents.template import Renderer
 from verl_ray.config.data import SpecialTokens
 from verl_ray.config.function_specs import parts_of
 from verl_ray.data.tokenizers import load_tokenizer, of_day
+from verl_ray.processes.frames import Frame, frame
 
 if TYPE_CHECKING:
     from verl_ray.config.agent import AgentConfig
 
 Tokens = npt.NDArray[np.int32]
 
-_HEAD = struct.Struct("<II")
-"""Bytes of the fields, and of the tokens."""
 
-MOST_BYTES = 1 << 30
-"""Bytes of a frame; more are a broken stream."""
-
-
-class Frame(NamedTuple):
-    """A message in either direction."""
-
-    kind: str
-    fields: dict[str, Any]
-    tokens: Tokens
+def token_bytes(tokens: Sequence[int] | Tokens) -> bytes:
+    """Return token ids as the bytes of a frame."""
+    return np.asarray(tokens, np.int32).tobytes()
 
 
-def frame(
-    kind: str, fields: Mapping[str, Any], tokens: Sequence[int] | Tokens = ()
-) -> bytes:
-    """Return the bytes of a frame."""
-    text = json.dumps([kind, fields]).encode()
-    ids = np.asarray(tokens, np.int32).tobytes()
-    return _HEAD.pack(len(text), len(ids)) + text + ids
-
-
-class FrameReader:
-    """Frames of a stream of bytes."""
-
-    def __init__(self) -> None:
-        """Begin at the start of a stream."""
-        self._bytes = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[Frame]:
-        """Take bytes; yield the frames that are complete.
-
-        Raises:
-            ValueError: The bytes are no frames.
-        """
-        self._bytes += data
-        while len(self._bytes) >= _HEAD.size:
-            num_text, num_ids = _HEAD.unpack_from(self._bytes)
-            if num_text + num_ids > MOST_BYTES:
-                raise ValueError(f"a frame of {num_text + num_ids} bytes")
-            ids_at = _HEAD.size + num_text
-            end = ids_at + num_ids
-            if len(self._bytes) < end:
-                return
-            kind, fields = json.loads(self._bytes[_HEAD.size : ids_at])
-            tokens = np.frombuffer(bytes(self._bytes[ids_at:end]), np.int32)
-            del self._bytes[:end]
-            yield Frame(kind, fields, tokens)
+def tokens_of(message: Frame) -> Tokens:
+    """Return the token ids of a frame."""
+    return np.frombuffer(message.data, np.int32)
 
 
 @dataclass(frozen=True)
@@ -180,9 +138,9 @@ class EpisodeStart:
         arguments = {**of_day(self.template_day), **self.template_arguments}
         return Renderer(tokenizer, arguments, special_tokens=self.special_tokens)
 
-    def fields(self, sys_path: Sequence[str]) -> dict[str, Any]:
+    def fields(self) -> dict[str, Any]:
         """Return the fields of the frame `start`."""
-        return asdict(self) | {"sys_path": list(sys_path)}
+        return asdict(self)
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> EpisodeStart:
@@ -234,13 +192,13 @@ def sampled_frame(call: int, sampled: Sampled) -> bytes:
         "reasoning": action.reasoning,
         "content": action.content,
     }
-    return frame("sampled", fields, sampled.tokens)
+    return frame("sampled", fields, token_bytes(sampled.tokens))
 
 
 def sampled_of(reply: Frame) -> Sampled:
     """Return the sampled turn of its frame."""
     fields = reply.fields
-    tokens = reply.tokens.tolist()
+    tokens = tokens_of(reply).tolist()
     action = Action(
         tokens,
         fields["text"],
@@ -288,15 +246,15 @@ def episode_frame(number: int, episode: Episode) -> bytes:
         "metrics": episode.metrics,
         "response": episode.response,
     }
-    return frame(
-        "ended", fields, [token for row in episode.rows for token in row.tokens]
-    )
+    tokens = [token for row in episode.rows for token in row.tokens]
+    return frame("ended", fields, token_bytes(tokens))
 
 
 def episode_of(reply: Frame) -> Episode:
     """Return the episode of its frame."""
     fields = dict(reply.fields)
     del fields["episode"]
+    tokens = tokens_of(reply)
     rows = []
     first = 0
     for row in fields.pop("rows"):
@@ -307,7 +265,7 @@ def episode_of(reply: Frame) -> Episode:
         log_probs[row["sampled"]] = row["log_probs"]
         rows.append(
             EpisodeRow(
-                reply.tokens[first : first + length].tolist(),
+                tokens[first : first + length].tolist(),
                 mask.tolist(),
                 log_probs.tolist(),
                 [(place, version) for place, version in row["versions"]],

@@ -11,37 +11,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import inspect
-import json
 import math
 import pickle
 import socket
-import sys
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
-from verl_ray.errors import ConfigError
-from verl_ray.guard import guarded_connection
+from verl_ray.processes.frames import frame, frames_of, started
 from verl_ray.rewards.built_in import PRED, answer_in
 from verl_ray.rewards.health import Score, ScoreHealth, score_of
 from verl_ray.rewards.request import (
-    BROKEN,
-    READY,
-    SCORED,
-    STARTED,
     Needs,
     RequestRow,
     ScoreRequest,
-    Start,
     UnitKind,
-    frame,
-    needs_text,
-    read_message,
-    scores_text,
+    scores_fields,
 )
 from verl_ray.rewards.signatures import OF_EPISODES, MissingValue, Style
 from verl_ray.rewards.specs import LoadedFunction, load
@@ -50,57 +38,53 @@ from verl_ray.user_files import short_traceback
 # Frames of these files mean nothing to the author of a function.
 _OUR_FILES = (str(Path(__file__).parent), asyncio.__path__[0])
 
+_Functions = Mapping[str, LoadedFunction]
 
-def main(descriptor: int) -> None:
-    """Serve the pool at the other end of the socket `descriptor` until it hangs up."""
-    connection = guarded_connection(descriptor)
+
+def main(connection: socket.socket) -> None:
+    """Serve the pool at the other end of a connection until it hangs up."""
     # The pool is gone then, and the guard is about to act.
     with contextlib.suppress(ConnectionError):
         _serve(connection)
 
 
 def _serve(connection: socket.socket) -> None:
-    def send(kind: int, text: str = "") -> None:
-        connection.sendall(frame(kind, time.monotonic(), text))
+    def send(kind: str, **fields: object) -> None:
+        connection.sendall(frame(kind, {"time_s": time.monotonic(), **fields}))
 
-    stream = connection.makefile("rb")
-    first = read_message(stream)
-    if first is None:
-        return
-    start = cast(Start, pickle.loads(first))
-    sys.path[:] = start.sys_path
+    def import_all(fields: dict[str, Any]) -> tuple[_Functions, dict[str, Any]]:
+        loaded = _load_all(fields["functions"], fields["key"])
+        needs = {source: _needs_of(function) for source, function in loaded.items()}
+        return loaded, {"time_s": time.monotonic(), "needs": needs}
 
-    try:
-        functions = _load_all(start)
-    except ConfigError as error:
-        problem = dataclasses.asdict(error.problems[0])
-        send(BROKEN, json.dumps(problem))
+    messages = frames_of(connection)
+    start = next(messages, None)
+    if start is None:
         return
-    needs = {source: _needs_of(loaded) for source, loaded in functions.items()}
-    send(READY, needs_text(needs))
+    functions, answer = started(start, import_all)
+    connection.sendall(answer)
+    if functions is None:
+        return
 
     # Each round waits for one message and scores its units; ends when the pool hangs up
-    scorer = _Scorer(start.deadline_s)
-    while True:
-        body = read_message(stream)
-        if body is None:
-            return
+    scorer = _Scorer(start.fields["deadline_s"])
+    for message in messages:
         # Before the pickle is read, since reading it counts for the first unit.
-        send(STARTED)
-        for rows in cast(list[list[RequestRow]], pickle.loads(body)):
+        send("started")
+        for rows in cast(list[list[RequestRow]], pickle.loads(message.data)):
             unit = [ScoreRequest(*row) for row in rows]
             source = unit[0].data_source
             loaded = functions.get(source) or functions["default"]
-            send(SCORED, scores_text(scorer.score(loaded, unit)))
+            send("scored", scores=scores_fields(scorer.score(loaded, unit)))
 
 
-def _load_all(start: Start) -> Mapping[str, LoadedFunction]:
+def _load_all(specs: Mapping[str, str], key: str) -> _Functions:
     """Return the function of each data source; each spec is loaded once."""
     loaded: dict[str, LoadedFunction] = {}
-    for source, spec in start.functions.items():
+    for source, spec in specs.items():
         if spec not in loaded:
-            loaded[spec] = load(spec, key=f"{start.key}.{source}")
-    return {source: loaded[spec] for source, spec in start.functions.items()}
+            loaded[spec] = load(spec, key=f"{key}.{source}")
+    return {source: loaded[spec] for source, spec in specs.items()}
 
 
 def _needs_of(loaded: LoadedFunction) -> Needs:

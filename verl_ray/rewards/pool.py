@@ -24,42 +24,34 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import math
-import os
+import pickle
 import select
-import signal
-import socket
-import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import TracebackType
-
-import psutil
+from typing import Any
 
 from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import ConfigError, DataError, Problem, RewardError
+from verl_ray.processes.child import ChildProcess
+from verl_ray.processes.frames import (
+    READ_BYTES,
+    Frame,
+    FrameReader,
+    frame,
+    require_unbroken,
+    start_frame,
+)
+from verl_ray.processes.isolation import Isolation
 from verl_ray.profiling.progress import advance, touch
 from verl_ray.rewards.failure_limit import FruitlessRun
 from verl_ray.rewards.health import Score, ScoreHealth
-from verl_ray.rewards.request import (
-    BROKEN,
-    FRAME,
-    READY,
-    STARTED,
-    Needs,
-    RequestRow,
-    ScoreRequest,
-    Start,
-    message,
-    needs_from,
-    scores_from,
-)
-from verl_ray.rewards.specs import module_path, spec_problems
+from verl_ray.rewards.request import Needs, RequestRow, ScoreRequest, scores_from
+from verl_ray.rewards.specs import spec_problems
 
 # Work per message: far above the cost of sending one (about 50 us), far below what a
 # person notices.
@@ -125,8 +117,9 @@ class ScoringPool:
         self._scores: dict[int, Score] = {}
         self._untouched: set[Unit] = set()
         """Units whose process was killed before it had begun with them."""
-        self._first_deaths: dict[Unit, str] = {}
-        """Units whose process died with them in hand -> how; they are scored again."""
+        # A process scores one unit at a time, so each is apart from others anyway.
+        self._isolation = Isolation[ScoringProcess, Unit](1, free_losses=1)
+        """Units whose process died with them in hand; they are scored again."""
         self._processes: list[ScoringProcess] = []
 
         self._start(processes)
@@ -176,7 +169,7 @@ class ScoringPool:
         scores = [self._scores[index] for index in range(len(items))]
         self._scores.clear()
         self._untouched.clear()
-        self._first_deaths.clear()
+        self._isolation.withdraw(lambda _: True)
         return scores
 
     def _has_pending(self) -> bool:
@@ -189,7 +182,7 @@ class ScoringPool:
 
         # Every process begins to stop before the first wait, so they stop in parallel.
         for process in processes:
-            process.hang_up()
+            process.child.hang_up()
         for process in processes:
             process.terminate()
 
@@ -231,8 +224,13 @@ class ScoringPool:
     # ----------------------------------------------------------------- units and frames
 
     def _new_process(self) -> ScoringProcess:
-        start = Start(module_path(), self._functions, self._key, self._deadline_s)
-        return ScoringProcess(message(start))
+        return ScoringProcess(
+            {
+                "functions": self._functions,
+                "key": self._key,
+                "deadline_s": self._deadline_s,
+            }
+        )
 
     def _assign(self) -> None:
         """Send each idle process its share of the unassigned units.
@@ -264,7 +262,7 @@ class ScoringPool:
             events = select.POLLIN
             if process.outgoing:
                 events |= select.POLLOUT
-            poller.register(process.connection, events)
+            poller.register(process.child.connection, events)
 
         wait_s = min(map(self._remaining_s, self._processes)) if wait else 0.0
         # The deadline of a group may be longer than a worker may make no progress.
@@ -278,7 +276,7 @@ class ScoringPool:
         # A copy, since `_replace` changes the list.
         for process in tuple(self._processes):
             is_connected = True
-            if process.connection.fileno() in ready_descriptors:
+            if process.child.connection.fileno() in ready_descriptors:
                 process.flush()
                 is_connected = process.receive()
                 self._take_frames(process)
@@ -289,26 +287,27 @@ class ScoringPool:
         return process.remaining_s(self._deadline_s, self._start_deadline_s)
 
     def _take_frames(self, process: ScoringProcess) -> None:
-        for kind, time_s, text in process.frames():
-            if kind == BROKEN:
-                raise ConfigError([Problem(**json.loads(text))])
+        for message in process.take_frames():
+            require_unbroken(message)
             # Any other frame is progress, also that a process is ready or has begun.
             touch()
-            if kind == READY:
+            time_s = message.fields["time_s"]
+            if message.kind == "ready":
                 process.ready = True
                 self._start_was_broken_off = False
-                self._needs = needs_from(text)
-            elif kind == STARTED:
+                needs = message.fields["needs"]
+                self._needs = {source: Needs(*each) for source, each in needs.items()}
+            elif message.kind == "started":
                 process.has_begun = True
             else:
-                self._record(process, scores_from(text))
+                self._record(process, scores_from(message.fields["scores"]))
                 self._update_unit_time(time_s - process.waiting_since)
             process.waiting_since = time_s
 
     def _record(self, process: ScoringProcess, scores: list[Score]) -> None:
         """Record the scores of the unit that `process` has in hand."""
         unit = process.pending.popleft()
-        rescored = unit in self._first_deaths
+        rescored = bool(self._isolation.causes(unit))
         for item, score in zip(unit.items, scores, strict=True):
             self._scores[item] = replace(score, rescored=True) if rescored else score
         advance(len(scores), "scores")
@@ -330,7 +329,7 @@ class ScoringPool:
         self._processes.remove(process)
         waiting_since = process.waiting_since
         # It was not slow, so it counts as dead.
-        is_stopped = overdue and process.is_stopped
+        is_stopped = overdue and process.child.is_stopped
         cause = process.terminate()
         if overdue and not is_stopped:
             cause = f"took longer than {self._start_deadline_s:g} s"
@@ -338,7 +337,7 @@ class ScoringPool:
         self._take_frames(process)
         if not process.ready:
             # Whoever stopped or killed it may not come again.
-            is_by_others = is_stopped or (process.was_killed and not overdue)
+            is_by_others = is_stopped or (process.child.was_killed and not overdue)
             if not is_by_others or self._start_was_broken_off:
                 raise start_failure(self._key, self._functions, cause)
             self._start_was_broken_off = True
@@ -362,7 +361,8 @@ class ScoringPool:
         self._update_unit_time(limit_s)
         if unit.is_divisible:
             # Any of its coroutines may have blocked all others.
-            self._divide(process, "blocked its event loop")
+            parts = self._divide(process)
+            self._isolation.note_loss(process, parts, "blocked its event loop")
             return
         if unit.needs.unit == "concurrent":
             limit_s = self._deadline_s
@@ -378,27 +378,30 @@ class ScoringPool:
         if not process.has_begun and unit not in self._untouched:
             # Killed while it was idle: the unit is not the cause, the first time.
             self._untouched.add(unit)
-        elif unit not in self._first_deaths:
-            self._first_deaths[unit] = cause
-            if unit.is_divisible:
-                self._divide(process, cause)
-            if self._warns_of_deaths:
-                scored = "item is" if len(unit.items) == 1 else "items are"
-                warning = f"warning: a scoring process {cause}; its {scored} scored"
-                print(f"{warning} again", file=sys.stderr, flush=True)
         else:
-            first_cause = self._first_deaths[unit]
+            parts = self._divide(process) if unit.is_divisible else [unit]
+            loss = self._isolation.note_loss(process, parts, cause)
+            if loss.culprit is None:
+                self._warn_of_death(unit, cause)
+                return
+            first, last = self._isolation.causes(unit)
             detail = (
-                f"the scoring process died twice: it {first_cause}, and when the item"
-                f" was scored again, it {cause}"
+                f"the scoring process died twice: it {first}, and when the item was"
+                f" scored again, it {last}"
             )
             self._record_fruitless(process, ScoreHealth.EXCEPTION, detail)
 
-    def _divide(self, process: ScoringProcess, cause: str) -> None:
+    def _warn_of_death(self, unit: Unit, cause: str) -> None:
+        if self._warns_of_deaths:
+            scored = "item is" if len(unit.items) == 1 else "items are"
+            warning = f"warning: a scoring process {cause}; its {scored} scored again"
+            print(warning, file=sys.stderr, flush=True)
+
+    def _divide(self, process: ScoringProcess) -> list[Unit]:
         """Put the responses of the unit in hand in its place, to be scored alone."""
         parts = process.pending.popleft().parts()
-        self._first_deaths.update(dict.fromkeys(parts, cause))
         process.pending.extendleft(reversed(parts))
+        return parts
 
     def _record_fruitless(
         self, process: ScoringProcess, health: ScoreHealth, detail: str
@@ -432,17 +435,8 @@ class ScoringPool:
 
 # -------------------------------------------------------------------- a scoring process
 
-# A guard kills within milliseconds; after this its process group is killed from here.
-_KILL_S = 5.0
-_READ_BYTES = 1 << 16
-
-# The package may be importable here only because of how this process was started; the
-# scorer takes over sys.path whole.
-_PROGRAM = (
-    "import sys; sys.path.insert(0, {root!r}); from verl_ray.rewards.child import main;"
-    " main({descriptor})"
-)
-_ROOT = str(Path(__file__).parents[2])
+_LAST_S = 1.0
+"""Seconds to wait for the end of the stream of a process that has ended."""
 
 MOST_CONCURRENT = 64
 """Coroutines of one process that are awaited side by side."""
@@ -526,11 +520,11 @@ def units_of(
 class ScoringProcess:
     """One scoring process. The unit in hand is the first pending one."""
 
-    def __init__(self, start: bytes) -> None:
+    def __init__(self, start: Mapping[str, Any]) -> None:
         """Start the process.
 
         Args:
-            start: The first message to it, a `wire.Start`.
+            start: The fields of the first message to it.
         """
         self.ready = False
         """Whether the process has imported the reward functions."""
@@ -540,23 +534,22 @@ class ScoringProcess:
         """The units without scores, in the order they were sent."""
         self.outgoing = b""
         """Bytes that did not fit into the socket yet."""
-        self._incoming = bytearray()
-        self.connection, its_end = socket.socketpair()
-        with its_end:
-            self._process = _launch(its_end.fileno())
-        self.was_killed = False
-        """Whether a signal ended the process, once it is terminated."""
-        self.connection.setblocking(False)
+        self.child = ChildProcess("verl_ray.rewards.child")
+        self.child.connection.setblocking(False)
         self.waiting_since = time.monotonic()
         """When the process was started, got its units, or sent its last frame."""
-        self._send(start)
+        self._reader = FrameReader()
+        self._frames: list[Frame] = []
+        self._send(start_frame(start))
 
     def send_units(self, units: list[Unit], requests: Sequence[ScoreRequest]) -> None:
         """Send units of the requests of a call; no unit may be pending."""
         self.pending.extend(units)
         self.has_begun = False
         self.waiting_since = time.monotonic()
-        self._send(message([unit.rows(requests) for unit in units]))
+        rows = [unit.rows(requests) for unit in units]
+        body = pickle.dumps(rows, protocol=pickle.HIGHEST_PROTOCOL)
+        self._send(frame("units", {}, body))
 
     def _send(self, data: bytes) -> None:
         self.outgoing += data
@@ -570,31 +563,27 @@ class ScoringProcess:
         with contextlib.suppress(BlockingIOError, ConnectionError):
             # Ends when all is sent, or with BlockingIOError when the socket is full.
             while self.outgoing:
-                num_sent = self.connection.send(self.outgoing)
+                num_sent = self.child.connection.send(self.outgoing)
                 self.outgoing = self.outgoing[num_sent:]
 
     def receive(self) -> bool:
-        """Take the bytes that have arrived; return False at the end of the stream."""
+        """Take the bytes that have arrived; return False at the end of the stream.
+
+        What is no frame ends the stream as well.
+        """
         try:
-            data = self.connection.recv(_READ_BYTES)
+            data = self.child.connection.recv(READ_BYTES)
+            self._frames += self._reader.feed(data)
         except BlockingIOError:
             return True
-        except ConnectionError:
+        except (ConnectionError, ValueError):
             return False
-        self._incoming += data
         return bool(data)
 
-    def frames(self) -> Iterator[tuple[int, float, str]]:
-        """Take the complete frames that have arrived: kind, time (s), text."""
-        # Each round consumes one frame; ends where the next one is incomplete.
-        while len(self._incoming) >= FRAME.size:
-            kind, time_s, length = FRAME.unpack_from(self._incoming)
-            end = FRAME.size + length
-            if len(self._incoming) < end:
-                return
-            text = self._incoming[FRAME.size : end].decode()
-            del self._incoming[:end]
-            yield kind, time_s, text
+    def take_frames(self) -> list[Frame]:
+        """Take the frames that have arrived."""
+        frames, self._frames = self._frames, []
+        return frames
 
     def remaining_s(self, deadline_s: float, start_deadline_s: float) -> float:
         """Return the seconds until the process must send the next frame.
@@ -613,49 +602,21 @@ class ScoringProcess:
             return math.inf
         return self.waiting_since + limit_s - time.monotonic()
 
-    @property
-    def is_stopped(self) -> bool:
-        """Whether the scorer, or its guard, was stopped from outside (SIGSTOP)."""
-        with contextlib.suppress(psutil.Error):
-            guard = psutil.Process(self._process.pid)
-            family = [guard, *guard.children()]
-            return any(each.status() == psutil.STATUS_STOPPED for each in family)
-        return False
-
-    def hang_up(self) -> None:
-        """Make the guard kill the scorer and everything that it started."""
-        # The process may have exited before.
-        with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_WR)
-
     def terminate(self) -> str:
-        """Hang up, take the last frames, and wait until every process is gone.
+        """End the process, and take its last frames.
 
         Returns:
-            How the scorer ended, as the end of a sentence.
+            How it ended, as the end of a sentence.
         """
-        was_stopped = self.is_stopped
-        self.hang_up()
-
-        # Ends at the end of the stream, which comes when every descendant is dead, or
-        # when nothing has arrived for _KILL_S.
-        self.connection.settimeout(_KILL_S)
+        cause = self.child.end()
+        # No process is there that could send more, so the stream ends, if nothing is
+        # wrong with it.
+        self.child.connection.settimeout(_LAST_S)
         with contextlib.suppress(TimeoutError):
             while self.receive():
                 pass
-
-        # The process group outlives a guard that was itself killed.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        code = self._process.wait()
-        self.was_killed = code < 0
-        self.connection.close()
-
-        if was_stopped:
-            return "was stopped (SIGSTOP)"
-        if code < 0:
-            return f"was killed by signal {-code} ({signal.strsignal(-code)})"
-        return f"exited with status {code}"
+        self.child.connection.close()
+        return cause
 
 
 def start_failure(key: str, functions: object, event: str) -> ConfigError:
@@ -669,18 +630,3 @@ def start_failure(key: str, functions: object, event: str) -> ConfigError:
     rule = f"the scoring process {event} while it imported the reward functions"
     fix = "Its last output is in the log"
     return ConfigError([Problem(key, functions, rule, fix, may_pass=True)])
-
-
-def _launch(descriptor: int) -> subprocess.Popen[bytes]:
-    """Start a scoring process that is connected to the socket `descriptor`."""
-    program = _PROGRAM.format(root=_ROOT, descriptor=descriptor)
-    return subprocess.Popen(
-        [sys.executable, "-u", "-c", program],
-        stdin=subprocess.DEVNULL,
-        # The prints of functions go to the log, in one order with what they write to
-        # stderr.
-        stdout=2,
-        pass_fds=[descriptor],
-        # Ctrl-C is for the driver; and the processes form one group, to kill together.
-        start_new_session=True,
-    )

@@ -1,9 +1,11 @@
 """Responses to score, and the messages between the pool and a scoring process.
 
-Messages travel over one stream socket. To the process: a length and a pickle; first a
-`Start`, then lists of units, each a list of rows of requests. From the process: frames,
-each a kind, a time on the monotonic clock that all processes of a machine share, and a
-text. The pool unpickles no data from the process, which runs user code.
+To the process: `start` with its functions, then `units`, whose bytes are the pickle of
+a list of units, each a list of rows of requests. From the process: `ready` with what
+the functions need, or `broken`; `started` once the first unit of a message is in hand;
+and `scored` with the scores of a unit. Each but `broken` has a time in seconds on the
+monotonic clock that all processes of a machine share. The pool unpickles no data from
+the process, which runs user code.
 
 Invariant: a request, which every kind of scorer receives, holds plain values alone, so
 that it can be pickled and sent as JSON. The scores of a unit come together, and units
@@ -14,12 +16,9 @@ clock started at the time of the last frame.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import pickle
-import struct
-from collections.abc import Mapping, Sequence
-from typing import Any, BinaryIO, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 from verl_ray.rewards.health import Score, ScoreHealth
 
@@ -106,35 +105,9 @@ class ScoreRequest:
 
 # ----------------------------------------------------------------------------- messages
 
-LENGTH = struct.Struct("<Q")
-# Kind, time in seconds, bytes of UTF-8 that follow.
-FRAME = struct.Struct("<BdI")
-
-# Kinds of frames.
-READY = 255
-"""The functions are imported; the text is what they need."""
-BROKEN = 254
-"""A function cannot be imported; the text is a Problem in JSON."""
-STARTED = 253
-"""The first unit of a message is now in hand."""
-SCORED = 252
-"""A unit is scored; the text is its scores."""
-
 UnitKind = Literal["single", "concurrent", "group"]
 """What a function scores at a time: one response; several, awaited side by side; or all
 responses to a prompt in one call."""
-
-
-class Start(NamedTuple):
-    """First message to a process: the functions to import, and their import path."""
-
-    sys_path: list[str]
-    functions: dict[str, str]
-    """Data source -> spec, as in the configuration."""
-    key: str
-    """The configuration's section that they are from, for errors to name."""
-    deadline_s: float
-    """How long a response may take; a coroutine is cancelled then."""
 
 
 class Needs(NamedTuple):
@@ -149,34 +122,8 @@ class Needs(NamedTuple):
     """Whether it needs the conversations of an episode, or the last of them."""
 
 
-def frame(kind: int, time_s: float, text: str) -> bytes:
-    """Encode a frame."""
-    body = text.encode("utf-8", "backslashreplace")
-    return FRAME.pack(kind, time_s, len(body)) + body
-
-
-def message(content: Start | Sequence[Sequence[RequestRow]]) -> bytes:
-    """Encode a message to a process."""
-    body = pickle.dumps(content, protocol=pickle.HIGHEST_PROTOCOL)
-    return LENGTH.pack(len(body)) + body
-
-
-def read_message(stream: BinaryIO) -> bytes | None:
-    """Read the pickle of the next message; None when the pool has hung up."""
-    header = stream.read(LENGTH.size)
-    if len(header) < LENGTH.size:
-        return None
-    (length,) = LENGTH.unpack(header)
-    body = stream.read(length)
-    # A message that breaks off is as good as none.
-    return body if len(body) == length else None
-
-
-# ------------------------------------------------------------------ texts of the frames
-
-
-def scores_text(scores: Sequence[Score]) -> str:
-    """Return the scores of a unit as a text.
+def scores_fields(scores: Sequence[Score]) -> list[object]:
+    """Return the scores of a unit as values of JSON.
 
     A score is a list of its fields; one that is nothing but a number is that number.
     """
@@ -189,13 +136,13 @@ def scores_text(scores: Sequence[Score]) -> str:
         # A text without surrogates, which no column could hold.
         detail = score.detail.encode("utf-8", "backslashreplace").decode()
         rows.append((value, score.health, detail, score.entries))
-    return json.dumps(rows)
+    return rows
 
 
-def scores_from(text: str) -> list[Score]:
-    """Return the scores that `scores_text` has written."""
+def scores_from(rows: Sequence[Any]) -> list[Score]:
+    """Return the scores that `scores_fields` has written."""
     scores = []
-    for row in json.loads(text):
+    for row in rows:
         if isinstance(row, float):
             scores.append(Score(row, ScoreHealth.OK))
             continue
@@ -203,13 +150,3 @@ def scores_from(text: str) -> list[Score]:
         value = math.nan if value is None else value
         scores.append(Score(value, ScoreHealth(health), detail, entries=entries))
     return scores
-
-
-def needs_text(needs: Mapping[str, Needs]) -> str:
-    """Return the needs of all functions, by data source, as a text."""
-    return json.dumps(needs)
-
-
-def needs_from(text: str) -> dict[str, Needs]:
-    """Return the needs that `needs_text` has written."""
-    return {source: Needs(*fields) for source, fields in json.loads(text).items()}

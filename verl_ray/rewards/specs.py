@@ -36,7 +36,7 @@ from verl_ray.rewards.signatures import (
     SignatureMistake,
     signature_of,
 )
-from verl_ray.user_files import run_file, words_of
+from verl_ray.user_files import module_path, run_file, words_of
 
 EXPECTED = (
     "Expected the name of a built-in function, path/to/file.py:function or"
@@ -120,15 +120,6 @@ def spec_problems(functions: Mapping[str, str], key: str) -> list[Problem]:
         spec_problem(spec, f"{key}.{source}") for source, spec in functions.items()
     ]
     return [problem for problem in problems if problem is not None]
-
-
-def module_path() -> list[str]:
-    """Return where modules are searched: as Python does, then in the current folder.
-
-    Ray's workers have the current folder of the driver on their path as well.
-    """
-    here = str(Path.cwd())
-    return sys.path if here in sys.path else [*sys.path, here]
 
 
 def _find_module(module: str) -> importlib.machinery.ModuleSpec | None:

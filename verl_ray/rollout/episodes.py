@@ -2,9 +2,9 @@
 
 Invariant: every episode that was begun ends once, or its stream fails. The tokens of an
 episode depend on its task and its seed, not on the process that runs it: one that is
-lost with its process is run again from the beginning. Whoever is lost with a process is
-suspect, and goes on among few others, then alone; only who is lost alone has ended its
-process, and has the end `environment_failed`. A process that holds too much gets no
+lost with its process is run again from the beginning, among few others, then alone
+(`processes/isolation.py`). One that has ended its process has the end
+`environment_failed`. A process that holds too much gets no
 further episodes, and is replaced once those that it has have ended.
 """
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import sys
 import threading
 from collections import deque
@@ -30,16 +29,17 @@ from verl_ray.agents.contract import (
 )
 from verl_ray.agents.wire import (
     EpisodeStart,
-    Frame,
     episode_of,
-    frame,
     sampled_frame,
     task_fields,
+    tokens_of,
 )
 from verl_ray.errors import ConfigError, EngineFailed, Problem, RolloutError
+from verl_ray.processes.frames import Frame, frame, require_unbroken, start_frame
+from verl_ray.processes.isolation import Isolation
 from verl_ray.profiling.progress import touch
 from verl_ray.rollout.episode_counts import EpisodeCounts
-from verl_ray.rollout.episode_process import GuardedProcess
+from verl_ray.rollout.episode_process import EpisodeProcess
 from verl_ray.rollout.episode_stream import EpisodeRequest, EpisodeStream
 from verl_ray.rollout.requests import GenerationRequest
 from verl_ray.rollout.server import RolloutServer
@@ -54,8 +54,8 @@ _RETRY_S, _MOST_RETRY_S = 1.0, 30.0
 _MOST_HANGING = 64
 """Threads that may hang in a process before it is replaced."""
 
-_FEW = 8
-"""Episodes that a process runs at a time of those that were lost with one once."""
+_PARTS = 16
+"""Parts that the episodes of a lost process are divided into."""
 
 
 @dataclass(eq=False)
@@ -63,13 +63,13 @@ class _OpenEpisode:
     """An episode that has not ended.
 
     Attributes:
-        losses: How often a process was lost with it.
+        number: What its process knows it by; another one after a fault.
         retries: How often it was run again after a fault of its own.
     """
 
+    number: int
     request: EpisodeRequest
     stream: EpisodeStream
-    losses: int = 0
     retries: int = 0
 
 
@@ -110,17 +110,18 @@ class EpisodePool:
             RolloutError: A process did not start.
         """
         self._server = server
-        self.first_frame = frame("start", start.fields(sys.path))
+        self.first_frame = start_frame(start.fields())
         self._read = read
-        self._capacity = (most_open, _FEW, 1)
+        self._most_open = most_open
         self.stall_s = stall_s
         self._max_retries = max_retries
         self._retried_ends = frozenset(retried_ends)
         self._episode_s = start.limits.episode_s
         self.memory_gib = memory_gib
         self._numbers = itertools.count()
-        # Episodes without a process, by the number of times that they were lost.
-        self._waiting = tuple(deque[tuple[int, _OpenEpisode]]() for _ in self._capacity)
+        # Episodes without a process, but for those of lost ones.
+        self._waiting: deque[_OpenEpisode] = deque()
+        self._isolation = Isolation[_Process, _OpenEpisode](_PARTS, free_losses=0)
         # Episodes that are run again once what has failed them may be gone.
         self._resting: dict[int, _OpenEpisode] = {}
         self._counts = EpisodeCounts()
@@ -237,10 +238,9 @@ class EpisodePool:
         if self._failure is not None:
             stream.put(self._failure)
             return
-        opened = [
-            (next(self._numbers), _OpenEpisode(request, stream)) for request in requests
-        ]
-        self._waiting[0].extend(opened)
+        self._waiting.extend(
+            _OpenEpisode(next(self._numbers), request, stream) for request in requests
+        )
         self.assign()
         if singles:
             task = asyncio.create_task(self._respond(singles, stream))
@@ -263,15 +263,14 @@ class EpisodePool:
             self._cancel(stream)
 
     def _cancel(self, stream: EpisodeStream) -> None:
-        for episodes in self._waiting:
-            others = [item for item in episodes if item[1].stream is not stream]
-            episodes.clear()
-            episodes.extend(others)
+        others = [each for each in self._waiting if each.stream is not stream]
+        self._waiting = deque(others)
         for number, episode in list(self._resting.items()):
             if episode.stream is stream:
                 del self._resting[number]
         for process in self._processes:
             process.cancel(stream)
+        self._isolation.withdraw(lambda episode: episode.stream is stream)
         self._cancel_responses(stream)
         # Whoever waits for the stream waits no longer.
         stream.put(RolloutError("the episodes were abandoned"))
@@ -285,18 +284,20 @@ class EpisodePool:
     def assign(self) -> None:
         """Begin as many waiting episodes as the processes may run."""
         for process in self._processes:
+            if process.is_empty:
+                self._isolation.finish(process)
             if process.is_ready and process.is_full and process.is_empty:
                 self.note(EpisodeCounts(renewed_processes=1))
                 self._replace(process)
             if not process.is_ready or process.is_full:
                 continue
-            # Suspects are not mixed with others, and come first.
-            if not process.open:
-                levels = [n for n, waiting in enumerate(self._waiting) if waiting]
-                process.level = max(levels, default=0)
-            waiting = self._waiting[process.level]
-            while waiting and len(process.open) < self._capacity[process.level]:
-                process.run(*waiting.popleft())
+            if process.is_empty and self._isolation.is_waiting:
+                for episode in self._isolation.begin(process):
+                    process.run(episode)
+            if process in self._isolation.processes:
+                continue
+            while self._waiting and len(process.open) < self._most_open:
+                process.run(self._waiting.popleft())
 
     def settle(self, episode: _OpenEpisode, ended: Episode) -> None:
         """Deliver an episode that has ended, or run it again some time after a fault.
@@ -310,16 +311,16 @@ class EpisodePool:
             return
         episode.retries += 1
         self.note(EpisodeCounts(retries=1))
-        number = next(self._numbers)
-        self._resting[number] = episode
+        episode.number = next(self._numbers)
+        self._resting[episode.number] = episode
         wait_s = retry_wait_s(episode.retries, self._episode_s)
-        self._loop.call_later(wait_s, self._end_rest, number)
+        self._loop.call_later(wait_s, self._end_rest, episode.number)
 
     def _end_rest(self, number: int) -> None:
         episode = self._resting.pop(number, None)
         # It was cancelled meanwhile.
         if episode is not None:
-            self._wait_again(number, episode)
+            self._waiting.append(episode)
             self.assign()
 
     @property
@@ -327,21 +328,14 @@ class EpisodePool:
         """Whether an episode waits to be run again after a fault."""
         return bool(self._resting)
 
-    def _wait_again(self, number: int, episode: _OpenEpisode) -> None:
-        """Let an episode wait among those that were lost as often as it was."""
-        level = min(episode.losses, len(self._waiting) - 1)
-        self._waiting[level].append((number, episode))
-
     def fail(self, error: Exception) -> None:
         """Fail all streams: no episode goes on without the engine, or a process."""
         self._failure = error
-        streams = {
-            episode.stream for waiting in self._waiting for _, episode in waiting
-        }
-        streams |= {episode.stream for episode in self._resting.values()}
+        streams = {each.stream for each in (*self._waiting, *self._resting.values())}
+        streams |= {each.stream for each in self._isolation.items}
         self._resting.clear()
-        for waiting in self._waiting:
-            waiting.clear()
+        self._waiting.clear()
+        self._isolation.withdraw(lambda _: True)
         for process in self._processes:
             streams |= {episode.stream for episode in process.open.values()}
             process.open.clear()
@@ -388,19 +382,19 @@ class EpisodePool:
         # It is being replaced already.
         if not lost.is_ready:
             return
-        episodes = dict(lost.open)
+        episodes = list(lost.open.values())
         lost.open.clear()
-        num_again = self._keep_lost(episodes)
+        num_again = self._keep_lost(lost, episodes)
 
-        def warn() -> None:
-            cause = fault or lost.process.how_it_ended()
+        def warn(cause: str) -> None:
+            cause = fault or f"it {cause}"
             again = f"{num_again} of its {len(episodes)} episodes run again"
             self.warn(f"a process of episodes was lost: {cause}; {again}")
 
         self._replace(lost, warn)
 
     def _replace(
-        self, process: _Process, when_gone: Callable[[], None] = lambda: None
+        self, process: _Process, when_gone: Callable[[str], None] = lambda _: None
     ) -> None:
         """End a process, and start another one instead."""
         process.is_ready = False
@@ -410,23 +404,21 @@ class EpisodePool:
         self._replacing.add(task)
         task.add_done_callback(self._replacing.discard)
 
-    def _keep_lost(self, episodes: dict[int, _OpenEpisode]) -> int:
-        """Queue the episodes of a lost process, but for one that has ended it.
+    def _keep_lost(self, lost: _Process, episodes: Sequence[_OpenEpisode]) -> int:
+        """Keep the episodes of a lost process, but for one that has ended it.
 
         Returns:
             How many run again.
         """
-        again = 0
-        for number, episode in episodes.items():
-            episode.losses += 1
-            # A process may be lost for other reasons, but hardly twice.
-            if len(episodes) > 1 or episode.losses == 1:
-                self._wait_again(number, episode)
-                again += 1
-            else:
-                detail = f"it ended its process {episode.losses} times, at last alone"
-                ended = Episode([], End.ENVIRONMENT_FAILED, 0.0, detail)
-                episode.stream.put((episode.request.number, ended))
+        again = len(episodes)
+        culprit = self._isolation.note_loss(lost, episodes).culprit
+        if culprit is not None:
+            again -= 1
+            times = len(self._isolation.causes(culprit))
+            self._isolation.forget([culprit])
+            detail = f"it ended its process {times} times, at last alone"
+            ended = Episode([], End.ENVIRONMENT_FAILED, 0.0, detail)
+            culprit.stream.put((culprit.request.number, ended))
         self.note(EpisodeCounts(lost_processes=1, run_again=again))
         return again
 
@@ -445,10 +437,9 @@ class EpisodePool:
         )
 
     async def _start_instead_of(
-        self, lost: _Process, when_gone: Callable[[], None]
+        self, lost: _Process, when_gone: Callable[[str], None]
     ) -> None:
-        await lost.end()
-        when_gone()
+        when_gone(await lost.end())
         process = _Process(self)
         self._processes[self._processes.index(lost)] = process
         try:
@@ -473,7 +464,7 @@ class EpisodePool:
         stop = tuple(fields["stop"]) or sampling.stop
         request = GenerationRequest(
             0,
-            call.tokens,
+            tokens_of(call),
             replace(sampling, max_tokens=max_tokens, stop=stop),
             fields["seed"],
             session=episode.request.session,
@@ -513,13 +504,12 @@ class _Process:
     open: dict[int, _OpenEpisode] = field(default_factory=dict)
     closing: set[int] = field(default_factory=set)
     """Episodes that were cancelled, and whose environments are about to be closed."""
-    level: int = 0
     is_ready: bool = False
     is_full: bool = False
     """Whether it holds so much that it gets no further episodes."""
     has_run: bool = False
     """Whether it was given an episode."""
-    process: GuardedProcess = field(default_factory=GuardedProcess)
+    process: EpisodeProcess = field(default_factory=EpisodeProcess)
     _weighing: asyncio.Task[None] | None = None
     _calls: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     _serving: asyncio.Task[None] | None = None
@@ -550,13 +540,10 @@ class _Process:
             self.tell_paused()
         self._serving = asyncio.create_task(self._serve())
 
-    def _take_first(self, message: Frame) -> None:
-        if message.kind == "broken":
-            problem = json.loads(message.fields["problem"])
-            raise ConfigError([Problem(**problem)])
-        if message.kind == "ready":
-            self.is_ready = True
-            self.process.note = Path(message.fields["note"])
+    def _take_first(self, answer: Frame) -> None:
+        require_unbroken(answer)
+        self.is_ready = True
+        self.process.note = Path(answer.fields["note"])
 
     async def _serve(self) -> None:
         """Act on the frames of the process until it ends, or is stuck."""
@@ -588,13 +575,13 @@ class _Process:
         if self.is_ready:
             self.process.write(frame("pause" if self.pool.is_paused else "resume", {}))
 
-    def run(self, number: int, episode: _OpenEpisode) -> None:
+    def run(self, episode: _OpenEpisode) -> None:
         """Begin an episode."""
-        self.open[number] = episode
+        self.open[episode.number] = episode
         self.has_run = True
         request = episode.request
         fields = {
-            "episode": number,
+            "episode": episode.number,
             "task": task_fields(request.task),
             "seed": request.seed,
             "world_seed": request.world_seed,
@@ -680,12 +667,16 @@ class _Process:
         finally:
             self._calls.pop(number, None)
 
-    async def end(self) -> None:
-        """End the process with all that it started, and wait until it is gone."""
+    async def end(self) -> str:
+        """End the process with all that it started, and wait until it is gone.
+
+        Returns:
+            How it ended, as the end of a sentence.
+        """
         if self._serving is not None:
             self._serving.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._serving
         for call in list(self._calls.values()):
             call.cancel()
-        await self.process.end()
+        return await self.process.end()

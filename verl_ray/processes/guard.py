@@ -1,10 +1,10 @@
 """A guard for a process that runs users' code: whatever stops first, nothing stays.
 
 The guard is a process that runs no user code and starts the worker, which does. It
-kills every descendant, also those that moved to another session, and removes the
-folder of their temporary files where they have one, in two cases: the other side of the
-worker's connection is gone (a deadline, a closed pool, a kill -9 of the pool's
-process), or the worker has died. Then it exits the way the worker did.
+kills every descendant, also those that moved to another session, and removes the folder
+of their temporary files, in two cases: the other side of the worker's connection is
+gone (a deadline, a closed pool, a kill -9 of the pool's process), or the worker has
+died. Then it exits the way the worker did.
 
 Invariant: it is no sandbox: it bounds how long user code lives, not what it does. Linux
 only.
@@ -20,8 +20,6 @@ import select
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -33,57 +31,25 @@ from verl_ray.ownership import prefix, remove_stale
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
-_ROOT = str(Path(__file__).parents[1])
-# What a module imports may start threads, so the guard comes first.
-_PROGRAM = (
-    "import sys; sys.path.insert(0, {root!r});"
-    " from verl_ray.guard import guarded_connection;"
-    " connection = guarded_connection({descriptor}, own_folder=True);"
-    " from {module} import main; main(connection)"
-)
 
-
-def start_guarded(module: str, descriptor: int) -> subprocess.Popen[bytes]:
-    """Start a process that has a guard, and calls `main(connection)` of a module.
-
-    The guard kills all of it once the other end of its connection is gone. Temporary
-    files lie in a folder that the guard removes, and what is printed goes to stderr.
-
-    Args:
-        module: Name of the module.
-        descriptor: The file descriptor of the process's end of a pair of sockets.
-    """
-    program = _PROGRAM.format(root=_ROOT, descriptor=descriptor, module=module)
-    return subprocess.Popen(
-        [sys.executable, "-u", "-c", program],
-        stdin=subprocess.DEVNULL,
-        # What it prints is no part of a command's output.
-        stdout=2,
-        pass_fds=[descriptor],
-        # Hash seeds decide about the worlds of some environments.
-        env={**os.environ, "PYTHONHASHSEED": "0"},
-        # The processes form one group, to kill together.
-        start_new_session=True,
-    )
-
-
-def guarded_connection(descriptor: int, *, own_folder: bool = False) -> socket.socket:
+def guarded_connection(descriptor: int) -> socket.socket:
     """Return the connection of a worker that has a guard from here on.
+
+    Temporary files of the worker, and of what it starts, lie in a folder that the guard
+    removes.
 
     Args:
         descriptor: The file descriptor of its socket.
-        own_folder: Whether temporary files of the worker, and of what it starts, lie in
-            a folder that the guard removes.
     """
-    folder = _temporary_folder() if own_folder else None
+    folder = _temporary_folder()
     connection = socket.socket(fileno=descriptor)
     # A program that user code starts must not keep the connection open.
     connection.set_inheritable(False)
-    stand_guard(connection, folder)
+    _stand_guard(connection, folder)
     return connection
 
 
-def stand_guard(connection: socket.socket, folder: str | None = None) -> None:
+def _stand_guard(connection: socket.socket, folder: str) -> None:
     """Fork into the guard, which stays here, and the worker, which returns.
 
     The guard stays until the worker or the other side of the connection is gone; it
@@ -113,8 +79,7 @@ def stand_guard(connection: socket.socket, folder: str | None = None) -> None:
         status = _reap_the_dead(worker)
 
     _kill_descendants()
-    if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
     _exit_like(status or 0)
 
 
@@ -195,7 +160,7 @@ def _children_of(parent: int) -> list[int]:
 def _exit_like(status: int) -> None:
     """Exit the way `status` reports of the worker.
 
-    The pool reads the cause of the worker's end from the guard's exit code.
+    The other side reads the cause of the worker's end from the guard's exit code.
     """
     if os.WIFSIGNALED(status):
         cause = os.WTERMSIG(status)
