@@ -118,13 +118,15 @@ class ChildProcess:
 
     def _kill(self) -> None:
         self.hang_up()
-        # A guard that is stopped kills nothing.
-        os.kill(self.pid, signal.SIGCONT)
-        exited = os.pidfd_open(self.pid)
-        poller = select.poll()
-        poller.register(exited, select.POLLIN)
-        poller.poll(1000 * _GUARD_S)
-        os.close(exited)
+        # Code of the parent's own may have waited for it.
+        with contextlib.suppress(ProcessLookupError):
+            # A guard that is stopped kills nothing.
+            os.kill(self.pid, signal.SIGCONT)
+            exited = os.pidfd_open(self.pid)
+            poller = select.poll()
+            poller.register(exited, select.POLLIN)
+            poller.poll(1000 * _GUARD_S)
+            os.close(exited)
         # The process group outlives a guard that hangs, or was itself killed.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
