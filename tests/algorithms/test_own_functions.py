@@ -268,7 +268,7 @@ def test_a_function_that_fails_on_four_rows_is_a_problem(file: Path) -> None:
     for function, words in (
         ("nowhere", "not finite"),
         ("detached", "own.py:detached returned a loss without a gradient"),
-        ("ends", "its process ended"),
+        ("ends", "its process exited with status 0 on four rows"),
     ):
         own = config(f"algorithm.policy_loss={file}:{function}", *unset)
         tried = try_functions(own.algorithm)

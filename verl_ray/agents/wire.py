@@ -138,10 +138,6 @@ class EpisodeStart:
         arguments = {**of_day(self.template_day), **self.template_arguments}
         return Renderer(tokenizer, arguments, special_tokens=self.special_tokens)
 
-    def fields(self) -> dict[str, Any]:
-        """Return the fields of the frame `start`."""
-        return asdict(self)
-
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> EpisodeStart:
         """Return what `fields` is made of."""

@@ -10,8 +10,7 @@ one. Components that are models or services are not asked.
 
 from __future__ import annotations
 
-import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,16 +23,15 @@ from verl_ray.data.stages import Bool
 from verl_ray.preflight.data_files import DataFile
 from verl_ray.preflight.reward_trial import (
     PROCESSES,
-    START_DEADLINE_S,
     VALIDATION_KEY,
     as_the_run_asks,
     pair_of,
     requests_at,
+    score_in_time,
     tokenizer_for,
 )
 from verl_ray.profiling.phases import blocking
 from verl_ray.rewards.health import Score, ScoreHealth
-from verl_ray.rewards.pool import ScoringPool
 from verl_ray.rewards.request import ScoreRequest
 from verl_ray.user_files import last_cause
 
@@ -121,22 +119,17 @@ def _scores_of(
 ) -> list[Score]:
     """Return the scores of the first records, of as many as the time allows."""
     tokenizer = tokenizer_for(functions, config)
-    requests = [pair_of(request, tokenizer)[0] for request in sample]
-    assert grader.time_limit_s is not None, "functions have a deadline"
-    scores: list[Score] = []
-    end_s = time.monotonic() + LONGEST_S
-    with ScoringPool(
+    scored = score_in_time(
         functions,
-        min(PROCESSES, len(requests)),
-        grader.time_limit_s,
-        key=f"{key}.functions",
-        start_deadline_s=START_DEADLINE_S,
-        warns_of_deaths=False,
-    ) as pool:
-        # Each round takes some records; ends when there are none or the time is over.
-        while len(scores) < len(requests) and (not scores or time.monotonic() < end_s):
-            scores += pool.score(requests[len(scores) :][:PROCESSES])
-    return scores
+        grader,
+        f"{key}.functions",
+        deque(sample),
+        lambda request: pair_of(request, tokenizer)[:1],
+        processes=min(PROCESSES, len(sample)),
+        at_once=PROCESSES,
+        longest_s=LONGEST_S,
+    )
+    return [score for _, (score,) in scored]
 
 
 def _line(key: str, counts: Counter[ScoreHealth]) -> str:

@@ -17,10 +17,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import importlib.util
-import json
 import socket
-import sys
-import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
@@ -51,9 +48,9 @@ from verl_ray.data.encoding import encode
 from verl_ray.data.fields import TOOLS, environment_of
 from verl_ray.data.tokenizers import of_run, template_of
 from verl_ray.errors import ConfigError, DataError, Problem
-from verl_ray.guard import start_guarded
 from verl_ray.preflight.data_files import DataFile
 from verl_ray.preflight.tokenizer_trial import tried_tokenizer
+from verl_ray.processes.trial import Tell, run_trial, try_in_child
 from verl_ray.profiling.phases import blocking
 from verl_ray.rewards.built_in import built_in_of
 from verl_ray.user_files import last_cause
@@ -252,15 +249,22 @@ def _try(
 ) -> Mapping[str, Any] | None:
     """Try an environment on a task; return the outcome, None if it has no episodes."""
     key, spec = f"{KEY}.{source}", in_words(config.agent.environments[source])
-    with blocking(f"trying {key}"):
-        stage, outcome = _in_a_process(_request(config, source, task))
-    if outcome is None:
-        rule = f"its process ended, or took more than {DEADLINE_S:g} s, in {stage}"
+    request = _request(config, source, task)
+    try:
+        with blocking(f"trying {key}"):
+            told, cause = try_in_child(__name__, request, DEADLINE_S)
+    except ConfigError as error:
+        trials.problems += error.problems
+        return None
+    if cause:
+        stage = told[-1].kind if told else "the start"
+        rule = f"its process {cause}, in {stage}"
         fix = "Let it await what takes long; it may not end its process."
         trials.problems.append(Problem(key, spec, rule, fix, may_pass=True))
-    elif "problem" in outcome:
-        trials.problems.append(Problem(**outcome["problem"]))
-    elif task is not None:
+        return None
+
+    outcome = told[-1].fields
+    if task is not None:
         known = outcome["known_tools"]
         unknown = [] if known is None else _unknown_tools(files, config, source, known)
         trials.problems += unknown
@@ -397,7 +401,7 @@ def _request(config: RLConfig, source: str, task: EpisodeTask | None) -> dict[st
     episode_s = min(start.limits.episode_s, EPISODE_S)
     short = replace(start, limits=replace(start.limits, episode_s=episode_s))
     return {
-        **short.fields(sys.path),
+        **asdict(short),
         "source": source,
         "task": None if task is None else task_fields(task),
         "seed": config.run.seed,
@@ -513,92 +517,57 @@ def _template_lines(
         yield f"  {problem}"
 
 
-def _in_a_process(request: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None]:
-    """Run a trial in a process of its own.
-
-    Returns:
-        Where it was at last, and its outcome; None if it ended or was not finished in
-        time.
-    """
-    stage = "the start"
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = start_guarded(__name__, theirs.fileno())
-    try:
-        # The guard of the process kills all of it once the connection is gone.
-        with ours, ours.makefile("rw", encoding="utf-8") as stream:
-            until_s = time.monotonic() + DEADLINE_S
-            ours.settimeout(DEADLINE_S)
-            print(json.dumps(request), file=stream, flush=True)
-            # Each line is a stage or the outcome; ends with the process.
-            for line in stream:
-                message = json.loads(line)
-                if "stage" not in message:
-                    return stage, message
-                stage = message["stage"]
-                ours.settimeout(max(0.001, until_s - time.monotonic()))
-    except (TimeoutError, ConnectionError):
-        pass
-    finally:
-        process.wait()
-    return stage, None
-
-
 # -------------------------------------------------------------------- in that process
 
 
 def main(connection: socket.socket) -> None:
     """Run the trial that the other end of a connection asks for."""
-    with connection.makefile("rw", encoding="utf-8") as stream:
-        request = json.loads(stream.readline())
-        sys.path[:] = request["sys_path"]
-        start, source = EpisodeStart.of(request), request["source"]
+    run_trial(connection, _tried)
 
-        def tell(message: Mapping[str, Any]) -> None:
-            print(json.dumps(message, default=str), file=stream, flush=True)
 
-        tell({"stage": "its import"})
-        provide(start.models)
-        try:
-            spec, options = start.environments[source]
-            environment = load_environment(spec, options, f"{KEY}.{source}")
-        except ConfigError as error:
-            tell({"problem": asdict(error.problems[0])})
-            return
+def _tried(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
+    """Return what became of a trial; tell each stage as it begins.
 
-        if request["task"] is None:
-            tell({})
-            return
-        task, seed = task_of(request["task"]), request["seed"]
-        renderer = start.renderer()
-        tokenizer = renderer.tokenizer
-        held: dict[str, list[float]] = {}
-        episodes: list[dict[str, Any]] = []
-        openings: list[Sequence[int]] = []
-        tools: list[str] = []
-        for script in (OWN_ANSWER, NOTHING):
-            tell({"stage": f"the episode of {script}"})
-            texts = _texts(script, task, tokenizer, has_tools=bool(tools))
-            sampler = ScriptedSampler(
-                tokenizer, texts, repeats=True, end=turn_end(renderer), read=_read
-            )
-            course = run_episode(
-                environment, task, seed, sampler, renderer, start.limits
-            )
-            episode = asyncio.run(_watched(course, held))
-            openings += [call.tokens for call in sampler.calls[:1]]
-            offered = sampler.calls[0].tools if sampler.calls else ()
-            tools = [tool["function"]["name"] for tool in offered]
-            ended = {name: getattr(episode, name) for name in _COURSE}
-            episodes.append({"script": script, **ended})
-        opening = openings[0] if openings else []
-        same_world = all(tokens == openings[0] for tokens in openings)
-        known_tools = None
-        if isinstance(environment, partial) and environment.func in _OF_TOOLS:
-            known_tools = [tool.name for tool in environment.args[-1]]
-        outcome = {"episodes": episodes, "tools": tools, "same_world": same_world}
-        shown = {"num_opening": len(opening), "opening": tokenizer.decode(opening)}
-        tell({**outcome, **shown, "known_tools": known_tools, "held": held})
+    Raises:
+        ConfigError: The environment cannot be imported.
+    """
+    start, source = EpisodeStart.of(request), request["source"]
+    tell("its import", {})
+    provide(start.models)
+    spec, options = start.environments[source]
+    environment = load_environment(spec, options, f"{KEY}.{source}")
+    if request["task"] is None:
+        return {}
+
+    task, seed = task_of(request["task"]), request["seed"]
+    renderer = start.renderer()
+    tokenizer = renderer.tokenizer
+    held: dict[str, list[float]] = {}
+    episodes: list[dict[str, Any]] = []
+    openings: list[Sequence[int]] = []
+    tools: list[str] = []
+    for script in (OWN_ANSWER, NOTHING):
+        tell(f"the episode of {script}", {})
+        texts = _texts(script, task, tokenizer, has_tools=bool(tools))
+        sampler = ScriptedSampler(
+            tokenizer, texts, repeats=True, end=turn_end(renderer), read=_read
+        )
+        course = run_episode(environment, task, seed, sampler, renderer, start.limits)
+        episode = asyncio.run(_watched(course, held))
+        openings += [call.tokens for call in sampler.calls[:1]]
+        offered = sampler.calls[0].tools if sampler.calls else ()
+        tools = [tool["function"]["name"] for tool in offered]
+        ended = {name: getattr(episode, name) for name in _COURSE}
+        episodes.append({"script": script, **ended})
+
+    opening = openings[0] if openings else []
+    same_world = all(tokens == openings[0] for tokens in openings)
+    known_tools = None
+    if isinstance(environment, partial) and environment.func in _OF_TOOLS:
+        known_tools = [tool.name for tool in environment.args[-1]]
+    outcome = {"episodes": episodes, "tools": tools, "same_world": same_world}
+    shown = {"num_opening": len(opening), "opening": tokenizer.decode(opening)}
+    return {**outcome, **shown, "known_tools": known_tools, "held": held}
 
 
 async def _watched(

@@ -10,12 +10,7 @@ one.
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import signal
-import subprocess
-import sys
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +19,7 @@ from verl_ray.algorithms.own_functions import is_own
 from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.config.function_specs import in_words
 from verl_ray.errors import DataError, Problem
-from verl_ray.json_lines import lines_of
+from verl_ray.processes.trial import Tell, run_trial, try_in_child
 from verl_ray.profiling.phases import blocking
 
 DEADLINE_S = 120.0
@@ -34,9 +29,6 @@ SCORES = (1.0, 0.0, 0.5, 0.0)
 LENGTHS = (3, 6, 2, 5)
 ADVANTAGES_OF_LOSS = (1.0, -1.0, 1.0, -1.0)
 LOG_RATIOS = (0.0, 0.0, 0.5, 0.5)
-
-_STDERR = 2
-_RESULTS_BYTES = 2**16  # what a pipe holds, and more than the results are
 
 
 @dataclass(frozen=True)
@@ -64,13 +56,13 @@ def try_functions(algorithm: AlgorithmConfig) -> FunctionTrials:
     lines: list[str] = []
     problems: list[Problem] = []
     with blocking(f"trying {' and '.join(specs)} on four rows"):
-        tried = _in_a_process(algorithm)
+        fields = {"algorithm": algorithm.model_dump_json()}
+        told, cause = try_in_child(__name__, fields, DEADLINE_S)
+    tried = {message.kind: message.fields for message in told}
     for key, spec in specs.items():
         outcome = tried.get(key)
         if outcome is None:
-            rule = (
-                f"its process ended, or took more than {DEADLINE_S:g} s, on four rows"
-            )
+            rule = f"its process {cause} on four rows"
             fix = "Let it return at once; it may not end its process."
             problems.append(Problem(key, in_words(spec), rule, fix, may_pass=True))
         elif "failure" in outcome:
@@ -99,59 +91,28 @@ def _table(columns: Mapping[str, list[float]]) -> Iterator[str]:
         yield f"  {name:<{width}} {numbers}"
 
 
-def _in_a_process(algorithm: AlgorithmConfig) -> dict[str, dict[str, Any]]:
-    """Return what the functions made of their rows, by key.
-
-    A function that ended the process, or was not finished in time, is not in it, nor
-    are those behind it.
-    """
-    reading, writing = os.pipe()
-    # A session of its own, so that what the user's code starts is ended with it.
-    process = subprocess.Popen(
-        [sys.executable, "-m", __name__, str(writing)],
-        stdin=subprocess.PIPE,
-        # What it prints is no part of a command's output.
-        stdout=_STDERR,
-        pass_fds=(writing,),
-        start_new_session=True,
-    )
-    os.close(writing)
-    try:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(algorithm.model_dump_json().encode(), DEADLINE_S)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    # Something that has left the session may still hold the other end.
-    os.set_blocking(reading, False)
-    try:
-        text = os.read(reading, _RESULTS_BYTES).decode()
-    except BlockingIOError:
-        text = ""
-    finally:
-        os.close(reading)
-    outcomes = [json.loads(line) for line in lines_of(text)]
-    return {outcome.pop("key"): outcome for outcome in outcomes}
-
-
 # -------------------------------------------------------------------- in that process
 
 
-def _main(descriptor: int) -> None:
-    algorithm = AlgorithmConfig.model_validate_json(sys.stdin.read())
+def main(connection: socket.socket) -> None:
+    """Try the functions that the other end of a connection names."""
+    run_trial(connection, _tried)
+
+
+def _tried(fields: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
+    """Tell of each function what it makes of its rows; the result is empty."""
+    algorithm = AlgorithmConfig.model_validate_json(fields["algorithm"])
     calls = {
         "algorithm.shaping": _shaped,
         "algorithm.advantage": _advantages,
         "algorithm.policy_loss": _losses,
     }
-    with open(descriptor, "w", encoding="utf-8") as results:
-        for key, _ in _own_functions(algorithm):
-            try:
-                outcome: dict[str, Any] = calls[key](algorithm)
-            except DataError as error:
-                outcome = {"failure": str(error)}
-            print(json.dumps({"key": key, **outcome}), file=results, flush=True)
+    for key, _ in _own_functions(algorithm):
+        try:
+            tell(key, calls[key](algorithm))
+        except DataError as error:
+            tell(key, {"failure": str(error)})
+    return {}
 
 
 def _shaped(algorithm: AlgorithmConfig) -> dict[str, list[float]]:
@@ -231,7 +192,3 @@ def _losses(algorithm: AlgorithmConfig) -> dict[str, list[float]]:
         "loss": loss.tolist(),
         "gradient": gradient.tolist(),
     }
-
-
-if __name__ == "__main__":
-    _main(int(sys.argv[1]))

@@ -16,13 +16,15 @@ here (`tokenizer_trial.py`).
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from verl_ray.agents.contract import End
 from verl_ray.agents.tasks import environments_of
@@ -53,6 +55,7 @@ from verl_ray.user_files import last_cause
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+T = TypeVar("T")
 
 START_DEADLINE_S = 60.0
 """Longest time in which the files of reward functions may be imported."""
@@ -231,46 +234,89 @@ def _try(
         ConfigError: A function cannot be imported or called.
     """
     tokenizer = tokenizer_for(functions, config)
-    assert grader.time_limit_s is not None, "functions have a deadline"
     trials: list[Trial] = []
     failed: set[str] = set()
-    end_s = time.monotonic() + LONGEST_S
 
+    def requests_for(request: ScoreRequest) -> Sequence[ScoreRequest]:
+        has_failed = _name(request, functions) in failed
+        return () if has_failed else pair_of(request, tokenizer)
+
+    for request, scores in score_in_time(
+        functions,
+        grader,
+        section,
+        deque(requests.values()),
+        requests_for,
+        processes=min(PROCESSES, len(requests)),
+        at_once=PROCESSES,
+        longest_s=LONGEST_S,
+    ):
+        if not scores:
+            continue
+        name = _name(request, functions)
+        own, empty = scores
+        trial = Trial(
+            key=f"{section}.{name}",
+            function=functions[name],
+            data_source=request.data_source,
+            has_answer=request.answer is not None,
+            own=own,
+            empty=empty,
+        )
+        trials.append(trial)
+        if trial.failure is not None:
+            failed.add(name)
+    return trials
+
+
+def score_in_time(
+    functions: Mapping[str, str],
+    grader: SingleReward,
+    key: str,
+    items: deque[T],
+    requests_for: Callable[[T], Sequence[ScoreRequest]],
+    *,
+    processes: int,
+    at_once: int,
+    longest_s: float,
+) -> Generator[tuple[T, list[Score]], None, None]:
+    """Score items until there are none or the time is over; the first ones in any case.
+
+    Args:
+        functions: Data source -> spec.
+        grader: The grader by these functions, which has their deadline.
+        key: The configuration's section of the functions.
+        items: What is scored; those that time was left for are taken out.
+        requests_for: Returns the requests about an item.
+        processes: Number of processes that score.
+        at_once: Items that are scored between two looks at the clock.
+        longest_s: Seconds after which no further items are taken.
+
+    Yields:
+        An item, and the scores of its requests.
+
+    Raises:
+        ConfigError: A function cannot be imported or called.
+    """
+    assert grader.time_limit_s is not None, "functions have a deadline"
+    end_s = time.monotonic() + longest_s
     with ScoringPool(
         functions,
-        min(PROCESSES, len(requests)),
+        processes,
         grader.time_limit_s,
-        key=section,
+        key=key,
         start_deadline_s=START_DEADLINE_S,
         warns_of_deaths=False,
     ) as pool:
-        remaining = deque(requests.values())
-        # Each round takes some sources, at least in the first round; ends when there
-        # are none or when the time is over.
-        while remaining and (not trials or time.monotonic() < end_s):
-            count = min(PROCESSES, len(remaining))
-            sources = [remaining.popleft() for _ in range(count)]
-            pairs = [
-                pair_of(request, tokenizer)
-                for request in sources
-                if _name(request, functions) not in failed
-            ]
-            scores = iter(pool.score([request for pair in pairs for request in pair]))
-
-            for request, _ in pairs:
-                name = _name(request, functions)
-                trial = Trial(
-                    key=f"{section}.{name}",
-                    function=functions[name],
-                    data_source=request.data_source,
-                    has_answer=request.answer is not None,
-                    own=next(scores),
-                    empty=next(scores),
-                )
-                trials.append(trial)
-                if trial.failure is not None:
-                    failed.add(name)
-    return trials
+        # Each round takes some items, also where the start has taken all of the time.
+        while items:
+            taken = [items.popleft() for _ in range(min(at_once, len(items)))]
+            requests = [requests_for(item) for item in taken]
+            scores = iter(pool.score([each for some in requests for each in some]))
+            for item, some in zip(taken, requests, strict=True):
+                yield item, list(itertools.islice(scores, len(some)))
+            if time.monotonic() >= end_s:
+                return
 
 
 def _name(request: ScoreRequest, functions: Mapping[str, str]) -> str:
@@ -465,7 +511,6 @@ def pair_of(
 LONGEST_ANSWERS_S = 20.0
 """Seconds after which no further answers of a slow function are tried."""
 
-ANSWER_PROCESSES = 4
 _ANSWERS_AT_ONCE = 64  # answers that are tried between two looks at the clock
 _DATA_ERROR = f"{DataError.__module__}.{DataError.__name__}: "
 
@@ -637,53 +682,31 @@ def _try_in_processes(
         findings.problems.append(of_spec.problem(absent, ""))
         return
 
-    assert grader.time_limit_s is not None, "functions have a deadline"
-    functions = {"default": of_spec.spec}
-    # A process takes a second to start.
-    processes = min(ANSWER_PROCESSES, math.ceil(len(distinct) / _ANSWERS_AT_ONCE))
     untried = deque(distinct.values())
-    with (
-        blocking(f"trying the answers with {of_spec.spec}"),
-        ScoringPool(
-            functions, processes, grader.time_limit_s, key=of_spec.section
-        ) as pool,
-    ):
-        bad = _first_bad(pool, untried)
+    scored = score_in_time(
+        {"default": of_spec.spec},
+        grader,
+        of_spec.section,
+        untried,
+        lambda record: [_request(record)],
+        # A process takes a second to start.
+        processes=min(PROCESSES, math.ceil(len(distinct) / _ANSWERS_AT_ONCE)),
+        at_once=_ANSWERS_AT_ONCE,
+        longest_s=LONGEST_ANSWERS_S,
+    )
+    with blocking(f"trying the answers with {of_spec.spec}"), closing(scored):
+        for record, (score,) in scored:
+            if score.health is not ScoreHealth.OK:
+                reason = last_cause(score.detail).removeprefix(_DATA_ERROR)
+                findings.problems.append(of_spec.problem(record, reason))
+                return
 
-    if bad is not None:
-        record, score = bad
-        reason = last_cause(score.detail).removeprefix(_DATA_ERROR)
-        findings.problems.append(of_spec.problem(record, reason))
-    elif untried:
+    if untried:
         findings.warnings.append(
             f"{of_spec.section} was tried on {len(distinct) - len(untried)} of"
             f" {len(distinct)} answers of {of_spec.file.path}, within"
             f" {LONGEST_ANSWERS_S:g} s"
         )
-
-
-def _first_bad(
-    pool: ScoringPool, untried: deque[_Record]
-) -> tuple[_Record, Score] | None:
-    """Return the first record that has no score, and why; None if there is none.
-
-    Args:
-        pool: Scores the records.
-        untried: The records; those that time was left for are taken out.
-    """
-    end_s = time.monotonic() + LONGEST_ANSWERS_S
-    # Each round tries some answers; ends when there are none, at the first bad one, or
-    # after the round in which the time is over.
-    while untried:
-        count = min(_ANSWERS_AT_ONCE, len(untried))
-        records = [untried.popleft() for _ in range(count)]
-        scores = pool.score([_request(record) for record in records])
-        for record, score in zip(records, scores, strict=True):
-            if score.health is not ScoreHealth.OK:
-                return record, score
-        if time.monotonic() > end_s:
-            break
-    return None
 
 
 def _request(record: _Record) -> ScoreRequest:

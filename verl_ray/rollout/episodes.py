@@ -17,7 +17,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,7 @@ class EpisodePool:
             RolloutError: A process did not start.
         """
         self._server = server
-        self.first_frame = start_frame(start.fields())
+        self.first_frame = start_frame(asdict(start))
         self._read = read
         self._most_open = most_open
         self.stall_s = stall_s
