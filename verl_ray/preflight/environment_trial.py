@@ -252,18 +252,18 @@ def _try(
     request = _request(config, source, task)
     try:
         with blocking(f"trying {key}"):
-            told, cause = try_in_child(__name__, request, DEADLINE_S)
+            messages, cause = try_in_child(__name__, request, DEADLINE_S)
     except ConfigError as error:
         trials.problems += error.problems
         return None
     if cause:
-        stage = told[-1].kind if told else "the start"
+        stage = messages[-1].kind if messages else "the start"
         rule = f"its process {cause}, in {stage}"
         fix = "Let it await what takes long; it may not end its process."
         trials.problems.append(Problem(key, spec, rule, fix, may_pass=True))
         return None
 
-    outcome = told[-1].fields
+    outcome = messages[-1].fields
     if task is not None:
         known = outcome["known_tools"]
         unknown = [] if known is None else _unknown_tools(files, config, source, known)

@@ -57,8 +57,8 @@ def try_functions(algorithm: AlgorithmConfig) -> FunctionTrials:
     problems: list[Problem] = []
     with blocking(f"trying {' and '.join(specs)} on four rows"):
         fields = {"algorithm": algorithm.model_dump_json()}
-        told, cause = try_in_child(__name__, fields, DEADLINE_S)
-    tried = {message.kind: message.fields for message in told}
+        messages, cause = try_in_child(__name__, fields, DEADLINE_S)
+    tried = {message.kind: message.fields for message in messages}
     for key, spec in specs.items():
         outcome = tried.get(key)
         if outcome is None:

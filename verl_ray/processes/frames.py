@@ -108,11 +108,11 @@ def started(
     """
     sys.path[:] = start.fields["sys_path"]
     try:
-        loaded, told = load(start.fields)
+        loaded, answer = load(start.fields)
     except ConfigError as error:
         problem = asdict(error.problems[0])
         return None, frame("broken", {"problem": json.dumps(problem, default=str)})
-    return loaded, frame("ready", told)
+    return loaded, frame("ready", answer)
 
 
 def require_unbroken(answer: Frame) -> None:

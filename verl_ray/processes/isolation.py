@@ -1,4 +1,4 @@
-"""Which item has ended the processes that were lost with it.
+"""Isolation of the item that ends the processes that are lost with it.
 
 A lost process leaves items open, and any of them may have ended it, or none. They go on
 apart from all others, in a few parts, one after another in a process that has no other
@@ -95,8 +95,8 @@ class Isolation(Generic[P, K]):
     def withdraw(self, is_withdrawn: Callable[[K], bool]) -> None:
         """Forget all items of which this is true, also those that wait."""
         self.forget(list(filter(is_withdrawn, self._causes)))
-        kept = ([k for k in part if not is_withdrawn(k)] for part in self._parts)
-        self._parts = deque(filter(None, kept))
+        parts = ([k for k in part if not is_withdrawn(k)] for part in self._parts)
+        self._parts = deque(filter(None, parts))
 
     def note_loss(
         self, process: P, items: Sequence[K], cause: str = "was lost"

@@ -42,7 +42,7 @@ def try_in_child(
     Raises:
         ConfigError: It has raised one.
     """
-    told: list[Frame] = []
+    messages: list[Frame] = []
     cause = ""
     until_s = time.monotonic() + deadline_s
     child = ChildProcess(module)
@@ -53,9 +53,9 @@ def try_in_child(
             # Ends with the process.
             for message in frames_of(child.connection):
                 require_unbroken(message)
-                told.append(message)
+                messages.append(message)
                 if message.kind == "ready":
-                    return told, ""
+                    return messages, ""
                 child.connection.settimeout(max(0.001, until_s - time.monotonic()))
         except TimeoutError:
             cause = f"took longer than {deadline_s:g} s"
@@ -63,7 +63,7 @@ def try_in_child(
             pass
         finally:
             ended = child.end()
-    return told, cause or ended
+    return messages, cause or ended
 
 
 def run_trial(
