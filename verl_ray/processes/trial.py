@@ -59,7 +59,9 @@ def try_in_child(
                 child.connection.settimeout(max(0.001, until_s - time.monotonic()))
         except TimeoutError:
             cause = f"took longer than {deadline_s:g} s"
-        except (ConnectionError, ValueError):
+        except ValueError as error:
+            cause = f"sent what is no frame ({error})"
+        except ConnectionError:
             pass
         finally:
             ended = child.end()

@@ -75,9 +75,10 @@ class EpisodeProcess:
         if self._child is None:
             return "was not started"
         cause = await asyncio.to_thread(self._child.end)
-        self._child.connection.close()
-        if self._writer is not None:
-            self._writer.close()
-            with contextlib.suppress(OSError):
-                await self._writer.wait_closed()
+        if self._writer is None:
+            self._child.connection.close()
+            return cause
+        self._writer.close()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
         return cause
