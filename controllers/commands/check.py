@@ -33,12 +33,12 @@ from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import CheckpointError, ConfigError, Problem
 from verl_ray.hub.data_sets import pinned_data
 from verl_ray.hub.models import fetch_models, pinned_in_words, pinned_models
-from verl_ray.preflight.component_trial import ComponentTrials, try_components
+from verl_ray.preflight.component_trial import try_components
 from verl_ray.preflight.data_files import DataFile, DataFindings, examine_data
 from verl_ray.preflight.environment_trial import EnvironmentTrials, try_environments
 from verl_ray.preflight.facts import facts_here
 from verl_ray.preflight.findings import Findings, preflight
-from verl_ray.preflight.function_trial import FunctionTrials, try_functions
+from verl_ray.preflight.function_trial import try_functions
 from verl_ray.preflight.machine import Machine, machine_in_words, machine_of
 from verl_ray.preflight.memory_plan import memory_plan
 from verl_ray.preflight.model_directories import model_problems
@@ -58,6 +58,7 @@ from verl_ray.preflight.tables import (
     role_table,
     source_lines,
 )
+from verl_ray.preflight.trials import Trials
 
 GIB = 2**30
 
@@ -76,15 +77,14 @@ class Tried:
 
     data: DataFindings = field(default_factory=DataFindings)
     rewards: TrialFindings = field(default_factory=TrialFindings)
-    components: ComponentTrials = field(default_factory=ComponentTrials)
+    components: Trials = field(default_factory=Trials)
     environments: EnvironmentTrials = field(default_factory=EnvironmentTrials)
-    functions: FunctionTrials = field(default_factory=FunctionTrials)
+    functions: Trials = field(default_factory=Trials)
 
     @property
     def problems(self) -> list[Problem]:
         """The problems of all of them."""
-        of_code = [*self.environments.problems, *self.functions.problems]
-        return [*self.data.problems, *self.rewards.problems, *of_code]
+        return [*self.data.problems, *(p for each in self._code for p in each.problems)]
 
     @property
     def lines_of_data(self) -> list[str]:
@@ -94,8 +94,11 @@ class Tried:
     @property
     def warnings(self) -> list[str]:
         """The warnings of all of them."""
-        of_rewards = [*self.rewards.warnings, *self.components.warnings]
-        return [*self.data.warnings, *of_rewards, *self.environments.warnings]
+        return [*self.data.warnings, *(w for each in self._code for w in each.warnings)]
+
+    @property
+    def _code(self) -> list[Trials]:
+        return [self.rewards, self.components, self.environments, self.functions]
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ class SeenData:
 
     def __init__(self) -> None:
         self._findings: dict[str, Tried] = {}
-        self._functions: dict[str, FunctionTrials] = {}
+        self._functions: dict[str, Trials] = {}
 
     def examine(
         self, config: Config, problems: Sequence[Problem], *, evaluates: bool
@@ -149,7 +152,7 @@ class SeenData:
                     tried = replace(tried, environments=environments)
             self._findings[settings_of_data] = tried
 
-        functions = FunctionTrials()
+        functions = Trials()
         of_algorithm = any(each.key.startswith("algorithm") for each in problems)
         if isinstance(config, RLConfig) and not evaluates and not of_algorithm:
             settings = config.algorithm.model_dump_json()

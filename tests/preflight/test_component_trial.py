@@ -10,8 +10,9 @@ import pytest
 from controllers.compose.composition import compose
 from tests.preflight.configs import settled
 from tests.preflight.test_data_files import tokenizer, write
-from verl_ray.preflight.component_trial import ComponentTrials, try_components
+from verl_ray.preflight.component_trial import try_components
 from verl_ray.preflight.data_files import examine_data
+from verl_ray.preflight.trials import Trials
 
 __all__ = ["tokenizer"]
 
@@ -40,7 +41,7 @@ def test_it_says_how_many_records_each_component_scores(
         f" {{functions: {{default: '{script}:of_code'}}}}}}\n"
     )
 
-    def tried(tasks: Sequence[str], *reward: str) -> ComponentTrials:
+    def tried(tasks: Sequence[str], *reward: str) -> Trials:
         records = [{"prompt": f"{i}", "task": task} for i, task in enumerate(tasks)]
         own = [f"model.path={tokenizer}", f"data.train_path={write(tmp_path, records)}",
                "data.validation_path=null", "run.evaluate_every=0"]  # fmt: skip
@@ -64,4 +65,4 @@ def test_it_says_how_many_records_each_component_scores(
     assert "return None for 1 of 3 records" in left and left.endswith("'1'")
 
     single = f"reward.functions={{default: {script}:of_math}}"
-    assert tried(["math"], single) == ComponentTrials()
+    assert tried(["math"], single) == Trials()

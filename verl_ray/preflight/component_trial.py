@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -30,6 +29,7 @@ from verl_ray.preflight.reward_trial import (
     score_in_time,
     tokenizer_for,
 )
+from verl_ray.preflight.trials import Trials
 from verl_ray.profiling.phases import blocking
 from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rewards.request import ScoreRequest
@@ -42,20 +42,7 @@ LONGEST_S = 10.0
 """Seconds after which a component scores no further records of the sample."""
 
 
-@dataclass(frozen=True)
-class ComponentTrials:
-    """How many records of the sample each component scores, in words.
-
-    Attributes:
-        lines: A line per component that is a function.
-        warnings: Records without any score, and components that failed.
-    """
-
-    lines: Sequence[str] = ()
-    warnings: Sequence[str] = ()
-
-
-def try_components(config: Config, files: Sequence[DataFile]) -> ComponentTrials:
+def try_components(config: Config, files: Sequence[DataFile]) -> Trials:
     """Let the components of a mixed reward score a sample of the training data.
 
     The response is a record's own answer, or its prompt if it has no answer. A reward
@@ -66,13 +53,14 @@ def try_components(config: Config, files: Sequence[DataFile]) -> ComponentTrials
         files: The data files of the run.
     """
     if not isinstance(config, RLConfig) or not isinstance(config.reward, MixedReward):
-        return ComponentTrials()
+        return Trials()
     sample = _sample(files)
     if not sample:
-        return ComponentTrials()
+        return Trials()
     sample = [as_the_run_asks(request, config) for request in sample]
 
-    lines, warnings = [], []
+    lines: list[str] = []
+    warnings: list[str] = []
     is_left: Bool = np.ones(len(sample), np.bool_)
     for key, grader in config.graders.items():
         functions = grader.named_functions
@@ -96,7 +84,7 @@ def try_components(config: Config, files: Sequence[DataFile]) -> ComponentTrials
             " score, which counts as a failed one (max_failed_fraction). The first:"
             f" {first[:80]!r}"
         )
-    return ComponentTrials(lines, warnings)
+    return Trials(lines, warnings=warnings)
 
 
 def _sample(files: Sequence[DataFile]) -> list[ScoreRequest]:

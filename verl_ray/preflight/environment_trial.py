@@ -50,6 +50,7 @@ from verl_ray.data.tokenizers import of_run, template_of
 from verl_ray.errors import ConfigError, DataError, Problem
 from verl_ray.preflight.data_files import DataFile
 from verl_ray.preflight.tokenizer_trial import tried_tokenizer
+from verl_ray.preflight.trials import Trials
 from verl_ray.processes.trial import Tell, run_trial, try_in_child
 from verl_ray.profiling.phases import blocking
 from verl_ray.rewards.built_in import built_in_of
@@ -90,22 +91,15 @@ _OF_TOOLS = (ToolEnvironment, ToolSet)
 
 
 @dataclass
-class EnvironmentTrials:
+class EnvironmentTrials(Trials):
     """The course of the episodes, and what is wrong.
 
     Attributes:
         openings: Key of each environment that was tried, number of tokens and text of
             the first prompt of an episode in it, as the model sees it.
-        lines: What `check` prints.
-        problems: Failures of environments, and settings that do not fit them.
-        warnings: Settings that do what a user hardly meant, and environments whose seed
-            does not decide about their world.
     """
 
     openings: list[tuple[str, int, str]] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
 
 
 def try_environments(config: RLConfig, files: Sequence[DataFile]) -> EnvironmentTrials:

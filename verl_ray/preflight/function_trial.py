@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from verl_ray.algorithms.own_functions import is_own
 from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.config.function_specs import in_words
 from verl_ray.errors import DataError, Problem
+from verl_ray.preflight.trials import Trials
 from verl_ray.processes.trial import Tell, run_trial, try_in_child
 from verl_ray.profiling.phases import blocking
 
@@ -31,19 +31,7 @@ ADVANTAGES_OF_LOSS = (1.0, -1.0, 1.0, -1.0)
 LOG_RATIOS = (0.0, 0.0, 0.5, 0.5)
 
 
-@dataclass(frozen=True)
-class FunctionTrials:
-    """Results of the functions on four rows, and problems that they have.
-
-    Attributes:
-        lines: What `check` prints.
-    """
-
-    lines: list[str] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
-
-
-def try_functions(algorithm: AlgorithmConfig) -> FunctionTrials:
+def try_functions(algorithm: AlgorithmConfig) -> Trials:
     """Try the functions of `algorithm` that are the user's own.
 
     Args:
@@ -51,7 +39,7 @@ def try_functions(algorithm: AlgorithmConfig) -> FunctionTrials:
     """
     specs = dict(_own_functions(algorithm))
     if not specs:
-        return FunctionTrials()
+        return Trials()
 
     lines: list[str] = []
     problems: list[Problem] = []
@@ -72,7 +60,7 @@ def try_functions(algorithm: AlgorithmConfig) -> FunctionTrials:
         else:
             lines.append(f"{key}={in_words(spec)} on four rows:")
             lines += _table(outcome)
-    return FunctionTrials(lines, problems)
+    return Trials(lines, problems)
 
 
 def _own_functions(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:

@@ -43,6 +43,7 @@ from verl_ray.preflight.tokenizer_trial import (
     model_grader_problems,
     tried_tokenizer,
 )
+from verl_ray.preflight.trials import Trials
 from verl_ray.profiling.phases import blocking
 from verl_ray.rewards.built_in import built_in_of, graded_by, package_problem
 from verl_ray.rewards.health import Score, ScoreHealth
@@ -102,12 +103,10 @@ class Trial:
 
 
 @dataclass
-class TrialFindings:
+class TrialFindings(Trials):
     """The trials of all graders that are functions."""
 
     trials: list[Trial] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
 
 
 def try_rewards(
@@ -130,9 +129,7 @@ def try_rewards(
             continue
 
         section = f"{key}.functions"
-        answers = try_answers(section, functions, scored, grader)
-        findings.problems += answers.problems
-        findings.warnings += answers.warnings
+        _try_answers(section, functions, scored, grader, findings)
         requests = requests_of(scored, functions)
         requests = {
             source: as_the_run_asks(request, config)
@@ -515,14 +512,6 @@ _ANSWERS_AT_ONCE = 64  # answers that are tried between two looks at the clock
 _DATA_ERROR = f"{DataError.__module__}.{DataError.__name__}: "
 
 
-@dataclass
-class AnswerFindings:
-    """Answers that cannot be graded, and a line about those that were not tried."""
-
-    problems: list[Problem] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-
-
 class _Record(NamedTuple):
     """A record of a file, counted from 1, and the function that grades it."""
 
@@ -569,12 +558,13 @@ class _Records:
         return Problem(self.file.key, self.file.path, rule, fix)
 
 
-def try_answers(
+def _try_answers(
     section: str,
     functions: Mapping[str, str],
     files: Sequence[DataFile],
     grader: SingleReward,
-) -> AnswerFindings:
+    findings: Trials,
+) -> None:
     """Try the answers of all records that a built-in function grades.
 
     Args:
@@ -582,8 +572,8 @@ def try_answers(
         functions: Data source -> spec; nothing is wrong with the specs.
         files: Files of prompts.
         grader: The grader by these functions, which has their deadline.
+        findings: Where what is wrong is added, and what was not tried.
     """
-    findings = AnswerFindings()
     for file in files:
         by_spec: dict[str, list[_Record]] = {}
         for record in _records(file, section, functions):
@@ -608,7 +598,6 @@ def try_answers(
                 findings.problems += _try_here(of_spec)
             else:
                 _try_in_processes(of_spec, grader, findings)
-    return findings
 
 
 def _records(
@@ -664,7 +653,7 @@ def _values(record: _Record) -> dict[str, object]:
 
 
 def _try_in_processes(
-    of_spec: _Records, grader: SingleReward, findings: AnswerFindings
+    of_spec: _Records, grader: SingleReward, findings: Trials
 ) -> None:
     """Try the distinct answers with a slow function, within a time.
 
