@@ -4,8 +4,8 @@ Invariant: every episode that was begun ends once, or its stream fails. The toke
 episode depend on its task and its seed, not on the process that runs it: one that is
 lost with its process is run again from the beginning, among few others, then alone
 (`processes/isolation.py`). One that has ended its process has the end
-`environment_failed`. A process that holds too much gets no
-further episodes, and is replaced once those that it has have ended.
+`environment_failed`. A process that holds too much gets no further episodes, and is
+replaced once those that it has have ended.
 """
 
 from __future__ import annotations
