@@ -26,9 +26,9 @@ from verl_ray.preflight.reward_trial import (
     as_the_run_asks,
     pair_of,
     requests_at,
-    score_in_time,
     tokenizer_for,
 )
+from verl_ray.preflight.timed_scores import score_in_time
 from verl_ray.preflight.trials import Trials
 from verl_ray.profiling.phases import blocking
 from verl_ray.rewards.health import Score, ScoreHealth

@@ -16,15 +16,13 @@ here (`tokenizer_trial.py`).
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 from verl_ray.agents.contract import End
 from verl_ray.agents.tasks import environments_of
@@ -39,6 +37,7 @@ from verl_ray.data.prompts import prompt_text
 from verl_ray.data.stages import Prompts
 from verl_ray.errors import ConfigError, DataError, Problem
 from verl_ray.preflight.data_files import DataFile
+from verl_ray.preflight.timed_scores import score_in_time
 from verl_ray.preflight.tokenizer_trial import (
     model_grader_problems,
     tried_tokenizer,
@@ -47,7 +46,6 @@ from verl_ray.preflight.trials import Trials
 from verl_ray.profiling.phases import blocking
 from verl_ray.rewards.built_in import built_in_of, graded_by, package_problem
 from verl_ray.rewards.health import Score, ScoreHealth
-from verl_ray.rewards.pool import ScoringPool
 from verl_ray.rewards.request import ScoreRequest
 from verl_ray.rewards.signatures import LACKS, Signature
 from verl_ray.rewards.specs import load
@@ -55,11 +53,6 @@ from verl_ray.user_files import last_cause
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-T = TypeVar("T")
-
-START_DEADLINE_S = 60.0
-"""Longest time in which the files of reward functions may be imported."""
 
 LONGEST_S = 30.0
 """Seconds after which no further data source is tried."""
@@ -264,56 +257,6 @@ def _try(
         if trial.failure is not None:
             failed.add(name)
     return trials
-
-
-def score_in_time(
-    functions: Mapping[str, str],
-    grader: SingleReward,
-    key: str,
-    items: deque[T],
-    requests_for: Callable[[T], Sequence[ScoreRequest]],
-    *,
-    processes: int,
-    at_once: int,
-    longest_s: float,
-) -> Generator[tuple[T, list[Score]], None, None]:
-    """Score items until there are none or the time is over; the first ones in any case.
-
-    Args:
-        functions: Data source -> spec.
-        grader: The grader by these functions, which has their deadline.
-        key: The configuration's section of the functions.
-        items: What is scored; those that time was left for are taken out.
-        requests_for: Returns the requests about an item.
-        processes: Number of processes that score.
-        at_once: Items that are scored between two looks at the clock.
-        longest_s: Seconds after which no further items are taken.
-
-    Yields:
-        An item, and the scores of its requests.
-
-    Raises:
-        ConfigError: A function cannot be imported or called.
-    """
-    assert grader.time_limit_s is not None, "functions have a deadline"
-    end_s = time.monotonic() + longest_s
-    with ScoringPool(
-        functions,
-        processes,
-        grader.time_limit_s,
-        key=key,
-        start_deadline_s=START_DEADLINE_S,
-        warns_of_deaths=False,
-    ) as pool:
-        # Each round takes some items, also where the start has taken all of the time.
-        while items:
-            taken = [items.popleft() for _ in range(min(at_once, len(items)))]
-            requests = [requests_for(item) for item in taken]
-            scores = iter(pool.score([each for some in requests for each in some]))
-            for item, some in zip(taken, requests, strict=True):
-                yield item, list(itertools.islice(scores, len(some)))
-            if time.monotonic() >= end_s:
-                return
 
 
 def _name(request: ScoreRequest, functions: Mapping[str, str]) -> str:
