@@ -173,11 +173,11 @@ def _prompts_per_step(run_dir: Path) -> int | None:
 def _finished_step(run_dir: Path) -> int | None:
     """Return the last step of a finished run; None for one that is not, or unknown."""
     try:
-        stints = read_history(run_dir)
+        segments = read_history(run_dir)
     except TrackingError:
         return None
-    is_finished = stints and stints[-1].ending == "finished"
-    return stints[-1].last_step if is_finished else None
+    is_finished = segments and segments[-1].ending == "finished"
+    return segments[-1].last_step if is_finished else None
 
 
 def _numbered(ordinals: Int64) -> str:

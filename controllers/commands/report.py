@@ -300,7 +300,7 @@ def list_runs(argv: list[str]) -> int:
         # The lines of a long run take much memory, so one record is held at a time.
         run = read_run(path.parent)
         name = str(run.folder.relative_to(folder))
-        begun_s = run.stints[0].begun_s if run.stints else 0.0
+        begun_s = run.segments[0].begun_s if run.segments else 0.0
         rows.append((begun_s, (name, run.state, _steps(run), _time(run), _result(run))))
     if not rows:
         print(f"{folder} holds no runs")
@@ -325,7 +325,7 @@ def _steps(run: RunRecord) -> str:
 
 
 def _time(run: RunRecord) -> str:
-    seconds = round(wall_s(list(run.stints)))
+    seconds = round(wall_s(list(run.segments)))
     hours, minutes = divmod(seconds // 60, 60)
     return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds % 60:02}s"
 

@@ -30,7 +30,7 @@ from verl_ray.report.lines import setting
 from verl_ray.report.record import read_config
 from verl_ray.tracking.block import Course, RunView
 from verl_ray.tracking.console import step_parts
-from verl_ray.tracking.history import Stint, read_history, wall_s
+from verl_ray.tracking.history import RunSegment, read_history, wall_s
 from verl_ray.tracking.jsonl import METRICS, step_of
 from verl_ray.tracking.terminal import LiveLines, is_live
 
@@ -158,16 +158,16 @@ class WatchedRun:
         view.rows = status.rows
         view.warnings = status.warnings
         with contextlib.suppress(TrackingError):
-            stints = read_history(self._folder)
-            view.elapsed_s = wall_s(stints)
-            if stints and self._is_starting(stints[-1], status):
+            segments = read_history(self._folder)
+            view.elapsed_s = wall_s(segments)
+            if segments and self._is_starting(segments[-1], status):
                 self._gone_since_s = None
                 view.doing = Doing("starting", None, None)
                 view.rows = ()
                 return
         self._note_ending(status)
 
-    def _is_starting(self, last: Stint, status: RunStatus) -> bool:
+    def _is_starting(self, last: RunSegment, status: RunStatus) -> bool:
         """Return whether another driver than that of the status has begun."""
         if last.ending != "running" or last.has_written(status):
             return False

@@ -40,13 +40,13 @@ from verl_ray.tracking.evaluations import (
 )
 from verl_ray.tracking.history import (
     Ending,
-    Stint,
-    begin_stint,
-    end_stint,
+    RunSegment,
+    begin_segment,
+    end_segment,
     phase_durations,
     preparing_s,
     read_history,
-    ready_stint,
+    ready_segment,
     starting_s,
     wall_s,
 )
@@ -78,7 +78,7 @@ class Conclusion:
         self._task: Task[Any, Any] | None = None
         self._trackers: Trackers | None = None
         self._preparing_s = 0.0
-        begin_stint(
+        begin_segment(
             self._folder,
             first_step,
             begun_s,
@@ -102,7 +102,7 @@ class Conclusion:
         self._task = task
         self._trackers = trackers
         self._first_step = first_step
-        ready_stint(self._folder, first_step, self._preparing_s)
+        ready_segment(self._folder, first_step, self._preparing_s)
 
     def finish(self) -> int:
         """Report a run that has nothing left to do.
@@ -114,7 +114,7 @@ class Conclusion:
         assert task is not None
         lines = read_metrics(self._folder / METRICS)
         step = self._last_step(lines)
-        end_stint(self._folder, step, "finished")
+        end_segment(self._folder, step, "finished")
         last_report(self._folder)
 
         best = best_of(task.config, evaluations_of(lines))
@@ -151,7 +151,7 @@ class Conclusion:
             if (self._folder / METRICS).exists():
                 lines = read_metrics(self._folder / METRICS)
             step = self._last_step(lines)
-            end_stint(self._folder, step, ending)
+            end_segment(self._folder, step, ending)
 
             is_recorded = self._task is not None and bool(lines)
             # A setting that was refused did not become a run.
@@ -167,12 +167,12 @@ class Conclusion:
 
     def _report_start(self, ending: Ending) -> None:
         """Print the report of a run that ended before there was anything to record."""
-        stints = read_history(self._folder)
-        total_s = wall_s(stints)
+        segments = read_history(self._folder)
+        total_s = wall_s(segments)
         outputs = {"run": str(self._folder), "logs": str(self._folder / "logs")}
         title = f"{self._run.name}: {ending} before the end of the first step"
         durations = phase_durations(
-            [], total_s, starting_s(stints), preparing_s(stints)
+            [], total_s, starting_s(segments), preparing_s(segments)
         )
         show(Report(title, total_s, durations, outputs=outputs))
 
@@ -237,18 +237,18 @@ def report_of(
     with noting(damage):
         samples = newest_samples(folder, SHOWN_SAMPLES)
 
-    stints: list[Stint] = []
+    segments: list[RunSegment] = []
     with noting(damage):
-        stints = read_history(folder)
-    total_s = wall_s(stints)
-    faults = read_faults(folder, stints[0].begun_s if stints else 0.0, damage)
-    shown = findings(lines, to_tree(task.config), stints, faults)
+        segments = read_history(folder)
+    total_s = wall_s(segments)
+    faults = read_faults(folder, segments[0].begun_s if segments else 0.0, damage)
+    shown = findings(lines, to_tree(task.config), segments, faults)
 
     return Report(
         title=title,
         total_s=total_s,
         durations=phase_durations(
-            lines, total_s, starting_s(stints), preparing_s(stints)
+            lines, total_s, starting_s(segments), preparing_s(segments)
         ),
         before=_with_intervals(before, scores),
         after=_with_intervals(after, scores),

@@ -36,7 +36,7 @@ from verl_ray.cluster.waiting import (
     wait,
     wait_while_closing,
 )
-from verl_ray.cluster.whereabouts import ROSTER
+from verl_ray.cluster.whereabouts import REGISTRY
 from verl_ray.errors import CheckpointError
 from verl_ray.profiling.phases import blocking
 
@@ -317,7 +317,7 @@ def _ring(sources: Iterable[str]) -> dict[str, str]:
     if len(nodes) > 1:
         return dict(zip(nodes, (*nodes[1:], nodes[0]), strict=True))
 
-    members = [member for group in ROSTER.groups for member in group.members()]
+    members = [member for group in REGISTRY.groups for member in group.members()]
     infos = [member.process_info for member in members]
     living = {node.node_id for node in node_resources()}
     others = {info.node_id for info in infos if info is not None} & living

@@ -149,10 +149,10 @@ def held_out_rewards(
     if not len(values) or is_core.all():
         return {}
     others = np.flatnonzero(~is_core)
-    of_others = [
+    other_names = [
         ScoreName.of_means(sources[row], REWARD, group_size).aside for row in others
     ]
-    return CoreScores(of_others, values[others]).means()
+    return CoreScores(other_names, values[others]).means()
 
 
 def missing_scores(scores: ResponseScores) -> Metrics:
@@ -200,10 +200,10 @@ def length_scores(
     parts = []
     for source in sorted(set(sources)):
         rows = np.flatnonzero(np.array(sources) == source)
-        of_source = scores.select(rows)
+        source_scores = scores.select(rows)
         for name, numbers in values.items():
             metric = f"val-aux/{source}/response_length/{name}"
-            parts.append(of_source.of_metric(metric, numbers[rows]))
+            parts.append(source_scores.of_metric(metric, numbers[rows]))
     return parts
 
 

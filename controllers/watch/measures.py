@@ -164,10 +164,10 @@ def held_out_episode_metrics(
         return metrics
     is_episode = rollouts.row("end") != NO_EPISODE
     for source in sorted(set(np.array(sources)[is_episode].tolist())):
-        of_source = is_episode & (np.array(sources) == source)
-        turns = TURNS * rollouts.row("num_turns")[of_source]
+        is_of_source = is_episode & (np.array(sources) == source)
+        turns = TURNS * rollouts.row("num_turns")[is_of_source]
         metrics[f"val-aux/{source}/num_turns/mean"] = float(turns.mean())
-        shares = _end_shares(rollouts.row("end")[of_source])
+        shares = _end_shares(rollouts.row("end")[is_of_source])
         metrics |= {f"val-aux/{source}/{name}": shares[name] for name in shares}
     return metrics
 
@@ -244,7 +244,7 @@ def score_metrics(
     metrics |= health_metrics(score.health.tolist())
 
     # These rows were scored again, since their first process died.
-    rescored = sum(of_grader.rescored for of_grader in raw.values())
+    rescored = sum(scored.rescored for scored in raw.values())
     metrics["reward_health/rescored"] = float(rescored)
     return metrics | component_metrics(raw, "reward")
 
@@ -540,12 +540,12 @@ def held_out_entry_metrics(
     """
     metrics: Metrics = {}
     for source in sorted(set(sources)):
-        of_source = [
+        source_entries = [
             row for name, row in zip(sources, entries, strict=True) if name == source
         ]
-        means = _means(of_source)
+        means = _means(source_entries)
         means = {name: means[name] for name in means if not name.startswith(WORLD)}
-        means |= _means([_without_source(row) for row in of_source])
+        means |= _means([_without_source(row) for row in source_entries])
         for name, mean in means.items():
             metrics[f"val-aux/{source}/{name}/mean@{group_size}"] = mean
     return metrics

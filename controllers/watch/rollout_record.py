@@ -229,7 +229,7 @@ class RolloutRecord:
         last = ends[number]
         first = np.append(0, ends + 1)[number]
         entries = read_entries(scores, stall_s)
-        texts = [json.dumps(of_row, ensure_ascii=False) for of_row in entries]
+        texts = [json.dumps(row_entries, ensure_ascii=False) for row_entries in entries]
         has_score = self._shaping.weigh(response_scores(scores)).ok[last]
         has_reward = has_score & (rows.finish != Finish.ABORTED)
 
@@ -373,14 +373,14 @@ def turns_of_rows(rows: Rollouts) -> Array:
 
 def columns_of_turns(rows: Rollouts) -> dict[str, list[list[Any]]]:
     """Return `TURN_COLUMNS` of each row; empty lists for single responses."""
-    of_rows = [np.empty((0, 3))] * rows.num_rows
+    row_turns = [np.empty((0, 3))] * rows.num_rows
     if rows.turn_rewards is not None:
         turns = rows.turn_rewards
-        of_rows = np.split(turns.values, turns.offsets[1:-1])
+        row_turns = np.split(turns.values, turns.offsets[1:-1])
     return {
-        "turns": [turns[:, 2].astype(int).tolist() for turns in of_rows],
-        "turn_ends": [turns[:, 0].astype(int).tolist() for turns in of_rows],
-        "turn_rewards": [turns[:, 1].tolist() for turns in of_rows],
+        "turns": [turns[:, 2].astype(int).tolist() for turns in row_turns],
+        "turn_ends": [turns[:, 0].astype(int).tolist() for turns in row_turns],
+        "turn_rewards": [turns[:, 1].tolist() for turns in row_turns],
     }
 
 
@@ -412,7 +412,7 @@ def failures_of_rows(
         for row, detail in zip(failed.tolist(), details, strict=True):
             kind = ScoreHealth(health[row]).name.lower()
             reasons[row].append(f"{component(role)}: {kind}: {detail}".strip(": "))
-    return ["; ".join(of_row) for of_row in reasons]
+    return ["; ".join(row_reasons) for row_reasons in reasons]
 
 
 # ---------------------------------------------------------------------- text of tokens
@@ -467,8 +467,8 @@ class Pieces:
         for start, end in _incomplete_runs(pieces):
             # The token before is the context of the first one.
             context = tokens[max(start - 1, 0) : end]
-            of_context = self._in_context(context, self._text(context))
-            pieces[start:end] = of_context[-(end - start) :]
+            context_pieces = self._in_context(context, self._text(context))
+            pieces[start:end] = context_pieces[-(end - start) :]
         if "".join(pieces) == text:
             return pieces
         return self._in_context(tokens, text)

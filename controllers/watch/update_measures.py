@@ -122,12 +122,12 @@ def utilisation_metrics(
 
     memory = [rank.memory for rank in ranks if rank.memory is not None]
     if memory:
-        allocated = max(of_rank.peak_allocated_bytes for of_rank in memory)
-        reserved = max(of_rank.peak_reserved_bytes for of_rank in memory)
+        allocated = max(rank.peak_allocated_bytes for rank in memory)
+        reserved = max(rank.peak_reserved_bytes for rank in memory)
         metrics[f"{role}/perf/max_memory_allocated_gb"] = allocated / GIB
         metrics[f"{role}/perf/max_memory_reserved_gb"] = reserved / GIB
         # The smallest device is the first that is full.
-        total = min(of_rank.total_bytes for of_rank in memory)
+        total = min(rank.total_bytes for rank in memory)
         metrics[f"{role}/perf/device_memory_gb"] = total / GIB
     return metrics
 
@@ -463,9 +463,9 @@ def _sampling_causes(config: RLConfig, sampling: Sampling) -> Iterator[str]:
         "top_k": (sampling.top_k, -1),
     }
     differences = [
-        f"{name} is {of_sampler} there and {of_trainer} here"
-        for name, (of_sampler, of_trainer) in expected.items()
-        if of_sampler != of_trainer
+        f"{name} is {sampler_value} there and {trainer_value} here"
+        for name, (sampler_value, trainer_value) in expected.items()
+        if sampler_value != trainer_value
     ]
     if differences:
         yield (

@@ -190,7 +190,7 @@ class Echo:
         raise error
 
     def die(self, rank: int) -> None:
-        print(f"last words of rank {self.context.rank}")
+        print(f"final output of rank {self.context.rank}")
         if self.context.rank == rank:
             os.kill(os.getpid(), signal.SIGKILL)
 

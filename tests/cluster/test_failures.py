@@ -190,14 +190,14 @@ def test_an_answer_that_cannot_be_sent_is_the_workers_error(crew: Crew) -> None:
         crew(Echo, 1).rank_zero(Echo.unpicklable).result()
 
 
-def test_a_killed_process_is_reported_with_its_last_words(crew: Crew) -> None:
+def test_a_killed_process_is_reported_with_its_final_output(crew: Crew) -> None:
     group = crew(Echo, 2)
     pids = group.broadcast(Echo.pid).result()
     calls = [group.broadcast(Echo.sleep_for_long, 0), group.broadcast(Echo.die, 1)]
     with pytest.raises(WorkerDied) as caught:
         wait_all(calls)
     assert (caught.value.role, caught.value.rank) == ("echo", 1)
-    assert "last words of rank 1" in caught.value.output
+    assert "final output of rank 1" in caught.value.output
     assert str(pids[1]) in caught.value.detail
 
 

@@ -16,7 +16,7 @@ from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.members import Heartbeat, Member
 from verl_ray.cluster.stalls import IdleProcesses
 from verl_ray.cluster.waiting import put
-from verl_ray.cluster.whereabouts import ROSTER
+from verl_ray.cluster.whereabouts import REGISTRY
 from verl_ray.errors import DeadlineExceeded, WorkerDied, WorkerError
 
 Crew = Callable[..., WorkerGroup[Any]]
@@ -130,7 +130,7 @@ class ManyProcesses:
 def many(monkeypatch: pytest.MonkeyPatch) -> ManyProcesses:
     """The only group; those that other tests share are not asked."""
     group: Any = ManyProcesses()
-    monkeypatch.setattr(ROSTER, "_groups", (group,))
+    monkeypatch.setattr(REGISTRY, "_groups", (group,))
     return group
 
 

@@ -166,7 +166,7 @@ with deferring_signals(), all_or_nothing() as work:
 
 
 @pytest.mark.parametrize(
-    ("way_on", "last_words"),
+    ("way_on", "final_output"),
     [
         ("lambda: 'To go on:\\nverl-ray train'", ["To go on:", "verl-ray train"]),
         ("wait", []),  # a disk that hangs
@@ -174,7 +174,7 @@ with deferring_signals(), all_or_nothing() as work:
     ],
 )
 def test_a_second_signal_ends_and_says_what_is_lost(
-    way_on: str, last_words: list[str]
+    way_on: str, final_output: list[str]
 ) -> None:
     code = """
 from verl_ray.cluster import signals
@@ -196,7 +196,7 @@ with (
     assert ended.stdout == "up\nagain\n"
     assert ended.stderr.splitlines() == [
         "SIGINT: steps are finished. Another one ends it at once and loses steps 4 to 6",
-        "", "SIGTERM again: ended at once, lost: steps 4 to 6", *last_words,
+        "", "SIGTERM again: ended at once, lost: steps 4 to 6", *final_output,
     ]  # fmt: skip
 
 

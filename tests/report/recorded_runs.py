@@ -12,7 +12,7 @@ import yaml
 from verl_ray.ownership import Owner
 from verl_ray.profiling.trace import ProcessSpans, Span, TraceFile
 from verl_ray.tracking.evaluations import HeldOutResponse, HeldOutScores
-from verl_ray.tracking.history import HISTORY, begin_stint, end_stint, ready_stint
+from verl_ray.tracking.history import HISTORY, begin_segment, end_segment, ready_segment
 from verl_ray.tracking.jsonl import JsonlTracker
 from verl_ray.tracking.rollouts import RolloutFiles, RolloutTable
 
@@ -101,8 +101,8 @@ def drive_by(folder: Path, owner: Owner) -> None:
     """Let another process than this one be the last driver of a run."""
     path = folder / HISTORY
     *before, last = path.read_text().splitlines()
-    stint = {**json.loads(last), "driver": str(owner)}
-    path.write_text("\n".join([*before, json.dumps(stint)]) + "\n")
+    segment = {**json.loads(last), "driver": str(owner)}
+    path.write_text("\n".join([*before, json.dumps(segment)]) + "\n")
 
 
 def write_run(
@@ -131,8 +131,8 @@ def write_run(
         "actor": {"optimizer": {"lr": lr}},
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    begin_stint(folder, 0, 1000.0)
-    ready_stint(folder, 0)
+    begin_segment(folder, 0, 1000.0)
+    ready_segment(folder, 0)
 
     tracker = JsonlTracker(folder)
     files = RolloutFiles(folder, most_mb=100)
@@ -164,7 +164,7 @@ def write_run(
         with (folder / "metrics.jsonl").open("a") as file:
             file.write('{"training/global_step": 5, "critic/rew')
     else:
-        end_stint(folder, steps, ending)  # type: ignore[arg-type]
+        end_segment(folder, steps, ending)  # type: ignore[arg-type]
     return folder
 
 

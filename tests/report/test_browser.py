@@ -18,7 +18,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from controllers.commands.report import LOOPBACK, ReportServer
 from tests.report.recorded_runs import rollouts, write_run, write_trace
-from verl_ray.tracking.history import begin_stint
+from verl_ray.tracking.history import begin_segment
 from verl_ray.tracking.jsonl import METRICS, JsonlTracker
 from verl_ray.tracking.report import write_report
 from verl_ray.tracking.rollouts import RolloutFiles
@@ -366,7 +366,7 @@ def write_large_run(folder: Path) -> None:
     random = np.random.default_rng(0)
     names = [f"group_{i % 10}/metric_{i}" for i in range(147)]
     names += ["critic/rewards/mean", "response_length/mean", "actor/kl_loss"]
-    begin_stint(folder, 0, time.time() - 1e5)
+    begin_segment(folder, 0, time.time() - 1e5)
     tracker = JsonlTracker(folder)
     for step, values in enumerate(random.normal(size=(10_000, 150)).tolist(), start=1):
         tracker.log(

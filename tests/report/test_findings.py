@@ -12,7 +12,7 @@ import pytest
 
 from verl_ray.report.evidence import Finding
 from verl_ray.report.findings import RULES, findings, is_beyond_plan
-from verl_ray.tracking.history import Stint
+from verl_ray.tracking.history import RunSegment
 
 RECORDED = Path(__file__).parent / "recorded"
 Lines = list[dict[str, float]]
@@ -39,7 +39,7 @@ def recorded(name: str) -> list[Finding]:
         {key: np.nan if value is None else value for key, value in line.items()}
         for line in lines
     ]
-    history = [Stint(**stint) for stint in head["history"]]
+    history = [RunSegment(**segment) for segment in head["history"]]
     return findings(numbers, head["config"], history, head.get("faults", ()))
 
 
@@ -593,14 +593,18 @@ def test_the_limit_of_the_configuration_comes_before_that_of_the_rule() -> None:
     assert (finding.metric, finding.threshold) == ("staleness/fresh_k3_kl", 0.01)
 
 
-def stint(first: int, last: int | None, ending: str) -> Stint:
-    return Stint(0.0, 1.0, first, last, ending)  # type: ignore[arg-type]
+def segment(first: int, last: int | None, ending: str) -> RunSegment:
+    return RunSegment(0.0, 1.0, first, last, ending)  # type: ignore[arg-type]
 
 
 def test_processes_that_were_lost_are_counted() -> None:
-    stopped = [stint(0, 4, "stopped"), stint(4, 9, "finished")]
+    stopped = [segment(0, 4, "stopped"), segment(4, 9, "finished")]
     assert findings([], RL, stopped) == []
-    lost = [stint(0, 4, "failed"), stint(4, None, "killed"), stint(6, 9, "finished")]
+    lost = [
+        segment(0, 4, "failed"),
+        segment(4, None, "killed"),
+        segment(6, 9, "finished"),
+    ]
     (finding,) = findings([], RL, lost)
     assert str(finding).startswith(
         "the driver failed or was killed in 2 of its 3 starts."
@@ -625,7 +629,7 @@ def test_processes_that_came_back_while_the_driver_went_on_are_counted() -> None
         fault("actor", "died", 4, "go back"),
         fault("reward", "stalled", 6, "restart"),
     ]
-    (finding,) = findings([], RL, [stint(0, 9, "finished")], [*restored, *ended])
+    (finding,) = findings([], RL, [segment(0, 9, "finished")], [*restored, *ended])
     assert str(finding) == (
         "processes were lost and started again: actor died 2, reward stalled 1. Read"
         " `history.jsonl` and `faults.jsonl`; the limit is run.recovery.max_restarts"

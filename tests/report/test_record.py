@@ -27,7 +27,7 @@ from verl_ray.report import record, samples
 from verl_ray.report.findings import findings
 from verl_ray.report.record import fingerprint, read_run
 from verl_ray.tracking.evaluations import HeldOutResponse
-from verl_ray.tracking.history import HISTORY, begin_stint, wall_s
+from verl_ray.tracking.history import HISTORY, begin_segment, wall_s
 from verl_ray.tracking.jsonl import JsonlTracker
 from verl_ray.tracking.rollouts import RolloutFiles
 
@@ -150,11 +150,11 @@ def test_a_crashed_run_is_read_up_to_its_torn_line(tmp_path: Path) -> None:
     os.utime(folder / "metrics.jsonl", (1500.0, 1500.0))
     run = read_run(folder, most_rows=10)
     assert (run.state, run.step, run.damage) == ("killed", 4, [])
-    assert [stint.ending for stint in run.stints] == ["killed"]
-    assert wall_s(list(run.stints)) == 500.0
+    assert [segment.ending for segment in run.segments] == ["killed"]
+    assert wall_s(list(run.segments)) == 500.0
     (lost,) = [
         finding
-        for finding in findings(run.lines, run.config, run.stints)
+        for finding in findings(run.lines, run.config, run.segments)
         if finding.kind == "restarts"
     ]
     assert "killed in 1 of its 1 starts" in lost.text and lost.step == 4
@@ -164,7 +164,7 @@ def test_a_crashed_run_is_read_up_to_its_torn_line(tmp_path: Path) -> None:
     (folder / HISTORY).write_text(history)
     write_status(folder, status_of(Owner.here()))
     run = read_run(folder)
-    assert run.state == "running" and run.stints[-1].ended_s is None
+    assert run.state == "running" and run.segments[-1].ended_s is None
     assert fingerprint(folder) != seen
     elsewhere = Owner(1, 2, os.getpid(), 3)
     os.utime(folder / "metrics.jsonl")
@@ -175,7 +175,7 @@ def test_a_crashed_run_is_read_up_to_its_torn_line(tmp_path: Path) -> None:
     old_s = time.time() - 700
     os.utime(folder / "metrics.jsonl", (old_s, old_s))
     run = read_run(folder)
-    assert (run.state, run.stints[-1].ending) == ("silent", "killed")
+    assert (run.state, run.segments[-1].ending) == ("silent", "killed")
 
 
 def test_a_run_that_resumes_is_not_judged_by_the_driver_before(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_a_run_that_resumes_is_not_judged_by_the_driver_before(tmp_path: Path) -
     ended = Owner.here()
     ended = Owner(ended.boot, ended.namespace, ended.pid, ended.started + 1)
     write_status(folder, status_of(ended))
-    begin_stint(folder, 4, time.time() + 1, "verl-ray train", {"torch": "2.11.0"})
+    begin_segment(folder, 4, time.time() + 1, "verl-ray train", {"torch": "2.11.0"})
     run = read_run(folder, most_rows=1)
     assert (run.state, run.status) == ("running", None)
     assert (run.command, run.versions) == ("verl-ray train", {"torch": "2.11.0"})

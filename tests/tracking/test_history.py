@@ -13,12 +13,12 @@ from verl_ray.tracking.history import (
     REST,
     REST_OF_STEPS,
     STARTING,
-    begin_stint,
-    end_stint,
+    begin_segment,
+    end_segment,
     phase_durations,
     preparing_s,
     read_history,
-    ready_stint,
+    ready_segment,
     starting_s,
     wall_s,
 )
@@ -30,40 +30,43 @@ def test_the_processes_of_a_run_add_up(
     now = [1000.0]
     monkeypatch.setattr("verl_ray.tracking.history.time.time", lambda: now[0])
 
-    begin_stint(tmp_path, 0, 1000.0)
+    begin_segment(tmp_path, 0, 1000.0)
     now[0] = 1007.0
-    ready_stint(tmp_path, 0, preparing_s=3.0)
+    ready_segment(tmp_path, 0, preparing_s=3.0)
     now[0] = 1030.0
-    end_stint(tmp_path, 5, "stopped")
+    end_segment(tmp_path, 5, "stopped")
 
     # This one is killed after it wrote a line at 1120.
-    begin_stint(tmp_path, 5, 1100.0)
+    begin_segment(tmp_path, 5, 1100.0)
     metrics = tmp_path / "metrics.jsonl"
     metrics.touch()
     os.utime(metrics, (1120, 1120))
 
-    begin_stint(tmp_path, 7, 1200.0)
+    begin_segment(tmp_path, 7, 1200.0)
     now[0] = 1240.0
     history = read_history(tmp_path)
-    assert [stint.ending for stint in history] == ["stopped", "killed", "running"]
-    assert [stint.first_step for stint in history] == [0, 5, 7]
+    assert [segment.ending for segment in history] == ["stopped", "killed", "running"]
+    assert [segment.first_step for segment in history] == [0, 5, 7]
     assert wall_s(history) == 30 + 20 + 40
     assert starting_s(history) == 4 and preparing_s(history) == 3
 
     # A driver that was killed before its first checkpoint was of this run, and so was
     # one that its supervisor has replaced.
-    end_stint(tmp_path, 8, "finished")
-    begin_stint(tmp_path, 0, 1240.0)
-    begin_stint(tmp_path, 0, 1240.0)
-    assert [stint.ending for stint in read_history(tmp_path)] == ["killed", "running"]
-    end_stint(tmp_path, 0, "failed")
-    begin_stint(tmp_path, 0, 1240.0, follows=True)
-    endings = [stint.ending for stint in read_history(tmp_path)]
+    end_segment(tmp_path, 8, "finished")
+    begin_segment(tmp_path, 0, 1240.0)
+    begin_segment(tmp_path, 0, 1240.0)
+    assert [segment.ending for segment in read_history(tmp_path)] == [
+        "killed",
+        "running",
+    ]
+    end_segment(tmp_path, 0, "failed")
+    begin_segment(tmp_path, 0, 1240.0, follows=True)
+    endings = [segment.ending for segment in read_history(tmp_path)]
     assert endings == ["killed", "failed", "running"]
 
     # A run that begins anew has no past.
-    end_stint(tmp_path, 0, "failed")
-    begin_stint(tmp_path, 0, 1240.0, "verl-ray train", {"torch": "2.11.0"})
+    end_segment(tmp_path, 0, "failed")
+    begin_segment(tmp_path, 0, 1240.0, "verl-ray train", {"torch": "2.11.0"})
     (begun,) = read_history(tmp_path)
     assert begun.command == "verl-ray train" and begun.versions == {"torch": "2.11.0"}
     # Processes of earlier versions noted neither.
@@ -78,11 +81,11 @@ def test_a_damaged_history_is_named_and_begins_anew(
         read_history(tmp_path)
     assert read_history(tmp_path / "elsewhere") == []
 
-    begin_stint(tmp_path, 4, 1.0)
+    begin_segment(tmp_path, 4, 1.0)
     assert "history.jsonl: cannot be read" in capsys.readouterr().err
-    assert [stint.first_step for stint in read_history(tmp_path)] == [4]
+    assert [segment.first_step for segment in read_history(tmp_path)] == [4]
     (tmp_path / HISTORY).unlink()
-    end_stint(tmp_path, 5, "finished")
+    end_segment(tmp_path, 5, "finished")
 
 
 def test_the_phases_of_a_run() -> None:

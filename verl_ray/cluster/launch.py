@@ -38,7 +38,7 @@ from verl_ray.cluster.rank_calls import (
 )
 from verl_ray.cluster.stalls import IdleProcesses
 from verl_ray.cluster.waiting import CLUSTER_LOSS, TICK_S, Background
-from verl_ray.cluster.whereabouts import ROSTER
+from verl_ray.cluster.whereabouts import REGISTRY
 from verl_ray.errors import VerlRayError, WorkerError, worker_error_of
 from verl_ray.profiling.memory import CallPeaks
 from verl_ray.profiling.phases import PHASES
@@ -66,7 +66,7 @@ class Groups:
                 self._groups.setdefault(role.name, []).append(group)
         self._span_calls: list[RankCall] = []
         """Requests of spans without a reply so far."""
-        ROSTER.add(self._all())
+        REGISTRY.add(self._all())
 
     def __getitem__(self, role: Role[W]) -> WorkerGroup[W]:
         """The only group of a role whose processes are not replicas."""
@@ -162,7 +162,7 @@ class Groups:
 
         A second call has no effect.
         """
-        ROSTER.remove(self._all())
+        REGISTRY.remove(self._all())
         # The bundles are released even if a process could not be stopped. Of a cluster
         # that is lost, the guard ends all processes.
         if CLUSTER_LOSS.has_happened:

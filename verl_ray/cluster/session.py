@@ -69,7 +69,7 @@ _NO_CONNECTION = (
     ray.exceptions.RayError,
 )
 # Ray disconnects within a second, and within six from a cluster that is lost. After
-# longer it would end this process in the middle of its last words.
+# longer it would end this process in the middle of its final output.
 _SHUTDOWN_S = 30.0
 _SHUTDOWN_OF_LOST_S = 10.0
 
@@ -276,8 +276,8 @@ class Session:
             end_guard(guard)
             CLUSTER_LOSS.forget()
         else:
-            # The end of the raylet would end this process in the middle of its last
-            # words. The guard follows this process.
+            # The end of the raylet would end this process in the middle of its final
+            # output. The guard follows this process.
             atexit.unregister(ray.shutdown)
             _say("Ray hangs; what is left of it ends with this process")
 

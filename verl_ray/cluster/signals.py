@@ -42,8 +42,8 @@ T = TypeVar("T")
 # Signals within this time of the first one belong to it.
 _ONE_SIGNAL_S = 1.0
 
-# Longest time that the last words may take after a second signal.
-_LAST_WORDS_S = 0.5
+# Longest time that the final output may take after a second signal.
+_FINAL_OUTPUT_S = 0.5
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -426,7 +426,7 @@ def _exit_at_once(number: signal.Signals, outlook: Outlook) -> None:
         # A disk that hangs must not hold the process.
         speaker = threading.Thread(target=_print_way_on, daemon=True)
         speaker.start()
-        speaker.join(_LAST_WORDS_S)
+        speaker.join(_FINAL_OUTPUT_S)
     os._exit(Interrupted.exit_code)
 
 

@@ -45,7 +45,7 @@ from verl_ray.cluster.rank_calls import (
     stalled,
 )
 from verl_ray.cluster.waiting import TICK_S, wait
-from verl_ray.cluster.whereabouts import ROSTER, Census
+from verl_ray.cluster.whereabouts import REGISTRY, ProcessPoll
 from verl_ray.errors import DeadlineExceeded
 from verl_ray.profiling.process_table import ProcessRow, table_text
 
@@ -183,7 +183,7 @@ class Hang:
         self._stacks: dict[int, str] = {}
 
     def gather(self, involved: Sequence[Member]) -> dict[int, str]:
-        """Ask all processes of the roster where they are, and for their stacks.
+        """Ask all processes of the registry where they are, and for their stacks.
 
         It takes a few seconds where processes do not reply.
 
@@ -194,11 +194,11 @@ class Hang:
             The stacks, by the identity of the process's handle (`stacks_of`).
         """
         by_actor = {id(member.actor): member for member in involved}
-        for group in ROSTER.hosts:
+        for group in REGISTRY.hosts:
             for member in group.members():
                 by_actor.setdefault(id(member.actor), member)
         self._members = list(by_actor.values())
-        self._rows = Census().take(_ANSWERS_S, involved).rows
+        self._rows = ProcessPoll().take(_ANSWERS_S, involved).rows
         self._stacks = stacks_of(self._members)
         return self._stacks
 
@@ -211,7 +211,7 @@ class Hang:
         with contextlib.suppress(OSError):
             print(table, file=sys.stderr, flush=True)
 
-        log_dirs = [group.log_dir for group in ROSTER.hosts]
+        log_dirs = [group.log_dir for group in REGISTRY.hosts]
         # While processes start for the first time, their error shows the stacks.
         if not log_dirs:
             return
@@ -338,7 +338,7 @@ class IdleProcesses:
 
 def _without_owner() -> list[RoleProcesses]:
     """Return a group for each set of processes that nobody else looks at."""
-    return [group for group in ROSTER.hosts if group.is_checked_while_idle]
+    return [group for group in REGISTRY.hosts if group.is_checked_while_idle]
 
 
 def _has_ended(member: Member) -> bool:

@@ -1,6 +1,6 @@
 """The processes of this driver: which there are, where each is, and the run's status.
 
-A group is listed from the end of its start to the beginning of its close. A census asks
+A group is listed from the end of its start to the beginning of its close. A poll asks
 each process where it is. A thread of the driver keeps the answers in the status of the
 run (`verl_ray/profiling/process_table.py`), with a call per process each time. The
 pause between two rounds grows with the number of processes. A call was measured to take
@@ -57,7 +57,7 @@ _ANSWERS_S = 1.0
 _END_S = 3.0
 
 
-class Roster:
+class ProcessRegistry:
     """The groups of one driver, in the order of their starts."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Roster:
         self._groups = tuple(group for group in self._groups if group not in closing)
 
 
-ROSTER = Roster()
+REGISTRY = ProcessRegistry()
 
 
 _Answer = Whereabouts | str
@@ -103,8 +103,8 @@ class Present:
     processes: list[tuple[str, int, ProcessInfo]]
 
 
-class Census:
-    """Asks every process of the roster where it is, again and again."""
+class ProcessPoll:
+    """Asks every process of the registry where it is, again and again."""
 
     def __init__(self) -> None:
         # Questions without an answer, by the identity of the handle, and their times.
@@ -115,23 +115,23 @@ class Census:
 
         Args:
             timeout_s: Limit in seconds for all of them together.
-            starting: Further processes, which may be in the roster already.
+            starting: Further processes, which may be in the registry already.
         """
-        sets = [(group.role, group.members()) for group in ROSTER.hosts]
-        listed = {id(member.actor) for _, of_set in sets for member in of_set}
+        sets = [(group.role, group.members()) for group in REGISTRY.hosts]
+        listed = {id(member.actor) for _, group in sets for member in group}
         by_role: dict[str, list[Member]] = {}
         for member in starting:
             if id(member.actor) not in listed:
                 by_role.setdefault(member.role, []).append(member)
         sets += by_role.items()
-        members = [member for _, of_set in sets for member in of_set]
+        members = [member for _, group in sets for member in group]
         answers = self._ask(members, timeout_s)
 
         rows: list[ProcessRow] = []
         processes = []
-        for role, of_set in sets:
-            by_rank = {member.rank: answers[id(member.actor)] for member in of_set}
-            for member in of_set:
+        for role, group in sets:
+            by_rank = {member.rank: answers[id(member.actor)] for member in group}
+            for member in group:
                 rows.append(_row(role, member, by_rank))
                 if member.process_info is not None:
                     processes.append((role, member.rank, member.process_info))
@@ -265,7 +265,7 @@ class _StatusThread(threading.Thread):
         super().__init__(name="status", daemon=True)
         self._folder = folder
         self._supervisor = supervisor
-        self._census = Census()
+        self._poll = ProcessPoll()
         self._told_to_end = threading.Event()
         self._rows: tuple[ProcessRow, ...] = ()
         self._processes: tuple[Located, ...] = ()
@@ -275,7 +275,7 @@ class _StatusThread(threading.Thread):
         pause_s = _PAUSE_S
         while not self._told_to_end.is_set():
             try:
-                pause_s = _PAUSE_S + _PAUSE_PER_PROCESS_S * self._take_census()
+                pause_s = _PAUSE_S + _PAUSE_PER_PROCESS_S * self._poll_processes()
                 # What `end` writes is the last word.
                 if self._told_to_end.is_set():
                     return
@@ -298,16 +298,16 @@ class _StatusThread(threading.Thread):
         self._processes = ()
         write_status(self._folder, self._status(ended, 0.0))
 
-    def _take_census(self) -> int:
+    def _poll_processes(self) -> int:
         """Ask all processes; return how many there are."""
         if CLUSTER_LOSS.has_happened:
             return 0
-        if not ROSTER.groups:
+        if not REGISTRY.groups:
             # What was there has ended, as the processes of a warm start do.
             self._rows = ()
             self._processes = ()
             return 0
-        present = self._census.take(_ANSWERS_S)
+        present = self._poll.take(_ANSWERS_S)
         host = socket.gethostname()
         self._rows = tuple(merged(present.rows))
         self._processes = tuple(

@@ -561,9 +561,9 @@ _RESTORED = ("restart", "go back")
 def restarts(run: RunLines) -> Iterator[Evidence | None]:
     """Yield drivers that were lost, and processes that were started again."""
     lost = [
-        (stint, after)
-        for stint, after in zip_longest(run.history, run.history[1:])
-        if stint.ending in ("failed", "killed")
+        (segment, after)
+        for segment, after in zip_longest(run.history, run.history[1:])
+        if segment.ending in ("failed", "killed")
     ]
     if lost:
         count = len(lost)
@@ -573,7 +573,8 @@ def restarts(run: RunLines) -> Iterator[Evidence | None]:
         )
         # Who is killed notes no step; the next driver goes on with one that it saved.
         steps = [
-            stint.last_step or (after or stint).first_step for stint, after in lost
+            segment.last_step or (after or segment).first_step
+            for segment, after in lost
         ]
         yield Evidence(seen, HISTORY, min(steps), max(steps), count, count, 0)
 

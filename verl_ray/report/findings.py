@@ -52,13 +52,13 @@ from verl_ray.report.evidence import (
 )
 from verl_ray.report.lines import Line, RunLines
 from verl_ray.tracking.base import HELD_OUT
-from verl_ray.tracking.history import Stint
+from verl_ray.tracking.history import RunSegment
 
 
 def findings(
     lines: Sequence[Line],
     config: Mapping[str, object],
-    history: Sequence[Stint] = (),
+    history: Sequence[RunSegment] = (),
     faults: Sequence[Mapping[str, object]] = (),
 ) -> list[Finding]:
     """Return what the record of a run shows, the worst first.

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from verl_ray.tracking.base import GLOBAL_STEP, HELD_OUT
 from verl_ray.tracking.comparison import is_lower_better
-from verl_ray.tracking.history import Stint
+from verl_ray.tracking.history import RunSegment
 
 Line = Mapping[str, float]
 """Metrics of a step by their names, `training/global_step` among them."""
@@ -79,7 +79,7 @@ class RunLines:
 
     lines: Sequence[Line]
     config: Mapping[str, object]
-    history: Sequence[Stint] = ()
+    history: Sequence[RunSegment] = ()
     faults: Sequence[Mapping[str, object]] = ()
     """Lines of faults.jsonl."""
 

@@ -234,8 +234,8 @@ def _run(record: RunRecord, blocks: Blocks, stride: int) -> dict[str, Any]:
         values = [line.get(name, math.nan) for line in shown]
         metrics.append([name, blocks.add_numbers(values)])
 
-    total_s = wall_s(list(record.stints)) if record.stints else None
-    stints = list(record.stints)
+    total_s = wall_s(list(record.segments)) if record.segments else None
+    segments = list(record.segments)
     return {
         "name": record.name,
         "folder": str(record.folder),
@@ -254,14 +254,14 @@ def _run(record: RunRecord, blocks: Blocks, stride: int) -> dict[str, Any]:
         "findings": [
             asdict(item)
             for item in findings(
-                lines, record.config, history=record.stints, faults=record.faults
+                lines, record.config, history=record.segments, faults=record.faults
             )
         ],
-        "stints": [asdict(stint) for stint in record.stints],
+        "segments": [asdict(segment) for segment in record.segments],
         "phases": list(phase_names(names).items()),
         "durations": list(
             phase_durations(
-                lines, total_s, starting_s(stints), preparing_s(stints)
+                lines, total_s, starting_s(segments), preparing_s(segments)
             ).items()
         ),
         "memory": _memory(lines),

@@ -35,8 +35,8 @@ from verl_ray.tracking.evaluations import (
 from verl_ray.tracking.history import (
     FAULTS,
     HISTORY,
-    Stint,
-    killed_stint,
+    RunSegment,
+    killed_segment,
     read_history,
 )
 from verl_ray.tracking.jsonl import METRICS, read_metrics, step_of
@@ -93,7 +93,7 @@ class RunRecord:
     lines: Sequence[Line]
     """Lines of metrics.jsonl, each with `training/global_step`, which increases."""
 
-    stints: Sequence[Stint]
+    segments: Sequence[RunSegment]
     status: RunStatus | None
     state: State
     scores: Mapping[int, HeldOutScores]
@@ -160,7 +160,7 @@ class RunRecord:
     @property
     def command(self) -> str:
         """The command that started the last process; empty where none was noted."""
-        return str(self.stints[-1].command) if self.stints else ""
+        return str(self.segments[-1].command) if self.segments else ""
 
     @property
     def reason(self) -> str:
@@ -191,16 +191,18 @@ def read_run(folder: Path, most_rows: int = 0) -> RunRecord:
     damage: list[str] = []
     config = read_config(folder, damage)
     lines = _lines(folder / METRICS, damage)
-    stints, status, state = _processes(folder, bool(lines), damage)
-    record = RunRecord(folder, config, lines, stints, status, state, {}, damage=damage)
-    if state in ("killed", "silent") and stints and stints[-1].ending == "running":
-        lost = killed_stint(stints[-1], folder / METRICS)
-        stints[-1] = replace(lost, last_step=record.step)
+    segments, status, state = _processes(folder, bool(lines), damage)
+    record = RunRecord(
+        folder, config, lines, segments, status, state, {}, damage=damage
+    )
+    if state in ("killed", "silent") and segments and segments[-1].ending == "running":
+        lost = killed_segment(segments[-1], folder / METRICS)
+        segments[-1] = replace(lost, last_step=record.step)
     if not most_rows:
         return record
 
     # A run that began anew may leave files of the one before.
-    begun_s = stints[0].begun_s if stints else 0.0
+    begun_s = segments[0].begun_s if segments else 0.0
     trace, skipped_bytes = _trace(folder / TRACE, begun_s, damage)
     return replace(
         record,
@@ -208,7 +210,7 @@ def read_run(folder: Path, most_rows: int = 0) -> RunRecord:
         sampled=read_rows(folder, most_rows, damage),
         faults=read_faults(folder, begun_s, damage),
         log_errors=_log_errors(folder / "logs", damage),
-        versions=_versions(stints, folder / "checkpoints"),
+        versions=_versions(segments, folder / "checkpoints"),
         trace=trace,
         skipped_trace_bytes=skipped_bytes,
     )
@@ -320,11 +322,11 @@ def _evaluations(
 
 def _processes(
     folder: Path, has_lines: bool, damage: list[str]
-) -> tuple[list[Stint], RunStatus | None, State]:
+) -> tuple[list[RunSegment], RunStatus | None, State]:
     """Return the processes of a run, the status of the last one, and how it stands."""
-    stints: list[Stint] = []
+    segments: list[RunSegment] = []
     with noting(damage):
-        stints = read_history(folder)
+        segments = read_history(folder)
     status = None
     try:
         status = read_status(folder)
@@ -332,23 +334,23 @@ def _processes(
         damage.append(f"{STATUS} cannot be read: {error}")
     # Its supervisor starts the next process, or waits for what refuses it.
     if status is not None and status.is_followed:
-        return stints, None, "running"
+        return segments, None, "running"
     # While a process starts, the status is still that of the one before.
-    if stints and status is not None and not stints[-1].has_written(status):
+    if segments and status is not None and not segments[-1].has_written(status):
         status = None
-    return stints, status, _state(folder, stints, status, has_lines)
+    return segments, status, _state(folder, segments, status, has_lines)
 
 
 def _state(
     folder: Path,
-    stints: Sequence[Stint],
+    segments: Sequence[RunSegment],
     status: RunStatus | None,
     has_lines: bool,
 ) -> State:
     """Return how the run stands, from its last process."""
-    if not stints:
+    if not segments:
         return "silent" if has_lines else "new"
-    ending = stints[-1].ending
+    ending = segments[-1].ending
     if ending != "running":
         return ending
 
@@ -356,7 +358,7 @@ def _state(
     if owner is not None and owner.is_visible:
         return "killed" if owner.has_ended else "running"
     # Its driver is on another machine, so the age of its last words has to do.
-    last_s = max(stints[-1].begun_s, 0.0 if status is None else status.written)
+    last_s = max(segments[-1].begun_s, 0.0 if status is None else status.written)
     with contextlib.suppress(OSError):
         last_s = max(last_s, (folder / METRICS).stat().st_mtime)
     return "silent" if time.time() - last_s > SILENCE_S else "running"
@@ -405,12 +407,12 @@ def _is_before(time_s: object, begun_s: float) -> bool:
     return isinstance(time_s, int | float) and time_s < begun_s
 
 
-def _versions(stints: Sequence[Stint], folder: Path) -> dict[str, str]:
+def _versions(segments: Sequence[RunSegment], folder: Path) -> dict[str, str]:
     """Return the versions of packages that the last process has noted.
 
     Records of earlier versions have them only in the newest whole checkpoint.
     """
-    noted = stints[-1].versions if stints else None
+    noted = segments[-1].versions if segments else None
     # The file may hold anything.
     if noted and isinstance(noted, Mapping):
         return {str(name): str(version) for name, version in noted.items()}

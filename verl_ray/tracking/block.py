@@ -36,7 +36,7 @@ from verl_ray.profiling.process_table import IDLE, ProcessRow, read_status
 from verl_ray.rewards.health import ScoreHealth
 from verl_ray.tracking.base import GLOBAL_STEP, HELD_OUT
 from verl_ray.tracking.history import (
-    Stint,
+    RunSegment,
     phase_durations,
     read_history,
     wall_s,
@@ -360,7 +360,7 @@ class RunView:
         for row in self.rows:
             if row.role != _DRIVER:
                 by_role.setdefault(row.role, []).append(row)
-        parts = [_role(role, of_role) for role, of_role in by_role.items()]
+        parts = [_role(role, role_rows) for role, role_rows in by_role.items()]
         return _flow("processes", parts, columns)[:_MOST_LINES]
 
     def _warnings(self) -> list[Text]:
@@ -506,11 +506,11 @@ class LiveBlock:
         self._folder = folder
         self._begun_s = time.monotonic()
         self._has_ended = threading.Event()
-        self._stints: list[Stint] = []
+        self._segments: list[RunSegment] = []
         if folder is not None:
             # Damage to it ends no run, and is reported where the run begins.
             with contextlib.suppress(TrackingError):
-                self._stints = read_history(folder)
+                self._segments = read_history(folder)
 
     @property
     def columns(self) -> int:
@@ -541,8 +541,8 @@ class LiveBlock:
         view.doing = PHASES.glance()
         view.warnings = WARNINGS.last
         view.elapsed_s = time.monotonic() - self._begun_s
-        if self._stints:
-            view.elapsed_s = wall_s(self._stints)
+        if self._segments:
+            view.elapsed_s = wall_s(self._segments)
         return view.lines(columns, rows)
 
     def _look(self, folder: Path) -> None:

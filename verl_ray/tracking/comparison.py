@@ -42,20 +42,20 @@ def intervals(scores: HeldOutScores) -> dict[str, Interval]:
     """
     scores = with_group_metrics(scores)
     names = dict.fromkeys(scores.metrics)
-    of_metrics = {
+    metric_intervals = {
         name: bootstrap(scores.of(name), weights=scores.weights_of(name))
         for name in names
     }
     # The exponential rises, so it maps the bounds of a loss to those of its perplexity.
-    if LOSS in of_metrics:
-        loss = of_metrics[LOSS]
-        of_metrics[PERPLEXITY] = Interval(
+    if LOSS in metric_intervals:
+        loss = metric_intervals[LOSS]
+        metric_intervals[PERPLEXITY] = Interval(
             mean=perplexity_of(loss.mean),
             low=perplexity_of(loss.low),
             high=perplexity_of(loss.high),
             prompts=loss.prompts,
         )
-    return of_metrics
+    return metric_intervals
 
 
 def paired_differences(
@@ -169,9 +169,9 @@ def compared_rows(models: Sequence[ComparedModel]) -> list[ComparedRow]:
     names = dict.fromkeys(name for model in models for name in model.metrics)
     rows = []
     for metric in names:
-        for model, of_model in zip(models, changes, strict=True):
+        for model, model_changes in zip(models, changes, strict=True):
             interval = model.intervals.get(metric, _UNKNOWN)
-            change = of_model.get(metric, _UNKNOWN)
+            change = model_changes.get(metric, _UNKNOWN)
             row = ComparedRow(
                 metric=metric,
                 name=model.name,
@@ -225,8 +225,8 @@ def show_comparison(
     console = plain_console(stream, width)
     console.print()
     console.print(title, soft_wrap=True)
-    for metric, of_metric in _core(rows):
-        console.print(_table(metric.removeprefix(HELD_OUT), of_metric))
+    for metric, metric_rows in _core(rows):
+        console.print(_table(metric.removeprefix(HELD_OUT), metric_rows))
 
 
 def _table(title: str, rows: Sequence[ComparedRow]) -> Table:

@@ -313,20 +313,20 @@ def _values(name: ScoreName, scores: HeldOutScores) -> Mapping[ScoreName, Float6
     answers = scores.answers
     has_answers = answers is not None and bool((answers != NO_ANSWER).any())
 
-    of_metrics: dict[ScoreName, Float64s] = {}
+    metric_values: dict[ScoreName, Float64s] = {}
     for k in sample_sizes(group_size):
         if is_accuracy:
             pass_k = name.aside.with_statistic(f"pass@{k}/mean")
-            of_metrics[pass_k] = pass_at(values, k)
+            metric_values[pass_k] = pass_at(values, k)
         if k == 1:
             continue
         place = name if k == group_size else name.aside
-        of_metrics[place.with_statistic(f"best@{k}/mean")] = best_of(values, k)
+        metric_values[place.with_statistic(f"best@{k}/mean")] = best_of(values, k)
         if has_answers:
             assert answers is not None
             maj_k = place.with_statistic(f"maj@{k}/mean")
-            of_metrics[maj_k] = majority_of(values, answers, k)
-    return of_metrics
+            metric_values[maj_k] = majority_of(values, answers, k)
+    return metric_values
 
 
 # ------------------------------------------------------------------------- responses

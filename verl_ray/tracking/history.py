@@ -33,7 +33,7 @@ Ending = Literal["running", "finished", "stopped", "failed", "killed"]
 
 
 @dataclass(frozen=True)
-class Stint:
+class RunSegment:
     """The part of a run that one process made."""
 
     begun_s: float
@@ -75,7 +75,7 @@ class Stint:
         return self.driver == status.driver
 
 
-def begin_stint(
+def begin_segment(
     run_dir: Path,
     step: int,
     begun_s: float,
@@ -91,33 +91,33 @@ def begin_stint(
         step: Number of finished steps. With 0 the run begins anew, and so does its
             history, unless the process before was killed.
         begun_s: Time at which the process began, in seconds since 1970.
-        command: See `Stint`, like `versions`.
+        command: See `RunSegment`, like `versions`.
         versions: See there.
         follows: Whether the supervisor has started it after another one.
 
     Raises:
         TrackingError: The history cannot be written.
     """
-    stints: list[Stint] = []
+    segments: list[RunSegment] = []
     # The history is not the state of a run, so damage to it ends none.
     try:
-        stints = read_history(run_dir)
+        segments = read_history(run_dir)
     except TrackingError as error:
         print(f"warning: {error}", file=sys.stderr, flush=True)
-    was_killed = bool(stints) and stints[-1].ending == "running"
+    was_killed = bool(segments) and segments[-1].ending == "running"
     if was_killed:
-        stints[-1] = killed_stint(stints[-1], run_dir / METRICS)
+        segments[-1] = killed_segment(segments[-1], run_dir / METRICS)
     # A driver that died before it had a state to leave was of the same run.
     if step == 0 and not (follows or was_killed):
-        stints.clear()
+        segments.clear()
 
-    begun = Stint(begun_s, None, step, None, "running", command=command)
+    begun = RunSegment(begun_s, None, step, None, "running", command=command)
     driver = str(Owner.here())
-    stints.append(replace(begun, versions=dict(versions or {}), driver=driver))
-    _write(run_dir, stints)
+    segments.append(replace(begun, versions=dict(versions or {}), driver=driver))
+    _write(run_dir, segments)
 
 
-def ready_stint(run_dir: Path, step: int, preparing_s: float = 0.0) -> None:
+def ready_segment(run_dir: Path, step: int, preparing_s: float = 0.0) -> None:
     """Note that the process that began last has started everything.
 
     Args:
@@ -128,18 +128,18 @@ def ready_stint(run_dir: Path, step: int, preparing_s: float = 0.0) -> None:
     Raises:
         TrackingError: The history cannot be read or written.
     """
-    stints = read_history(run_dir)
-    if stints:
+    segments = read_history(run_dir)
+    if segments:
         ready = replace(
-            stints[-1],
+            segments[-1],
             first_step=step,
             ready_s=time.time(),
             preparing_s=preparing_s,
         )
-        _write(run_dir, [*stints[:-1], ready])
+        _write(run_dir, [*segments[:-1], ready])
 
 
-def end_stint(run_dir: Path, step: int, ending: Ending) -> None:
+def end_segment(run_dir: Path, step: int, ending: Ending) -> None:
     """Note that the process that began last has ended.
 
     Args:
@@ -150,17 +150,17 @@ def end_stint(run_dir: Path, step: int, ending: Ending) -> None:
     Raises:
         TrackingError: The history cannot be read or written.
     """
-    stints = read_history(run_dir)
+    segments = read_history(run_dir)
     # Somebody may have removed the file in the meantime.
-    if not stints:
+    if not segments:
         return
 
-    *before, last = stints
+    *before, last = segments
     ended = replace(last, ended_s=time.time(), last_step=step, ending=ending)
     _write(run_dir, [*before, ended])
 
 
-def read_history(run_dir: Path) -> list[Stint]:
+def read_history(run_dir: Path) -> list[RunSegment]:
     """Return the processes of a run in order; none where there is no history.
 
     Raises:
@@ -170,7 +170,7 @@ def read_history(run_dir: Path) -> list[Stint]:
     if not path.exists():
         return []
     try:
-        return [Stint(**json.loads(line)) for line in lines_of(path.read_bytes())]
+        return [RunSegment(**json.loads(line)) for line in lines_of(path.read_bytes())]
     except (OSError, ValueError, TypeError) as error:
         raise TrackingError(
             f"{path}: cannot be read ({error!r}); without it, nobody knows how long"
@@ -185,58 +185,58 @@ def first_begun_s(run_dir: Path) -> float | None:
     no history, or none that can be read.
     """
     with contextlib.suppress(TrackingError):
-        stints = read_history(run_dir)
-        if stints:
-            return stints[0].begun_s
+        segments = read_history(run_dir)
+        if segments:
+            return segments[0].begun_s
     return None
 
 
-def killed_stint(stint: Stint, metrics: Path) -> Stint:
+def killed_segment(segment: RunSegment, metrics: Path) -> RunSegment:
     """Return the part of a process that could not note its end.
 
     Args:
-        stint: The part as it is on record, which still runs.
+        segment: The part as it is on record, which still runs.
         metrics: The metrics.jsonl of the run, which was written last before the end.
     """
-    ended_s = stint.begun_s
+    ended_s = segment.begun_s
     with contextlib.suppress(OSError):
         ended_s = max(ended_s, metrics.stat().st_mtime)
-    return replace(stint, ended_s=ended_s, ending="killed")
+    return replace(segment, ended_s=ended_s, ending="killed")
 
 
-def wall_s(stints: list[Stint]) -> float:
+def wall_s(segments: list[RunSegment]) -> float:
     """Return how long all processes of a run took together, in seconds."""
     now_s = time.time()
     total_s = 0.0
-    for stint in stints:
-        ended_s = now_s if stint.ended_s is None else stint.ended_s
-        total_s += max(0.0, ended_s - stint.begun_s)
+    for segment in segments:
+        ended_s = now_s if segment.ended_s is None else segment.ended_s
+        total_s += max(0.0, ended_s - segment.begun_s)
     return total_s
 
 
-def preparing_s(stints: list[Stint]) -> float:
+def preparing_s(segments: list[RunSegment]) -> float:
     """Return how long the processes of a run made its inputs, in seconds."""
-    return sum(stint.preparing_s for stint in stints)
+    return sum(segment.preparing_s for segment in segments)
 
 
-def starting_s(stints: list[Stint]) -> float:
+def starting_s(segments: list[RunSegment]) -> float:
     """Return how long the processes of a run took until all was started, in seconds.
 
     The time in which they made its inputs is not a part of it. A process that has ended
     before it was ready did nothing else.
     """
     total_s = 0.0
-    for stint in stints:
-        ready_s = stint.ended_s if stint.ready_s is None else stint.ready_s
+    for segment in segments:
+        ready_s = segment.ended_s if segment.ready_s is None else segment.ready_s
         if ready_s is not None and (
-            stint.ready_s or stint.last_step == stint.first_step
+            segment.ready_s or segment.last_step == segment.first_step
         ):
-            total_s += max(0.0, ready_s - stint.begun_s - stint.preparing_s)
+            total_s += max(0.0, ready_s - segment.begun_s - segment.preparing_s)
     return total_s
 
 
-def _write(run_dir: Path, stints: list[Stint]) -> None:
-    lines = "".join(json.dumps(asdict(stint)) + "\n" for stint in stints)
+def _write(run_dir: Path, segments: list[RunSegment]) -> None:
+    lines = "".join(json.dumps(asdict(segment)) + "\n" for segment in segments)
     path = run_dir / HISTORY
     try:
         replace_file(path, lines.encode())

@@ -11,7 +11,7 @@ import pytest
 
 from controllers.command_line import main
 from verl_ray.data.ledger import LEDGER, NO_SPREAD, Ledger
-from verl_ray.tracking.history import begin_stint, end_stint
+from verl_ray.tracking.history import begin_segment, end_segment
 
 
 def ids(*ordinals: int) -> np.ndarray:
@@ -292,9 +292,9 @@ def test_the_last_batch_of_a_finished_run_is_missed(
     ledger = started(tmp_path)
     step(ledger, 1, 0, 1)
     step(ledger, 2, 2, 3)
-    begin_stint(tmp_path, 0, 0.0)
+    begin_segment(tmp_path, 0, 0.0)
     printed(capsys, tmp_path)
-    end_stint(tmp_path, 3, "finished")
+    end_segment(tmp_path, 3, "finished")
     assert main(["ledger", str(tmp_path)]) == 1
     assert (
         "step 3, the last of the finished run, is missing: the last trained ones are"

@@ -25,7 +25,7 @@ from verl_ray.profiling.process_table import (
     uptime_s,
     write_status,
 )
-from verl_ray.tracking.history import begin_stint
+from verl_ray.tracking.history import begin_segment
 
 
 def line(step: int, **metrics: float | None) -> str:
@@ -95,7 +95,7 @@ def test_the_block_is_that_of_the_status_and_the_history(run: Path) -> None:
     count = Count(3, 16, "responses scored")
     write_status(run, status_here(count=count, warnings=("the disk is full",)))
     assert status_of(run).count == count
-    begin_stint(run, 0, begun_s=1.0)
+    begin_segment(run, 0, begun_s=1.0)
     watched = WatchedRun(run, status_of(run))
     watched.look()
     assert watched.view.elapsed_s is not None and watched.view.elapsed_s > 1e9
@@ -144,7 +144,7 @@ def test_another_driver_may_follow_one_that_was_killed(
     assert not watched.has_ended
     assert "ended: WorkerDied, 0 s ago; another driver may" in watched.view.doing.text
     # Somebody has set the clock back in the meantime.
-    begin_stint(run, 2, begun_s=time.time() - 3600)
+    begin_segment(run, 2, begun_s=time.time() - 3600)
     drive_by(run, Owner.of(os.getppid()))
     monkeypatch.setattr(watch, "_PATIENCE_S", 0.0)
     watched.look()

@@ -27,7 +27,7 @@ from verl_ray.config.load import to_tree
 from verl_ray.errors import ConfigError
 from verl_ray.rewards.functions import exact_match
 from verl_ray.rewards.specs import load
-from verl_ray.tracking.history import begin_stint
+from verl_ray.tracking.history import begin_segment
 
 LOCK = threading.Lock()
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
@@ -151,7 +151,7 @@ def test_a_run_of_an_earlier_version_has_a_result(tmp_path: Path) -> None:
     config: dict[str, Any] = to_tree(compose("quickstart"))
     del config["run"]["resolved"]
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    begin_stint(tmp_path, 3, begun_s=0.0)
+    begin_segment(tmp_path, 3, begun_s=0.0)
     result = result_of(str(tmp_path))
     assert result is not None and (result.state, result.steps) == ("running", 3)
 

@@ -33,7 +33,7 @@ from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import ConfigError, Interrupted, RewardError
 from verl_ray.tracking import Trackers
 from verl_ray.tracking.evaluations import HeldOutScores
-from verl_ray.tracking.history import begin_stint, end_stint, read_history
+from verl_ray.tracking.history import begin_segment, end_segment, read_history
 from verl_ray.tracking.jsonl import JsonlTracker
 
 SUMS = "val-core/sums/acc/mean@1"
@@ -94,9 +94,11 @@ def test_a_finished_run_reports_what_its_record_holds(
         f" run.resume={tmp_path}/checkpoints/step_00000003\n" in text
     )
 
-    (stint,) = read_history(tmp_path)
-    assert stint.ending == "finished" and stint.command == "verl-ray train run.seed=1"
-    assert {"torch", "ray", "transformers"} <= stint.versions.keys()
+    (segment,) = read_history(tmp_path)
+    assert (
+        segment.ending == "finished" and segment.command == "verl-ray train run.seed=1"
+    )
+    assert {"torch", "ray", "transformers"} <= segment.versions.keys()
     assert SUMS in (tmp_path / "report.txt").read_text()
 
 
@@ -114,7 +116,7 @@ def test_a_run_that_was_broken_off_reports_the_same(
     concluding(config, recorded(config, {0: 2}, steps=2)).break_off(failure)
     text = capsys.readouterr().out
     assert f"{ending} after step 2 of 9" in text and "generation" in text
-    assert [stint.ending for stint in read_history(tmp_path)] == [ending]
+    assert [segment.ending for segment in read_history(tmp_path)] == [ending]
 
     # Before the first line there is only the time to report.
     (tmp_path / "metrics.jsonl").unlink()
@@ -134,7 +136,7 @@ def test_a_terminal_that_is_gone_costs_no_page(
     config = inputs.config("ppo", tmp_path, "run.total_steps=9")
     concluding(config, recorded(config, {0: 2}, steps=2)).break_off(RewardError("y"))
     assert (tmp_path / "report.html").exists()
-    assert [stint.ending for stint in read_history(tmp_path)] == ["failed"]
+    assert [segment.ending for segment in read_history(tmp_path)] == ["failed"]
 
 
 def test_a_setting_that_was_refused_has_no_report(
@@ -191,8 +193,8 @@ def test_a_gain_that_is_missing_says_which_way_it_went(
 
 def finished(config: RLConfig, ending: str = "finished") -> None:
     write_checkpoints(config, 2, 3)
-    begin_stint(Path(config.run.dir), 0, 1.0)
-    end_stint(Path(config.run.dir), 3, ending)  # type: ignore[arg-type]
+    begin_segment(Path(config.run.dir), 0, 1.0)
+    end_segment(Path(config.run.dir), 3, ending)  # type: ignore[arg-type]
 
 
 def test_a_finished_run_says_so_before_anything_starts(
@@ -254,7 +256,7 @@ def _damage_checkpoint(config: RLConfig) -> None:
 
 
 def _stop(config: RLConfig) -> None:
-    end_stint(Path(config.run.dir), 3, "stopped")
+    end_segment(Path(config.run.dir), 3, "stopped")
 
 
 def _forget(config: RLConfig) -> None:

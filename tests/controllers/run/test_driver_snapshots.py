@@ -26,7 +26,7 @@ from verl_ray.checkpoint.snapshot_files import (
 from verl_ray.errors import TrackingError
 from verl_ray.ownership import Owner, remove_stale
 from verl_ray.private_files import shared_folder
-from verl_ray.tracking.history import HISTORY, begin_stint
+from verl_ray.tracking.history import HISTORY, begin_segment
 
 RUN = {
     "name": "grpo-20260101-000000",
@@ -146,12 +146,12 @@ def test_only_the_same_run_goes_on_from_a_part(run: str) -> None:
 
 
 def test_a_run_whose_folder_was_removed_does_not_come_back(run: str) -> None:
-    begin_stint(Path(run), 0, begun_s=1.0)
+    begin_segment(Path(run), 0, begun_s=1.0)
     write(run, 5)
     assert left_snapshots(run, None, Owner.here()) is not None
     (Path(run) / HISTORY).unlink()
     assert left_snapshots(run, None, Owner.here()) is None
-    begin_stint(Path(run), 0, begun_s=2.0)
+    begin_segment(Path(run), 0, begun_s=2.0)
     assert left_snapshots(run, None, Owner.here()) is None
 
 

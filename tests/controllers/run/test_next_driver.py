@@ -28,7 +28,7 @@ from verl_ray.errors import (
 from verl_ray.ownership import Owner
 from verl_ray.profiling.process_table import read_status, uptime_s, write_status
 from verl_ray.report.record import read_run
-from verl_ray.tracking.history import begin_stint
+from verl_ray.tracking.history import begin_segment
 
 RULE = "another process listens on it"
 TAKEN = Problem("rollout.endpoint.port", 80, RULE, "Free it.", may_pass=True)
@@ -57,7 +57,7 @@ def run(tmp_path: Path) -> Path:
     killed = replace(here, started=here.started + 1)
     status = status_here(driver=str(killed), supervisor=str(SUPERVISOR))
     write_status(folder, status)
-    begin_stint(folder, 0, begun_s=1.0)
+    begin_segment(folder, 0, begun_s=1.0)
     drive_by(folder, killed)
     return folder
 

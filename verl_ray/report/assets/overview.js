@@ -27,7 +27,7 @@ function facts(run) {
   const total = run.totalSteps === null ? "" : ` of ${grouped(run.totalSteps)}`;
   const shown = [
     [grouped(run.step) + total, "steps"],
-    [duration(run.wallS), run.stints.length > 1 ? `time, in ${run.stints.length} processes` : "time"],
+    [duration(run.wallS), run.segments.length > 1 ? `time, in ${run.segments.length} processes` : "time"],
     [run.tokens ? compact(run.tokens) : "–", "tokens learned from"],
   ];
   const main = run.heldOut[0];
@@ -106,13 +106,13 @@ function keyCharts(report, numbers) {
 }
 
 function factTable(run) {
-  const stints = run.stints.map((stint) => [
-    utc(stint.begun_s, 19),
-    { number: stint.ended_s === null ? "–" : duration(stint.ended_s - stint.begun_s) },
-    { number: `${stint.first_step} to ${stint.last_step ?? "?"}` }, visible(stint.ending)]);
+  const segments = run.segments.map((segment) => [
+    utc(segment.begun_s, 19),
+    { number: segment.ended_s === null ? "–" : duration(segment.ended_s - segment.begun_s) },
+    { number: `${segment.first_step} to ${segment.last_step ?? "?"}` }, visible(segment.ending)]);
   return element("div", {},
     table(["", ""], run.facts.map(([title, value]) => [element("span", { class: "quiet" }, title), recorded(value, title === "command" ? "mono" : "")])),
-    stints.length ? table(["process began", { number: "took" }, { number: "steps" }, "ended"], stints) : "");
+    segments.length ? table(["process began", { number: "took" }, { number: "steps" }, "ended"], segments) : "");
 }
 
 function runTable(report) {
