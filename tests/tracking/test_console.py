@@ -1,11 +1,15 @@
 """The line that a person watches."""
 
 import io
+import itertools
 import json
+import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.text import Text
 
 from tests.tracking.terminals import Screen, Terminal
 from tests.waiting import PATIENCE_S
@@ -14,6 +18,7 @@ from verl_ray.profiling.phases import PHASES
 from verl_ray.tracking import block as block_module
 from verl_ray.tracking.block import duration_text, live_block
 from verl_ray.tracking.console import ConsoleTracker
+from verl_ray.tracking.terminal import LiveLines
 
 STEP = {
     "critic/rewards/mean": 0.53125,
@@ -155,6 +160,35 @@ def test_a_disk_that_hangs_holds_up_nothing_that_is_printed(
         block.print_above(["a table"])
         assert seen(terminal)[0] == "a table" and not answers.is_set()
         answers.set()
+
+
+@pytest.fixture
+def eager_threads() -> Iterator[None]:
+    """Threads take turns as often as Python lets them."""
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval_s)
+
+
+def test_threads_that_print_at_once_lose_nothing(
+    terminal: Terminal, eager_threads: None
+) -> None:
+    heights = itertools.cycle([2, 3, 4])
+    block = LiveLines(terminal, lambda columns, rows: [Text("block")] * next(heights))
+
+    def print_above(name: str) -> None:
+        for number in range(50):
+            block.paint([Text(f"{name}{number}")])
+
+    threads = [threading.Thread(target=print_above, args=(name,)) for name in "abcd"]
+    with block.shown():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    expected = [f"{name}{number}" for name in "abcd" for number in range(50)]
+    assert sorted(seen(terminal)) == sorted(expected)
 
 
 @pytest.mark.parametrize(("name", "value"), [("TERM", "dumb"), ("CI", "true")])

@@ -376,13 +376,15 @@ _GAP_TEXT = Text(_GAP)
 
 def _flow(label: str, parts: Sequence[Text], columns: int) -> list[Text]:
     """Return parts behind a label, in lines that are broken only between two parts."""
+    start = f"{label:<{_LABEL}}" if label else ""
+    indent = " " * len(start) or _GAP
+
     lines: list[Text] = []
     for part in parts:
         if lines and lines[-1].cell_len + len(_GAP) + part.cell_len <= columns:
             lines[-1].append(_GAP).append_text(part)
         else:
-            start = "" if lines else label
-            lines.append(Text.assemble((f"{start:<{_LABEL}}", "dim"), part))
+            lines.append(Text.assemble((indent if lines else start, "dim"), part))
     return lines
 
 
@@ -512,14 +514,10 @@ class LiveBlock:
             with contextlib.suppress(TrackingError):
                 self._segments = read_history(folder)
 
-    @property
-    def columns(self) -> int:
-        """Columns that a line above the block may have."""
-        return self.terminal.columns
-
-    def print_above(self, lines: Sequence[str]) -> None:
-        """Print lines above the block, which stay."""
-        self.terminal.paint([Text(printable(line)) for line in lines])
+    def print_above(self, parts: Sequence[str]) -> None:
+        """Print the parts of a line above the block, which stay."""
+        texts = [Text(printable(part)) for part in parts]
+        self.terminal.paint(_flow("", texts, self.terminal.columns))
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:

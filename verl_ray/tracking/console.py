@@ -109,7 +109,7 @@ class ConsoleTracker(Tracker):
 
     def _print_passing(self, block: LiveBlock) -> None:
         """Print the last line above the block, if it is not there yet."""
-        block.print_above(_wrapped(self._passing, block.columns))
+        block.print_above(self._passing)
         self._passing = []
 
 
@@ -137,17 +137,6 @@ def step_parts(course: Course) -> list[str]:
     if course.remaining_s is not None:
         parts.append(f"{duration_text(course.remaining_s)} left")
     return parts
-
-
-def _wrapped(parts: Sequence[str], width: int) -> list[str]:
-    """Return the lines of a step, which are broken only between two parts."""
-    lines: list[str] = []
-    for part in parts:
-        if lines and len(lines[-1]) + len(_GAP) + len(part) <= width:
-            lines[-1] += _GAP + part
-        else:
-            lines.append(_GAP + part if lines else part)
-    return lines
 
 
 # ---------------------------------------------------------------- the report at the end

@@ -2,12 +2,11 @@
 
 Invariant: the lines stand on the terminal once, below everything else that this process
 prints, also after its size has changed; when they end, they are gone. They are painted
-by one thread at a time, and each time with one write. `rich.live` is not used, since it
-counts the rows of what it painted by the old width, and two threads that paint may
-overtake each other. The cursor stays visible, so that nothing is amiss after a process
-that is killed. What a process writes to the terminal by other ways than `sys.stdout`
-and `sys.stderr` is not noticed. What it prints there appears also if the lines cannot
-be made, but the beginning of a line is held back until its end.
+by one thread at a time, and each time with one write. The cursor stays visible, so that
+nothing is amiss after a process that is killed. What a process writes to the terminal
+by other ways than `sys.stdout` and `sys.stderr` is not noticed. What it prints there
+appears also if the lines cannot be made, but the beginning of a line is held back until
+its end. `rich.live` does not hold this (ARCHITECTURE.md, the live block).
 """
 
 from __future__ import annotations
