@@ -146,6 +146,9 @@ def test_the_session_tells_what_the_cluster_has(cluster: Session) -> None:
     (node,) = cluster.resources()
     assert node.total["CPU"] == 4
     assert cluster.owns_cluster
+    # Ray's own handler would end this process wherever it is.
+    handler = signal.getsignal(signal.SIGTERM)
+    assert not getattr(handler, "__module__", "").startswith("ray")
     with pytest.raises(ClusterError, match="connected to a Ray cluster already"):
         Session.open(None)
 
