@@ -500,8 +500,8 @@ def _reload_token() -> None:
 # variable that is meant for other systems than Linux keeps it on 127.0.0.1. But it
 # outlives a driver that is killed, opens a port for Ray's clients, which is the same
 # for all clusters of a machine, and always starts the dashboard's server. Until an
-# actor replies, it takes 6.4 s of processor time in place of 3.3 s, and 465 MiB in
-# place of 226 MiB (Ray 2.60, two busy cores).
+# actor replies, it takes 6.4 s of processor time in place of 3.0 s, and 465 MiB in
+# place of 243 MiB (Ray 2.60, two busy cores).
 
 
 @contextlib.contextmanager
