@@ -283,11 +283,11 @@ class RolloutRecord:
 
         if rollouts.credit is not None:
             credit = read(rollouts.credit, stall_s)
-            of_loss = advantages_in_loss(
+            learned_from = advantages_in_loss(
                 self._config.algorithm, rows, credit, rollouts.whitening
             )
             is_learned = mask & credit.in_loss[rows.row_of_token]
-            advantages = np.where(is_learned, of_loss, missing)
+            advantages = np.where(is_learned, learned_from, missing)
 
         columns = sampled_columns(rows)
         return {**columns, "log_probs": log_probs, "advantages": advantages}
