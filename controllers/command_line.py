@@ -52,11 +52,11 @@ from verl_ray.cluster.signals import (
 from verl_ray.config.advice import advice_on
 from verl_ray.config.load import to_tree, value_keys
 from verl_ray.config.schema import Config
-from verl_ray.config.suggest import closest, did_you_mean, is_misspelt
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import ConfigError, Interrupted, Problem, VerlRayError
 from verl_ray.paths import refuse_foreign_packages
 from verl_ray.preflight.machine import parse_machine
+from verl_ray.suggest import closest, did_you_mean, is_misspelt
 
 _MODULES_WITH_FLAGS = {
     "export": "controllers.commands.export",

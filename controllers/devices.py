@@ -14,8 +14,8 @@ from typing import Any, Literal, Self
 from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.config.rollout_task import Offloaded, RolloutTaskConfig
-from verl_ray.config.section import resolved
 from verl_ray.rollout.engine_state import EngineMemoryPart
+from verl_ray.settings.section import resolved
 from workers.actor import ActorWorker
 from workers.model_worker import ModelWorker
 

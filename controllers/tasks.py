@@ -19,8 +19,8 @@ from typing import Any
 
 from verl_ray.config.load import parse
 from verl_ray.config.schema import Config
-from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import ConfigError, Problem
+from verl_ray.suggest import did_you_mean
 
 TRAINERS = "controllers.trainers"
 """The package of the tasks' files."""

@@ -15,10 +15,10 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification
 
 from tests.rows import rollouts_of
+from verl_ray.columns.batch import Ragged
+from verl_ray.columns.stages import Finish, Rollouts
 from verl_ray.config.preparation import TinyModelConfig
-from verl_ray.data.batch import Ragged
 from verl_ray.data.fields import as_messages
-from verl_ray.data.stages import Finish, Rollouts
 from verl_ray.data.tokenizers import character_tokenizer, train_bpe
 from verl_ray.models.tiny import Architecture, make_tiny
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from verl_ray.algorithms.estimators import ResponseColumns
-from verl_ray.data.batch import Ragged, offsets_of
-from verl_ray.data.stages import (
+from verl_ray.columns.batch import Ragged, offsets_of
+from verl_ray.columns.stages import (
     Finish,
     Float32,
     LogProbs,

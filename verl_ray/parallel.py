@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl_ray.data.batch import Int64, offsets_of
+from verl_ray.columns.batch import Int64, offsets_of
 from verl_ray.errors import EngineError
 from verl_ray.ops.outputs import TokenOutputs
 

@@ -15,8 +15,8 @@ import sys
 from difflib import get_close_matches
 from pathlib import Path
 
-from verl_ray.config.suggest import either
 from verl_ray.errors import ConfigError, InstallationError, Problem
+from verl_ray.suggest import either
 
 SCRIPT = "VERL_RAY_SCRIPT"
 """Environment variable in which a script that stands for a command names itself."""

@@ -11,19 +11,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from verl_ray.algorithms.credit import response_divergences, token_credit
 from verl_ray.algorithms.losses import TokenLoss
 from verl_ray.algorithms.mismatch import compare_log_probs
-from verl_ray.algorithms.policy_objective import (
-    PolicyObjective,
-    mean_weight,
-    select_tokens,
-)
 from verl_ray.cluster.context import WorkerContext, steering
-from verl_ray.config.algorithm import AlgorithmConfig
-from verl_ray.config.rollout import WireName
-from verl_ray.data.batch import Int64
-from verl_ray.data.stages import (
+from verl_ray.columns.batch import Int64
+from verl_ray.columns.stages import (
     Credit,
     Divergence,
     Float32,
@@ -35,9 +27,17 @@ from verl_ray.data.stages import (
     TrainingBatch,
     Values,
 )
+from verl_ray.config.algorithm import AlgorithmConfig
+from verl_ray.config.rollout import WireName
 from verl_ray.data.token_versions import VersionAges, versions_of_tokens
 from verl_ray.engine.base import EngineSpec, LossAccumulator, LossReport
 from verl_ray.errors import WeightSyncError
+from verl_ray.learning.credit import response_divergences, token_credit
+from verl_ray.learning.policy_objective import (
+    PolicyObjective,
+    mean_weight,
+    select_tokens,
+)
 from verl_ray.ops.installed_torch import leaving_a_core
 from verl_ray.ops.masked import Moments, whiten
 from verl_ray.ops.outputs import RequestedOutputs

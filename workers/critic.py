@@ -5,9 +5,9 @@ Invariant: only `update` changes the weights.
 
 from __future__ import annotations
 
-from verl_ray.algorithms.objectives import ValueObjective
-from verl_ray.data.stages import Credit, Rollouts, Rows, TrainingBatch, Values
+from verl_ray.columns.stages import Credit, Rollouts, Rows, TrainingBatch, Values
 from verl_ray.data.token_versions import versions_of_tokens
+from verl_ray.learning.objectives import ValueObjective
 from verl_ray.ops.outputs import RequestedOutputs
 from workers.model_worker import MiniBatch, ModelWorker, UpdateReport, loss_weights
 

@@ -22,8 +22,9 @@ from verl_ray.agents.contract import (
     Treatment,
 )
 from verl_ray.agents.tasks import tasks_of
-from verl_ray.data.batch import Ragged, offsets_of
-from verl_ray.data.stages import (
+from verl_ray.columns.batch import Ragged, offsets_of
+from verl_ray.columns.seeds import row_seeds
+from verl_ray.columns.stages import (
     NO_EPISODE,
     Finish,
     Prompts,
@@ -31,7 +32,6 @@ from verl_ray.data.stages import (
     versions_of,
 )
 from verl_ray.rollout.episode_stream import EpisodeRequest
-from verl_ray.rollout.requests import row_seeds
 
 if TYPE_CHECKING:
     from workers.rollout import Generation

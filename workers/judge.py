@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from verl_ray.cluster.context import WorkerContext
+from verl_ray.columns.seeds import row_seeds
+from verl_ray.columns.stages import Finish, Rollouts, Scores
 from verl_ray.config.reward import JudgeReward
-from verl_ray.data.stages import Finish, Rollouts, Scores
 from verl_ray.data.tokenizers import (
     TemplateArguments,
     load_tokenizer,
@@ -25,7 +26,7 @@ from verl_ray.errors import DataError
 from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rewards.judge import Judgement, question_tokens
 from verl_ray.rollout.base import RolloutEngine
-from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling, row_seeds
+from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling
 from verl_ray.rollout.server import RolloutServer
 from workers.reward import (
     Grader,

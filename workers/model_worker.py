@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_ray.algorithms.objectives import Objective
 from verl_ray.algorithms.row_weights import row_weights
 from verl_ray.checkpoint.manifest import FileRecord
 from verl_ray.cluster.context import WorkerContext, concurrent
-from verl_ray.cluster.rendezvous import share_timeout
+from verl_ray.columns.stages import Credit, LogProbs, Rollouts, Rows, TrainingBatch
 from verl_ray.config.algorithm import AggregationName
-from verl_ray.data.stages import Credit, LogProbs, Rollouts, Rows, TrainingBatch
 from verl_ray.data.token_versions import VersionAges
 from verl_ray.engine.base import EngineSpec, LossReport, StepReport
 from verl_ray.engine.build import build_engine
 from verl_ray.errors import NonFiniteError
+from verl_ray.learning.objectives import Objective
 from verl_ray.ops.outputs import RequestedOutputs
 from verl_ray.profiling.flops import peak_flops_per_s, training_flops
 from verl_ray.profiling.memory import DeviceMemory, device_memory
+from verl_ray.rendezvous import share_timeout
 
 # The driver names the methods of workers, and does without torch.
 if TYPE_CHECKING:

@@ -19,10 +19,8 @@ import numpy.typing as npt
 
 from verl_ray.agents.contract import FAULTS, End
 from verl_ray.cluster.context import WorkerContext, steering
-from verl_ray.config.reward import FunctionReward, HttpReward
-from verl_ray.data.batch import Ragged
-from verl_ray.data.prompts import prompt_text
-from verl_ray.data.stages import (
+from verl_ray.columns.batch import Ragged
+from verl_ray.columns.stages import (
     NO_EPISODE,
     Finish,
     Rollouts,
@@ -30,6 +28,8 @@ from verl_ray.data.stages import (
     last_rows,
     sums_of_trajectories,
 )
+from verl_ray.config.reward import FunctionReward, HttpReward
+from verl_ray.data.prompts import prompt_text
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.rewards.health import (
     LARGEST,

@@ -15,16 +15,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from verl_ray.algorithms.objectives import PreferenceObjective
 from verl_ray.cluster.context import WorkerContext
-from verl_ray.config.data import SpecialTokens
-from verl_ray.config.section import resolved
-from verl_ray.data.batch import Ragged, offsets_of
-from verl_ray.data.conversations import tokenize
-from verl_ray.data.fields import Message, as_messages
-from verl_ray.data.prompts import prompt_text
-from verl_ray.data.records import Content
-from verl_ray.data.stages import (
+from verl_ray.columns.batch import Ragged, offsets_of
+from verl_ray.columns.stages import (
     Bool,
     Finish,
     Float32,
@@ -33,6 +26,11 @@ from verl_ray.data.stages import (
     Scores,
     TrainingBatch,
 )
+from verl_ray.config.data import SpecialTokens
+from verl_ray.data.conversations import tokenize
+from verl_ray.data.fields import Message, as_messages
+from verl_ray.data.prompts import prompt_text
+from verl_ray.data.records import Content
 from verl_ray.data.tokenizers import (
     TemplateArguments,
     end_tokens,
@@ -42,8 +40,10 @@ from verl_ray.data.tokenizers import (
 )
 from verl_ray.engine.base import EngineSpec
 from verl_ray.errors import DataError
+from verl_ray.learning.objectives import PreferenceObjective
 from verl_ray.ops.outputs import RequestedOutputs
 from verl_ray.rewards.health import Score, ScoreHealth, score_of_number
+from verl_ray.settings.section import resolved
 from workers.model_worker import ModelWorker, UpdateReport
 from workers.reward import Grader, response_texts, scores_of
 

@@ -21,12 +21,9 @@ from verl_ray.agents.tasks import environments_of
 from verl_ray.agents.wire import EpisodeStart
 from verl_ray.algorithms.groups import is_last_of_group
 from verl_ray.cluster.context import WorkerContext, concurrent, steering, when_abandoned
-from verl_ray.config.agent import AgentConfig
-from verl_ray.config.data import SpecialTokens
-from verl_ray.config.roles import LoraConfig
-from verl_ray.config.rollout import RolloutConfig, RolloutEngineConfig
-from verl_ray.data.batch import Int64, Ragged, offsets_of
-from verl_ray.data.stages import (
+from verl_ray.columns.batch import Int64, Ragged, offsets_of
+from verl_ray.columns.seeds import row_seeds
+from verl_ray.columns.stages import (
     UNFINISHED,
     Finish,
     Prompts,
@@ -35,6 +32,10 @@ from verl_ray.data.stages import (
     Rollouts,
     versions_of,
 )
+from verl_ray.config.agent import AgentConfig
+from verl_ray.config.data import SpecialTokens
+from verl_ray.config.roles import LoraConfig
+from verl_ray.config.rollout import RolloutConfig, RolloutEngineConfig
 from verl_ray.data.tokenizers import PRESENT_TIME, load_tokenizer
 from verl_ray.errors import EngineFailed, VerlRayError
 from verl_ray.ops.installed_torch import choose_vector_program
@@ -43,7 +44,7 @@ from verl_ray.rollout.base import RolloutEngine
 from verl_ray.rollout.engine_state import EngineMemoryPart, Probe
 from verl_ray.rollout.episode_counts import EpisodeCounts
 from verl_ray.rollout.episodes import EpisodePool
-from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling, row_seeds
+from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling
 from verl_ray.rollout.server import PauseMode, RolloutServer, ServerHealth
 from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import Bucket, Manifest

@@ -29,7 +29,6 @@ from controllers.system.plan import ClusterShape, facts_on
 from controllers.trainers.base import read_data, task_of
 from controllers.watch.held_out_measures import Evaluation
 from verl_ray.algorithms.intervals import Interval
-from verl_ray.checkpoint.changes import Change, changed_model
 from verl_ray.checkpoint.manifest import Checkpoint
 from verl_ray.checkpoint.store import is_checkpoint_name
 from verl_ray.config.load import to_tree, with_changes
@@ -37,6 +36,7 @@ from verl_ray.config.renamed import migrated
 from verl_ray.config.schema import Config
 from verl_ray.disk import replace_file
 from verl_ray.errors import ConfigError, Problem
+from verl_ray.preflight.changes import Change, changed_model
 from verl_ray.preflight.resolve import resolutions, resolve, with_total_steps
 from verl_ray.preflight.tables import print_resolutions
 from verl_ray.tracking.block import duration_text, live_block

@@ -18,7 +18,7 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from verl_ray.data.batch import Array, Int64
+from verl_ray.columns.batch import Array, Int64
 from verl_ray.data.ledger import (
     LEDGER,
     NO_SPREAD,

@@ -20,10 +20,10 @@ from verl_ray.agents.contract import (
     ToolSchema,
 )
 from verl_ray.agents.tools import call_text
-from verl_ray.config.suggest import did_you_mean
 from verl_ray.data.encoding import encode
 from verl_ray.errors import DataError
 from verl_ray.rollout.texts import GrowingText
+from verl_ray.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

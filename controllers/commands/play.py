@@ -64,7 +64,6 @@ from verl_ray.agents.template import Renderer
 from verl_ray.config.agent import ModelService
 from verl_ray.config.load import field_problems
 from verl_ray.config.rollout import RolloutEngineConfig
-from verl_ray.config.suggest import did_you_mean
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.records import read_prompts
 from verl_ray.data.tokenizers import load_tokenizer, train_bpe
@@ -73,6 +72,7 @@ from verl_ray.preflight.machine import Machine
 from verl_ray.rewards.client import url_problem
 from verl_ray.rollout.requests import GenerationRequest, Sampling
 from verl_ray.rollout.vllm_core import environment as engine_variables
+from verl_ray.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

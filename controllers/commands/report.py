@@ -35,10 +35,10 @@ from verl_ray.errors import ConfigError, Problem
 from verl_ray.paths import OUTPUTS, RUN_HELP, run_folder, shown_path, typed_path
 from verl_ray.report.page import page_of
 from verl_ray.report.record import RunRecord, fingerprint, read_run
+from verl_ray.report.tracker import LARGEST_SHARE, PAGE, write_report
 from verl_ray.tracking.base import HELD_OUT
 from verl_ray.tracking.console import plain_console
 from verl_ray.tracking.history import wall_s
-from verl_ray.tracking.report import LARGEST_SHARE, PAGE, write_report
 
 TOKEN = "VERL_RAY_REPORT_TOKEN"
 """Environment variable with what a browser has to show where others reach the page."""

@@ -39,8 +39,8 @@ from controllers.compose.trees import (
 )
 from verl_ray.config.load import with_auto_again
 from verl_ray.config.schema import Config, rule_violations
-from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import ConfigError, Problem
+from verl_ray.suggest import did_you_mean
 
 
 @dataclass

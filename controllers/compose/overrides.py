@@ -28,9 +28,9 @@ from controllers.compose.trees import (
 from controllers.tasks import sections_of_all_tasks
 from verl_ray.backends import BACKENDS, DEFAULT_BACKEND
 from verl_ray.config.advice import advice_on, foreign_choice
-from verl_ray.config.suggest import did_you_mean, either
 from verl_ray.errors import Problem
 from verl_ray.shell import for_shell, in_grammar
+from verl_ray.suggest import did_you_mean, either
 
 FREE_SECTIONS = re.compile(
     r"(rollout|reward(\.components\.\w+)?\.engine)\.vllm_args\..+"

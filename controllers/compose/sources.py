@@ -28,9 +28,9 @@ from verl_ray.algorithms.catalogue import declared_settings
 from verl_ray.algorithms.policy_losses import POLICY_LOSSES
 from verl_ray.config.algorithm import ADDITIONS
 from verl_ray.config.renamed import migrated
-from verl_ray.config.suggest import nearest_divisors
 from verl_ray.errors import ConfigError, Problem
 from verl_ray.paths import in_ray_package
+from verl_ray.suggest import nearest_divisors
 
 
 class ProjectConfigs(SearchPathPlugin):  # type: ignore[misc]  # Hydra ships no types

@@ -15,8 +15,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
 from controllers.compose.trees import first_line
-from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import Problem
+from verl_ray.suggest import did_you_mean
 
 UNREADABLE = (
     HydraException,

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from verl_ray.columns.batch import Int64
+from verl_ray.columns.stages import Int8, Prompts
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.data.batch import Int64
 from verl_ray.data.cursor import CursorState, drawn_rows
 from verl_ray.data.prompts import PromptSource
-from verl_ray.data.stages import Int8, Prompts
 from verl_ray.rewards.shaping import ResponseScores
 
 if TYPE_CHECKING:

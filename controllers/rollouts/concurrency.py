@@ -17,8 +17,8 @@ from controllers.rollouts.generation import (
     ReplicaIncarnation,
 )
 from verl_ray.config.rollout import VLLM_BATCHED_REQUESTS, RolloutConfig
-from verl_ray.config.section import resolved
 from verl_ray.rollout.requests import EngineLoad
+from verl_ray.settings.section import resolved
 
 LOW_USE = 0.6
 """Share of the cache below which there may be more rows."""

@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from verl_ray.algorithms.advantages import ADVANTAGES
-from verl_ray.algorithms.credit import says_something
 from verl_ray.algorithms.groups import has_spread
+from verl_ray.columns.batch import Int64
+from verl_ray.columns.stages import Bool, Int8, Prompts
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.data.batch import Int64
 from verl_ray.data.cursor import CursorState
 from verl_ray.data.prompts import PromptSource
-from verl_ray.data.stages import Bool, Int8, Prompts
 from verl_ray.errors import CheckpointError, DataError
+from verl_ray.learning.credit import says_something
 from verl_ray.rewards.shaping import ResponseScores
 
 if TYPE_CHECKING:

@@ -30,11 +30,11 @@ from controllers.watch.rollout_record import (
     turns_of_rows,
 )
 from verl_ray.cluster.waiting import read
+from verl_ray.columns.batch import Array, Int64
+from verl_ray.columns.stages import Finish, Float32, Prompts, Rollouts
 from verl_ray.config.reward import HELD_OUT_GRADER, MixedReward
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.data.batch import Array, Int64
 from verl_ray.data.buffer import Experience, RolloutBuffer
-from verl_ray.data.stages import Finish, Float32, Prompts, Rollouts
 from verl_ray.profiling.phases import Timers
 from verl_ray.rewards.built_in import is_accuracy
 from verl_ray.rewards.health import Entries

@@ -20,8 +20,8 @@ from controllers.rollouts.supervisor import Replica
 from verl_ray.cluster.calls import Stream, ready_streams
 from verl_ray.cluster.context import CONCURRENCY_GROUPS, SERVING
 from verl_ray.cluster.waiting import put
-from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import Prompts, Rollouts
+from verl_ray.columns.sharded import Sharded
+from verl_ray.columns.stages import Prompts, Rollouts
 from verl_ray.errors import RolloutError, WorkerError
 from verl_ray.processes.isolation import Isolation
 from verl_ray.rollout.balancer import Balancer, WorkItem

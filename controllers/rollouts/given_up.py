@@ -16,11 +16,11 @@ import numpy as np
 from verl_ray.agents.contract import End, Episode
 from verl_ray.agents.tasks import environments_of
 from verl_ray.cluster.waiting import put, read
+from verl_ray.columns.sharded import Sharded
+from verl_ray.columns.stages import Finish, Prompts
 from verl_ray.config.agent import AgentConfig
 from verl_ray.data.buffer import Experience
 from verl_ray.data.prompts import prompt_text
-from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import Finish, Prompts
 from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rollout.requests import Chunk
 from workers.episodes import beside_episodes, episode_rollouts

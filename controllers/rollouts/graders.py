@@ -16,11 +16,11 @@ from controllers.rollouts.score_failures import FailureHistory, ScoreFailures
 from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import InPlaceRestarts
+from verl_ray.columns.sharded import Sharded
+from verl_ray.columns.stages import Rollouts, Scores
 from verl_ray.config.reward import HELD_OUT_GRADER
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.buffer import Experience
-from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import Rollouts, Scores
 from verl_ray.errors import VerlRayError
 from workers.reward import Grader
 

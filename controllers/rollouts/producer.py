@@ -28,11 +28,11 @@ from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import InPlaceRestarts
 from verl_ray.cluster.signals import give_up_work, stop_requested
 from verl_ray.cluster.waiting import TICK_S, wait
+from verl_ray.columns.batch import Int64
+from verl_ray.columns.sharded import Sharded
+from verl_ray.columns.stages import Prompts, Rollouts
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.data.batch import Int64
 from verl_ray.data.buffer import Experience, RolloutBuffer
-from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import Prompts, Rollouts
 from verl_ray.errors import RewardError, VerlRayError
 from verl_ray.profiling.phases import OpenPhase, Timers, phase
 from workers.reward import Grader

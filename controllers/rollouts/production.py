@@ -15,10 +15,10 @@ from controllers.rollouts.graders import EVALUATION, TRAINING, PendingScores
 from controllers.rollouts.score_failures import ScoreFailures
 from controllers.rollouts.whole_groups import GroupCollector
 from verl_ray.algorithms.advantages import ADVANTAGES
+from verl_ray.columns.batch import Int64
 from verl_ray.config.reward import EvaluationConfig
 from verl_ray.config.rollout import RolloutConfig
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.data.batch import Int64
 from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.errors import RewardError
 from verl_ray.rollout.requests import Sampling

@@ -21,9 +21,9 @@ from verl_ray.agents.contract import FAULTS, End
 from verl_ray.agents.specs import KEY
 from verl_ray.agents.tasks import environments_of
 from verl_ray.cluster.waiting import read
+from verl_ray.columns.sharded import Sharded
+from verl_ray.columns.stages import NO_EPISODE, Bool, Finish, Rollouts, Scores
 from verl_ray.data.buffer import Experience
-from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import NO_EPISODE, Bool, Finish, Rollouts, Scores
 from verl_ray.errors import RewardError
 from verl_ray.rewards.failure_limit import FailureLimit
 from verl_ray.rewards.health import ScoreHealth

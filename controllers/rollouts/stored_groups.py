@@ -27,15 +27,15 @@ from typing import Any, TypeVar
 import numpy as np
 
 from controllers.rollouts.dynamic_sampling import with_spread
-from verl_ray.algorithms.credit import says_something
 from verl_ray.checkpoint.manifest import read_object, write_json
 from verl_ray.cluster.waiting import put, read
+from verl_ray.columns.batch import Batch, Int64, Ragged, read_batch, write_batch
+from verl_ray.columns.sharded import Sharded
+from verl_ray.columns.stages import Rollouts, Scores
 from verl_ray.config.renamed import migrated
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.data.batch import Batch, Int64, Ragged, read_batch, write_batch
 from verl_ray.data.buffer import Experience
-from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import Rollouts, Scores
+from verl_ray.learning.credit import says_something
 from verl_ray.rewards.shaping import Shaping, response_scores
 
 # ---------------------------------------------------------------------- in a checkpoint

@@ -33,13 +33,13 @@ from controllers.rollouts.stored_groups import (
 )
 from controllers.watch.measures import Metrics
 from controllers.watch.update_measures import queue_metrics
+from verl_ray.columns.batch import Int64
+from verl_ray.columns.stages import Bool, Prompts
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.data.batch import Int64
 from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.data.cursor import Curriculum, CursorState, drawn_rows
 from verl_ray.data.ledger import LEDGER, NO_SPREAD, Event, Ledger
 from verl_ray.data.prompts import PromptSource
-from verl_ray.data.stages import Bool, Prompts
 from verl_ray.errors import DataError, Interrupted
 from verl_ray.profiling.phases import Timers
 from verl_ray.rewards.shaping import Shaping, response_scores

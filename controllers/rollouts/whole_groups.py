@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import Rollouts
+from verl_ray.columns.sharded import Sharded
+from verl_ray.columns.stages import Rollouts
 
 
 class GroupCollector:

@@ -29,6 +29,7 @@ from verl_ray.disk import replace_file
 from verl_ray.errors import ConfigError, Interrupted
 from verl_ray.report.findings import findings
 from verl_ray.report.record import noting, read_faults
+from verl_ray.report.tracker import last_report
 from verl_ray.tracking import GLOBAL_STEP, Trackers
 from verl_ray.tracking.base import Sample
 from verl_ray.tracking.comparison import intervals, paired_differences
@@ -51,7 +52,6 @@ from verl_ray.tracking.history import (
     wall_s,
 )
 from verl_ray.tracking.jsonl import METRICS, newest_samples, read_metrics
-from verl_ray.tracking.report import last_report
 
 SHOWN_SAMPLES = 5
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl_ray.checkpoint.changes import changed_keys
 from verl_ray.checkpoint.manifest import (
     TornCheckpoint,
     installed_versions,
@@ -36,6 +35,7 @@ from verl_ray.checkpoint.snapshot_files import (
 from verl_ray.errors import TrackingError
 from verl_ray.ownership import Owner
 from verl_ray.paths import digest_of_program
+from verl_ray.preflight.changes import changed_keys
 from verl_ray.tracking.history import first_begun_s
 
 if TYPE_CHECKING:

@@ -18,13 +18,13 @@ from pathlib import Path
 
 from controllers.run.best import BestEvaluation
 from controllers.run.next_command import next_in_words
-from verl_ray.checkpoint.changes import changed_keys
 from verl_ray.checkpoint.manifest import Checkpoint
 from verl_ray.checkpoint.store import CheckpointStore
 from verl_ray.config.load import to_tree
 from verl_ray.config.renamed import migrated
 from verl_ray.config.schema import Config
 from verl_ray.errors import CheckpointError, ConfigError, Problem, TrackingError
+from verl_ray.preflight.changes import changed_keys
 from verl_ray.tracking.history import read_history
 
 

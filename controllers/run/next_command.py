@@ -20,9 +20,9 @@ from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
 from verl_ray.errors import CheckpointError
 from verl_ray.paths import SCRIPT, in_ray_package, program, shown_path
+from verl_ray.report.tracker import PAGE
 from verl_ray.shell import for_shell
 from verl_ray.tracking.jsonl import METRICS
-from verl_ray.tracking.report import PAGE
 
 PROGRAM = "verl-ray"
 

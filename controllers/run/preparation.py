@@ -26,6 +26,7 @@ from verl_ray.agents import calculations
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import Outlook, announcing, deferring_signals
+from verl_ray.columns.stages import TrainingBatch
 from verl_ray.config.data import DataFilesConfig
 from verl_ray.config.load import with_auto_again
 from verl_ray.config.preparation import PrepareConfig, WarmStartConfig
@@ -47,7 +48,6 @@ from verl_ray.data.arithmetic import (
     write_word_problems,
 )
 from verl_ray.data.conversations import SupervisedSource
-from verl_ray.data.stages import TrainingBatch
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer, train_bpe
 from verl_ray.errors import ConfigError, DataError, Problem
 from verl_ray.models.tiny import make_tiny_qwen3

@@ -24,6 +24,7 @@ from verl_ray.profiling.phases import blocking
 from verl_ray.profiling.trace import MOST_BYTES, SPANS, TRACE, TraceFile
 from verl_ray.report.findings import FAILED_SCORES, PATIENCE, learns_nothing
 from verl_ray.report.lines import Line
+from verl_ray.report.tracker import ReportTracker
 from verl_ray.tracking import Sample, Tracker, Trackers, open_trackers
 from verl_ray.tracking.jsonl import METRICS, read_metrics
 
@@ -48,6 +49,7 @@ def recording(config: Config, recovery: Recovery, system: System) -> Iterator[Tr
                 config.tracking,
                 config.run,
                 to_tree(config),
+                report=ReportTracker(Path(config.run.dir)),
                 committed_step=recovery.recorded_step,
                 state=recovery.tracker_state,
                 follows=reports().restarts > 0,

@@ -19,7 +19,6 @@ from controllers.rollouts.dynamic_sampling import require_dynamic_sampling
 from controllers.run.best import BestEvaluation
 from controllers.run.driver_snapshots import LeftSnapshots, left_snapshots
 from controllers.supervisor import reports
-from verl_ray.checkpoint.changes import Change, changed_keys
 from verl_ray.checkpoint.manifest import Checkpoint
 from verl_ray.checkpoint.store import CheckpointStore
 from verl_ray.config.load import resolved_elsewhere, to_tree
@@ -30,6 +29,7 @@ from verl_ray.data.cursor import drawn_rows
 from verl_ray.data.ledger import LEDGER, drop_later_parts
 from verl_ray.errors import CheckpointError, ConfigError, Problem, file_problem
 from verl_ray.ownership import Owner
+from verl_ray.preflight.changes import Change, changed_keys
 from verl_ray.preflight.savings import in_words
 from verl_ray.tracking.jsonl import METRICS, RECORDED_STEPS, steps_of, unused_path
 

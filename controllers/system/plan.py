@@ -20,12 +20,12 @@ from verl_ray.config.reward import JudgeReward, SingleReward
 from verl_ray.config.roles import ModelRole, SupervisedRole
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
-from verl_ray.config.section import resolved
 from verl_ray.data.tokenizers import day_of_run, of_run, template_of
 from verl_ray.engine.base import EngineSpec
 from verl_ray.preflight.facts import ClusterFacts, facts_of
 from verl_ray.preflight.machine import host_memory_bytes
 from verl_ray.preflight.resolve import resolve
+from verl_ray.settings.section import resolved
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker
 from workers.judge import JudgeWorker

@@ -33,22 +33,18 @@ from controllers.watch.update_measures import GradientWatch, MismatchWatch, age_
 from verl_ray.agents.contract import End, Treatment
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.algorithms.agent_baselines import AgentBaselines
-from verl_ray.algorithms.coefficients import EntropyControl, make_kl_controller
-from verl_ray.algorithms.credit import response_rewards
 from verl_ray.algorithms.estimators import (
     AgentBaseline,
     GroupTokenBaseline,
     ResponseColumns,
 )
 from verl_ray.algorithms.groups import is_last_of_group
-from verl_ray.algorithms.policy_objective import PolicyObjective
 from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import Pending
 from verl_ray.cluster.waiting import Background, put
-from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import (
+from verl_ray.columns.sharded import Sharded
+from verl_ray.columns.stages import (
     Credit,
     Float32,
     LogProbs,
@@ -56,7 +52,11 @@ from verl_ray.data.stages import (
     Values,
     last_rows,
 )
+from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.token_versions import OptimizerSteps
+from verl_ray.learning.coefficients import EntropyControl, make_kl_controller
+from verl_ray.learning.credit import response_rewards
+from verl_ray.learning.policy_objective import PolicyObjective
 from verl_ray.profiling.phases import Timers
 from verl_ray.rewards.shaping import ResponseScores, turn_weights
 from verl_ray.rollout.requests import Sampling

@@ -19,19 +19,19 @@ from controllers.trainers.supervised import SupervisedTask, SupervisedTrainer
 from controllers.watch import held_out_measures
 from controllers.watch.held_out_measures import LOG_LOSS, PAIR_ACCURACY, Evaluation
 from controllers.watch.memory import MemoryRecord
-from verl_ray.algorithms.objectives import PreferenceObjective
 from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
+from verl_ray.columns.packing import lengths_of_units, rows_of_units
+from verl_ray.columns.sharded import Sharded
+from verl_ray.columns.stages import TrainingBatch
 from verl_ray.config.data import DataSet
 from verl_ray.config.tasks.reward_model import RewardModelConfig
-from verl_ray.data.packing import lengths_of_units, rows_of_units
 from verl_ray.data.preferences import PreferenceSource
-from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import TrainingBatch
 from verl_ray.data.tokenizers import policy_tokenizer
 from verl_ray.errors import ConfigError, Problem
-from verl_ray.models.settings import VALUE_HEAD
+from verl_ray.learning.objectives import PreferenceObjective
 from verl_ray.preflight.model_files import tensor_shapes
+from verl_ray.settings.config_json import VALUE_HEAD
 from workers.model_worker import UpdateReport
 from workers.reward_model import RewardModelWorker
 

@@ -34,15 +34,15 @@ from controllers.watch.held_out_measures import Evaluation
 from controllers.watch.measures import Metrics
 from controllers.watch.memory import MemoryRecord
 from controllers.watch.rollout_record import LearnedRollouts, RolloutRecord
-from verl_ray.algorithms.credit import whitening_moments
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.signals import pass_point_of_no_return
+from verl_ray.columns.sharded import Sharded
+from verl_ray.columns.stages import Credit, Prompts
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.buffer import Experience
 from verl_ray.data.prompts import PromptSource
-from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import Credit, Prompts
 from verl_ray.data.tokenizers import policy_tokenizer
+from verl_ray.learning.credit import whitening_moments
 from verl_ray.profiling.phases import PHASES, Timers, phase
 from verl_ray.report.evidence import NUM_EXAMPLES
 from verl_ray.rewards.shaping import Rewards, Shaping

@@ -19,15 +19,15 @@ from controllers.trainers.supervised import SupervisedTask, SupervisedTrainer
 from controllers.watch.held_out_measures import Evaluation
 from controllers.watch.measures import Metrics
 from controllers.watch.memory import MemoryRecord
-from verl_ray.algorithms.objectives import SupervisedObjective
 from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
+from verl_ray.columns.sharded import Sharded
+from verl_ray.columns.stages import TrainingBatch
 from verl_ray.config.data import DataSet
 from verl_ray.config.tasks.sft import SFTConfig
 from verl_ray.data.conversations import SupervisedSource
-from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import TrainingBatch
 from verl_ray.data.tokenizers import policy_tokenizer
+from verl_ray.learning.objectives import SupervisedObjective
 from verl_ray.tracking.comparison import LOSS, PERPLEXITY, perplexity_of
 from workers.actor import ActorWorker
 from workers.model_worker import UpdateReport

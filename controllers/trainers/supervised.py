@@ -25,10 +25,10 @@ from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.signals import pass_point_of_no_return
 from verl_ray.cluster.waiting import put
+from verl_ray.columns.sharded import Sharded
+from verl_ray.columns.stages import TrainingBatch
 from verl_ray.config.schema import Config
 from verl_ray.data.cursor import CursorState
-from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import TrainingBatch
 from verl_ray.profiling.phases import Timers, phase
 from verl_ray.report.evidence import NUM_EXAMPLES
 from verl_ray.tracking.evaluations import HeldOutScores, digest

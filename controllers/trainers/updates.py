@@ -15,19 +15,19 @@ import numpy as np
 
 from controllers.watch import update_measures
 from controllers.watch.measures import Metrics
-from verl_ray.algorithms.credit import whitening_moments
-from verl_ray.algorithms.objectives import ValueObjective
-from verl_ray.algorithms.policy_objective import PolicyObjective
 from verl_ray.algorithms.row_weights import HORIZON
 from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
+from verl_ray.columns.batch import Batch, Int64
+from verl_ray.columns.sharded import Sharded
+from verl_ray.columns.stages import Credit, LogProbs, Rollouts, Values
 from verl_ray.config.algorithm import AlgorithmConfig, ValueLossConfig
 from verl_ray.config.roles import TrainedRole
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.data.batch import Batch, Int64
-from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import Credit, LogProbs, Rollouts, Values
 from verl_ray.data.token_versions import OptimizerSteps
+from verl_ray.learning.credit import whitening_moments
+from verl_ray.learning.objectives import ValueObjective
+from verl_ray.learning.policy_objective import PolicyObjective
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker
 from workers.model_worker import MiniBatch, UpdateReport

@@ -23,11 +23,9 @@ from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.algorithms.groups import fraction_without_spread
 from verl_ray.algorithms.row_statistics import moments
 from verl_ray.cluster.waiting import read
-from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.data.batch import Array, Int64
-from verl_ray.data.buffer import Experience
-from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import (
+from verl_ray.columns.batch import Array, Int64
+from verl_ray.columns.sharded import Sharded
+from verl_ray.columns.stages import (
     NO_EPISODE,
     Credit,
     Finish,
@@ -37,6 +35,8 @@ from verl_ray.data.stages import (
     last_rows,
     sums_of_trajectories,
 )
+from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.data.buffer import Experience
 from verl_ray.ops.masked import Moments, explained_variance, whiten
 from verl_ray.report.evidence import ZERO_STD
 from verl_ray.rewards.health import (

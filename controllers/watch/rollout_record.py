@@ -27,11 +27,9 @@ import numpy as np
 from controllers.watch.measures import Metrics, read_entries
 from verl_ray.agents.contract import End
 from verl_ray.cluster.waiting import read
-from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.data.batch import Array, Int64
-from verl_ray.data.buffer import Experience
-from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import (
+from verl_ray.columns.batch import Array, Int64
+from verl_ray.columns.sharded import Sharded
+from verl_ray.columns.stages import (
     Credit,
     Finish,
     Float32,
@@ -40,6 +38,8 @@ from verl_ray.data.stages import (
     Scores,
     last_rows,
 )
+from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.data.buffer import Experience
 from verl_ray.data.token_versions import versions_of_tokens
 from verl_ray.errors import VerlRayError
 from verl_ray.ops.masked import Moments

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from controllers.watch import measures
 from controllers.watch.measures import Metrics
 from controllers.watch.update_measures import version_metrics
-from verl_ray.algorithms.credit import whitening_moments
+from verl_ray.columns.batch import Int64
+from verl_ray.columns.sharded import Sharded
+from verl_ray.columns.stages import Credit, Finish, Rollouts
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.data.batch import Int64
 from verl_ray.data.buffer import Experience
-from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import Credit, Finish, Rollouts
+from verl_ray.learning.credit import whitening_moments
 from verl_ray.profiling.memory import host_total_gib, host_used_gib
 from verl_ray.rewards.shaping import Rewards, Shaping
 

@@ -19,14 +19,14 @@ from math import nan
 import numpy as np
 
 from controllers.watch.measures import Metrics
-from verl_ray.algorithms.correction import CORRECTION_PREFIX, correction_metrics
 from verl_ray.algorithms.mismatch import MISMATCH_PREFIX, mismatch_metrics
+from verl_ray.columns.sharded import Sharded
+from verl_ray.columns.stages import Rollouts
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.buffer import RolloutBuffer
-from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import Rollouts
 from verl_ray.engine.base import LossReport
 from verl_ray.errors import MismatchError, NonFiniteError
+from verl_ray.learning.correction_weights import CORRECTION_PREFIX, correction_metrics
 from verl_ray.profiling.memory import GIB
 from verl_ray.rollout.requests import Sampling
 from workers.model_worker import UpdateReport

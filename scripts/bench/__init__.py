@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from typing import cast
 
-from verl_ray.config.suggest import did_you_mean
+from verl_ray.suggest import did_you_mean
 
 SUITES = {
     "agents": (

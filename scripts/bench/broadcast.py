@@ -178,7 +178,7 @@ def _send(setup: _Setup, rank: int) -> Syncs:
     import torch
     import torch.distributed as dist
 
-    from verl_ray.cluster.rendezvous import choose_interfaces
+    from verl_ray.rendezvous import choose_interfaces
     from verl_ray.weight_sync.broadcast import BroadcastSender
     from verl_ray.weight_sync.fingerprint import Fingerprints
 

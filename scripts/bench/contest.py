@@ -32,7 +32,7 @@ from scripts.bench.memory import TreeMemorySampler
 from scripts.bench.processes import run_processes
 from scripts.bench.raw import padded
 from scripts.bench.suite import progress
-from verl_ray.data.batch import Int64
+from verl_ray.columns.batch import Int64
 from verl_ray.profiling.flops import (
     ModelShape,
     forward_flops,
@@ -44,7 +44,7 @@ from verl_ray.profiling.memory import GIB, device_memory
 if TYPE_CHECKING:
     import torch
 
-    from verl_ray.data.stages import TrainingBatch
+    from verl_ray.columns.stages import TrainingBatch
 
     Passes = dict[str, Callable[[], object]]
 
@@ -305,10 +305,10 @@ def _peak_bytes(run: Callable[[], object], device: str) -> int:
 def _engine_passes(task: ContenderTask, device: torch.device) -> Passes:
     """Return the passes of a training backend, on packed micro-batches."""
     from scripts.bench.processes import learner, training_rows
-    from verl_ray.algorithms.objectives import SupervisedObjective
-    from verl_ray.data.packing import balance
+    from verl_ray.columns.packing import balance
     from verl_ray.engine.base import EngineSpec
     from verl_ray.engine.build import build_engine
+    from verl_ray.learning.objectives import SupervisedObjective
     from verl_ray.ops.outputs import RequestedOutputs
 
     settings = (

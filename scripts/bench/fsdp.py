@@ -22,7 +22,7 @@ from scripts.bench.contest import (
 )
 from scripts.bench.inputs import MODELS
 from scripts.bench.suite import Flags, circumstances, print_json, progress
-from verl_ray.data.batch import Int64
+from verl_ray.columns.batch import Int64
 
 CONTENDERS = (
     Contender("plain", PLAIN, 1),

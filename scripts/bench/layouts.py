@@ -24,11 +24,11 @@ import numpy.typing as npt
 from controllers.compose.composition import compose
 from scripts.bench.processes import PATIENCE_S, fork, joined, learner, run_processes
 from scripts.bench.suite import Flags, markdown, print_json, progress
+from verl_ray.columns.batch import offsets_of
+from verl_ray.columns.stages import TrainingBatch
 from verl_ray.config.load import parse, to_tree
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.data.batch import offsets_of
-from verl_ray.data.stages import TrainingBatch
 
 if TYPE_CHECKING:
     from verl_ray.config.algorithm import AlgorithmConfig
@@ -358,9 +358,9 @@ def _configuration(kind: str) -> tuple[SupervisedRole, AlgorithmConfig]:
 
 
 def _measure_case(task: RankTask, case: Case) -> RankReport:
-    from verl_ray.algorithms.objectives import ValueObjective
-    from verl_ray.algorithms.policy_objective import PolicyObjective
-    from verl_ray.data.packing import balance
+    from verl_ray.columns.packing import balance
+    from verl_ray.learning.objectives import ValueObjective
+    from verl_ray.learning.policy_objective import PolicyObjective
     from verl_ray.ops.outputs import RequestedOutputs
 
     _, algorithm = _configuration(task.kind)

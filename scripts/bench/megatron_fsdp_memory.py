@@ -186,7 +186,7 @@ def measure_rank(task: MemoryTask) -> dict[str, int]:
     """
     import torch.distributed as dist
 
-    from verl_ray.algorithms.objectives import SupervisedObjective
+    from verl_ray.learning.objectives import SupervisedObjective
 
     rows = training_rows([_ROW_TOKENS] * 4, vocab_size=64)
     objective = SupervisedObjective()

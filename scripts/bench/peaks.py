@@ -30,15 +30,15 @@ from scripts.bench.processes import (
     training_rows,
 )
 from scripts.bench.suite import MIB, Flags, markdown, print_json, progress
+from verl_ray.columns.packing import balance
+from verl_ray.columns.stages import TrainingBatch
 from verl_ray.config.preparation import TinyModelConfig
-from verl_ray.data.packing import balance
-from verl_ray.data.stages import TrainingBatch
 
 if TYPE_CHECKING:
-    from verl_ray.algorithms.objectives import Objective
     from verl_ray.config.roles import ModelRole
     from verl_ray.config.tasks.rl import RLConfig
     from verl_ray.engine.base import Engine
+    from verl_ray.learning.objectives import Objective
 
 PASSES = ("forward", "update")
 """A pass without gradients, and an optimizer step."""
@@ -305,8 +305,8 @@ def _predicted(
 
 
 def _measured(case: PeakCase, config: RLConfig, engine: Engine) -> dict[str, int]:
-    from verl_ray.algorithms.objectives import ValueObjective
-    from verl_ray.algorithms.policy_objective import PolicyObjective
+    from verl_ray.learning.objectives import ValueObjective
+    from verl_ray.learning.policy_objective import PolicyObjective
     from verl_ray.ops.outputs import RequestedOutputs
 
     is_policy = case.head == "policy"

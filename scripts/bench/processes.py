@@ -30,9 +30,9 @@ import numpy as np
 
 from controllers.compose.composition import compose
 from verl_ray.cluster.process_control import thread_environment
+from verl_ray.columns.batch import offsets_of
+from verl_ray.columns.stages import TrainingBatch
 from verl_ray.config.schema import Config
-from verl_ray.data.batch import offsets_of
-from verl_ray.data.stages import TrainingBatch
 from verl_ray.errors import VerlRayError
 from verl_ray.preflight.facts import facts_here
 from verl_ray.preflight.resolve import resolve

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from verl_ray.data.batch import Int64
-from verl_ray.data.stages import Rollouts
+from verl_ray.columns.batch import Int64
+from verl_ray.columns.stages import Rollouts
 from verl_ray.errors import VerlRayError
 
 if TYPE_CHECKING:

@@ -21,14 +21,14 @@ from scripts.bench.running import ActorAndReplicas, actor_and_replicas, cluster
 from scripts.bench.suite import Flags, circumstances, print_json, rounds
 from verl_ray.cluster.process_control import thread_environment
 from verl_ray.cluster.waiting import TICK_S
+from verl_ray.columns.stages import Prompts
 from verl_ray.config.rollout import VLLM_BATCHED_REQUESTS, VLLM_BATCHED_TOKENS
-from verl_ray.config.section import resolved
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.prompts import PromptSource
-from verl_ray.data.stages import Prompts
 from verl_ray.data.tokenizers import policy_tokenizer
 from verl_ray.rollout.requests import Sampling
 from verl_ray.rollout.vllm_core import environment
+from verl_ray.settings.section import resolved
 from workers.rollout import Generation
 
 

@@ -27,14 +27,15 @@ from controllers.trainers.rl import Trainer
 from controllers.watch.measures import Metrics
 from verl_ray.cluster.context import WorkerContext, concurrent, steering
 from verl_ray.cluster.group import WorkerGroup
+from verl_ray.columns.batch import Int64
+from verl_ray.columns.seeds import row_seeds
+from verl_ray.columns.sharded import Sharded
+from verl_ray.columns.stages import Prompts, Rollouts
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.data.batch import Int64
 from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.data.prompts import PromptSource
-from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import Prompts, Rollouts
 from verl_ray.data.tokenizers import policy_tokenizer
-from verl_ray.rollout.requests import Sampling, row_seeds
+from verl_ray.rollout.requests import Sampling
 from workers.rollout import Generation, RolloutSpec, RolloutWorker
 
 LEARNING = "learning"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from verl_ray.data.stages import Finish
+from verl_ray.columns.stages import Finish
 from verl_ray.rollout.base import RolloutEngine
 from verl_ray.rollout.engine_state import EngineMemoryPart
 from verl_ray.rollout.requests import (

@@ -33,16 +33,16 @@ from scripts.bench.suite import (
 )
 from verl_ray.cluster.process_control import thread_environment
 from verl_ray.cluster.waiting import read
-from verl_ray.config.section import resolved
+from verl_ray.columns.batch import Int64
+from verl_ray.columns.stages import Rollouts
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.data.batch import Int64
 from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.data.prompts import PromptSource
-from verl_ray.data.stages import Rollouts
 from verl_ray.data.tokenizers import policy_tokenizer
 from verl_ray.profiling.memory import GIB
 from verl_ray.profiling.phases import Timers
 from verl_ray.rollout.vllm_core import environment
+from verl_ray.settings.section import resolved
 from workers.rollout import Generation
 
 BLOCK = 5

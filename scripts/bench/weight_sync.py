@@ -25,8 +25,8 @@ from verl_ray.backends import BACKENDS
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.config.rollout import WireName
-from verl_ray.config.section import resolved
 from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.settings.section import resolved
 from workers.actor import ActorWorker
 from workers.rollout import RolloutSpec, RolloutWorker
 

@@ -46,7 +46,7 @@ from verl_ray.agents.policy import (
 from verl_ray.agents.scripted import ScriptedSampler
 from verl_ray.agents.template import Renderer
 from verl_ray.agents.transcript import SampledTurn, Transcript
-from verl_ray.data.batch import Ragged
+from verl_ray.columns.batch import Ragged
 from verl_ray.data.encoding import SpelledTokens
 from verl_ray.errors import DataError
 

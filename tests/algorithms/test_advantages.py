@@ -46,8 +46,8 @@ from verl_ray.algorithms.groups import (
     fraction_without_spread,
     has_spread,
 )
-from verl_ray.data.batch import Int64, offsets_of
-from verl_ray.data.stages import Bool, Float32
+from verl_ray.columns.batch import Int64, offsets_of
+from verl_ray.columns.stages import Bool, Float32
 from verl_ray.ops.masked import Moments, whiten
 
 

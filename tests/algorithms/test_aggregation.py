@@ -15,7 +15,7 @@ from verl_ray.algorithms.aggregation import aggregate, surface_non_finite
 from verl_ray.algorithms.losses import PolicyTokens
 from verl_ray.algorithms.policy_losses import ppo_clip, reinforce
 from verl_ray.algorithms.row_weights import AGGREGATIONS, row_weights
-from verl_ray.data.batch import offsets_of
+from verl_ray.columns.batch import offsets_of
 from verl_ray.ops.kl import k3
 from verl_ray.ops.log_probs import head_log_probs
 

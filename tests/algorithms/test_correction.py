@@ -13,21 +13,15 @@ from torch import Tensor
 
 from tests.corrections import NO_LIMIT
 from verl_ray.algorithms.aggregation import aggregate
-from verl_ray.algorithms.correction import (
-    CORRECTIONS,
-    LEVELS,
-    REJECTIONS,
-    correction_metrics,
-    correction_weights,
-    rejections,
-)
-from verl_ray.algorithms.objectives import LossInputs
-from verl_ray.algorithms.policy_objective import PolicyObjective
+from verl_ray.algorithms.correction import CORRECTIONS, LEVELS, REJECTIONS, rejections
 from verl_ray.config.algorithm import (
     AlgorithmConfig,
     CorrectionConfig,
     KLConfig,
 )
+from verl_ray.learning.correction_weights import correction_metrics, correction_weights
+from verl_ray.learning.objectives import LossInputs
+from verl_ray.learning.policy_objective import PolicyObjective
 from verl_ray.ops.outputs import TokenOutputs
 
 RATIO = torch.tensor(

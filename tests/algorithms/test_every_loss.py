@@ -17,10 +17,10 @@ from torch import Tensor
 
 from tests.algorithms.choices import with_loss
 from verl_ray.algorithms.aggregation import aggregate
-from verl_ray.algorithms.objectives import LossInputs, without_uncounted
 from verl_ray.algorithms.policy_losses import POLICY_LOSSES
-from verl_ray.algorithms.policy_objective import PolicyObjective
 from verl_ray.algorithms.row_weights import AGGREGATIONS, row_weights
+from verl_ray.learning.objectives import LossInputs, without_uncounted
+from verl_ray.learning.policy_objective import PolicyObjective
 from verl_ray.ops.outputs import TokenOutputs
 
 LENGTHS = np.array([3, 1, 4, 2, 5])

@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.algorithms.test_objectives import algorithm
+from tests.learning.test_objectives import algorithm
 from verl_ray.algorithms.estimators import RewardPart
 from verl_ray.algorithms.reward_shaping import (
     LENGTH_REWARDS,
     brevity,
     efficiency,
-    length_rewards,
     overlong_penalty,
 )
 from verl_ray.config.algorithm import AlgorithmConfig
+from verl_ray.rewards.shaping import length_rewards
 
 
 def test_the_last_share_of_the_limit_is_penalised() -> None:

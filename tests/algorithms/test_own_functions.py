@@ -11,12 +11,12 @@ import torch
 from controllers.compose.composition import compose
 from tests.rows import columns_of, rollouts_of
 from verl_ray.algorithms.advantages import ADVANTAGES
-from verl_ray.algorithms.credit import response_rewards
 from verl_ray.algorithms.losses import PolicyTokens, TokenLoss
 from verl_ray.algorithms.policy_losses import POLICY_LOSSES
 from verl_ray.config.load import parse, to_tree
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import ConfigError, DataError
+from verl_ray.learning.credit import response_rewards
 from verl_ray.preflight.function_trial import try_functions
 
 OWN = '''

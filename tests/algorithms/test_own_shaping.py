@@ -10,9 +10,9 @@ import pytest
 from controllers.compose.composition import compose
 from controllers.watch.measures import Metrics, addition_metrics
 from tests.rows import rollouts_of
+from verl_ray.columns.sharded import Receipt, Sharded
+from verl_ray.columns.stages import Finish, Rollouts
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.data.sharded import Receipt, Sharded
-from verl_ray.data.stages import Finish, Rollouts
 from verl_ray.errors import ConfigError, DataError
 from verl_ray.rewards.health import ScoreHealth
 from verl_ray.rewards.shaping import ResponseScores, with_additions

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.algorithms.test_normalised_weights import correction_of, credit_of, itself
-from tests.algorithms.test_objectives import algorithm
+from tests.learning.test_normalised_weights import correction_of, credit_of, itself
+from tests.learning.test_objectives import algorithm
 from tests.rows import log_probs_of, on_responses, rollouts_of
-from verl_ray.algorithms.objectives import LossInputs
-from verl_ray.algorithms.policy_objective import PolicyObjective, mean_weight
-from verl_ray.data.stages import TrainingBatch
+from verl_ray.columns.stages import TrainingBatch
 from verl_ray.engine.micro_batches import MicroBatch, to_learn
+from verl_ray.learning.objectives import LossInputs
+from verl_ray.learning.policy_objective import PolicyObjective, mean_weight
 from verl_ray.ops.outputs import TokenOutputs
 
 RATIOS = [1.5, 0.5, 2.0, 0.8]

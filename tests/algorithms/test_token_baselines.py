@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.algorithms.test_credit import algorithm
+from tests.learning.test_credit import algorithm
 from tests.rows import columns_of, log_probs_of, on_responses, rollouts_of
-from verl_ray.algorithms.credit import response_rewards, token_credit
 from verl_ray.algorithms.group_baselines import optimal_token_baseline
-from verl_ray.data.batch import Int64, offsets_of
-from verl_ray.data.stages import Bool, Float32
+from verl_ray.columns.batch import Int64, offsets_of
+from verl_ray.columns.stages import Bool, Float32
 from verl_ray.errors import DataError
+from verl_ray.learning.credit import response_rewards, token_credit
 
 
 def baseline(

@@ -24,7 +24,7 @@ from verl_ray.algorithms.token_selection import (
     smallest_second_moment,
     some_of_covariance,
 )
-from verl_ray.data.stages import Bool
+from verl_ray.columns.stages import Bool
 from verl_ray.ops.order_statistics import end_of_prefix, keys_of
 
 Values = NDArray[Any]

@@ -24,10 +24,10 @@ from torch import Tensor
 from tests.algorithms.choices import with_loss
 from tests.corrections import corrected
 from verl_ray.algorithms.aggregation import aggregate
-from verl_ray.algorithms.objectives import LossInputs
-from verl_ray.algorithms.policy_objective import PolicyObjective
 from verl_ray.algorithms.row_weights import row_weights
 from verl_ray.algorithms.token_selection import SelectableTokens, largest_entropy
+from verl_ray.learning.objectives import LossInputs
+from verl_ray.learning.policy_objective import PolicyObjective
 from verl_ray.ops.outputs import TokenOutputs
 
 LENGTHS = np.array([5, 3, 1, 0, 4, 2])

@@ -14,16 +14,7 @@ from verl_ray.algorithms.aggregation import aggregate
 from verl_ray.algorithms.catalogue import KL_ESTIMATORS, declared_settings
 from verl_ray.algorithms.correction import CORRECTIONS, LEVELS
 from verl_ray.algorithms.losses import TokenLoss
-from verl_ray.algorithms.objectives import (
-    LossInputs,
-    Objective,
-    PreferenceObjective,
-    SupervisedObjective,
-    ValueObjective,
-    without_uncounted,
-)
 from verl_ray.algorithms.policy_losses import POLICY_LOSSES
-from verl_ray.algorithms.policy_objective import PolicyObjective
 from verl_ray.algorithms.row_weights import AGGREGATIONS, row_weights
 from verl_ray.config.algorithm import (
     AlgorithmConfig,
@@ -32,6 +23,15 @@ from verl_ray.config.algorithm import (
     ValueLossConfig,
 )
 from verl_ray.engine.base import LossAccumulator, LossReport
+from verl_ray.learning.objectives import (
+    LossInputs,
+    Objective,
+    PreferenceObjective,
+    SupervisedObjective,
+    ValueObjective,
+    without_uncounted,
+)
+from verl_ray.learning.policy_objective import PolicyObjective
 from verl_ray.ops.outputs import TokenOutputs
 
 BAD = (math.nan, math.inf, -math.inf)

@@ -18,32 +18,29 @@ from numpy.typing import NDArray
 
 from tests.algorithms import verl_values as given
 from tests.algorithms.choices import with_loss
-from tests.algorithms.test_normalised_weights import credit_of
 from tests.corrections import corrected
+from tests.learning.test_normalised_weights import credit_of
 from tests.rows import log_probs_of, on_responses, rollouts_of
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.algorithms.aggregation import aggregate
 from verl_ray.algorithms.catalogue import KL_ESTIMATORS
-from verl_ray.algorithms.coefficients import AdaptiveKL
-from verl_ray.algorithms.correction import (
-    correction_metrics,
-    correction_weights,
-    rejections,
-)
+from verl_ray.algorithms.correction import rejections
 from verl_ray.algorithms.estimators import ResponseColumns
 from verl_ray.algorithms.group_baselines import gradient_energy
 from verl_ray.algorithms.losses import PolicyTokens, value_loss
 from verl_ray.algorithms.mismatch import compare_log_probs, mismatch_metrics
-from verl_ray.algorithms.objectives import LossInputs
 from verl_ray.algorithms.policy_losses import POLICY_LOSSES
-from verl_ray.algorithms.policy_objective import PolicyObjective, mean_weight
 from verl_ray.algorithms.row_weights import row_weights
 from verl_ray.algorithms.token_selection import (
     SelectableTokens,
     largest_covariance,
     some_of_covariance,
 )
-from verl_ray.data.batch import offsets_of
+from verl_ray.columns.batch import offsets_of
+from verl_ray.learning.coefficients import AdaptiveKL
+from verl_ray.learning.correction_weights import correction_metrics, correction_weights
+from verl_ray.learning.objectives import LossInputs
+from verl_ray.learning.policy_objective import PolicyObjective, mean_weight
 from verl_ray.ops.masked import Moments, whiten
 from verl_ray.ops.outputs import TokenOutputs
 

@@ -21,7 +21,7 @@ DECLARATION = '''
 from typing import ClassVar, Literal
 
 from verl_ray.backends.base import ActivationPartition, BackendSettings, RankMemory, Trade
-from verl_ray.config.section import Auto, resolved
+from verl_ray.settings.section import Auto, resolved
 
 
 class FifthBackend(BackendSettings):

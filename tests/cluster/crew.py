@@ -31,9 +31,9 @@ from verl_ray.cluster.context import (
     when_abandoned,
 )
 from verl_ray.cluster.placement import ProcessSet
-from verl_ray.data.batch import offsets_of
-from verl_ray.data.packing import Topology
-from verl_ray.data.stages import LogProbs, Rows
+from verl_ray.columns.batch import offsets_of
+from verl_ray.columns.packing import Topology
+from verl_ray.columns.stages import LogProbs, Rows
 from verl_ray.errors import CheckpointError, VerlRayError
 from verl_ray.profiling.progress import reach
 

@@ -27,7 +27,7 @@ from verl_ray.cluster.process_control import terminate
 from verl_ray.cluster.processes import COLLECTIVE_TIMEOUT_FACTOR, Role
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.waiting import put, read
-from verl_ray.data.sharded import Receipt, Sharded
+from verl_ray.columns.sharded import Receipt, Sharded
 from verl_ray.errors import (
     CallRefused,
     CheckpointError,

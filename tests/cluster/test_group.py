@@ -15,7 +15,7 @@ from verl_ray.cluster.calls import wait_all
 from verl_ray.cluster.context import CONCURRENCY_GROUPS, SERVING
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.waiting import put, read
-from verl_ray.data.packing import balance
+from verl_ray.columns.packing import balance
 from verl_ray.errors import DataError
 
 Crew = Callable[..., WorkerGroup[Any]]

@@ -17,7 +17,7 @@ from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.processes import Role, check_topologies
 from verl_ray.cluster.session import Session, ray_messages
 from verl_ray.cluster.waiting import put
-from verl_ray.data.packing import Topology
+from verl_ray.columns.packing import Topology
 from verl_ray.errors import ClusterError, DeadlineExceeded, ModelError, WorkerError
 from verl_ray.profiling.trace import SPANS, Span
 

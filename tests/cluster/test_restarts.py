@@ -17,8 +17,8 @@ from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import InPlaceRestarts, RepeatedCall
 from verl_ray.cluster.waiting import put, read
-from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import LogProbs, Rows
+from verl_ray.columns.sharded import Sharded
+from verl_ray.columns.stages import LogProbs, Rows
 from verl_ray.errors import DeadlineExceeded, VerlRayError, WorkerDied, WorkerError
 from verl_ray.profiling.progress import touch
 

@@ -10,8 +10,8 @@ import ray
 from tests.cluster.crew import rows_of
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.waiting import put, read
-from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import Rows
+from verl_ray.columns.sharded import Sharded
+from verl_ray.columns.stages import Rows
 
 
 class Reader:

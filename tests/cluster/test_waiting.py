@@ -14,7 +14,7 @@ from tests.leftovers import left_in_shared_memory
 from verl_ray.cluster.calls import Stream, ready_streams, wait_all
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.waiting import TICK_S, put
-from verl_ray.data.stages import LogProbs
+from verl_ray.columns.stages import LogProbs
 from verl_ray.errors import WorkerError
 
 Crew = Callable[..., WorkerGroup[Any]]

@@ -14,9 +14,9 @@ from controllers.compose.composition import compose, examine
 from controllers.tasks import typed_config
 from verl_ray.config.load import known_keys, parse, to_tree, with_changes
 from verl_ray.config.renamed import ADDED, RENAMED, migrated
-from verl_ray.config.section import value_of
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import ConfigError, Problem
+from verl_ray.settings.section import value_of
 
 INPUTS = ["model.path=/m", "data.train_path=t.jsonl", "data.validation_path=v.jsonl"]
 

@@ -8,12 +8,12 @@ import pytest
 
 from controllers.command_line import main
 from controllers.compose.composition import compose, examine
-from verl_ray.config.function_specs import parts_of
 from verl_ray.config.load import parse, to_tree
 from verl_ray.config.reward import MixedReward
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import Problem
+from verl_ray.settings.function_specs import parts_of
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from verl_ray.columns.batch import Int64
 from verl_ray.data.arithmetic import ArithmeticFiles, draw_sums
-from verl_ray.data.batch import Int64
 from verl_ray.data.fields import Fields
 from verl_ray.data.files import write_records
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from tests.rows import rollouts_of
-from verl_ray.data.batch import Ragged
+from verl_ray.columns.batch import Ragged
+from verl_ray.columns.sharded import Receipt, Sharded
+from verl_ray.columns.stages import Rollouts, Scores, versions_of
 from verl_ray.data.buffer import Experience, RolloutBuffer
-from verl_ray.data.sharded import Receipt, Sharded
-from verl_ray.data.stages import Rollouts, Scores, versions_of
 from verl_ray.errors import DataError
 
 SPANS = {"old": [[2, 3]], "new": [[2, 4]], "both": [[2, 3], [4, 4]], "none": []}

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_ray.data.batch import Ragged
+from verl_ray.columns.batch import Ragged
+from verl_ray.columns.stages import Prompts
 from verl_ray.data.cursor import Cursor, Mixture, drawn_rows, fingerprint
-from verl_ray.data.stages import Prompts
 from verl_ray.errors import CheckpointError, DataError
 
 

@@ -11,11 +11,11 @@ import pytest
 
 from verl_ray.agents.tasks import tasks_of
 from verl_ray.agents.template import Renderer
+from verl_ray.columns.stages import Prompts
 from verl_ray.config.data import DataConfig, DataSet
 from verl_ray.data.cursor import fingerprint
 from verl_ray.data.files import write_records
 from verl_ray.data.prompts import PromptSource
-from verl_ray.data.stages import Prompts
 from verl_ray.data.tokenizers import character_tokenizer, train_bpe
 from verl_ray.errors import DataError
 

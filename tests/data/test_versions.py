@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.rows import rollouts_of
-from verl_ray.data.batch import Ragged
-from verl_ray.data.stages import Rollouts
+from verl_ray.columns.batch import Ragged
+from verl_ray.columns.stages import Rollouts
 from verl_ray.data.token_versions import OptimizerSteps, versions_of_tokens
 from verl_ray.errors import DataError
 

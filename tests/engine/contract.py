@@ -39,14 +39,14 @@ from tests.engine.inputs import (
     rows_of,
     sequences_of,
 )
-from verl_ray.algorithms.objectives import (
+from verl_ray.checkpoint import sharded
+from verl_ray.columns.packing import balance, lengths_of_units, rows_of_units
+from verl_ray.columns.stages import TrainingBatch
+from verl_ray.engine.base import Engine, LossReport
+from verl_ray.learning.objectives import (
     Objective,
     SupervisedObjective,
 )
-from verl_ray.checkpoint import sharded
-from verl_ray.data.packing import balance, lengths_of_units, rows_of_units
-from verl_ray.data.stages import TrainingBatch
-from verl_ray.engine.base import Engine, LossReport
 from verl_ray.ops.outputs import RequestedOutputs
 
 

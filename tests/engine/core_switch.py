@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.engine import inputs
-from verl_ray.algorithms.objectives import SupervisedObjective
-from verl_ray.data.packing import balance
+from verl_ray.columns.packing import balance
 from verl_ray.engine.optimizer import learning_rate
+from verl_ray.learning.objectives import SupervisedObjective
 from verl_ray.models.role_model import PackedRows
 from verl_ray.ops.outputs import RequestedOutputs
 

@@ -15,20 +15,15 @@ import torch.distributed as dist
 from tests.corrections import NO_CORRECTION, NO_LIMIT
 from verl_ray.algorithms.catalogue import declared_settings
 from verl_ray.algorithms.losses import TokenLoss
-from verl_ray.algorithms.objectives import (
-    LossInputs,
-    Objective,
-    PreferenceObjective,
-    SupervisedObjective,
-    ValueObjective,
-)
 from verl_ray.algorithms.policy_losses import POLICY_LOSSES
-from verl_ray.algorithms.policy_objective import PolicyObjective
 from verl_ray.backends import Backend
 from verl_ray.backends.engine import EngineBackend
 from verl_ray.backends.fsdp import FsdpBackend
 from verl_ray.backends.megatron import MegatronBackend
 from verl_ray.backends.megatron_fsdp import MegatronFsdpBackend
+from verl_ray.columns.batch import offsets_of
+from verl_ray.columns.packing import balance, lengths_of_units, rows_of_units
+from verl_ray.columns.stages import TrainingBatch
 from verl_ray.config.algorithm import (
     AlgorithmConfig,
     CorrectionConfig,
@@ -37,13 +32,18 @@ from verl_ray.config.algorithm import (
 )
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.config.roles import LoraConfig, OptimizerConfig
-from verl_ray.data.batch import offsets_of
-from verl_ray.data.packing import balance, lengths_of_units, rows_of_units
-from verl_ray.data.stages import TrainingBatch
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.engine.base import Engine, EngineSpec, LossReport, StepReport
 from verl_ray.engine.build import build_engine
 from verl_ray.errors import DataError, EngineError, ModelError
+from verl_ray.learning.objectives import (
+    LossInputs,
+    Objective,
+    PreferenceObjective,
+    SupervisedObjective,
+    ValueObjective,
+)
+from verl_ray.learning.policy_objective import PolicyObjective
 from verl_ray.models.role_model import HeadKind
 from verl_ray.models.tiny import make_tiny
 from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs

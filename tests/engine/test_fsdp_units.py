@@ -13,9 +13,9 @@ import pytest
 import torch.distributed as dist
 
 from tests.engine import inputs
-from verl_ray.algorithms.objectives import SupervisedObjective
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.tokenizers import character_tokenizer
+from verl_ray.learning.objectives import SupervisedObjective
 from verl_ray.models.tiny import make_tiny
 from verl_ray.ops.outputs import RequestedOutputs
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from tests.engine.inputs import ENGINE, OPTIMIZER, POLICY, VALUE, rows_of
-from verl_ray.algorithms.objectives import Objective
 from verl_ray.backends.engine import EngineBackend
+from verl_ray.columns.stages import TrainingBatch
 from verl_ray.config.preparation import TinyModelConfig
-from verl_ray.data.stages import TrainingBatch
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.engine.base import EngineSpec, LossReport, StepReport
 from verl_ray.engine.build import build_engine
+from verl_ray.learning.objectives import Objective
 from verl_ray.models.role_model import HeadKind
 from verl_ray.models.tiny import make_tiny
 

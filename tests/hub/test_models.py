@@ -17,9 +17,10 @@ from tests.hub_server import HubServer
 from verl_ray.config.load import to_tree
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import ConfigError, HubError, Problem
+from verl_ray.hub.model_folders import is_pending
 from verl_ray.hub.models import fetch_model, fetch_models, pinned_models
 from verl_ray.preflight.model_directories import content_problems
-from verl_ray.preflight.model_files import is_pending, tensor_shapes
+from verl_ray.preflight.model_files import tensor_shapes
 
 
 @pytest.fixture(scope="module")

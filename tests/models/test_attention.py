@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import varlen
 
-from verl_ray.data.batch import offsets_of
+from verl_ray.columns.batch import offsets_of
 from verl_ray.models.attention import (
     BUCKET_LENGTH_RATIO,
     LengthBucket,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl_ray.data.batch import offsets_of
+from verl_ray.columns.batch import offsets_of
 from verl_ray.models.attention import attend, plan_layout
 
 pytestmark = [

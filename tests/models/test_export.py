@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from verl_ray.data.tokenizers import CHATML, train_bpe
+from verl_ray.hub.model_folders import INDEX
 from verl_ray.models.export import write_directory, write_tensors
-from verl_ray.models.names import INDEX
 from verl_ray.models.tensor_sources import CheckpointReader
 from verl_ray.profiling.progress import begin, progress
 from verl_ray.weight_sync.manifest import Parameter

@@ -12,9 +12,9 @@ from tests.models.loading import load_role_model
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.errors import ModelError
-from verl_ray.models.settings import VALUE_HEAD
 from verl_ray.models.tensor_sources import CheckpointReader
 from verl_ray.models.tiny import make_tiny
+from verl_ray.settings.config_json import VALUE_HEAD
 
 CPU = torch.device("cpu")
 

@@ -10,9 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.preflight.published import PARAMETERS, published
 from verl_ray.models.names import checkpoint_tensors
-from verl_ray.models.settings import described_tensors
 from verl_ray.models.weights import parameters_on_meta
 from verl_ray.preflight.model_files import config_json
+from verl_ray.settings.config_json import described_tensors
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "vocab_size": 20, "num_hidden_layers": 4, "num_attention_heads": 4,

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from verl_ray.errors import ModelError
-from verl_ray.models.names import INDEX
+from verl_ray.hub.model_folders import INDEX
 from verl_ray.models.tensor_sources import CheckpointReader
 from verl_ray.models.weights import fill, materialize, parameters_on_meta
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.models.loading import load_role_model
-from verl_ray.data.batch import offsets_of
+from verl_ray.columns.batch import offsets_of
 from verl_ray.models.attention import plan_layout
 from verl_ray.models.role_model import HeadKind, PackedRows, RoleModel
 from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-from verl_ray.models.settings import described_tensors
+from verl_ray.settings.config_json import described_tensors
 
 LLAMA: dict[str, object] = {
     "model_type": "llama", "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,

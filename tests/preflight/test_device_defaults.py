@@ -10,7 +10,6 @@ import pytest
 from controllers.compose.composition import compose
 from verl_ray.config.load import with_changes
 from verl_ray.config.schema import Config
-from verl_ray.config.section import resolved
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.preflight.facts import ClusterFacts
 from verl_ray.preflight.findings import preflight
@@ -18,6 +17,7 @@ from verl_ray.preflight.machine import GIB, Machine
 from verl_ray.preflight.memory_plan import USED_SHARE, memory_plan
 from verl_ray.preflight.resolve import resolutions, resolve
 from verl_ray.preflight.resources import resource_problems
+from verl_ray.settings.section import resolved
 
 MODELS = Path(__file__).parents[1] / "model_configs"
 LONG = ("data.max_prompt_tokens=1024", "rollout.max_response_tokens=32768")

@@ -18,10 +18,10 @@ from tests.preflight.models import LLAMA, write_model, write_tensors
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.errors import ModelError
-from verl_ray.models.settings import described_tensors
 from verl_ray.models.tensor_sources import CheckpointReader
 from verl_ray.models.tiny import make_tiny
 from verl_ray.preflight.findings import preflight
+from verl_ray.settings.config_json import described_tensors
 
 
 def test_damaged_weights_are_found_from_headers_and_sizes(

@@ -13,7 +13,6 @@ from pydantic import BaseModel
 from controllers.compose.composition import compose
 from verl_ray.config.load import to_tree
 from verl_ray.config.schema import Config, rule_violations
-from verl_ray.config.section import resolved
 from verl_ray.config.tasks.reward_model import RewardModelConfig
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.config.tasks.sft import SFTConfig
@@ -26,6 +25,7 @@ from verl_ray.preflight.resolve import (
     resolve,
     with_total_steps,
 )
+from verl_ray.settings.section import resolved
 
 MIB = 2**20
 INPUTS = ("model.path=/m", "data.train_path=/t.jsonl", "data.validation_path=/v.jsonl")

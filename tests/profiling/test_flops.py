@@ -6,7 +6,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from verl_ray.data.packing import estimated_work
+from verl_ray.columns.packing import estimated_work
 from verl_ray.errors import ModelError
 from verl_ray.profiling.flops import (
     ModelShape,

@@ -18,9 +18,9 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from controllers.commands.report import LOOPBACK, ReportServer
 from tests.report.recorded_runs import rollouts, write_run, write_trace
+from verl_ray.report.tracker import write_report
 from verl_ray.tracking.history import begin_segment
 from verl_ray.tracking.jsonl import METRICS, JsonlTracker
-from verl_ray.tracking.report import write_report
 from verl_ray.tracking.rollouts import RolloutFiles
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]

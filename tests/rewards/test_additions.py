@@ -12,11 +12,11 @@ from controllers.trainers.learner import response_columns
 from controllers.watch.measures import Metrics, addition_metrics
 from tests.rows import columns_of, rollouts_of
 from verl_ray.agents.contract import End
-from verl_ray.algorithms.credit import response_rewards
+from verl_ray.columns.sharded import Receipt, Sharded
+from verl_ray.columns.stages import NO_EPISODE, Finish, Rollouts, RowRewards, Scores
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.buffer import Experience
-from verl_ray.data.sharded import Receipt, Sharded
-from verl_ray.data.stages import NO_EPISODE, Finish, Rollouts, RowRewards, Scores
+from verl_ray.learning.credit import response_rewards
 from verl_ray.rewards.shaping import ResponseScores, Shaping, with_additions
 
 

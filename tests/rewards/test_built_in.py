@@ -7,7 +7,6 @@ import inspect
 
 import pytest
 
-from verl_ray.config.function_specs import parts_of, spec_of
 from verl_ray.errors import ConfigError
 from verl_ray.rewards.built_in import (
     BUILT_IN,
@@ -17,6 +16,7 @@ from verl_ray.rewards.built_in import (
 )
 from verl_ray.rewards.signatures import signature_of
 from verl_ray.rewards.specs import load, spec_problem
+from verl_ray.settings.function_specs import parts_of, spec_of
 
 KEY = "reward.functions.default"
 TAGS = spec_of("format", {"tags": ["think", "answer"]})

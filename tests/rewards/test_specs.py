@@ -9,10 +9,10 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
-from verl_ray.config.function_specs import spec_of
 from verl_ray.errors import ConfigError
 from verl_ray.rewards.functions import exact_match, gsm8k
 from verl_ray.rewards.specs import load, spec_problem
+from verl_ray.settings.function_specs import spec_of
 
 KEY = "reward.functions.maths"
 SIGNATURE = "(response, answer, *, prompt, data_source, extra)"

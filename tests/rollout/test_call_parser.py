@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tests.agents.templates import PRESERVING, tokenizer_with
 from verl_ray.agents.contract import Action, ToolCall
-from verl_ray.data.stages import Finish
+from verl_ray.columns.stages import Finish
 from verl_ray.rollout.tool_calls import ActionReader
 
 # vLLM looks at the machine as it is imported.

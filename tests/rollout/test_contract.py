@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from scripts.bench.scripted_engine import ScriptedEngine
 from tests.rollout.generation import drained, generate
-from verl_ray.data.stages import Finish
+from verl_ray.columns.stages import Finish
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import CannotGenerate, RolloutError, WeightSyncError
 from verl_ray.rollout.base import RolloutEngine

@@ -22,8 +22,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from scripts.bench.scripted_engine import ScriptedEngine
+from verl_ray.columns.stages import Finish
 from verl_ray.config.rollout import EndpointConfig
-from verl_ray.data.stages import Finish
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import ConfigError, RolloutError
 from verl_ray.rollout import endpoint as endpoint_module

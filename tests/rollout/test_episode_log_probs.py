@@ -17,8 +17,8 @@ from verl_ray.agents.policy import (
     Limits,
 )
 from verl_ray.agents.wire import EpisodeStart
+from verl_ray.columns.stages import Finish
 from verl_ray.config.preparation import TinyModelConfig
-from verl_ray.data.stages import Finish
 from verl_ray.models.tiny import make_tiny
 from verl_ray.rollout.episode_stream import EpisodeRequest
 from verl_ray.rollout.episodes import EpisodePool

@@ -28,9 +28,9 @@ from verl_ray.agents.policy import (
     turn_seed,
 )
 from verl_ray.agents.wire import EpisodeStart
+from verl_ray.columns.batch import Ragged, offsets_of
+from verl_ray.columns.stages import NO_EPISODE, Finish, Prompts, Rollouts
 from verl_ray.config.agent import AgentConfig
-from verl_ray.data.batch import Ragged, offsets_of
-from verl_ray.data.stages import NO_EPISODE, Finish, Prompts, Rollouts
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
 from verl_ray.errors import ConfigError, EngineFailed, RolloutError
 from verl_ray.rollout import episodes as episodes_module

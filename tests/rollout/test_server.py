@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from scripts.bench.scripted_engine import ScriptedEngine
-from verl_ray.data.stages import Finish
+from verl_ray.columns.stages import Finish
 from verl_ray.errors import EngineFailed, RolloutError
 from verl_ray.profiling.progress import progress
 from verl_ray.rollout.base import RolloutEngine

@@ -17,7 +17,7 @@ from verl_ray.agents.contract import Action, Sampled, ToolCall, message_of
 from verl_ray.agents.template import Renderer
 from verl_ray.agents.thoughts import PARSERS, PARSERS_WITHOUT_MARKS
 from verl_ray.agents.wire import sampled_frame, sampled_of
-from verl_ray.data.stages import Finish
+from verl_ray.columns.stages import Finish
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
 from verl_ray.errors import ConfigError, RolloutError
 from verl_ray.processes.frames import FrameReader

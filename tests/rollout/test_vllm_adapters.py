@@ -11,9 +11,9 @@ import torch
 
 from tests.rollout.generation import drained, generate
 from verl_ray.backends.engine import EngineBackend
+from verl_ray.columns.batch import offsets_of
+from verl_ray.columns.stages import Rows
 from verl_ray.config.roles import LoraConfig
-from verl_ray.data.batch import offsets_of
-from verl_ray.data.stages import Rows
 from verl_ray.engine.base import EngineSpec
 from verl_ray.engine.build import build_engine
 from verl_ray.engine.module_engine import ModuleEngine

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from tests.foreign_files import Planted
 from tests.rollout.generation import drained, generate
-from verl_ray.data.stages import Finish
+from verl_ray.columns.stages import Finish
 from verl_ray.errors import RolloutError, WeightSyncError
 from verl_ray.profiling.memory import malloc_trim
 from verl_ray.rollout.requests import (

@@ -14,6 +14,7 @@ from verl_ray.config.run import (
     WandbConfig,
 )
 from verl_ray.errors import TrackingError
+from verl_ray.report.tracker import ReportTracker
 from verl_ray.tracking import open_trackers
 from verl_ray.tracking.jsonl import read_metrics
 
@@ -56,7 +57,12 @@ def test_all_trackers_record_a_run_and_its_continuation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = TrackingConfig(console=True, tensorboard=True, wandb=WANDB)
-    trackers = open_trackers(config, run_config(tmp_path), {"run": {"seed": 0}})
+    trackers = open_trackers(
+        config,
+        run_config(tmp_path),
+        {"run": {"seed": 0}},
+        report=ReportTracker(tmp_path),
+    )
     for step in range(4):
         trackers.log(step, {"critic/rewards/mean": 0.5})
         if step == 1:
@@ -72,7 +78,12 @@ def test_all_trackers_record_a_run_and_its_continuation(
 
     quiet = TrackingConfig(console=False, tensorboard=True, wandb=WANDB)
     continued = open_trackers(
-        quiet, run_config(tmp_path), {}, committed_step=1, state=state
+        quiet,
+        run_config(tmp_path),
+        {},
+        report=ReportTracker(tmp_path),
+        committed_step=1,
+        state=state,
     )
     continued.log(2, {"critic/rewards/mean": 0.75})
     continued.close(failed=False)
@@ -94,6 +105,7 @@ def test_what_is_off_writes_nothing(tmp_path: Path) -> None:
         TrackingConfig(console=False, tensorboard=False, wandb=off),
         run_config(tmp_path),
         {},
+        report=ReportTracker(tmp_path),
     ).close(False)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
@@ -107,6 +119,7 @@ def test_a_record_that_cannot_be_written_stops_the_run_at_its_start(
             TrackingConfig(console=True, tensorboard=False, wandb=WANDB),
             run_config(tmp_path),
             {},
+            report=ReportTracker(tmp_path),
         )
 
 

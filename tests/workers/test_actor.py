@@ -11,23 +11,23 @@ import pytest
 import torch
 
 from scripts.bench.scripted_engine import ScriptedEngine
-from tests.algorithms.test_objectives import algorithm
 from tests.corrections import NO_CORRECTION
 from tests.engine.inputs import ENGINE, OPTIMIZER
+from tests.learning.test_objectives import algorithm
 from tests.rows import rollouts_of
 from tests.weight_sync.fingerprints import EMPTY
-from verl_ray.algorithms.objectives import ValueObjective
-from verl_ray.algorithms.policy_objective import PolicyObjective
 from verl_ray.backends.engine import EngineBackend
 from verl_ray.cluster.context import WorkerContext
+from verl_ray.columns.batch import Ragged
+from verl_ray.columns.stages import Credit, Rollouts, Values, versions_of
 from verl_ray.config.algorithm import ValueLossConfig
 from verl_ray.config.preparation import TinyModelConfig
-from verl_ray.data.batch import Ragged
-from verl_ray.data.stages import Credit, Rollouts, Values, versions_of
 from verl_ray.data.token_versions import OptimizerSteps
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.engine.base import EngineSpec
 from verl_ray.errors import DataError
+from verl_ray.learning.objectives import ValueObjective
+from verl_ray.learning.policy_objective import PolicyObjective
 from verl_ray.models.tiny import make_tiny
 from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import plan_buckets

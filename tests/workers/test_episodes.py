@@ -16,9 +16,9 @@ from controllers.compose.composition import compose
 from controllers.rollouts import score_failures
 from controllers.watch import measures, rollout_record
 from controllers.watch.rollout_record import ends_of_rows
-from tests.algorithms.test_credit import algorithm, rewarded
 from tests.controllers.watch.test_measures import held
 from tests.controllers.watch.test_rollout_record import INPUTS
+from tests.learning.test_credit import algorithm, rewarded
 from tests.rows import rewards_of, values_of
 from tests.workers.test_rollout import prompts
 from verl_ray.agents.contract import (
@@ -28,12 +28,12 @@ from verl_ray.agents.contract import (
     EpisodeRow,
     Treatment,
 )
-from verl_ray.algorithms.credit import token_credit
+from verl_ray.columns.sharded import Receipt, Sharded
+from verl_ray.columns.stages import NO_EPISODE, Finish, Rollouts, last_rows
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.buffer import Experience
-from verl_ray.data.sharded import Receipt, Sharded
-from verl_ray.data.stages import NO_EPISODE, Finish, Rollouts, last_rows
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
+from verl_ray.learning.credit import token_credit
 from verl_ray.rewards.child import GroupLog, group_values, response_values
 from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rewards.remote import RequestBatch

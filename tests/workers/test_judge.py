@@ -21,11 +21,11 @@ from tests.rows import rollouts_of
 from tests.vllm_process import ready_for_vllm
 from verl_ray.agents.contract import End
 from verl_ray.cluster.context import WorkerContext
+from verl_ray.columns.batch import Ragged
+from verl_ray.columns.stages import Finish, Rollouts, Scores
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.config.reward import JudgeReward
 from verl_ray.config.rollout import RolloutEngineConfig
-from verl_ray.data.batch import Ragged
-from verl_ray.data.stages import Finish, Rollouts, Scores
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer, train_bpe
 from verl_ray.models.tiny import make_tiny_qwen3
 from verl_ray.rewards.health import ScoreHealth

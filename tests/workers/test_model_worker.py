@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.algorithms.test_normalised_weights import credit_of
+from tests.learning.test_normalised_weights import credit_of
 from tests.rows import rollouts_of
 from verl_ray.algorithms.row_weights import AGGREGATIONS
+from verl_ray.columns.stages import Credit
 from verl_ray.config.algorithm import AggregationName
-from verl_ray.data.stages import Credit
 from workers.model_worker import MiniBatch, loss_weights
 
 ROWS = rollouts_of([2, 4, 1])

@@ -17,9 +17,9 @@ import pytest
 from controllers.compose.composition import compose
 from tests.rows import rollouts_of
 from verl_ray.cluster.context import WorkerContext
+from verl_ray.columns.batch import Ragged, offsets_of
+from verl_ray.columns.stages import Rollouts
 from verl_ray.config.reward import FunctionReward
-from verl_ray.data.batch import Ragged, offsets_of
-from verl_ray.data.stages import Rollouts
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.errors import ConfigError
 from verl_ray.rewards.health import ScoreHealth

@@ -26,15 +26,15 @@ from tests.reward_models import (
     rollouts,
     transformers_scores,
 )
-from verl_ray.algorithms.objectives import PreferenceObjective
 from verl_ray.backends.engine import EngineBackend
 from verl_ray.cluster.context import WorkerContext
+from verl_ray.columns.batch import Ragged, offsets_of
+from verl_ray.columns.stages import Finish, Rows, Scores, TrainingBatch
 from verl_ray.config.roles import OptimizerConfig
-from verl_ray.data.batch import Ragged, offsets_of
-from verl_ray.data.stages import Finish, Rows, Scores, TrainingBatch
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.engine.base import EngineSpec
 from verl_ray.errors import NonFiniteError
+from verl_ray.learning.objectives import PreferenceObjective
 from verl_ray.models.tiny import Architecture, make_tiny
 from verl_ray.preflight.facts import has_chat_template
 from verl_ray.rewards.health import ScoreHealth

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from scripts.bench.scripted_engine import ScriptedEngine
-from verl_ray.data.batch import Ragged, offsets_of
-from verl_ray.data.stages import (
+from verl_ray.columns.batch import Ragged, offsets_of
+from verl_ray.columns.seeds import row_seeds
+from verl_ray.columns.stages import (
     UNFINISHED,
     Finish,
     Prompts,
@@ -23,13 +24,7 @@ from verl_ray.data.stages import (
     Rollouts,
 )
 from verl_ray.errors import CannotGenerate, EngineFailed
-from verl_ray.rollout.requests import (
-    Chunk,
-    EngineLoad,
-    GenerationRequest,
-    Sampling,
-    row_seeds,
-)
+from verl_ray.rollout.requests import Chunk, EngineLoad, GenerationRequest, Sampling
 from verl_ray.rollout.server import RolloutServer
 from workers.rollout import Generation, RolloutWorker
 

@@ -18,8 +18,8 @@ import numpy as np
 from verl_ray.agents.contract import ToolCall
 from verl_ray.agents.environments.calculator import CALCULATE, calculate
 from verl_ray.agents.tools import call_text
+from verl_ray.columns.batch import Int64
 from verl_ray.data.arithmetic import ArithmeticFiles, draw_sums
-from verl_ray.data.batch import Int64
 from verl_ray.data.fields import Fields
 from verl_ray.data.files import write_records
 from verl_ray.data.tokenizers import TURN_END, TURN_START

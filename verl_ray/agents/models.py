@@ -22,7 +22,6 @@ from weakref import WeakKeyDictionary
 
 from verl_ray.agents.contract import Message
 from verl_ray.agents.threads import in_loop
-from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import ConfigError, GraderOutage, ModelServiceError, Problem
 from verl_ray.rewards.client import (
     RequestFailure,
@@ -32,6 +31,7 @@ from verl_ray.rewards.client import (
     json_in,
     unparsed,
 )
+from verl_ray.suggest import did_you_mean
 
 KEY = "agent.models"
 """The section of the configuration: name -> model."""

@@ -41,10 +41,10 @@ from verl_ray.agents.tools import (
     methods_of,
     require_distinct,
 )
-from verl_ray.config.function_specs import names_module
-from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import ConfigError, Problem
 from verl_ray.paths import path_suggestion
+from verl_ray.settings.function_specs import names_module
+from verl_ray.suggest import did_you_mean
 from verl_ray.user_files import run_file, words_of
 
 KEY = "agent.environments"

@@ -13,7 +13,7 @@ from verl_ray.agents.contract import EpisodeTask
 from verl_ray.data.fields import environment_of
 
 if TYPE_CHECKING:
-    from verl_ray.data.stages import Prompts, Rollouts
+    from verl_ray.columns.stages import Prompts, Rollouts
 
 
 def tasks_of(prompts: Prompts) -> list[EpisodeTask]:

@@ -33,9 +33,9 @@ from verl_ray.agents.contract import (
     ToolSchema,
 )
 from verl_ray.agents.threads import OneAtATime, result_of, unbound
-from verl_ray.config.suggest import did_you_mean
 from verl_ray.data.fields import TOOLS, json_text
 from verl_ray.errors import ConfigError, Problem
+from verl_ray.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter

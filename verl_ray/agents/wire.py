@@ -36,9 +36,9 @@ from verl_ray.agents.policy import (
 )
 from verl_ray.agents.template import Renderer
 from verl_ray.config.data import SpecialTokens
-from verl_ray.config.function_specs import parts_of
 from verl_ray.data.tokenizers import load_tokenizer, of_day
 from verl_ray.processes.frames import Frame, frame
+from verl_ray.settings.function_specs import parts_of
 
 if TYPE_CHECKING:
     from verl_ray.config.agent import AgentConfig

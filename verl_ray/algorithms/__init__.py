@@ -1,3 +1,3 @@
 """The parts of a reinforcement-learning algorithm: advantages, losses, aggregation, and
-control of the divergence.
+corrections, without a configuration.
 """

@@ -31,10 +31,10 @@ from verl_ray.algorithms.own_functions import (
     as_numbers_of_rows,
     keywords_of,
 )
-from verl_ray.config.function_specs import in_words
-from verl_ray.config.section import Fraction, PositiveFloat
-from verl_ray.data.batch import Int64
-from verl_ray.data.stages import Float32
+from verl_ray.columns.batch import Int64
+from verl_ray.columns.stages import Float32
+from verl_ray.settings.function_specs import in_words
+from verl_ray.settings.section import Fraction, PositiveFloat
 
 
 def gae(

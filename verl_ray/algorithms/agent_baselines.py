@@ -16,8 +16,8 @@ from verl_ray.algorithms.declaration import Setting
 from verl_ray.algorithms.discounting import Float64, discounted_sums
 from verl_ray.algorithms.estimators import AgentBaseline, ResponseColumns
 from verl_ray.algorithms.groups import GroupMembers
-from verl_ray.data.batch import Int64, offsets_of
-from verl_ray.data.stages import RowRewards
+from verl_ray.columns.batch import Int64, offsets_of
+from verl_ray.columns.stages import RowRewards
 
 
 def rae(

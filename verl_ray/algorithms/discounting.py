@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_ray.data.batch import Int64, offsets_of
+from verl_ray.columns.batch import Int64, offsets_of
 
 Float64 = NDArray[np.float64]
 

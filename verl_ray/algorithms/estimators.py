@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from verl_ray.algorithms.declaration import Declaration
 from verl_ray.algorithms.discounting import Float64
-from verl_ray.data.batch import Int64
-from verl_ray.data.stages import Bool, Float32
+from verl_ray.columns.batch import Int64
+from verl_ray.columns.stages import Bool, Float32
 
 RewardPart = tuple[float, Float32]
 """A weight, and the rewards that it weights: float32 [rows]."""

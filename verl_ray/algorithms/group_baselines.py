@@ -22,8 +22,8 @@ from verl_ray.algorithms.estimators import (
     RewardPart,
 )
 from verl_ray.algorithms.groups import EPSILON, GroupMembers, sum_of_normalised
-from verl_ray.data.batch import Int64, offsets_of
-from verl_ray.data.stages import Bool, Float32, LogProbs
+from verl_ray.columns.batch import Int64, offsets_of
+from verl_ray.columns.stages import Bool, Float32, LogProbs
 from verl_ray.errors import DataError
 from verl_ray.ops.masked import EQUAL
 

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_ray.algorithms.estimators import RewardPart
-from verl_ray.data.batch import Int64
-from verl_ray.data.stages import Bool, Float32
+from verl_ray.columns.batch import Int64
+from verl_ray.columns.stages import Bool, Float32
 from verl_ray.ops.masked import RESOLUTION, SMALL, without_rounding
 
 Float64 = NDArray[np.float64]

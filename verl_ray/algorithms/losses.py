@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from verl_ray.algorithms.declaration import Declaration, Setting
-from verl_ray.config.section import PositiveFloat
-from verl_ray.data.stages import Bool
+from verl_ray.columns.stages import Bool
+from verl_ray.settings.section import PositiveFloat
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,11 +19,11 @@ from typing import Any, Generic
 import numpy as np
 
 from verl_ray.algorithms.declaration import D, Setting
-from verl_ray.config.function_specs import NAME, in_words, parts_of
-from verl_ray.config.suggest import closest, did_you_mean
-from verl_ray.data.batch import Int64
-from verl_ray.data.stages import Bool, Float32
+from verl_ray.columns.batch import Int64
+from verl_ray.columns.stages import Bool, Float32
 from verl_ray.errors import DataError
+from verl_ray.settings.function_specs import NAME, in_words, parts_of
+from verl_ray.suggest import closest, did_you_mean
 from verl_ray.user_files import run_file, words_of
 
 

@@ -35,8 +35,8 @@ from verl_ray.algorithms.token_selection import (
     smallest_second_moment,
     some_of_covariance,
 )
-from verl_ray.config.function_specs import in_words
-from verl_ray.config.section import PositiveFloat
+from verl_ray.settings.function_specs import in_words
+from verl_ray.settings.section import PositiveFloat
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,16 +22,11 @@ from verl_ray.algorithms.own_functions import (
     as_numbers_of_valid_rows,
     keywords_of,
 )
-from verl_ray.config.function_specs import in_words
-from verl_ray.config.section import PositiveFloat
-from verl_ray.data.batch import Int64
-from verl_ray.data.stages import Bool, Float32
+from verl_ray.columns.batch import Int64
+from verl_ray.columns.stages import Bool, Float32
 from verl_ray.ops.masked import EQUAL
-
-if TYPE_CHECKING:
-    # The configuration reads the settings below.
-    from verl_ray.config.algorithm import AlgorithmConfig
-
+from verl_ray.settings.function_specs import in_words
+from verl_ray.settings.section import PositiveFloat
 
 # ------------------------------------------------------------------- rewards of lengths
 
@@ -48,40 +43,6 @@ class LengthReward(Declaration):
     """
 
     function: Callable[[Float32, Bool, Int64, Int64], Float32]
-
-
-def length_rewards(
-    algorithm: AlgorithmConfig,
-    score: Float32,
-    valid: Bool,
-    length: Int64,
-    group: Int64,
-    max_tokens: int | Int64,
-) -> dict[str, RewardPart]:
-    """Return the weight of each reward that the configuration asks for, and the reward.
-
-    They are `overlong_penalty`, whose weight is 1, and those of `LENGTH_REWARDS`. None
-    is weighted yet: GDPO normalises rewards before it weights them.
-
-    Args:
-        algorithm: The section `algorithm` of the configuration.
-        score: float32 [rows], by which responses are right.
-        valid: bool [rows]; False: the response has no score, or is no member of its
-            group. Its length is not compared, and it gets 0.
-        length: int64 [rows], response tokens.
-        group: int64 [rows], the group of each response.
-        max_tokens: The limit on the length of a response; or int64 [rows].
-    """
-    parts: dict[str, RewardPart] = {}
-    share = algorithm.overlong_share
-    if share is not None:
-        penalty = overlong_penalty(length, max_tokens, share)
-        parts["overlong_penalty"] = (1.0, np.where(valid, penalty, np.float32(0)))
-    for name, reward in LENGTH_REWARDS.items():
-        weight = getattr(algorithm, name)
-        if weight is not None:
-            parts[name] = (weight, reward.function(score, valid, length, group))
-    return parts
 
 
 def overlong_penalty(length: Int64, max_tokens: int | Int64, share: float) -> Float32:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from verl_ray.data.batch import Int64
-from verl_ray.data.stages import Float32, Statistics
+from verl_ray.columns.batch import Int64
+from verl_ray.columns.stages import Float32, Statistics
 from verl_ray.ops.masked import Moments
 
 

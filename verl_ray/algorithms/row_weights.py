@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_ray.algorithms.declaration import Declaration, Setting, by_name
-from verl_ray.config.section import Positive
-from verl_ray.data.batch import Int64
-from verl_ray.data.stages import Float32
+from verl_ray.columns.batch import Int64
+from verl_ray.columns.stages import Float32
+from verl_ray.settings.section import Positive
 
 Float64 = NDArray[np.float64]
 

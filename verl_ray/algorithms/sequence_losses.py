@@ -26,8 +26,8 @@ from verl_ray.algorithms.losses import (
     clip_metrics,
     clipped_surrogate,
 )
-from verl_ray.config.section import PositiveFloat
 from verl_ray.ops.rows import row_lengths, row_sums
+from verl_ray.settings.section import PositiveFloat
 
 if TYPE_CHECKING:
     from torch import Tensor

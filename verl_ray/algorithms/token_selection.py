@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_ray.data.batch import Int64
-from verl_ray.data.stages import Bool, Float32
+from verl_ray.columns.batch import Int64
+from verl_ray.columns.stages import Bool, Float32
 from verl_ray.ops.order_statistics import (
     Float64,
     Total,

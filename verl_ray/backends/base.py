@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from verl_ray.config.section import Auto, Dtype, Positive, Section, resolved
 from verl_ray.errors import Problem
+from verl_ray.settings.section import Auto, Dtype, Positive, Section, resolved
 
 MemoryPart = Literal[
     "weights",

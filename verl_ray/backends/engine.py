@@ -15,7 +15,7 @@ from verl_ray.backends.base import (
     RankMemory,
     adapter_parameters,
 )
-from verl_ray.config.section import resolved
+from verl_ray.settings.section import resolved
 
 
 class EngineBackend(ModuleBackend):

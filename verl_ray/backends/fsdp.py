@@ -22,10 +22,10 @@ from verl_ray.backends.base import (
     adapter_parameters,
 )
 from verl_ray.backends.layouts import can_exchange
-from verl_ray.config.section import Auto, NonNegative, Positive, resolved
-from verl_ray.config.suggest import either
 from verl_ray.errors import Problem
-from verl_ray.models.settings import LANGUAGE_HEAD, WITH_EXPERTS
+from verl_ray.settings.config_json import LANGUAGE_HEAD, WITH_EXPERTS
+from verl_ray.settings.section import Auto, NonNegative, Positive, resolved
+from verl_ray.suggest import either
 
 
 class FsdpBackend(ModuleBackend):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from verl_ray.backends.base import BackendSettings
-from verl_ray.config.section import Positive
+from verl_ray.settings.section import Positive
 
 _MODEL_FACTORS = ("tensor_parallel", "pipeline_parallel", "context_parallel")
 """The settings whose product is the number of ranks of one copy of the model."""

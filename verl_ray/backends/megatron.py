@@ -31,10 +31,8 @@ from verl_ray.backends.layouts import (
     obstacles,
     other_ranks,
 )
-from verl_ray.config.section import Auto, Dtype, resolved
-from verl_ray.config.suggest import either
 from verl_ray.errors import Problem
-from verl_ray.models.settings import (
+from verl_ray.settings.config_json import (
     ACTIVATIONS_IN_MEGATRON,
     FAMILIES,
     IN_MEGATRON,
@@ -42,6 +40,8 @@ from verl_ray.models.settings import (
     Settings,
     rotary_types,
 )
+from verl_ray.settings.section import Auto, Dtype, resolved
+from verl_ray.suggest import either
 
 BIASES = {
     "llama": ("attention_bias", "mlp_bias"),

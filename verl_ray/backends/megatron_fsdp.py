@@ -21,9 +21,9 @@ from verl_ray.backends.base import (
     ParameterCounts,
     RankMemory,
 )
-from verl_ray.config.section import Auto, Dtype, Positive
-from verl_ray.config.suggest import either
 from verl_ray.errors import Problem
+from verl_ray.settings.section import Auto, Dtype, Positive
+from verl_ray.suggest import either
 
 UNBOUNDED_BUCKET = 10**9
 """Elements of a bucket if `bucket_size` is null: the package looks 500 million elements

@@ -29,8 +29,8 @@ from verl_ray.cluster.rank_calls import (
 )
 from verl_ray.cluster.stalls import IDLE_PROCESSES, raise_if_stalled
 from verl_ray.cluster.waiting import RAY_CALLS, TICK_S, Background, wait
-from verl_ray.data.batch import Batch
-from verl_ray.data.sharded import Sharded
+from verl_ray.columns.batch import Batch
+from verl_ray.columns.sharded import Sharded
 from verl_ray.errors import StaleIncarnation, WorkerError, as_raised
 from verl_ray.profiling.phases import PHASES, Count
 

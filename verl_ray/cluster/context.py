@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from verl_ray.data.sharded import Receipt
+from verl_ray.columns.sharded import Receipt
 from verl_ray.errors import VerlRayError
 from verl_ray.ownership import Owner
 from verl_ray.profiling.progress import Progress

@@ -30,9 +30,9 @@ from verl_ray.cluster.members import Member
 from verl_ray.cluster.processes import Processes, Restart
 from verl_ray.cluster.rank_calls import RankCall, died, stalled
 from verl_ray.cluster.waiting import RAY_CALLS, wait
-from verl_ray.data.batch import Batch, Int64
-from verl_ray.data.packing import Topology, balance, estimated_work
-from verl_ray.data.sharded import Receipt, Sharded, join
+from verl_ray.columns.batch import Batch, Int64
+from verl_ray.columns.packing import Topology, balance, estimated_work
+from verl_ray.columns.sharded import Receipt, Sharded, join
 from verl_ray.errors import DataError, DeadlineExceeded, WorkerDied, WorkerError
 
 W = TypeVar("W")

@@ -46,11 +46,10 @@ from verl_ray.cluster.process_control import (
     process_environment,
     tail,
 )
-from verl_ray.cluster.rendezvous import Rendezvous, join, listen, share_timeout
 from verl_ray.cluster.waiting import read
-from verl_ray.data.batch import Batch
-from verl_ray.data.packing import Topology
-from verl_ray.data.sharded import Receipt, Sharded
+from verl_ray.columns.batch import Batch
+from verl_ray.columns.packing import Topology
+from verl_ray.columns.sharded import Receipt, Sharded
 from verl_ray.errors import ClusterError, StaleIncarnation, VerlRayError
 from verl_ray.ops.installed_torch import choose_vector_program
 from verl_ray.ownership import Owner, remove_stale
@@ -67,6 +66,7 @@ from verl_ray.profiling.progress import (
     waiting_for_others,
 )
 from verl_ray.profiling.trace import SPANS, ProcessSpans, span
+from verl_ray.rendezvous import Rendezvous, join, listen, share_timeout
 
 # Streams whose end their callers may not know yet.
 _REMEMBERED_STREAMS = 1024

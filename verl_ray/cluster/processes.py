@@ -30,7 +30,7 @@ from verl_ray.cluster.members import Heartbeat, Member
 from verl_ray.cluster.placement import Place, ProcessSet
 from verl_ray.cluster.rank_calls import START, RankCall
 from verl_ray.cluster.waiting import RAY_CALLS, TICK_S, wait, wait_while_closing
-from verl_ray.data.packing import Topology
+from verl_ray.columns.packing import Topology
 from verl_ray.errors import ClusterError
 from verl_ray.profiling.trace import SPANS
 

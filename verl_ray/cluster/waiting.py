@@ -33,8 +33,8 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
 import ray
 
 from verl_ray.cluster.signals import heed_signals
-from verl_ray.data.batch import Batch
-from verl_ray.data.sharded import Receipt, Sharded
+from verl_ray.columns.batch import Batch
+from verl_ray.columns.sharded import Receipt, Sharded
 from verl_ray.errors import ClusterError, ClusterLost
 from verl_ray.profiling.phases import PHASES
 from verl_ray.profiling.progress import advance

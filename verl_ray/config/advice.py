@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from verl_ray.config.renamed import new_name
-from verl_ray.config.suggest import closest, did_you_mean, is_alike, is_misspelt
+from verl_ray.suggest import closest, did_you_mean, is_alike, is_misspelt
 
 _NOT_IN_THIS_TASK = "A run of this task has nothing to set for it; leave it out."
 

@@ -11,18 +11,19 @@ from typing import Annotated
 
 from pydantic import Field
 
-from verl_ray.agents.contract import (
+from verl_ray.algorithms.advantages import ADVANTAGES
+from verl_ray.config.algorithm import AlgorithmConfig
+from verl_ray.config.paths import RewardFunction
+from verl_ray.config.reward import ModelReward, SingleReward
+from verl_ray.errors import Problem
+from verl_ray.settings.episode_ends import (
     FAULTS,
     MOST_TURNS,
     TREATMENTS,
     End,
     Treatment,
 )
-from verl_ray.algorithms.advantages import ADVANTAGES
-from verl_ray.config.algorithm import AlgorithmConfig
-from verl_ray.config.paths import RewardFunction
-from verl_ray.config.reward import ModelReward, SingleReward
-from verl_ray.config.section import (
+from verl_ray.settings.section import (
     Auto,
     NonNegative,
     OverriddenKeys,
@@ -31,8 +32,7 @@ from verl_ray.config.section import (
     Section,
     Temperature,
 )
-from verl_ray.config.suggest import did_you_mean
-from verl_ray.errors import Problem
+from verl_ray.suggest import did_you_mean
 
 ENVIRONMENT = "environment"
 """Name of the reward function whose score is that of the episode."""

@@ -38,7 +38,8 @@ from verl_ray.config.paths import (
     function_setting,
     function_text,
 )
-from verl_ray.config.section import (
+from verl_ray.errors import Problem
+from verl_ray.settings.section import (
     NonNegative,
     NonNegativeFloat,
     OneOf,
@@ -49,7 +50,6 @@ from verl_ray.config.section import (
     Section,
     set_exactly_when,
 )
-from verl_ray.errors import Problem
 
 
 def _own_function_of(

@@ -18,9 +18,9 @@ from verl_ray.config.algorithm import (
     CorrectionConfig,
     MismatchConfig,
 )
-from verl_ray.config.section import set_exactly_when
-from verl_ray.config.suggest import either
 from verl_ray.errors import Problem
+from verl_ray.settings.section import set_exactly_when
+from verl_ray.suggest import either
 
 _CORRECTION = "algorithm.correction"
 _MISMATCH = "algorithm.mismatch"

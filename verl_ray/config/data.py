@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from verl_ray.config.paths import ChatTemplate, HubPath
-from verl_ray.config.section import (
+from verl_ray.errors import Problem
+from verl_ray.settings.section import (
     Auto,
     NonNegativeFloat,
     OverriddenKeys,
@@ -22,9 +23,8 @@ from verl_ray.config.section import (
     PositiveFraction,
     Section,
 )
-from verl_ray.config.suggest import did_you_mean
-from verl_ray.errors import Problem
 from verl_ray.shell import table_override
+from verl_ray.suggest import did_you_mean
 
 SpecialTokens = Literal["refuse", "escape", "allow"]
 

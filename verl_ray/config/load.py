@@ -26,9 +26,9 @@ from pydantic_core import ErrorDetails
 from verl_ray.config.advice import advice_on
 from verl_ray.config.paths import UNKNOWN_PART
 from verl_ray.config.schema import Config
-from verl_ray.config.suggest import closest, either
 from verl_ray.errors import ConfigError, Problem
 from verl_ray.shell import for_shell
+from verl_ray.suggest import closest, either
 
 # ---------------------------------------------------------------------- trees and types
 

@@ -16,9 +16,15 @@ from typing import Annotated
 from pydantic import AfterValidator, BeforeValidator, PlainSerializer
 from pydantic_core import PydanticCustomError
 
-from verl_ray.config.function_specs import NAME, PICKLE, names_module, parts_of, spec_of
-from verl_ray.hub.snapshots import is_hub_id
 from verl_ray.paths import UnknownPart, expanded
+from verl_ray.settings.function_specs import (
+    NAME,
+    PICKLE,
+    names_module,
+    parts_of,
+    spec_of,
+)
+from verl_ray.settings.hub_ids import is_hub_id
 
 UNKNOWN_PART = "unknown_part"
 """Type of the error about a path or a function that has no meaning here."""

@@ -12,15 +12,15 @@ from verl_ray.config.reward import EvaluationConfig, Reward
 from verl_ray.config.roles import OptimizerConfig
 from verl_ray.config.rollout import ATTENTION_HEAD_SIZES
 from verl_ray.config.run import RunConfig
-from verl_ray.config.section import (
+from verl_ray.errors import Problem
+from verl_ray.settings.section import (
     Fraction,
     NonNegative,
     OverriddenKeys,
     Positive,
     Section,
 )
-from verl_ray.config.suggest import either, nearest_divisors
-from verl_ray.errors import Problem
+from verl_ray.suggest import either, nearest_divisors
 
 
 class TinyModelConfig(Section):

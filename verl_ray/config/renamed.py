@@ -9,7 +9,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from verl_ray.config.function_specs import NAME
+from verl_ray.settings.function_specs import NAME
 
 RENAMED = {
     "run.call_deadline_s": "run.stall_s",

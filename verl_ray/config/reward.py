@@ -16,7 +16,8 @@ from pydantic import Field
 from verl_ray.config.paths import RewardFunction
 from verl_ray.config.roles import ModelConfig, ModelRole
 from verl_ray.config.rollout import VLLM_LEAST_TEMPERATURE, RolloutEngineConfig
-from verl_ray.config.section import (
+from verl_ray.errors import Problem
+from verl_ray.settings.section import (
     Fraction,
     NonNegative,
     OverriddenKeys,
@@ -26,9 +27,8 @@ from verl_ray.config.section import (
     Temperature,
     resolved,
 )
-from verl_ray.config.suggest import closest, either
-from verl_ray.errors import Problem
 from verl_ray.shell import table_override
+from verl_ray.suggest import closest, either
 
 TEMPLATE_FIELDS = (
     "prompt",

@@ -14,7 +14,9 @@ from pydantic import Field
 
 from verl_ray.backends import BACKENDS, Backend
 from verl_ray.config.paths import HubPath
-from verl_ray.config.section import (
+from verl_ray.errors import Problem
+from verl_ray.settings.hub_ids import COMMIT, is_hub_id, snapshot_of
+from verl_ray.settings.section import (
     Fraction,
     NonNegative,
     NonNegativeFloat,
@@ -24,9 +26,7 @@ from verl_ray.config.section import (
     Section,
     ZeroIsOff,
 )
-from verl_ray.config.suggest import either
-from verl_ray.errors import Problem
-from verl_ray.hub.snapshots import COMMIT, is_hub_id, snapshot_of
+from verl_ray.suggest import either
 
 
 class ModelConfig(Section):

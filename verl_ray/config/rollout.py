@@ -20,7 +20,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from verl_ray.config.paths import LocalPath
-from verl_ray.config.section import (
+from verl_ray.errors import Problem
+from verl_ray.settings.section import (
     Auto,
     Dtype,
     NonNegative,
@@ -31,8 +32,7 @@ from verl_ray.config.section import (
     Temperature,
     resolved,
 )
-from verl_ray.config.suggest import closest, either
-from verl_ray.errors import Problem
+from verl_ray.suggest import closest, either
 
 VLLM_BATCHED_TOKENS = 8192
 """Tokens of a rollout engine's batch, unless max_num_batched_tokens in its vllm_args is

@@ -26,15 +26,15 @@ from verl_ray.config.rollout import (
     vllm_args_are_free,
 )
 from verl_ray.config.schema import Config
-from verl_ray.config.section import (
+from verl_ray.errors import Problem
+from verl_ray.settings.section import (
     Auto,
     OverriddenKeys,
     Section,
     resolved,
     set_exactly_when,
 )
-from verl_ray.config.suggest import either, nearest_divisors
-from verl_ray.errors import Problem
+from verl_ray.suggest import either, nearest_divisors
 
 Offloaded = Literal["all", "optimizer", "none"]
 

@@ -13,7 +13,8 @@ from pydantic import ConfigDict, Field, JsonValue, with_config
 from typing_extensions import TypedDict
 
 from verl_ray.config.paths import CheckpointPath, LocalPath
-from verl_ray.config.section import (
+from verl_ray.errors import Problem
+from verl_ray.settings.section import (
     Auto,
     NonNegative,
     NonNegativeFloat,
@@ -24,7 +25,6 @@ from verl_ray.config.section import (
     Seed,
     ZeroIsOff,
 )
-from verl_ray.errors import Problem
 
 
 @with_config(ConfigDict(extra="forbid", strict=True))

@@ -68,8 +68,8 @@ from verl_ray.config.run import (
     run_has_one_length,
     wandb_settings_are_used,
 )
-from verl_ray.config.section import Auto, OverriddenKeys, Section
 from verl_ray.errors import Problem
+from verl_ray.settings.section import Auto, OverriddenKeys, Section
 
 
 class Config(Section):

@@ -1,1 +1,1 @@
-"""The data plane: ragged columns, frozen stage types, rows by reference."""
+"""Records of files as rows of tokens: read, drawn, and what became of each."""

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
-from verl_ray.data.batch import Int64
+from verl_ray.columns.batch import Int64
+from verl_ray.columns.stages import Bool
 from verl_ray.data.fields import Fields
 from verl_ray.data.files import DataFiles, write_records
-from verl_ray.data.stages import Bool
 from verl_ray.errors import DataError
 
 ALPHABET = "0123456789+="

@@ -23,9 +23,9 @@ from typing import Self
 
 import numpy as np
 
-from verl_ray.data.batch import Int64
-from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import Rollouts, Scores, last_rows, sums_of_trajectories
+from verl_ray.columns.batch import Int64
+from verl_ray.columns.sharded import Sharded
+from verl_ray.columns.stages import Rollouts, Scores, last_rows, sums_of_trajectories
 from verl_ray.errors import DataError
 
 NO_VERSION = np.iinfo(np.int64).max

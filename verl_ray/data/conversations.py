@@ -17,15 +17,14 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from verl_ray.columns.batch import Int64, Ragged, offsets_of
+from verl_ray.columns.stages import Bool, TrainingBatch
 from verl_ray.config.data import DataFilesConfig, DataSet, SpecialTokens
-from verl_ray.config.section import resolved
-from verl_ray.data.batch import Int64, Ragged, offsets_of
 from verl_ray.data.encoding import Int32, SpelledTokens
 from verl_ray.data.fields import Fields, Message, as_messages, is_learned, without_marks
 from verl_ray.data.prompts import fitting_rows
 from verl_ray.data.records import Content, Reading, SupervisedRecord, supervised_reading
 from verl_ray.data.row_source import DataSets, Encoded, RowSource
-from verl_ray.data.stages import Bool, TrainingBatch
 from verl_ray.data.tokenizers import (
     TemplateArguments,
     end_names,
@@ -35,6 +34,7 @@ from verl_ray.data.tokenizers import (
     template_arguments,
 )
 from verl_ray.errors import DataError
+from verl_ray.settings.section import resolved
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -28,11 +28,11 @@ from pathlib import Path
 
 import numpy as np
 
+from verl_ray.columns.batch import Array, Batch, Int64, Ragged
+from verl_ray.columns.seeds import row_seeds
+from verl_ray.columns.stages import Bool, Float32
 from verl_ray.config.data import CurriculumConfig
-from verl_ray.data.batch import Array, Batch, Int64, Ragged
-from verl_ray.data.stages import Bool, Float32
 from verl_ray.errors import CheckpointError, DataError
-from verl_ray.rollout.requests import row_seeds
 
 # -------------------------------------------------------------------- the order of rows
 

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
+from verl_ray.columns.batch import Array, Int64, Ragged, offsets_of
 from verl_ray.config.data import SpecialTokens
-from verl_ray.data.batch import Array, Int64, Ragged, offsets_of
 from verl_ray.data.fields import Message, texts_in
 from verl_ray.errors import DataError
 from verl_ray.profiling.phases import PHASES

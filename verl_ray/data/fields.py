@@ -17,9 +17,9 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from decimal import Decimal
 
-from verl_ray.config.function_specs import DEFAULT
 from verl_ray.data.media import is_typed_part, refuse_media, text_of_part
 from verl_ray.errors import DataError
+from verl_ray.settings.function_specs import DEFAULT
 
 Fields = dict[str, object]
 """Fields of one record, as the file has them."""

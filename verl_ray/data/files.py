@@ -25,7 +25,7 @@ from verl_ray.config.data import DataSet
 from verl_ray.data.fields import Fields, is_messages, without_nulls
 from verl_ray.errors import DataError
 from verl_ray.hub.data_sets import files_of, pinned
-from verl_ray.hub.snapshots import is_hub_id
+from verl_ray.settings.hub_ids import is_hub_id
 
 if TYPE_CHECKING:
     import datasets

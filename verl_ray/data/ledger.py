@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl_ray.data.batch import Array, Int64
+from verl_ray.columns.batch import Array, Int64
 from verl_ray.disk import replace_file, sync
 from verl_ray.errors import DataError, TrackingError
 

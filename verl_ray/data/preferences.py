@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from verl_ray.columns.batch import Batch, Ragged, ragged, row
+from verl_ray.columns.stages import Bool, Float32, TrainingBatch
 from verl_ray.config.data import DataSet, PreferenceDataConfig
-from verl_ray.config.section import resolved
-from verl_ray.data.batch import Batch, Ragged, ragged, row
 from verl_ray.data.conversations import alternate, equal_rows, tokenize
 from verl_ray.data.fields import Fields
 from verl_ray.data.prompts import fitting_rows
 from verl_ray.data.records import Content, PreferenceRecord, Reading, preference_reading
 from verl_ray.data.row_source import DataSets, Encoded, RowSource
-from verl_ray.data.stages import Bool, Float32, TrainingBatch
 from verl_ray.data.tokenizers import strip_special_tokens, template_arguments
 from verl_ray.errors import DataError
+from verl_ray.settings.section import resolved
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

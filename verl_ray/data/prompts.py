@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from verl_ray.columns.batch import Int64, Ragged
+from verl_ray.columns.stages import Prompts
 from verl_ray.config.data import DataConfig, DataSet
-from verl_ray.config.section import resolved
-from verl_ray.config.suggest import did_you_mean
-from verl_ray.data.batch import Int64, Ragged
 from verl_ray.data.encoding import SpelledTokens
 from verl_ray.data.fields import (
     ENVIRONMENT,
@@ -29,7 +28,6 @@ from verl_ray.data.fields import (
 )
 from verl_ray.data.records import PromptRecord, Reading, prompt_reading
 from verl_ray.data.row_source import DataSets, Encoded, RowSource
-from verl_ray.data.stages import Prompts
 from verl_ray.data.tokenizers import (
     TemplateArguments,
     guarded_arguments,
@@ -38,6 +36,8 @@ from verl_ray.data.tokenizers import (
     template_arguments,
 )
 from verl_ray.errors import DataError, OverlongRows
+from verl_ray.settings.section import resolved
+from verl_ray.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

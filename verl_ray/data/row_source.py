@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
+from verl_ray.columns.batch import Batch, Int64
 from verl_ray.config.data import DataFilesConfig, DataSet
-from verl_ray.data.batch import Batch, Int64
 from verl_ray.data.cursor import Curriculum, Cursor, CursorState, Mixture, fingerprint
 from verl_ray.data.fields import Fields
 from verl_ray.data.files import (

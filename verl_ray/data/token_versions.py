@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from verl_ray.data.batch import Int64
-from verl_ray.data.stages import Rollouts
+from verl_ray.columns.batch import Int64
+from verl_ray.columns.stages import Rollouts
 from verl_ray.errors import DataError
 
 

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from verl_ray.config.data import RESERVED_ARGUMENTS, DataFilesConfig
 from verl_ray.config.schema import Config
-from verl_ray.config.section import resolved
 from verl_ray.data.encoding import SpelledTokens
 from verl_ray.data.fields import (
     Fields,
@@ -29,6 +28,7 @@ from verl_ray.data.fields import (
 )
 from verl_ray.errors import DataError, ModelError
 from verl_ray.profiling.phases import PHASES
+from verl_ray.settings.section import resolved
 
 if TYPE_CHECKING:
     import tokenizers

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from verl_ray.algorithms.losses import TokenLoss
-from verl_ray.algorithms.objectives import Objective
 from verl_ray.backends import Backend
+from verl_ray.columns.packing import Float64, Topology
+from verl_ray.columns.stages import Bool, Float32, Rows, TrainingBatch
 from verl_ray.config.roles import LoraConfig, OptimizerConfig
-from verl_ray.data.packing import Float64, Topology
-from verl_ray.data.stages import Bool, Float32, Rows, TrainingBatch
+from verl_ray.learning.objectives import Objective
 from verl_ray.ops.outputs import RequestedOutputs
 from verl_ray.profiling.flops import ModelShape
 from verl_ray.weight_sync.manifest import Manifest, Slice

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl_ray.data.batch import Int64
-from verl_ray.data.stages import Rows
+from verl_ray.columns.batch import Int64
+from verl_ray.columns.stages import Rows
 from verl_ray.engine.base import (
     ForwardResult,
 )

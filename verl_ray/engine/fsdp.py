@@ -26,8 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from verl_ray.backends.fsdp import FsdpBackend
-from verl_ray.config.section import resolved
-from verl_ray.data.stages import Rows
+from verl_ray.columns.stages import Rows
 from verl_ray.engine.base import ForwardResult
 from verl_ray.engine.module_engine import ModuleEngine
 from verl_ray.engine.offload import OffloadableTensor
@@ -36,6 +35,7 @@ from verl_ray.models.role_model import RoleModel
 from verl_ray.models.tensor_sources import RankZeroReader, TensorSource
 from verl_ray.ops.outputs import RequestedOutputs
 from verl_ray.parallel import ShardingManager, UlyssesManager
+from verl_ray.settings.section import resolved
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam

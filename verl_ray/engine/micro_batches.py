@@ -17,17 +17,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl_ray.algorithms.objectives import LossInputs
 from verl_ray.backends import Backend
-from verl_ray.config.section import resolved
-from verl_ray.data.batch import Int64, Kind, offsets_of
-from verl_ray.data.packing import micro_batches
-from verl_ray.data.stages import Rows, TrainingBatch
+from verl_ray.columns.batch import Int64, Kind, offsets_of
+from verl_ray.columns.packing import micro_batches
+from verl_ray.columns.stages import Rows, TrainingBatch
 from verl_ray.errors import DataError
+from verl_ray.learning.objectives import LossInputs
 from verl_ray.models.role_model import PackedRows
 from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
 from verl_ray.parallel import PackedTokens
 from verl_ray.profiling.progress import reach
+from verl_ray.settings.section import resolved
 
 MICRO_BATCHES = "micro-batches"
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from verl_ray.backends.base import ModuleBackend
+from verl_ray.columns.packing import Topology
 from verl_ray.config.roles import OptimizerConfig
-from verl_ray.data.packing import Topology
 from verl_ray.engine.base import EngineSpec
 from verl_ray.engine.micro_batches import Loss, MicroBatch, MicroBatches
 from verl_ray.engine.offload import (

@@ -23,11 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl_ray.algorithms.aggregation import aggregate, surface_non_finite
-from verl_ray.algorithms.objectives import LossInputs, Objective, without_uncounted
 from verl_ray.checkpoint.sharded import random_key
+from verl_ray.columns.batch import Int64
+from verl_ray.columns.stages import Rows, TrainingBatch
 from verl_ray.config.roles import OptimizerConfig
-from verl_ray.data.batch import Int64
-from verl_ray.data.stages import Rows, TrainingBatch
 from verl_ray.engine.base import (
     Engine,
     EngineSpec,
@@ -55,14 +54,15 @@ from verl_ray.engine.optimizer import (
     names_not_finite,
 )
 from verl_ray.errors import EngineError
+from verl_ray.learning.objectives import LossInputs, Objective, without_uncounted
 from verl_ray.models.attention import plan_layout
 from verl_ray.models.export import write_directory
 from verl_ray.models.role_model import PackedRows, RoleModel
-from verl_ray.models.settings import positions_of
 from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
 from verl_ray.parallel import PackedTokens, ShardingManager
 from verl_ray.profiling.flops import ModelShape
 from verl_ray.profiling.progress import reach, touch
+from verl_ray.settings.config_json import positions_of
 from verl_ray.weight_sync.manifest import Manifest, Parameter
 
 

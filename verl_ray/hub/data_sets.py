@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from verl_ray.config.data import DataSet
-from verl_ray.config.suggest import did_you_mean, either
 from verl_ray.errors import HubError, Problem
-from verl_ray.hub.snapshots import Snapshot, fetch, find_snapshot, is_hub_id
+from verl_ray.hub.snapshots import fetch, find_snapshot
+from verl_ray.settings.hub_ids import Snapshot, is_hub_id
+from verl_ray.suggest import did_you_mean, either
 
 FILES = (
     "README.md",

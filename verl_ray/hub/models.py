@@ -16,21 +16,22 @@ from verl_ray.config.reward import JudgeReward
 from verl_ray.config.roles import ModelRole
 from verl_ray.config.schema import Config
 from verl_ray.errors import ConfigError, HubError, Problem
+from verl_ray.hub.model_folders import INDEX, is_pending, json_object
 from verl_ray.hub.snapshots import (
-    COMMIT,
-    Snapshot,
     fetch,
     find_snapshot,
-    is_hub_id,
     is_reachable,
     not_cached,
     sizes_of,
+)
+from verl_ray.settings.config_json import FAMILIES
+from verl_ray.settings.hub_ids import (
+    COMMIT,
+    Snapshot,
+    is_hub_id,
     snapshot_at,
     snapshot_of,
 )
-from verl_ray.models.names import INDEX
-from verl_ray.models.settings import FAMILIES
-from verl_ray.preflight.model_files import is_pending, json_object
 
 C = TypeVar("C", bound=Config)
 

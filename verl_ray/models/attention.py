@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from verl_ray.data.batch import Int64
+from verl_ray.columns.batch import Int64
 from verl_ray.ops.installed_torch import varlen_attn_groups_heads
 from verl_ray.parallel import HeadExchange
 

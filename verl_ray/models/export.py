@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from verl_ray.data.batch import offsets_of
-from verl_ray.data.stages import Float32, Rows
+from verl_ray.columns.batch import offsets_of
+from verl_ray.columns.stages import Float32, Rows
 from verl_ray.data.tokenizers import (
     TEMPLATE_FILE,
     configured_ends,

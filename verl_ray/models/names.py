@@ -16,9 +16,6 @@ from dataclasses import dataclass
 Box = tuple[slice, ...]
 """A part of a tensor: one slice per dimension, with start and stop."""
 
-INDEX = "model.safetensors.index.json"
-"""The file that says which file holds which tensor, where there are several."""
-
 TYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """The types of parameters by their names in safetensors."""
 

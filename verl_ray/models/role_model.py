@@ -29,12 +29,17 @@ from torch import Tensor, nn
 from verl_ray.config.roles import LoraConfig
 from verl_ray.errors import ModelError
 from verl_ray.models import attention, lora
-from verl_ray.models.settings import FAMILIES, LANGUAGE_HEAD, VALUE_HEAD, WITH_EXPERTS
 from verl_ray.models.tensor_sources import TensorSource
 from verl_ray.models.weights import fill, materialize, parameters_on_meta
 from verl_ray.ops.installed_torch import with_tensors_found
 from verl_ray.ops.log_probs import HeadOutputs, head_log_probs
 from verl_ray.ops.outputs import RequestedOutputs, Routing, TokenOutputs
+from verl_ray.settings.config_json import (
+    FAMILIES,
+    LANGUAGE_HEAD,
+    VALUE_HEAD,
+    WITH_EXPERTS,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -19,7 +19,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from verl_ray.errors import ModelError
-from verl_ray.models.names import INDEX, TYPE_NAMES, Box
+from verl_ray.hub.model_folders import INDEX
+from verl_ray.models.names import TYPE_NAMES, Box
 from verl_ray.profiling.progress import advance
 
 if TYPE_CHECKING:

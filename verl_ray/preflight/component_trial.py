@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from verl_ray.columns.stages import Bool
 from verl_ray.config.reward import MixedReward, SingleReward
 from verl_ray.config.schema import Config
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.data.stages import Bool
 from verl_ray.preflight.data_files import DataFile
 from verl_ray.preflight.reward_trial import (
     PROCESSES,

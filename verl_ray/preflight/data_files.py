@@ -12,18 +12,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl_ray.columns.batch import Int64
+from verl_ray.columns.stages import Prompts
 from verl_ray.config.data import DataSet, RowFormat, in_words
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.data.batch import Int64
 from verl_ray.data.conversations import SupervisedSource
 from verl_ray.data.cursor import shares_in_words
 from verl_ray.data.files import size_bytes
 from verl_ray.data.preferences import PreferenceSource
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.row_source import RowSource, are_large, refuse_unstreamable
-from verl_ray.data.stages import Prompts
 from verl_ray.errors import ConfigError, DataError, OverlongRows, Problem, file_problem
 from verl_ray.preflight.tokenizer_trial import stop_warnings, tried_tokenizer
 

@@ -13,13 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from verl_ray.columns.batch import Batch, Kind
+from verl_ray.columns.stages import Credit, LogProbs, Rollouts, Values
 from verl_ray.config.load import to_tree, with_changes
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config, batch_algebra, row_tokens_per_rank
-from verl_ray.config.section import resolved
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.data.batch import Batch, Kind
-from verl_ray.data.stages import Credit, LogProbs, Rollouts, Values
 from verl_ray.preflight.facts import ClusterFacts
 from verl_ray.preflight.footprints import snapshot_bytes, wire_bytes
 from verl_ray.preflight.ladder import (
@@ -41,6 +40,7 @@ from verl_ray.preflight.memory_plan import (
 )
 from verl_ray.preflight.model_files import model_size, remembered_sizes
 from verl_ray.preflight.role_memory import Phase, phases_of
+from verl_ray.settings.section import resolved
 
 CPU_MICRO_BATCH_TOKENS = 8192
 CPU_KV_CACHE_GIB = 2.0

@@ -40,9 +40,6 @@ from verl_ray.agents.thoughts import PARSERS_WITHOUT_MARKS, USUAL_PARSER
 from verl_ray.agents.tools import ToolEnvironment, ToolSet, tools_problem
 from verl_ray.agents.wire import EpisodeStart, task_fields, task_of
 from verl_ray.config.agent import ENVIRONMENT, AgentConfig
-from verl_ray.config.function_specs import DEFAULT, in_words
-from verl_ray.config.section import resolved
-from verl_ray.config.suggest import closest, did_you_mean, is_alike
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.encoding import encode
 from verl_ray.data.fields import TOOLS, environment_of
@@ -54,6 +51,9 @@ from verl_ray.preflight.trials import Trials
 from verl_ray.processes.trial import Tell, run_trial, try_in_child
 from verl_ray.profiling.phases import blocking
 from verl_ray.rewards.built_in import built_in_of
+from verl_ray.settings.function_specs import DEFAULT, in_words
+from verl_ray.settings.section import resolved
+from verl_ray.suggest import closest, did_you_mean, is_alike
 from verl_ray.user_files import last_cause
 
 if TYPE_CHECKING:

@@ -18,8 +18,9 @@ from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
 from verl_ray.data.tokenizers import PRESENT_TIME, TEMPLATE_FILE, template_of
 from verl_ray.errors import CheckpointError
+from verl_ray.hub.model_folders import json_object
 from verl_ray.preflight.machine import Machine
-from verl_ray.preflight.model_files import json_object, made_model, model_size
+from verl_ray.preflight.model_files import made_model, model_size
 
 UNKNOWN_MACHINE = Machine(cores=1, gpus=0, memory_bytes=0, shm_free_bytes=0)
 """What is assumed of a cluster of which nothing is known yet."""

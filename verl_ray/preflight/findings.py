@@ -27,17 +27,14 @@ from verl_ray.agents.specs import KEY
 from verl_ray.agents.specs import spec_problem as environment_problem
 from verl_ray.config.agent import ModelService
 from verl_ray.config.data import in_words as paths_in_words
-from verl_ray.config.function_specs import parts_of
 from verl_ray.config.load import resolved_elsewhere, with_auto_again
 from verl_ray.config.reward import HttpReward
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config, batch_algebra
-from verl_ray.config.section import resolved
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.config.versions import problem_of
 from verl_ray.data.files import FORMATS, READERS, files_at, is_glob
 from verl_ray.errors import Problem
-from verl_ray.hub.snapshots import is_hub_id
 from verl_ray.paths import in_ray_package, nearest_existing, path_suggestion
 from verl_ray.preflight.facts import ClusterFacts, facts_here
 from verl_ray.preflight.machine import Machine
@@ -48,6 +45,9 @@ from verl_ray.preflight.savings import in_words
 from verl_ray.rewards.client import url_problem
 from verl_ray.rewards.specs import spec_problems
 from verl_ray.rollout.vllm_core import installed_version
+from verl_ray.settings.function_specs import parts_of
+from verl_ray.settings.hub_ids import is_hub_id
+from verl_ray.settings.section import resolved
 from verl_ray.tracking.wandb_run import credentials_problem
 
 INPUTS_STARTED = "made-by-verl_ray"

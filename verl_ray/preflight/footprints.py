@@ -23,10 +23,10 @@ from verl_ray.config.roles import ModelRole, SupervisedRole
 from verl_ray.config.rollout import VLLM_BATCHED_TOKENS, RolloutEngineConfig
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
-from verl_ray.config.section import resolved
 from verl_ray.ops.chunks import CHUNK_LOGITS, KEPT_LOGITS
 from verl_ray.preflight.model_files import ModelSize, model_size
 from verl_ray.profiling.flops import ModelShape
+from verl_ray.settings.section import resolved
 from verl_ray.weight_sync import SLOTS
 
 BFLOAT16 = 2

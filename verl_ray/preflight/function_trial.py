@@ -16,11 +16,11 @@ from typing import Any
 
 from verl_ray.algorithms.own_functions import is_own
 from verl_ray.config.algorithm import AlgorithmConfig
-from verl_ray.config.function_specs import in_words
 from verl_ray.errors import DataError, Problem
 from verl_ray.preflight.trials import Trials
 from verl_ray.processes.trial import Tell, run_trial, try_in_child
 from verl_ray.profiling.phases import blocking
+from verl_ray.settings.function_specs import in_words
 
 DEADLINE_S = 120.0
 """Longest time that the import of torch and the calls of all functions may take."""
@@ -133,9 +133,9 @@ def _shaped(algorithm: AlgorithmConfig) -> dict[str, list[float]]:
 def _advantages(algorithm: AlgorithmConfig) -> dict[str, list[float]]:
     import numpy as np
 
-    from verl_ray.algorithms.credit import response_rewards
     from verl_ray.algorithms.estimators import ResponseColumns
-    from verl_ray.data.stages import Finish
+    from verl_ray.columns.stages import Finish
+    from verl_ray.learning.credit import response_rewards
 
     rows = np.arange(len(SCORES))
     score = np.array(SCORES, np.float32)

@@ -23,8 +23,8 @@ from pathlib import Path
 
 from verl_ray.checkpoint.snapshot_files import available_bytes
 from verl_ray.config.schema import Config
-from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import ConfigError, Problem
+from verl_ray.suggest import did_you_mean
 
 MIB = 2**20
 GIB = 2**30

@@ -19,7 +19,6 @@ from verl_ray.config.load import with_changes
 from verl_ray.config.rollout import ServedModel
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config, row_tokens_per_rank
-from verl_ray.config.section import resolved
 from verl_ray.preflight.footprints import CERTAIN
 from verl_ray.preflight.ladder import MICRO_BATCH_TOKENS
 from verl_ray.preflight.machine import GIB, MIB, Machine
@@ -32,6 +31,7 @@ from verl_ray.preflight.role_memory import (
     memory_by_role,
     phases_of,
 )
+from verl_ray.settings.section import resolved
 
 ProcessKind = Literal["trainer", "rollout", "judge", "reward"]
 

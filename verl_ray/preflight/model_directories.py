@@ -23,14 +23,26 @@ from verl_ray.config.rollout import (
     ServedModel,
 )
 from verl_ray.config.schema import Config, batch_algebra
-from verl_ray.config.section import value_of
-from verl_ray.config.suggest import either, nearest_divisors
 from verl_ray.config.versions import INSTALL, missing_packages
 from verl_ray.data.tokenizers import VOCABULARY_FILES
 from verl_ray.errors import Problem
-from verl_ray.hub.snapshots import is_hub_id
+from verl_ray.hub.model_folders import absent_weights, is_pending
 from verl_ray.models.names import TYPE_NAMES
-from verl_ray.models.settings import (
+from verl_ray.paths import path_suggestion
+from verl_ray.preflight.machine import GIB, Machine
+from verl_ray.preflight.model_files import (
+    config_json,
+    damaged_weights,
+    has_experts,
+    has_tokenizer,
+    raw_config_json,
+    settings_of,
+    shapes_of,
+    tensor_shapes,
+    tensor_types,
+    token_ids,
+)
+from verl_ray.settings.config_json import (
     ACTIVATIONS,
     EMBEDDINGS,
     FAMILIES,
@@ -42,23 +54,10 @@ from verl_ray.models.settings import (
     positions_of,
     wrong_value,
 )
-from verl_ray.paths import path_suggestion
-from verl_ray.preflight.machine import GIB, Machine
-from verl_ray.preflight.model_files import (
-    absent_weights,
-    config_json,
-    damaged_weights,
-    has_experts,
-    has_tokenizer,
-    is_pending,
-    raw_config_json,
-    settings_of,
-    shapes_of,
-    tensor_shapes,
-    tensor_types,
-    token_ids,
-)
+from verl_ray.settings.hub_ids import is_hub_id
+from verl_ray.settings.section import value_of
 from verl_ray.shell import for_shell
+from verl_ray.suggest import either, nearest_divisors
 
 if TYPE_CHECKING:
     from verl_ray.models.role_model import HeadKind

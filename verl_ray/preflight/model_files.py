@@ -27,9 +27,9 @@ from verl_ray.config.roles import ModelRole
 from verl_ray.config.schema import Config
 from verl_ray.data.arithmetic import ALPHABET, WORD_VOCABULARY
 from verl_ray.data.tokenizers import VOCABULARY_FILES
-from verl_ray.hub.snapshots import snapshot_at
-from verl_ray.models.names import INDEX
-from verl_ray.models.settings import (
+from verl_ray.hub.model_folders import INDEX, absent_weights, json_object, missing_files
+from verl_ray.profiling.flops import ModelShape
+from verl_ray.settings.config_json import (
     EMBEDDINGS,
     LANGUAGE_HEAD,
     VALUE_HEAD,
@@ -37,7 +37,6 @@ from verl_ray.models.settings import (
     described_tensors,
     wrong_value,
 )
-from verl_ray.profiling.flops import ModelShape
 
 if TYPE_CHECKING:
     from verl_ray.models.role_model import HeadKind
@@ -139,25 +138,6 @@ def has_tokenizer(path: str) -> bool:
     return any((Path(path) / name).is_file() for name in VOCABULARY_FILES)
 
 
-def is_pending(path: str) -> bool:
-    """Return whether a directory of the hub's cache lacks weights still."""
-    return snapshot_at(path) is not None and absent_weights(path)
-
-
-def absent_weights(path: str) -> bool:
-    """Return whether a directory has no weights, or not all that its index names."""
-    directory = Path(path)
-    return bool(_missing_files(directory)) or not any(directory.glob("*.safetensors"))
-
-
-def _missing_files(directory: Path) -> list[str]:
-    """Return the missing files of weights that the index of a directory names."""
-    weight_map = json_object(directory / INDEX).get("weight_map", {})
-    files = weight_map.values() if isinstance(weight_map, dict) else ()
-    names = {str(file) for file in files}
-    return sorted(name for name in names if not (directory / name).is_file())
-
-
 def tensor_types(path: str) -> set[str]:
     """Return the types of the tensors of a directory, by their names in safetensors."""
     return {tensor["dtype"] for _, tensor in _tensors(path)}
@@ -169,7 +149,7 @@ def damaged_weights(path: str) -> str | None:
     Only the headers and the sizes of the files are read.
     """
     directory = Path(path)
-    missing = _missing_files(directory)
+    missing = missing_files(directory)
     if missing:
         others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         return f"{INDEX} names {missing[0]}{others}, which is not there"
@@ -294,18 +274,6 @@ def token_ids(path: str) -> dict[str, int]:
     except (LookupError, TypeError, ValueError):
         return {}
     return ids
-
-
-def json_object(path: Path) -> dict[str, object]:
-    """Return the JSON object in a file; empty if there is none."""
-    try:
-        content = json.loads(path.read_text())
-    # JSON that is nested too deeply exhausts the stack.
-    except (OSError, ValueError, RecursionError):
-        return {}
-    if not isinstance(content, dict):
-        return {}
-    return content
 
 
 # -------------------------------------------------------------------------------- sizes

@@ -22,7 +22,6 @@ from verl_ray.config.load import to_tree, with_changes, with_record
 from verl_ray.config.rollout import CONCURRENCY, HEAD, VLLM_LORA_RANKS
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
-from verl_ray.config.section import resolved
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.preflight.device_defaults import (
     CPU_KV_CACHE_GIB,
@@ -35,6 +34,7 @@ from verl_ray.preflight.device_defaults import (
 )
 from verl_ray.preflight.facts import ClusterFacts
 from verl_ray.preflight.footprints import sent_width
+from verl_ray.settings.section import resolved
 from verl_ray.weight_sync import SLOTS
 
 MIB = 2**20

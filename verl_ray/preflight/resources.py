@@ -16,7 +16,6 @@ from verl_ray.backends import BACKENDS
 from verl_ray.backends.base import BytesPerPart, MemoryPart
 from verl_ray.config.load import with_changes
 from verl_ray.config.schema import Config
-from verl_ray.config.suggest import either
 from verl_ray.errors import Problem
 from verl_ray.preflight.device_defaults import shared_memory_bytes
 from verl_ray.preflight.devices import (
@@ -34,6 +33,7 @@ from verl_ray.preflight.machine import GIB, MIB, Machine
 from verl_ray.preflight.memory_plan import Job, MemoryPlan
 from verl_ray.preflight.role_memory import ROLLOUT, Phase, RoleMemory
 from verl_ray.preflight.savings import as_overrides, cheapest_change, single_rows
+from verl_ray.suggest import either
 
 
 def resource_problems(

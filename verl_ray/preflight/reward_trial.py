@@ -26,15 +26,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from verl_ray.agents.contract import End
 from verl_ray.agents.tasks import environments_of
+from verl_ray.columns.stages import Prompts
 from verl_ray.config.agent import ENVIRONMENT
-from verl_ray.config.function_specs import DEFAULT, parts_of
 from verl_ray.config.reward import SingleReward
 from verl_ray.config.schema import Config
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.encoding import encode
 from verl_ray.data.fields import environment_of
 from verl_ray.data.prompts import prompt_text
-from verl_ray.data.stages import Prompts
 from verl_ray.errors import ConfigError, DataError, Problem
 from verl_ray.preflight.data_files import DataFile
 from verl_ray.preflight.timed_scores import score_in_time
@@ -49,6 +48,7 @@ from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rewards.request import ScoreRequest
 from verl_ray.rewards.signatures import LACKS, Signature
 from verl_ray.rewards.specs import load
+from verl_ray.settings.function_specs import DEFAULT, parts_of
 from verl_ray.user_files import last_cause
 
 if TYPE_CHECKING:

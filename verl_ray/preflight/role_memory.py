@@ -24,7 +24,6 @@ from verl_ray.config.roles import ModelRole
 from verl_ray.config.rollout import SCORED_PROMPT_TOKENS, ServedModel
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config, batch_algebra
-from verl_ray.config.section import resolved
 from verl_ray.preflight.footprints import (
     Footprint,
     Workload,
@@ -35,6 +34,7 @@ from verl_ray.preflight.footprints import (
     trained_parameters,
 )
 from verl_ray.preflight.model_files import model_size, size_of
+from verl_ray.settings.section import resolved
 from verl_ray.weight_sync import SLOTS
 
 Phase = Literal["generate", "measure", "learn", "publish"]

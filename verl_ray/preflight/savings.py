@@ -17,7 +17,6 @@ from typing import Literal
 from verl_ray.config.load import Changes, with_auto_again, with_changes
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config, row_tokens_per_rank, rule_violations
-from verl_ray.config.section import resolved
 from verl_ray.preflight.device_defaults import SNAPSHOT_COPIES, SNAPSHOT_EVERY
 from verl_ray.preflight.devices import device_problems, ranks_on_idle_gpus
 from verl_ray.preflight.facts import ClusterFacts, facts_here
@@ -43,6 +42,7 @@ from verl_ray.preflight.model_directories import backend_problems, engine_proble
 from verl_ray.preflight.model_files import remembered_sizes
 from verl_ray.preflight.resolve import resolve
 from verl_ray.preflight.role_memory import ROLLOUT
+from verl_ray.settings.section import resolved
 from verl_ray.shell import for_shell
 
 Place = Literal["device", "host"]

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 from verl_ray.config.reward import JudgeReward, ModelReward, SingleReward
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
-from verl_ray.config.section import resolved
-from verl_ray.config.suggest import did_you_mean
 from verl_ray.data.fields import Message, excerpt
 from verl_ray.data.tokenizers import (
     CHAT_TEMPLATES,
@@ -33,6 +31,8 @@ from verl_ray.preflight.facts import writes_day
 from verl_ray.rewards.health import Score
 from verl_ray.rewards.judge import Judgement, question_tokens
 from verl_ray.rewards.request import ScoreRequest
+from verl_ray.settings.section import resolved
+from verl_ray.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl_ray.config.function_specs import parts_of
 from verl_ray.errors import Problem
 from verl_ray.rewards.functions import (
     Bleu,
@@ -36,6 +35,7 @@ from verl_ray.rewards.functions import (
     number_text,
 )
 from verl_ray.rewards.math_answers import Math, spelled_answer
+from verl_ray.settings.function_specs import parts_of
 
 BY_DATA_SOURCE = "by_data_source"
 """Name of the function that chooses another one by the data source of a record."""

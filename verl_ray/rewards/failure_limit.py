@@ -10,7 +10,7 @@ on no order in which they arrive.
 
 from __future__ import annotations
 
-from verl_ray.data.stages import Bool
+from verl_ray.columns.stages import Bool
 
 FRUITLESS_CHANCE = 0.02
 """The chance below which a grader is called broken that has never given a score.

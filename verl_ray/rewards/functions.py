@@ -24,9 +24,9 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl_ray.config.suggest import either
 from verl_ray.errors import DataError
 from verl_ray.rewards.signatures import SignatureMistake
+from verl_ray.suggest import either
 
 if TYPE_CHECKING:
     from jsonschema.protocols import Validator

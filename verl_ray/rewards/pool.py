@@ -35,7 +35,6 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
-from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import ConfigError, DataError, Problem, RewardError
 from verl_ray.processes.child import ChildProcess
 from verl_ray.processes.frames import (
@@ -52,6 +51,7 @@ from verl_ray.rewards.failure_limit import FruitlessRun
 from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rewards.request import Needs, RequestRow, ScoreRequest, scores_from
 from verl_ray.rewards.specs import spec_problems
+from verl_ray.suggest import did_you_mean
 
 # Work per message: far above the cost of sending one (about 50 us), far below what a
 # person notices.

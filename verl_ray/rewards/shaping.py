@@ -18,20 +18,16 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from verl_ray.algorithms.credit import says_something
+from verl_ray.algorithms.estimators import RewardPart
 from verl_ray.algorithms.reward_shaping import (
+    LENGTH_REWARDS,
     OWN_SHAPINGS,
     ScoredResponses,
-    length_rewards,
+    overlong_penalty,
 )
-from verl_ray.config.agent import ENVIRONMENT
-from verl_ray.config.function_specs import DEFAULT
-from verl_ray.config.reward import MixedReward, SingleReward
-from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.data.batch import Int64
-from verl_ray.data.buffer import Experience
-from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import (
+from verl_ray.columns.batch import Int64
+from verl_ray.columns.sharded import Sharded
+from verl_ray.columns.stages import (
     NO_EPISODE,
     Bool,
     Finish,
@@ -39,8 +35,15 @@ from verl_ray.data.stages import (
     Rollouts,
     Scores,
 )
+from verl_ray.config.agent import ENVIRONMENT
+from verl_ray.config.algorithm import AlgorithmConfig
+from verl_ray.config.reward import MixedReward, SingleReward
+from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.data.buffer import Experience
+from verl_ray.learning.credit import says_something
 from verl_ray.ops.masked import Moments, whiten, without_rounding
 from verl_ray.rewards.health import LARGEST, ScoreHealth
+from verl_ray.settings.function_specs import DEFAULT
 
 Healths = npt.NDArray[np.int8]
 
@@ -429,3 +432,37 @@ def _sum(parts: Sequence[Part], health: Healths) -> tuple[Float32, Healths]:
     health = np.where(is_ok & ~fits, np.int8(ScoreHealth.NONFINITE), health)
     sums = np.where(fits, without_rounding(total, magnitude), np.nan)
     return sums.astype(np.float32), health
+
+
+def length_rewards(
+    algorithm: AlgorithmConfig,
+    score: Float32,
+    valid: Bool,
+    length: Int64,
+    group: Int64,
+    max_tokens: int | Int64,
+) -> dict[str, RewardPart]:
+    """Return the weight of each reward that the configuration asks for, and the reward.
+
+    They are `overlong_penalty`, whose weight is 1, and those of `LENGTH_REWARDS`. None
+    is weighted yet: GDPO normalises rewards before it weights them.
+
+    Args:
+        algorithm: The section `algorithm` of the configuration.
+        score: float32 [rows], by which responses are right.
+        valid: bool [rows]; False: the response has no score, or is no member of its
+            group. Its length is not compared, and it gets 0.
+        length: int64 [rows], response tokens.
+        group: int64 [rows], the group of each response.
+        max_tokens: The limit on the length of a response; or int64 [rows].
+    """
+    parts: dict[str, RewardPart] = {}
+    share = algorithm.overlong_share
+    if share is not None:
+        penalty = overlong_penalty(length, max_tokens, share)
+        parts["overlong_penalty"] = (1.0, np.where(valid, penalty, np.float32(0)))
+    for name, reward in LENGTH_REWARDS.items():
+        weight = getattr(algorithm, name)
+        if weight is not None:
+            parts[name] = (weight, reward.function(score, valid, length, group))
+    return parts

@@ -37,7 +37,7 @@ import inspect
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
-from verl_ray.config.suggest import did_you_mean
+from verl_ray.suggest import did_you_mean
 
 OURS = (
     "response",

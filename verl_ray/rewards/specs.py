@@ -25,8 +25,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_ray.config.function_specs import PICKLE, names_module, parts_of
-from verl_ray.config.suggest import did_you_mean, either
 from verl_ray.errors import ConfigError, Problem
 from verl_ray.paths import path_suggestion
 from verl_ray.rewards.built_in import BUILT_IN, package_problem
@@ -36,6 +34,8 @@ from verl_ray.rewards.signatures import (
     SignatureMistake,
     signature_of,
 )
+from verl_ray.settings.function_specs import PICKLE, names_module, parts_of
+from verl_ray.suggest import did_you_mean, either
 from verl_ray.user_files import module_path, run_file, words_of
 
 EXPECTED = (

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from verl_ray.columns.stages import Finish
 from verl_ray.config.rollout import SCORED_PROMPT_TOKENS
 from verl_ray.data.encoding import encode
-from verl_ray.data.stages import Finish
 from verl_ray.data.tokenizers import TemplateArguments, render
 from verl_ray.errors import CallRefused
 from verl_ray.rollout.openai_api import (

@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING
 import psutil
 from aiohttp import web
 
+from verl_ray.columns.stages import Finish
 from verl_ray.config.rollout import EndpointConfig
-from verl_ray.data.stages import Finish
 from verl_ray.data.tokenizers import TemplateArguments
 from verl_ray.errors import CallRefused, CannotGenerate, ConfigError, Problem
 from verl_ray.rollout.choices import Choice, ChoiceFactory, prompts_of

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from verl_ray.data.stages import Finish
+from verl_ray.columns.stages import Finish
 from verl_ray.errors import (
     CannotGenerate,
     NonFiniteError,

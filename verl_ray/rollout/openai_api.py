@@ -25,10 +25,10 @@ from pydantic import (
     ValidationError,
 )
 
+from verl_ray.columns.stages import Finish
 from verl_ray.config.data import RESERVED_ARGUMENTS
 from verl_ray.config.rollout import VLLM_LEAST_TEMPERATURE
 from verl_ray.data.fields import Message
-from verl_ray.data.stages import Finish
 from verl_ray.errors import (
     CallRefused,
     CannotGenerate,

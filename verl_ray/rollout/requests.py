@@ -1,13 +1,10 @@
-"""Values that go into a rollout engine and come out of it, all in token ids, and seeds.
+"""Values that go into a rollout engine and come out of it, all in token ids.
 
-Invariant: these are plain values, and nothing here knows an engine. A seed is a pure
-function of the run's seed and of the identity of a rollout, so a rollout that is
-generated again, by another replica or in a repeated step, has the same tokens.
+Invariant: these are plain values, and nothing here knows an engine.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,8 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from verl_ray.data.batch import Int64
-from verl_ray.data.stages import Finish
+from verl_ray.columns.stages import Finish
 
 Tokens = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
@@ -166,37 +162,3 @@ class EngineLoad:
     running: int = 0
     waiting: int = 0
     preemptions: int = 0
-
-
-# -------------------------------------------------------------------------------- seeds
-
-
-def row_seeds(run_seed: int, purpose: str, row_id: Int64) -> Int64:
-    """Return a seed in [0, 2^63) for each row.
-
-    Args:
-        run_seed: The seed of the run.
-        purpose: "train" or "evaluate". Rows of different purposes never share a random
-            stream.
-        row_id: The ids of the rows, int64 [rows].
-
-    Returns:
-        The seeds, int64 [rows].
-    """
-    digest = hashlib.blake2b(f"{run_seed}:{purpose}".encode(), digest_size=8).digest()
-    offset = np.uint64(int.from_bytes(digest, "little"))
-    mixed = _mix(row_id.astype(np.uint64) + offset)
-    # Seeds are signed, so the highest bit is left out.
-    return (mixed >> np.uint64(1)).astype(np.int64)
-
-
-def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Spread every input bit over all output bits.
-
-    This is the finaliser of splitmix64 (Steele, Lea, Flood, OOPSLA 2014).
-    """
-    # The multiplications are modulo 2^64.
-    with np.errstate(over="ignore"):
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from verl_ray.agents.contract import Action
 from verl_ray.agents.template import Renderer
 from verl_ray.agents.thoughts import USUAL_PARSER, reasoning_parser_of
-from verl_ray.data.stages import Finish
+from verl_ray.columns.stages import Finish
 from verl_ray.data.tokenizers import (
     TemplateArguments,
     applied_template,

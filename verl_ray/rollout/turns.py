@@ -17,7 +17,7 @@ from verl_ray.agents.contract import (
     Sampled,
     nests_too_deep,
 )
-from verl_ray.data.stages import Finish
+from verl_ray.columns.stages import Finish
 from verl_ray.rollout.requests import Chunk, GenerationRequest
 from verl_ray.rollout.server import RolloutServer
 

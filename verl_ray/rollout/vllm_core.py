@@ -37,12 +37,12 @@ from verl_ray.config.rollout import (
     VLLM_LORA_RANKS,
     RolloutEngineConfig,
 )
-from verl_ray.config.section import resolved
 from verl_ray.config.versions import RELEASES, minor
 from verl_ray.errors import RolloutError
-from verl_ray.models.settings import positions_of
 from verl_ray.profiling import memory
 from verl_ray.rollout.requests import EngineLoad
+from verl_ray.settings.config_json import positions_of
+from verl_ray.settings.section import resolved
 
 if TYPE_CHECKING:
     import torch

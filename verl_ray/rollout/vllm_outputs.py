@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from verl_ray.data.stages import Finish
+from verl_ray.columns.stages import Finish
 from verl_ray.rollout.requests import (
     GenerationProgress,
     PromptLogProbs,

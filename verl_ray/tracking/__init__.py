@@ -13,7 +13,6 @@ from verl_ray.config.run import RunConfig, TrackingConfig
 from verl_ray.tracking.base import GLOBAL_STEP, Sample, Tracker, Trackers
 from verl_ray.tracking.console import ConsoleTracker
 from verl_ray.tracking.jsonl import JsonlTracker
-from verl_ray.tracking.report import ReportTracker
 from verl_ray.tracking.tensorboard import TensorBoardTracker
 from verl_ray.tracking.wandb_run import open_wandb
 
@@ -25,19 +24,21 @@ def open_trackers(
     run: RunConfig,
     tree: Mapping[str, object],
     *,
+    report: Tracker,
     committed_step: int | None = None,
     state: Mapping[str, str] | None = None,
     follows: bool = False,
 ) -> Trackers:
     """Open the trackers of a run.
 
-    `metrics.jsonl`, `evaluations/` and `report.html` are always written, the others as
+    `metrics.jsonl`, `evaluations/` and the report are always written, the others as
     configured.
 
     Args:
         config: Section `tracking` of the configuration.
         run: Section `run` of the configuration.
         tree: Whole resolved configuration, for W&B.
+        report: The tracker that makes the report of the run.
         committed_step: Step of the checkpoint that the run continues from; None if it
             starts from the beginning.
         state: `Trackers.state()` from that checkpoint.
@@ -54,7 +55,7 @@ def open_trackers(
         # should hold more than the record.
         opened.append(JsonlTracker(run_dir, committed_step, state))
 
-        opened.append(ReportTracker(run_dir))
+        opened.append(report)
         if config.wandb.mode != "disabled":
             wandb = open_wandb(
                 config.wandb, run_dir, run.name, tree, state or {}, follows=follows

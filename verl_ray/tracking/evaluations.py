@@ -42,7 +42,7 @@ from verl_ray.algorithms.subsets import (
     pass_at,
     sample_sizes,
 )
-from verl_ray.data.batch import Array
+from verl_ray.columns.batch import Array
 from verl_ray.disk import drop_after, replace_file, step_files, step_path
 from verl_ray.errors import TrackingError
 from verl_ray.json_lines import lines_of

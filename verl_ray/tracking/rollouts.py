@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl_ray.data.batch import Array, Int64
+from verl_ray.columns.batch import Array, Int64
 from verl_ray.disk import drop_after, replace_file, step_files, step_path
 
 if TYPE_CHECKING:

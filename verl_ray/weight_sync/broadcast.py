@@ -30,9 +30,9 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from verl_ray.cluster.rendezvous import interface_of, listen
 from verl_ray.errors import WeightSyncError
 from verl_ray.profiling.progress import waiting_for_others
+from verl_ray.rendezvous import interface_of, listen
 from verl_ray.weight_sync import SLOTS
 from verl_ray.weight_sync.delta import DeltaDecoder, DeltaEncoder, body_bytes
 from verl_ray.weight_sync.gathered_slots import GatheredSlots, from_all_ranks

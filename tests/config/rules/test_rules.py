@@ -26,11 +26,11 @@ from tests.config.rules.cases import Case
 from verl_ray.config.correction import correction_problems
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
-from verl_ray.config.section import RuleRow
 from verl_ray.config.tasks.reward_model import RewardModelConfig
 from verl_ray.config.tasks.rl import RULES, RLConfig, _inputs_can_be_made
 from verl_ray.config.tasks.sft import SFTConfig
 from verl_ray.errors import Problem
+from verl_ray.settings.section import RuleRow
 
 CASES = [
     case

@@ -22,7 +22,7 @@ from tests.controllers.runs import Samplers, produced
 from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.waiting import read
-from verl_ray.data.stages import Rollouts
+from verl_ray.columns.stages import Rollouts
 from verl_ray.errors import WeightSyncError, WorkerError
 from verl_ray.weight_sync.manifest import plan_buckets
 from verl_ray.weight_sync.shared_memory import SharedMemoryAddress

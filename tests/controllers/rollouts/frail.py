@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from verl_ray.cluster.context import WorkerContext, concurrent
-from verl_ray.data.batch import Int64
-from verl_ray.data.stages import Prompts, Rollouts, Scores
+from verl_ray.columns.batch import Int64
+from verl_ray.columns.stages import Prompts, Rollouts, Scores
 from workers.reward import Grader
 from workers.rollout import Generation, RolloutSpec, RolloutWorker
 

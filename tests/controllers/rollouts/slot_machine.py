@@ -24,12 +24,12 @@ import numpy as np
 from controllers.compose.composition import compose
 from controllers.rollouts.supply import Belongings, Supply
 from scripts.bench.scripted_engine import ScriptedEngine
+from verl_ray.columns.batch import Int64, Ragged
+from verl_ray.columns.sharded import Receipt, Sharded
+from verl_ray.columns.stages import Prompts, Rollouts, Scores
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.data.batch import Int64, Ragged
 from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.data.cursor import drawn_rows
-from verl_ray.data.sharded import Receipt, Sharded
-from verl_ray.data.stages import Prompts, Rollouts, Scores
 from verl_ray.data.token_versions import OptimizerSteps, versions_of_tokens
 from verl_ray.profiling.phases import Timers
 from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling

@@ -21,11 +21,11 @@ from controllers.watch.measures import group_metrics
 from tests.data.test_prompts import config as prompt_config
 from tests.rows import rollouts_of
 from verl_ray.algorithms.groups import has_spread
+from verl_ray.columns.batch import Int64
+from verl_ray.columns.sharded import Receipt, Sharded
+from verl_ray.columns.stages import Finish
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.data.batch import Int64
 from verl_ray.data.prompts import PromptSource
-from verl_ray.data.sharded import Receipt, Sharded
-from verl_ray.data.stages import Finish
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.errors import CheckpointError, DataError
 from verl_ray.rewards.health import ScoreHealth

@@ -8,9 +8,9 @@ from transformers import PreTrainedTokenizerBase
 
 from controllers.compose.composition import compose
 from controllers.rollouts.evaluator import Evaluator
+from verl_ray.columns.batch import Ragged
+from verl_ray.columns.stages import Prompts
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.data.batch import Ragged
-from verl_ray.data.stages import Prompts
 from verl_ray.rewards.shaping import ResponseScores
 
 FORM = "{function: format, tags: [answer]}"

@@ -6,8 +6,8 @@ import numpy as np
 
 from controllers.rollouts.whole_groups import GroupCollector
 from tests.rows import rollouts_of
-from verl_ray.data.sharded import Receipt, Sharded
-from verl_ray.data.stages import Rollouts
+from verl_ray.columns.sharded import Receipt, Sharded
+from verl_ray.columns.stages import Rollouts
 
 
 def piece(*rows: int) -> Sharded[Rollouts]:

@@ -15,9 +15,9 @@ from tests.controllers.runs import SAMPLING, SHAPE, Inputs, Samplers, training
 from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.waiting import read
+from verl_ray.columns.stages import Finish
 from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.data.ledger import LEDGER, Event, read_parts
-from verl_ray.data.stages import Finish
 from verl_ray.profiling.phases import Timers
 
 pytestmark = [

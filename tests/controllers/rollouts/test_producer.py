@@ -20,9 +20,9 @@ from tests.controllers.runs import GRADER, SHAPE, Inputs, produced
 from tests.rows import rollouts_of
 from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.waiting import TICK_S, put, read
-from verl_ray.data.batch import Ragged
+from verl_ray.columns.batch import Ragged
+from verl_ray.columns.stages import Finish, Prompts, Rollouts
 from verl_ray.data.buffer import Experience, RolloutBuffer
-from verl_ray.data.stages import Finish, Prompts, Rollouts
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import RewardError
 from verl_ray.profiling.phases import Timers

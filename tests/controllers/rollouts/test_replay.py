@@ -14,10 +14,10 @@ from tests.controllers.rollouts.test_stored_groups import sharded
 from tests.rows import rollouts_of
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.waiting import put, read
+from verl_ray.columns.batch import Ragged
+from verl_ray.columns.stages import Scores
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.data.batch import Ragged
 from verl_ray.data.buffer import Experience
-from verl_ray.data.stages import Scores
 from verl_ray.data.token_versions import OptimizerSteps, versions_of_tokens
 from verl_ray.rewards.health import ScoreHealth
 from workers.rollout import versions_of

@@ -37,9 +37,9 @@ from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.processes import Role
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.waiting import TICK_S, put, read
-from verl_ray.data.batch import offsets_of
-from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import Finish, Requests, Responses, Rollouts
+from verl_ray.columns.batch import offsets_of
+from verl_ray.columns.sharded import Sharded
+from verl_ray.columns.stages import Finish, Requests, Responses, Rollouts
 from verl_ray.errors import RolloutError, WeightSyncError, WorkerDied, WorkerError
 from verl_ray.rollout.requests import Sampling
 from workers.rollout import RolloutWorker

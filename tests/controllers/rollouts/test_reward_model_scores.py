@@ -31,7 +31,7 @@ from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.waiting import put, read
-from verl_ray.data.stages import Finish, Rollouts
+from verl_ray.columns.stages import Finish, Rollouts
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.models.tiny import make_tiny
 from verl_ray.rewards.health import ScoreHealth

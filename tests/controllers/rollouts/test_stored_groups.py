@@ -18,15 +18,15 @@ from controllers.rollouts.stored_groups import (
     usable_groups,
     write_groups,
 )
-from tests.data.test_batch_files import bits, rich
+from tests.columns.test_batch_files import bits, rich
 from tests.rows import rollouts_of
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.waiting import put, read
+from verl_ray.columns.batch import Int64, Ragged
+from verl_ray.columns.sharded import Receipt, Sharded
+from verl_ray.columns.stages import Rollouts, Scores, versions_of
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.data.batch import Int64, Ragged
 from verl_ray.data.buffer import Experience, RolloutBuffer
-from verl_ray.data.sharded import Receipt, Sharded
-from verl_ray.data.stages import Rollouts, Scores, versions_of
 
 
 def config(*changes: str) -> RLConfig:

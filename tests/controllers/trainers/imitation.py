@@ -11,16 +11,16 @@ from typing import ClassVar
 from controllers.system.build import System
 from controllers.trainers.supervised import SupervisedTask, SupervisedTrainer
 from controllers.watch.held_out_measures import Evaluation
-from verl_ray.algorithms.objectives import SupervisedObjective
 from verl_ray.cluster.calls import Call
+from verl_ray.columns.sharded import Sharded
+from verl_ray.columns.stages import TrainingBatch
 from verl_ray.config.roles import ModelRole, SupervisedRole
 from verl_ray.config.schema import Config
-from verl_ray.config.section import OverriddenKeys, Positive, PositiveFloat, Section
 from verl_ray.data.conversations import SupervisedSource
-from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import TrainingBatch
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import Problem
+from verl_ray.learning.objectives import SupervisedObjective
+from verl_ray.settings.section import OverriddenKeys, Positive, PositiveFloat, Section
 from workers.model_worker import ModelWorker, UpdateReport
 
 

@@ -12,14 +12,14 @@ from transformers import AutoModelForCausalLM
 
 from controllers.trainers.rl import Trainer
 from controllers.watch.measures import Metrics
+from tests.columns.test_batch_files import bits
 from tests.controllers.conftest import MakeTrainer
 from tests.controllers.runs import Inputs, produced
-from tests.data.test_batch_files import bits
 from verl_ray.cluster.waiting import TICK_S, read, wait
-from verl_ray.data.batch import Int64
+from verl_ray.columns.batch import Int64
+from verl_ray.columns.stages import Rollouts
 from verl_ray.data.buffer import Experience
 from verl_ray.data.ledger import Event
-from verl_ray.data.stages import Rollouts
 from verl_ray.data.token_versions import versions_of_tokens
 from verl_ray.errors import DataError
 from workers.actor import ActorWorker

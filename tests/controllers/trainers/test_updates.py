@@ -16,12 +16,12 @@ from controllers.trainers.updates import (
     cut_mini_batches,
     shuffled_places,
 )
-from tests.algorithms.test_normalised_weights import credit_of
+from tests.learning.test_normalised_weights import credit_of
 from tests.rows import rollouts_of
+from verl_ray.columns.batch import Batch, Int64
+from verl_ray.columns.packing import balance
+from verl_ray.columns.sharded import Receipt, Sharded
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.data.batch import Batch, Int64
-from verl_ray.data.packing import balance
-from verl_ray.data.sharded import Receipt, Sharded
 from workers.model_worker import MiniBatch
 
 TRAJECTORIES = [4, 2, 4, 3, 2, 4, 1, 3]

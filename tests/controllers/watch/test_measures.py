@@ -16,15 +16,15 @@ from controllers.watch.measures import (
 )
 from tests.corrections import NO_CORRECTION, NO_LIMIT
 from tests.rows import rewards_of, rollouts_of, values_of
-from verl_ray.algorithms.correction import CORRECTION_PREFIX
-from verl_ray.algorithms.credit import token_credit
 from verl_ray.algorithms.mismatch import MISMATCH_PREFIX
 from verl_ray.algorithms.subsets import NO_ANSWER
+from verl_ray.columns.batch import Batch, Ragged
+from verl_ray.columns.sharded import Receipt, Sharded
+from verl_ray.columns.stages import Credit, Finish, Scores
 from verl_ray.config.algorithm import AlgorithmConfig
-from verl_ray.data.batch import Batch, Ragged
-from verl_ray.data.sharded import Receipt, Sharded
-from verl_ray.data.stages import Credit, Finish, Scores
 from verl_ray.engine.base import LossReport, StepReport
+from verl_ray.learning.correction_weights import CORRECTION_PREFIX
+from verl_ray.learning.credit import token_credit
 from verl_ray.ops.masked import Moments
 from verl_ray.profiling.memory import GIB, DeviceMemory
 from verl_ray.rewards.health import Entries, ScoreHealth

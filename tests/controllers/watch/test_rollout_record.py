@@ -18,8 +18,8 @@ from controllers.watch.rollout_record import (
     failures_of_rows,
 )
 from tests.rows import rollouts_of
+from verl_ray.columns.sharded import Receipt, Sharded
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.data.sharded import Receipt, Sharded
 from verl_ray.errors import Interrupted
 from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.tracking.evaluations import digest

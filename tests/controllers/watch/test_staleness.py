@@ -11,9 +11,9 @@ from controllers.watch.update_measures import (
     version_metrics,
 )
 from tests.rows import rollouts_of
+from verl_ray.columns.sharded import Receipt, Sharded
+from verl_ray.columns.stages import Rollouts, Scores
 from verl_ray.data.buffer import Experience, RolloutBuffer
-from verl_ray.data.sharded import Receipt, Sharded
-from verl_ray.data.stages import Rollouts, Scores
 from verl_ray.engine.base import LossReport, StepReport
 from workers.model_worker import UpdateReport
 

@@ -12,7 +12,7 @@ from pydantic import Field
 from verl_ray.config.data import PreferenceDataConfig, RowFormat
 from verl_ray.config.roles import ModelRole, SupervisedRole
 from verl_ray.config.schema import Config
-from verl_ray.config.section import NonNegativeFloat, Positive, Section
+from verl_ray.settings.section import NonNegativeFloat, Positive, Section
 
 
 class PreferenceConfig(Section):

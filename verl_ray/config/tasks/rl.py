@@ -54,9 +54,9 @@ from verl_ray.config.roles import ModelRole, OptimizerConfig, ReferenceRole, Tra
 from verl_ray.config.rollout import temperature_is_not_too_low
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.run import RolloutTrackingConfig, rollout_bound_is_used
-from verl_ray.config.section import OverriddenKeys, RuleRow, set_exactly_when
-from verl_ray.config.suggest import either
 from verl_ray.errors import Problem
+from verl_ray.settings.section import OverriddenKeys, RuleRow, set_exactly_when
+from verl_ray.suggest import either
 
 _CORRECTION = "algorithm.correction"
 _REPLAY = "algorithm.replay"

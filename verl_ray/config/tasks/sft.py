@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from verl_ray.config.data import RowFormat
 from verl_ray.config.roles import ModelRole, SupervisedRole
 from verl_ray.config.schema import Config
-from verl_ray.config.section import Fraction, OverriddenKeys, Positive, Section
 from verl_ray.errors import Problem
+from verl_ray.settings.section import Fraction, OverriddenKeys, Positive, Section
 
 
 class SupervisedConfig(Section):

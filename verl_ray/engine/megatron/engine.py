@@ -23,10 +23,9 @@ from megatron.core.distributed import (
 )
 from torch import Tensor, nn
 
-from verl_ray.algorithms.objectives import Objective
 from verl_ray.backends.megatron import MegatronBackend
 from verl_ray.checkpoint.sharded import random_key
-from verl_ray.data.stages import Rows, TrainingBatch
+from verl_ray.columns.stages import Rows, TrainingBatch
 from verl_ray.engine.base import EngineSpec, ForwardResult, LossReport, StepReport
 from verl_ray.engine.megatron.buffers import MegatronBuffers
 from verl_ray.engine.megatron.expert_balance import ExpertBalance
@@ -63,6 +62,7 @@ from verl_ray.engine.megatron.weights import (
 from verl_ray.engine.micro_batches import Loss, MicroBatches
 from verl_ray.engine.offload import Offload, offloadable
 from verl_ray.engine.packed_engine import PackedEngine, RandomStream
+from verl_ray.learning.objectives import Objective
 from verl_ray.models.export import build_manifest
 from verl_ray.models.role_model import PackedRows, build_role_model
 from verl_ray.models.tensor_sources import CheckpointReader

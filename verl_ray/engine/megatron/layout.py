@@ -20,7 +20,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from verl_ray.backends.megatron import MegatronBackend
-from verl_ray.data.packing import Topology
+from verl_ray.columns.packing import Topology
 
 _UNSET = {
     name: value

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 
 from verl_ray.backends.megatron import MegatronBackend
-from verl_ray.config.section import resolved
 from verl_ray.models.role_model import RoleModel
+from verl_ray.settings.section import resolved
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},

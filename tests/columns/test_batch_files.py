@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.rows import log_probs_of, rollouts_of
-from verl_ray.data.batch import Batch, Ragged, read_batch, write_batch
-from verl_ray.data.stages import LogProbs, Rollouts, Scores, versions_of
+from verl_ray.columns.batch import Batch, Ragged, read_batch, write_batch
+from verl_ray.columns.stages import LogProbs, Rollouts, Scores, versions_of
 
 
 def bits(batch: Batch) -> dict[str, object]:

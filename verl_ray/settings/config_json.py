@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from verl_ray.config.suggest import either
+from verl_ray.suggest import either
 
 FAMILIES = ("gemma", "llama", "qwen2", "qwen3", "qwen3_moe")
 """Supported values of model_type.

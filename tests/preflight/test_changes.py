@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from verl_ray.checkpoint.changes import changed_keys, changed_model
+from verl_ray.preflight.changes import changed_keys, changed_model
 
 SAVED: dict[str, Any] = {
     "task": "rl",

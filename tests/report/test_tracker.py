@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.report.recorded_runs import write_run
+from verl_ray.report.tracker import PERIOD_S, ReportTracker, last_report
 from verl_ray.tracking.base import Trackers
-from verl_ray.tracking.report import PERIOD_S, ReportTracker, last_report
 
 LINE = {"training/global_step": 1}
 

@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tests.algorithms.test_objectives import algorithm
 from tests.corrections import NO_CORRECTION
+from tests.learning.test_objectives import algorithm
 from tests.rows import log_probs_of, on_responses, rollouts_of
-from verl_ray.algorithms.correction import correction_metrics
-from verl_ray.algorithms.objectives import LossInputs
-from verl_ray.algorithms.policy_objective import PolicyObjective, mean_weight
+from verl_ray.columns.batch import Int64
+from verl_ray.columns.stages import Credit, LogProbs, Rollouts
 from verl_ray.config.algorithm import AlgorithmConfig, CorrectionConfig
-from verl_ray.data.batch import Int64
-from verl_ray.data.stages import Credit, LogProbs, Rollouts
 from verl_ray.errors import DataError
+from verl_ray.learning.correction_weights import correction_metrics
+from verl_ray.learning.objectives import LossInputs
+from verl_ray.learning.policy_objective import PolicyObjective, mean_weight
 from verl_ray.ops.outputs import TokenOutputs
 
 RATIOS = [4.0, 0.5, 0.125, 1.0, 3.0]

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from verl_ray.algorithms.coefficients import AdaptiveKL, FixedKL, make_kl_controller
 from verl_ray.config.algorithm import KLConfig
 from verl_ray.errors import CheckpointError, NonFiniteError
+from verl_ray.learning.coefficients import AdaptiveKL, FixedKL, make_kl_controller
 
 
 def test_fixed_never_changes() -> None:

@@ -1,4 +1,4 @@
-"""The worked example in the docstring of `verl_ray/data/stages.py`, computed."""
+"""The worked example in the docstring of `verl_ray/columns/stages.py`, computed."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.algorithms.test_credit import algorithm
+from tests.learning.test_credit import algorithm
 from tests.rows import columns_of
-from verl_ray.algorithms.credit import response_rewards, token_credit
 from verl_ray.algorithms.row_weights import row_weights
-from verl_ray.data.arithmetic import ALPHABET
-from verl_ray.data.batch import Ragged, offsets_of
-from verl_ray.data.encoding import encode
-from verl_ray.data.stages import (
+from verl_ray.columns.batch import Ragged, offsets_of
+from verl_ray.columns.stages import (
     Credit,
     Finish,
     LogProbs,
@@ -25,7 +22,10 @@ from verl_ray.data.stages import (
     TrainingBatch,
     versions_of,
 )
+from verl_ray.data.arithmetic import ALPHABET
+from verl_ray.data.encoding import encode
 from verl_ray.data.tokenizers import character_tokenizer
+from verl_ray.learning.credit import response_rewards, token_credit
 
 LOG_PROBS = np.array([0, 0, 0, 0, -0.5, -0.25, 0, 0, 0, 0, -1.5, -1, -0.25], np.float32)
 

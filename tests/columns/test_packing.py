@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_ray.data.packing import balance, estimated_work, micro_batches
+from verl_ray.columns.packing import balance, estimated_work, micro_batches
 from verl_ray.errors import DataError
 
 LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=200).map(

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from verl_ray.cluster.rendezvous import choose_interfaces
+from verl_ray.rendezvous import choose_interfaces
 
 LOOPBACK, ELSEWHERE = (
     "127.0.0.1",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from verl_ray.data.batch import Int64
+from verl_ray.columns.batch import Int64
 from verl_ray.errors import DataError
 
 Float64 = npt.NDArray[np.float64]

@@ -6,7 +6,7 @@ import hashlib
 
 import numpy as np
 
-from verl_ray.rollout.requests import row_seeds
+from verl_ray.columns.seeds import row_seeds
 
 
 def test_a_seed_depends_on_its_own_row_alone() -> None:

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_ray.data.batch import Batch, Ragged, offsets_of, ragged, row, token
-from verl_ray.data.stages import Prompts, Rows, Scores
+from verl_ray.columns.batch import Batch, Ragged, offsets_of, ragged, row, token
+from verl_ray.columns.stages import Prompts, Rows, Scores
 from verl_ray.errors import DataError
 
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_ray.data.batch import offsets_of
-from verl_ray.data.sharded import Receipt, Sharded, join
-from verl_ray.data.stages import LogProbs, Rows, Values
+from verl_ray.columns.batch import offsets_of
+from verl_ray.columns.sharded import Receipt, Sharded, join
+from verl_ray.columns.stages import LogProbs, Rows, Values
 from verl_ray.errors import DataError
 
 Store = list[Values]

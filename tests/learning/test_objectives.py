@@ -11,18 +11,18 @@ from torch import Tensor
 
 from tests.corrections import NO_CORRECTION, NO_LIMIT
 from verl_ray.algorithms.mismatch import MISMATCH_PREFIX
-from verl_ray.algorithms.objectives import (
-    LossInputs,
-    SupervisedObjective,
-    ValueObjective,
-)
-from verl_ray.algorithms.policy_objective import PolicyObjective
 from verl_ray.config.algorithm import (
     AlgorithmConfig,
     CorrectionConfig,
     KLConfig,
     ValueLossConfig,
 )
+from verl_ray.learning.objectives import (
+    LossInputs,
+    SupervisedObjective,
+    ValueObjective,
+)
+from verl_ray.learning.policy_objective import PolicyObjective
 from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
 
 ROW = torch.tensor([0, 0])
@@ -341,7 +341,7 @@ def test_a_missing_column_is_named() -> None:
 
 
 def test_columns_are_those_of_a_training_batch() -> None:
-    from verl_ray.data.stages import TrainingBatch
+    from verl_ray.columns.stages import TrainingBatch
 
     assert set(LossInputs.columns()) <= TrainingBatch.columns().keys()
 

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from verl_ray.data.batch import Array, Batch, Int64
+from verl_ray.columns.batch import Array, Batch, Int64
 from verl_ray.errors import DataError
 
 B = TypeVar("B", bound=Batch)

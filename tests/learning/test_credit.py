@@ -10,17 +10,17 @@ import pytest
 
 from tests.corrections import NO_CORRECTION, NO_LIMIT
 from tests.rows import columns_of, log_probs_of, rewards_of, rollouts_of, values_of
-from verl_ray.algorithms.credit import (
+from verl_ray.algorithms.estimators import RewardPart
+from verl_ray.algorithms.row_statistics import row_statistics
+from verl_ray.columns.batch import Ragged
+from verl_ray.columns.stages import Finish, Rollouts, RowRewards
+from verl_ray.config.algorithm import AlgorithmConfig
+from verl_ray.errors import DataError
+from verl_ray.learning.credit import (
     response_divergences,
     response_rewards,
     token_credit,
 )
-from verl_ray.algorithms.estimators import RewardPart
-from verl_ray.algorithms.row_statistics import row_statistics
-from verl_ray.config.algorithm import AlgorithmConfig
-from verl_ray.data.batch import Ragged
-from verl_ray.data.stages import Finish, Rollouts, RowRewards
-from verl_ray.errors import DataError
 
 KL = {
     "importance_weighted": False,

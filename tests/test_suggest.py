@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_ray.config.suggest import closest, did_you_mean, either, nearest_divisors
+from verl_ray.suggest import closest, did_you_mean, either, nearest_divisors
 
 
 def test_a_misspelt_key_finds_its_section() -> None:

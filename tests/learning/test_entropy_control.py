@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-from tests.algorithms.test_objectives import algorithm
-from verl_ray.algorithms.coefficients import ENTROPY_PER_TOKEN, EntropyControl
-from verl_ray.algorithms.objectives import LossInputs
-from verl_ray.algorithms.policy_objective import PolicyObjective
+from tests.learning.test_objectives import algorithm
 from verl_ray.engine.base import LossAccumulator
+from verl_ray.learning.coefficients import ENTROPY_PER_TOKEN, EntropyControl
+from verl_ray.learning.objectives import LossInputs
+from verl_ray.learning.policy_objective import PolicyObjective
 from verl_ray.ops.outputs import TokenOutputs
 
 ADAPTIVE = algorithm(

@@ -6,7 +6,7 @@ import pytest
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from verl_ray.models.settings import (
+from verl_ray.settings.config_json import (
     ACTIVATIONS,
     ROTARY_TYPES,
     Settings,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_ray.hub.snapshots import Snapshot, is_hub_id, snapshot_at
+from verl_ray.settings.hub_ids import Snapshot, is_hub_id, snapshot_at
 
 COMMIT = "0123456789" * 4
 

@@ -33,11 +33,9 @@ from verl_ray.algorithms.row_statistics import (
     optional_statistics,
     row_statistics,
 )
-from verl_ray.config.algorithm import AlgorithmConfig
-from verl_ray.config.function_specs import DEFAULT
-from verl_ray.data.batch import Int64, offsets_of
-from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import (
+from verl_ray.columns.batch import Int64, offsets_of
+from verl_ray.columns.sharded import Sharded
+from verl_ray.columns.stages import (
     Bool,
     Credit,
     Divergence,
@@ -48,8 +46,10 @@ from verl_ray.data.stages import (
     RowRewards,
     Values,
 )
+from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.errors import DataError
 from verl_ray.ops.masked import Moments
+from verl_ray.settings.function_specs import DEFAULT
 
 
 def response_divergences(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from verl_ray.disk import replace_file
+from verl_ray.report.page import page_of
 from verl_ray.tracking.base import Sample, Tracker
 
 PAGE = "report.html"
@@ -80,8 +81,5 @@ def write_report(folders: Sequence[Path], output: Path) -> None:
     Raises:
         OSError: The file cannot be written.
     """
-    # Imported here, because the report reads records through this package.
-    from verl_ray.report.page import page_of
-
     # `verl-ray report` may write the same file while the run does.
     replace_file(output, page_of(folders), is_shared=True)

@@ -14,13 +14,6 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from verl_ray.algorithms.catalogue import KL_ESTIMATORS
-from verl_ray.algorithms.coefficients import ENTROPY_PER_TOKEN
-from verl_ray.algorithms.correction import (
-    BATCH_MEAN,
-    CORRECTION_PREFIX,
-    CorrectionWeights,
-    correction_weights,
-)
 from verl_ray.algorithms.losses import (
     MAX_LOG_RATIO,
     PolicyTokens,
@@ -28,16 +21,23 @@ from verl_ray.algorithms.losses import (
     importance_ratio,
 )
 from verl_ray.algorithms.mismatch import compare_log_probs, fresh_means
-from verl_ray.algorithms.objectives import LossInputs, required
 from verl_ray.algorithms.policy_losses import POLICY_LOSSES
 from verl_ray.algorithms.token_selection import (
     SelectableTokens,
     largest_entropy,
     random_of_tokens,
 )
+from verl_ray.columns.stages import Bool, Credit, Float32, LogProbs, Rollouts
 from verl_ray.config.algorithm import AlgorithmConfig
-from verl_ray.data.stages import Bool, Credit, Float32, LogProbs, Rollouts
 from verl_ray.errors import DataError
+from verl_ray.learning.coefficients import ENTROPY_PER_TOKEN
+from verl_ray.learning.correction_weights import (
+    BATCH_MEAN,
+    CORRECTION_PREFIX,
+    CorrectionWeights,
+    correction_weights,
+)
+from verl_ray.learning.objectives import LossInputs, required
 from verl_ray.ops.kl import with_gradient_of_k2
 from verl_ray.ops.order_statistics import Total
 from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs

@@ -1,0 +1,4 @@
+"""Algorithms as a configuration chooses them: credit, losses, corrections.
+
+The functions are in `verl_ray/algorithms`; here they meet the section `algorithm`.
+"""

@@ -1,0 +1,5 @@
+"""Forms and values of settings, which are known before there is a configuration.
+
+Sections and their rules, names of functions, ids of the hub, values of a config.json,
+ends of episodes. Of verl_ray they import `suggest` and `errors` alone.
+"""
