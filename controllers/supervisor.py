@@ -10,7 +10,7 @@ many bring no new step. One that is refused before it begins, by what may pass, 
 again until that has taken too long. Otherwise the exit code is the supervisor's own,
 and so is that of a driver that was told to stop. Signals go on to the driver.
 
-Deliberately not here: failures that the driver cures itself (`run/healing.py`). This
+Deliberately not here: failures that the driver cures itself (`run/restart.py`). This
 module imports nothing but Python's library, so that it starts at once.
 """
 

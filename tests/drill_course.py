@@ -72,7 +72,7 @@ class Outcome:
         differs: What has other bits than without the fault, among metrics, weights and
             states of the optimizer, what is left in shared memory, and what was wrong
             around the run; None where the run did not come to its end.
-        said: The last words of a run that did not go on.
+        said: The final output of a run that did not go on.
     """
 
     layout: str

@@ -64,7 +64,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Tried:
+class TrialResults:
     """Findings about the data, and about users' code on the first records.
 
     Attributes:
@@ -112,7 +112,7 @@ class Checked:
     """
 
     config: Config
-    tried: Tried
+    tried: TrialResults
     warnings: list[str]
 
 
@@ -123,12 +123,12 @@ class SeenData:
     """
 
     def __init__(self) -> None:
-        self._findings: dict[str, Tried] = {}
+        self._findings: dict[str, TrialResults] = {}
         self._functions: dict[str, Trials] = {}
 
     def examine(
         self, config: Config, problems: Sequence[Problem], *, evaluates: bool
-    ) -> Tried:
+    ) -> TrialResults:
         """Read the data of a configuration without `auto`, and try users' code.
 
         Args:
@@ -139,7 +139,7 @@ class SeenData:
         settings_of_data = _settings_of_data(config)
         if settings_of_data not in self._findings:
             data = examine_data(config, evaluates=evaluates)
-            tried = Tried(data)
+            tried = TrialResults(data)
             # Records that cannot be read cannot be scored.
             if not data.problems:
                 rewards = try_rewards(config, data.files, evaluates=evaluates)
@@ -217,7 +217,7 @@ def checked_config(
         findings = preflight(config, machine, **kind)
         problems = _together(_together(problems, unavailable), findings.problems)
 
-    tried = Tried()
+    tried = TrialResults()
     is_finished = config is not None and trains and finished_step(config) is not None
     reads_data = reads_data and not is_finished
     if config is not None and reads_data and not _hide_data(problems):

@@ -83,7 +83,7 @@ def main(argv: list[str]) -> int:
         print("--ordinal N prints what happened to one of them")
         return 1
 
-    print(_verdict(history))
+    print(_summary(history))
     return 0
 
 
@@ -354,7 +354,7 @@ def _ordinal_table(history: History, ordinal: int) -> Table:
     return table
 
 
-def _verdict(history: History) -> str:
+def _summary(history: History) -> str:
     """Return what is right with a ledger that has no faults, as one line."""
     last = _last_trained(history)
     if last == NONE:

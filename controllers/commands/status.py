@@ -1,6 +1,6 @@
 """The command `status`: what every process of a run does, and what it waits for.
 
-Invariant: the run is asked nothing. The driver's last words are in a file, so the
+Invariant: the run is asked nothing. The driver's final output is in a file, so the
 command works while the driver is stuck, stopped or gone, and says which of these it is,
 and how old the words are.
 """

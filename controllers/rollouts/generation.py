@@ -185,7 +185,7 @@ class GenerationScheduler:
         self._calls: list[ReplicaCall] = []
         self._reissued = 0
         self._isolation = self._new_isolation()
-        self._guilty: set[tuple[str, int]] = set()
+        self._fatal: set[tuple[str, int]] = set()
         """Purpose and ordinal of each prompt that was given up."""
         self._num_given_up = 0
 
@@ -201,7 +201,7 @@ class GenerationScheduler:
         """Whether no response is pending."""
         return not (self._calls or self._balancer.waiting or self._isolation.is_waiting)
 
-    def has_suspects(self, replica: Replica) -> bool:
+    def runs_retried_prompts(self, replica: Replica) -> bool:
         """Return whether a replica has open rows that were open at another's loss."""
         calls = [call for call in self._calls if call.incarnation[0] is replica]
         groups = (group for call in calls for group in call.open_groups())
@@ -254,7 +254,7 @@ class GenerationScheduler:
             self._balancer.forget_sessions()
         # Held-out problems come again, and need not end further replicas.
         for group in job.groups:
-            if (job.generation.purpose, group.ordinal) in self._guilty:
+            if (job.generation.purpose, group.ordinal) in self._fatal:
                 job.give_up(group)
         self._balancer.add(job.items, first=first)
         return job
@@ -278,7 +278,7 @@ class GenerationScheduler:
 
         Args:
             incarnations: The replicas to use.
-            running: All that run. Of others, pending prompts are suspect.
+            running: All that run. What others left pending may have ended them.
         """
         known = self._balancer.replicas
         removed = [replica for replica in known if replica not in incarnations]
@@ -445,7 +445,7 @@ class GenerationScheduler:
             if culprit is not None:
                 self._isolation.forget([culprit])
                 culprit.job.give_up(culprit)
-                self._guilty.add((culprit.job.generation.purpose, culprit.ordinal))
+                self._fatal.add((culprit.job.generation.purpose, culprit.ordinal))
                 self._num_given_up += 1
             return [item for item in items if item.session in set(loss.free)]
         if replica in self._isolation.processes:

@@ -2,7 +2,8 @@
 
 Invariant: every grader is called with the same method, and scores a piece of rollouts
 as soon as it is generated, or as soon as its groups are whole where it needs groups.
-What a lost grader owes is asked for again, once it has started again.
+Scores that a lost grader has not returned are requested again, once it has started
+again.
 """
 
 from __future__ import annotations

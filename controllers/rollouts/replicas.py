@@ -71,7 +71,7 @@ class Replicas:
         self._concurrency = AdaptiveConcurrency(config.rollout)
         self.scheduler = GenerationScheduler(self._concurrency.first)
         """Opens generation, which `advance` continues."""
-        self._supervisor.is_excused = self.scheduler.has_suspects
+        self._supervisor.is_excused = self.scheduler.runs_retried_prompts
         self.occupancy = Occupancy()
         """The clock of trainers and engines, which the trainer reads."""
         self._runs_episodes = config.episodes is not None
@@ -319,10 +319,10 @@ class Replicas:
             self._note_occupancy()
 
     def _excuse_losses(self) -> None:
-        """Let the losses of replicas that prompts are guilty of not count.
+        """Let the losses of replicas that prompts have caused not count.
 
         Raises:
-            RolloutError: There are more such prompts than prompts may be guilty of.
+            RolloutError: More prompts have caused losses than may.
         """
         count = self.scheduler.take_given_up_count()
         self._supervisor.excuse_losses(count)

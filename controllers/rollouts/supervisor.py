@@ -119,7 +119,7 @@ class ReplicaSupervisor:
         self._lost_since_publish = 0
 
     def excuse_losses(self, count: int) -> None:
-        """Let so many losses not count, which prompts are guilty of."""
+        """Let so many losses not count, which prompts have caused."""
         self._lost_since_publish = max(0, self._lost_since_publish - count)
 
     def take_loads(self) -> dict[Replica, EngineLoad]:

@@ -54,7 +54,7 @@ NOTHING_TO_LEARN = "no response is in the loss: aborted, without a score, or mas
 
 
 @dataclass(frozen=True, eq=False)
-class Belongings:
+class SupplyMemory:
     """Memory of a supply that belongs to a state of it, in the same driver."""
 
     bookmark: int
@@ -457,14 +457,14 @@ class Supply:
         self.producer.given_up.update(state.get("given_up", ()))
 
     @property
-    def belongings(self) -> Belongings:
+    def supply_memory(self) -> SupplyMemory:
         """Memory that belongs to the last state, for `inherit`."""
         curriculum = self._curriculum
         copied = None if curriculum is None else curriculum.copy()
         replay = None if self._replay is None else self._replay.groups
-        return Belongings(self.ledger.bookmark, self.buffer.whole(), copied, replay)
+        return SupplyMemory(self.ledger.bookmark, self.buffer.whole(), copied, replay)
 
-    def inherit(self, former: Supply, belongings: Belongings) -> None:
+    def inherit(self, former: Supply, supply_memory: SupplyMemory) -> None:
         """Take over the history that a former supply has of its ordinals, and groups.
 
         This one has loaded a state of the other, after a step. Groups are finished,
@@ -473,16 +473,16 @@ class Supply:
 
         Args:
             former: The other supply.
-            belongings: Those of the state.
+            supply_memory: Those of the state.
         """
-        self.ledger.inherit(former.ledger, belongings.bookmark)
+        self.ledger.inherit(former.ledger, supply_memory.bookmark)
         self.producer.given_up.update(former.producer.given_up)
-        if self._curriculum is not None and belongings.curriculum is not None:
-            self._curriculum.restore(belongings.curriculum)
+        if self._curriculum is not None and supply_memory.curriculum is not None:
+            self._curriculum.restore(supply_memory.curriculum)
         if self._replay is not None:
-            self._replay.groups = belongings.replay
+            self._replay.groups = supply_memory.replay
         version = self._admission.num_trained
-        for groups in (belongings.groups, former._taken, former.buffer.whole()):
+        for groups in (supply_memory.groups, former._taken, former.buffer.whole()):
             if groups is not None:
                 self._take_back(groups, version)
 

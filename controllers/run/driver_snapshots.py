@@ -57,7 +57,7 @@ class FinishedStep:
     trainer: Mapping[str, Any]
     """State of the trainer, as JSON."""
 
-    belongings: object
+    supply_memory: object
     """What the trainer had in the memory of the driver with this state."""
 
     unrecorded: dict[str, float] | None

@@ -196,19 +196,19 @@ class Loop:
         trackers: Tracker,
         persistence: Persistence,
         step_guard: StepGuard,
-        healing: Healing | None = None,
+        restart: Restart | None = None,
     ) -> None:
         """Connect the parts of a run.
 
         Args:
-            healing: What restores a run after a failure; without it any ends it.
+            restart: What restores a run after a failure; without it any ends it.
         """
         self._run = run
         self._trainer = trainer
         self._trackers = trackers
         self._persistence = persistence
         self._step_guard = step_guard
-        self._healing = healing
+        self._restart = restart
 
         self._position = Position()
         self.line: Metrics = {}
@@ -308,8 +308,8 @@ class Loop:
             with self._ending_with_failures():
                 heed_signals()
         if move in (Move.STOP, Move.FAIL):
-            heal = None if self._healing is None else self._healing.heal
-            self._persistence.save_finished_step(self._trainer, self._trackers, heal)
+            restart = None if self._restart is None else self._restart.restart
+            self._persistence.save_finished_step(self._trainer, self._trackers, restart)
         if self._position.failure is not None:
             raise self._position.failure
 
@@ -349,8 +349,8 @@ class Loop:
         # call it interrupted.
         stopped = isinstance(failure, Interrupted) or stop_requested()
         curable = False
-        if self._healing is not None and not stopped:
-            curable = self._healing.may_cure(failure, step)
+        if self._restart is not None and not stopped:
+            curable = self._restart.may_cure(failure, step)
         return replace(position, failure=failure, stopped=stopped, curable=curable)
 
     def _phase(self, move: Move, position: Position) -> str:
@@ -414,9 +414,9 @@ class Loop:
 
     def _go_back(self) -> Position:
         """Return to the position of a run that has not begun, with a new trainer."""
-        assert self._healing is not None, "nothing is cured without it"
+        assert self._restart is not None, "nothing is cured without it"
         self._persistence.go_back(self._trainer)
-        self._trainer = self._healing.heal(self._trainer)
+        self._trainer = self._restart.restart(self._trainer)
         return Position()
 
     def _step(self, position: Position) -> Position:
@@ -426,8 +426,8 @@ class Loop:
         with self._step_guard.step(number):
             metrics = self._trainer.step(number)
             self._persistence.commit(number, self._trainer, unrecorded=metrics)
-            if self._healing is not None:
-                self._healing.note_finished(number)
+            if self._restart is not None:
+                self._restart.note_finished(number)
             # It is finished: what fails from here on does not spoil it.
             self._trainer.draw_ahead()
             self._persistence.take_snapshot(self._trainer, self._trackers)
@@ -523,7 +523,7 @@ def _step_of(move: Move, position: Position) -> int:
 
 # --------------------------------------------------------------------------- interfaces
 
-Heal = Callable[[Trainable], Trainable]
+RestartTrainer = Callable[[Trainable], Trainable]
 """Starts lost processes again; from the trainer that failed to a new one."""
 
 
@@ -598,7 +598,11 @@ class Persistence(Protocol):
         """
 
     def save_finished_step(
-        self, trainer: Trainable, trackers: Tracker, heal: Heal | None = None, /
+        self,
+        trainer: Trainable,
+        trackers: Tracker,
+        restart: RestartTrainer | None = None,
+        /,
     ) -> None:
         """Save the last finished step as the run ends; say why if that cannot be done.
 
@@ -607,7 +611,7 @@ class Persistence(Protocol):
         Args:
             trainer: The trainer, which may have failed.
             trackers: The record of the run.
-            heal: `Healing.heal`, of a run that can go back.
+            restart: `Restart.restart`, of a run that can go back.
         """
 
 
@@ -622,8 +626,8 @@ class StepGuard(Protocol):
         """Return a context manager around step `number`, up to its commit."""
 
 
-class Healing(Protocol):
-    """The way back of a run after the failure of a process (`healing.py`)."""
+class Restart(Protocol):
+    """The way back of a run after the failure of a process (`restart.py`)."""
 
     def note_finished(self, step: int, /) -> None:
         """Note that a step is finished, for the first time or again."""
@@ -631,7 +635,7 @@ class Healing(Protocol):
     def may_cure(self, failure: BaseException, step: int, /) -> bool:
         """Return whether the run goes on after a failure in this step; say so."""
 
-    def heal(self, trainer: Trainable, /) -> Trainable:
+    def restart(self, trainer: Trainable, /) -> Trainable:
         """Start lost processes again.
 
         Args:
@@ -671,7 +675,7 @@ class NoPersistence:
     def go_back(self, _: Trainable) -> None: ...
 
     def save_finished_step(
-        self, _: Trainable, __: Tracker, ___: Heal | None = None
+        self, _: Trainable, __: Tracker, ___: RestartTrainer | None = None
     ) -> None: ...
 
 

@@ -19,7 +19,6 @@ from controllers.run.conclusion import Conclusion
 from controllers.run.driver_snapshots import LeftSnapshots
 from controllers.run.faults import FaultPolicy
 from controllers.run.finished import claim, finished_step, show_finished
-from controllers.run.healing import RunHealing
 from controllers.run.loop import Loop
 from controllers.run.next_driver import (
     allow_other_drivers,
@@ -29,6 +28,7 @@ from controllers.run.next_driver import (
 from controllers.run.preparation import prepare
 from controllers.run.record import recording
 from controllers.run.recovery import Recovery
+from controllers.run.restart import RunRestart
 from controllers.run.resumption import Resumption
 from controllers.run.run_config import settle, with_counted_steps, write_config
 from controllers.run.session import open_session
@@ -196,8 +196,8 @@ def _started(
         recording(config, recovery, system) as trackers,
     ):
         conclusion.record(task, trackers, recovery.finished_step or 0)
-        healing = RunHealing(config, task, data, system, recovery, policy)
-        loop = Loop(config.run, trainer, trackers, recovery, stopping, healing)
+        restart = RunRestart(config, task, data, system, recovery, policy)
+        loop = Loop(config.run, trainer, trackers, recovery, stopping, restart)
         yield OpenRun(loop)
         task.conclude(loop.trainer)
 

@@ -17,7 +17,7 @@ from controllers.run.best import BestEvaluation
 from controllers.run.checkpoint_check import CheckpointCheck
 from controllers.run.checkpoint_writing import CheckpointContent, CheckpointWriting
 from controllers.run.driver_snapshots import FinishedStep
-from controllers.run.loop import Heal
+from controllers.run.loop import RestartTrainer
 from controllers.run.missed_checkpoints import SaveFailures
 from controllers.run.resumption import Resumption
 from controllers.run.snapshots import Snapshots
@@ -211,7 +211,7 @@ class Recovery:
             trainer.take_back(snapshot.left_in)
         else:
             assert self._former is not None, "a trainer has failed"
-            trainer.inherit(self._former, snapshot.belongings)
+            trainer.inherit(self._former, snapshot.supply_memory)
         # Rows that were finished since are part of the state by now.
         self.commit(snapshot.step, trainer, snapshot.unrecorded)
         self._snapshots.go_on()
@@ -246,7 +246,7 @@ class Recovery:
         self._committed = FinishedStep(
             number,
             copy.deepcopy(trainer.state()),
-            trainer.belongings if self._snapshots.are_taken else None,
+            trainer.supply_memory if self._snapshots.are_taken else None,
             self.unrecorded,
             self.best.state(),
             trainer.files(number),
@@ -370,7 +370,10 @@ class Recovery:
         self._writing.rescue()
 
     def save_finished_step(
-        self, trainer: Trainable, trackers: Tracker, heal: Heal | None = None
+        self,
+        trainer: Trainable,
+        trackers: Tracker,
+        restart: RestartTrainer | None = None,
     ) -> None:
         """Save the last finished step as the run ends, and raise nothing.
 
@@ -382,16 +385,18 @@ class Recovery:
         Args:
             trainer: The trainer, which may have failed.
             trackers: The record of the run.
-            heal: Starts lost processes again and makes a new trainer; None for a run
+            restart: Starts lost processes again and makes a new trainer; None for a run
                 that cannot go back.
         """
         with finishing():
-            held = self._come_back(trainer, heal)
+            held = self._come_back(trainer, restart)
             if held is not None:
                 self._save_if_unsaved(held, trackers)
                 self._record_unevaluated(trackers)
 
-    def _come_back(self, trainer: Trainable, heal: Heal | None) -> Trainable | None:
+    def _come_back(
+        self, trainer: Trainable, restart: RestartTrainer | None
+    ) -> Trainable | None:
         """Return the trainer, or one that has gone back to the newest snapshot.
 
         None is returned, and the reason is said, where nothing can be saved.
@@ -404,13 +409,13 @@ class Recovery:
                 self._say_lost("the cluster is lost")
             return None
         try:
-            if heal is not None and self._is_in_snapshots_alone(trainer):
+            if restart is not None and self._is_in_snapshots_alone(trainer):
                 reason = self._spoiled or "a process is lost"
                 newest = self._snapshots.newest_step
                 print_error(f"{reason}, so the run goes back to step {newest}")
                 with phase("going back to the last snapshot, to save it"):
                     self.go_back(trainer)
-                    trainer = heal(trainer)
+                    trainer = restart(trainer)
                     self.restore(trainer)
         except Exception as failure:
             # The failure that ends the run is the one to raise.

@@ -63,15 +63,15 @@ class Resumable(Protocol):
         """Continue where `state` was taken."""
 
     @property
-    def belongings(self) -> object:
+    def supply_memory(self) -> object:
         """Memory that belongs to the last state, for `inherit` in the same driver."""
 
-    def inherit(self, former: Resumable, belongings: Any) -> None:
+    def inherit(self, former: Resumable, supply_memory: Any) -> None:
         """Take over what a former trainer of this process knows beyond its state.
 
         Args:
             former: The other trainer, which was in the state that this one has loaded.
-            belongings: Those of the state.
+            supply_memory: Those of the state.
         """
 
     def files(self, step: int) -> StateFiles | None:

@@ -18,7 +18,7 @@ from controllers.rollouts.evaluator import Evaluator
 from controllers.rollouts.graders import EVALUATION, TRAINING
 from controllers.rollouts.producer import Producer
 from controllers.rollouts.score_failures import TooManyFailures
-from controllers.rollouts.supply import Belongings, RolloutsBetweenSteps, Supply
+from controllers.rollouts.supply import RolloutsBetweenSteps, Supply, SupplyMemory
 from controllers.system.build import System
 from controllers.trainers.base import (
     Resumable,
@@ -322,14 +322,14 @@ class Trainer:
         self.learner.load_state(state)
 
     @property
-    def belongings(self) -> Belongings:
+    def supply_memory(self) -> SupplyMemory:
         """History of prompts, and groups that are not trained yet."""
-        return self.supply.belongings
+        return self.supply.supply_memory
 
-    def inherit(self, former: Resumable, belongings: Belongings) -> None:
+    def inherit(self, former: Resumable, supply_memory: SupplyMemory) -> None:
         """Take over the history of prompts, and groups that are not trained yet."""
         assert isinstance(former, Trainer), "the task of a run stays"
-        self.supply.inherit(former.supply, belongings)
+        self.supply.inherit(former.supply, supply_memory)
 
     def files(self, step: int) -> StateFiles:
         """Return the larger part of the driver's state."""

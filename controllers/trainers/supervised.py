@@ -230,10 +230,10 @@ class SupervisedTrainer(ABC, Generic[W]):
         """Nothing goes on between steps."""
 
     @property
-    def belongings(self) -> None:
+    def supply_memory(self) -> None:
         """Nothing belongs to a state."""
 
-    def inherit(self, former: Resumable, belongings: None) -> None:
+    def inherit(self, former: Resumable, supply_memory: None) -> None:
         """Take over nothing: the state is all that a trainer knows."""
 
     def files(self, step: int) -> None:

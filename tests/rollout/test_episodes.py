@@ -285,7 +285,7 @@ def test_a_world_of_any_kind_talks_to_a_frozen_model(
 def test_an_episode_that_ends_its_process_costs_no_other_one(
     start_pool: Callable[..., EpisodePool],
 ) -> None:
-    pool = start_pool("Deadly", options={"guilty": 7})
+    pool = start_pool("Deadly", options={"fatal": 7})
     episodes = ended(pool, requests(20))
     assert episodes[7].end is End.ENVIRONMENT_FAILED
     assert "ended its process" in episodes[7].detail

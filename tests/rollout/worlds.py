@@ -60,11 +60,11 @@ class Cutting(Counting):
 class Deadly(Counting):
     """Ends the process in one of the episodes."""
 
-    def __init__(self, guilty: int) -> None:
-        self.guilty = guilty
+    def __init__(self, fatal: int) -> None:
+        self.fatal = fatal
 
     async def step(self, action: Action) -> Step:
-        if self.number == self.guilty:
+        if self.number == self.fatal:
             os.kill(os.getpid(), 9)
         return await super().step(action)
 

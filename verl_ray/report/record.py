@@ -357,7 +357,7 @@ def _state(
     owner = None if status is None else Owner.parse(status.driver)
     if owner is not None and owner.is_visible:
         return "killed" if owner.has_ended else "running"
-    # Its driver is on another machine, so the age of its last words has to do.
+    # Its driver is on another machine, so the age of its last output has to do.
     last_s = max(segments[-1].begun_s, 0.0 if status is None else status.written)
     with contextlib.suppress(OSError):
         last_s = max(last_s, (folder / METRICS).stat().st_mtime)

@@ -156,11 +156,11 @@ class ServiceClient:
         """
         availability = self._availability
         max_attempts = self._limits.max_attempts
-        is_suspect = False
+        may_cause = False
         while True:
             await availability.wait_for_end()
             num_outages = availability.num_outages
-            result = await self._send(body, read, 1 if is_suspect else max_attempts)
+            result = await self._send(body, read, 1 if may_cause else max_attempts)
             if not isinstance(result, RequestFailure):
                 break
             if not result.passing:
@@ -171,9 +171,9 @@ class ServiceClient:
             has_others = await availability.has_answered_since(
                 sent_at, num_outages, refusal
             )
-            if has_others and is_suspect:
+            if has_others and may_cause:
                 return result
-            is_suspect = has_others
+            may_cause = has_others
 
         if is_answer(result):
             availability.note_answer(body)

@@ -111,7 +111,7 @@ def test_a_driver_that_is_stuck_stopped_and_killed(
     text = said(capsys, tmp_path, code=1)
     assert f"driver {driver.pid} on" in text
     assert "does not run any more, and has not said why" in text
-    assert "step 3/5: updating" in text  # its last words
+    assert "step 3/5: updating" in text  # its last output
 
 
 @pytest.mark.processes

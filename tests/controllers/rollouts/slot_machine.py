@@ -22,7 +22,7 @@ from typing import Any, cast
 import numpy as np
 
 from controllers.compose.composition import compose
-from controllers.rollouts.supply import Belongings, Supply
+from controllers.rollouts.supply import Supply, SupplyMemory
 from scripts.bench.scripted_engine import ScriptedEngine
 from verl_ray.columns.batch import Int64, Ragged
 from verl_ray.columns.sharded import Receipt, Sharded
@@ -344,7 +344,7 @@ class _Saved:
 
     step: int
     state: str
-    belongings: Belongings
+    supply_memory: SupplyMemory
     groups: Experience | None
     sampled: dict[int, list[int]]
     trained: dict[int, object]
@@ -487,7 +487,7 @@ class Machine:
             return
         former, sampled = self.supply, self.producer.sampled
         self._start(snapshot)
-        self.supply.inherit(former, snapshot.belongings)
+        self.supply.inherit(former, snapshot.supply_memory)
         groups = self.supply.buffer.whole()
         if groups is not None:
             # Later versions are made again, and need not be the same policy.
@@ -543,7 +543,7 @@ class Machine:
         self.committed = _Saved(
             self.step,
             json.dumps(state),
-            self.supply.belongings,
+            self.supply.supply_memory,
             self.supply.buffer.whole(),
             copy.deepcopy(self.producer.sampled),
             dict(self.trained),

@@ -34,9 +34,9 @@ def test_a_poisoned_prompt_is_rejected_and_the_run_goes_on(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Four prompts are suspect at the first loss, and tried alone after the second.
+    """Four prompts may be the cause of the first loss, and tried alone after the second.
 
-    One restart is allowed, so the run ends where a loss with suspects counts.
+    One restart is allowed, so the run ends where a loss counts that has no known cause.
     """
     config = inputs.config(
         "grpo", tmp_path, "data.prompts_per_step=4", "rollout.stream_rows=1",

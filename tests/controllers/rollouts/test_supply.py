@@ -67,14 +67,14 @@ def make_step(supply: Supply, number: int) -> None:
 
 def chosen(supply: Supply, batch: int) -> list[int]:
     """Rows that may be drawn for a batch, counted from 0."""
-    curriculum = supply.belongings.curriculum
+    curriculum = supply.supply_memory.curriculum
     assert curriculum is not None
     curriculum.begin_batch(batch)
     return np.flatnonzero(curriculum.accepts(np.arange(ROWS), 0)).tolist()
 
 
 def kept(supply: Supply) -> list[int]:
-    groups = supply.belongings.replay
+    groups = supply.supply_memory.replay
     assert groups is not None
     return np.unique(groups.rollouts.row("group_id")).tolist()
 
@@ -86,7 +86,7 @@ def test_curriculum_and_replay_are_those_of_the_state(
     former.begin(0)
     make_step(former, 1)
     make_step(former, 2)
-    state, belongings = json.dumps(former.state()), former.belongings
+    state, supply_memory = json.dumps(former.state()), former.supply_memory
     # The mean scores of groups 0 to 3 are 0.5, 2.5, 4.5 and 6.5.
     assert (chosen(former, 2), kept(former)) == ([0, 1, 4, 5, 6, 7], [1, 2, 3])
     make_step(former, 3)
@@ -95,7 +95,7 @@ def test_curriculum_and_replay_are_those_of_the_state(
     following = supply_of(config, source, 2)
     following.load_state(json.loads(state))
     following.begin(2)
-    following.inherit(former, belongings)
+    following.inherit(former, supply_memory)
     assert (chosen(following, 2), kept(following)) == ([0, 1, 4, 5, 6, 7], [1, 2, 3])
     make_step(following, 3)
     assert (chosen(following, 3), kept(following)) == ([0, 1, 6, 7], [3, 4, 5])

@@ -204,7 +204,7 @@ class Learner:
 
     def load_state(self, state: dict[str, Any]) -> None: ...
 
-    belongings = None
+    supply_memory = None
 
     def inherit(self, *_: object) -> None: ...
 
@@ -322,7 +322,7 @@ class Ahead:
 
     background = None
 
-    belongings = None
+    supply_memory = None
 
     def inherit(self, *_: object) -> None: ...
 

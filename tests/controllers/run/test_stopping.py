@@ -126,7 +126,7 @@ class Cursor:
     def load_state(self, state: dict[str, Any]) -> None:
         self.drawn = state["cursor"]["drawn"]
 
-    belongings = None
+    supply_memory = None
 
     def inherit(self, *_: object) -> None: ...
 

@@ -17,7 +17,7 @@ from controllers.trainers.base import Task, Trainable
 from verl_ray.config.schema import Config
 
 
-class RunHealing:
+class RunRestart:
     """Restores one run after failures of its processes."""
 
     def __init__(
@@ -59,12 +59,12 @@ class RunHealing:
             reports().retry(str(failure).partition("\n")[0])
         return cure is Cure.GO_BACK
 
-    def heal(self, trainer: Trainable) -> Trainable:
+    def restart(self, trainer: Trainable) -> Trainable:
         """Start lost processes again; return a new trainer without any state."""
         restart_lost(self._config, self._system)
-        healed = self._task.make_trainer(self._data, self._system)
-        if not self._recovery.finds_state(healed):
+        restarted = self._task.make_trainer(self._data, self._system)
+        if not self._recovery.finds_state(restarted):
             # Those that learned have to forget it.
             restart_lost(self._config, self._system, list(trainer.groups))
-            healed = self._task.make_trainer(self._data, self._system)
-        return healed
+            restarted = self._task.make_trainer(self._data, self._system)
+        return restarted

@@ -64,7 +64,7 @@ class AnotherTrainer:
     def may_cure(self, failure: BaseException, step: int) -> bool:
         return self._policy.cure_of(failure, step) is Cure.GO_BACK
 
-    def heal(self, trainer: Trainable) -> Trainable:
+    def restart(self, trainer: Trainable) -> Trainable:
         assert isinstance(trainer, Mortal)
         return Mortal(trainer.deaths, trainer.made)
 
