@@ -196,7 +196,7 @@ class Loop:
         trackers: Tracker,
         persistence: Persistence,
         step_guard: StepGuard,
-        restart: Restart | None = None,
+        restart: TrainerRestart | None = None,
     ) -> None:
         """Connect the parts of a run.
 
@@ -611,7 +611,7 @@ class Persistence(Protocol):
         Args:
             trainer: The trainer, which may have failed.
             trackers: The record of the run.
-            restart: `Restart.restart`, of a run that can go back.
+            restart: `TrainerRestart.restart`, of a run that can go back.
         """
 
 
@@ -626,7 +626,7 @@ class StepGuard(Protocol):
         """Return a context manager around step `number`, up to its commit."""
 
 
-class Restart(Protocol):
+class TrainerRestart(Protocol):
     """The way back of a run after the failure of a process (`restart.py`)."""
 
     def note_finished(self, step: int, /) -> None:
