@@ -14,7 +14,7 @@ import numpy as np
 
 from controllers.rollouts.producer import Producer
 from controllers.rollouts.score_failures import TooManyFailures
-from controllers.watch import held_out_measures, measures
+from controllers.watch import held_out_measures, measures, score_entries
 from controllers.watch.held_out_measures import (
     CoreScores,
     Evaluation,
@@ -22,13 +22,13 @@ from controllers.watch.held_out_measures import (
 )
 from controllers.watch.measures import Metrics
 from controllers.watch.rollout_record import (
-    Pieces,
     columns_of_turns,
     ends_of_rows,
     failures_of_rows,
     sampled_columns,
     turns_of_rows,
 )
+from controllers.watch.token_texts import Pieces
 from verl_ray.cluster.waiting import read
 from verl_ray.columns.batch import Array, Int64
 from verl_ray.columns.stages import Finish, Float32, Prompts, Rollouts
@@ -103,7 +103,8 @@ class Evaluator:
         experience = taken.of_trajectories()
         raw_scores = response_scores(experience.scores)
         scores = self._shaping.weigh(raw_scores)
-        entries = measures.read_entries(experience.scores, self._config.run.stall_s)
+        stall_s = self._config.run.stall_s
+        entries = score_entries.read_entries(experience.scores, stall_s)
         core = self._core_scores(scores, raw_scores, entries)
         responses = HeldOutResponses(
             experience,
@@ -154,7 +155,7 @@ class Evaluator:
         return HeldOutResponses(
             experience,
             np.full(len(experience.rollouts), np.nan, np.float32),
-            measures.read_entries(experience.scores, self._config.run.stall_s),
+            score_entries.read_entries(experience.scores, self._config.run.stall_s),
             failed.response_lengths,
             self._tokenizer,
             self._config,
@@ -203,7 +204,7 @@ class Evaluator:
         """Return the metrics of each data source and grader."""
         group_size = self._config.evaluation.group_size
         sources = self._sources
-        metrics = measures.held_out_entry_metrics(sources, entries, group_size)
+        metrics = score_entries.held_out_entry_metrics(sources, entries, group_size)
         metrics |= held_out_measures.held_out_rewards(sources, scores, core, group_size)
         # An accuracy that is the main metric of its data source has one name.
         for name in core.names:

@@ -32,7 +32,7 @@ from controllers.rollouts.stored_groups import (
     write_groups,
 )
 from controllers.watch.measures import Metrics
-from controllers.watch.update_measures import queue_metrics
+from controllers.watch.token_ages import queue_metrics
 from verl_ray.columns.batch import Int64
 from verl_ray.columns.stages import Bool, Prompts
 from verl_ray.config.tasks.rl import RLConfig

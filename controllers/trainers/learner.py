@@ -28,8 +28,10 @@ from controllers.trainers.updates import (
     whole_trajectories,
 )
 from controllers.watch import measures, update_measures
+from controllers.watch.gradients import GradientWatch
 from controllers.watch.measures import Metrics
-from controllers.watch.update_measures import GradientWatch, MismatchWatch, age_metrics
+from controllers.watch.mismatch_limit import MismatchWatch
+from controllers.watch.token_ages import age_metrics
 from verl_ray.agents.contract import End, Treatment
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.algorithms.agent_baselines import AgentBaselines

@@ -17,10 +17,10 @@ import numpy.typing as npt
 
 from controllers.trainers.base import Resumable, Task, Trainable
 from controllers.watch import update_measures
+from controllers.watch.gradients import GradientWatch
 from controllers.watch.held_out_measures import Evaluation
 from controllers.watch.measures import Metrics
 from controllers.watch.memory import MemoryRecord
-from controllers.watch.update_measures import GradientWatch
 from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.signals import pass_point_of_no_return

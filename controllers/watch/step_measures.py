@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from controllers.watch import measures
+from controllers.watch import measures, score_entries
 from controllers.watch.measures import Metrics
-from controllers.watch.update_measures import version_metrics
+from controllers.watch.token_ages import version_metrics
 from verl_ray.columns.batch import Int64
 from verl_ray.columns.sharded import Sharded
 from verl_ray.columns.stages import Credit, Finish, Rollouts
@@ -38,7 +38,7 @@ def response_metrics(
     """
     rollouts = experience.of_trajectories().rollouts
     aborted = rollouts.row("finish") == Finish.ABORTED
-    metrics = measures.scored_metrics(generated, shaping, config.run.stall_s)
+    metrics = score_entries.scored_metrics(generated, shaping, config.run.stall_s)
     metrics |= measures.addition_metrics(rewards)
     return metrics | measures.group_metrics(config, rollouts, rewards.scores, aborted)
 

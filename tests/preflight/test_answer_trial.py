@@ -12,7 +12,7 @@ import pytest
 from controllers.compose.composition import compose
 from tests.preflight.configs import settled
 from verl_ray.data.tokenizers import train_bpe
-from verl_ray.preflight import reward_trial
+from verl_ray.preflight import answer_trial
 from verl_ray.preflight.data_files import examine_data
 from verl_ray.preflight.reward_trial import TrialFindings, try_rewards
 
@@ -50,8 +50,8 @@ def test_mathematical_answers_are_tried_in_processes(
 ) -> None:
     # How many were tried in the time is said.
     with monkeypatch.context() as changed:
-        changed.setattr(reward_trial, "LONGEST_ANSWERS_S", 0.0)
-        changed.setattr(reward_trial, "_ANSWERS_AT_ONCE", 1)
+        changed.setattr(answer_trial, "LONGEST_ANSWERS_S", 0.0)
+        changed.setattr(answer_trial, "_ANSWERS_AT_ONCE", 1)
         findings = tried(tokenizer, MATHS)
     assert findings.problems == []
     (warning,) = findings.warnings

@@ -19,7 +19,7 @@ from tests.preflight.configs import settled
 from verl_ray.config.schema import Config
 from verl_ray.data.tokenizers import train_bpe
 from verl_ray.errors import DataError, Problem, file_problem
-from verl_ray.preflight import data_files, reward_trial
+from verl_ray.preflight import data_files, reward_trial, timed_scores
 from verl_ray.preflight.data_files import DataFile, examine_data
 from verl_ray.preflight.reward_trial import TrialFindings, try_rewards
 from verl_ray.preflight.tokenizer_trial import tried_tokenizer
@@ -368,7 +368,7 @@ def test_every_data_source_is_tried_and_a_failure_is_told_once(
     # Nothing is tried after the deadline but the first sources, and a line says so.
     monkeypatch.setattr(reward_trial, "LONGEST_S", 0.0)
     late = try_rewards(config, files)
-    assert len(late.trials) == reward_trial.PROCESSES and not late.problems
+    assert len(late.trials) == timed_scores.PROCESSES and not late.problems
     assert "was tried on 4 of 40 data sources, within 0 s" in late.warnings[-1]
 
 

@@ -9,15 +9,10 @@ import pytest
 from tests.preflight.configs import job_on
 from tests.preflight.published import published
 from verl_ray.backends.base import BytesPerPart
+from verl_ray.preflight.device_memory import counted, least_device_bytes, least_of_a_row
 from verl_ray.preflight.machine import GIB
 from verl_ray.preflight.memory_plan import Job, MemoryPlan, PlannedProcesses
-from verl_ray.preflight.resources import (
-    counted,
-    least_device_bytes,
-    least_of_a_row,
-    memory_problems,
-    memory_warnings,
-)
+from verl_ray.preflight.resources import memory_problems, memory_warnings
 from verl_ray.preflight.role_memory import RoleMemory
 
 NODE = "gpus=8,gpu=H100-80G"

@@ -18,17 +18,15 @@ from tests.preflight.published import published
 from verl_ray.config.load import to_tree, with_auto_again, with_changes
 from verl_ray.config.schema import rule_violations
 from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.preflight.device_memory import device_shortage
 from verl_ray.preflight.devices import device_problems
 from verl_ray.preflight.facts import facts_here
+from verl_ray.preflight.host_memory import host_shortage
 from verl_ray.preflight.machine import GIB
 from verl_ray.preflight.memory_plan import Job
 from verl_ray.preflight.model_files import remembered_sizes
 from verl_ray.preflight.resolve import resolve
-from verl_ray.preflight.resources import (
-    device_shortage,
-    host_shortage,
-    resource_problems,
-)
+from verl_ray.preflight.resources import resource_problems
 from verl_ray.preflight.savings import (
     FOLLOWERS,
     as_overrides,

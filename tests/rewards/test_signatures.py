@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from verl_ray.rewards.child import GroupLog, group_values, response_values
+from verl_ray.rewards.arguments import GroupLog, group_values, response_values
 from verl_ray.rewards.request import ScoreRequest
 from verl_ray.rewards.signatures import (
     MissingValue,

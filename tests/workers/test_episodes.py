@@ -14,7 +14,7 @@ import pytest
 
 from controllers.compose.composition import compose
 from controllers.rollouts import score_failures
-from controllers.watch import measures, rollout_record
+from controllers.watch import measures, rollout_record, score_entries
 from controllers.watch.rollout_record import ends_of_rows
 from tests.controllers.watch.test_measures import held
 from tests.controllers.watch.test_rollout_record import INPUTS
@@ -34,7 +34,7 @@ from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.buffer import Experience
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
 from verl_ray.learning.credit import token_credit
-from verl_ray.rewards.child import GroupLog, group_values, response_values
+from verl_ray.rewards.arguments import GroupLog, group_values, response_values
 from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rewards.remote import RequestBatch
 from verl_ray.rewards.request import ScoreRequest
@@ -141,7 +141,7 @@ def test_an_episode_that_is_dropped_by_choice_has_no_score() -> None:
     raw = response_scores({"a": held(scores), "b": held(scores)})
 
     aborted = rows.finish[last_rows(rows.trajectory_id)] == Finish.ABORTED
-    found = measures.score_metrics(raw["a"], raw, aborted)
+    found = score_entries.score_metrics(raw["a"], raw, aborted)
     counts = {
         name: count for name, count in found.items() if "health/" in name and count
     }
@@ -266,17 +266,21 @@ def test_what_worlds_record_are_means_over_the_episodes_that_have_it() -> None:
     assert json.loads(entries[3]) == {"n": 3, f"{name}/{source}/doors": 2}
     means = {f"{name}/doors": 1.5, f"{name}/falls": 4.0}
     by_source = {f"{name}/{source}/doors": 1.5, f"{name}/{source}/falls": 4.0}
-    alone = measures.merged_entries(7, {"reward": entries})
-    assert measures.entry_metrics(alone) == {"reward/n/mean": 3.0, **means, **by_source}
-    assert measures.held_out_entry_metrics([source] * 7, alone, 2) == {
+    alone = score_entries.merged_entries(7, {"reward": entries})
+    assert score_entries.entry_metrics(alone) == {
+        "reward/n/mean": 3.0,
+        **means,
+        **by_source,
+    }
+    assert score_entries.held_out_entry_metrics([source] * 7, alone, 2) == {
         f"val-aux/{source}/n/mean@2": 3.0,
         f"val-aux/{source}/{name}/doors/mean@2": 1.5,
         f"val-aux/{source}/{name}/falls/mean@2": 4.0,
     }
     # Each of several graders has them.
     names = ("reward.components.a", "reward.components.b")
-    both = measures.merged_entries(7, dict.fromkeys(names, entries))
-    assert measures.entry_metrics(both) == {
+    both = score_entries.merged_entries(7, dict.fromkeys(names, entries))
+    assert score_entries.entry_metrics(both) == {
         "reward/a/n/mean": 3.0, "reward/b/n/mean": 3.0, **means, **by_source,
     }  # fmt: skip
 

@@ -1,214 +1,45 @@
-"""The workers of one role: their processes, and typed remote calls of their methods.
+"""Typed remote calls of the workers of one role.
 
 Invariant: the name of the call says which ranks run it. `scatter` calls all ranks with
 the rows split over the data-parallel ranks, `broadcast` calls all ranks with the same
 arguments, and `rank_zero` calls one rank. `route` calls one replica, which is all ranks
-of one data-parallel rank, and `stream` every replica that has rows. A group
-that failed once refuses further calls until it is restarted.
+of one data-parallel rank, and `stream` every replica that has rows.
 """
 
 from __future__ import annotations
 
-import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
-
-import numpy as np
-import ray
 
 from verl_ray.cluster.calls import Call, Stream, iterate_streams
 from verl_ray.cluster.context import (
     PEER_TIMEOUT_FRACTION,
     CallRequest,
-    Status,
-    Value,
     concurrency_group_of,
 )
 from verl_ray.cluster.members import Member
-from verl_ray.cluster.processes import Processes, Restart
-from verl_ray.cluster.rank_calls import RankCall, died, stalled
+from verl_ray.cluster.processes import Processes
+from verl_ray.cluster.rank_calls import RankCall
+from verl_ray.cluster.role_processes import RoleProcesses
+from verl_ray.cluster.row_arguments import (
+    RankReply,
+    check_aligned,
+    check_assignment,
+    join_results,
+    plain_value,
+    result_of_replica,
+    select_rows,
+)
 from verl_ray.cluster.waiting import RAY_CALLS, wait
 from verl_ray.columns.batch import Batch, Int64
-from verl_ray.columns.packing import Topology, balance, estimated_work
-from verl_ray.columns.sharded import Receipt, Sharded, join
-from verl_ray.errors import DataError, DeadlineExceeded, WorkerDied, WorkerError
+from verl_ray.columns.sharded import Sharded
 
 W = TypeVar("W")
 B = TypeVar("B", bound=Batch)
 R = TypeVar("R", bound=Batch)
 T = TypeVar("T")
 P = ParamSpec("P")
-
-
-# ------------------------------------------------------------------ processes of a role
-
-
-class RoleProcesses:
-    """The processes that hold the ranks of one role."""
-
-    def __init__(self, role: str, processes: Processes) -> None:
-        self.role = role
-        self._processes = processes
-        self._failure: WorkerError | None = None
-        self._failed_incarnation = 0
-        self.has_owner = False
-        """Whether somebody looks at the processes while they are idle, and starts them
-        again."""
-
-    # ----------------------------------------------------------------------- properties
-
-    @property
-    def incarnation(self) -> int:
-        """Number of the present incarnation: 1 at first, plus one for each restart."""
-        return self._processes.incarnation
-
-    @property
-    def stall_s(self) -> float:
-        """Seconds for which a process may make no progress while a call is pending."""
-        return self._processes.stall_s
-
-    @property
-    def log_dir(self) -> str:
-        """Directory for the output of the processes, on each node."""
-        return self._processes.log_dir
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of processes of this role."""
-        return len(self._processes.ranks)
-
-    @property
-    def dp_size(self) -> int:
-        """Number of data-parallel ranks, over which `scatter` splits rows."""
-        return self.topologies[0].dp_size
-
-    def partition(self, lengths: Int64) -> list[Int64]:
-        """Row numbers of each data-parallel rank, in near equal shares of work.
-
-        Args:
-            lengths: Lengths of the rows in tokens, int64 [rows]. The workers' model
-                determines how much work a row of some length is.
-        """
-        work = estimated_work(lengths, self.topologies[0].quadratic)
-        return balance(work, self.dp_size)
-
-    def members(self) -> list[Member]:
-        """Processes of the group, by rank."""
-        return [replace(member, role=self.role) for member in self._processes.members]
-
-    @property
-    def topologies(self) -> list[Topology]:
-        """Topology of each rank."""
-        return self._processes.topologies[self.role]
-
-    @property
-    def is_first_role(self) -> bool:
-        """Whether the group is the first of those that share its processes."""
-        return self._processes.roles[0].name == self.role
-
-    @property
-    def is_checked_while_idle(self) -> bool:
-        """Whether the driver checks the processes also while it waits for others.
-
-        A replica has an owner that does, and so may others. Processes that start, are
-        lost or are killed are no longer idle.
-        """
-        has_owner = self.has_owner or self._processes.spec.replicas
-        return not has_owner and self._processes.is_complete
-
-    # ---------------------------------------------------------------- the control group
-
-    def check_heartbeat(
-        self, interval_s: float, deadline_s: float, limit: str
-    ) -> Status | None:
-        """Last status of a group of one process, requested at regular intervals.
-
-        The method returns at once while the process is well.
-
-        Args:
-            interval_s: Seconds between two requests.
-            deadline_s: Seconds that the process may take to reply.
-            limit: Setting and value that define `deadline_s`, for the message.
-
-        Returns:
-            The last reply; None before the first.
-
-        Raises:
-            WorkerDied: The process has ended.
-            DeadlineExceeded: The process has not replied for `deadline_s` seconds.
-        """
-        (member,) = self.members()
-        try:
-            if not member.heartbeat.poll(interval_s, deadline_s):
-                since = time.monotonic() - member.heartbeat.unanswered_s
-                raise stalled(
-                    [member], "the control group", limit, since=since, mute=True
-                )
-        except ray.exceptions.RayError as error:
-            raise died(member, "status", error) from error
-        return member.heartbeat.status
-
-    # ------------------------------------------------------------ failures and restarts
-
-    def restart(self) -> Restart:
-        """Start new processes for this group and every group that shares them.
-
-        Each of these groups gets the next incarnation. The method returns at once; the
-        group may be called once the restart is complete.
-        """
-        return self._processes.restart()
-
-    def kill(self) -> None:
-        """Kill the processes at once, also those of a restart that is under way."""
-        self._processes.kill()
-
-    def owns(self, error: WorkerError) -> bool:
-        """Whether the error is about a process of this group."""
-        return error.role == self.role and error.rank in self._processes.ranks
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether this incarnation refuses calls."""
-        failed = self._failure is not None
-        return failed and self._failed_incarnation == self.incarnation
-
-    @property
-    def shares_processes(self) -> bool:
-        """Whether the processes of the group hold other roles, too."""
-        return len(self._processes.roles) > 1
-
-    def runs_in(self, sets: Collection[Processes]) -> bool:
-        """Whether the processes of the group are one of these sets."""
-        return self._processes in sets
-
-    def fail(self, error: WorkerError) -> None:
-        """Refuse further calls of this incarnation, with this error as the reason."""
-        self._failure = error
-        self._failed_incarnation = self.incarnation
-        # After any other failure the processes can still close their workers.
-        if isinstance(error, WorkerDied | DeadlineExceeded):
-            self._processes.broken = True
-
-    def _usable_members(self) -> list[Member]:
-        """Processes of the group; raise its first failure again if it has failed."""
-        failure = self._failure
-        if failure is None or not self.has_failed:
-            return self.members()
-
-        message = (
-            "the group failed earlier and was not restarted; first failure:"
-            f" {failure.message}"
-        )
-        raise type(failure)(
-            message,
-            role=failure.role,
-            rank=failure.rank,
-            node=failure.node,
-            detail=failure.detail,
-            output=failure.output,
-        ) from failure
 
 
 # -------------------------------------------------------------------------- typed calls
@@ -487,129 +318,3 @@ class WorkerGroup(RoleProcesses, Generic[W]):
             rank_call = RankCall(member, request.method, source, None, self.stall_s)
             streams.append(Stream(self, rank_call, stream_id))
         return streams
-
-
-# ------------------------------------------------------------------ arguments with rows
-
-# Rows as arguments and results of calls: split over ranks, and joined again.
-#
-# Invariant: results that come back stand in the order of the rows that went out.
-
-RankReply = tuple[Any, Any]
-"""Reference to the batch that one rank stored, and the reply of that rank."""
-
-
-def check_aligned(role: str, rows: Sharded[Any], others: Sequence[object]) -> None:
-    """Raise DataError if a `Sharded` in `others` has another number of rows."""
-    for other in others:
-        if isinstance(other, Sharded) and len(other) != len(rows):
-            raise DataError(
-                f"{role}: one argument holds {len(rows)} rows of"
-                f" {rows.stage.__name__} and another {len(other)} rows of"
-                f" {other.stage.__name__}; all must hold the same number of rows"
-            )
-
-
-def check_assignment(
-    role: str, assignment: Sequence[Int64], num_rows: int, dp_size: int
-) -> None:
-    """Raise DataError unless `assignment` gives each row to one of `dp_size` ranks."""
-    num_assigned = sum(map(len, assignment))
-    if len(assignment) != dp_size or num_assigned != num_rows:
-        raise DataError(
-            f"{role}: the assignment holds {num_assigned} rows for"
-            f" {len(assignment)} data-parallel ranks, expected {num_rows} rows for"
-            f" {dp_size}"
-        )
-
-    # A row that is assigned twice, or that does not exist, takes the place of another.
-    left_out = np.setdiff1d(np.arange(num_rows), np.concatenate(assignment))
-    if len(left_out):
-        raise DataError(
-            f"{role}: the assignment must hold each of {num_rows} rows once, but it"
-            f" lacks {len(left_out)} of them, the first is row {left_out[0]}"
-        )
-
-
-def select_rows(args: tuple[object, ...], indices: Int64) -> tuple[object, ...]:
-    """Arguments with every `Sharded` reduced to `indices`, and the others unchanged."""
-    return tuple(_select(argument, indices) for argument in args)
-
-
-def _select(argument: object, indices: Int64) -> object:
-    if not isinstance(argument, Sharded):
-        return argument
-
-    # A selection of all rows would only copy the index.
-    is_whole = len(indices) == len(argument) and _is_identity(indices)
-    if is_whole:
-        return argument
-    return argument.select(indices)
-
-
-def join_results(
-    replies: Sequence[RankReply],
-    topologies: Sequence[Topology],
-    assignment: Sequence[Int64],
-) -> Any:
-    """Result of a call whose rows were assigned to data-parallel ranks.
-
-    Args:
-        replies: One reply per rank.
-        topologies: One topology per rank.
-        assignment: Row numbers of each data-parallel rank.
-
-    Returns:
-        A `Sharded` in the order of the rows that went out if the method returns
-        batches, else a list with one value per data-parallel rank.
-    """
-    ordered = _in_order_of_dp_rank(replies, topologies)
-    _, first_reply = ordered[0]
-    if not isinstance(first_reply, Receipt):
-        return [reply.value for _, reply in ordered]
-
-    order = np.empty(0, np.int64)
-    if assignment:
-        order = np.concatenate(assignment)
-
-    parts = [Sharded.stored(payload, reply) for payload, reply in ordered]
-    if len(parts) == 1 and _is_identity(order):
-        return parts[0]
-    return join(parts, order)
-
-
-def result_of_replica(replies: Sequence[RankReply]) -> Any:
-    """Result of the rank that replies for its replica: a `Sharded` or a value."""
-    payload, reply = next(pair for pair in replies if pair[1] is not None)
-    if isinstance(reply, Receipt):
-        return Sharded.stored(payload, reply)
-    return reply.value
-
-
-def plain_value(reply: Any) -> Any:
-    """Value of a reply that holds no batch.
-
-    Raises:
-        DataError: The reply holds a batch, whose rows would have no order.
-    """
-    if isinstance(reply, Value):
-        return reply.value
-    raise DataError(
-        f"a method that returns {reply.stage.__name__} must be called by scatter or"
-        " route"
-    )
-
-
-def _in_order_of_dp_rank(
-    replies: Sequence[RankReply], topologies: Sequence[Topology]
-) -> list[RankReply]:
-    """Replies of the ranks that return results, by data-parallel rank."""
-    by_dp_rank: dict[int, RankReply] = {}
-    for reply, topology in zip(replies, topologies, strict=True):
-        if topology.returns_results:
-            by_dp_rank[topology.dp_rank] = reply
-    return [by_dp_rank[dp_rank] for dp_rank in sorted(by_dp_rank)]
-
-
-def _is_identity(order: Int64) -> bool:
-    return bool(np.array_equal(order, np.arange(len(order))))

@@ -50,7 +50,7 @@ from verl_ray.errors import DeadlineExceeded
 from verl_ray.profiling.process_table import ProcessRow, table_text
 
 if TYPE_CHECKING:  # it imports this module
-    from verl_ray.cluster.group import RoleProcesses
+    from verl_ray.cluster.role_processes import RoleProcesses
 
 _ANSWERS_S = 1.0
 _Process = tuple["RoleProcesses", Member]

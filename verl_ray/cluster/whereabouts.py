@@ -49,7 +49,7 @@ from verl_ray.profiling.process_table import (
 from verl_ray.profiling.progress import innermost_own_line
 
 if TYPE_CHECKING:  # it imports the users of this module
-    from verl_ray.cluster.group import RoleProcesses
+    from verl_ray.cluster.role_processes import RoleProcesses
 
 _PAUSE_S = 3.0
 _PAUSE_PER_PROCESS_S = 0.1

@@ -20,15 +20,14 @@ from verl_ray.config.reward import MixedReward, SingleReward
 from verl_ray.config.schema import Config
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.preflight.data_files import DataFile
-from verl_ray.preflight.reward_trial import (
-    PROCESSES,
-    VALIDATION_KEY,
+from verl_ray.preflight.reward_trial import VALIDATION_KEY
+from verl_ray.preflight.timed_scores import PROCESSES, score_in_time
+from verl_ray.preflight.trial_requests import (
     as_the_run_asks,
     pair_of,
     requests_at,
     tokenizer_for,
 )
-from verl_ray.preflight.timed_scores import score_in_time
 from verl_ray.preflight.trials import Trials
 from verl_ray.profiling.phases import blocking
 from verl_ray.rewards.health import Score, ScoreHealth

@@ -48,7 +48,7 @@ from verl_ray.rollout.vllm_core import installed_version
 from verl_ray.settings.function_specs import parts_of
 from verl_ray.settings.hub_ids import is_hub_id
 from verl_ray.settings.section import resolved
-from verl_ray.tracking.wandb_run import credentials_problem
+from verl_ray.tracking.wandb_credentials import credentials_problem
 
 INPUTS_STARTED = "made-by-verl_ray"
 """Marker in run.dir/inputs: a run made this folder and may delete it."""

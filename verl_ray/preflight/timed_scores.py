@@ -15,6 +15,9 @@ from verl_ray.rewards.request import ScoreRequest
 
 T = TypeVar("T")
 
+PROCESSES = 4
+"""Items that are scored at the same time."""
+
 _START_S = 60.0
 """Longest time in which the files of reward functions may be imported."""
 

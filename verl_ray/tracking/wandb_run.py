@@ -15,7 +15,6 @@ statistics.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import math
 import os
@@ -23,17 +22,13 @@ import secrets
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from verl_ray.config.run import WandbConfig
-from verl_ray.errors import ConfigError, Problem, TrackerAway, TrackingError
-from verl_ray.json_lines import lines_of
+from verl_ray.errors import ConfigError, TrackerAway, TrackingError
 from verl_ray.ownership import prefix
 from verl_ray.paths import program
 from verl_ray.private_files import shared_folder
@@ -46,6 +41,9 @@ from verl_ray.tracking.base import (
     UnhurriedTracker,
 )
 from verl_ray.tracking.jsonl import METRICS, read_metrics
+from verl_ray.tracking.wandb_credentials import log_in, no_credentials
+from verl_ray.tracking.wandb_process import WandbProcess
+from verl_ray.tracking.wandb_record import recorded_steps
 
 if TYPE_CHECKING:
     import wandb
@@ -312,7 +310,7 @@ class WandbTracker(Tracker):
         limit_s = _START_FACTOR * self._arguments["settings"].init_timeout
         try:
             with self._process.killed_after(limit_s):
-                if self._online and not _log_in(verify=True):
+                if self._online and not log_in(verify=True):
                     raise ConfigError([no_credentials()])
                 run: wandb.Run = wandb.init(**self._arguments)
         except ConfigError:
@@ -428,214 +426,3 @@ def send_alert(
         finally:
             tracker.close(failed=True)
     return True
-
-
-# ----------------------------------------------------------------- w&B's record on disk
-
-# The steps that a W&B run has on the disk, in the folders of its processes.
-#
-# A process of W&B's that is killed loses what it has not flushed, and W&B takes
-# nothing back. So who goes on compares this record with the run's own.
-#
-# Invariant: nothing here changes a file of W&B's record.
-
-_LIMIT_S = 60.0
-"""Limit in seconds of W&B's reader for one folder."""
-
-_EMPTY_BYTES = 4096
-"""A file that is smaller may hold no step yet."""
-
-
-def recorded_steps(folder: Path, run_id: str) -> list[tuple[int, int]]:
-    """Return W&B's number and the step of each line of a run that is in its folders.
-
-    The first process of a run counts from 0, and so do all that are offline.
-
-    Args:
-        folder: The folder `wandb` of the run.
-        run_id: W&B's id of the run.
-
-    Raises:
-        OSError: W&B's reader does not start, or reads nothing.
-        subprocess.SubprocessError: It does not end.
-    """
-    lines: list[tuple[int, int]] = []
-    # An online run has such folders, too.
-    for session in sorted(folder.glob(f"*run-*-{run_id}")):
-        lines.extend(_steps_in(session))
-    return lines
-
-
-def _steps_in(session: Path) -> Iterator[tuple[int, int]]:
-    """Yield number and step of each line that one process has flushed.
-
-    There is none if it has flushed nothing.
-    """
-    command = [program("wandb"), "leet", "inspect", "--json", str(session)]
-    # Its log would lie in /tmp, where another user may have put a link or a pipe.
-    environment = {**os.environ, "WANDB_DIR": str(session.parents[1])}
-    # The code is not 0 where the end of a file is missing, as of a killed process.
-    reader = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=_LIMIT_S,
-        check=False,
-        env=environment,
-    )
-    nbytes = sum(path.stat().st_size for path in session.glob("*.wandb"))
-    if reader.returncode and not reader.stdout and nbytes > _EMPTY_BYTES:
-        raise OSError(reader.stderr.strip())
-    for line in lines_of(reader.stdout):
-        record = json.loads(line)
-        item = record.get("history", {}).get("item", {})
-        if GLOBAL_STEP in item:
-            yield int(item["_step"]), int(item[GLOBAL_STEP])
-
-
-# -------------------------------------------------------------------- w&B's own process
-
-# The process of W&B's that takes the lines of a run and sends them.
-#
-# W&B waits for it without a limit: in some of its requests, in `wandb.teardown`, and
-# once more when this process exits. A process that is stopped, or whose connection is
-# broken, never ends by itself.
-#
-# Invariant: whatever waits here ends within a limit.
-
-_NAME = "wandb-core"
-_ADDRESS = "WANDB_SERVICE"
-"""Variable with the address of a process of W&B's that runs."""
-
-_END_S = 10.0
-"""Seconds that the process may take to end by itself, and again once it is killed."""
-
-
-class WandbProcess:
-    """The process that W&B starts for a tracker."""
-
-    def __init__(self) -> None:
-        """Note whether there is one already, which belongs to somebody else."""
-        self.is_own = _ADDRESS not in os.environ
-
-    def present(self) -> list[psutil.Process]:
-        """Return the tracker's own process, if it runs."""
-        if not self.is_own:
-            return []
-        processes = []
-        for process in psutil.Process().children():
-            with contextlib.suppress(psutil.Error):
-                if process.name() == _NAME:
-                    processes.append(process)
-        return processes
-
-    def kill(self) -> None:
-        """Kill the process, so that calls fail that wait for it.
-
-        Any thread may call this.
-        """
-        for process in self.present():
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-
-    @contextlib.contextmanager
-    def killed_after(self, limit_s: float) -> Iterator[None]:
-        """Kill the process if the block takes longer; what waits for it fails."""
-        is_over = threading.Event()
-
-        def watch() -> None:
-            # Waits for the end of the block, which ends it. Past the limit it kills
-            # whatever process the block starts.
-            remaining_s = limit_s
-            while not is_over.wait(remaining_s):
-                self.kill()
-                remaining_s = 1.0
-
-        threading.Thread(target=watch, name="W&B starts", daemon=True).start()
-        try:
-            yield
-        finally:
-            is_over.set()
-
-    def end(self) -> None:
-        """End the process within a limit, and forget it.
-
-        Otherwise W&B calls it once more when this process exits.
-        """
-        processes = self.present()
-        _forget_exit_hook()
-        ending = threading.Thread(target=_tear_down, name="W&B ends", daemon=True)
-        ending.start()
-        ending.join(_END_S)
-        # The end of the process ends the wait for it, too.
-        self.kill()
-        ending.join(_END_S)
-        # W&B does not wait for a process that it has lost the connection to.
-        psutil.wait_procs(processes, _END_S)
-        os.environ.pop(_ADDRESS, None)
-
-
-def _forget_exit_hook() -> None:
-    """Unregister what W&B would do with its process when this process exits."""
-    from wandb.sdk import wandb_setup
-
-    setup = wandb_setup._singleton
-    connection = setup._connection if setup is not None else None
-    if connection is not None and connection._cleanup is not None:
-        connection._cleanup()
-
-
-def _tear_down() -> None:
-    """Ask the process to end, and wait for it."""
-    import wandb
-
-    # It asks this process to exit with the code of a process that was killed.
-    with contextlib.suppress(Exception, SystemExit):
-        wandb.teardown(exit_code=1)
-
-
-# -------------------------------------------------------------------------- credentials
-
-
-def credentials_problem(config: WandbConfig) -> Problem | None:
-    """Return a problem if W&B is online and there are no credentials here.
-
-    W&B's server is not asked.
-    """
-    if config.mode != "online":
-        return None
-
-    # It prints where it looks for credentials.
-    with contextlib.redirect_stderr(io.StringIO()):
-        try:
-            if _log_in(verify=False):
-                return None
-        except Exception as error:
-            fix = "Correct WANDB_API_KEY, run `wandb login`, or choose offline."
-            return Problem("tracking.wandb.mode", config.mode, f"W&B: {error}", fix)
-    return no_credentials()
-
-
-def _log_in(*, verify: bool) -> bool:
-    """Return whether W&B has credentials here.
-
-    Args:
-        verify: Whether to ask the server about them.
-    """
-    # W&B takes half a second to import.
-    import wandb
-
-    # W&B says no where a run is open, which may be a lost one or the caller's own.
-    if wandb.run is not None:
-        return True
-    return bool(wandb.login(prompt=False, verify=verify))
-
-
-def no_credentials() -> Problem:
-    """Return the problem of a W&B run without credentials."""
-    return Problem(
-        "tracking.wandb.mode",
-        "online",
-        "there are no W&B credentials here, or WANDB_MODE keeps W&B from using them",
-        "Set WANDB_API_KEY, run `wandb login`, or choose offline.",
-    )

@@ -13,7 +13,7 @@ from controllers.rollouts.producer import Producer
 from controllers.rollouts.score_failures import FailureHistory, ScoreFailures
 from controllers.system.plan import plan_processes, resolve_on
 from controllers.trainers.rl import Trainer
-from controllers.watch.measures import read_entries
+from controllers.watch.score_entries import read_entries
 from tests.controllers import grader
 from tests.controllers.conftest import MakeTrainer
 from tests.controllers.runs import GRADER, SHAPE, Inputs, produced

@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from controllers.watch.update_measures import GradientWatch
+from controllers.watch.gradients import GradientWatch
 from verl_ray.engine.base import LossReport, StepReport
 from verl_ray.errors import NonFiniteError
 from verl_ray.rollout.engine_state import Probe

@@ -7,9 +7,14 @@ import math
 import numpy as np
 import pytest
 
-from controllers.watch import held_out_measures, measures, update_measures
+from controllers.watch import (
+    held_out_measures,
+    measures,
+    score_entries,
+    update_measures,
+)
 from controllers.watch.held_out_measures import CoreScores
-from controllers.watch.measures import (
+from controllers.watch.score_entries import (
     entry_metrics,
     held_out_entry_metrics,
     merged_entries,
@@ -84,7 +89,7 @@ def test_scores_that_failed_are_counted_and_not_averaged() -> None:
         has_entries=np.zeros(4, bool), entries=Ragged.of_texts([""] * 4),
     )  # fmt: skip
     raw = response_scores({"reward": held(scores)})
-    found = measures.score_metrics(raw["reward"], raw, np.zeros(4, bool))
+    found = score_entries.score_metrics(raw["reward"], raw, np.zeros(4, bool))
     assert not any(
         name.startswith("reward/") for name in found
     )  # one grader: its scores are critic/score
@@ -95,7 +100,7 @@ def test_scores_that_failed_are_counted_and_not_averaged() -> None:
     ]
     assert [found[kind.metric] for kind in ScoreHealth] == [2, 1, 1, *[0] * 6]
     assert found["reward_health/rescored"] == 2
-    found = measures.score_metrics(
+    found = score_entries.score_metrics(
         raw["reward"], raw, np.array([True, False, False, False])
     )
     assert [found[f"critic/score/{what}"] for what in ("mean", "max", "min")] == [
@@ -106,7 +111,7 @@ def test_scores_that_failed_are_counted_and_not_averaged() -> None:
     assert found["reward_health/ok"] == 2
     # The sum of the scores is beyond float32, and their mean is not.
     large = ResponseScores(np.full(4, 3e38, np.float32), np.zeros(4, np.int8))
-    found = measures.score_metrics(large, raw, np.zeros(4, bool))
+    found = score_entries.score_metrics(large, raw, np.zeros(4, bool))
     assert found["critic/score/mean"] == pytest.approx(3e38)
 
 

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from controllers.watch.rollout_record import Pieces
+from controllers.watch.token_texts import Pieces
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

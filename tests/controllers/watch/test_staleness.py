@@ -5,11 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from controllers.watch.update_measures import (
-    age_metrics,
-    queue_metrics,
-    version_metrics,
-)
+from controllers.watch.token_ages import age_metrics, queue_metrics, version_metrics
 from tests.rows import rollouts_of
 from verl_ray.columns.sharded import Receipt, Sharded
 from verl_ray.columns.stages import Rollouts, Scores
