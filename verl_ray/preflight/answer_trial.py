@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from verl_ray.agents.contract import End
 from verl_ray.config.reward import SingleReward
@@ -30,9 +30,6 @@ from verl_ray.rewards.signatures import Signature
 from verl_ray.rewards.specs import load
 from verl_ray.settings.function_specs import parts_of
 from verl_ray.user_files import last_cause
-
-if TYPE_CHECKING:
-    pass
 
 LONGEST_ANSWERS_S = 20.0
 """Seconds after which no further answers of a slow function are tried."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from verl_ray.agents.tasks import environments_of
 from verl_ray.config.agent import ENVIRONMENT
@@ -41,9 +40,6 @@ from verl_ray.rewards.request import ScoreRequest
 from verl_ray.rewards.signatures import LACKS
 from verl_ray.settings.function_specs import DEFAULT
 from verl_ray.user_files import last_cause
-
-if TYPE_CHECKING:
-    pass
 
 LONGEST_S = 30.0
 """Seconds after which no further data source is tried."""

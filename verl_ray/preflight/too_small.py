@@ -1,6 +1,6 @@
 """A GPU, or the host of a node, that is too small for a run.
 
-Invariant: the first of them has the advice, and none repeats it.
+Invariant: only a lower bound that does not fit is certain; an estimate is a warning.
 """
 
 from __future__ import annotations

@@ -7,13 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import io
-from typing import TYPE_CHECKING
 
 from verl_ray.config.run import WandbConfig
 from verl_ray.errors import Problem
-
-if TYPE_CHECKING:
-    pass
 
 
 def credentials_problem(config: WandbConfig) -> Problem | None:

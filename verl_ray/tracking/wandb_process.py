@@ -13,12 +13,8 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import psutil
-
-if TYPE_CHECKING:
-    pass
 
 _NAME = "wandb-core"
 _ADDRESS = "WANDB_SERVICE"

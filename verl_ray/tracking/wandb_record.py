@@ -13,16 +13,12 @@ import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from verl_ray.json_lines import lines_of
 from verl_ray.paths import program
 from verl_ray.tracking.base import (
     GLOBAL_STEP,
 )
-
-if TYPE_CHECKING:
-    pass
 
 _LIMIT_S = 60.0
 """Limit in seconds of W&B's reader for one folder."""
