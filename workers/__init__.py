@@ -1,4 +1,4 @@
 """Roles: one class each over the engine contracts, one Ray process per rank.
 
-They know no driver.
+They may import `verl_ray`, and no driver.
 """

@@ -1,1 +1,4 @@
-"""The processes of a run, and the roles in them."""
+"""The processes of a run, and the roles in them.
+
+It may import `rollouts`, what lies below it, and `workers` and `verl_ray`.
+"""

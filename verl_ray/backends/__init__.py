@@ -3,6 +3,8 @@
 Invariant: the declarations are light. The configuration, its rules and preflight use
 the contract in `base.py` and name no backend. The engines, which compute, are named in
 `verl_ray/engine/build.py`.
+
+It may import `settings`, `columns` and `ops`, and what lies below them.
 """
 
 from __future__ import annotations

@@ -1,1 +1,4 @@
-"""Checkpoints: sharded states that all ranks write, and the store that commits them."""
+"""Checkpoints: sharded states that all ranks write, and the store that commits them.
+
+It may import `models`, and what lies below it.
+"""

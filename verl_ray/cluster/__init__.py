@@ -1,1 +1,4 @@
-"""The cluster layer: one driver, its worker processes on Ray, and typed calls."""
+"""The cluster layer: one driver, its worker processes on Ray, and typed calls.
+
+It may import `checkpoint`, and what lies below it.
+"""

@@ -1,4 +1,5 @@
 """Rows in columns: the base type and its stages, rows by reference, their packing.
 
-Of verl_ray they import `errors` alone.
+It may import `paths`, `profiling`, `private_files`, `rendezvous`, `processes`, and what
+lies below them.
 """

@@ -1,1 +1,4 @@
-"""Training engines: one contract, interchangeable backends."""
+"""Training engines: one contract, interchangeable backends.
+
+It may import `checkpoint`, and what lies below it.
+"""

@@ -2,4 +2,7 @@
 
 The functions are log-probs of a language-model head, estimators of a divergence, and
 statistics.
+
+It may import `paths`, `profiling`, `private_files`, `rendezvous`, `processes`, and what
+lies below them.
 """

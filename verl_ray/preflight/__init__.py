@@ -1,4 +1,6 @@
 """Checks of a run's needs before anything starts.
 
 They compare the configuration with the models' files and with the machine.
+
+It may import `report`, and what lies below it.
 """

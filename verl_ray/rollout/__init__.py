@@ -1,4 +1,6 @@
 """Rollout engines, which continue token sequences.
 
 Token ids go in; sampled tokens, their log-probs and policy versions come out.
+
+It may import `agents`, and what lies below it.
 """

@@ -2,6 +2,8 @@
 
 Metric names are the published ones of the field. They reach every tracker unchanged, so
 there is no second spelling to translate.
+
+It may import `rollout`, and what lies below it.
 """
 
 from __future__ import annotations
