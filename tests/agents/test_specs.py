@@ -425,7 +425,7 @@ def test_a_module_is_named_with_points() -> None:
         ("Gam", {}, "defines no 'Gam' at its top level"),
         ("Gam", {}, "fix:  Did you mean Game?"),
         ("TOOL", {}, "fix:  Did you mean TOOLS?"),
-        ("Zzzz", {}, " and 11 more."),
+        ("Zzzz", {}, " and 17 more."),
     ],
 )  # fmt: skip
 def test_a_mistake_names_key_and_remedy(file, name, options, words) -> None:

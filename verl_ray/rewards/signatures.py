@@ -37,7 +37,7 @@ import inspect
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
-from verl_ray.suggest import did_you_mean
+from verl_ray.suggest import closest, did_you_mean
 
 OURS = (
     "response",
@@ -260,7 +260,9 @@ def _is_async(function: Callable[..., object]) -> bool:
 
 def _unknown_parameter(name: str, known: tuple[str, ...]) -> SignatureMistake:
     rule = f"its parameter {name!r} has no default and is none that a reward gets"
-    suggestion = did_you_mean(name, list(known), "parameter")
+    suggestion = f"There is {', '.join(known)}."
+    if closest(name, known):
+        suggestion = did_you_mean(name, known, "parameter")
     fix = f"{suggestion} verl's solution_str and TRL's completions are known, too."
     return SignatureMistake(rule, fix)
 
