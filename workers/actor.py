@@ -408,5 +408,5 @@ def _nll_weights(
 
     counts = credit.is_positive & (weights > 0)
     per_token = weight / max(mini_batch.positive_tokens, 1)
-    of_rows = np.where(counts, per_token / np.where(counts, weights, 1), 0)
-    return (of_rows[rows.row_of_token] * rows.response_mask).astype(np.float32)
+    row_values = np.where(counts, per_token / np.where(counts, weights, 1), 0)
+    return (row_values[rows.row_of_token] * rows.response_mask).astype(np.float32)

@@ -329,11 +329,11 @@ def loss_weights(rows: Rollouts, credit: Credit, mini_batch: MiniBatch) -> np.nd
     """
     num_tokens = np.where(credit.in_loss, rows.response_length, 0).astype(np.int64)
     _, trajectory = np.unique(rows.trajectory_id, return_inverse=True)
-    of_trajectories = np.bincount(trajectory, weights=num_tokens).astype(np.int64)
+    trajectory_tokens = np.bincount(trajectory, weights=num_tokens).astype(np.int64)
 
     weights = row_weights(
         mini_batch.aggregation,
-        of_trajectories[trajectory],
+        trajectory_tokens[trajectory],
         total_tokens=mini_batch.total_tokens,
         total_rows=mini_batch.total_trajectories,
         horizon=mini_batch.horizon,

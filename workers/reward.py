@@ -260,12 +260,12 @@ def _of_episodes(rows: Rollouts, requests: list[ScoreRequest]) -> list[ScoreRequ
     texts = rows.episode_record.texts()
     lasts = last_rows(rows.trajectory_id)
     lengths = sums_of_trajectories(rows.trajectory_id, rows.response_length)
-    of_episodes = list(requests)
+    episode_requests = list(requests)
     for row, length in zip(lasts.tolist(), lengths.tolist(), strict=True):
         if rows.end[row] == NO_EPISODE:
             continue
         record = json.loads(texts[row])
-        of_episodes[row] = dataclasses.replace(
+        episode_requests[row] = dataclasses.replace(
             requests[row],
             response=record["response"],
             num_tokens=length,
@@ -274,7 +274,7 @@ def _of_episodes(rows: Rollouts, requests: list[ScoreRequest]) -> list[ScoreRequ
             episode_end=list(End)[rows.end[row]].value,
             episode_conversations=record["conversations"],
         )
-    return of_episodes
+    return episode_requests
 
 
 def _first_of_last_turn(rows: Rollouts, row: int) -> int:

@@ -224,15 +224,17 @@ class RolloutWorker:
         assert self.agent is not None
         prompt_of = _prompt_of_rows(prompts, generation.group_size, requested_rows)
         names = environments_of(prompts, self.agent.environments)
-        of_singles = {
+        single_requests = {
             row: prompt for row, prompt in prompt_of.items() if names[prompt] is None
         }
-        of_episodes = {
-            row: prompt for row, prompt in prompt_of.items() if row not in of_singles
+        episode_prompts = {
+            row: prompt
+            for row, prompt in prompt_of.items()
+            if row not in single_requests
         }
         stream = episodes.run(
-            episode_requests(prompts, generation, of_episodes),
-            _requests(prompts, generation, of_singles),
+            episode_requests(prompts, generation, episode_prompts),
+            _requests(prompts, generation, single_requests),
         )
         when_abandoned(stream.close)
         for ended in _batches(stream, generation.stream_rows):

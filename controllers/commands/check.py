@@ -153,8 +153,8 @@ class SeenData:
             self._findings[settings_of_data] = tried
 
         functions = Trials()
-        of_algorithm = any(each.key.startswith("algorithm") for each in problems)
-        if isinstance(config, RLConfig) and not evaluates and not of_algorithm:
+        algorithm_is_wrong = any(each.key.startswith("algorithm") for each in problems)
+        if isinstance(config, RLConfig) and not evaluates and not algorithm_is_wrong:
             settings = config.algorithm.model_dump_json()
             if settings not in self._functions:
                 self._functions[settings] = try_functions(config.algorithm)
@@ -293,7 +293,7 @@ def _hide_data(problems: Sequence[Problem]) -> bool:
 
 
 def _together(
-    of_configuration: Sequence[Problem], of_machine: Sequence[Problem]
+    config_problems: Sequence[Problem], machine_problems: Sequence[Problem]
 ) -> list[Problem]:
     """Return both lists of problems with one problem per key.
 
@@ -301,15 +301,15 @@ def _together(
     the models as well. Where only the key is the same, the value was bad and replaced
     before preflight saw it, so the configuration's problem stays.
     """
-    seen_by_preflight = [(problem.key, problem.value) for problem in of_machine]
+    seen_by_preflight = [(problem.key, problem.value) for problem in machine_problems]
     problems = [
         problem
-        for problem in of_configuration
+        for problem in config_problems
         if (problem.key, problem.value) not in seen_by_preflight
     ]
 
     bad_keys = {problem.key for problem in problems}
-    problems += [problem for problem in of_machine if problem.key not in bad_keys]
+    problems += [problem for problem in machine_problems if problem.key not in bad_keys]
     return problems
 
 

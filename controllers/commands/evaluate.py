@@ -188,9 +188,9 @@ def _write(
 ) -> Evaluated:
     """Write an evaluation to a new folder, beside older ones of the same name."""
     folder = Path(config.run.dir) / "evaluated" / name
-    of_metrics = {}
+    metric_intervals = {}
     if evaluation.scores is not None:
-        of_metrics = intervals(evaluation.scores)
+        metric_intervals = intervals(evaluation.scores)
 
     tree = to_tree(config)
     model = config.model_roles[config.evaluated_role].model.path
@@ -201,7 +201,9 @@ def _write(
         "data": [data_set.path for data_set in config.data.validation_sets],
         "settings": tree.get("evaluation"),
         "metrics": finite(evaluation.metrics),
-        "intervals": {name: finite(asdict(of)) for name, of in of_metrics.items()},
+        "intervals": {
+            name: finite(asdict(of)) for name, of in metric_intervals.items()
+        },
     }
     content = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
 
@@ -215,7 +217,7 @@ def _write(
         name=candidate.name,
         step=candidate.step,
         evaluation=evaluation,
-        intervals=of_metrics,
+        intervals=metric_intervals,
         folder=folder,
     )
 

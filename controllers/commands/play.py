@@ -125,9 +125,11 @@ def main(argv: list[str]) -> int:
     # Options may stand between those of the environment.
     arguments = _parser().parse_intermixed_args(argv)
     options = dict(map(_option, arguments.options))
-    of_models = {key: options.pop(key) for key in [*options] if key.startswith(_MODELS)}
-    models, of_services = _models(of_models)
-    problems = [*_problems(arguments), *of_services]
+    model_options = {
+        key: options.pop(key) for key in [*options] if key.startswith(_MODELS)
+    }
+    models, service_options = _models(model_options)
+    problems = [*_problems(arguments), *service_options]
     if problems:
         raise ConfigError(problems)
     provide(models)

@@ -187,8 +187,8 @@ class DynamicAdmission(Admission):
         rejected = np.unique(group_id[~accepts])
         for ordinal in rejected.tolist():
             del self._places[ordinal]
-            of_group = scores.score[(group_id == ordinal) & scores.ok]
-            mean = float(of_group.mean()) if len(of_group) else math.nan
+            group_scores = scores.score[(group_id == ordinal) & scores.ok]
+            mean = float(group_scores.mean()) if len(group_scores) else math.nan
             self._rejected.append(mean)
         return rejected
 

@@ -115,10 +115,10 @@ class Evaluator:
             self._config,
         )
 
-        of_problems = self._scores_of_problems(core, entries)
-        lengths = self._lengths_of_problems(of_problems, taken)
+        problem_scores = self._scores_of_problems(core, entries)
+        lengths = self._lengths_of_problems(problem_scores, taken)
         metrics = self._score_metrics(scores, raw_scores, core, entries)
-        all_scores = HeldOutScores.joined([of_problems, *lengths])
+        all_scores = HeldOutScores.joined([problem_scores, *lengths])
         metrics |= group_metric_means(all_scores)
         metrics |= held_out_measures.length_metrics(lengths)
         metrics |= held_out_measures.problem_counts(self._prompts.data_source.texts())
@@ -214,11 +214,11 @@ class Evaluator:
         return metrics | measures.component_metrics(raw_scores, "val-aux/reward")
 
     def _lengths_of_problems(
-        self, of_problems: HeldOutScores, taken: Experience
+        self, problem_scores: HeldOutScores, taken: Experience
     ) -> list[HeldOutScores]:
         """Return the lengths of the responses to each problem, see `length_scores`."""
         return held_out_measures.length_scores(
-            of_problems,
+            problem_scores,
             self._prompts.data_source.texts(),
             taken.response_lengths,
             taken.of_trajectories().rollouts.row("finish") == Finish.LENGTH,
@@ -288,11 +288,11 @@ class HeldOutResponses(Iterable[HeldOutResponse]):
         answers = rows.answer.texts()
         sources = rows.data_source.texts()
         ends = ends_of_rows(rows)
-        of_rows = np.arange(rows.num_rows)
-        failures = failures_of_rows(rows, experience.scores, of_rows, self._stall_s)
+        row_numbers = np.arange(rows.num_rows)
+        failures = failures_of_rows(rows, experience.scores, row_numbers, self._stall_s)
 
         turns = turns_of_rows(rows)
-        of_turns = columns_of_turns(rows)
+        turn_columns = columns_of_turns(rows)
         tokens = None if rows.end is None else self._tokens_of(rows)
         for i, number in enumerate(numbers):
             first = rows.offsets[i]
@@ -312,9 +312,9 @@ class HeldOutResponses(Iterable[HeldOutResponse]):
                 failure=failures[i],
                 response_tokens=int(self._response_tokens[number]),
                 num_turns=int(turns[i]),
-                turns=of_turns["turns"][i],
-                turn_ends=of_turns["turn_ends"][i],
-                turn_rewards=of_turns["turn_rewards"][i],
+                turns=turn_columns["turns"][i],
+                turn_ends=turn_columns["turn_ends"][i],
+                turn_rewards=turn_columns["turn_rewards"][i],
                 tokens=None if tokens is None else tokens[i],
             )
 
@@ -331,7 +331,7 @@ class HeldOutResponses(Iterable[HeldOutResponse]):
             for name, values in columns.items()
         }
         return [
-            {name: of_rows[i] for name, of_rows in parts.items()}
+            {name: row_numbers[i] for name, row_numbers in parts.items()}
             for i in range(rows.num_rows)
         ]
 

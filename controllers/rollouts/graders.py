@@ -278,7 +278,7 @@ class Graders:
             num_responses,
             self.history,
             stall_s,
-            of_held_out=purpose == EVALUATION,
+            held_out=purpose == EVALUATION,
             environments=self._config.agent.environments,
         )
 

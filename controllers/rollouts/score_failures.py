@@ -62,7 +62,7 @@ class ScoreFailures:
         history: FailureHistory,
         stall_s: float,
         *,
-        of_held_out: bool = False,
+        held_out: bool = False,
         environments: Collection[str] = (),
     ) -> None:
         """Start without scores.
@@ -73,11 +73,11 @@ class ScoreFailures:
             num_responses: Number of rollouts of the whole batch.
             history: The failures that were reported; it is updated.
             stall_s: Limit in seconds of reading a failure's words from the store.
-            of_held_out: Whether the rollouts are of held-out problems.
+            held_out: Whether the rollouts are of held-out problems.
             environments: Names of the environments of the run.
         """
         self._num_responses = num_responses
-        self._scores_in_words = "held-out scores" if of_held_out else "scores"
+        self._scores_in_words = "held-out scores" if held_out else "scores"
         self._history = history
         self._stall_s = stall_s
         self._limits = limits
@@ -209,18 +209,18 @@ class ScoreFailures:
             return "Correct what scores"
         names = environments_of(rows, self._environments)
         ends = [None if number == NO_EPISODE else [*End][number] for number in rows.end]
-        of_worlds = Counter(
+        world_failures = Counter(
             (name, end)
             for name, end, finish in zip(names, ends, rows.finish, strict=True)
             if end in FAULTS and finish == Finish.ABORTED
         )
-        if not of_worlds:
+        if not world_failures:
             return "Correct what scores"
         counts = ", ".join(
             f"{count} in {KEY}.{name} as {end}"
-            for (name, end), count in of_worlds.most_common()
+            for (name, end), count in world_failures.most_common()
         )
-        is_all = of_worlds.total() == rows.num_rows
+        is_all = world_failures.total() == rows.num_rows
         others = "" if is_all else " and what scores the others"
         return f"Episodes ended: {counts}. Correct the world{others}"
 

@@ -313,8 +313,8 @@ class Supply:
         self._reject(ordinals[~is_learned], NOTHING_TO_LEARN)
         last = self._admission.oldest.max()
         self.digests = {
-            ordinal: of_prompt
-            for ordinal, of_prompt in self.digests.items()
+            ordinal: prompt_digest
+            for ordinal, prompt_digest in self.digests.items()
             if ordinal > last
         }
         self._metrics |= self._admission.note_trained()

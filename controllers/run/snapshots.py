@@ -208,8 +208,8 @@ class Snapshots:
             self._give_up(error, groups)
         else:
             if replies:
-                of_ranks_s = max(max(seconds) for seconds in replies)
-                self._copies_s.append(of_ranks_s + self._driver_s)
+                slowest_rank_s = max(max(seconds) for seconds in replies)
+                self._copies_s.append(slowest_rank_s + self._driver_s)
                 self._driver_s = 0.0
 
     def _give_up(self, error: CheckpointError, groups: Groups) -> None:

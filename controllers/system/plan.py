@@ -329,8 +329,12 @@ def grader_role(
     if model is not None:
         spec = engine_spec(name, model, config)
         has_template = resolved(config.data.apply_chat_template)
-        of_texts = has_template, config.data.special_tokens, template_of(config.data)
-        arguments = (spec, policy, *of_texts, day)
+        text_arguments = (
+            has_template,
+            config.data.special_tokens,
+            template_of(config.data),
+        )
+        arguments = (spec, policy, *text_arguments, day)
         return Role(name, home, RewardModelGrader, arguments)
 
     if isinstance(grader, JudgeReward):

@@ -236,8 +236,8 @@ class Learner:
         actor = self.system.actor
         assignment = actor.partition(rollouts.lengths)
         call = actor.scatter(ActorWorker.data_sources, rollouts, assignment=assignment)
-        of_ranks = self._wait_for("adv", call)
-        sources = np.array([name for names in of_ranks for name in names], object)
+        rank_results = self._wait_for("adv", call)
+        sources = np.array([name for names in rank_results for name in names], object)
         in_order = np.empty_like(sources)
         in_order[np.concatenate(assignment)] = sources
         return list(in_order)

@@ -85,11 +85,13 @@ class PreferenceTrainer(SupervisedTrainer[RewardModelWorker]):
         chosen = scores[0::2].astype(np.float64)
         rejected = scores[1::2].astype(np.float64)
         metrics = held_out_measures.preference_metrics(chosen, rejected)
-        of_pairs = {
+        pair_metrics = {
             PAIR_ACCURACY: held_out_measures.right(chosen, rejected),
             LOG_LOSS: held_out_measures.log_losses(chosen, rejected),
         }
-        return Evaluation(metrics, scores=self.scores_of(of_pairs, rows_per_problem=2))
+        return Evaluation(
+            metrics, scores=self.scores_of(pair_metrics, rows_per_problem=2)
+        )
 
 
 @dataclass(frozen=True)

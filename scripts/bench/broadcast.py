@@ -123,9 +123,9 @@ def _measure(
     tasks: list[tuple[Callable[[_Setup, int], Syncs], _Setup, int]] = []
     tasks += [(_send, setup, rank) for rank in range(setup.ranks)]
     tasks += [(_receive, setup, number) for number in range(setup.receivers)]
-    of_processes: list[Syncs] = fork(_call, tasks)
+    process_syncs: list[Syncs] = fork(_call, tasks)
     for roots in setup.roots:
-        syncs = [of_process[roots][1:] for of_process in of_processes]
+        syncs = [times[roots][1:] for times in process_syncs]
         yield roots, syncs[: setup.ranks], syncs[setup.ranks :]
 
 
@@ -144,13 +144,13 @@ def _figures(
     from verl_ray.weight_sync.fingerprint import Fingerprints
 
     seconds: list[float] = []
-    for number, of_rank_zero in enumerate(senders[0]):
+    for number, rank_zero_sync in enumerate(senders[0]):
         sent = sum((syncs[number].fingerprints for syncs in senders), Fingerprints())
         for syncs in receivers:
             if syncs[number].fingerprints.by_name != sent.by_name:
                 raise VerlRayError("what arrived is not what was sent")
         seconds.append(max(syncs[number].ended for syncs in receivers))
-        seconds[-1] -= of_rank_zero.began
+        seconds[-1] -= rank_zero_sync.began
 
     def shares(processes: list[list[_Sync]], name: str) -> list[float]:
         """Return the bytes of each process, as a multiple of the weights' size."""

@@ -188,7 +188,7 @@ def _measure(
     """Return the blocks of all cases with a placement, by case and schedule."""
     chosen = {name: case for name, case in cases.items() if case.placement == placement}
     most = max(case.lengths.most for case in chosen.values())
-    of_system = _configuration(
+    system_config = _configuration(
         options,
         next(iter(chosen.values())),
         SYNCHRONOUS,
@@ -200,7 +200,7 @@ def _measure(
         name: {schedule: [] for schedule in case.schedules}
         for name, case in chosen.items()
     }
-    with start(resolve_on(of_system, shape), session, workers) as system:
+    with start(resolve_on(system_config, shape), session, workers) as system:
         if placement == "separate":
             pin(system)
         for number in range(options.rounds):
@@ -363,8 +363,8 @@ def _figures(blocks: Sequence[Block]) -> dict[str, Any]:
 
     reactions: dict[str, list[Reaction]] = {}
     for block in blocks:
-        for kind, of_block in block.reactions.items():
-            reactions.setdefault(kind, []).extend(of_block)
+        for kind, block_reactions in block.reactions.items():
+            reactions.setdefault(kind, []).extend(block_reactions)
     return {
         "step_s": round(median(step["timing_s/step"] for step in steps), 4),
         "mean_step_s": round(fmean(block.step_s for block in blocks), 4),

@@ -292,8 +292,8 @@ class _ForcedProducer(Producer):
 
     def training_generation(self) -> Generation:
         """Return the settings of generation, with forced lengths."""
-        of_run = super().training_generation()
-        return ForcedGeneration(**vars(of_run), lengths=self._lengths)
+        drawn = super().training_generation()
+        return ForcedGeneration(**vars(drawn), lengths=self._lengths)
 
     def begin(
         self,

@@ -214,11 +214,15 @@ def _tool_set(
         for name in inspect.signature(ToolEnvironment).parameters
         if name in options and name not in own
     ]
-    of_episode = {name: options[name] for name in common}
-    of_owner = {name: value for name, value in options.items() if name not in common}
-    make = functools.partial(owner, **_options(owner, 0, of_owner, refused))
-    of_episode = _options(ToolEnvironment, 1, of_episode, refused)
-    return functools.partial(ToolSet, make, methods_of(owner, key, spec), **of_episode)
+    episode_options = {name: options[name] for name in common}
+    owner_options = {
+        name: value for name, value in options.items() if name not in common
+    }
+    make = functools.partial(owner, **_options(owner, 0, owner_options, refused))
+    episode_options = _options(ToolEnvironment, 1, episode_options, refused)
+    return functools.partial(
+        ToolSet, make, methods_of(owner, key, spec), **episode_options
+    )
 
 
 def _imported(spec: str, key: str) -> Any:

@@ -144,8 +144,8 @@ def as_tool(
             argument.
     """
     called = unbound(function)
-    of_object = type(called).__name__ if callable(called) else str(called)
-    name = str(name or getattr(called, "__name__", of_object))
+    object_name = type(called).__name__ if callable(called) else str(called)
+    name = str(name or getattr(called, "__name__", object_name))
 
     def refused(rule: str, fix: str) -> ConfigError:
         return ConfigError([Problem(key, value, f"the tool {name} {rule}", fix)])
@@ -228,7 +228,7 @@ def _schema(
     }
     _, described, _ = parse_google_format_docstring(doc)
     self_described = {
-        each for each, of_type in others.items() if "description" in of_type
+        each for each, type_schema in others.items() if "description" in type_schema
     } - set(described or {})
 
     # What transformers reads: it needs no more of a function than this.
@@ -249,9 +249,9 @@ def _schema(
             del stub.__annotations__["return"]
             schema = get_json_schema(stub)
 
-    of_arguments = schema["function"]["parameters"]
-    written = of_arguments["properties"]
-    of_arguments["properties"] = {
+    argument_schema = schema["function"]["parameters"]
+    written = argument_schema["properties"]
+    argument_schema["properties"] = {
         each: {**others.get(each, {}), **written.get(each, {})} for each in types
     }
     return schema

@@ -124,9 +124,9 @@ class AgentBaselines:
         )
         self._baselines |= dict(zip(names.tolist(), end.tolist(), strict=True))
 
-        of_trajectories = np.zeros(len(first_row))
-        of_trajectories[order] = advantages
-        return rewards.replace(advantage=members.to_rows(of_trajectories))
+        trajectory_values = np.zeros(len(first_row))
+        trajectory_values[order] = advantages
+        return rewards.replace(advantage=members.to_rows(trajectory_values))
 
     def state(self) -> dict[str, float]:
         """Return the baseline of each agent, as JSON."""

@@ -177,8 +177,8 @@ def rejections(
     left_out = {}
     for name, (lower, upper) in bounds.items():
         rejection = REJECTIONS[name]
-        of_tokens = rejection.statistic(log_ratio.detach())
-        value = rejection.over(of_tokens, row)
+        token_statistic = rejection.statistic(log_ratio.detach())
+        value = rejection.over(token_statistic, row)
         if rejection.two_sided:
             # Of k1 the ratio is bounded, so that 1 stands for no difference.
             value = value.clamp(-MAX_EXPONENT, MAX_EXPONENT).exp()

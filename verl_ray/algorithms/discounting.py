@@ -52,10 +52,10 @@ def discounted_sums(x: Float64, offsets: Int64, decay: float | Float64) -> Float
         padded = flat.reshape(-1, block)
 
     if isinstance(decay, np.ndarray):
-        of_blocks = np.repeat(decay, blocks_per_row)[:, None]
-        sums = _own_sums_within(padded, of_blocks[:, 0])
+        block_decay = np.repeat(decay, blocks_per_row)[:, None]
+        sums = _own_sums_within(padded, block_decay[:, 0])
     else:
-        of_blocks = np.array([[float(decay)]])
+        block_decay = np.array([[float(decay)]])
         sums = _sums_within(padded, decay)
     starts = discounted_sums(sums[:, 0], block_offsets, decay**block)
 
@@ -64,7 +64,7 @@ def discounted_sums(x: Float64, offsets: Int64, decay: float | Float64) -> Float
     next_start = np.empty_like(starts)
     next_start[:-1] = starts[1:]
     next_start[block_offsets[1:] - 1] = 0
-    sums += next_start[:, None] * of_blocks ** np.arange(block, 0, -1)
+    sums += next_start[:, None] * block_decay ** np.arange(block, 0, -1)
 
     flat_sums = sums.reshape(-1)
     if place is None:

@@ -371,16 +371,16 @@ def optimal_token_baseline(
         number, weights=np.diff(offsets)[order], minlength=len(members.reward)
     ).astype(np.int64)
     own_offsets = offsets_of(lengths)
-    of_token = np.repeat(np.arange(len(lengths)), lengths)
+    token_rows = np.repeat(np.arange(len(lengths)), lengths)
 
     total = _sums_so_far(energy[token_order].astype(np.float64), own_offsets)
-    weight = np.where(members.is_member[of_token], total, 0)
-    deviation = members.deviation[of_token]
+    weight = np.where(members.is_member[token_rows], total, 0)
+    deviation = members.deviation[token_rows]
 
     shift = _weighted_means(deviation, weight, members.group, lengths)
 
-    advantages = np.zeros(len(of_token), np.float32)
-    is_member = members.is_member[of_token]
+    advantages = np.zeros(len(token_rows), np.float32)
+    is_member = members.is_member[token_rows]
     advantages[token_order] = np.where(is_member, deviation - shift, 0)
     return advantages
 
@@ -429,13 +429,13 @@ def _weighted_means(
         float64 [T]; 0 where all weights are.
     """
     offsets = offsets_of(lengths)
-    of_token = np.repeat(np.arange(len(lengths)), lengths)
-    place = np.arange(len(of_token)) - offsets[of_token]
+    token_rows = np.repeat(np.arange(len(lengths)), lengths)
+    place = np.arange(len(token_rows)) - offsets[token_rows]
 
     # One cell for each place of each group.
     longest = np.zeros(int(group.max(initial=-1)) + 1, np.int64)
     np.maximum.at(longest, group, lengths)
-    cell = offsets_of(longest)[group[of_token]] + place
+    cell = offsets_of(longest)[group[token_rows]] + place
     count = int(longest.sum())
     sums = cast(Float64, np.bincount(cell, weights=weight * values, minlength=count))
     weights = cast(Float64, np.bincount(cell, weights=weight, minlength=count))

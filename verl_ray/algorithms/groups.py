@@ -79,8 +79,8 @@ class GroupMembers:
         Returns:
             float64 [trajectories].
         """
-        of_members = np.where(self.is_member, values, 0)
-        return _sums(of_members, self.group, len(values))[self.group]
+        member_values = np.where(self.is_member, values, 0)
+        return _sums(member_values, self.group, len(values))[self.group]
 
     @property
     def std(self) -> Float64:
@@ -196,8 +196,8 @@ def sums_on_rows(values: Float32, trajectory: Int64) -> Float64:
         trajectory: Number of each row's trajectory, int64 [rows].
     """
     number, first_row = _number_trajectories(len(values), trajectory)
-    of_trajectories = _sums(values.astype(np.float64), number, len(first_row))
-    return of_trajectories[number]
+    trajectory_sums = _sums(values.astype(np.float64), number, len(first_row))
+    return trajectory_sums[number]
 
 
 def sum_of_normalised(
@@ -228,8 +228,8 @@ def sum_of_normalised(
     magnitude = np.zeros(len(first_row))
     for weight, values in parts:
         has_part = valid & ~np.isnan(values)
-        of_part = GroupMembers(values, group, has_part, trajectory)
-        term = weight * of_part.deviation / (of_part.std + epsilon)
+        part_members = GroupMembers(values, group, has_part, trajectory)
+        term = weight * part_members.deviation / (part_members.std + epsilon)
         total += term
         magnitude += np.abs(term)
     return without_rounding(total, magnitude)

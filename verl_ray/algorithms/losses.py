@@ -227,11 +227,11 @@ class PolicyLoss(Declaration):
         return "rows" if self.is_per_row else "tokens"
 
     def settings(self, algorithm: object) -> dict[str, Any]:
-        of_selection = {setting.name for setting in self.selection_reads}
+        selection_names = {setting.name for setting in self.selection_reads}
         return {
             name: value
             for name, value in super().settings(algorithm).items()
-            if name not in of_selection
+            if name not in selection_names
         }
 
     def selection_settings(self, algorithm: object) -> dict[str, Any]:

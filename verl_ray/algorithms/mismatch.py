@@ -63,7 +63,7 @@ def compare_log_probs(
     rollout = rollout_log_probs.exp()
     difference = (trainer - rollout).abs()
     log_ratio = log_probs - rollout_log_probs
-    of_tokens = {
+    token_metrics = {
         "kl": k1(rollout_log_probs, log_probs),
         "k3_kl": k3(rollout_log_probs, log_probs),
         "chi2": _squared_less_one(log_ratio),
@@ -78,7 +78,7 @@ def compare_log_probs(
 
     trainer_mean = row_sums(log_probs, row) / length
     rollout_mean = row_sums(rollout_log_probs, row) / length
-    of_rows = {
+    row_metrics = {
         "count": length.new_ones(length.shape),
         "trainer_ppl": _clamped_exp(-trainer_mean),
         "rollout_ppl": _clamped_exp(-rollout_mean),
@@ -87,8 +87,8 @@ def compare_log_probs(
         "chi2": _squared_less_one(row_sums(log_ratio, row)),
     }
 
-    means = {f"{TOKEN_PREFIX}{name}": values for name, values in of_tokens.items()}
-    for name, values in of_rows.items():
+    means = {f"{TOKEN_PREFIX}{name}": values for name, values in token_metrics.items()}
+    for name, values in row_metrics.items():
         means[f"{ROW_PREFIX}{name}"] = values / length
     maxima = {f"{MISMATCH_PREFIX}difference": difference}
     return means, maxima
@@ -104,11 +104,11 @@ def fresh_means(means: Mapping[str, Tensor], is_fresh: Tensor) -> dict[str, Tens
         means: The first result of `compare_log_probs`.
         is_fresh: float32 [T], 1 where the token is of that version, else 0.
     """
-    of_fresh = {
+    fresh_metrics = {
         name: means[f"{TOKEN_PREFIX}{name}"] * is_fresh for name in _FRESH_VALUES
     }
-    of_fresh["share"] = is_fresh
-    return {f"{FRESH_PREFIX}{name}": values for name, values in of_fresh.items()}
+    fresh_metrics["share"] = is_fresh
+    return {f"{FRESH_PREFIX}{name}": values for name, values in fresh_metrics.items()}
 
 
 def mismatch_metrics(

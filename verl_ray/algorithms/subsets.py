@@ -53,8 +53,8 @@ def best_of(scores: Float64s, k: int) -> Float64s:
 
     best = np.full(len(scores), nan)
     for count in np.unique(counts[counts >= k]).tolist():
-        of_count = counts == count
-        best[of_count] = ascending[of_count, :count] @ _weights_of_best(count, k)
+        has_count = counts == count
+        best[has_count] = ascending[has_count, :count] @ _weights_of_best(count, k)
     return best
 
 

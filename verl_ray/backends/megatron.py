@@ -201,9 +201,9 @@ class MegatronBackend(Layout):
     ) -> int:
         # The first stage has the embedding and the last one the head, which is more
         # than their share of these.
-        of_an_end = model.outside_layers // 2
-        of_a_stage = model.outside_layers // self.pipeline_parallel
-        more = max(0, of_an_end - of_a_stage) // self.tensor_parallel
+        end_parameters = model.outside_layers // 2
+        stage_parameters = model.outside_layers // self.pipeline_parallel
+        more = max(0, end_parameters - stage_parameters) // self.tensor_parallel
         if not trained:
             return more * self.compute_width
 

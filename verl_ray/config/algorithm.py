@@ -404,12 +404,12 @@ def bounds_leave_a_range(algorithm: AlgorithmConfig) -> Iterator[Problem]:
         setting.name: getattr(algorithm, setting.name)
         for setting in POLICY_LOSSES[algorithm.policy_loss].reads
     }
-    of_ratio = "it bounds the ratio itself, which is 1 where the policies agree"
+    ratio_rule = "it bounds the ratio itself, which is 1 where the policies agree"
 
     smallest = values.get("ratio_min")
     if smallest is not None and smallest >= 1:
         fix = "Use a number below 1, or null."
-        yield Problem("algorithm.ratio_min", smallest, of_ratio, fix)
+        yield Problem("algorithm.ratio_min", smallest, ratio_rule, fix)
 
     largest = values.get("ratio_max")
     if largest is not None and largest <= 1:
@@ -418,7 +418,7 @@ def bounds_leave_a_range(algorithm: AlgorithmConfig) -> Iterator[Problem]:
             f"Use a number above 1, such as 5.0; {largest:g} as a distance from 1 is"
             f" {key}={1 + largest:g}."
         )
-        yield Problem(key, largest, of_ratio, fix)
+        yield Problem(key, largest, ratio_rule, fix)
 
     cov_min, cov_max = values.get("cov_min"), values.get("cov_max")
     if cov_min is not None and cov_max is not None and cov_min >= cov_max:

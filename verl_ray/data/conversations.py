@@ -92,9 +92,9 @@ def tokenize(
         places = [where[row] for row in answered]
         if apply_chat_template:
             require_chat_template(tokenizer)
-            of_rows = [arguments[row] for row in answered] if arguments else None
+            row_arguments = [arguments[row] for row in answered] if arguments else None
             others = _tokenize_chat(
-                guarded, places, tokenizer, spelled, responses, of_rows
+                guarded, places, tokenizer, spelled, responses, row_arguments
             )
         else:
             others = _tokenize_text(guarded, places, tokenizer, spelled)
@@ -203,9 +203,9 @@ def _tokenize_chat(
     conversations = [_conversation(content) for content in contents]
     answers = _answers(conversations, responses)
     messages = [without_marks(conversation) for conversation in conversations]
-    of_rows = [
-        guarded_arguments(of_row, place, spelled)
-        for of_row, place in zip(arguments or [{}] * len(where), where, strict=True)
+    row_arguments = [
+        guarded_arguments(own, place, spelled)
+        for own, place in zip(arguments or [{}] * len(where), where, strict=True)
     ]
 
     def answer_where(number: int) -> str:
@@ -216,8 +216,8 @@ def _tokenize_chat(
     # what the model has to generate.
     befores = [messages[row][:index] for row, index in answers]
     up_to = [messages[row][: index + 1] for row, index in answers]
-    of_answers = [of_rows[row] for row, _ in answers]
-    write = partial(render, tokenizer, where=answer_where, arguments=of_answers)
+    answer_arguments = [row_arguments[row] for row, _ in answers]
+    write = partial(render, tokenizer, where=answer_where, arguments=answer_arguments)
     openings = write(befores, add_generation_prompt=True)
     closings = write(up_to, add_generation_prompt=False)
 

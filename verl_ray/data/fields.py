@@ -199,7 +199,7 @@ def is_messages(value: object) -> bool:
 
 
 def unwritten_messages(
-    value: object, name: str, where: str, *, of_assistant: bool = False
+    value: object, name: str, where: str, *, from_assistant: bool = False
 ) -> object:
     """Return chat messages where a text spells them out, and other values as they are.
 
@@ -209,7 +209,7 @@ def unwritten_messages(
 
     Args:
         name: The name of the value, for errors.
-        of_assistant: Whether only messages that end with the assistant's are meant.
+        from_assistant: Whether only messages that end with the assistant's are meant.
 
     Raises:
         DataError: The text begins as messages do, has a known role and a content, and
@@ -229,7 +229,7 @@ def unwritten_messages(
     if messages:
         last = messages[-1]
         last_role = last.get("role") or last.get("from")
-    if of_assistant and _SHAREGPT_ROLES.get(last_role) != "assistant":
+    if from_assistant and _SHAREGPT_ROLES.get(last_role) != "assistant":
         return value
     if messages is None:
         raise _unreadable("chat messages", value, name, where)

@@ -115,12 +115,12 @@ class PromptSource(RowSource[PromptRecord, Prompts]):
         config = self._config
         chat = resolved(config.apply_chat_template)
         spelled = SpelledTokens(self._tokenizer, config.special_tokens)
-        of_records = [record.template_arguments for record in records]
+        record_arguments = [record.template_arguments for record in records]
         tokens = _tokenize(
             records,
             self._tokenizer,
             spelled,
-            template_arguments(config, of_records) if chat else None,
+            template_arguments(config, record_arguments) if chat else None,
         )
         fitting = fitting_rows(
             tokens.lengths,
@@ -143,7 +143,7 @@ class PromptSource(RowSource[PromptRecord, Prompts]):
                 [record.answer is not None for record in records], np.bool_
             ),
             extra=Ragged.of_texts(record.extra for record in records),
-            template_arguments=Ragged.of_texts(map(json.dumps, of_records)),
+            template_arguments=Ragged.of_texts(map(json.dumps, record_arguments)),
         )
         skipped = {"too_long": len(records) - len(fitting)}
         return Encoded(prompts.select(fitting), fitting, skipped)
@@ -264,8 +264,8 @@ def _tokenize(
         require_chat_template(tokenizer)
         conversations = [as_messages(prompt) for prompt in prompts]
         guarded = [
-            guarded_arguments(of_row, record.where, spelled)
-            for of_row, record in zip(arguments, records, strict=True)
+            guarded_arguments(own, record.where, spelled)
+            for own, record in zip(arguments, records, strict=True)
         ]
         texts = render(
             tokenizer,

@@ -276,8 +276,8 @@ def _prompt_record(
     if value is not None:
         source = text_of(value, schema.columns["data_source"], where)
 
-    of_prompt = ("prompt", "input", "system", "messages")
-    hidden = [schema.columns[name] for name in of_prompt if name in schema.columns]
+    prompt_fields = ("prompt", "input", "system", "messages")
+    hidden = [schema.columns[name] for name in prompt_fields if name in schema.columns]
     # A column that the answer is taken from under its own name is told once.
     hidden += [
         name for name in ("answer", "data_source") if schema.columns.get(name) == name
@@ -372,7 +372,7 @@ def _required(schema: Schema, field: str, fields: Fields, where: str) -> object:
     if field == "answer" and name != "completion":
         return value
     is_response = field in ("answer", "response")
-    return unwritten_messages(value, name, where, of_assistant=is_response)
+    return unwritten_messages(value, name, where, from_assistant=is_response)
 
 
 def _problem_and_answer(

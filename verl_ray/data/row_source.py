@@ -338,12 +338,12 @@ class _OnDisk(Generic[RecordT]):
         parts = np.searchsorted(self._firsts, rows, side="right") - 1
         records: dict[int, RecordT] = {}
         for part in np.unique(parts).tolist():
-            of_part = rows[parts == part]
-            stored = self._parts[part].read(of_part - self._firsts[part])
+            part_rows = rows[parts == part]
+            stored = self._parts[part].read(part_rows - self._firsts[part])
             read = self._readings[part].record
             records |= {
                 row: read(where, fields)
-                for row, (where, fields) in zip(of_part.tolist(), stored, strict=True)
+                for row, (where, fields) in zip(part_rows.tolist(), stored, strict=True)
             }
         return [records[row] for row in rows.tolist()]
 
@@ -445,9 +445,9 @@ class _Joined(StoredRows):
         parts = np.searchsorted(self._firsts, rows, side="right") - 1
         read: dict[int, Row] = {}
         for part in np.unique(parts):
-            of_part = rows[parts == part]
-            records = self._parts[part].read(of_part - self._firsts[part])
-            read |= zip(of_part.tolist(), records, strict=True)
+            part_rows = rows[parts == part]
+            records = self._parts[part].read(part_rows - self._firsts[part])
+            read |= zip(part_rows.tolist(), records, strict=True)
         return [read[row] for row in rows.tolist()]
 
 

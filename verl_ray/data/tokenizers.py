@@ -560,15 +560,15 @@ def _written(day: str, pattern: str) -> str:
 
 
 def template_arguments(
-    config: DataFilesConfig, of_records: Iterable[TemplateArguments]
+    config: DataFilesConfig, own_arguments: Iterable[TemplateArguments]
 ) -> list[dict[str, object]]:
     """Return what the template gets with each record, in their order.
 
     Args:
-        of_records: The arguments of the records themselves.
+        own_arguments: The arguments of the records themselves.
     """
     shared = of_run(config)
-    return [{**shared, **of_record} for of_record in of_records]
+    return [{**shared, **own} for own in own_arguments]
 
 
 def guarded_arguments(

@@ -482,8 +482,10 @@ def _earned_in_turns(
     amount = earned.values[:, 1]
     if weights is not None:
         sources, source = np.unique(rollouts.data_source.texts(), return_inverse=True)
-        of_others = weights.get(DEFAULT, 0.0)
-        weight = np.array([weights.get(name, of_others) for name in sources.tolist()])
+        default_weight = weights.get(DEFAULT, 0.0)
+        weight = np.array(
+            [weights.get(name, default_weight) for name in sources.tolist()]
+        )
         amount = amount * weight[source][row]
     counts = is_member[row]
     return row[counts], number[place][counts], amount[counts]

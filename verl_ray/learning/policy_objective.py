@@ -183,8 +183,10 @@ class PolicyObjective:
         if form == "three_policy" or not choice.has_ratio:
             loss = loss * (weights.weight / self.mean_weight)
         if self.normalises:
-            of_batch = weights.weight.new_full(weights.weight.shape, self.mean_weight)
-            metrics[f"{CORRECTION_PREFIX}{BATCH_MEAN}"] = of_batch
+            batch_weights = weights.weight.new_full(
+                weights.weight.shape, self.mean_weight
+            )
+            metrics[f"{CORRECTION_PREFIX}{BATCH_MEAN}"] = batch_weights
         corrected = TokenLoss(
             _masked(loss, weights.mask),
             metrics | weights.means,

@@ -119,11 +119,11 @@ def try_answers(
                     findings.problems.append(problem)
                 continue
 
-            of_spec = _Records(file, section, spec, records)
+            spec_records = _Records(file, section, spec, records)
             if built_in.is_fast:
-                findings.problems += _try_here(of_spec)
+                findings.problems += _try_here(spec_records)
             else:
-                _try_in_processes(of_spec, grader, findings)
+                _try_in_processes(spec_records, grader, findings)
 
 
 def _records(
@@ -143,17 +143,17 @@ def _records(
             yield _Record(number, source, own, key, functions[name], spec)
 
 
-def _try_here(of_spec: _Records) -> list[Problem]:
+def _try_here(spec_records: _Records) -> list[Problem]:
     """Return the first record that a fast function cannot grade, if there is one."""
-    loaded = load(of_spec.spec, of_spec.section)
-    for record in of_spec.records:
+    loaded = load(spec_records.spec, spec_records.section)
+    for record in spec_records.records:
         if not _is_gradable(loaded.signature, record):
-            return [of_spec.problem(record, "")]
+            return [spec_records.problem(record, "")]
         try:
             place, named = loaded.signature.bind(_values(record))
             loaded.function(*place, **named)
         except DataError as error:
-            return [of_spec.problem(record, str(error))]
+            return [spec_records.problem(record, str(error))]
     return []
 
 
@@ -179,29 +179,29 @@ def _values(record: _Record) -> dict[str, object]:
 
 
 def _try_in_processes(
-    of_spec: _Records, grader: SingleReward, findings: Trials
+    spec_records: _Records, grader: SingleReward, findings: Trials
 ) -> None:
     """Try the distinct answers with a slow function, within a time.
 
     Args:
-        of_spec: The records.
+        spec_records: The records.
         grader: Has the deadline of one answer.
         findings: Where the first bad record, or a count of untried ones, is added.
     """
     distinct: dict[str | None, _Record] = {}
-    for record in of_spec.records:
+    for record in spec_records.records:
         distinct.setdefault(record.answer, record)
     # One without an answer is known without a trial.
     absent = distinct.pop(None, None)
     if absent is not None:
-        findings.problems.append(of_spec.problem(absent, ""))
+        findings.problems.append(spec_records.problem(absent, ""))
         return
 
     untried = deque(distinct.values())
     scored = score_in_time(
-        {"default": of_spec.spec},
+        {"default": spec_records.spec},
         grader,
-        of_spec.section,
+        spec_records.section,
         untried,
         lambda record: [_request(record)],
         # A process takes a second to start.
@@ -209,17 +209,17 @@ def _try_in_processes(
         at_once=_ANSWERS_AT_ONCE,
         longest_s=LONGEST_ANSWERS_S,
     )
-    with blocking(f"trying the answers with {of_spec.spec}"), closing(scored):
+    with blocking(f"trying the answers with {spec_records.spec}"), closing(scored):
         for record, (score,) in scored:
             if score.health is not ScoreHealth.OK:
                 reason = last_cause(score.detail).removeprefix(_DATA_ERROR)
-                findings.problems.append(of_spec.problem(record, reason))
+                findings.problems.append(spec_records.problem(record, reason))
                 return
 
     if untried:
         findings.warnings.append(
-            f"{of_spec.section} was tried on {len(distinct) - len(untried)} of"
-            f" {len(distinct)} answers of {of_spec.file.path}, within"
+            f"{spec_records.section} was tried on {len(distinct) - len(untried)} of"
+            f" {len(distinct)} answers of {spec_records.file.path}, within"
             f" {LONGEST_ANSWERS_S:g} s"
         )
 

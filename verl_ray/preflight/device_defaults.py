@@ -363,9 +363,10 @@ def shared_memory_bytes(config: Config, nodes: int) -> int:
 
     snapshots = 0
     if config.run.recovery.taken_every:
-        of_ranks = snapshot_bytes(config).items()
+        rank_snapshots = snapshot_bytes(config).items()
         snapshots = sum(
-            config.model_roles[name].num_ranks * nbytes for name, nbytes in of_ranks
+            config.model_roles[name].num_ranks * nbytes
+            for name, nbytes in rank_snapshots
         )
     return object_store + wire + snapshots // nodes
 
@@ -380,8 +381,8 @@ def _replayed_rows(config: Config) -> int:
     replay_age = config.algorithm.replay_age
     assert replay_age is not None, "it goes with replay"
     stored = config.algorithm.replay * config.rollout.group_size
-    of_steps = (replay_age + 1) * config.rows_per_step
-    return min(stored * config.rollout.stream_rows, of_steps)
+    replayed_rows = (replay_age + 1) * config.rows_per_step
+    return min(stored * config.rollout.stream_rows, replayed_rows)
 
 
 def host_values(config: Config, facts: ClusterFacts) -> Iterator[AutoValue]:

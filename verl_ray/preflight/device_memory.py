@@ -78,7 +78,7 @@ def counted(plan: MemoryPlan) -> MemoryPlan:
     return replace(plan, by_role=by_role)
 
 
-def _counted(memory: RoleMemory, of_activations: float) -> RoleMemory:
+def _counted(memory: RoleMemory, share: float) -> RoleMemory:
     """Return what is certain, and a share of the activations."""
     persistent: BytesPerPart = {
         part: size for part, size in memory.persistent.items() if part in CERTAIN
@@ -86,7 +86,7 @@ def _counted(memory: RoleMemory, of_activations: float) -> RoleMemory:
     working: BytesPerPart = {
         part: size for part, size in memory.working.items() if part in CERTAIN
     }
-    activations = int(of_activations * memory.working.get("activations", 0))
+    activations = int(share * memory.working.get("activations", 0))
     return RoleMemory(persistent, {**working, "activations": activations})
 
 

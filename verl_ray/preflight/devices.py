@@ -260,9 +260,9 @@ def ranks_on_idle_gpus(job: Job, names: Sequence[str]) -> Changes:
     by_backend: dict[str, list[str]] = {}
     for name, role in config.model_roles.items():
         by_backend.setdefault(role.backend.kind, []).append(name)
-    of_judges = sum(ranks.get(name, 0) for name in config.judges)
+    judge_ranks = sum(ranks.get(name, 0) for name in config.judges)
     for together in by_backend.values():
-        changes |= _with_most_ranks(config, together, total - of_judges)
+        changes |= _with_most_ranks(config, together, total - judge_ranks)
     return changes
 
 

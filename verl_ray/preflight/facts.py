@@ -193,8 +193,8 @@ def _template_in(directory: str) -> str:
     template = json_object(folder / "tokenizer_config.json").get("chat_template")
     if isinstance(template, list):
         named = [each for each in template if isinstance(each, dict)]
-        of_name = {each.get("name"): each.get("template") for each in named}
-        template = of_name.get("default")
+        templates_by_name = {each.get("name"): each.get("template") for each in named}
+        template = templates_by_name.get("default")
     return template if isinstance(template, str) else ""
 
 

@@ -117,8 +117,8 @@ def preflight(
     learns = not evaluates
     if machine is not None:
         findings.warnings += _recorded_warnings(config, facts)
-    of_resources = resource_problems(planned, machine, learns=learns)
-    findings.problems += _with_origin(of_resources, config, machine)
+    shortages = resource_problems(planned, machine, learns=learns)
+    findings.problems += _with_origin(shortages, config, machine)
     findings.warnings += resource_warnings(planned, machine, learns=learns)
     findings.warnings += cost_warnings(known, machine, evaluates=evaluates)
     return findings

@@ -173,13 +173,13 @@ def _activations(
     # Hidden states before, in and after the last norm, and as ranks exchange them;
     # cosines and sines of positions; the columns of rows.
     positions = 2 * shape.head_size
-    of_tokens = work.tokens * (FLOAT32 * (4 * hidden + positions) + ROW_BYTES)
+    token_bytes = work.tokens * (FLOAT32 * (4 * hidden + positions) + ROW_BYTES)
     if partition.sequence_parallel:
         # Inputs and outputs of matrix products, gathered from all ranks; the host
         # releases them late.
-        of_tokens += work.tokens * width * 6 * hidden
+        token_bytes += work.tokens * width * 6 * hidden
     if not learns:
-        return max(current_layer, head) + of_tokens
+        return max(current_layer, head) + token_bytes
 
     saved_of_layer = work.tokens * _saved_of_layer(shape, partition, width)
 
@@ -191,12 +191,12 @@ def _activations(
         # While the head computes, no layer is computed again.
         residual = partition.residual_width * hidden // norm_ranks
         inputs = layers * work.tokens * residual
-        return inputs + max(saved_of_layer + current_layer, head) + of_tokens
+        return inputs + max(saved_of_layer + current_layer, head) + token_bytes
 
     saved = layers * saved_of_layer
     if partition.offloaded and device != "cpu":
         saved = saved_of_layer
-    return saved + max(current_layer, head) + of_tokens
+    return saved + max(current_layer, head) + token_bytes
 
 
 def _saved_of_layer(
@@ -221,26 +221,26 @@ def _saved_of_layer(
     # The two norms and additions; of attention, queries and outputs before and after
     # norms and exchanges, keys and values; of the feed-forward part, the gate, its
     # activation, the up projection and their product.
-    of_hidden = 2 * FLOAT32 + 4 * partition.residual_width
-    of_queries = FLOAT32 + 4 * width
-    of_keys = FLOAT32 + 3 * width
-    of_inner = 4 * width
-    of_positions = 0
+    hidden_bytes = 2 * FLOAT32 + 4 * partition.residual_width
+    query_bytes = FLOAT32 + 4 * width
+    key_bytes = FLOAT32 + 3 * width
+    inner_bytes = 4 * width
+    position_bytes = 0
 
     if partition.residual_width > width:
         # The inputs of matrix products are copies.
-        of_hidden += width
+        hidden_bytes += width
     if partition.fused:
-        of_hidden += FLOAT32
-        of_queries += width
-        of_keys += width
-        of_inner += width
+        hidden_bytes += FLOAT32
+        query_bytes += width
+        key_bytes += width
+        inner_bytes += width
         # Every layer has cosines and sines of positions, for queries and for keys.
-        of_positions = 4 * width
+        position_bytes = 4 * width
 
-    parts = of_queries * queries + of_keys * keys + of_inner * inner
-    whole = of_hidden * shape.hidden_size // norm_ranks
-    return whole + parts // tensor + of_positions * shape.head_size
+    parts = query_bytes * queries + key_bytes * keys + inner_bytes * inner
+    whole = hidden_bytes * shape.hidden_size // norm_ranks
+    return whole + parts // tensor + position_bytes * shape.head_size
 
 
 def _head(

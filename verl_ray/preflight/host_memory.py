@@ -38,7 +38,7 @@ def _certain_shortage(job: Job, phase: Phase, needed: int) -> Shortage:
         at_least += " of a node"
         host = "a node"
     size = f"{host.capitalize()} has {machine.memory_bytes / GIB:.1f} GiB"
-    of_model = Shortage("the hosts", size, value=job.config.model.path)
+    model_shortage = Shortage("the hosts", size, value=job.config.model.path)
 
     # Fewer processes help if these take more than half of the memory by themselves.
     everything = plan.host_bytes(phase, certain=True)
@@ -59,13 +59,13 @@ def _certain_shortage(job: Job, phase: Phase, needed: int) -> Shortage:
             f"what models keep on the host ({phase}{_largest(plan, phase)}) and"
             f" processes take {at_least}"
         )
-        return replace(of_model, rule=rule)
+        return replace(model_shortage, rule=rule)
     rule = (
         f"processes, weights, optimizer and caches take {at_least} before any"
         " activation"
     )
     advice = "take a smaller model or rollout.kv_cache_gib"
-    return replace(of_model, rule=rule, own_advice=advice)
+    return replace(model_shortage, rule=rule, own_advice=advice)
 
 
 def _estimated_shortage(job: Job) -> Shortage | None:

@@ -166,11 +166,11 @@ class MemoryPlan:
         these have enough cores.
         """
         by_gpu, others = self._hosts(phase, certain=True)
-        of_a_share = (others + sum(by_gpu)) // machine.nodes
+        share_bytes = (others + sum(by_gpu)) // machine.nodes
         processes = sum(group.ranks for group in self.processes)
         if not machine.gpus or processes > machine.cores:
-            return of_a_share
-        return max(of_a_share, sum(sorted(by_gpu)[: machine.gpus]))
+            return share_bytes
+        return max(share_bytes, sum(sorted(by_gpu)[: machine.gpus]))
 
     def _hosts(self, phase: Phase, *, certain: bool) -> tuple[list[int], int]:
         """Return the memory of the hosts for each GPU, and for processes without one.
@@ -180,13 +180,15 @@ class MemoryPlan:
         by_gpu: dict[tuple[str, int], int] = {}
         without_gpu = 0
         for group in self.processes:
-            of_rank = PROCESS_BYTES[group.kind] + self._on_host(group, phase, certain)
+            rank_bytes = PROCESS_BYTES[group.kind] + self._on_host(
+                group, phase, certain
+            )
             if not any(role in self.by_role for role in group.roles):
-                without_gpu += group.ranks * of_rank
+                without_gpu += group.ranks * rank_bytes
                 continue
             for rank in range(group.ranks):
                 gpu = (group.device, rank)
-                by_gpu[gpu] = by_gpu.get(gpu, 0) + of_rank
+                by_gpu[gpu] = by_gpu.get(gpu, 0) + rank_bytes
         return list(by_gpu.values()), without_gpu
 
     def device_bytes(self, phase: Phase, *, certain: bool = False) -> int:
@@ -239,12 +241,12 @@ class MemoryPlan:
     def _computing(self, group: PlannedProcesses, phase: Phase, certain: bool) -> int:
         """Return the memory of one rank where it computes, without its process."""
         memory = self._memory(group, phase)
-        persistent = sum(_total(of_role.persistent, certain) for of_role in memory)
+        persistent = sum(_total(each.persistent, certain) for each in memory)
         if not self.on_gpus and not certain:
             return persistent + self._retained(group)
 
         # Roles that share a process compute in turn.
-        working = [_total(of_role.working, certain) for of_role in memory]
+        working = [_total(each.working, certain) for each in memory]
         return persistent + max(working, default=0)
 
     def _memory(self, group: PlannedProcesses, phase: Phase) -> list[RoleMemory]:

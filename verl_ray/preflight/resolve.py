@@ -94,10 +94,10 @@ def _resolved(config: C, facts: ClusterFacts) -> tuple[C, list[Resolution]]:
     resolutions: list[Resolution] = []
     # Each stage reads what the stages before it have resolved.
     for stage in (_of_devices, _of_rules, device_values, host_values):
-        of_stage = [Resolution(*each) for each in stage(config, facts)]
-        changes = {resolution.key: resolution.value for resolution in of_stage}
+        stage_resolutions = [Resolution(*each) for each in stage(config, facts)]
+        changes = {resolution.key: resolution.value for resolution in stage_resolutions}
         config = with_changes(config, changes)
-        resolutions += of_stage
+        resolutions += stage_resolutions
 
     # Nothing reads the sections of roles that the run does not create.
     config = with_changes(config, dict(_unused(to_tree(config))))
@@ -173,8 +173,8 @@ def _num_replicas(config: Config, facts: ClusterFacts) -> tuple[int, str]:
     for name, engine in config.active_engines(learns=facts.learns).items():
         if name in config.judges:
             replicas = engine.config.num_replicas
-            of_judge = JUDGE_REPLICAS if replicas == "auto" else replicas
-            others += of_judge * engine.config.tensor_parallel
+            judge_replicas = JUDGE_REPLICAS if replicas == "auto" else replicas
+            others += judge_replicas * engine.config.tensor_parallel
 
     free = max(0, facts.gpus - others)
     because = f"{free} of {facts.gpus} GPUs are left by the other roles"

@@ -180,8 +180,10 @@ def _unpayable(
     for file in files:
         assert file.prompts is not None, "only files of prompts are scored"
         environments = environments_of(file.prompts, config.agent.environments)
-        of_records = zip(file.prompts.data_source.texts(), environments, strict=True)
-        for source, environment in of_records:
+        record_sources = zip(
+            file.prompts.data_source.texts(), environments, strict=True
+        )
+        for source, environment in record_sources:
             name = source if source in functions else DEFAULT
             if environment is None and functions.get(name) == ENVIRONMENT:
                 sources.setdefault(name, source)

@@ -214,7 +214,7 @@ def _workloads(name: str, config: Config, *, learns: bool) -> tuple[Workload, Wo
     An evaluation may have more rows than a step, so its micro-batches are full.
     """
     sizes = batch_algebra(config)
-    batch = next(of_role for of_role in sizes.roles if of_role.role == name)
+    batch = next(each for each in sizes.roles if each.role == name)
     token_slices = config.model_roles[name].backend.token_slices
     largest = resolved(batch.micro_batch_tokens_per_rank)
     # Logits are needed of response tokens only.

@@ -126,16 +126,16 @@ class Attempt:
     @cached_property
     def needed(self) -> Mapping[Place, int]:
         """Bytes of the fullest GPU and of the fullest host."""
-        _, of_device = self.memory.fullest(on_device=True)
+        _, device_bytes = self.memory.fullest(on_device=True)
         gpus = self.machine.gpus
-        of_host = [self.memory.node_bytes(each, gpus) for each in self.memory.phases]
-        return {"device": of_device, "host": max(of_host)}
+        host_bytes = [self.memory.node_bytes(each, gpus) for each in self.memory.phases]
+        return {"device": device_bytes, "host": max(host_bytes)}
 
     @property
     def available(self) -> Mapping[Place, float]:
         """Bytes of a GPU, without limit if it is not known, and of a host."""
-        of_device = self.machine.gpu_memory_bytes or math.inf
-        return {"device": of_device, "host": self.machine.memory_bytes}
+        device_bytes = self.machine.gpu_memory_bytes or math.inf
+        return {"device": device_bytes, "host": self.machine.memory_bytes}
 
     @property
     def short(self) -> list[Place]:

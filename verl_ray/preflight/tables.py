@@ -132,11 +132,11 @@ def _table(
     table.add_section()
     blank = [""] * len(parts)
     if plan.on_gpus:
-        of_device = [_text(plan.device_bytes(phase), unit) for phase in phases]
-        table.add_row("device", *blank, *of_device)
-    of_host = [_text(plan.host_bytes(phase, nodes=nodes), unit) for phase in phases]
+        device_cells = [_text(plan.device_bytes(phase), unit) for phase in phases]
+        table.add_row("device", *blank, *device_cells)
+    host_cells = [_text(plan.host_bytes(phase, nodes=nodes), unit) for phase in phases]
     hosts = "host" if nodes == 1 else f"{nodes} hosts"
-    table.add_row(hosts, *blank, *of_host)
+    table.add_row(hosts, *blank, *host_cells)
     return table
 
 

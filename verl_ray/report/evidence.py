@@ -372,7 +372,7 @@ def decline_of(
         metric: A held-out metric.
         tolerance: How much worse counts, from the best value and the last ones' mean.
     """
-    evaluations = run.series(metric, of_steps=False)
+    evaluations = run.series(metric, steps_only=False)
     should_fall = MainMetric.of(run.config).should_fall(metric)
     sign = -1.0 if should_fall else 1.0
     if len(evaluations) < 3:
@@ -426,7 +426,7 @@ def held_out_scales(run: RunLines) -> dict[str, HeldOutScale]:
     scales = {}
     for name in filter(main.is_meant, run.metrics("val-.+")):
         parts = ScoreName.parse(name)
-        values = run.series(name, of_steps=False).values
+        values = run.series(name, steps_only=False).values
         if parts is None or not len(values):
             continue
         low, high = (0.0, 1.0) if parts.kind == ACCURACY else _score_bounds(run)
@@ -451,12 +451,12 @@ def _score_bounds(run: RunLines) -> tuple[float, float]:
 
 def _num_problems(run: RunLines, source: str) -> float:
     """Return the number of held-out problems of a data source; 0 if not known."""
-    counts = run.series(f"val-aux/{source}/num_prompts", of_steps=False).values
+    counts = run.series(f"val-aux/{source}/num_prompts", steps_only=False).values
     if not len(counts):
         # Records of older versions have the number of all problems alone.
         names = map(ScoreName.parse, run.metrics("val-.+"))
         if len({name.source for name in names if name is not None}) == 1:
-            counts = run.series("val-aux/num_prompts", of_steps=False).values
+            counts = run.series("val-aux/num_prompts", steps_only=False).values
     return float(counts[-1]) if len(counts) else 0.0
 
 

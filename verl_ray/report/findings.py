@@ -290,7 +290,7 @@ def _over_optimisation(run: RunLines) -> Iterator[Evidence | None]:
 
     for metric, scale in held_out_scales(run).items():
         # The best of many is high by chance, so each has its share of false alarms.
-        num_others = max(1, len(run.series(metric, of_steps=False)) - 2)
+        num_others = max(1, len(run.series(metric, steps_only=False)) - 2)
         tolerance = partial(scale.fall_by_chance, FALSE_ALARM / num_others)
         decline = decline_of(run, metric, tolerance)
         if decline is None:

@@ -88,17 +88,17 @@ class RunLines:
         """Lines of steps, without that of step 0, which is before the training."""
         return [line for line in self.lines if line[GLOBAL_STEP] >= 1]
 
-    def series(self, metric: str, of_steps: bool = True) -> Series:
+    def series(self, metric: str, steps_only: bool = True) -> Series:
         """Return the values of a metric.
 
         Args:
             metric: Its name.
-            of_steps: Whether to leave out step 0, which is before the training.
+            steps_only: Whether to leave out step 0, which is before the training.
         """
         points = [
             (line[GLOBAL_STEP], line[metric])
             for line in self.lines
-            if metric in line and line[GLOBAL_STEP] >= of_steps
+            if metric in line and line[GLOBAL_STEP] >= steps_only
         ]
         table = np.array(points, np.float64).reshape(-1, 2)
         table = table[np.isfinite(table[:, 1])]

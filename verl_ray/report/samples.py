@@ -278,7 +278,7 @@ def _within(
 def _row(fields: Mapping[str, Any], source: str, step: int, group: str) -> RecordedRow:
     """Return a line of a file of rollouts or of held-out responses."""
     # Files of earlier versions have no columns of turns.
-    of_turns = [fields.get(name) or () for name in TURN_COLUMNS]
+    turn_fields = [fields.get(name) or () for name in TURN_COLUMNS]
     return RecordedRow(
         source=source,
         step=step,
@@ -297,7 +297,7 @@ def _row(fields: Mapping[str, Any], source: str, step: int, group: str) -> Recor
         num_turns=_whole(fields.get("num_turns")),
         response_tokens=_whole(fields.get("response_tokens")),
         advantage=_number(fields.get("advantage")),
-        turns=list(zip(*of_turns, strict=True)),
+        turns=list(zip(*turn_fields, strict=True)),
     )
 
 

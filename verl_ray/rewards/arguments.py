@@ -82,19 +82,19 @@ def group_values(requests: Sequence[ScoreRequest], log: GroupLog) -> dict[str, o
     }
     if all(request.answer is not None for request in requests):
         columns["answer"] = [request.answer for request in requests]
-    of_responses = {
+    response_columns = {
         "num_tokens": [request.num_tokens for request in requests],
         "finish_reason": [request.finish_reason for request in requests],
         "step": requests[0].step,
     }
     if all(request.episode_score is not None for request in requests):
-        of_responses |= {
+        response_columns |= {
             name: [getattr(request, name) for request in requests]
             for name in OF_EPISODES
         }
     # A column of such a name is what a function for TRL means.
     return (
-        of_responses
+        response_columns
         | columns
         | {
             "data_source": [request.data_source for request in requests],

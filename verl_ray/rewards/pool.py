@@ -500,17 +500,17 @@ def units_of(
 
     units: list[Unit] = []
     for source, run in itertools.groupby(range(len(requests)), function_of):
-        of_function = needs[source]
+        function_needs = needs[source]
         parts: list[tuple[int, ...]]
-        if of_function.unit == "single":
+        if function_needs.unit == "single":
             parts = [(item,) for item in run]
-        elif of_function.unit == "concurrent":
+        elif function_needs.unit == "concurrent":
             items = tuple(run)
             starts = range(0, len(items), MOST_CONCURRENT)
             parts = [items[start : start + MOST_CONCURRENT] for start in starts]
         else:
             parts = [tuple(group) for _, group in itertools.groupby(run, group_of)]
-        units += [Unit(part, of_function) for part in parts]
+        units += [Unit(part, function_needs) for part in parts]
     return units
 
 

@@ -182,7 +182,7 @@ class Shaping:
             aborted: Responses that were aborted, bool [rows]; None where none was.
                 Their scores do not count towards the moments of normalisation.
         """
-        parts, of_graders = [], []
+        parts, grader_scores = [], []
         for role, scores in raw.items():
             weight = self._weights[role]
             shaped = self._normalise_and_clip(role, scores, aborted)
@@ -190,9 +190,9 @@ class Shaping:
             parts.append((weight, normalised))
             # Normalised scores lie around 0, and their bound is one of deviations.
             is_normalised = self._graders[role].normalise != "none"
-            of_grader = scores.score if is_normalised else normalised
-            of_graders.append((weight, of_grader))
-        graded, health = _sum(of_graders, _health(raw))
+            one_grader = scores.score if is_normalised else normalised
+            grader_scores.append((weight, one_grader))
+        graded, health = _sum(grader_scores, _health(raw))
         rewards, health = _sum(parts, health)
         return ResponseScores(rewards, health, parts=tuple(parts), graded=graded)
 
@@ -304,8 +304,8 @@ def with_additions(
 
 def _most_tokens(config: RLConfig) -> int:
     """Return how many tokens a response may have, or all turns of an episode."""
-    of_episode = None if config.episodes is None else config.episodes.max_tokens
-    return of_episode or config.rollout.max_response_tokens
+    episode_tokens = None if config.episodes is None else config.episodes.max_tokens
+    return episode_tokens or config.rollout.max_response_tokens
 
 
 def _limits_of_responses(
@@ -354,8 +354,9 @@ def turn_weights(config: RLConfig) -> dict[str, float]:
     return {
         source: sum(
             weights[role]
-            for role, of_sources in functions.items()
-            if of_sources.get(source, of_sources.get(DEFAULT)) == ENVIRONMENT
+            for role, source_functions in functions.items()
+            if source_functions.get(source, source_functions.get(DEFAULT))
+            == ENVIRONMENT
         )
         for source in sources
     }

@@ -268,11 +268,11 @@ def _refuse_arguments(target: object, arguments: Mapping[str, object]) -> None:
         return
     kinds = {parameter.kind for parameter in parameters.values()}
     takes_any = inspect.Parameter.VAR_KEYWORD in kinds
-    of_responses = frozenset() if inspect.isclass(target) else GIVEN
-    free = [name for name in parameters if name not in of_responses]
+    given_names = frozenset() if inspect.isclass(target) else GIVEN
+    free = [name for name in parameters if name not in given_names]
 
     for name in arguments:
-        if name in of_responses:
+        if name in given_names:
             rule = f"its argument {name} is a value that every response brings"
             raise SignatureMistake(rule, "Leave it out.")
         if name not in parameters and not takes_any:

@@ -496,13 +496,13 @@ class ReplyBuilder:
         top: list[dict[str, float] | None] = [dict([pair]) for pair in pairs]
 
         if call.scores_prompt and prompt is not None:
-            of_prompt = self._names(prompt)
-            names = of_prompt + names
+            prompt_names = self._names(prompt)
+            names = prompt_names + names
             scored: list[float] = []
             tops: list[dict[str, float]] = []
             if delta.prompt is not None:
                 scored = delta.prompt.log_probs.tolist()
-                tops = self._tops(of_prompt[1:], delta.prompt)
+                tops = self._tops(prompt_names[1:], delta.prompt)
             log_probs = [None, *scored, *log_probs]
             top = [None, *tops, *top]
 

@@ -80,11 +80,11 @@ def snapshot_at(folder: str) -> Snapshot | None:
     kind, *parts = name.name.split("--")
     if len(parts) != 2 or kind not in ("models", "datasets"):
         return None
-    of_kind: Kind = "model" if kind == "models" else "dataset"
-    return Snapshot("/".join(parts), path.name, of_kind, name.parent)
+    kind_option: Kind = "model" if kind == "models" else "dataset"
+    return Snapshot("/".join(parts), path.name, kind_option, name.parent)
 
 
 def download_command(repository: str, kind: Kind) -> str:
     """Return the command that downloads the newest commit of a repository."""
-    of_kind = " --repo-type dataset" if kind == "dataset" else ""
-    return f"hf download {repository}{of_kind}"
+    kind_option = " --repo-type dataset" if kind == "dataset" else ""
+    return f"hf download {repository}{kind_option}"

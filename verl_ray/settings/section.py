@@ -83,9 +83,9 @@ class OneOf:
         if other is None:
             return names
 
-        def validate(value: Any, of_names: Callable[[Any], Any]) -> Any:
+        def validate(value: Any, by_name: Callable[[Any], Any]) -> Any:
             allowed = other(value) if isinstance(value, str) else None
-            return of_names(value) if allowed is None else allowed
+            return by_name(value) if allowed is None else allowed
 
         return core_schema.no_info_wrap_validator_function(validate, names)
 

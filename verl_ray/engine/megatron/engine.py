@@ -334,12 +334,12 @@ class MegatronEngine(PackedEngine):
             state["model"] = model_state(self._mapped, self._shapes, self._manifest)
             return state
 
-        of_optimizer = optimizer_state(self._shards(), self._shapes, self._manifest)
+        saved_optimizer = optimizer_state(self._shards(), self._shapes, self._manifest)
         rate = next(iter(self._optimizer.param_groups))["lr"]
-        of_optimizer["optimizer"]["param_groups"] = torch_param_groups(
+        saved_optimizer["optimizer"]["param_groups"] = torch_param_groups(
             self._template, config, rate
         )
-        return state | of_optimizer
+        return state | saved_optimizer
 
     def load_state(self, state: dict[str, Any]) -> None:
         # The tensors of `state` are this engine's own, so their values are in place.
