@@ -58,16 +58,8 @@ from verl_ray.paths import refuse_foreign_packages
 from verl_ray.preflight.machine import parse_machine
 from verl_ray.suggest import closest, did_you_mean, is_misspelt
 
-_MODULES_WITH_FLAGS = {
-    "export": "controllers.commands.export",
-    "ledger": "controllers.commands.ledger",
-    "play": "controllers.commands.play",
-    "report": "controllers.commands.report",
-    "runs": "controllers.commands.report:list_runs",
-    "status": "controllers.commands.status",
-    "watch": "controllers.commands.watch",
-}
-"""Command with flags of its own -> the module, and its function if it is not `main`."""
+_COMMANDS_WITH_FLAGS = ("export", "ledger", "play", "report", "runs", "status", "watch")
+"""Commands that read flags of their own, each the `main` of its module."""
 
 
 class TakesConfig(Protocol):
@@ -130,8 +122,8 @@ def _run(arguments: list[str]) -> int:
         print(versions())
         return 0
 
-    if command in _MODULES_WITH_FLAGS:
-        return run_with_flags(_MODULES_WITH_FLAGS[command], rest)
+    if command in _COMMANDS_WITH_FLAGS:
+        return run_with_flags(f"controllers.commands.{command}", rest)
 
     if command == "bench":
         program = shlex.join(["python", "-m", "scripts.bench", *rest])
@@ -147,7 +139,7 @@ def _run(arguments: list[str]) -> int:
         return 2
 
     if command not in HELP:
-        hint = did_you_mean(command, [*HELP, *_MODULES_WITH_FLAGS], "command")
+        hint = did_you_mean(command, [*HELP, *_COMMANDS_WITH_FLAGS], "command")
         print(f"verl-ray: no command {command!r}. {hint}", file=sys.stderr)
         return 2
 
@@ -263,16 +255,15 @@ def _unnamed_root(command: str) -> Problem:
     return Problem("--config-name", None, rule, fix)
 
 
-def run_with_flags(implementation: str, arguments: list[str]) -> int:
+def run_with_flags(module: str, arguments: list[str]) -> int:
     """Run a command that reads flags of its own, and return its exit code.
 
     Args:
-        implementation: `MODULE`, whose `main` it is, or `MODULE:FUNCTION`.
+        module: Name of the module whose `main` it is.
         arguments: What was typed behind the command.
     """
     stop_on_signals()
-    module, _, function = implementation.partition(":")
-    run = getattr(importlib.import_module(module), function or "main")
+    run = importlib.import_module(module).main
     _collect_garbage_again()
     return stoppable(functools.partial(cast(TakesArguments, run), arguments))
 

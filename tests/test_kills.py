@@ -12,7 +12,7 @@ from controllers.command_line import main
 from tests.controllers.runs import GRADER, Inputs, command_here, make_inputs
 from tests.kills import Run, differences, steps_of
 from verl_ray.cluster.session import Session
-from verl_ray.tracking.evaluations import recorded_responses
+from verl_ray.tracking.held_out_responses import recorded_responses
 from verl_ray.tracking.rollouts import recorded_rollouts
 
 pytestmark = [

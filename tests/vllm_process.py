@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
-from verl_ray.rollout.vllm_core import environment
+from verl_ray.rollout.vllm_environment import environment
 
 
 @contextmanager

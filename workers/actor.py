@@ -41,7 +41,7 @@ from verl_ray.learning.policy_objective import (
 from verl_ray.ops.installed_torch import leaving_a_core
 from verl_ray.ops.masked import Moments, whiten
 from verl_ray.ops.outputs import RequestedOutputs
-from verl_ray.rollout.engine_state import Probe
+from verl_ray.rollout.probes import Probe
 from verl_ray.weight_sync.manifest import Manifest
 from verl_ray.weight_sync.transport import (
     KeptVersion,

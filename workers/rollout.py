@@ -41,9 +41,10 @@ from verl_ray.errors import EngineFailed, VerlRayError
 from verl_ray.ops.installed_torch import choose_vector_program
 from verl_ray.profiling.progress import touch
 from verl_ray.rollout.base import RolloutEngine
-from verl_ray.rollout.engine_state import EngineMemoryPart, Probe
+from verl_ray.rollout.engine_state import EngineMemoryPart
 from verl_ray.rollout.episode_counts import EpisodeCounts
 from verl_ray.rollout.episodes import EpisodePool
+from verl_ray.rollout.probes import Probe
 from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling
 from verl_ray.rollout.server import PauseMode, RolloutServer, ServerHealth
 from verl_ray.weight_sync.fingerprint import Fingerprint
@@ -543,8 +544,8 @@ def start_engine(
     chat_template: str | None = None,
 ) -> RolloutEngine:
     """Start vLLM in this process, which must not have imported it yet."""
-    from verl_ray.rollout.vllm_core import environment
     from verl_ray.rollout.vllm_engine import VllmEngine
+    from verl_ray.rollout.vllm_environment import environment
 
     device = context.device.partition(":")[0]
     variables = environment(

@@ -49,10 +49,11 @@ from verl_ray.tracking.comparison import (
     intervals,
     show_comparison,
 )
-from verl_ray.tracking.console import HeldOut, Report, show
-from verl_ray.tracking.evaluations import HeldOutResponse, write_scores
+from verl_ray.tracking.evaluations import write_scores
+from verl_ray.tracking.held_out_responses import HeldOutResponse
 from verl_ray.tracking.history import TESTING
 from verl_ray.tracking.jsonl import finite, unused_path
+from verl_ray.tracking.printed_report import HeldOut, Report, show
 
 
 @dataclass(frozen=True)

@@ -256,6 +256,11 @@ def _signals_to_the_run() -> Iterator[_RunningProcess]:
 # It is made from the files of the runs alone, so a sweep that goes on shows the runs
 # before it as well.
 
+SUMMARY = "sweep.txt"
+"""File in the folder of a sweep with the summary of its runs."""
+
+FILE_WIDTH = 80
+
 
 def _summarize(command: str, sweep: _Sweep) -> None:
     """Print how each run ended, and write it to the folder of the sweep."""
@@ -273,15 +278,6 @@ def _summarize(command: str, sweep: _Sweep) -> None:
     # A check starts no run, so there is no folder yet.
     has_run = folder is not None and folder.is_dir() and command != "check"
     print_summary(title, command, ends, folder if has_run else None)
-
-
-# ------------------------------------------------------------------------ the summary
-
-
-SUMMARY = "sweep.txt"
-"""File in the folder of a sweep with the summary of its runs."""
-
-FILE_WIDTH = 80
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ from verl_ray.errors import ConfigError, InputError, Problem
 from verl_ray.preflight.machine import Machine
 from verl_ray.rewards.client import url_problem
 from verl_ray.rollout.requests import GenerationRequest, Sampling
-from verl_ray.rollout.vllm_core import environment as engine_variables
+from verl_ray.rollout.vllm_environment import environment as engine_variables
 from verl_ray.suggest import did_you_mean
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from controllers.publishing.wire import Receivers
 from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.config.rollout_task import RolloutTaskConfig
-from verl_ray.rollout.engine_state import Probe
+from verl_ray.rollout.probes import Probe
 from verl_ray.settings.section import resolved
 from workers.actor import ActorWorker
 

@@ -40,14 +40,10 @@ from verl_ray.rewards.built_in import is_accuracy
 from verl_ray.rewards.health import Entries
 from verl_ray.rewards.shaping import ResponseScores, Shaping, response_scores
 from verl_ray.tracking.base import Sample
-from verl_ray.tracking.evaluations import (
-    ROWS_AT_ONCE,
-    HeldOutResponse,
-    HeldOutScores,
-    digest,
-    group_metric_means,
-)
+from verl_ray.tracking.evaluations import HeldOutScores, digest
+from verl_ray.tracking.group_metrics import group_metric_means
 from verl_ray.tracking.held_out_names import ACCURACY
+from verl_ray.tracking.held_out_responses import ROWS_AT_ONCE, HeldOutResponse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

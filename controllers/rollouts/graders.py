@@ -16,7 +16,7 @@ from typing import Any
 from controllers.rollouts.score_failures import FailureHistory, ScoreFailures
 from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.cluster.launch import InPlaceRestarts
+from verl_ray.cluster.restarts import InPlaceRestarts
 from verl_ray.columns.sharded import Sharded
 from verl_ray.columns.stages import Rollouts, Scores
 from verl_ray.config.reward import HELD_OUT_GRADER

@@ -25,7 +25,7 @@ from controllers.rollouts.replicas import Replicas
 from controllers.rollouts.score_failures import ScoreFailures
 from controllers.rollouts.whole_groups import GroupCollector
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.cluster.launch import InPlaceRestarts
+from verl_ray.cluster.restarts import InPlaceRestarts
 from verl_ray.cluster.signals import give_up_work, stop_requested
 from verl_ray.cluster.waiting import TICK_S, wait
 from verl_ray.columns.batch import Int64
@@ -39,8 +39,6 @@ from workers.reward import Grader
 from workers.rollout import (
     Generation,
 )
-
-# ------------------------------------------------------------------------- the producer
 
 
 class Producer:

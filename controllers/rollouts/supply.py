@@ -37,7 +37,8 @@ from verl_ray.columns.batch import Int64
 from verl_ray.columns.stages import Bool, Prompts
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.buffer import Experience, RolloutBuffer
-from verl_ray.data.cursor import Curriculum, CursorState, drawn_rows
+from verl_ray.data.curriculum import Curriculum
+from verl_ray.data.cursor import CursorState, drawn_rows
 from verl_ray.data.ledger import LEDGER, NO_SPREAD, Event, Ledger
 from verl_ray.data.prompts import PromptSource
 from verl_ray.errors import DataError, Interrupted

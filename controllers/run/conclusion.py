@@ -33,7 +33,6 @@ from verl_ray.report.tracker import last_report
 from verl_ray.tracking import GLOBAL_STEP, Trackers
 from verl_ray.tracking.base import Sample
 from verl_ray.tracking.comparison import intervals, paired_differences
-from verl_ray.tracking.console import HeldOut, Report, show
 from verl_ray.tracking.evaluations import (
     HeldOutScores,
     read_scores,
@@ -52,6 +51,7 @@ from verl_ray.tracking.history import (
     wall_s,
 )
 from verl_ray.tracking.jsonl import METRICS, newest_samples, read_metrics
+from verl_ray.tracking.printed_report import HeldOut, Report, show
 
 SHOWN_SAMPLES = 5
 

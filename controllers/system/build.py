@@ -32,13 +32,8 @@ from controllers.system.plan import (
 )
 from verl_ray.cluster.calls import wait_all
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.cluster.launch import (
-    Groups,
-    InPlaceRestarts,
-    MayRestart,
-    never,
-    start_groups,
-)
+from verl_ray.cluster.launch import Groups, start_groups
+from verl_ray.cluster.restarts import InPlaceRestarts, MayRestart, never
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import finishing
 from verl_ray.config.rollout_task import RolloutTaskConfig

@@ -43,7 +43,7 @@ from verl_ray.algorithms.estimators import (
 from verl_ray.algorithms.groups import is_last_of_group
 from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.cluster.launch import Pending
+from verl_ray.cluster.restarts import Pending
 from verl_ray.cluster.waiting import Background, put
 from verl_ray.columns.sharded import Sharded
 from verl_ray.columns.stages import (

@@ -22,8 +22,9 @@ from verl_ray.rewards.built_in import PRED
 from verl_ray.rewards.health import Entries, ScoreHealth
 from verl_ray.rewards.shaping import ResponseScores
 from verl_ray.tracking.base import Sample
-from verl_ray.tracking.evaluations import HeldOutResponse, HeldOutScores
+from verl_ray.tracking.evaluations import HeldOutScores
 from verl_ray.tracking.held_out_names import ACCURACY, REWARD, ScoreName
+from verl_ray.tracking.held_out_responses import HeldOutResponse
 
 
 @dataclass(frozen=True)

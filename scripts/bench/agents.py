@@ -59,7 +59,7 @@ from verl_ray.agents.policy import (
 from verl_ray.agents.template import Renderer
 from verl_ray.agents.wire import EpisodeStart, token_bytes
 from verl_ray.cluster.context import WorkerContext
-from verl_ray.cluster.process_control import thread_environment
+from verl_ray.cluster.process_setup import thread_environment
 from verl_ray.config.load import parse, to_tree
 from verl_ray.config.rollout import RolloutConfig
 from verl_ray.config.tasks.rl import RLConfig
@@ -75,7 +75,7 @@ from verl_ray.rollout.requests import (
 )
 from verl_ray.rollout.server import RolloutServer
 from verl_ray.rollout.tool_calls import ActionReader
-from verl_ray.rollout.vllm_core import environment
+from verl_ray.rollout.vllm_environment import environment
 from workers.rollout import start_engine
 
 T = TypeVar("T")

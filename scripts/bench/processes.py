@@ -29,7 +29,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from controllers.compose.composition import compose
-from verl_ray.cluster.process_control import thread_environment
+from verl_ray.cluster.process_setup import thread_environment
 from verl_ray.columns.batch import offsets_of
 from verl_ray.columns.stages import TrainingBatch
 from verl_ray.config.schema import Config

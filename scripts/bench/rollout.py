@@ -19,7 +19,7 @@ from scripts.bench.inputs import POLICIES, run_with_inputs
 from scripts.bench.raw import RawProcess, RawRequests, RawSpec
 from scripts.bench.running import ActorAndReplicas, actor_and_replicas, cluster
 from scripts.bench.suite import Flags, circumstances, print_json, rounds
-from verl_ray.cluster.process_control import thread_environment
+from verl_ray.cluster.process_setup import thread_environment
 from verl_ray.cluster.waiting import TICK_S
 from verl_ray.columns.stages import Prompts
 from verl_ray.config.rollout import VLLM_BATCHED_REQUESTS, VLLM_BATCHED_TOKENS
@@ -27,7 +27,7 @@ from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.tokenizers import policy_tokenizer
 from verl_ray.rollout.requests import Sampling
-from verl_ray.rollout.vllm_core import environment
+from verl_ray.rollout.vllm_environment import environment
 from verl_ray.settings.section import resolved
 from workers.rollout import Generation
 

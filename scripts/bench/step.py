@@ -31,7 +31,7 @@ from scripts.bench.suite import (
     print_json,
     progress,
 )
-from verl_ray.cluster.process_control import thread_environment
+from verl_ray.cluster.process_setup import thread_environment
 from verl_ray.cluster.waiting import read
 from verl_ray.columns.batch import Int64
 from verl_ray.columns.stages import Rollouts
@@ -41,7 +41,7 @@ from verl_ray.data.prompts import PromptSource
 from verl_ray.data.tokenizers import policy_tokenizer
 from verl_ray.profiling.memory import GIB
 from verl_ray.profiling.phases import Timers
-from verl_ray.rollout.vllm_core import environment
+from verl_ray.rollout.vllm_environment import environment
 from verl_ray.settings.section import resolved
 from workers.rollout import Generation
 

@@ -7,11 +7,8 @@ from pathlib import Path
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from verl_ray.cluster.context import RankSpec
-from verl_ray.cluster.process_control import (
-    _log_name,
-    allow_open_files,
-    compiler_environment,
-)
+from verl_ray.cluster.process_control import _log_name
+from verl_ray.cluster.process_setup import allow_open_files, compiler_environment
 from verl_ray.private_files import users_folder
 
 

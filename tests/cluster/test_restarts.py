@@ -15,7 +15,7 @@ from tests.cluster.crew import Echo, hasten, rows_of
 from tests.waiting import PATIENCE_S, until
 from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.cluster.launch import InPlaceRestarts, RepeatedCall
+from verl_ray.cluster.restarts import InPlaceRestarts, RepeatedCall
 from verl_ray.cluster.waiting import put, read
 from verl_ray.columns.sharded import Sharded
 from verl_ray.columns.stages import LogProbs, Rows

@@ -9,7 +9,8 @@ import pytest
 
 from tests.data.test_prompts import config, sums, write
 from verl_ray.config.data import CurriculumConfig
-from verl_ray.data.cursor import Curriculum, Cursor, Mixture
+from verl_ray.data.curriculum import Curriculum
+from verl_ray.data.cursor import Cursor, Mixture
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.errors import CheckpointError, DataError

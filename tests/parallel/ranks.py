@@ -19,11 +19,8 @@ from verl_ray.columns.batch import offsets_of
 from verl_ray.models.attention import plan_layout
 from verl_ray.models.role_model import HeadKind, PackedRows, RoleModel
 from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
-from verl_ray.parallel import (
-    PackedTokens,
-    ShardingManager,
-    UlyssesManager,
-)
+from verl_ray.parallel.sharding import PackedTokens, ShardingManager
+from verl_ray.parallel.ulysses import UlyssesManager
 
 Given = tuple[int, ...]
 

@@ -23,11 +23,8 @@ from verl_ray.errors import EngineError
 from verl_ray.models.role_model import HeadKind
 from verl_ray.models.tiny import make_tiny
 from verl_ray.ops.outputs import TokenOutputs
-from verl_ray.parallel import (
-    PackedTokens,
-    ShardingManager,
-    UlyssesManager,
-)
+from verl_ray.parallel.sharding import PackedTokens, ShardingManager
+from verl_ray.parallel.ulysses import UlyssesManager
 
 pytestmark = pytest.mark.ranks
 

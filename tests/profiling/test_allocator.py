@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from verl_ray.cluster.context import RankSpec
-from verl_ray.cluster.process_control import process_environment
+from verl_ray.cluster.process_setup import process_environment
 from verl_ray.profiling.memory import exportable, is_expandable
 
 

@@ -11,7 +11,8 @@ import yaml
 
 from verl_ray.ownership import Owner
 from verl_ray.profiling.trace import ProcessSpans, Span, TraceFile
-from verl_ray.tracking.evaluations import HeldOutResponse, HeldOutScores
+from verl_ray.tracking.evaluations import HeldOutScores
+from verl_ray.tracking.held_out_responses import HeldOutResponse
 from verl_ray.tracking.history import HISTORY, begin_segment, end_segment, ready_segment
 from verl_ray.tracking.jsonl import JsonlTracker
 from verl_ray.tracking.rollouts import RolloutFiles, RolloutTable

@@ -26,7 +26,7 @@ from verl_ray.profiling.process_table import RunStatus, write_status
 from verl_ray.report import record, samples
 from verl_ray.report.findings import findings
 from verl_ray.report.record import fingerprint, read_run
-from verl_ray.tracking.evaluations import HeldOutResponse
+from verl_ray.tracking.held_out_responses import HeldOutResponse
 from verl_ray.tracking.history import HISTORY, begin_segment, wall_s
 from verl_ray.tracking.jsonl import JsonlTracker
 from verl_ray.tracking.rollouts import RolloutFiles

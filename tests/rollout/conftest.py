@@ -22,7 +22,7 @@ from verl_ray.models.names import checkpoint_tensors
 from verl_ray.models.tiny import Architecture, make_tiny
 from verl_ray.rollout import vllm_engine
 from verl_ray.rollout.base import RolloutEngine
-from verl_ray.rollout.vllm_core import engine_config
+from verl_ray.rollout.vllm_arguments import engine_config
 from verl_ray.rollout.vllm_engine import VllmEngine
 from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice, plan_buckets

@@ -24,7 +24,7 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 
 
 def main(task: dict[str, Any]) -> int:
-    from verl_ray.rollout.vllm_core import environment
+    from verl_ray.rollout.vllm_environment import environment
 
     # Before torch is imported.
     os.environ.update(environment(task["device"], 1, dtype=task["dtype"]))

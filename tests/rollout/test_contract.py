@@ -18,7 +18,9 @@ from verl_ray.columns.stages import Finish
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import CannotGenerate, RolloutError, WeightSyncError
 from verl_ray.rollout.base import RolloutEngine
-from verl_ray.rollout.engine_state import EnginePause, InFlight, Probe
+from verl_ray.rollout.engine_state import EnginePause
+from verl_ray.rollout.in_flight import InFlight
+from verl_ray.rollout.probes import Probe
 from verl_ray.rollout.requests import (
     Chunk,
     EngineLoad,

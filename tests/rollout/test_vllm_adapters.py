@@ -20,7 +20,8 @@ from verl_ray.engine.module_engine import ModuleEngine
 from verl_ray.errors import WeightSyncError
 from verl_ray.ops.outputs import RequestedOutputs
 from verl_ray.rollout.base import RolloutEngine
-from verl_ray.rollout.engine_state import EnginePause, Probe
+from verl_ray.rollout.engine_state import EnginePause
+from verl_ray.rollout.probes import Probe
 from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling
 from verl_ray.rollout.vllm_engine import VllmEngine
 from verl_ray.rollout.vllm_loader import WeightLoader

@@ -26,8 +26,8 @@ from verl_ray.rollout.requests import (
     GenerationRequest,
     Sampling,
 )
-from verl_ray.rollout.vllm_core import environment
 from verl_ray.rollout.vllm_engine import VllmEngine
+from verl_ray.rollout.vllm_environment import environment
 from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice, plan_buckets
 from verl_ray.weight_sync.shared_memory import create, map_slots, remove
 from verl_ray.weight_sync.transport import WireSpec

@@ -19,11 +19,11 @@ from tests.rollout.conftest import checkpoint_of, manifest_of
 from tests.rollout.generation import generate
 from verl_ray.errors import EngineFailed, WeightSyncError
 from verl_ray.models.tiny import Architecture
-from verl_ray.rollout.engine_state import HIDDEN_MOVEMENT, Probe
+from verl_ray.rollout.probes import HIDDEN_MOVEMENT, Probe
 from verl_ray.rollout.requests import GenerationRequest, Sampling
 from verl_ray.rollout.server import RolloutServer
-from verl_ray.rollout.vllm_core import environment
 from verl_ray.rollout.vllm_engine import VllmEngine
+from verl_ray.rollout.vllm_environment import environment
 from verl_ray.settings.config_json import positions_of
 from verl_ray.weight_sync.broadcast import BroadcastSender
 from verl_ray.weight_sync.fingerprint import Fingerprint

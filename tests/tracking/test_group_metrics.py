@@ -11,13 +11,8 @@ import pytest
 
 from verl_ray.algorithms.subsets import NO_ANSWER
 from verl_ray.tracking.comparison import intervals, paired_differences
-from verl_ray.tracking.evaluations import (
-    HeldOutScores,
-    group_metric_means,
-    group_metrics,
-    read_scores,
-    write_scores,
-)
+from verl_ray.tracking.evaluations import HeldOutScores, read_scores, write_scores
+from verl_ray.tracking.group_metrics import group_metric_means, group_metrics
 from verl_ray.tracking.held_out_names import ScoreName
 
 N = NO_ANSWER

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from verl_ray.errors import Interrupted, TrackingError
 from verl_ray.tracking.base import Sample, Trackers
-from verl_ray.tracking.evaluations import HeldOutResponse, first_responses
+from verl_ray.tracking.held_out_responses import HeldOutResponse, first_responses
 from verl_ray.tracking.jsonl import (
     JsonlTracker,
     format_ranges,

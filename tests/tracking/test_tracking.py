@@ -126,7 +126,7 @@ def test_a_record_that_cannot_be_written_stops_the_run_at_its_start(
 @pytest.mark.processes
 def test_importing_the_trackers_loads_no_heavy_library() -> None:
     program = (
-        "import sys, verl_ray.report.page, controllers.commands.report, verl_ray.tracking.console\n"
+        "import sys, verl_ray.report.page, controllers.commands.report, controllers.commands.runs, verl_ray.tracking.console\n"
         "print({'wandb', 'torch', 'vllm', 'tensorboard', 'ray'} & set(sys.modules))"
     )
     ended = subprocess.run(

@@ -39,12 +39,8 @@ from verl_ray.cluster.context import (
     WorkerContext,
     this_thread,
 )
-from verl_ray.cluster.process_control import (
-    allow_open_files,
-    keep_output,
-    process_environment,
-    tail,
-)
+from verl_ray.cluster.process_control import keep_output, tail
+from verl_ray.cluster.process_setup import allow_open_files, process_environment
 from verl_ray.cluster.waiting import read
 from verl_ray.columns.batch import Batch
 from verl_ray.columns.packing import Topology

@@ -41,7 +41,7 @@ from verl_ray.cluster.guard import (
     start_guard,
 )
 from verl_ray.cluster.placement import NodeResources, node_resources
-from verl_ray.cluster.process_control import compiler_environment
+from verl_ray.cluster.process_setup import compiler_environment
 from verl_ray.cluster.session_folders import (
     name_owners,
     own_sessions,

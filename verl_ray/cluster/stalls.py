@@ -17,7 +17,7 @@ go to a file in the run's folder of logs, since there may be hundreds.
 Invariant: of several ranks that stand still, the error names those that hold up the
 others as far as that can be known. Where a pending call can report a failure, the call
 does so first. Groups whose owner looks at them are left to it: replicas
-(`controllers/rollouts/supervisor.py`) and groups without state (`launch.py`). A group
+(`controllers/rollouts/supervisor.py`) and groups without state (`restarts.py`). A group
 that is known to be lost is not looked at. A report that cannot be written or printed
 does not hide the error that it is about.
 """

@@ -31,7 +31,8 @@ import numpy as np
 
 from verl_ray.columns.batch import Batch, Int64
 from verl_ray.config.data import DataFilesConfig, DataSet
-from verl_ray.data.cursor import Curriculum, Cursor, CursorState, Mixture, fingerprint
+from verl_ray.data.curriculum import Curriculum
+from verl_ray.data.cursor import Cursor, CursorState, Mixture, fingerprint
 from verl_ray.data.fields import Fields
 from verl_ray.data.files import (
     object_of_line,

@@ -34,7 +34,8 @@ from verl_ray.errors import EngineError
 from verl_ray.models.role_model import RoleModel
 from verl_ray.models.tensor_sources import RankZeroReader, TensorSource
 from verl_ray.ops.outputs import RequestedOutputs
-from verl_ray.parallel import ShardingManager, UlyssesManager
+from verl_ray.parallel.sharding import ShardingManager
+from verl_ray.parallel.ulysses import UlyssesManager
 from verl_ray.settings.section import resolved
 
 if TYPE_CHECKING:

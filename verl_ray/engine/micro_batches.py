@@ -25,7 +25,7 @@ from verl_ray.errors import DataError
 from verl_ray.learning.objectives import LossInputs
 from verl_ray.models.role_model import PackedRows
 from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
-from verl_ray.parallel import PackedTokens
+from verl_ray.parallel.sharding import PackedTokens
 from verl_ray.profiling.progress import reach
 from verl_ray.settings.section import resolved
 

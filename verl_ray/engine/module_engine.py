@@ -47,7 +47,7 @@ from verl_ray.models.role_model import RoleModel, build_role_model, fill_role_mo
 from verl_ray.models.tensor_sources import CheckpointReader, TensorSource
 from verl_ray.models.weights import own_box
 from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
-from verl_ray.parallel import ShardingManager
+from verl_ray.parallel.sharding import ShardingManager
 from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice
 
 

@@ -59,7 +59,7 @@ from verl_ray.models.attention import plan_layout
 from verl_ray.models.export import write_directory
 from verl_ray.models.role_model import PackedRows, RoleModel
 from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
-from verl_ray.parallel import PackedTokens, ShardingManager
+from verl_ray.parallel.sharding import PackedTokens, ShardingManager
 from verl_ray.profiling.flops import ModelShape
 from verl_ray.profiling.progress import reach, touch
 from verl_ray.settings.config_json import positions_of

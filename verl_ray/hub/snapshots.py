@@ -29,8 +29,6 @@ from verl_ray.settings.hub_ids import (
     snapshot_of,
 )
 
-# ----------------------------------------------------------------------------- download
-
 _PATIENCE_S = 5.0  # until the hub counts as one that does not answer
 _VALID_S = 60.0  # until a hub that did not answer is tried again
 

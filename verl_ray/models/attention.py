@@ -23,7 +23,7 @@ from torch import Tensor
 
 from verl_ray.columns.batch import Int64
 from verl_ray.ops.installed_torch import varlen_attn_groups_heads
-from verl_ray.parallel import HeadExchange
+from verl_ray.parallel.head_exchange import HeadExchange
 
 NAME = "verl_ray"
 

@@ -29,10 +29,6 @@ from verl_ray.suggest import did_you_mean
 MIB = 2**20
 GIB = 2**30
 
-
-# --------------------------------------------------------------------------------- GPUs
-
-
 GPUS: Mapping[str, int] = {
     name: int(gib * GIB)
     for name, gib in {

@@ -359,7 +359,7 @@ class Job:
         return memory_plan(self.config, on_gpus=on_gpus, learns=self.learns)
 
 
-# ---------------------------------------------------------------- what remains of a GPU
+# ------------------------------------------------------------------------------- caches
 
 USED_SHARE = 0.9
 """Share of a device, or of a host, that a prediction may fill.
@@ -378,9 +378,6 @@ UNKNOWN_KV_CACHE_GIB = 8.0
 """The most where a device's memory, or the size of a row, is not known."""
 
 C = TypeVar("C", bound=Config)
-
-
-# ------------------------------------------------------------------------------- caches
 
 
 def cache_bounds_gib(

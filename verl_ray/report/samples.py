@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from verl_ray.tracking.evaluations import recorded_responses
+from verl_ray.tracking.held_out_responses import recorded_responses
 from verl_ray.tracking.rollouts import TURN_COLUMNS, recorded_rollouts
 
 if TYPE_CHECKING:

@@ -433,10 +433,7 @@ class ScoringPool:
         return self._requests[unit.items[0]].prompt in self._fruitless.prompts
 
 
-# -------------------------------------------------------------------- a scoring process
-
-_LAST_S = 1.0
-"""Seconds to wait for the end of the stream of a process that has ended."""
+# -------------------------------------------------------------------------------- units
 
 MOST_CONCURRENT = 64
 """Coroutines of one process that are awaited side by side."""
@@ -514,7 +511,10 @@ def units_of(
     return units
 
 
-# ------------------------------------------------------------------------------ process
+# -------------------------------------------------------------------- a scoring process
+
+_LAST_S = 1.0
+"""Seconds to wait for the end of the stream of a process that has ended."""
 
 
 class ScoringProcess:

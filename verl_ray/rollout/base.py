@@ -20,12 +20,11 @@ from verl_ray.rollout.engine_state import (
     EngineMemoryPart,
     EnginePause,
     EngineState,
-    InFlight,
-    Probe,
-    ProbeHistory,
     WeightUpdate,
     aborting_on_error,
 )
+from verl_ray.rollout.in_flight import InFlight
+from verl_ray.rollout.probes import Probe, ProbeHistory
 from verl_ray.rollout.requests import (
     Chunk,
     EngineLoad,

@@ -33,10 +33,6 @@ from verl_ray.rollout.texts import GrowingText
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-# ------------------------------------------------------------------------------ choices
-
-
 MAX_CHOICES = 1024
 
 DEFAULT_COMPLETION_TOKENS = 16

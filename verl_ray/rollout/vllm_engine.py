@@ -32,7 +32,8 @@ from verl_ray.rollout.requests import (
     Sampling,
     Tokens,
 )
-from verl_ray.rollout.vllm_core import VllmCore, engine_config, require_supported
+from verl_ray.rollout.vllm_arguments import engine_config
+from verl_ray.rollout.vllm_core import VllmCore, require_supported
 from verl_ray.rollout.vllm_outputs import progress_of, prompt_log_probs_of
 from verl_ray.weight_sync.fingerprint import Fingerprints
 from verl_ray.weight_sync.manifest import Bucket, Manifest

@@ -25,9 +25,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     initialize_layerwise_reload,
 )
 
-from verl_ray.rollout.vllm_core import (
-    TRANSFER,
-)
+from verl_ray.rollout.vllm_arguments import TRANSFER
 from verl_ray.rollout.vllm_load_plan import LoadRecorder
 from verl_ray.weight_sync.manifest import Bucket
 from verl_ray.weight_sync.transport import Address, Inbox, WireEndpoint

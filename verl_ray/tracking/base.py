@@ -18,7 +18,8 @@ from typing import ClassVar
 
 from verl_ray.errors import TrackingError
 from verl_ray.profiling.phases import blocking
-from verl_ray.tracking.evaluations import HeldOutResponse, HeldOutScores
+from verl_ray.tracking.evaluations import HeldOutScores
+from verl_ray.tracking.held_out_responses import HeldOutResponse
 
 GLOBAL_STEP = "training/global_step"
 SAMPLES = "val/generations"

@@ -21,9 +21,10 @@ from rich.table import Table
 
 from verl_ray.algorithms.intervals import Interval, bootstrap, prompt_means
 from verl_ray.tracking.base import HELD_OUT
-from verl_ray.tracking.console import plain_console
-from verl_ray.tracking.evaluations import HeldOutScores, with_group_metrics
+from verl_ray.tracking.evaluations import HeldOutScores
+from verl_ray.tracking.group_metrics import with_group_metrics
 from verl_ray.tracking.jsonl import finite
+from verl_ray.tracking.printed_report import plain_console
 
 LOSS = "val-core/held_out/loss"
 """Held-out loss of SFT: the mean over response tokens."""
@@ -38,7 +39,7 @@ LOWER_IS_BETTER = ("loss", "log_loss", "perplexity")
 def intervals(scores: HeldOutScores) -> dict[str, Interval]:
     """Return the interval of each metric of an evaluation, by its name.
 
-    Those of groups, such as pass@k, are among them (`evaluations.py`).
+    Those of groups, such as pass@k, are among them (`group_metrics.py`).
     """
     scores = with_group_metrics(scores)
     names = dict.fromkeys(scores.metrics)

@@ -1,36 +1,22 @@
-"""A run as a person sees it: its progress while it lasts, and the report at its end.
+"""The progress of a run on a terminal: a block that is painted again, or a line a step.
 
-Progress is a block on a terminal (`block.py`), else a line per step. Evaluated steps
-and the last one remain on the terminal when the block is gone. The report says time,
-before and after, samples, and what to try next. It is no tracker: it is made from the
-record on disk after the trackers are closed (`controllers/run/conclusion.py`).
+The block is that of `block.py`. Evaluated steps and the last one remain on the terminal
+when it is gone. What is printed at the end of a run is in `printed_report.py`.
 
-Invariant: nothing of a rollout or a metric is interpreted as markup or sent to the
-terminal as a control sequence; the report shows such text as it is, with control
-characters spelled out. Everything that is shown of a step is in the other trackers,
-too. Every line of the report fits into 80 columns but paths and commands, which are not
-wrapped, so that they can be copied.
+Invariant: nothing of a metric is interpreted as markup or sent to the terminal as a
+control sequence. Everything that is shown of a step is in the other trackers, too.
 """
 
 from __future__ import annotations
 
 import contextlib
-import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.measure import Measurement
-from rich.table import Table
-from rich.text import Text
-
-from verl_ray.algorithms.intervals import Interval
 from verl_ray.errors import TrackingError
-from verl_ray.profiling.output_lines import printable
 from verl_ray.tracking.base import GLOBAL_STEP, Sample, Tracker
 from verl_ray.tracking.block import (
     Course,
@@ -137,227 +123,3 @@ def step_parts(course: Course) -> list[str]:
     if course.remaining_s is not None:
         parts.append(f"{duration_text(course.remaining_s)} left")
     return parts
-
-
-# ---------------------------------------------------------------- the report at the end
-
-# Characters of a prompt or response that are shown. The whole text is in evaluations/.
-_SHOWN_CHARACTERS = 240
-
-# Phases with a smaller share are left out, but for the longest ones.
-_SMALLEST_SHARE = 0.005
-_SHOWN_PHASES = 5
-
-# Last parts of the names of metrics that count held-out rows.
-_COUNTS = ("num_prompts", "num_pairs")
-
-
-@dataclass(frozen=True)
-class HeldOut:
-    """The evaluation before or after the steps of a run."""
-
-    step: int
-    metrics: Mapping[str, float]
-
-    intervals: Mapping[str, Interval] = field(default_factory=dict)
-    """95 % intervals of some of the metrics, by name."""
-
-
-@dataclass(frozen=True)
-class Report:
-    """The report of a run at its end."""
-
-    title: str
-    """How it ended, such as "first: finished after 200 steps"."""
-
-    total_s: float = 0.0
-    """Wall time of all processes of the run."""
-
-    durations: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of each phase, the longest first."""
-
-    before: HeldOut | None = None
-    """The first evaluation; None where there is none before the last."""
-
-    after: HeldOut | None = None
-    """The last evaluation."""
-
-    changes: Mapping[str, Interval] = field(default_factory=dict)
-    """Paired differences of both evaluations, by metric."""
-
-    best: str | None = None
-    """The best step, in words."""
-
-    warnings: Sequence[str] = ()
-    samples: Sequence[Sample] = ()
-
-    outputs: Mapping[str, str] = field(default_factory=dict)
-    """Title -> path, URL or command, see `Trackers.outputs`."""
-
-
-def plain_console(stream: TextIO | None, width: int | None) -> Console:
-    """Return a console that prints tables and texts as they are.
-
-    Args:
-        stream: Stream to write to; None for stdout.
-        width: Number of columns; None for that of the terminal.
-    """
-    # In a notebook rich would show what is meant for a file.
-    return Console(
-        file=stream or sys.stdout,
-        force_jupyter=False,
-        highlight=False,
-        markup=False,
-        width=width,
-    )
-
-
-def show(
-    report: Report, stream: TextIO | None = None, width: int | None = None
-) -> None:
-    """Print the report.
-
-    Args:
-        stream: Stream to write to; None for stdout.
-        width: Number of columns; None for that of the terminal.
-    """
-    console = plain_console(stream, width)
-    console.print()
-    console.print(report.title, soft_wrap=True)
-    if report.durations:
-        console.print(_durations_table(report.durations, report.total_s))
-    if report.before is not None or report.after is not None:
-        console.print(_metrics_table(report))
-    if report.best is not None:
-        console.print(f"best: {report.best}", soft_wrap=True)
-    if report.samples:
-        console.print(_samples_table(report.samples))
-
-    for warning in report.warnings:
-        console.print(f"warning: {warning}", soft_wrap=True)
-    for title, place in report.outputs.items():
-        console.print(f"{title}: {place}", soft_wrap=True)
-
-
-def _durations_table(durations: Mapping[str, float], total_s: float) -> Table:
-    """Return a table of the longest phases."""
-    title = f"wall time: {duration_text(total_s)}"
-    table = Table("where the time went", title=title, title_justify="left")
-    table.add_column("share", justify="right")
-    table.add_column("time", justify="right")
-
-    for number, (name, seconds) in enumerate(durations.items()):
-        share = seconds / total_s if total_s else 0.0
-        if number < _SHOWN_PHASES or share >= _SMALLEST_SHARE:
-            table.add_row(name, f"{share:.0%}", duration_text(seconds))
-    return table
-
-
-def _metrics_table(report: Report) -> Table:
-    """Return a table of held-out metrics before and after the run, or of one side."""
-    title = "held-out data"
-    sides = [("", side) for side in (report.before, report.after) if side is not None]
-    if len(sides) == 2:
-        title += ", before and after"
-        sides = [("before\n", sides[0][1]), ("after\n", sides[1][1])]
-    has_intervals = bool(report.changes) or any(side.intervals for _, side in sides)
-    if has_intervals:
-        title += ", with 95 % intervals"
-    table = Table(title=title, title_justify="left")
-    # Names are broken where there are too many columns, and numbers never.
-    table.add_column("metric")
-    for word, side in sides:
-        table.add_column(f"{word}step {side.step}", justify="right", no_wrap=True)
-    if len(sides) == 2:
-        table.add_column("change", justify="right", no_wrap=True)
-
-    # Metrics of either side, each once and in order.
-    for name in dict.fromkeys(name for _, side in sides for name in side.metrics):
-        values = [side.metrics.get(name) for _, side in sides]
-        if _is_trivial(name, values):
-            continue
-        cells = [_cell(name, side) for _, side in sides]
-        if len(sides) == 2:
-            cells.append(_change(values, report.changes.get(name)))
-        table.add_row(_MetricName(name), *cells)
-    return table
-
-
-def _is_trivial(name: str, values: Sequence[float | None]) -> bool:
-    """Return whether a metric says nothing: no failure, or the same count twice."""
-    kind = name.rpartition("/")[2]
-    if kind == "failed_scores":
-        return not any(values)
-    return kind in _COUNTS and len(values) == 2 and values[0] == values[1]
-
-
-def _change(values: Sequence[float | None], paired: Interval | None) -> str:
-    """Return the change from the first value to the second; a dash for none."""
-    old, new = values
-    if old is None or new is None:
-        return "-"
-
-    text = f"{new - old:+.4g}"
-    if paired is None or not paired.is_telling:
-        return text
-    return f"{text}\n[{paired.low:+.3g}, {paired.high:+.3g}]"
-
-
-class _MetricName:
-    """The name of a metric, which is broken only after a slash where that is enough."""
-
-    def __init__(self, name: str) -> None:
-        self._parts = re.findall(r"[^/]*/|[^/]+", _plain(name).plain)
-
-    def __rich_measure__(self, _: Console, __: ConsoleOptions) -> Measurement:
-        shortest = max(map(len, self._parts), default=0)
-        return Measurement(shortest, sum(map(len, self._parts)))
-
-    def __rich_console__(self, _: Console, options: ConsoleOptions) -> RenderResult:
-        line = ""
-        for part in self._parts:
-            if line and len(line) + len(part) > options.max_width:
-                yield Text(line, overflow="fold")
-                line = ""
-            line += part
-        yield Text(line, overflow="fold")
-
-
-def _cell(name: str, side: HeldOut) -> str:
-    """Return a number as text, its interval in a second line; a dash for none."""
-    if name not in side.metrics:
-        return "-"
-
-    text = f"{side.metrics[name]:.4g}"
-    interval = side.intervals.get(name)
-    if interval is None or not interval.is_telling:
-        return text
-    return f"{text}\n[{interval.low:.3g}, {interval.high:.3g}]"
-
-
-def _samples_table(samples: Sequence[Sample]) -> Table:
-    """Return a table of sample rollouts."""
-    table = Table(title="sample rollouts", title_justify="left", show_lines=True)
-    for column in ("prompt", "response", "answer"):
-        table.add_column(column, overflow="fold")
-    table.add_column("score", justify="right", no_wrap=True)
-
-    for row in samples:
-        prompt = _plain(row.prompt)
-        response = _plain(row.response)
-        if row.truncated:
-            response.append(" [cut at the length limit]", style="dim")
-        answer = _plain(row.answer)
-        table.add_row(prompt, response, answer, f"{row.score:.4g}")
-    return table
-
-
-def _plain(text: str) -> Text:
-    """Return text in which no character is interpreted.
-
-    Control characters are spelled out, and the tail of a long text is left out.
-    """
-    short = text
-    if len(text) > _SHOWN_CHARACTERS:
-        short = text[:_SHOWN_CHARACTERS] + "…"
-    return Text(printable(short))

@@ -30,20 +30,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from verl_ray.disk import replace_file, sync
+from verl_ray.disk import drop_after, replace_file, sync
 from verl_ray.errors import TrackingError
 from verl_ray.tracking.base import GLOBAL_STEP, Sample, Tracker
 from verl_ray.tracking.evaluations import (
     FOLDER,
-    HeldOutResponse,
     HeldOutScores,
-    drop_evaluations,
+    recorded_evaluations,
+    scores_path,
+    write_scores,
+)
+from verl_ray.tracking.held_out_responses import (
+    HeldOutResponse,
     encoded_responses,
     first_responses,
     recorded_responses,
     responses_path,
-    scores_path,
-    write_scores,
 )
 from verl_ray.tracking.rollouts import drop_rollouts
 
@@ -97,7 +99,8 @@ class JsonlTracker(Tracker):
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             self._steps = repair(self._path, self._last_step, recorded)
-            drop_evaluations(run_dir, self._last_step)
+            drop_after(recorded_evaluations(run_dir), self._last_step)
+            drop_after(recorded_responses(run_dir), self._last_step)
             drop_rollouts(run_dir, self._last_step)
             # Without a buffer, what a full disk has taken of a line is known.
             self._file = self._path.open("ab", buffering=0)

@@ -18,7 +18,7 @@ from verl_ray.config.rollout import (
 )
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import ConfigError
-from verl_ray.rollout.vllm_core import fixed_arguments
+from verl_ray.rollout.vllm_arguments import fixed_arguments
 
 CASES = [
     Case(

@@ -14,7 +14,7 @@ from controllers.watch.held_out_measures import Evaluation
 from tests.controllers.run.checkpoints import write_checkpoints
 from tests.controllers.runs import SHAPE, Inputs
 from verl_ray.preflight.data_files import examine_data
-from verl_ray.tracking.evaluations import HeldOutResponse
+from verl_ray.tracking.held_out_responses import HeldOutResponse
 
 
 def responses(fails: bool) -> Iterator[HeldOutResponse]:

@@ -15,7 +15,8 @@ from controllers.rollouts.admission import Admission
 from tests.data.test_prompts import config as prompt_config
 from verl_ray.config.data import CurriculumConfig
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.data.cursor import Curriculum, drawn_rows
+from verl_ray.data.curriculum import Curriculum
+from verl_ray.data.cursor import drawn_rows
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.tokenizers import character_tokenizer
 

@@ -24,8 +24,9 @@ from tests.controllers.conftest import MakeTrainer
 from tests.controllers.rollouts.frail import SCORED, FrailGrader
 from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.cluster.launch import InPlaceRestarts, start_groups
+from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.processes import Role
+from verl_ray.cluster.restarts import InPlaceRestarts
 from verl_ray.config.run import RecoveryConfig
 from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.errors import VerlRayError, WorkerDied, WorkerError

@@ -46,7 +46,7 @@ from verl_ray.cluster.waiting import Background
 from verl_ray.errors import Interrupted
 from verl_ray.profiling.phases import Timers
 from verl_ray.tracking import Trackers
-from verl_ray.tracking.evaluations import HeldOutResponse, recorded_responses
+from verl_ray.tracking.held_out_responses import HeldOutResponse, recorded_responses
 from verl_ray.tracking.jsonl import JsonlTracker, read_metrics
 
 

@@ -25,12 +25,8 @@ from verl_ray.checkpoint.manifest import CHECKSUM, sealed
 from verl_ray.cluster.session import Session
 from verl_ray.errors import DataError
 from verl_ray.profiling.trace import read_trace
-from verl_ray.tracking.evaluations import (
-    read_scores,
-    recorded_evaluations,
-    recorded_responses,
-    scores_path,
-)
+from verl_ray.tracking.evaluations import read_scores, recorded_evaluations, scores_path
+from verl_ray.tracking.held_out_responses import recorded_responses
 from verl_ray.tracking.jsonl import read_metrics
 from verl_ray.tracking.rollouts import recorded_rollouts
 

@@ -13,7 +13,7 @@ from tests.controllers.runs import Inputs, command, command_here, lasting
 from tests.faults import HAPPENED
 from tests.kills import KILLED, Run, steps_of
 from verl_ray.cluster.session import Session
-from verl_ray.tracking.evaluations import recorded_responses
+from verl_ray.tracking.held_out_responses import recorded_responses
 from verl_ray.tracking.jsonl import read_metrics
 from verl_ray.tracking.rollouts import recorded_rollouts
 

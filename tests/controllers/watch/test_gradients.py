@@ -10,7 +10,7 @@ import pytest
 from controllers.watch.gradients import GradientWatch
 from verl_ray.engine.base import LossReport, StepReport
 from verl_ray.errors import NonFiniteError
-from verl_ray.rollout.engine_state import Probe
+from verl_ray.rollout.probes import Probe
 from workers.model_worker import UpdateReport
 
 HEALTHY = [UpdateReport(LossReport(), StepReport(1.0, 1e-3))]

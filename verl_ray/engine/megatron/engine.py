@@ -67,11 +67,8 @@ from verl_ray.models.export import build_manifest
 from verl_ray.models.role_model import PackedRows, build_role_model
 from verl_ray.models.tensor_sources import CheckpointReader
 from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
-from verl_ray.parallel import (
-    PackedTokens,
-    ShardingManager,
-    UlyssesManager,
-)
+from verl_ray.parallel.sharding import PackedTokens, ShardingManager
+from verl_ray.parallel.ulysses import UlyssesManager
 from verl_ray.weight_sync.manifest import (
     Manifest,
     Parameter,

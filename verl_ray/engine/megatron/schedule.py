@@ -19,9 +19,7 @@ from verl_ray.engine.megatron.expert_balance import ExpertBalance
 from verl_ray.engine.megatron.model import Stage
 from verl_ray.engine.micro_batches import Loss, MicroBatch, MicroBatches
 from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
-from verl_ray.parallel import (
-    ShardingManager,
-)
+from verl_ray.parallel.sharding import ShardingManager
 
 
 class Schedule:

@@ -4,7 +4,7 @@ import io
 
 from verl_ray.algorithms.intervals import Interval
 from verl_ray.tracking.base import Sample
-from verl_ray.tracking.console import HeldOut, Report, show
+from verl_ray.tracking.printed_report import HeldOut, Report, show
 
 SUMS = "val-core/sums/acc/mean@1"
 

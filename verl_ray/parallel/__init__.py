@@ -1,0 +1,4 @@
+"""The partition of a micro-batch's tokens over the ranks that compute it together.
+
+It may import `settings`, `columns`, `ops`, and what lies below them.
+"""

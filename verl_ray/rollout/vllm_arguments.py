@@ -1,0 +1,216 @@
+"""The arguments of a vLLM engine, made of the settings of a run and of its model.
+
+Invariant: those that the rest of this package relies on are fixed, and
+`rollout.vllm_args` cannot change them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl_ray.config.roles import LoraConfig
+from verl_ray.config.rollout import (
+    VLLM_BATCHED_REQUESTS,
+    VLLM_BATCHED_TOKENS,
+    VLLM_LORA_RANKS,
+    RolloutEngineConfig,
+)
+from verl_ray.errors import RolloutError
+from verl_ray.settings.config_json import positions_of
+from verl_ray.settings.section import resolved
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+    from vllm.config import VllmConfig
+
+TRANSFER = "verl_ray"
+"""Name of this project's engine in vLLM's registry of weight-transfer engines."""
+
+
+def engine_config(
+    model_path: str,
+    config: RolloutEngineConfig,
+    max_model_len: int,
+    seed: int,
+    device: str,
+    **options: Any,
+) -> VllmConfig:
+    """Return vLLM's configuration of an engine.
+
+    Args:
+        model_path: The model directory.
+        config: Settings of the engine.
+        max_model_len: Largest number of tokens of prompt and response together.
+        seed: Seed of vLLM.
+        device: "cpu" or "cuda".
+        options: The keyword arguments of `fixed_arguments`.
+
+    Raises:
+        RolloutError: vLLM is installed for another device, or `rollout.vllm_args` sets
+            what must not be set.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+
+    if (device == "cpu") != current_platform.is_cpu():
+        raise RolloutError(
+            f"rollout on {device!r} was requested, but the installed vLLM runs on"
+            f" {current_platform.device_type!r}: install the extra 'cpu' or 'gpu' of"
+            " this package"
+        )
+
+    fixed = fixed_arguments(model_path, config, max_model_len, seed, device, **options)
+    preferred: dict[str, Any] = {
+        "enable_prefix_caching": True,
+        # vLLM's defaults are small, except for its server and its offline engine.
+        "max_num_seqs": VLLM_BATCHED_REQUESTS,
+        "max_num_batched_tokens": max(max_model_len, VLLM_BATCHED_TOKENS),
+        "hf_overrides": _with_real_factors,
+    }
+    if device == "cpu":
+        _register_model(model_path)
+    _allow_scaled_positions(model_path, max_model_len)
+
+    conflicts = sorted(fixed.keys() & config.vllm_args.keys())
+    if conflicts:
+        raise RolloutError(
+            f"rollout.vllm_args sets {conflicts}, which other keys of rollout, or the"
+            " engine, set"
+        )
+    arguments = {**preferred, **config.vllm_args, **fixed}
+    return EngineArgs(**arguments).create_engine_config()
+
+
+def fixed_arguments(
+    model_path: str,
+    config: RolloutEngineConfig,
+    max_model_len: int,
+    seed: int,
+    device: str,
+    *,
+    without_weights: bool,
+    sleeps: bool,
+    lora: LoraConfig | None = None,
+) -> dict[str, Any]:
+    """Return the engine arguments that `rollout.vllm_args` may not set.
+
+    `verl_ray.config.rollout` refuses them before an engine starts.
+
+    Args:
+        model_path: The model directory.
+        config: Settings of the engine.
+        max_model_len: Largest number of tokens of prompt and response together.
+        seed: Seed of vLLM.
+        device: "cpu" or "cuda".
+        without_weights: Do not read the weights of the model directory.
+        sleeps: Whether the engine will free memory.
+        lora: The adapter that updates will transfer, if any.
+    """
+    # In a placement group of Ray, vLLM would run one rank per bundle, and would refuse
+    # to do so on a CPU. "mp" starts the ranks as processes of this one.
+    executor = "uni" if config.tensor_parallel == 1 else "mp"
+
+    fixed: dict[str, Any] = {
+        "model": model_path,
+        "skip_tokenizer_init": True,
+        "dtype": resolved(config.dtype),
+        "seed": seed,
+        "max_model_len": max_model_len,
+        "tensor_parallel_size": config.tensor_parallel,
+        "distributed_executor_backend": executor,
+        "kv_cache_memory_bytes": int(resolved(config.kv_cache_gib) * 2**30),
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "load_format": "dummy" if without_weights else "safetensors",
+        "weight_transfer_config": {"backend": TRANSFER},
+        "worker_extension_cls": "verl_ray.rollout.vllm_loader.WeightLoader",
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    }
+    if lora is not None:
+        fixed |= _adapter_arguments(lora)
+    fixed |= _cpu_arguments() if device == "cpu" else _gpu_arguments(sleeps)
+    return fixed
+
+
+def _adapter_arguments(lora: LoraConfig) -> dict[str, Any]:
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": vllm_rank(lora.rank),
+        # Otherwise vLLM also prepares the head for an adapter, and the log-probs of
+        # prompts then fail (0.32 on a CPU).
+        "lora_target_modules": list(lora.targets),
+    }
+
+
+def _cpu_arguments() -> dict[str, Any]:
+    return {
+        "worker_cls": "verl_ray.rollout.vllm_cpu_worker.SleepingCPUWorker",
+        "enforce_eager": True,
+        # With a seed per request, a prompt that is prefilled in parts fails on a CPU,
+        # since the generators there have no offset.
+        "enable_chunked_prefill": False,
+    }
+
+
+def _gpu_arguments(sleeps: bool) -> dict[str, Any]:
+    return {
+        "enable_sleep_mode": sleeps,
+        # The KV cache is given in bytes, so vLLM sizes nothing by this share of the
+        # device. But it refuses to start while less of it is free, so a larger share
+        # would keep it from starting next to a trainer.
+        "gpu_memory_utilization": 0.01,
+    }
+
+
+def vllm_rank(rank: int) -> int:
+    """Return the smallest rank of vLLM's adapters that has space for `rank`."""
+    return next(allocated for allocated in VLLM_LORA_RANKS if rank <= allocated)
+
+
+def _allow_scaled_positions(model_path: str, max_model_len: int) -> None:
+    """Let vLLM take rows that fit the model's positions after their scaling.
+
+    Some versions (0.32) expect that YaRN has raised max_position_embeddings already and
+    refuse longer rows, although the table of positions has entries for them.
+    """
+    positions = positions_of(_model_settings(model_path))
+    if positions is not None and max_model_len <= positions:
+        os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+
+
+def _with_real_factors(config: PretrainedConfig) -> PretrainedConfig:
+    """Return a model's configuration in which no factor of positions is an int.
+
+    vLLM (0.32) takes a whole factor of linear scaling for a list of factors.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    sections = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    for section in sections:
+        if isinstance(section.get("factor"), int):
+            section["factor"] = float(section["factor"])
+    return config
+
+
+def _register_model(model_path: str) -> None:
+    """Register the class of the model with vLLM.
+
+    Otherwise vLLM inspects the class in another process, so that this process does not
+    touch a GPU. That process imports all of vLLM again, which takes 10 s the first time
+    in every home directory.
+    """
+    from vllm.model_executor.models import ModelRegistry
+
+    for name in _model_settings(model_path).get("architectures") or []:
+        if name in ModelRegistry.models:
+            model_class = ModelRegistry.models[name].load_model_cls()
+            ModelRegistry.register_model(name, model_class)
+
+
+def _model_settings(model_path: str) -> dict[str, Any]:
+    settings: dict[str, Any] = json.loads(Path(model_path, "config.json").read_text())
+    return settings
