@@ -53,11 +53,7 @@ class _PartialResponse:
 
 
 class InFlight:
-    """Requests that an engine has accepted and not finished, and chunks to deliver.
-
-    Every token of a request is delivered once, in order, with its log-prob and the
-    policy version it was sampled from; a request that has ended is no longer in flight.
-    """
+    """Requests that an engine has accepted and not finished, and chunks to deliver."""
 
     def __init__(self) -> None:
         self._responses: dict[int, _PartialResponse] = {}
