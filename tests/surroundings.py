@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from controllers.compose.composition import compose
+from scripts.configuration import compose
 from tests.drill_choice import Drill
 from tests.faults import BEGUN, HAPPENED
 from tests.kills import ROOT, Run

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from controllers.compose.composition import compose
 from controllers.compose.listing import groups
+from scripts.configuration import compose
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.algorithms.declaration import Declaration
 from verl_ray.algorithms.policy_losses import POLICY_LOSSES

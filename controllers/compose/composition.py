@@ -57,27 +57,6 @@ class Composition:
     """The composed values with their references as they are written; empty as above."""
 
 
-def compose(
-    config_name: str, overrides: Sequence[str] = (), config_dir: str | None = None
-) -> Config:
-    """Return the typed configuration of a root config under overrides.
-
-    Args:
-        config_name: the root config.
-        overrides: what the user typed, in Hydra's grammar.
-        config_dir: a folder with root configs or groups of the user's own, which come
-            before the project's.
-
-    Raises:
-        ConfigError: all problems, which are syntax, unknown keys and choices, types,
-            ranges, and rules over several fields.
-    """
-    composition = examine(config_name, overrides, config_dir)
-    if composition.config is None or composition.problems:
-        raise ConfigError(composition.problems)
-    return composition.config
-
-
 def examine(
     config_name: str,
     overrides: Sequence[str] = (),

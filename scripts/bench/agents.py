@@ -34,10 +34,10 @@ from typing import TypeVar
 import numpy as np
 import psutil
 
-from controllers.compose.composition import compose
 from scripts.bench.inputs import POLICIES
 from scripts.bench.scripted_engine import ScriptedEngine
 from scripts.bench.suite import MIB, Flags, circumstances, print_json, rounds
+from scripts.configuration import compose
 from verl_ray.agents.contract import (
     Action,
     End,
@@ -263,7 +263,7 @@ def _round(
     at_once: int,
 ) -> Round:
     """Draw the same number of tokens in four ways."""
-    episodes, episodes_cost = _timed(server, pool, lambda: _run(pool, requests))
+    episodes, episodes_cost = _timed(server, lambda: _run(pool, requests))
     ends = {episode.end for episode in episodes.values()}
     assert End.ENVIRONMENT_FAILED not in ends, "a world failed"
     chains = [turns_of(episodes[request.number], request.seed) for request in requests]
@@ -276,19 +276,17 @@ def _round(
     costs = []
     for drawn, joined in ((chains, False), (chains, True), (responses, False)):
         work = functools.partial(_draw, server, drawn, at_once, joined)
-        count, cost = _timed(server, pool, work)
+        count, cost = _timed(server, work)
         assert count == tokens, f"{count} tokens and {tokens} are compared"
         costs.append(cost)
     return Round(tokens, len(turns), grown - sampled, episodes_cost, *costs)
 
 
-def _timed(
-    server: RolloutServer, pool: EpisodePool, work: Callable[[], T]
-) -> tuple[T, Cost]:
+def _timed(server: RolloutServer, work: Callable[[], T]) -> tuple[T, Cost]:
     """Return what work returns, and its cost from an empty prefix cache on."""
     server.pause("recompute")
     server.resume()
-    processes = [psutil.Process(), *_processes_of(pool)]
+    processes = [psutil.Process(), *_processes_of_episodes()]
     before_s = _cpu_s(processes)
     start = time.perf_counter()
     result = work()
@@ -301,9 +299,12 @@ def _cpu_s(processes: Sequence[psutil.Process]) -> float:
     return float(sum(each.user + each.system for each in times))
 
 
-def _processes_of(pool: EpisodePool) -> list[psutil.Process]:
+def _processes_of_episodes() -> list[psutil.Process]:
     """Return the processes that run episodes, each a child of its guard."""
-    guards = map(psutil.Process, pool.process_ids)
+    children = psutil.Process().children()
+    guards = [
+        child for child in children if "verl_ray.agents.process" in child.cmdline()[-1]
+    ]
     return [process for guard in guards for process in guard.children()]
 
 
@@ -388,7 +389,7 @@ def crowd(model: str, count: int, turns: int) -> dict[str, object]:
         model, turns, count, tools=False,
     ) as (server, pool):  # fmt: skip
         pool.take_counts()
-        (process,) = _processes_of(pool)
+        (process,) = _processes_of_episodes()
         with _watched(server, process) as peaks:
             start = time.perf_counter()
             episodes = _run(pool, _requests(count, 0))

@@ -18,7 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from controllers.compose.composition import compose
+from scripts.configuration import compose
 from verl_ray.config.load import parse, to_tree
 from verl_ray.config.preparation import PrepareConfig, TinyModelConfig
 from verl_ray.config.tasks.rl import RLConfig

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from controllers.compose.composition import compose
 from scripts.bench.processes import PATIENCE_S, fork, joined, learner, run_processes
 from scripts.bench.suite import Flags, markdown, print_json, progress
+from scripts.configuration import compose
 from verl_ray.columns.batch import offsets_of
 from verl_ray.columns.stages import TrainingBatch
 from verl_ray.config.load import parse, to_tree
@@ -151,7 +151,7 @@ COMPARED_STEPS = (0, 1, STEPS)
 MODELS = {"qwen3": False, "llama": True, "qwen2": True, "qwen3_moe": False}
 """Models that are made, and whether their embeddings are tied."""
 _SHARED_IMPORTS = (
-    "controllers.compose.composition",
+    "scripts.configuration",
     "transformers.modeling_utils",
     "verl_ray.engine.plain",
 )

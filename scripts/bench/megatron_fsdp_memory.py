@@ -126,7 +126,9 @@ def measure(
 
             backend = cast(MegatronFsdpBackend, _role(task).backend)
             formula = backend.memory_per_rank(ranks, counts)
-            predicted = asdict(formula) | {"between_steps": formula.between_steps}
+            memory = backend.rank_memory(ranks, counts, counts.parameters)
+            between_steps = sum(memory.persistent.values())
+            predicted = asdict(formula) | {"between_steps": between_steps}
             measured = {
                 key: max(report[key] for report in reports) for key in reports[0]
             }

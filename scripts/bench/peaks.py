@@ -44,7 +44,7 @@ PASSES = ("forward", "update")
 """A pass without gradients, and an optimizer step."""
 
 _SHARED_IMPORTS = (
-    "controllers.compose.composition",
+    "scripts.configuration",
     "torch.profiler",
     "transformers.modeling_utils",
     "verl_ray.engine.plain",
@@ -265,7 +265,7 @@ def _run_rank(case: PeakCase, rank: int, folder: str) -> dict[str, dict[str, int
 
 
 def _configuration(case: PeakCase, folder: str) -> RLConfig:
-    from controllers.compose.composition import compose
+    from scripts.configuration import compose
     from verl_ray.config.tasks.rl import RLConfig
     from verl_ray.shell import override_of
 

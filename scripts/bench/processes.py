@@ -28,7 +28,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from controllers.compose.composition import compose
+from scripts.configuration import compose
 from verl_ray.cluster.process_setup import thread_environment
 from verl_ray.columns.batch import offsets_of
 from verl_ray.columns.stages import TrainingBatch

@@ -25,7 +25,9 @@ from verl_ray.backends import BACKENDS
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.config.rollout import WireName
+from verl_ray.config.schema import Config
 from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.preflight.model_files import model_size
 from verl_ray.settings.section import resolved
 from workers.actor import ActorWorker
 from workers.rollout import RolloutSpec, RolloutWorker
@@ -70,7 +72,8 @@ class MeasuredWorker(RolloutWorker):
         def run(engine: RolloutEngine) -> float:
             assert hasattr(engine, "core")
             with self._timed() as elapsed:
-                engine.core.reload(self._weights.items())
+                weights = iter(self._weights.items())
+                engine.core.call_workers("reload_weights", weights)
             return elapsed[0]
 
         return self.server.run(run)
@@ -151,12 +154,10 @@ def measure(config: RLConfig, repeats: int) -> dict[str, object]:
         link = (
             member.rank_zero(MeasuredWorker.link).result() if running.on_gpus else None
         )
-        manifest = running.actor.rank_zero(ActorWorker.manifest).result()
 
     figures = _figures(seconds, nbytes)
     if link is not None:
-        elements = sum(parameter.numel for parameter in manifest.sent)
-        offloaded = running.config.actor.backend.offload_width * elements
+        offloaded = _offloaded_bytes(running.config)
         figures |= _link_figures(medians(seconds), offloaded, link)
     return figures | {"repeats": repeats}
 
@@ -205,6 +206,14 @@ def _figures(seconds: list[dict[str, float]], nbytes: int) -> dict[str, object]:
         "hand_over_to_reload": round(exact["hand_over"] / exact["reload"], 3),
         "fingerprints_share": round(exact["fingerprints"] / exact["hand_over"], 3),
     }
+
+
+def _offloaded_bytes(config: Config) -> int:
+    """Return the bytes of weights and optimizer that a rank of the actor holds."""
+    actor = config.model_roles["actor"]
+    model = model_size("actor", actor, config)
+    memory = actor.backend.rank_memory(actor.num_ranks, model, model.parameters)
+    return memory.persistent["weights"] + memory.persistent["optimizer"]
 
 
 def _link_figures(

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from controllers.compose.composition import compose, examine
+from controllers.compose.composition import examine
 from controllers.compose.listing import groups
+from scripts.configuration import compose
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.algorithms.agent_baselines import EMA_DECAY
 from verl_ray.algorithms.catalogue import CHOICES, KL_ESTIMATORS, declared_settings

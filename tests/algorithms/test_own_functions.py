@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from controllers.compose.composition import compose
+from scripts.configuration import compose
 from tests.rows import columns_of, rollouts_of
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.algorithms.losses import PolicyTokens, TokenLoss

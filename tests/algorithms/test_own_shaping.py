@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from controllers.compose.composition import compose
 from controllers.watch.measures import Metrics, addition_metrics
+from scripts.configuration import compose
 from tests.rows import rollouts_of
 from verl_ray.columns.sharded import Receipt, Sharded
 from verl_ray.columns.stages import Finish, Rollouts

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from controllers.command_line import main
-from controllers.compose.composition import compose
+from scripts.configuration import compose
 from tests.preflight.configs import BIG, NO_GAIN, ppo, problems_by_key
 from tests.preflight.models import write_model
 from verl_ray.backends.layouts import ModelSizes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from controllers.compose.composition import compose
+from scripts.configuration import compose
 from verl_ray.config.schema import batch_algebra
 
 INPUTS = ["model.path=/m", "data.train_path=t.jsonl", "data.validation_path=v.jsonl"]

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from controllers.compose.composition import compose, examine
+from controllers.compose.composition import examine
 from controllers.tasks import typed_config
+from scripts.configuration import compose
 from verl_ray.config.load import known_keys, parse, to_tree, with_changes
 from verl_ray.config.renamed import ADDED, RENAMED, migrated
 from verl_ray.config.tasks.rl import RLConfig

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from controllers.command_line import main
-from controllers.compose.composition import compose, examine
+from controllers.compose.composition import examine
+from scripts.configuration import compose
 from verl_ray.config.load import parse, to_tree
 from verl_ray.config.reward import MixedReward
 from verl_ray.config.rollout_task import RolloutTaskConfig

@@ -17,10 +17,10 @@ from pathlib import Path
 from unittest import mock
 
 from controllers.command_line import main
-from controllers.compose.composition import compose
 from controllers.system.build import System, build_replicas
 from controllers.system.plan import ClusterShape, plan_processes, resolve_on
 from controllers.trainers.rl import Trainer
+from scripts.configuration import compose
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import Groups, start_groups
 from verl_ray.cluster.session import Session

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from controllers.commands.check import algorithm_lines, rate_lines
-from controllers.compose.composition import compose
 from controllers.compose.listing import groups
+from scripts.configuration import compose
 from tests.controllers.runs import ROOT, Inputs
 
 

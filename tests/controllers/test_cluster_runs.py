@@ -144,7 +144,7 @@ import os
 import sys
 from ray.cluster_utils import Cluster
 import ray
-from controllers.compose.composition import compose
+from scripts.configuration import compose
 from controllers.system.build import start
 from controllers.system.plan import ClusterShape, resolve_on
 from controllers.trainers.rl import Trainer

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.data.reading import read_supervised
 from verl_ray.data.arithmetic import (
     ALPHABET,
     draw_sums,
@@ -16,7 +17,6 @@ from verl_ray.data.arithmetic import (
 )
 from verl_ray.data.records import (
     read_prompts,
-    read_supervised,
 )
 from verl_ray.errors import DataError
 

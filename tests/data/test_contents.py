@@ -13,9 +13,9 @@ import pyarrow.parquet
 import pytest
 
 from tests.data.original_schemas import assistant, user
-from tests.data.reading import read_preferences
+from tests.data.reading import read_preferences, read_supervised
 from verl_ray.data.files import write_records
-from verl_ray.data.records import read_prompts, read_supervised
+from verl_ray.data.records import read_prompts
 from verl_ray.errors import DataError
 
 SYSTEM = {"role": "system", "content": "Calculate."}

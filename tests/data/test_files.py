@@ -8,13 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.data.reading import read_preferences
+from tests.data.reading import read_preferences, read_supervised
 from verl_ray.config.data import DataSet
 from verl_ray.data.files import DataFiles, read_rows, write_records
 from verl_ray.data.records import (
     PromptRecord,
     read_prompts,
-    read_supervised,
 )
 from verl_ray.data.row_source import open_rows
 from verl_ray.errors import DataError

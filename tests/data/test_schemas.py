@@ -17,7 +17,7 @@ from tests.data.original_schemas import (
     write_file,
     write_schema,
 )
-from tests.data.reading import read_preferences
+from tests.data.reading import read_preferences, read_supervised
 from verl_ray.config.data import DataSet
 from verl_ray.data.conversations import tokenize
 from verl_ray.data.files import read_rows
@@ -26,7 +26,6 @@ from verl_ray.data.records import (
     preference_reading,
     prompt_reading,
     read_prompts,
-    read_supervised,
     supervised_reading,
 )
 from verl_ray.data.tokenizers import character_tokenizer, train_bpe

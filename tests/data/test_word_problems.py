@@ -5,13 +5,14 @@ GSM8K reads both.
 import re
 from pathlib import Path
 
+from tests.data.reading import read_supervised
 from verl_ray.data.arithmetic import (
     WORD_VOCABULARY,
     sample_texts,
     write_word_problems,
 )
 from verl_ray.data.encoding import encode
-from verl_ray.data.records import read_prompts, read_supervised
+from verl_ray.data.records import read_prompts
 from verl_ray.data.tokenizers import train_bpe
 from verl_ray.rewards.functions import gsm8k
 

@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import constants, snapshot_download
 
 from controllers.command_line import main
-from controllers.compose.composition import compose
+from scripts.configuration import compose
 from tests.controllers.runs import make_inputs
 from tests.hub.conftest import forget, point_to
 from tests.hub_server import HubServer

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from controllers.compose.composition import compose
+from scripts.configuration import compose
 from tests.preflight.published import published
 from verl_ray.config.load import with_changes
 from verl_ray.config.schema import Config

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from controllers.compose.composition import compose
+from scripts.configuration import compose
 from tests.preflight.configs import settled
 from verl_ray.data.tokenizers import train_bpe
 from verl_ray.preflight import answer_trial

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from controllers.compose.composition import compose
+from scripts.configuration import compose
 from tests.preflight.configs import settled
 from tests.preflight.test_data_files import tokenizer, write
 from verl_ray.preflight.component_trial import try_components

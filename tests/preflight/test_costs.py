@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from controllers.compose.composition import compose
+from scripts.configuration import compose
 from tests.preflight.configs import BIG, NO_GAIN, ppo, settled
 from verl_ray.preflight.findings import cost_warnings, preflight
 from verl_ray.preflight.machine import GIB, Machine

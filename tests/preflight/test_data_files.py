@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from controllers.commands.check_data import print_readings
-from controllers.compose.composition import compose
+from scripts.configuration import compose
 from tests.preflight.configs import settled
 from verl_ray.config.schema import Config
 from verl_ray.data.tokenizers import train_bpe

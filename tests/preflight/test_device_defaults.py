@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from controllers.compose.composition import compose
+from scripts.configuration import compose
 from verl_ray.config.load import with_changes
 from verl_ray.config.schema import Config
 from verl_ray.config.tasks.rl import RLConfig

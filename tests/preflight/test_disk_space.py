@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from controllers.compose.composition import compose
+from scripts.configuration import compose
 from tests.preflight.configs import settled
 from verl_ray.checkpoint.store import CheckpointStore
 from verl_ray.config.load import to_tree

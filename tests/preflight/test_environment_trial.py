@@ -11,7 +11,7 @@ import pytest
 
 from controllers.command_line import main
 from controllers.commands.check_data import print_data
-from controllers.compose.composition import compose
+from scripts.configuration import compose
 from tests.agents.chat_server import chat_server, says
 from tests.agents.templates import MERGING
 from tests.preflight.configs import settled

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from controllers.compose.composition import compose
+from scripts.configuration import compose
 from tests.preflight.configs import BIG, ppo
 from verl_ray.checkpoint.store import CheckpointStore
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer

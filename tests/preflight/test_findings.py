@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from controllers.command_line import main
-from controllers.compose.composition import compose
+from scripts.configuration import compose
 from tests.preflight.configs import BIG, NO_GAIN, ppo, problems_by_key
 from verl_ray.config.load import with_changes
 from verl_ray.config.schema import Config

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from controllers.compose.composition import compose
+from scripts.configuration import compose
 from tests.preflight.configs import settled
 from verl_ray.backends.base import BytesPerPart
 from verl_ray.config.tasks.rl import RLConfig

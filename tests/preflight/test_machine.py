@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from controllers.compose.composition import compose
+from scripts.configuration import compose
 from tests.leftovers import left_in_shared_memory
 from verl_ray.ownership import remove_stale
 from verl_ray.preflight.machine import Machine, machine_of

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from controllers.compose.composition import compose
+from scripts.configuration import compose
 from tests.preflight.configs import NO_GAIN, planned, ppo, settled, with_judge
 from verl_ray.config.schema import Config
 from verl_ray.config.tasks.rl import RLConfig

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from controllers.compose.composition import compose
+from scripts.configuration import compose
 from tests.foreign_files import Planted
 from tests.preflight.configs import BIG, ppo, problems_by_key, with_judge
 from tests.preflight.models import LLAMA, write_model, write_tensors

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from controllers.compose.composition import compose
+from scripts.configuration import compose
 from tests.preflight.configs import BIG, NO_GAIN, ppo, problems_by_key, with_judge
 from tests.preflight.models import LLAMA, write_model
 from verl_ray.preflight.findings import preflight

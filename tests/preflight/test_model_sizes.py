@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from controllers.compose.composition import compose
+from scripts.configuration import compose
 from tests.preflight.models import LLAMA, write_model
 from tests.preflight.published import published
 from verl_ray.config.preparation import TinyModelConfig

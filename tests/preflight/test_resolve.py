@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
-from controllers.compose.composition import compose
+from scripts.configuration import compose
 from verl_ray.config.load import to_tree
 from verl_ray.config.schema import Config, rule_violations
 from verl_ray.config.tasks.reward_model import RewardModelConfig

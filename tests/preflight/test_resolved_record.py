@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from controllers.compose.composition import compose
+from scripts.configuration import compose
 from tests.preflight.test_resolve import LAPTOP, NODE, configured
 from verl_ray.config.load import resolved_elsewhere, with_auto_again
 from verl_ray.config.schema import Config

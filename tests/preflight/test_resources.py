@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from controllers.compose.composition import compose
+from scripts.configuration import compose
 from tests.preflight.configs import (
     NO_GAIN,
     ppo,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from controllers.compose.composition import compose
+from scripts.configuration import compose
 from tests.preflight.configs import settled
 from verl_ray.data.tokenizers import CHATML, train_bpe
 from verl_ray.errors import ConfigError, Problem

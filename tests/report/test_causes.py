@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from controllers.compose.composition import compose
+from scripts.configuration import compose
 from verl_ray.config.load import to_tree
 from verl_ray.report.evidence import Finding
 from verl_ray.report.findings import learns_nothing

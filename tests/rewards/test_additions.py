@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from controllers.compose.composition import compose
 from controllers.trainers.learner import response_columns
 from controllers.watch.measures import Metrics, addition_metrics
+from scripts.configuration import compose
 from tests.rows import columns_of, rollouts_of
 from verl_ray.agents.contract import End
 from verl_ray.columns.sharded import Receipt, Sharded

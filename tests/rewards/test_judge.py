@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from controllers.compose.composition import compose
+from scripts.configuration import compose
 from verl_ray.config.reward import JudgeReward
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.rewards.health import Score, ScoreHealth

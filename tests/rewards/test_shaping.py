@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from controllers.compose.composition import compose
+from scripts.configuration import compose
 from verl_ray.config.reward import MixedReward
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.rewards.health import ScoreHealth

@@ -155,9 +155,7 @@ def reload_as_vllm_does() -> Callable[[VllmEngine, PreTrainedModel], None]:
             (parameter.name, state[parameter.name])
             for parameter in manifest_of(model).sent
         ]
-        engine.core._client.collective_rpc(
-            "reload_weights", kwargs={"weights_iterator": iter(weights)}
-        )
+        engine.core.call_workers("reload_weights", iter(weights))
         engine.core.give_up_kv_cache()
 
     return reload

@@ -65,6 +65,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def process_ids(pool: EpisodePool) -> list[int]:
+    """Ids of the processes that have begun to start."""
+    children = [each.process._child for each in pool._processes]
+    return [child.pid for child in children if child is not None]
+
+
 def letters(seed: int) -> list[int]:
     """Three letters that the seed of a turn decides about."""
     return np.random.default_rng(seed).integers(4, 20, 3).tolist()
@@ -522,7 +528,7 @@ def test_a_process_that_holds_too_much_is_replaced_between_episodes(
     pool = start_pool(
         "Greedy", options={"pipe": str(pipe.path)}, num_processes=1, memory_gib=0.3
     )
-    (before,) = pool.process_ids
+    (before,) = process_ids(pool)
     first = pool.run(requests(1))
     assert pipe.take(1) == ["begun 0"]
     counts = counts_once(pool, lambda counts: "GiB" in "".join(counts.warnings))
@@ -536,10 +542,10 @@ def test_a_process_that_holds_too_much_is_replaced_between_episodes(
 
     # The episode goes on, and none is begun beside it.
     second = pool.run(requests(2)[1:])
-    assert pool.process_ids == [before] and not counts.renewed_processes
+    assert process_ids(pool) == [before] and not counts.renewed_processes
     first.close()
     assert pipe.take(1) == ["closed 0"] and pipe.take(1) == ["begun 1"]
-    assert pool.process_ids != [before]
+    assert process_ids(pool) != [before]
     counts = pool.take_counts()
     assert (counts.renewed_processes, counts.lost_processes) == (1, 0)
     second.close()
@@ -634,14 +640,14 @@ def test_nothing_outlives_a_killed_process_or_the_pool(
     pool = start_pool("Parent", options={"pipe": str(pipe.path)}, num_processes=1)
     stream = pool.run(requests(1))
     things = Things.of(*pipe.take(1))
-    (guard,) = map(psutil.Process, pool.process_ids)
+    (guard,) = map(psutil.Process, process_ids(pool))
     (worker,) = (each for each in guard.children() if each != things.child)
     worker.kill()
     things.require_gone([guard])
 
     # The episode goes on in another process.
     things = Things.of(*pipe.take(1))
-    (guard,) = map(psutil.Process, pool.process_ids)
+    (guard,) = map(psutil.Process, process_ids(pool))
     pool.close()
     things.require_gone([guard])
     assert not stream.has_ended
@@ -651,7 +657,7 @@ def own_pool(model: str, pipe: str) -> None:
     """Run an episode, and say which processes do so, until somebody kills this one."""
     pool, _ = make_pool(Path(model), "Parent", {"pipe": pipe})
     pool.run(requests(1))
-    print(*pool.process_ids, flush=True)
+    print(*process_ids(pool), flush=True)
     signal.pause()
 
 
@@ -722,7 +728,7 @@ def test_a_process_that_cannot_start_again_fails_the_engine(
     pool = start_pool("Endless", path=world, options={"pipe": str(pipe.path)})
     stream = pool.run(requests(4))
     world.unlink()
-    psutil.Process(pool.process_ids[0]).kill()
+    psutil.Process(process_ids(pool)[0]).kill()
     with pytest.raises(
         EngineFailed, match=r"cannot start again[^!]*world.py does not exist"
     ):
@@ -735,12 +741,12 @@ def test_a_pool_is_closed_while_it_starts_a_process_again(
     start_pool: Callable[..., EpisodePool], pipe: Pipe
 ) -> None:
     pool = start_pool("Endless", options={"pipe": str(pipe.path)})
-    before = pool.process_ids
+    before = process_ids(pool)
     psutil.Process(before[0]).kill()
     until = time.monotonic() + PATIENCE_S
-    while pool.process_ids == before:
+    while process_ids(pool) == before:
         assert time.monotonic() < until, "no other process is started"
         time.sleep(0.001)
-    processes = [psutil.Process(pid) for pid in pool.process_ids]
+    processes = [psutil.Process(pid) for pid in process_ids(pool)]
     pool.close()
     assert not psutil.wait_procs(processes, timeout=20)[1]

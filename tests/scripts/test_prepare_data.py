@@ -20,8 +20,8 @@ from scripts.prepare_data import (
     final_number,
     main,
 )
-from tests.data.reading import read_preferences
-from verl_ray.data.records import read_prompts, read_supervised
+from tests.data.reading import read_preferences, read_supervised
+from verl_ray.data.records import read_prompts
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import DataError
 

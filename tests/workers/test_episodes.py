@@ -12,10 +12,10 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from controllers.compose.composition import compose
 from controllers.rollouts import score_failures
 from controllers.watch import measures, rollout_record, score_entries
 from controllers.watch.rollout_record import ends_of_rows
+from scripts.configuration import compose
 from tests.controllers.watch.test_measures import held
 from tests.controllers.watch.test_rollout_record import INPUTS
 from tests.learning.test_credit import algorithm, rewarded

@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from controllers.compose.composition import compose
+from scripts.configuration import compose
 from tests.rows import rollouts_of
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.columns.batch import Ragged, offsets_of

@@ -60,7 +60,6 @@ class Estimator(Declaration):
             squared probabilities.
         rewards_whole_trajectories: True if it takes one reward per trajectory, and
             none of those that lack the reward of a row.
-        keeps_baselines: True if its baselines go on from step to step.
     """
 
     divides_by_spread: bool = False
@@ -72,7 +71,6 @@ class Estimator(Declaration):
     needs_critic: ClassVar[bool] = False
     reads_probabilities: ClassVar[bool] = False
     rewards_whole_trajectories: ClassVar[bool] = False
-    keeps_baselines: ClassVar[bool] = False
 
     def compared(self, parts: Sequence[RewardPart]) -> Sequence[RewardPart] | None:
         """Return the parts of rewards if it compares those; None for their sum."""
@@ -149,7 +147,6 @@ class AgentBaseline(Estimator):
     function: Callable[..., tuple[Float64, Float64]]
     level: ClassVar[Literal["row", "token"]] = "row"
     rewards_whole_trajectories: ClassVar[bool] = True
-    keeps_baselines: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -230,11 +230,6 @@ class BackendSettings(Section):
         return FLOAT32
 
     @property
-    def offload_width(self) -> int:
-        """Bytes per learning parameter that move when all of the state is offloaded."""
-        return FLOAT32 + MOMENTS
-
-    @property
     def stays_on_host(self) -> bool:
         """True if parameters and optimizer state never live on the device."""
         return False

@@ -82,11 +82,6 @@ class MegatronBackend(Layout):
     def sent_width(self) -> int:
         return self.compute_width
 
-    @property
-    def offload_width(self) -> int:
-        # Weights that compute move too, even if the optimizer steps the same memory.
-        return FLOAT32 + MOMENTS + self.compute_width
-
     def description(self, num_ranks: int) -> str:
         return f"{self.kind} {layout_description(self, num_ranks)}"
 

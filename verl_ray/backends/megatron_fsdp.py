@@ -49,11 +49,6 @@ class MegatronFsdpMemory:
     moments: int
     in_flight: int
 
-    @property
-    def between_steps(self) -> int:
-        """Bytes that the rank holds between steps."""
-        return self.weights + self.main_weights + self.gradients + self.moments
-
 
 class MegatronFsdpBackend(ModuleBackend):
     """The settings of Megatron-FSDP."""
@@ -94,14 +89,6 @@ class MegatronFsdpBackend(ModuleBackend):
         "reduce_in_float32",
     )
     releases_gradients_with_weights: ClassVar[bool] = True
-
-    @property
-    def offload_width(self) -> int:
-        state = FLOAT32 + MOMENTS
-        if self.compute_width != FLOAT32:
-            # The weights that compute are separate from the main weights.
-            state += self.compute_width
-        return state
 
     @property
     def shards_gradients(self) -> bool:

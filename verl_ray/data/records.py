@@ -211,15 +211,6 @@ def read_prompts(
     return read_records(source, partial(prompt_reading, has_episodes=has_episodes))
 
 
-def read_supervised(source: str | Path | DataSet) -> list[SupervisedRecord]:
-    """Read the supervised records of a set, in its order.
-
-    Raises:
-        DataError: the path, a line or a field is not what it should be.
-    """
-    return read_records(source, supervised_reading)
-
-
 def read_records(
     source: str | Path | DataSet,
     reading_of: Callable[[DataSet, Fields, str], Reading[_Read]],

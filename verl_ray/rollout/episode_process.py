@@ -22,11 +22,6 @@ class EpisodeProcess:
         self._child: ChildProcess | None = None
         self._writer: asyncio.StreamWriter | None = None
 
-    @property
-    def pid(self) -> int | None:
-        """Id of the process; None before it begins to start."""
-        return None if self._child is None else self._child.pid
-
     async def start(self) -> None:
         """Start the program of the process, and connect to it.
 

@@ -202,12 +202,6 @@ class EpisodePool:
         print(f"warning: {text}", file=sys.stderr, flush=True)
         self.note(EpisodeCounts(warnings=(text,)))
 
-    @property
-    def process_ids(self) -> list[int]:
-        """Ids of the processes that have begun to start."""
-        ids = [each.process.pid for each in self._processes]
-        return [each for each in ids if each is not None]
-
     def close(self) -> None:
         """End all processes, with whatever they started."""
         if self._is_closed:

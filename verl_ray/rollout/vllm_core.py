@@ -23,7 +23,7 @@ import gc
 import importlib.metadata
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl_ray.config.versions import RELEASES, minor
@@ -306,15 +306,6 @@ class VllmCore:
     def call_workers(self, method: str, *args: object) -> list[Any]:
         """Call a method of every worker, and return the results by rank."""
         return list(self._client.collective_rpc(method, args=args))
-
-    def reload(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load all weights by vLLM's own means, as a yardstick for benchmarks.
-
-        What `vllm_loader.py` corrects and verifies is left out.
-        """
-        self._client.collective_rpc(
-            "reload_weights", kwargs={"weights_iterator": iter(weights)}
-        )
 
     def forget_prefixes(self, cache_salt: str) -> None:
         """Let requests that hold no KV cache read nothing of what was computed before.

@@ -172,7 +172,6 @@ class RolloutFiles:
             run_dir: Folder of the run.
             most_mb: Size of all files together, in megabytes.
         """
-        self._run_dir = run_dir
         self._folder = run_dir / FOLDER
         self._most_mb = most_mb
         self._reported: set[str] = set()

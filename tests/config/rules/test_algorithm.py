@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from controllers.compose.composition import compose, examine
+from controllers.compose.composition import examine
 from controllers.compose.listing import groups
+from scripts.configuration import compose
 from tests.algorithms.choices import TAKES_SEVERAL_UPDATES
 from tests.config.rules.cases import INPUTS, Case
 from verl_ray.config.tasks.rl import RLConfig

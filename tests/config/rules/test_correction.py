@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from controllers.compose.composition import compose, examine
+from controllers.compose.composition import examine
+from scripts.configuration import compose
 from tests.config.rules.cases import Case
 from verl_ray.config.tasks.rl import RLConfig
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from controllers.compose.composition import compose
+from scripts.configuration import compose
 from tests.config.rules.cases import Case
 
 FOUR = "backend=megatron actor.num_ranks=4"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from controllers.compose.composition import compose
+from scripts.configuration import compose
 from tests.config.rules.cases import Case
 
 SHARED = "ranks_fit_the_backend"

@@ -4,7 +4,7 @@ have or does not train.
 
 from __future__ import annotations
 
-from controllers.compose.composition import compose
+from scripts.configuration import compose
 from tests.config.rules.cases import INPUTS, Case
 
 CASES = [

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from controllers.compose.composition import compose
+from scripts.configuration import compose
 from tests.config.rules.cases import JUDGE, Case
 from verl_ray.config.rollout import (
     VLLM_ARGS_FIXED,

@@ -7,7 +7,8 @@ import re
 
 import pytest
 
-from controllers.compose.composition import compose, examine
+from controllers.compose.composition import examine
+from scripts.configuration import compose
 from tests.config.rules import (
     test_algorithm,
     test_correction,

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from controllers.compose.composition import compose, examine
+from controllers.compose.composition import examine
 from controllers.compose.grammar import parsed_override
+from scripts.configuration import compose
 from verl_ray.backends import BACKENDS
 from verl_ray.config.load import to_tree, with_changes
 from verl_ray.config.renamed import ADDED, RENAMED

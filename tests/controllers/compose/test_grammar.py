@@ -11,8 +11,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.compose.composition import compose
 from controllers.compose.grammar import keys_of, overrides_of
+from scripts.configuration import compose
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import ConfigError
 

@@ -17,10 +17,10 @@ import pytest
 import yaml
 
 import verl_ray
-from controllers.compose.composition import compose
 from controllers.python_api.arguments import command_of
 from controllers.python_api.calls import RunRequest
 from controllers.python_api.foreign_process import result_of
+from scripts.configuration import compose
 from tests.controllers.runs import ROOT, Inputs
 from verl_ray.cluster.session import Session
 from verl_ray.config.load import to_tree

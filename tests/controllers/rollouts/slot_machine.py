@@ -21,9 +21,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from controllers.compose.composition import compose
 from controllers.rollouts.supply import Supply, SupplyMemory
 from scripts.bench.scripted_engine import ScriptedEngine
+from scripts.configuration import compose
 from verl_ray.columns.batch import Int64, Ragged
 from verl_ray.columns.sharded import Receipt, Sharded
 from verl_ray.columns.stages import Prompts, Rollouts, Scores

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from controllers.compose.composition import compose
 from controllers.rollouts.admission import Admission
+from scripts.configuration import compose
 from tests.data.test_prompts import config as prompt_config
 from verl_ray.config.data import CurriculumConfig
 from verl_ray.config.tasks.rl import RLConfig

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controllers.compose.composition import compose
 from controllers.rollouts.concurrency import LEAST, AdaptiveConcurrency, Concurrency
+from scripts.configuration import compose
 from tests.preflight.configs import settled
 from verl_ray.config.rollout import RolloutConfig
 from verl_ray.config.tasks.rl import RLConfig

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from controllers.compose.composition import compose
 from controllers.rollouts.dynamic_sampling import (
     DynamicAdmission,
     require_dynamic_sampling,
     with_spread,
 )
 from controllers.watch.measures import group_metrics
+from scripts.configuration import compose
 from tests.data.test_prompts import config as prompt_config
 from tests.rows import rollouts_of
 from verl_ray.algorithms.groups import has_spread

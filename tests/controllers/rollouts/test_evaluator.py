@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from controllers.compose.composition import compose
 from controllers.rollouts.evaluator import Evaluator
+from scripts.configuration import compose
 from verl_ray.columns.batch import Ragged
 from verl_ray.columns.stages import Prompts
 from verl_ray.config.tasks.rl import RLConfig

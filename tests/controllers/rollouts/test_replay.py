@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from controllers.compose.composition import compose
 from controllers.rollouts.stored_groups import REPLAY_FOLDER, Replay, write_groups
+from scripts.configuration import compose
 from tests.controllers.rollouts.test_stored_groups import sharded
 from tests.rows import rollouts_of
 from verl_ray.cluster.session import Session

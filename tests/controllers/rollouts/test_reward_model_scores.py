@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from controllers.compose.composition import compose
 from controllers.system.plan import plan_processes, resolve_on
+from scripts.configuration import compose
 from tests.controllers.runs import SHAPE
 from tests.reward_models import (
     EXACT,

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from controllers.compose.composition import compose
 from controllers.rollouts import stored_groups
 from controllers.rollouts.stored_groups import (
     FOLDER,
@@ -18,6 +17,7 @@ from controllers.rollouts.stored_groups import (
     usable_groups,
     write_groups,
 )
+from scripts.configuration import compose
 from tests.columns.test_batch_files import bits, rich
 from tests.rows import rollouts_of
 from verl_ray.cluster.session import Session

@@ -12,8 +12,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from controllers.compose.composition import compose
 from controllers.rollouts.supply import Supply
+from scripts.configuration import compose
 from tests.controllers.rollouts.slot_machine import Scenario, ScriptedProducer
 from tests.data.test_prompts import config as prompt_config
 from tests.data.test_prompts import sums

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from controllers.command_line import main
-from controllers.compose.composition import compose
 from controllers.compose.grammar import parsed_override
 from controllers.run.best import BestEvaluation
 from controllers.run.conclusion import Conclusion
@@ -26,6 +25,7 @@ from controllers.run.next_command import (
 )
 from controllers.trainers.base import task_of
 from controllers.trainers.rl import ReinforcementTask
+from scripts.configuration import compose
 from tests.controllers.run.checkpoints import write_checkpoints
 from tests.controllers.runs import Inputs
 from verl_ray.checkpoint.store import CheckpointStore

@@ -9,7 +9,6 @@ from typing import cast
 import numpy as np
 import pytest
 
-from controllers.compose.composition import compose
 from controllers.run.preparation import (
     WarmStart,
     prepare,
@@ -17,11 +16,12 @@ from controllers.run.preparation import (
     write_problems,
 )
 from controllers.system.plan import ClusterShape, resolve_on
+from scripts.configuration import compose
+from tests.data.reading import read_supervised
 from verl_ray.cluster.session import Session
 from verl_ray.config.load import with_auto_again
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.conversations import tokenize
-from verl_ray.data.records import read_supervised
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import ConfigError, DataError
 from verl_ray.preflight.findings import INPUTS_COMPLETE, INPUTS_STARTED, inputs_folder

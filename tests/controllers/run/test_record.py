@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from controllers.compose.composition import compose
 from controllers.run.record import LearningWatch, TraceTracker
+from scripts.configuration import compose
 from verl_ray.errors import ClusterError, Interrupted
 from verl_ray.profiling.trace import ProcessSpans, Span, read_trace
 

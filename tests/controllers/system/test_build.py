@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from controllers.compose.composition import compose
 from controllers.system.build import models_without_state
 from controllers.system.plan import (
     ClusterShape,
@@ -18,6 +17,7 @@ from controllers.system.plan import (
     resolve_on,
     rollout_spec,
 )
+from scripts.configuration import compose
 from verl_ray.config.schema import Config
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.engine.base import EngineSpec

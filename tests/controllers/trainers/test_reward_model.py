@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForSequenceClassification
 
 from controllers.commands.evaluate import evaluation_of
-from controllers.compose.composition import compose
+from scripts.configuration import compose
 from tests.controllers.runs import GRADER, Inputs, command, command_here, lasting
 from tests.data.pairs import write_arithmetic_pairs
 from tests.data.reading import read_preferences

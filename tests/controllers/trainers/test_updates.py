@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from controllers.compose.composition import compose
 from controllers.trainers.updates import (
     LearnerBatch,
     ModelOutputs,
@@ -16,6 +15,7 @@ from controllers.trainers.updates import (
     cut_mini_batches,
     shuffled_places,
 )
+from scripts.configuration import compose
 from tests.learning.test_normalised_weights import credit_of
 from tests.rows import rollouts_of
 from verl_ray.columns.batch import Batch, Int64

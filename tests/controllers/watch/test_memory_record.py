@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from controllers.compose.composition import compose
 from controllers.watch.memory import PHASE_OF, MemoryRecord, peaks
+from scripts.configuration import compose
 from tests.preflight.configs import planned, settled
 from verl_ray.cluster.launch import Groups
 from verl_ray.preflight.machine import GIB

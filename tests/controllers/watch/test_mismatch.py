@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from controllers.compose.composition import compose
 from controllers.watch.mismatch_limit import MismatchWatch, causes
+from scripts.configuration import compose
 from tests.preflight.configs import settled
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.engine.base import LossReport, StepReport

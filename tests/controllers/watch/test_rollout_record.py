@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from controllers.compose.composition import compose
 from controllers.watch.rollout_record import (
     MOST_TOKENS,
     RolloutRecord,
     failures_of_rows,
 )
+from scripts.configuration import compose
 from tests.rows import rollouts_of
 from verl_ray.columns.sharded import Receipt, Sharded
 from verl_ray.config.tasks.rl import RLConfig
