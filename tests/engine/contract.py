@@ -39,6 +39,7 @@ from tests.engine.inputs import (
     rows_of,
     sequences_of,
 )
+from verl_ray.backends import BACKENDS
 from verl_ray.checkpoint import sharded
 from verl_ray.columns.packing import balance, lengths_of_units, rows_of_units
 from verl_ray.columns.stages import TrainingBatch
@@ -704,7 +705,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 }
 """Backends whose engines share a process; the last one has layouts on four ranks."""
 KINDS = tuple(kind for kinds in FAMILIES.values() for kind in kinds)
-ADAPTED = ("engine", "fsdp", "megatron_fsdp")
+ADAPTED = tuple(kind for kind in KINDS if BACKENDS[kind].has_adapters)
 LAYOUTS_OF_FOUR: dict[str, tuple[dict[str, Any], ...]] = {
     "torch": ({"sharding": "grad_op"}, {"sharding": "hybrid", "shard_size": 2}),
     "megatron": (

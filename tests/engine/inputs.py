@@ -16,11 +16,7 @@ from tests.corrections import NO_CORRECTION, NO_LIMIT
 from verl_ray.algorithms.catalogue import declared_settings
 from verl_ray.algorithms.losses import TokenLoss
 from verl_ray.algorithms.policy_losses import POLICY_LOSSES
-from verl_ray.backends import Backend
-from verl_ray.backends.engine import EngineBackend
-from verl_ray.backends.fsdp import FsdpBackend
-from verl_ray.backends.megatron import MegatronBackend
-from verl_ray.backends.megatron_fsdp import MegatronFsdpBackend
+from verl_ray.backends import BACKENDS
 from verl_ray.columns.batch import offsets_of
 from verl_ray.columns.packing import balance, lengths_of_units, rows_of_units
 from verl_ray.columns.stages import TrainingBatch
@@ -88,6 +84,13 @@ MEGATRON_FSDP: dict[str, Any] = ENGINE | {
     "overlap_param_gather": True, "overlap_grad_reduce": True, "bucket_size": None, "reduce_in_float32": True,
     "double_buffer": False,
 }  # fmt: skip
+SETTINGS = {
+    "engine": ENGINE,
+    "fsdp": FSDP,
+    "megatron": MEGATRON,
+    "megatron_fsdp": MEGATRON_FSDP,
+}
+"""The settings of every backend."""
 ALGORITHM = AlgorithmConfig(
     name="test",
     advantage="grpo",
@@ -288,19 +291,9 @@ class Ranks:
         expert_balance: float | None = None,
         **settings: Any,
     ) -> EngineSpec:
-        backend: Backend
-        if kind == "megatron":
-            if settings.pop("activation_checkpointing", False):
-                settings["recompute"] = "full"
-            backend = MegatronBackend(**MEGATRON | settings)
-        elif kind == "megatron_fsdp":
-            backend = MegatronFsdpBackend(**MEGATRON_FSDP | settings)
-        else:
-            backend = (
-                EngineBackend(**ENGINE | settings)
-                if kind == "engine"
-                else FsdpBackend(**FSDP | settings)
-            )
+        if kind == "megatron" and settings.pop("activation_checkpointing", False):
+            settings["recompute"] = "full"
+        backend = BACKENDS[kind](**SETTINGS[kind] | settings)
         path = str(self.folder / model)
         return EngineSpec(
             "actor",
