@@ -43,6 +43,7 @@ from scripts.bench.inputs import (
     with_layers,
 )
 from scripts.bench.suite import Flags, print_json, progress, shown_versions
+from verl_ray.backends import BACKENDS
 from verl_ray.backends.base import FLOAT32, MOMENTS
 from verl_ray.config.versions import missing_packages, problem_of
 from verl_ray.json_lines import lines_of
@@ -71,8 +72,6 @@ OTHER_HOST_GIB = 4
 _ON_A_GPU = ("--rows", "64", "--micro-batch-tokens", "8192")
 
 _PROGRAMS = ("-m", "scripts.bench.gpu")
-KINDS = ("engine", "fsdp", "megatron", "megatron_fsdp")
-_PACKAGES = {"megatron": ("megatron.core",), "megatron_fsdp": ("megatron_fsdp",)}
 
 
 @dataclass(frozen=True)
@@ -322,7 +321,7 @@ def parts_of(device: str, folder: str, host_bytes: float = 0.0) -> list[Part]:
             layers as it holds.
     """
     least = 1 if device == "cuda" else 0
-    contracts = [_contract(kind, device, least) for kind in KINDS]
+    contracts = [_contract(kind, device, least) for kind in BACKENDS]
     return [
         Part("devices", "versions and devices", (*_PROGRAMS, "devices"), 30),
         _tests("attention", "flash attention", "tests/models/test_attention_gpu.py"),
@@ -362,7 +361,7 @@ def _contract(kind: str, device: str, gpus: int) -> Part:
         ("-m", "tests.engine.on_device", json.dumps(task)),
         90,
         gpus=gpus,
-        packages=("peft", *_PACKAGES.get(kind, ())),
+        packages=("peft", *BACKENDS[kind].packages),
     )
 
 

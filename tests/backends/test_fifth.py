@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine import contract, inputs
 from verl_ray.backends import BACKENDS
 
 ROOT = Path(__file__).parents[2]
@@ -124,10 +125,13 @@ EXEMPT = (
 
 
 def names_of_backends(text: str) -> Iterator[int]:
-    """Yield the lines of a module that name a backend, in a string or an import."""
+    """Yield the lines of a module that name a backend, in a text or an identifier."""
     module = ast.parse(text)
     kinds = "|".join(BACKENDS)
-    named = re.compile(rf"({kinds})|.*\bbackend=({kinds})\b.*", re.DOTALL)
+    # An extra of this project is written as in verl_ray[megatron].
+    named = re.compile(
+        rf"({kinds})|.*(\bbackend=({kinds})\b|\[({kinds})\]).*", re.DOTALL
+    )
     # Docstrings are documentation.
     texts = [node.value for node in ast.walk(module) if isinstance(node, ast.Expr)]
     for node in ast.walk(module):
@@ -138,11 +142,11 @@ def names_of_backends(text: str) -> Iterator[int]:
             room, _, kind = (node.module or "").rpartition(".")
             if room == "verl_ray.backends" and kind in BACKENDS:
                 yield node.lineno
-        elif isinstance(node, ast.Attribute) and node.attr in set(BACKENDS) - {
-            "engine"
-        }:
-            # Many things have an attribute `engine`, which is vLLM's.
-            yield node.lineno
+        elif isinstance(node, ast.Name | ast.Attribute):
+            name = node.id if isinstance(node, ast.Name) else node.attr
+            # Many things are called `engine`, which is vLLM's.
+            if set(name.lower().split("_")) & (set(BACKENDS) - {"engine"}):
+                yield node.lineno
 
 
 def test_each_way_to_name_a_backend_is_seen() -> None:
@@ -151,6 +155,8 @@ def test_each_way_to_name_a_backend_is_seen() -> None:
         'print(f"backend=fsdp {more}")',
         "from verl_ray.backends.megatron import MegatronBackend",
         "settings.megatron_fsdp",
+        'print("pip install verl_ray[megatron]")',
+        'IN_MEGATRON = ("llama",)',
     )
     for way in ways:
         assert list(names_of_backends(way)) == [1]
@@ -168,3 +174,8 @@ def test_nothing_else_names_a_backend() -> None:
                 lines = names_of_backends(path.read_text())
                 named += [f"{where}:{line}" for line in lines]
     assert named == []
+
+
+def test_the_contract_tests_take_every_backend() -> None:
+    writers = {kind for kind, _ in contract.WRITERS}
+    assert set(contract.KINDS) == set(inputs.SETTINGS) == set(BACKENDS) <= writers

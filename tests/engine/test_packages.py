@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +16,8 @@ from verl_ray.config.versions import missing_packages
 from verl_ray.engine.base import EngineSpec
 from verl_ray.engine.build import build_engine
 from verl_ray.errors import EngineError
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_backends_of_this_project_alone_miss_nothing(
@@ -26,6 +31,15 @@ def test_backends_of_this_project_alone_miss_nothing(
         == missing_packages(BACKENDS["fsdp"].packages)
         == []
     )
+
+
+def test_every_backend_with_packages_names_the_extra_that_installs_them() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for backend in BACKENDS.values():
+        assert bool(backend.extra) == bool(backend.packages)
+        requirements = " ".join(project["optional-dependencies"].get(backend.extra, []))
+        for package in backend.packages:
+            assert re.sub("[._]", "-", package) in requirements
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,6 +151,9 @@ class BackendSettings(Section):
 
     packages: ClassVar[tuple[str, ...]] = ()
     """Packages that its engine imports and that this project does not depend on."""
+    extra: ClassVar[str] = ""
+    """The extra of this project that installs those packages; empty if there are none.
+    """
     has_adapters: ClassVar[bool] = True
     """It can train a low-rank adapter alone."""
     activation_settings: ClassVar[tuple[str, ...]] = ()

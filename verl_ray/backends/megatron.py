@@ -33,15 +33,19 @@ from verl_ray.backends.layouts import (
 )
 from verl_ray.errors import Problem
 from verl_ray.settings.config_json import (
-    ACTIVATIONS_IN_MEGATRON,
     FAMILIES,
-    IN_MEGATRON,
     WITH_EXPERTS,
     Settings,
     rotary_types,
 )
 from verl_ray.settings.section import Auto, Dtype, resolved
 from verl_ray.suggest import either
+
+IN_MEGATRON = ("llama", "qwen2", "qwen3", "qwen3_moe")
+"""Families whose weights have a place in the model of megatron-core."""
+
+ACTIVATIONS_IN_MEGATRON = ("silu", "swish")
+"""Values of hidden_act that megatron-core computes: two names of one function."""
 
 BIASES = {
     "llama": ("attention_bias", "mlp_bias"),
@@ -71,6 +75,7 @@ class MegatronBackend(Layout):
     """
 
     packages: ClassVar[tuple[str, ...]] = ("megatron.core",)
+    extra: ClassVar[str] = "megatron"
     has_adapters: ClassVar[bool] = False
     activation_settings: ClassVar[tuple[str, ...]] = ("recompute",)
     sums_tied_gradients_in_place: ClassVar[bool] = True

@@ -84,6 +84,7 @@ class MegatronFsdpBackend(ModuleBackend):
     buffers that are kept, instead of memory that is allocated for each."""
 
     packages: ClassVar[tuple[str, ...]] = ("megatron.core", "megatron_fsdp")
+    extra: ClassVar[str] = "megatron"
     gradient_settings: ClassVar[tuple[str, ...]] = (
         "overlap_grad_reduce",
         "reduce_in_float32",

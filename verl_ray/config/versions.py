@@ -76,8 +76,10 @@ def _release_of(torch: str) -> Release | None:
 
 # -------------------------------------------------------------------- optional packages
 
-INSTALL = "pip install 'verl_ray[megatron]'"
-"""The command that installs every optional package."""
+
+def install_command(extra: str) -> str:
+    """Return the command that installs this project with one of its extras."""
+    return f"pip install 'verl_ray[{extra}]'"
 
 
 def missing_packages(needed: Iterable[str]) -> list[str]:

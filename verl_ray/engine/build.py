@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from verl_ray.config.versions import INSTALL, missing_packages
+from verl_ray.config.versions import install_command, missing_packages
 from verl_ray.engine.base import Engine, EngineSpec
 from verl_ray.errors import EngineError
 
@@ -35,7 +35,7 @@ def build_engine(
         packages = " and ".join(missing)
         raise EngineError(
             f"{spec.role}.backend = {backend.kind} needs {packages},"
-            f" not installed here: {INSTALL}"
+            f" not installed here: {install_command(backend.extra)}"
         )
 
     engine = _engine_of(backend.kind, on_cpu=device.type == "cpu")

@@ -23,7 +23,7 @@ from verl_ray.config.rollout import (
     ServedModel,
 )
 from verl_ray.config.schema import Config, batch_algebra
-from verl_ray.config.versions import INSTALL, missing_packages
+from verl_ray.config.versions import install_command, missing_packages
 from verl_ray.data.tokenizers import VOCABULARY_FILES
 from verl_ray.errors import Problem
 from verl_ray.hub.model_folders import absent_weights, is_pending
@@ -630,5 +630,5 @@ def _package_problems(config: Config) -> Iterator[Problem]:
 
         reported.add(backend.kind)
         rule = f"this backend needs {' and '.join(missing)}, not installed here"
-        fix = f"Install it: {INSTALL}"
+        fix = f"Install it: {install_command(backend.extra)}"
         yield Problem(f"{name}.backend", backend.kind, rule, fix)

@@ -18,12 +18,6 @@ FAMILIES = ("gemma", "llama", "qwen2", "qwen3", "qwen3_moe")
 Other models may scale, cap or mask where this project does not.
 """
 
-IN_MEGATRON = ("llama", "qwen2", "qwen3", "qwen3_moe")
-"""Families whose weights have a place in the model of megatron-core."""
-
-ACTIVATIONS_IN_MEGATRON = ("silu", "swish")
-"""Values of hidden_act that megatron-core computes: two names of one function."""
-
 WITH_EXPERTS = ("qwen3_moe",)
 """Families whose layers choose among experts."""
 

@@ -11,11 +11,11 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
+from verl_ray.backends.megatron import ACTIVATIONS_IN_MEGATRON, IN_MEGATRON
 from verl_ray.engine.base import EngineSpec
 from verl_ray.engine.megatron.weight_map import MappedParameter
 from verl_ray.errors import EngineError, ModelError
 from verl_ray.models.role_model import RoleModel
-from verl_ray.settings.config_json import ACTIVATIONS_IN_MEGATRON, IN_MEGATRON
 
 _SHOWN_NAMES = 5
 """The most parameters that an error names."""
