@@ -10,7 +10,6 @@ trainer.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import pkgutil
 import re
 from collections.abc import Mapping
@@ -19,14 +18,12 @@ from typing import Any
 
 from verl_ray.config.load import parse
 from verl_ray.config.schema import Config
+from verl_ray.config.tasks import declared_class, own_classes, own_tasks, type_of
 from verl_ray.errors import ConfigError, Problem
 from verl_ray.suggest import did_you_mean
 
 TRAINERS = "controllers.trainers"
 """The package of the tasks' files."""
-
-CONFIGURATIONS = "verl_ray.config.tasks"
-"""The package of configuration types that are apart from the trainers."""
 
 
 def typed_config(tree: Mapping[str, object]) -> Config:
@@ -45,23 +42,15 @@ def config_type(task: object) -> type[Config]:
     Raises:
         ConfigError: there is no such task.
     """
-    module_name = f"{CONFIGURATIONS}.{task}"
-
     # A type that is apart from its trainer is imported without the trainer.
-    if _is_plain(task) and importlib.util.find_spec(module_name) is not None:
-        module = importlib.import_module(module_name)
-    else:
-        module = task_module(task)
-
-    kind: type[Config] = declared_class(module, Config)
+    kind: type[Config] = type_of(task) or declared_class(task_module(task), Config)
     return kind
 
 
 def sections_of_all_tasks() -> set[str]:
     """Return the sections that the configuration of some task has."""
-    folder = importlib.import_module(CONFIGURATIONS).__path__
-    names = [entry.name for entry in pkgutil.iter_modules(folder)]
-    return {section for name in names for section in config_type(name).model_fields}
+    kinds = map(config_type, own_tasks())
+    return {section for kind in kinds for section in kind.model_fields}
 
 
 def task_module(task: object) -> ModuleType:
@@ -91,25 +80,6 @@ def task_module(task: object) -> ModuleType:
     raise ConfigError([Problem("task", task, "there is no such task", fix)])
 
 
-def declared_class(module: ModuleType, base: type[Any]) -> Any:
-    """Return the only class over `base` that a module declares.
-
-    Raises:
-        ConfigError: the module declares none, or more than one.
-    """
-    classes = [kind for kind in _own_classes(module) if issubclass(kind, base)]
-    if len(classes) == 1:
-        return classes[0]
-
-    names = ", ".join(kind.__name__ for kind in classes) or "none"
-    rule = (
-        f"the file of a task declares one class over {base.__name__}, and this one"
-        f" declares {names}"
-    )
-    fix = f"Declare one in {module.__name__}."
-    raise ConfigError([Problem("task", module.__name__, rule, fix)])
-
-
 def tasks() -> list[str]:
     """Return the names of all tasks.
 
@@ -121,7 +91,7 @@ def tasks() -> list[str]:
 
     for entry in pkgutil.iter_modules(folder):
         module = importlib.import_module(f"{TRAINERS}.{entry.name}")
-        if any(_is_concrete(kind, base) for kind in _own_classes(module)):
+        if any(_is_concrete(kind, base) for kind in own_classes(module)):
             names.append(entry.name)
 
     return names
@@ -129,15 +99,6 @@ def tasks() -> list[str]:
 
 def _is_concrete(kind: type[Any], base: type[Any]) -> bool:
     return issubclass(kind, base) and not kind.__abstractmethods__
-
-
-def _own_classes(module: ModuleType) -> list[type[Any]]:
-    """Return the classes that a module declares, without those that it imports."""
-    return [
-        value
-        for value in vars(module).values()
-        if isinstance(value, type) and value.__module__ == module.__name__
-    ]
 
 
 def _is_plain(task: object) -> bool:

@@ -15,12 +15,13 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from controllers.system.build import System
 from controllers.system.plan import WORKERS, Workers
-from controllers.tasks import declared_class, task_module
+from controllers.tasks import task_module
 from controllers.watch.held_out_measures import Evaluation
 from controllers.watch.measures import Metrics
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.waiting import Background
 from verl_ray.config.schema import Config
+from verl_ray.config.tasks import declared_class
 from verl_ray.errors import ConfigError, DataError
 from verl_ray.preflight.data_files import data_problem
 from verl_ray.preflight.facts import facts_here

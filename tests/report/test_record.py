@@ -25,6 +25,7 @@ from verl_ray.ownership import Owner
 from verl_ray.profiling.process_table import RunStatus, write_status
 from verl_ray.report import record, samples
 from verl_ray.report.findings import findings
+from verl_ray.report.lines import MainMetric
 from verl_ray.report.record import fingerprint, read_run
 from verl_ray.tracking.held_out_responses import HeldOutResponse
 from verl_ray.tracking.history import HISTORY, begin_segment, wall_s
@@ -240,6 +241,19 @@ def test_the_main_metric_comes_first(tmp_path: Path) -> None:
     values = {0: 2.0, 3: 1.0, 6: 1.0, 9: 2.0}
     assert record.HeldOutCourse("loss", True, values).best_step == 3
     assert record.HeldOutCourse("score", False, values).best_step == 0
+
+
+def test_the_main_metric_is_that_of_the_task() -> None:
+    assert {
+        task: MainMetric.of({"task": task}).pattern
+        for task in ("rl", "sft", "reward_model", "own.task", None)
+    } == {
+        "rl": "val-core/*/mean@*",
+        "sft": "val-core/held_out/loss",
+        "reward_model": "val-core/held_out/pair_accuracy",
+        "own.task": "val-core/*",
+        None: "val-core/*",
+    }
 
 
 def test_a_failed_run_says_why(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from verl_ray.config.data import (
     DataFilesConfig,
@@ -82,6 +82,10 @@ class Config(Section):
     model: ModelConfig
     data: DataFilesConfig
     tracking: TrackingConfig
+
+    main_metrics: ClassVar[str] = "val-core/*"
+    """Names of `main_metric` under any values of the settings; * stands for anything.
+    """
 
     # --------------------------------------------------------------------------- models
 
@@ -144,7 +148,7 @@ class Config(Section):
 
         * stands for anything; metrics with several matching names are averaged.
         """
-        return "val-core/*"
+        return self.main_metrics
 
     # ----------------------------------------------------------------------------- rows
 

@@ -16,7 +16,9 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from verl_ray.tracking.base import GLOBAL_STEP, HELD_OUT
+from verl_ray.config.schema import Config
+from verl_ray.config.tasks import type_of
+from verl_ray.tracking.base import GLOBAL_STEP
 from verl_ray.tracking.comparison import is_lower_better
 from verl_ray.tracking.history import RunSegment
 
@@ -146,13 +148,6 @@ class RunLines:
 
 # ------------------------------------------------------------------ held-out metrics
 
-# Patterns of the metrics that the best step of a task is chosen by.
-_MAIN_METRICS = {
-    "rl": f"{HELD_OUT}*/mean@*",
-    "sft": f"{HELD_OUT}held_out/loss",
-    "reward_model": f"{HELD_OUT}held_out/pair_accuracy",
-}
-
 
 @dataclass(frozen=True)
 class MainMetric:
@@ -169,7 +164,9 @@ class MainMetric:
         """Return that of a run, by its configuration as a tree of plain values."""
         pattern = setting(config, "run.best_metric")
         if not isinstance(pattern, str):
-            pattern = _MAIN_METRICS.get(str(config.get("task")), f"{HELD_OUT}*")
+            # The type of a user's own task is in the file of its trainer.
+            kind = type_of(config.get("task")) or Config
+            pattern = kind.main_metrics
         return cls(pattern, setting(config, "run.best_is"))
 
     def is_meant(self, name: str) -> bool:

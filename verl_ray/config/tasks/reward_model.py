@@ -5,7 +5,7 @@ It learns from pairs of a better and a worse response to the same prompt.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -44,16 +44,14 @@ class RewardModelConfig(Config):
     preference: PreferenceConfig
     evaluation: PreferenceEvaluationConfig
 
+    main_metrics: ClassVar[str] = "val-core/held_out/pair_accuracy"
+
     @property
     def model_roles(self) -> dict[str, ModelRole]:
         return {"reward": self.reward}
 
     def head_of(self, role: str) -> Literal["policy", "value"]:
         return "value"
-
-    @property
-    def main_metric(self) -> str:
-        return "val-core/held_out/pair_accuracy"
 
     @property
     def examples_per_step(self) -> int:

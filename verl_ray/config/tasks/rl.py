@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import ClassVar, Literal
 
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.algorithms.correction import CORRECTIONS
@@ -73,6 +73,9 @@ class RLConfig(RolloutTaskConfig):
     tracking: RolloutTrackingConfig
     algorithm: AlgorithmConfig
     prepare: PrepareConfig | None
+
+    # The accuracy or the mean reward of every data source.
+    main_metrics: ClassVar[str] = "val-core/*/mean@*"
 
     @property
     def episodes(self) -> AgentConfig | None:
@@ -180,8 +183,7 @@ class RLConfig(RolloutTaskConfig):
 
     @property
     def main_metric(self) -> str:
-        # The accuracy or the mean reward of every data source.
-        return f"val-core/*/mean@{self.evaluation.group_size}"
+        return self.main_metrics.replace("@*", f"@{self.evaluation.group_size}")
 
     @property
     def corrects_mismatch(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 from verl_ray.config.data import RowFormat
 from verl_ray.config.roles import ModelRole, SupervisedRole
@@ -40,14 +41,12 @@ class SFTConfig(Config):
     sft: SupervisedConfig
     evaluation: SupervisedEvaluationConfig
 
+    # Long answers are hardly ever right word by word, so the loss tells more.
+    main_metrics: ClassVar[str] = "val-core/held_out/loss"
+
     @property
     def model_roles(self) -> dict[str, ModelRole]:
         return {"actor": self.actor}
-
-    @property
-    def main_metric(self) -> str:
-        # Long answers are hardly ever right word by word, so the loss tells more.
-        return "val-core/held_out/loss"
 
     @property
     def examples_per_step(self) -> int:
