@@ -4,7 +4,8 @@ Invariant: the declarations are light. The configuration, its rules and prefligh
 the contract in `base.py` and name no backend. The engines, which compute, are named in
 `verl_ray/engine/build.py`.
 
-It may import `settings`, `columns` and `ops`, and what lies below them.
+It may import `settings`, `columns`, `ops`, `paths`, `profiling`, `private_files`,
+`rendezvous` and `processes`, and what lies below them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
 """Training engines: one contract, interchangeable backends.
 
-It may import `checkpoint`, and what lies below it.
+It may import `tracking`, `agents` and `checkpoint`, and what lies below them.
 """

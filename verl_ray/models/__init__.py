@@ -1,4 +1,4 @@
 """Models of Hugging Face: their computation, and reading and writing them.
 
-It may import `data` and `weight_sync`, and what lies below them.
+It may import `data`, and what lies below it.
 """

@@ -3,6 +3,6 @@
 The functions are log-probs of a language-model head, estimators of a divergence, and
 statistics.
 
-It may import `paths`, `profiling`, `private_files`, `rendezvous`, `processes`, and what
-lies below them.
+It may import `errors`, `ownership`, `disk`, `suggest`, `shell`, `json_lines` and
+`user_files`.
 """

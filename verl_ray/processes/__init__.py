@@ -2,5 +2,6 @@
 
 Everything here is used by several rooms.
 
-It may import `user_files`, and no framework.
+It may import `errors`, `ownership`, `disk`, `suggest`, `shell`, `json_lines` and
+`user_files`, and no framework.
 """

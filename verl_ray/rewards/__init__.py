@@ -2,5 +2,5 @@
 
 Needs neither torch nor ray.
 
-It may import `engine` and `cluster`, and what lies below them.
+It may import `data`, and what lies below it.
 """

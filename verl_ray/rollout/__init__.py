@@ -2,5 +2,5 @@
 
 Token ids go in; sampled tokens, their log-probs and policy versions come out.
 
-It may import `agents`, and what lies below it.
+It may import `tracking`, `agents` and `checkpoint`, and what lies below them.
 """

@@ -3,6 +3,6 @@
 Sections and their rules, names of functions, ids of the hub, values of a config.json,
 ends of episodes.
 
-It may import `paths`, `profiling`, `private_files`, `rendezvous`, `processes`, and what
-lies below them.
+It may import `errors`, `ownership`, `disk`, `suggest`, `shell`, `json_lines` and
+`user_files`.
 """

@@ -3,7 +3,7 @@
 Metric names are the published ones of the field. They reach every tracker unchanged, so
 there is no second spelling to translate.
 
-It may import `rollout`, and what lies below it.
+It may import `rewards` and `models`, and what lies below them.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The parts are what travels, and how much at once (`manifest.py`), and over which wire
 (`transport.py` and the wires behind it).
 
-It may import `hub` and `learning`, and what lies below them.
+It may import `config`, and what lies below it.
 """
 
 SLOTS = 2

@@ -2,6 +2,8 @@
 
 Invariant: a type is imported without its trainer. So neither `verl-ray check` nor a
 report imports one.
+
+It may import the rest of `config`, and what lies below it.
 """
 
 from __future__ import annotations

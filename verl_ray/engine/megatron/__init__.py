@@ -1,5 +1,7 @@
 """The `megatron` backend: megatron-core's layers, schedules and distributed optimizer
 behind the contract of engines.
+
+It may import the modules of `engine` that name no backend, and what lies below them.
 """
 
 import warnings
