@@ -28,8 +28,12 @@ def test_the_order_that_is_drawn_is_the_one_that_is_enforced() -> None:
         .read_text()
         .partition("Each room of `verl_ray` imports")
     )
-    drawn = text.split("\n\n")[1].splitlines()
-    assert [line.strip().replace(".py", "") for line in drawn] == enforced("verl_ray")
+    _, drawn, table = text.split("\n\n")[:3]
+    order = [line.strip().replace(".py", "") for line in drawn.splitlines()]
+    assert order == enforced("verl_ray")
+
+    rows = re.findall(r"^\| `verl_ray/(\w+)(?:\.py)?` \|", table, re.MULTILINE)
+    assert rows == " | ".join(order).split(" | ")
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from verl_ray.columns.stages import (
     Finish,
     Prompts,
     Rollouts,
+    prompt_columns,
     versions_of,
 )
 from verl_ray.rollout.episode_stream import EpisodeRequest
@@ -211,7 +212,6 @@ def _columns_of_rows(
         response_mask=mask,
         row_id=np.array(row_ids, np.int64),
         trajectory_id=np.array([number for number, _, _ in numbered], np.int64),
-        group_id=prompt_rows.group_id,
         prompt_length=np.array(
             [
                 places[0] if len(places) else len(row.tokens)
@@ -226,11 +226,7 @@ def _columns_of_rows(
         ),
         version_spans=spans,
         **versions_of(spans),
-        has_answer=prompt_rows.has_answer,
-        messages=prompt_rows.messages,
-        data_source=prompt_rows.data_source,
-        answer=prompt_rows.answer,
-        extra=prompt_rows.extra,
+        **prompt_columns(prompt_rows),
         end=np.array(numbers, np.int8),
         end_detail=Ragged.of_texts([_encodable(each.detail) for each in episodes]),
         num_turns=np.array([episode.num_turns for episode in episodes], np.int32),

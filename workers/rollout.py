@@ -30,6 +30,7 @@ from verl_ray.columns.stages import (
     Requests,
     Responses,
     Rollouts,
+    prompt_columns,
     versions_of,
 )
 from verl_ray.config.agent import AgentConfig
@@ -606,18 +607,13 @@ def whole_rollouts(
         response_mask=mask,
         row_id=row_id,
         trajectory_id=row_id,
-        group_id=prompt_rows.group_id,
         prompt_length=prompt_length,
         response_length=response_length,
         finish=_finishes(chunks, unfinished=Finish.ABORTED),
         rollout_log_probs=log_probs,
         version_spans=spans,
         **versions_of(spans),
-        has_answer=prompt_rows.has_answer,
-        messages=prompt_rows.messages,
-        data_source=prompt_rows.data_source,
-        answer=prompt_rows.answer,
-        extra=prompt_rows.extra,
+        **prompt_columns(prompt_rows),
     )
 
 

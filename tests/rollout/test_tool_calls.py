@@ -110,6 +110,17 @@ def test_turns_are_parsed_without_building_the_vocabulary_for_each(
     assert len(built) == before
 
 
+def test_an_error_of_the_tokenizer_is_not_taken_for_a_missing_character(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise TypeError("this is no text")
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "encode", broken)
+    with pytest.raises(TypeError, match="this is no text"):
+        ActionReader(TOKENIZER, "hermes")
+
+
 OPENED = PRESERVING.replace(
     "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}"
 )

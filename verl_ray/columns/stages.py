@@ -198,6 +198,33 @@ def sums_of_trajectories(trajectory_id: Int64, values: Array) -> Array:
     return sums
 
 
+class PromptColumns(TypedDict):
+    """The columns that `Rollouts` and `Prompts` both have, but for the tokens."""
+
+    group_id: Int64
+    has_answer: Bool
+    messages: Ragged
+    data_source: Ragged
+    answer: Ragged
+    extra: Ragged
+
+
+def prompt_columns(prompts: Prompts) -> PromptColumns:
+    """Return the columns of rollouts that are those of their prompts.
+
+    Args:
+        prompts: The prompt of each row.
+    """
+    return {
+        "group_id": prompts.group_id,
+        "has_answer": prompts.has_answer,
+        "messages": prompts.messages,
+        "data_source": prompts.data_source,
+        "answer": prompts.answer,
+        "extra": prompts.extra,
+    }
+
+
 class RowVersions(TypedDict):
     """Two columns of `Rollouts`."""
 

@@ -173,7 +173,10 @@ class CallParser:
         """
         try:
             tokens = self._tokenizer.encode(text, add_special_tokens=False)
-        except Exception:
+        except Exception as error:
+            # `tokenizers` has no type of its own for a character without a token.
+            if type(error) is not Exception:
+                raise
             return []
         return list(tokens)
 
