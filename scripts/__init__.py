@@ -1,4 +1,5 @@
 """Programs of a checkout, which the installed package does not hold.
 
-Tests import them; nothing of the product does, and they import no test.
+Tests import them, and nothing of the product does. They may import the whole product
+and no test; `bench/gpu.py` runs some tests, each as a program of its own.
 """

@@ -8,6 +8,8 @@ rounds and tables from `suite.py`, its inputs from `inputs.py`, and its processe
 one of these: `running.py` (the actor and the replicas of a run), `processes.py` (ranks
 of a training backend, without a cluster), `contest.py` (backends that take turns),
 `raw.py` (vLLM and PyTorch without us). `agents.py` has its engine in its own process.
+
+It may import what `scripts` may.
 """
 
 from __future__ import annotations
