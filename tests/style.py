@@ -26,17 +26,6 @@ README = ROOT / "README.md"
 
 MOST_LINES_OF_A_FUNCTION = 60
 
-# Modules here import each other in one direction, for annotations and in functions too.
-WITHOUT_CIRCLES = (
-    "verl_ray/config/",
-    "verl_ray/backends/",
-    "verl_ray/data/",
-    "verl_ray/hub/",
-    "verl_ray/settings/",
-    "verl_ray/columns/",
-    "verl_ray/learning/",
-)
-
 # A participle says what happened to a thing and not what the thing is.
 BANNED_NAMES = {
     "asked": "name the request, such as `requested_ranks`",
@@ -119,8 +108,7 @@ def modules(prefixes: Sequence[str] = SOURCES) -> list[Module]:
 def places(parsed: Sequence[Module]) -> list[Place]:
     """Everything that a reader would stumble over, in the order of the files."""
     broken = [place for module in parsed for place in _places_of(module)]
-    rooms = [module for module in parsed if module.path.startswith(WITHOUT_CIRCLES)]
-    return [*broken, *_class_names_used_twice(parsed), *import_circles(rooms)]
+    return [*broken, *_class_names_used_twice(parsed), *import_circles(parsed)]
 
 
 def _places_of(module: Module) -> Iterator[Place]:

@@ -10,15 +10,8 @@ from typing import TYPE_CHECKING, Any
 from verl_ray.errors import ConfigError, VerlRayError
 
 if TYPE_CHECKING:
-    from controllers.python_api.calls import (
-        Measurement,
-        Result,
-        Run,
-        Stopped,
-        check,
-        evaluate,
-        train,
-    )
+    from controllers.python_api.calls import Run, check, evaluate, train
+    from controllers.python_api.contract import Measurement, Result, Stopped
 
 __version__ = "0.1.0"
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -33,9 +32,7 @@ from verl_ray.columns.stages import (
     versions_of,
 )
 from verl_ray.rollout.episode_stream import EpisodeRequest
-
-if TYPE_CHECKING:
-    from workers.rollout import Generation
+from workers.generation import Generation
 
 ROW_IDS = MOST_TURNS
 """Row ids of an episode, which is at most one per turn: those from the number of its

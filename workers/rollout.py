@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
@@ -19,7 +19,6 @@ import numpy.typing as npt
 from verl_ray.agents.contract import Episode
 from verl_ray.agents.tasks import environments_of
 from verl_ray.agents.wire import EpisodeStart
-from verl_ray.algorithms.groups import is_last_of_group
 from verl_ray.cluster.context import WorkerContext, concurrent, steering, when_abandoned
 from verl_ray.columns.batch import Int64, Ragged, offsets_of
 from verl_ray.columns.seeds import row_seeds
@@ -52,6 +51,7 @@ from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import Bucket, Manifest
 from verl_ray.weight_sync.transport import SealedAddress, WireSpec
 from workers.episodes import beside_episodes, episode_requests, episode_rollouts
+from workers.generation import Generation
 
 if TYPE_CHECKING:
     from verl_ray.rollout.endpoint import Endpoint
@@ -99,37 +99,6 @@ class ReplicaHealth(ServerHealth):
     """
 
     endpoint_port: int | None = None
-
-
-@dataclass(frozen=True)
-class Generation:
-    """Settings of a call that generates responses to prompts."""
-
-    purpose: str
-    """Part of every seed.
-
-    Rollouts for training and for evaluation therefore never share a random stream.
-    """
-    group_size: int
-    sampling: Sampling
-    run_seed: int
-    stream_rows: int
-    """Responses are yielded once this many are finished, or after a second."""
-
-    def sampling_of(self, row_id: int) -> Sampling:
-        """Return how a row is sampled: like all others, unless a subclass differs."""
-        return self.sampling
-
-
-@dataclass(frozen=True)
-class GenerationWithGreedyRow(Generation):
-    """Samples responses; the last one of each group is greedy, as ReMax needs it."""
-
-    def sampling_of(self, row_id: int) -> Sampling:
-        """Return how a row is sampled."""
-        if is_last_of_group(row_id, self.group_size):
-            return replace(self.sampling, temperature=0.0)
-        return self.sampling
 
 
 class RolloutWorker:

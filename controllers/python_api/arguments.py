@@ -16,7 +16,7 @@ from pathlib import Path
 from controllers.compose.composition import examine
 from controllers.compose.grammar import keys_of, overrides_of
 from controllers.compose.listing import named_root
-from controllers.python_api.calls import Data, RunRequest
+from controllers.python_api.contract import Data, RunRequest
 from controllers.python_api.reward_functions import has_functions, reward_specs
 from controllers.run.finished import claim
 from verl_ray.config.data import DataSet

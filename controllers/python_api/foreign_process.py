@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from controllers.python_api.calls import Result, Stopped
+from controllers.python_api.contract import Result, Stopped
 from controllers.run.best import best_of, evaluations_of
 from controllers.tasks import typed_config
 from verl_ray.checkpoint.store import CheckpointStore

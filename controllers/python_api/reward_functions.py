@@ -13,7 +13,7 @@ from pathlib import Path
 import cloudpickle
 
 from controllers.compose.grammar import overrides_of
-from controllers.python_api.calls import Reward, RewardFunction
+from controllers.python_api.contract import Reward, RewardFunction
 from verl_ray.disk import replace_file
 from verl_ray.errors import ConfigError, Problem
 

@@ -13,18 +13,15 @@ import ipaddress
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from verl_ray.cluster.members import Member
 from verl_ray.config.rollout_task import RolloutTaskConfig
-
-if TYPE_CHECKING:
-    from controllers.rollouts.supervisor import Replica
 
 FILE = "endpoints.json"
 
 
 class Endpoints:
-    """The endpoints of a run's replicas."""
+    """The endpoints of a run's replicas, each of which is a process."""
 
     def __init__(self, config: RolloutTaskConfig) -> None:
         """Start without replicas; the file is written with the first of them."""
@@ -35,9 +32,8 @@ class Endpoints:
         self._entries: dict[int, dict[str, str]] = {}
         """Entries of the file, by rank of the replica."""
 
-    def announce(self, replica: Replica, port: int) -> None:
+    def announce(self, member: Member, port: int) -> None:
         """Announce a replica whose port is open. Only the first call has an effect."""
-        (member,) = replica.members()
         if member.rank in self._entries:
             return
 
@@ -56,15 +52,13 @@ class Endpoints:
         }
         self._write()
 
-    def withdraw(self, replica: Replica) -> None:
+    def withdraw(self, member: Member) -> None:
         """Remove the entry of a lost replica, if it has one."""
-        (member,) = replica.members()
         if self._entries.pop(member.rank, None) is not None:
             self._write()
 
-    def warn_of_wait(self, replica: Replica) -> None:
+    def warn_of_wait(self, member: Member) -> None:
         """Say that a replica has started, and that its port is not open yet."""
-        (member,) = replica.members()
         assert member.process_info is not None, "the replica has started"
         print(
             f"warning: rollout replica {member.rank} on {member.node} generates, but"

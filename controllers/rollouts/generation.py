@@ -25,7 +25,10 @@ from verl_ray.columns.stages import Prompts, Rollouts
 from verl_ray.errors import RolloutError, WorkerError
 from verl_ray.processes.isolation import Isolation
 from verl_ray.rollout.balancer import Balancer, WorkItem
-from workers.rollout import Generation, RolloutWorker
+from workers.generation import Generation
+from workers.rollout import (
+    RolloutWorker,
+)
 
 ReplicaIncarnation = tuple[Replica, int]
 """A replica, and the number of times that its process has been started."""

@@ -35,10 +35,8 @@ from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.errors import RewardError, VerlRayError
 from verl_ray.profiling.phases import OpenPhase, Timers, phase
+from workers.generation import Generation
 from workers.reward import Grader
-from workers.rollout import (
-    Generation,
-)
 
 
 class Producer:

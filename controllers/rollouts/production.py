@@ -22,10 +22,7 @@ from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.errors import RewardError
 from verl_ray.rollout.requests import Sampling
-from workers.rollout import (
-    Generation,
-    GenerationWithGreedyRow,
-)
+from workers.generation import Generation, GenerationWithGreedyRow
 
 
 def generation_to_learn_from(config: RLConfig) -> Generation:

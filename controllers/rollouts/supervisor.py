@@ -246,7 +246,8 @@ class ReplicaSupervisor:
         self._loads[replica] = health.load
         # An endpoint may have waited for its port.
         if self._endpoints is not None and health.endpoint_port is not None:
-            self._endpoints.announce(replica, health.endpoint_port)
+            (member,) = replica.members()
+            self._endpoints.announce(member, health.endpoint_port)
 
     def _is_lost(self, replica: Replica, error: WorkerError) -> bool:
         """Return whether a replica has to be restarted after a call of it failed."""
@@ -307,7 +308,8 @@ class ReplicaSupervisor:
             self._available.remove(replica)
             # One whose restart failed is not announced, and may have no process.
             if self._endpoints is not None:
-                self._endpoints.withdraw(replica)
+                (member,) = replica.members()
+                self._endpoints.withdraw(member)
         self._unhealthy.discard(replica)
 
         if not self.is_excused(replica):
@@ -344,10 +346,11 @@ class ReplicaSupervisor:
             return
 
         port = replica.rank_zero(RolloutWorker.endpoint_port).result()
+        (member,) = replica.members()
         if port is not None:
-            self._endpoints.announce(replica, port)
+            self._endpoints.announce(member, port)
         else:
-            self._endpoints.warn_of_wait(replica)
+            self._endpoints.warn_of_wait(member)
 
 
 def _check_engine(replica: Replica, status: Status) -> None:

@@ -45,7 +45,7 @@ from verl_ray.errors import DataError, Interrupted
 from verl_ray.profiling.phases import Timers
 from verl_ray.rewards.shaping import Shaping, response_scores
 from verl_ray.tracking.evaluations import digest
-from workers.rollout import Generation
+from workers.generation import Generation
 
 REPLACED = "all scores of the group are equal; another one is replayed in its place"
 """Why the ledger rejects a group that replay has replaced."""

@@ -29,7 +29,7 @@ from verl_ray.data.tokenizers import policy_tokenizer
 from verl_ray.rollout.requests import Sampling
 from verl_ray.rollout.vllm_environment import environment
 from verl_ray.settings.section import resolved
-from workers.rollout import Generation
+from workers.generation import Generation
 
 
 def main(argv: list[str]) -> int:

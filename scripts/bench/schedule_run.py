@@ -36,7 +36,11 @@ from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.tokenizers import policy_tokenizer
 from verl_ray.rollout.requests import Sampling
-from workers.rollout import Generation, RolloutSpec, RolloutWorker
+from workers.generation import Generation
+from workers.rollout import (
+    RolloutSpec,
+    RolloutWorker,
+)
 
 LEARNING = "learning"
 """The phase of the driver in which the trainer computes."""

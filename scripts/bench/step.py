@@ -43,7 +43,7 @@ from verl_ray.profiling.memory import GIB
 from verl_ray.profiling.phases import Timers
 from verl_ray.rollout.vllm_environment import environment
 from verl_ray.settings.section import resolved
-from workers.rollout import Generation
+from workers.generation import Generation
 
 BLOCK = 5
 """Steps after which the floor works on the same rows."""

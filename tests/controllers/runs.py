@@ -34,8 +34,11 @@ from verl_ray.data.prompts import PromptSource
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
 from verl_ray.models.tiny import make_tiny_qwen3
 from verl_ray.profiling.phases import Timers
+from workers.generation import Generation
 from workers.reward import RewardWorker
-from workers.rollout import Generation, RolloutWorker
+from workers.rollout import (
+    RolloutWorker,
+)
 
 ROOT = Path(__file__).parents[2]
 GRADER = Path(__file__).with_name("grader.py")

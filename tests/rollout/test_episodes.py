@@ -40,7 +40,10 @@ from verl_ray.rollout.episodes import EpisodePool, retry_wait_s
 from verl_ray.rollout.requests import GenerationRequest, Sampling
 from verl_ray.rollout.server import PauseRequest, RolloutServer
 from workers.episodes import ROW_IDS
-from workers.rollout import Generation, RolloutWorker
+from workers.generation import Generation
+from workers.rollout import (
+    RolloutWorker,
+)
 
 pytestmark = pytest.mark.processes
 

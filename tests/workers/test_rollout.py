@@ -26,7 +26,10 @@ from verl_ray.columns.stages import (
 from verl_ray.errors import CannotGenerate, EngineFailed
 from verl_ray.rollout.requests import Chunk, EngineLoad, GenerationRequest, Sampling
 from verl_ray.rollout.server import RolloutServer
-from workers.rollout import Generation, RolloutWorker
+from workers.generation import Generation
+from workers.rollout import (
+    RolloutWorker,
+)
 
 LENGTHS = {6: 3, 7: 1, 10: 5, 11: 2}  # of the response to each request
 LIMIT = 4

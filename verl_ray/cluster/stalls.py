@@ -30,7 +30,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import ray
 from ray.core.generated.gcs_pb2 import ActorTableData
@@ -45,15 +44,12 @@ from verl_ray.cluster.rank_calls import (
     stalled,
 )
 from verl_ray.cluster.waiting import TICK_S, wait
-from verl_ray.cluster.whereabouts import REGISTRY, ProcessPoll
+from verl_ray.cluster.whereabouts import REGISTRY, ListedGroup, ProcessPoll
 from verl_ray.errors import DeadlineExceeded
 from verl_ray.profiling.process_table import ProcessRow, table_text
 
-if TYPE_CHECKING:  # it imports this module
-    from verl_ray.cluster.role_processes import RoleProcesses
-
 _ANSWERS_S = 1.0
-_Process = tuple["RoleProcesses", Member]
+_Process = tuple[ListedGroup, Member]
 
 
 def raise_if_stalled(rank_calls: Sequence[RankCall]) -> None:
@@ -234,7 +230,7 @@ class IdleProcesses:
     """Looks at the processes of groups now and then, whenever the driver waits."""
 
     def __init__(
-        self, groups: Callable[[], Iterable[RoleProcesses]] | None = None
+        self, groups: Callable[[], Iterable[ListedGroup]] | None = None
     ) -> None:
         """Begin without a look.
 
@@ -336,7 +332,7 @@ class IdleProcesses:
         return chosen
 
 
-def _without_owner() -> list[RoleProcesses]:
+def _without_owner() -> list[ListedGroup]:
     """Return a group for each set of processes that nobody else looks at."""
     return [group for group in REGISTRY.hosts if group.is_checked_while_idle]
 
@@ -346,7 +342,7 @@ def _has_ended(member: Member) -> bool:
     return bool(member.actor._get_local_state() == ActorTableData.DEAD)
 
 
-def _report_end(group: RoleProcesses, member: Member) -> None:
+def _report_end(group: ListedGroup, member: Member) -> None:
     """Raise WorkerDied with Ray's reason, which a call of the process returns."""
     reason = reason_of_end(member)
     error = died(member, None, reason)

@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import ray
 from ray.core.generated.gcs_pb2 import ActorTableData
@@ -33,6 +33,7 @@ from verl_ray.cluster.context import CONTROL, ProcessInfo, Whereabouts
 from verl_ray.cluster.members import Member
 from verl_ray.cluster.rank_calls import amount
 from verl_ray.cluster.waiting import CLUSTER_LOSS
+from verl_ray.errors import WorkerError
 from verl_ray.ownership import Owner
 from verl_ray.profiling.output_lines import WARNINGS
 from verl_ray.profiling.phases import PHASES
@@ -48,36 +49,67 @@ from verl_ray.profiling.process_table import (
 )
 from verl_ray.profiling.progress import innermost_own_line
 
-if TYPE_CHECKING:  # it imports the users of this module
-    from verl_ray.cluster.role_processes import RoleProcesses
-
 _PAUSE_S = 3.0
 _PAUSE_PER_PROCESS_S = 0.1
 _ANSWERS_S = 1.0
 _END_S = 3.0
 
 
+class ListedGroup(Protocol):
+    """A group of the registry, as who looks at all processes sees it."""
+
+    role: str
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds for which a process may make no progress."""
+        ...
+
+    @property
+    def log_dir(self) -> str:
+        """Directory for the output of the processes, on each node."""
+        ...
+
+    @property
+    def is_first_role(self) -> bool:
+        """Whether the group is the first of those that share its processes."""
+        ...
+
+    @property
+    def is_checked_while_idle(self) -> bool:
+        """Whether the driver checks the processes also while it waits for others."""
+        ...
+
+    def members(self) -> list[Member]:
+        """Processes of the group, by rank."""
+        ...
+
+    def fail(self, error: WorkerError) -> None:
+        """Refuse further calls, because a process is lost."""
+        ...
+
+
 class ProcessRegistry:
     """The groups of one driver, in the order of their starts."""
 
     def __init__(self) -> None:
-        self._groups: tuple[RoleProcesses, ...] = ()
+        self._groups: tuple[ListedGroup, ...] = ()
 
     @property
-    def groups(self) -> tuple[RoleProcesses, ...]:
+    def groups(self) -> tuple[ListedGroup, ...]:
         """The groups, one per role, which may share processes; any thread may ask."""
         return self._groups
 
     @property
-    def hosts(self) -> list[RoleProcesses]:
+    def hosts(self) -> list[ListedGroup]:
         """One group for each set of processes that live and die together."""
         return [group for group in self._groups if group.is_first_role]
 
-    def add(self, groups: Iterable[RoleProcesses]) -> None:
+    def add(self, groups: Iterable[ListedGroup]) -> None:
         """List groups that have started."""
         self._groups = (*self._groups, *groups)
 
-    def remove(self, groups: Iterable[RoleProcesses]) -> None:
+    def remove(self, groups: Iterable[ListedGroup]) -> None:
         """Forget groups that close; those that are not listed have no effect."""
         closing = set(groups)
         self._groups = tuple(group for group in self._groups if group not in closing)

@@ -18,7 +18,7 @@ import yaml
 
 import verl_ray
 from controllers.python_api.arguments import command_of
-from controllers.python_api.calls import RunRequest
+from controllers.python_api.contract import RunRequest
 from controllers.python_api.foreign_process import result_of
 from scripts.configuration import compose
 from tests.controllers.runs import ROOT, Inputs

@@ -16,8 +16,12 @@ import numpy as np
 from verl_ray.cluster.context import WorkerContext, concurrent
 from verl_ray.columns.batch import Int64
 from verl_ray.columns.stages import Prompts, Rollouts, Scores
+from workers.generation import Generation
 from workers.reward import Grader
-from workers.rollout import Generation, RolloutSpec, RolloutWorker
+from workers.rollout import (
+    RolloutSpec,
+    RolloutWorker,
+)
 
 SCORED = "scored.txt"
 """File with a line for each row that a rank has begun to score: its id."""

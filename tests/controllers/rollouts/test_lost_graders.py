@@ -32,7 +32,7 @@ from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.errors import VerlRayError, WorkerDied, WorkerError
 from verl_ray.profiling.phases import Timers
 from workers.actor import ActorWorker
-from workers.rollout import Generation
+from workers.generation import Generation
 
 pytestmark = [pytest.mark.cluster, pytest.mark.vllm]
 

@@ -28,8 +28,8 @@ from verl_ray.errors import RewardError
 from verl_ray.profiling.phases import Timers
 from verl_ray.rewards.health import Score, ScoreHealth
 from workers.actor import ActorWorker
+from workers.generation import Generation
 from workers.reward import scores_of
-from workers.rollout import Generation
 
 pytestmark = [pytest.mark.cluster, pytest.mark.vllm]
 
