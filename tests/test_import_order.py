@@ -9,6 +9,11 @@ from pathlib import Path
 
 import pytest
 
+import verl_ray.columns.batch
+import verl_ray.columns.stages
+import verl_ray.data.batch
+import verl_ray.data.stages
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -49,3 +54,8 @@ def test_each_room_states_what_it_may_import(folder: str, others: list[str]) -> 
                 stated = re.search(r"It may import ([^.]*)\.", text.read_text())
                 assert stated is not None, room
                 assert re.findall(r"`(\w+)`", stated[1]) == [*below, *others], room
+
+
+def test_rows_are_also_under_the_paths_that_they_had() -> None:
+    assert verl_ray.data.batch.Batch is verl_ray.columns.batch.Batch
+    assert verl_ray.data.stages.Rollouts is verl_ray.columns.stages.Rollouts
