@@ -343,7 +343,7 @@ def _checked(
     checked = stoppable(work)
     # A library that reads the data may have swallowed a signal.
     heed_signals()
-    print_readings(checked.tried.data.files, sys.stderr)
+    print_readings(checked.results.data.files, sys.stderr)
     print_warnings(checked.warnings, sys.stderr)
     return checked.config
 

@@ -690,8 +690,8 @@ def test_a_member_without_a_part_is_left_out_of_its_statistics() -> None:
 
 def test_one_part_is_grpo_at_another_scale() -> None:
     rewards, group = f32(1, 2, 4, 0, 3, 3), ids(0, 0, 0, 1, 1, 1)
-    of_groups = grpo(rewards, group, valid(6))
-    expected = of_groups / of_groups.std(ddof=1)
+    unscaled = grpo(rewards, group, valid(6))
+    expected = unscaled / unscaled.std(ddof=1)
     for weight in (1.0, 3.0):
         parts = [(weight, rewards / np.float32(weight))]
         found = gdpo(rewards, group, valid(6), parts=parts)

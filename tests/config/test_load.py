@@ -105,10 +105,10 @@ def test_results_of_tools_stay_as_long_as_they_were() -> None:
 
 def test_tools_lose_the_limit_that_they_had_of_their_own() -> None:
     saved = tree()
-    of_tools = {"function": "tools.py:TOOLS", "max_characters": 50}
+    tools = {"function": "tools.py:TOOLS", "max_characters": 50}
     world = {"function": "world.py:World", "max_characters": 50}
     saved["agent"]["environments"] = {
-        "all": of_tools,
+        "all": tools,
         "one": {
             "function": "tools.py:add",
             "max_characters": 50,

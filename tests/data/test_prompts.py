@@ -352,9 +352,9 @@ def test_a_chat_template_gets_the_arguments_of_run_and_record(
 
     off = "<think></think>"
     assert endings() == ["", f"{off}calm", "calm", off, ""]
-    of_run = endings(enable_thinking=False, tone="loud")
+    run_endings = endings(enable_thinking=False, tone="loud")
     calm, loud = f"{off}calm", f"{off}loud"
-    assert of_run == [loud, calm, calm, loud, "loud"]
+    assert run_endings == [loud, calm, calm, loud, "loud"]
 
     for wrong, says in (
         ({"enable_thinking": "False"}, "is str 'False', expected true or false"),

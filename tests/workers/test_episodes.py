@@ -259,10 +259,10 @@ def test_what_worlds_record_are_means_over_the_episodes_that_have_it() -> None:
     ]  # fmt: skip
 
     scores = [Score(0.5, ScoreHealth.OK, entries='{"n": 3}') for _ in texts]
-    of_rows = with_metrics_of_worlds(scores, rows)
+    row_scores = with_metrics_of_worlds(scores, rows)
     (source,) = set(rows.data_source.texts())
     name = "episode/world"
-    entries = dict(enumerate(score.entries for score in of_rows))
+    entries = dict(enumerate(score.entries for score in row_scores))
     assert json.loads(entries[3]) == {"n": 3, f"{name}/{source}/doors": 2}
     means = {f"{name}/doors": 1.5, f"{name}/falls": 4.0}
     by_source = {f"{name}/{source}/doors": 1.5, f"{name}/{source}/falls": 4.0}
@@ -399,8 +399,8 @@ def test_graders_see_the_whole_conversation_of_an_episode(tmp_path: Path) -> Non
     _, named = signature_of(ends).bind(response_values(seen))
     assert ends(**named) == "3right2"  # type: ignore[arg-type]
     # Where prompts are messages, one of TRL's style gets those behind the prompt.
-    of_messages = replace(seen, conversation=MESSAGES[:1])
-    values = group_values([of_messages], GroupLog(1))
+    continued = replace(seen, conversation=MESSAGES[:1])
+    values = group_values([continued], GroupLog(1))
     assert values["completions"] == [messages[1:]]
     assert values["episode_end"] == ["max_turns"]
     sent = json.loads(RequestBatch.of([seen]).body)["items"]

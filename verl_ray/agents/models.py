@@ -76,7 +76,7 @@ class ChatModel:
             max_outage_s=settings.max_outage_s,
         )
         # Connections belong to an event loop.
-        self._of_loops: WeakKeyDictionary[
+        self._by_loop: WeakKeyDictionary[
             asyncio.AbstractEventLoop, tuple[ServiceClient, asyncio.Semaphore]
         ] = WeakKeyDictionary()
 
@@ -154,12 +154,12 @@ class ChatModel:
     def _of_this_loop(self) -> tuple[ServiceClient, asyncio.Semaphore]:
         """Return the client of the running event loop, and the places of its calls."""
         loop = asyncio.get_running_loop()
-        if loop not in self._of_loops:
+        if loop not in self._by_loop:
             probe = self._body(_HELLO, {"max_tokens": 1})
             client = ServiceClient(self._limits, self._key, probe, self._address)
             places = asyncio.Semaphore(self._settings.concurrency)
-            self._of_loops[loop] = client, places
-        return self._of_loops[loop]
+            self._by_loop[loop] = client, places
+        return self._by_loop[loop]
 
 
 def _message_in(body: bytes) -> dict[str, Any] | RequestFailure:

@@ -135,16 +135,16 @@ def try_environments(config: RLConfig, files: Sequence[DataFile]) -> Environment
         return trials
 
     sources = sorted({task.data_source for task in _tasks(files)})
-    tried: dict[str, tuple[EpisodeTask, Mapping[str, Any]]] = {}
+    outcomes: dict[str, tuple[EpisodeTask, Mapping[str, Any]]] = {}
     for name in agent.environments:
         task = tasks.get(name)
         outcome = _try(trials, config, name, task, files)
         if task is None:
             _report_absence(trials, name, sources)
         elif outcome is not None:
-            tried[name] = task, outcome
-    offered = {tool for _, outcome in tried.values() for tool in outcome["tools"]}
-    trials.warnings += _unpaid(config, tried)
+            outcomes[name] = task, outcome
+    offered = {tool for _, outcome in outcomes.values() for tool in outcome["tools"]}
+    trials.warnings += _unpaid(config, outcomes)
     trials.lines += _single_lines(files, agent)
     if set(tasks) == {None}:
         trials.warnings.append(
@@ -341,15 +341,15 @@ def _known_parsers(package_name: str, table: str) -> list[str]:
 
 
 def _unpaid(
-    config: RLConfig, tried: Mapping[str, tuple[EpisodeTask, Mapping[str, Any]]]
+    config: RLConfig, outcomes: Mapping[str, tuple[EpisodeTask, Mapping[str, Any]]]
 ) -> Iterator[str]:
     """Yield a warning for each reward that does not fit what worlds pay.
 
     Args:
-        tried: The environments, each with its task and the outcome of its trial.
+        outcomes: The environments, each with its task and the outcome of its trial.
     """
     worlds: dict[tuple[str, str], list[str]] = {}
-    for name, (task, outcome) in tried.items():
+    for name, (task, outcome) in outcomes.items():
         for section, grader in config.active_graders(learns=True).items():
             functions = grader.named_functions or {}
             source = task.data_source if task.data_source in functions else DEFAULT

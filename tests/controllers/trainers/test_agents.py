@@ -58,9 +58,9 @@ def test_a_policy_learns_from_episodes(
     core = "val-core/arithmetic/reward/mean@1"
     assert before[core] < 1 < steps[-1][core] <= 12 / 8
     for metrics in (before, steps[-1]):
-        of_world = "val-aux/arithmetic/episode/world/turns/mean@1"
+        turns_key = "val-aux/arithmetic/episode/world/turns/mean@1"
         assert (
-            metrics["val-aux/arithmetic/num_turns/mean"] == 2 * metrics[of_world] == 4
+            metrics["val-aux/arithmetic/num_turns/mean"] == 2 * metrics[turns_key] == 4
         )
         assert metrics["val-aux/arithmetic/episode/ends/completed"] == 1
         assert metrics["val-aux/arithmetic/episode/ends/max_turns"] == 0
@@ -85,22 +85,22 @@ def test_a_policy_learns_from_episodes(
     # Two whole groups are recorded, with all rows of each episode.
     rows = recorded(tmp_path / "run", 4)
     assert len(rows) == steps[-1]["rollouts/recorded_rows"]
-    of_trajectories: dict[int, list[dict[str, Any]]] = {}
+    rows_by_trajectory: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
-        of_trajectories.setdefault(row["trajectory"], []).append(row)
-    assert len(of_trajectories) == 8 and len({row["ordinal"] for row in rows}) == 2
-    for of_trajectory in of_trajectories.values():
-        assert [row["row"] for row in of_trajectory] == [*range(len(of_trajectory))]
-        ((_, score),) = of_trajectory[0]["scores"]
-        paid = sum(row["reward"] for row in of_trajectory)
+        rows_by_trajectory.setdefault(row["trajectory"], []).append(row)
+    assert len(rows_by_trajectory) == 8 and len({row["ordinal"] for row in rows}) == 2
+    for trajectory_rows in rows_by_trajectory.values():
+        assert [row["row"] for row in trajectory_rows] == [*range(len(trajectory_rows))]
+        ((_, score),) = trajectory_rows[0]["scores"]
+        paid = sum(row["reward"] for row in trajectory_rows)
         assert paid == pytest.approx(score, abs=1e-5)
         # Turns are numbered over the rows of an episode.
-        assert [number for row in of_trajectory for number in row["turns"]] == [0, 1]
-        of_turns = sum(
-            reward for row in of_trajectory for reward in row["turn_rewards"]
+        assert [number for row in trajectory_rows for number in row["turns"]] == [0, 1]
+        paid_in_turns = sum(
+            reward for row in trajectory_rows for reward in row["turn_rewards"]
         )
-        assert of_turns == pytest.approx(score, abs=1e-5)
-        for row in of_trajectory:
+        assert paid_in_turns == pytest.approx(score, abs=1e-5)
+        for row in trajectory_rows:
             assert (row["end"], row["num_turns"], row["failure"]) == (
                 "completed",
                 2,
@@ -220,8 +220,8 @@ def test_single_responses_and_episodes_are_trained_in_one_run(
     assert metrics["training/rollout_probs_diff_max"] < 1e-5
 
     rows = recorded(tmp_path / "run", 1)
-    of_sums = [row for row in rows if row["data_source"] == "sums"]
-    assert 0 < len(of_sums) < len(rows)
+    sum_rows = [row for row in rows if row["data_source"] == "sums"]
+    assert 0 < len(sum_rows) < len(rows)
     for row in rows:
         is_single = row["data_source"] == "sums"
         ending = ("", 1) if is_single else ("completed", 2)
@@ -229,7 +229,7 @@ def test_single_responses_and_episodes_are_trained_in_one_run(
         if is_single:
             # The whole response, which agent.max_turn_tokens does not bound.
             assert row["mask"] == sorted(row["mask"])
-    assert max(row["response_tokens"] for row in of_sums) > 6
+    assert max(row["response_tokens"] for row in sum_rows) > 6
 
 
 @pytest.mark.slow
