@@ -49,7 +49,9 @@ def episode_requests(
     numbers = np.array(list(prompt_of), np.int64)
     run_seed, purpose = generation.run_seed, generation.purpose
     seeds = row_seeds(run_seed, purpose, numbers).tolist()
-    worlds = row_seeds(run_seed, f"{purpose}:world", prompts.group_id).tolist()
+    environment_seeds = row_seeds(
+        run_seed, f"{purpose}:world", prompts.group_id
+    ).tolist()
     tasks = tasks_of(prompts)
 
     requests = []
@@ -58,7 +60,7 @@ def episode_requests(
             number,
             tasks[prompt],
             seed,
-            worlds[prompt],
+            environment_seeds[prompt],
             generation.sampling_of(number),
             # The episodes of one prompt share its prefix.
             session=str(prompts.group_id[prompt]),

@@ -516,38 +516,38 @@ def shown(environment: EnvironmentFactory | Run) -> EnvironmentFactory | Run:
     """Return an environment whose rewards are shown, where it pays turn by turn."""
     if inspect.iscoroutinefunction(environment):
         return environment
-    return functools.partial(ShownWorld, environment)  # type: ignore[arg-type]
+    return functools.partial(ShownEnvironment, environment)  # type: ignore[arg-type]
 
 
-class ShownWorld:
+class ShownEnvironment:
     """A world whose rewards are shown."""
 
     def __init__(self, factory: EnvironmentFactory) -> None:
         """Make the world."""
-        self._world: Environment = factory()
+        self._environment: Environment = factory()
         # `run_episode` asks a world only if it has this method.
-        if hasattr(self._world, "finish"):
+        if hasattr(self._environment, "finish"):
             self.finish = self._finish
 
     async def _finish(self, end: End) -> float:
-        reward: float = await self._world.finish(end)  # type: ignore[attr-defined]
+        reward: float = await self._environment.finish(end)  # type: ignore[attr-defined]
         print(f"--- reward {reward} at {end.value}", flush=True)
         return reward
 
     async def reset(self, task: EpisodeTask, seed: int) -> Observation:
         """Begin; see `Environment`."""
-        return await self._world.reset(task, seed)
+        return await self._environment.reset(task, seed)
 
     async def step(self, action: Action) -> Step:
         """Take an action, and show its reward; see `Environment`."""
-        step = await self._world.step(action)
+        step = await self._environment.step(action)
         if isinstance(step, Step):
             print(f"--- reward {step.reward}", flush=True)
         return step
 
     async def close(self) -> None:
         """Close the world; see `Environment`."""
-        await self._world.close()
+        await self._environment.close()
 
 
 # ---------------------------------------------------------------------- a model's turns

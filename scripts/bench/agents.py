@@ -89,8 +89,8 @@ _TEMPLATE = (
     "{{ eos_token if m.role == 'assistant' }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-_WORLD = "verl_ray.agents.environments.number_guessing:NumberGuessing"
-_TOOL_WORLD = "scripts.bench.calling_world:CallingWorld"
+_GUESSING = "verl_ray.agents.environments.number_guessing:NumberGuessing"
+_CALLING = "scripts.bench.calling_environment:CallingEnvironment"
 _TOOL_PARSER = "hermes"
 _TURN_TOKENS = 256
 _OTHERS_TOKENS = 256
@@ -541,14 +541,14 @@ def _pool(
 ) -> Iterator[tuple[RolloutServer, EpisodePool]]:
     """Start an engine with a process of episodes beside it, and end both afterwards."""
     guesses = {"low": 1, "high": 10**6, "max_guesses": turns}
-    world = (_TOOL_WORLD, {}) if tools else (_WORLD, guesses)
+    spec = (_CALLING, {}) if tools else (_GUESSING, guesses)
     limits = Limits(
         max_turns=turns,
         max_tokens=turns * _TURN_TOKENS,
         context_tokens=_row_tokens(turns),
         max_turn_tokens=_TURN_TOKENS,
     )
-    episode_start = EpisodeStart({"default": world}, model, limits, _TEMPLATE)
+    episode_start = EpisodeStart({"default": spec}, model, limits, _TEMPLATE)
     server = start()
     with contextlib.closing(server):
         parser = _TOOL_PARSER if tools else None

@@ -177,7 +177,7 @@ class _Episodes:
             _SamplerOfEpisode(self._sampler, number),
             self._renderer,
             self._limits,
-            fields["world_seed"],
+            fields["environment_seed"],
             self._clock,
         )
         return episode_frame(number, episode)

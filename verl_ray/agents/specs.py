@@ -32,7 +32,7 @@ from verl_ray.agents.episode import (
     EnvironmentFactory,
     Run,
 )
-from verl_ray.agents.plain_worlds import METHODS, environment_factory
+from verl_ray.agents.plain_environments import METHODS, environment_factory
 from verl_ray.agents.tools import (
     ToolEnvironment,
     ToolSet,

@@ -348,7 +348,7 @@ def _unpaid(
     Args:
         outcomes: The environments, each with its task and the outcome of its trial.
     """
-    worlds: dict[tuple[str, str], list[str]] = {}
+    environments: dict[tuple[str, str], list[str]] = {}
     for name, (task, outcome) in outcomes.items():
         for section, grader in config.active_graders(learns=True).items():
             functions = grader.named_functions or {}
@@ -362,9 +362,9 @@ def _unpaid(
                 unfit = outcome["known_tools"] is not None
             if unfit:
                 key = f"{section}.functions.{source}"
-                worlds.setdefault((key, spec), []).append(f"{KEY}.{name}")
+                environments.setdefault((key, spec), []).append(f"{KEY}.{name}")
 
-    for (key, spec), names in worlds.items():
+    for (key, spec), names in environments.items():
         named = ", ".join(names)
         if spec == ENVIRONMENT:
             yield (
@@ -435,7 +435,7 @@ def _report(
             failure = f"it takes too long on {script}: {end.value}"
     if failure is not None:
         trials.problems.append(Problem(key, spec, failure, fix, may_pass=True))
-    if not outcome["same_world"]:
+    if not outcome["same_environment"]:
         trials.warnings.append(
             f"{key}={spec}: the same task and seed made two worlds, which begin with"
             " other tokens. Members of a group would not be comparable; draw from"
@@ -555,11 +555,15 @@ def _tried(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
         episodes.append({"script": script, **ended})
 
     opening = openings[0] if openings else []
-    same_world = all(tokens == openings[0] for tokens in openings)
+    same_environment = all(tokens == openings[0] for tokens in openings)
     known_tools = None
     if isinstance(environment, partial) and environment.func in _OF_TOOLS:
         known_tools = [tool.name for tool in environment.args[-1]]
-    outcome = {"episodes": episodes, "tools": tools, "same_world": same_world}
+    outcome = {
+        "episodes": episodes,
+        "tools": tools,
+        "same_environment": same_environment,
+    }
     shown = {"num_opening": len(opening), "opening": tokenizer.decode(opening)}
     return {**outcome, **shown, "known_tools": known_tools, "held": held}
 

@@ -106,7 +106,7 @@ def health_metrics(healths: Iterable[int]) -> dict[str, float]:
 Entries = dict[str, float | str]
 """What a function returned beside a score: numbers, and texts of everything else."""
 
-WORLD = "episode/world/"
+RECORDED = "episode/world/"
 """Beginning of the entries that an environment has recorded about its episode. The data
 source and the name follow, with a slash between them."""
 

@@ -19,30 +19,32 @@ from verl_ray.tracking.rollouts import recorded_rollouts
 
 pytestmark = [pytest.mark.cluster, pytest.mark.processes]
 
-WORLDS = Path(__file__).with_name("worlds.py")
+ENVIRONMENTS = Path(__file__).with_name("environments.py")
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }}"
     "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
 
 
-def world_of(run_dir: Path, world: str, source: str = "default") -> list[str]:
+def environment_of(
+    run_dir: Path, environment: str, source: str = "default"
+) -> list[str]:
     """The overrides of a world for a run, whose chat template stands beside it."""
     template = run_dir.with_suffix(".jinja")
     template.write_text(TEMPLATE)
     return [
-        f"agent.environments.{source}={WORLDS}:{world}", f"reward.functions.{source}=environment",
+        f"agent.environments.{source}={ENVIRONMENTS}:{environment}", f"reward.functions.{source}=environment",
         "agent.max_turn_tokens=6", f"data.chat_template={template}",
     ]  # fmt: skip
 
 
 def train(
-    cluster: Session, inputs: Inputs, run_dir: Path, world: str, *changes: str, source: str = "default"
+    cluster: Session, inputs: Inputs, run_dir: Path, environment: str, *changes: str, source: str = "default"
 ) -> list[dict[str, Any]]:  # fmt: skip
     """The metrics of the lines of a run on episodes of two turns."""
     command(
         cluster, "train", "--config-name", "grpo", *inputs.rl(run_dir),
-        "rollout.max_response_tokens=24", *world_of(run_dir, world, source), *changes,
+        "rollout.max_response_tokens=24", *environment_of(run_dir, environment, source), *changes,
     )  # fmt: skip
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
@@ -120,7 +122,7 @@ def test_a_policy_learns_from_episodes(
     measured = tmp_path / "measured"
     command(
         cluster, "evaluate", "--config-name", "grpo", *inputs.rl(measured), "rollout.max_response_tokens=24",
-        *world_of(measured, "TwoTurns"), f"run.resume={tmp_path / 'run' / 'checkpoints' / 'step_00000004'}",
+        *environment_of(measured, "TwoTurns"), f"run.resume={tmp_path / 'run' / 'checkpoints' / 'step_00000004'}",
     )  # fmt: skip
     held_out = rows_in(recorded_responses(tmp_path / "run")[4])
     again = json.loads(
@@ -182,12 +184,12 @@ def test_what_failed_is_recorded_where_it_stops_the_run(
     """In the first step, or in the evaluation before it."""
     folder = tmp_path / "run"
     ended = command(
-        cluster, "train", "--config-name", "grpo", *inputs.rl(folder), *world_of(folder, "Failing"),
+        cluster, "train", "--config-name", "grpo", *inputs.rl(folder), *environment_of(folder, "Failing"),
         "rollout.max_response_tokens=24", "run.total_steps=1", f"run.evaluate_every={evaluate_every}",
         "reward.max_failed_fraction=0", code=1,
     )  # fmt: skip
     assert "in agent.environments.default as environment_failed" in ended.stderr
-    assert f'File "{WORLDS}", line ' in ended.stderr
+    assert f'File "{ENVIRONMENTS}", line ' in ended.stderr
     assert "\nLookupError: nothing begins so here" in ended.stderr
 
     if evaluate_every:
@@ -254,7 +256,7 @@ def test_episodes_have_the_same_bits_wherever_they_run_and_whatever_is_lost(
 ) -> None:
     def run(name: str, *more: str) -> Run:
         folder = tmp_path / name
-        changes = [*world_of(folder, "TwoTurns"), *more]
+        changes = [*environment_of(folder, "TwoTurns"), *more]
         return Run(inputs, folder, "one_step_off", 4, changes)
 
     whole = run("whole")
@@ -282,7 +284,7 @@ def test_each_prompt_is_learned_from_once_where_episodes_are_lost(
     and the driver.
     """
     folder = tmp_path / "run"
-    run = Run(inputs, folder, schedule, 4, world_of(folder, "SlowTurns"))
+    run = Run(inputs, folder, schedule, 4, environment_of(folder, "SlowTurns"))
     here = f"ray.address={cluster.address}"
     faults = (
         "rollouts@2:kill=rollout-0+0.05",

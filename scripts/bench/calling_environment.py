@@ -34,7 +34,7 @@ def share(amount: int, parts: int, rounded: bool = True) -> str:
 _CALL = ToolCall("share", {"amount": 1000, "parts": 7})
 
 
-class CallingWorld(ToolEnvironment):
+class CallingEnvironment(ToolEnvironment):
     """A conversation that ends by a limit, with one call in each turn."""
 
     def __init__(self) -> None:
