@@ -49,6 +49,7 @@ def episode_requests(
     numbers = np.array(list(prompt_of), np.int64)
     run_seed, purpose = generation.run_seed, generation.purpose
     seeds = row_seeds(run_seed, purpose, numbers).tolist()
+    # Each seed is made of this word, so it stays as it is.
     environment_seeds = row_seeds(
         run_seed, f"{purpose}:world", prompts.group_id
     ).tolist()

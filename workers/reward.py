@@ -32,8 +32,8 @@ from verl_ray.config.reward import FunctionReward, HttpReward
 from verl_ray.data.prompts import prompt_text
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.rewards.health import (
+    ENVIRONMENT_PREFIX,
     LARGEST,
-    RECORDED,
     Score,
     ScoreHealth,
     entries_of,
@@ -203,7 +203,9 @@ def with_recorded_metrics(scores: Sequence[Score], rows: Rollouts) -> list[Score
     with_metrics = []
     for score, text, source in columns:
         recorded = json.loads(text).items() if text else ()
-        metrics = {f"{RECORDED}{source}/{name}": value for name, value in recorded}
+        metrics = {
+            f"{ENVIRONMENT_PREFIX}{source}/{name}": value for name, value in recorded
+        }
         entries = entries_text({**entries_of(score.entries), **metrics})
         with_metrics.append(dataclasses.replace(score, entries=entries))
     return with_metrics

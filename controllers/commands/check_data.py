@@ -178,9 +178,9 @@ def _trial_table(trials: Sequence[Trial]) -> Table:
         if not trial.has_answer:
             own = f"none; its prompt: {own}"
         cells = (trial.function, own, _cell(trial.empty))
-        # What the world pays stands with its episodes.
+        # What the environment pays stands with its episodes.
         if trial.function == ENVIRONMENT:
-            cells = (trial.function, "of the world", "of the world")
+            cells = (trial.function, "of the environment", "of the environment")
         sources.setdefault(cells, []).append(trial.data_source)
 
     for cells, names in sources.items():

@@ -222,7 +222,7 @@ class ScoreFailures:
         )
         is_all = faults.total() == rows.num_rows
         others = "" if is_all else " and what scores the others"
-        return f"Episodes ended: {counts}. Correct the world{others}"
+        return f"Episodes ended: {counts}. Correct the environment{others}"
 
 
 def _failures(experience: Experience) -> dict[str, Bool]:

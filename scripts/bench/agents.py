@@ -5,8 +5,8 @@ Invariant: both sides of the comparison draw the same tokens. The yardstick is a
 coroutine per episode beside the engine, in the same process. It sends the turns of the
 episode as they were: the same prompts and seeds, each turn once the one before it is
 done, as many episodes at a time, and the prefix cache is empty at the beginning of
-each. It has no environment, no template, no other process and no messages to one.
-With `--tools` each turn calls a tool, which the world writes: untrained policies call
+each. It has no environment, no template, no other process and no messages to one. With
+`--tools` each turn calls a tool, which the environment writes: untrained policies call
 none.
 """
 
@@ -265,7 +265,7 @@ def _round(
     """Draw the same number of tokens in four ways."""
     episodes, episodes_cost = _timed(server, pool, lambda: _run(pool, requests))
     ends = {episode.end for episode in episodes.values()}
-    assert End.ENVIRONMENT_FAILED not in ends, "a world failed"
+    assert End.ENVIRONMENT_FAILED not in ends, "an environment failed"
     chains = [turns_of(episodes[request.number], request.seed) for request in requests]
     responses = [[as_one_response(chain)] for chain in chains]
     turns = list(itertools.chain(*chains))

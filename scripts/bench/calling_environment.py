@@ -1,4 +1,4 @@
-"""A world for measuring: every turn of any policy calls a tool.
+"""An environment for measuring: every turn of any policy calls a tool.
 
 Invariant: a call costs what one costs that a policy writes: its turn is searched for
 calls, the arguments are checked and converted, and the result is a message.

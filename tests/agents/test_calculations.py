@@ -51,7 +51,7 @@ def spoken(text: str) -> Action:
 
 
 async def played(record: dict[str, Any]) -> float:
-    """The score of a demonstration in the world, which answers as it shows."""
+    """The score of a demonstration in the environment, which answers as it shows."""
     environment = Calculator()
     _, *shown = record["messages"]
     task = EpisodeTask(record["prompt"], record["answer"])

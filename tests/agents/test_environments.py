@@ -63,7 +63,7 @@ async def play(
     seed: int = 0,
     task: EpisodeTask = TASK,
 ) -> tuple[str, list[Step]]:
-    """The world's first text, and its steps until it is done."""
+    """The environment's first text, and its steps until it is done."""
     begun = await environment.reset(task, seed)
     steps: list[Step] = []
     for text in texts:
@@ -107,7 +107,7 @@ def test_an_episode_depends_on_its_seed_and_not_on_its_neighbours(make) -> None:
         return list(zip(firsts, steps, strict=True))
 
     assert asyncio.run(side_by_side()) == alone
-    # The seeds make different worlds.
+    # The seeds make different environments.
     assert any(episode != alone[0] for episode in alone)
 
 

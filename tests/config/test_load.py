@@ -99,14 +99,14 @@ def test_results_of_tools_stay_as_long_as_they_were() -> None:
     saved = tree()
     del saved["agent"]["max_result_tokens"]
     assert migrated(saved)["agent"]["max_result_tokens"] is None
-    saved["agent"]["environments"] = {"default": "world.py:World"}
+    saved["agent"]["environments"] = {"default": "game.py:Game"}
     assert migrated(saved)["agent"]["max_result_tokens"] == 100_000
 
 
 def test_tools_lose_the_limit_that_they_had_of_their_own() -> None:
     saved = tree()
     tools = {"function": "tools.py:TOOLS", "max_characters": 50}
-    game = {"function": "world.py:World", "max_characters": 50}
+    game = {"function": "game.py:Game", "max_characters": 50}
     saved["agent"]["environments"] = {
         "all": tools,
         "one": {
@@ -114,7 +114,7 @@ def test_tools_lose_the_limit_that_they_had_of_their_own() -> None:
             "max_characters": 50,
             "max_parse_errors": 2,
         },
-        "world": game,
+        "game": game,
     }
     # A present run has said what it means.
     assert migrated(saved) == saved
@@ -122,7 +122,7 @@ def test_tools_lose_the_limit_that_they_had_of_their_own() -> None:
     assert migrated(saved)["agent"]["environments"] == {
         "all": "tools.py:TOOLS",
         "one": {"function": "tools.py:add", "max_parse_errors": 2},
-        "world": game,
+        "game": game,
     }
 
 

@@ -122,7 +122,7 @@ def tried(
     *overrides: str,
     more: Sequence[dict[str, object]] = (),
 ) -> EnvironmentTrials:
-    """The trial of worlds of `ENVIRONMENTS`, one for each of the data sources.
+    """The trial of classes of `ENVIRONMENTS`, one for each of the data sources.
 
     Args:
         more: Columns of further records.
@@ -139,7 +139,7 @@ def configured(
     *overrides: str,
     more: Sequence[dict[str, object]] = (),
 ) -> RLConfig:
-    """A run in these worlds; the records of some data sources have further fields."""
+    """A run in these environments; records of some data sources have further fields."""
     file = folder / "environments.py"
     file.write_text(ENVIRONMENTS)
     record = {"prompt": "1 + 1 = ", "answer": "2"}
@@ -236,7 +236,7 @@ def test_what_became_of_two_episodes_is_told(tmp_path: Path, model: Path) -> Non
 def test_the_first_prompt_of_an_episode_is_shown(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the texts of the world, its tools, and what the record gives the template."""
+    """With the environment's texts and tools, and what the record gives the template."""
     template = tmp_path / "template.jinja"
     switch = "{% if enable_thinking is false %}<think></think>{% endif %}"
     template.write_text(MERGING + switch)
@@ -258,7 +258,7 @@ def test_the_first_prompt_of_an_episode_is_shown(
     assert [first, other] == keys[:2] and same == (keys[2], count, text)
     assert text == f"{start}2 3{end}<think></think>"
     named = f"in {keys[0]}, {keys[2]}, as the model sees it ({count} tokens):"
-    # What two worlds begin with stands there once.
+    # What two environments begin with stands there once.
     assert f"episode {named}" in output and output.count("first prompt of") == 2
     assert f"  | {start}" in output and "prompt 1 of" not in output
     (row,) = (line for line in output.splitlines() if line.startswith(f"│ {keys[1]} "))
@@ -274,7 +274,7 @@ def test_a_reward_beside_what_the_environment_pays_is_warned_of(
     rewarded = "reward.functions.default=exact_match"
     environments = {"default": "Echo", "sum": "add", "more": "Shop"}
     assert tried(tmp_path, model, environments, rewarded).warnings == [
-        "reward.functions.default=exact_match does not look at what the world pays"
+        "reward.functions.default=exact_match does not look at what the environment pays"
         " (agent.environments.default); environment does"
     ]
     (warning,) = tried(tmp_path, model, environments).warnings

@@ -159,7 +159,7 @@ def sampled_tokens(episode: Episode) -> list[int]:
 
 
 class Pipe:
-    """What worlds say, line by line; a line is waited for."""
+    """What environments say, line by line; a line is waited for."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "pipe"
@@ -244,7 +244,7 @@ def test_a_turn_ends_where_its_environment_says(
     words = [letters(turn_seed(100, turn)) for turn in range(3)]
     tokenizer = load_tokenizer(model)
     first, last = (tokenizer.decode(each) for each in (words[0][:2], words[2][:1]))
-    # The run's own texts end the turns for which the world has none.
+    # The run's own texts end the turns for which the environment has none.
     (request,) = requests(1, letters=[first])
     request = replace(request, sampling=replace(SAMPLING, stop=(last,)))
     (episode,) = ended(start_pool("Cutting"), [request]).values()
@@ -278,7 +278,7 @@ def test_an_environment_of_any_kind_talks_to_a_frozen_model(
         assert alone.end is End.ENVIRONMENT_FAILED
         assert "ModelServiceError: agent.models.user.url=" in alone.detail
         assert "(agent.models.user.max_outage_s = 0.1)" in alone.detail
-        # The world's own line is told, however deep the error was raised.
+        # The environment's own line is told, however deep the error was raised.
         assert str(ENVIRONMENTS) in alone.detail and "chat" in alone.detail
 
 
@@ -415,7 +415,7 @@ def test_prompts_without_an_environment_get_the_responses_of_a_run_without_episo
     prompts = Prompts(
         offsets=offsets_of([2, 1, 3]), group_id=np.arange(3), tokens=np.arange(4, 10, dtype=np.int32),
         has_answer=np.zeros(3, np.bool_), messages=Ragged.of_texts(['"go"'] * 3),
-        # The third one acts in the world of its data source.
+        # The third one acts in the environment of its data source.
         data_source=Ragged.of_texts(["sums", "sums", "game"]),
         answer=Ragged.of_texts([""] * 3), extra=Ragged.of_texts(extra),
     )  # fmt: skip

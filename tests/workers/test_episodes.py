@@ -187,12 +187,12 @@ def test_environments_that_stop_a_run_are_named_and_recorded(
     assert "4 of the first 5 scores failed (timeout 1, exception 3)" in words
     assert (
         " Episodes ended: 3 in agent.environments.default as environment_failed, 1 in"
-        " agent.environments.default as tool_timeout. Correct the world, or raise the"
+        " agent.environments.default as tool_timeout. Correct the environment, or raise the"
         " limit. The most frequent failure (2 of 4): environment_failed: Traceback"
     ) in words
     assert words.endswith(f"{frames[1]}\nKeyError: 1")
 
-    # Only a score that no world is to blame for.
+    # Only a score that no environment is to blame for.
     own = [
         replace(
             known[1], health=ScoreHealth.EXCEPTION, detail="no number", value=math.nan
@@ -349,7 +349,7 @@ def test_graders_see_the_whole_conversation_of_an_episode(tmp_path: Path) -> Non
             turns=[1, 2],
         ),
     ]
-    # The world has the last word, in the role of an assistant.
+    # The environment has the last word, in the role of an assistant.
     messages = [*MESSAGES[:-1], {"role": "assistant", "content": "right"}]
     draft = [{"role": "assistant", "content": "2"}]
     episode = Episode(

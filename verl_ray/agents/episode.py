@@ -83,8 +83,8 @@ async def run_episode(
             environment.
         seed: The seed of the policy's turns.
         environment_seed: The seed of the environment; that of the policy if None.
-            Members of a group act in the same world, or its baseline would compare
-            worlds.
+            Members of a group act in the same environment, or its baseline would
+            compare environments.
         clock: Time of the limits; None is one that never stands still.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Frozen models that worlds talk to, such as simulated users and judges.
+"""Frozen models that environments talk to, such as simulated users and judges.
 
-Each is a server with OpenAI's API, which `agent.models` names and the user runs. A
-world takes one by its name::
+Each is a server with OpenAI's API, which `agent.models` names and the user runs. An
+environment takes one by its name::
 
     answer = await model("user").chat([{"role": "user", "content": "Hello"}])
 
@@ -195,6 +195,6 @@ def model(name: str) -> ChatModel:
     """
     if name not in _models:
         fix = did_you_mean(name, list(_models), "model") if _models else _FIX
-        rule = "a world asks for this model, and there is none of this name"
+        rule = "an environment asks for this model, and there is none of this name"
         raise ConfigError([Problem(KEY, name, rule, fix)])
     return _models[name]

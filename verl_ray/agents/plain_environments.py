@@ -1,7 +1,7 @@
-"""Worlds whose methods are plain functions, as environments.
+"""Environments whose methods are plain functions, or those of Gymnasium.
 
-Invariant: a method that is plain runs in a thread, and no two calls of a world run at
-the same time: one that came too late is waited for, by `close` as well.
+Invariant: a method that is plain runs in a thread, and no two calls of an environment
+run at the same time: one that came too late is waited for, by `close` as well.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ METHODS = ("reset", "step", "close")
 _FINISH = "finish"
 
 _OF_TRAINER = {ENVIRONMENT, *COLUMNS_OF_TEMPLATE}
-"""Columns of a record that are no options of a world of Gymnasium."""
+"""Columns of a record that are no options of an environment of Gymnasium."""
 
 _BEGUN = ("observation", "info")
 _STEPPED = ("observation", "reward", "terminated", "truncated", "info")
@@ -79,7 +79,7 @@ class PlainEnvironment:
         self._build = build
         self._environment = build() if _is_asynchronous(environment, "reset") else None
         self._calls = OneAtATime()
-        # `run_episode` asks a world only if it has this method.
+        # `run_episode` asks an environment only if it has this method.
         if hasattr(environment, _FINISH):
             self.finish = self._finish
 
@@ -94,7 +94,7 @@ class PlainEnvironment:
         return step
 
     async def close(self) -> None:
-        """Close the world once no call runs; see `Environment`."""
+        """Close the environment once no call runs; see `Environment`."""
         await self._call("close")
 
     async def _finish(self, end: End) -> float:
@@ -124,7 +124,7 @@ class PlainEnvironment:
 
 
 class GymnasiumEnvironment:
-    """A world of Gymnasium whose observations and actions are texts.
+    """An environment of Gymnasium whose observations and actions are texts.
 
     The conversation begins with the system messages of the task and the first
     observation; the other columns of the record are the options of `reset`, but for
@@ -132,7 +132,7 @@ class GymnasiumEnvironment:
     """
 
     def __init__(self, build: Callable[[], Any]) -> None:
-        """Make the world."""
+        """Make the environment."""
         self._environment = build()
 
     def reset(self, task: EpisodeTask, seed: int) -> Observation:
@@ -156,13 +156,13 @@ class GymnasiumEnvironment:
         return Step([_message(text)], reward)
 
     def close(self) -> None:
-        """Close the world; see `Environment`."""
+        """Close the environment; see `Environment`."""
         self._environment.close()
 
     def _parts(
         self, returned: object, method: str, names: Sequence[str]
     ) -> tuple[Any, ...]:
-        """Return what a method of the world has returned, with these parts.
+        """Return what a method of the environment has returned, with these parts.
 
         Raises:
             TypeError: It is something else.

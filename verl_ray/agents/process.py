@@ -160,7 +160,7 @@ class _Episodes:
         if error is None:
             self._writer.write(task.result())
             return
-        # The sampler has failed, or a world has changed a message into no JSON.
+        # The sampler has failed, or an environment has changed a message into no JSON.
         detail = short_traceback(error, skip_files=OUR_FILES)
         failed = Episode([], End.ENVIRONMENT_FAILED, 0.0, detail)
         self._writer.write(episode_frame(number, failed))

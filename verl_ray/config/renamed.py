@@ -203,7 +203,8 @@ def _limit_results(agent: object) -> None:
     for source, spec in environments.items():
         if not isinstance(spec, dict) or _OF_RESULTS not in spec:
             continue
-        # No class was tools then, and a world may have such an option of its own.
+        # No class was tools then, and an environment may have such an option of its
+        # own.
         name = spec[NAME].rpartition(":")[2]
         if name[:1].isupper() and not name.isupper():
             continue

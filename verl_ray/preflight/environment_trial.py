@@ -165,7 +165,7 @@ def try_environments(config: RLConfig, files: Sequence[DataFile]) -> Environment
 
 
 async def _model_problems(agent: AgentConfig) -> list[Problem]:
-    """Ask each model that worlds talk to once; return why one gives no answer."""
+    """Ask each model that environments talk to once; return why one gives no answer."""
     models = [
         ChatModel(name, ChatSettings(**each.model_dump()))
         for name, each in agent.models.items()
@@ -343,7 +343,7 @@ def _known_parsers(package_name: str, table: str) -> list[str]:
 def _unpaid(
     config: RLConfig, outcomes: Mapping[str, tuple[EpisodeTask, Mapping[str, Any]]]
 ) -> Iterator[str]:
-    """Yield a warning for each reward that does not fit what worlds pay.
+    """Yield a warning for each reward that does not fit what environments pay.
 
     Args:
         outcomes: The environments, each with its task and the outcome of its trial.
@@ -368,13 +368,13 @@ def _unpaid(
         named = ", ".join(names)
         if spec == ENVIRONMENT:
             yield (
-                f"{key}={spec} takes what the world pays, and functions as tools"
+                f"{key}={spec} takes what the environment pays, and functions as tools"
                 f" ({named}) pay nothing but the reward of a ToolStop. Name a function"
                 " that scores the last answer, such as exact_match"
             )
         else:
             yield (
-                f"{key}={spec} does not look at what the world pays ({named});"
+                f"{key}={spec} does not look at what the environment pays ({named});"
                 f" {ENVIRONMENT} does"
             )
 
@@ -437,8 +437,8 @@ def _report(
         trials.problems.append(Problem(key, spec, failure, fix, may_pass=True))
     if not outcome["same_environment"]:
         trials.warnings.append(
-            f"{key}={spec}: the same task and seed made two worlds, which begin with"
-            " other tokens. Members of a group would not be comparable; draw from"
+            f"{key}={spec}: the same task and seed made two environments, which begin"
+            " with other tokens. Members of a group would not be comparable; draw from"
             " random.Random(seed)"
         )
 
@@ -473,7 +473,7 @@ def _report_holding(
 
 
 def _fix_of_a_beginning(task: EpisodeTask, detail: str) -> str:
-    """Return what to do about a world that fails before the policy has a turn."""
+    """Return what to do about one that fails before the policy has a turn."""
     if detail.startswith(f"it ended as {End.CONTEXT_OVERFLOW.value}"):
         return (
             "Begin with fewer tokens, or raise data.max_prompt_tokens and"

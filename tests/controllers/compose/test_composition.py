@@ -141,7 +141,7 @@ def test_backend_mistakes() -> None:
 
 def test_a_table_that_is_replaced_may_lose_a_key_twice() -> None:
     table = (
-        "agent.environments={sums: calculator.py:World}",
+        "agent.environments={sums: calculator.py:Game}",
         "~agent.environments.default",
     )
     config = compose("agent_quickstart", table)

@@ -29,7 +29,7 @@ TEMPLATE = (
 def environment_of(
     run_dir: Path, environment: str, source: str = "default"
 ) -> list[str]:
-    """The overrides of a world for a run, whose chat template stands beside it."""
+    """The overrides of an environment, and of a chat template beside the run."""
     template = run_dir.with_suffix(".jinja")
     template.write_text(TEMPLATE)
     return [
@@ -118,7 +118,7 @@ def test_a_policy_learns_from_episodes(
         recording_s = metrics["timing_s/record_rollouts"]
         assert 0 < recording_s < metrics["timing_s/update_actor"]
 
-    # The last checkpoint in the same world has the scores that the run saw.
+    # The last checkpoint in the same environment has the scores that the run saw.
     measured = tmp_path / "measured"
     command(
         cluster, "evaluate", "--config-name", "grpo", *inputs.rl(measured), "rollout.max_response_tokens=24",
@@ -206,7 +206,7 @@ def test_what_failed_is_recorded_where_it_stops_the_run(
 def test_single_responses_and_episodes_are_trained_in_one_run(
     cluster: Session, inputs: Inputs, tmp_path: Path
 ) -> None:
-    """Every second record acts in a world; the graders are those of the data sources."""
+    """Every second record has an environment; graders are those of the data sources."""
     lines = inputs.train.read_text().splitlines()
     records = [
         {**json.loads(line), "data_source": ("sums", "game")[number % 2]}
