@@ -82,9 +82,8 @@ async def run_episode(
         environment: A coroutine function `run(task, policy)`, or what makes an
             environment.
         seed: The seed of the policy's turns.
-        environment_seed: The seed of the environment; that of the policy if None.
-            Members of a group act in the same environment, or its baseline would
-            compare environments.
+        environment_seed: The seed of the environment; None is `seed`. A group shares
+            one, or its baseline would compare environments.
         clock: Time of the limits; None is one that never stands still.
 
     Raises:
