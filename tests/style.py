@@ -150,7 +150,7 @@ def names_with_of(module: Module) -> Iterator[Place]:
     remedy = "name the thing first, such as `row_scores` or `by_row`"
 
     for name, line in _names_of_values(module):
-        if name.lstrip("_").startswith("of_"):
+        if name.lstrip("_").lower().startswith("of_"):
             yield Place(module.path, line, f"the name `{name}`", remedy)
 
 

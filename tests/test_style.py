@@ -46,6 +46,7 @@ def test_the_code_is_not_dense(product: list[style.Module]) -> None:
         ("of_rows = 1", "the name `of_rows`"),
         ("def f(*of_rows): pass", "the name `of_rows`"),
         ("self._of_rows = 1", "the name `_of_rows`"),
+        ("OF_ROWS = 1", "the name `OF_ROWS`"),
         ('"""Of a thing."""', "the docstring begins with 'Of'"),
         ("def f():\n" + "    x = 1\n" * 60, "f has 61 lines"),
         ("class A: pass\nclass A: pass", "the class A exists already, in example.py"),

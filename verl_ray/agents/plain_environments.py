@@ -29,7 +29,7 @@ METHODS = ("reset", "step", "close")
 
 _FINISH = "finish"
 
-_OF_TRAINER = {ENVIRONMENT, *COLUMNS_OF_TEMPLATE}
+_TRAINER_COLUMNS = {ENVIRONMENT, *COLUMNS_OF_TEMPLATE}
 """Columns of a record that are no options of an environment of Gymnasium."""
 
 _BEGUN = ("observation", "info")
@@ -138,7 +138,7 @@ class GymnasiumEnvironment:
     def reset(self, task: EpisodeTask, seed: int) -> Observation:
         """Begin; see `Environment`."""
         columns = task.extra.items()
-        options = {name: each for name, each in columns if name not in _OF_TRAINER}
+        options = {name: each for name, each in columns if name not in _TRAINER_COLUMNS}
         # Gymnasium's seeds are those of NumPy.
         returned = self._environment.reset(seed=seed % 2**32, options=options)
         text, _ = self._parts(returned, "reset", _BEGUN)

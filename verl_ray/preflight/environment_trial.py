@@ -86,7 +86,7 @@ _REASONING_PARSERS = ("reasoning", "_REASONING_PARSERS_TO_REGISTER")
 """Package and table of parsers in vLLM's source."""
 _PLUGINS = "vllm.general_plugins"
 
-_OF_TOOLS = (ToolEnvironment, ToolSet)
+_TOOL_KINDS = (ToolEnvironment, ToolSet)
 """Environments that are made of tools, which is the last of their arguments."""
 
 
@@ -557,7 +557,7 @@ def _tried(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
     opening = openings[0] if openings else []
     same_environment = all(tokens == openings[0] for tokens in openings)
     known_tools = None
-    if isinstance(environment, partial) and environment.func in _OF_TOOLS:
+    if isinstance(environment, partial) and environment.func in _TOOL_KINDS:
         known_tools = [tool.name for tool in environment.args[-1]]
     outcome = {
         "episodes": episodes,
