@@ -343,7 +343,7 @@ def _checked(
     checked = stoppable(work)
     # A library that reads the data may have swallowed a signal.
     heed_signals()
-    print_readings(checked.tried.data.files, sys.stderr)
+    print_readings(checked.results.data.files, sys.stderr)
     print_warnings(checked.warnings, sys.stderr)
     return checked.config
 
@@ -417,7 +417,7 @@ def _is_missing(problem: Problem, tree: dict[str, object]) -> bool:
 # Hydra's and other systems' options are among them; each is answered with what to type.
 
 
-_OF_HYDRA = {
+_HYDRA_OPTIONS = {
     "--info": (
         "Type `verl-ray check` for what a run would do, `verl-ray check --print` for"
         " its configuration, `verl-ray train --help` for all groups and their choices."
@@ -456,7 +456,7 @@ def unknown_options(
             continue
 
         rule = f"verl-ray {command} has no such option"
-        fix = _OF_HYDRA.get(option) or _advice(option, value, options, known)
+        fix = _HYDRA_OPTIONS.get(option) or _advice(option, value, options, known)
         problems.append(Problem(option, value or None, rule, fix))
 
     if not problems:

@@ -4,9 +4,9 @@ The supervisor is the process that the user or Ray started. The driver is its ch
 reports through a pipe what it finishes and what may be tried again. So the supervisor
 needs neither configuration nor cluster, and nothing of the run can break it.
 
-Invariant: a driver that was killed, whose own words did not come to its end, or that
-has a failure which another driver may not have, is followed by another one, until too
-many bring no new step. One that is refused before it begins, by what may pass, is tried
+Invariant: a driver that was killed, that ended without its last report, or that has a
+failure which another driver may not have, is followed by another one, until too many
+bring no new step. One that is refused before it begins, by what may pass, is tried
 again until that has taken too long. Otherwise the exit code is the supervisor's own,
 and so is that of a driver that was told to stop. Signals go on to the driver.
 
@@ -44,7 +44,7 @@ _PAUSE_S = 3.0
 
 _LONGEST_PAUSE_S = 60.0
 
-_LAST_WORDS_S = 1.0
+_LAST_REPORTS_S = 1.0
 """Time for the last reports of a driver that has ended."""
 
 _LOOK_S = 5.0
@@ -268,7 +268,7 @@ def _run_driver(
     reader = threading.Thread(target=_read, args=[reading, budget], daemon=True)
     reader.start()
     code = _wait_for(driver)
-    reader.join(_LAST_WORDS_S)
+    reader.join(_LAST_REPORTS_S)
     signals.driver = None
     return code
 

@@ -118,15 +118,17 @@ async def _report(name: str) -> dict[str, Any]:
     """Return the problems of a set, and a digest of its questions."""
     problems: list[str] = []
     try:
-        world = ReasoningGym(name, size=NUM_PROBLEMS, seed=5, allow_unsuitable=True)
+        environment = ReasoningGym(
+            name, size=NUM_PROBLEMS, seed=5, allow_unsuitable=True
+        )
         digest = hashlib.sha256()
         for index in range(NUM_PROBLEMS):
-            question = await _reset(world, index)
+            question = await _reset(environment, index)
             digest.update(question.encode())
-            problems += await _problems_of(world, index)
+            problems += await _problems_of(environment, index)
             random.seed(len(question))
-            await _reset(world, (index + 1) % NUM_PROBLEMS)
-            if await _reset(world, index) != question:
+            await _reset(environment, (index + 1) % NUM_PROBLEMS)
+            if await _reset(environment, index) != question:
                 problems.append("its questions depend on what else is asked for")
     except Exception as error:
         rule = f"it raises {type(error).__name__}: {str(error)[:80]}"
@@ -137,34 +139,34 @@ async def _report(name: str) -> dict[str, Any]:
     }
 
 
-async def _reset(world: ReasoningGym, index: int) -> str:
-    begun = await world.reset(EpisodeTask([], extra={"index": index}), seed=0)
+async def _reset(environment: ReasoningGym, index: int) -> str:
+    begun = await environment.reset(EpisodeTask([], extra={"index": index}), seed=0)
     return str(begun.messages[-1]["content"])
 
 
-async def _problems_of(world: ReasoningGym, index: int) -> list[str]:
+async def _problems_of(environment: ReasoningGym, index: int) -> list[str]:
     """Return what is wrong with the scores of a problem."""
     problems = []
-    own = world.entry(index)["answer"]
+    own = environment.entry(index)["answer"]
     best = 1.0
     if own is None:
         problems.append("it has no stored answer, so its best score was not seen")
-    elif await _score(world, str(own)) != best:
+    elif await _score(environment, str(own)) != best:
         problems.append("its own answer has not the best score")
 
     for text in WORTHLESS:
         os.environ.pop(_FLAG, None)
         shown = repr(text[:20])
-        if await _score(world, text) == best and text != own:
+        if await _score(environment, text) == best and text != own:
             problems.append(f"the text {shown} has the best score")
         if _FLAG in os.environ:
             problems.append(f"the text {shown} is run as Python")
     return problems
 
 
-async def _score(world: ReasoningGym, answer: str) -> float:
+async def _score(environment: ReasoningGym, answer: str) -> float:
     message: Message = {"content": f"<answer>{answer}</answer>"}
-    step = await world.step(Action([], message["content"]))
+    step = await environment.step(Action([], message["content"]))
     return step.reward
 
 

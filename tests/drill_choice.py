@@ -36,7 +36,7 @@ PHASES = {
 """Phases of a run of five steps: beginning of the driver's text for it, the how manieth
 of this text, and seconds from its beginning."""
 
-OF_EVERY_RUN = (
+COMMON_PROCESSES = (
     "driver",
     "raylet",
     "gcs_server",
@@ -79,7 +79,7 @@ class Drill:
         return self.process.partition("-0")[0].partition("-1")[0]
 
 
-OF_SURROUNDINGS = (
+SURROUNDING_DRILLS = (
     # The service that scores answers nothing for a while.
     Drill("http", "service", "outage", "generate"),
     # The disk has room for one start: the second has to know what is there already.
@@ -96,11 +96,11 @@ def every_drill() -> Iterator[Drill]:
     """Yield all that could be made."""
     for name, layout in LAYOUTS.items():
         children = () if layout.grader else ("reward-0-child",)
-        for process in (*layout.processes, *children, *OF_EVERY_RUN):
+        for process in (*layout.processes, *children, *COMMON_PROCESSES):
             for fault in FAULTS:
                 for phase in PHASES:
                     yield Drill(name, process, fault, phase)
-    yield from OF_SURROUNDINGS
+    yield from SURROUNDING_DRILLS
 
 
 def chosen_drills() -> Iterator[Drill]:
@@ -110,7 +110,7 @@ def chosen_drills() -> Iterator[Drill]:
             for process in processes.split():
                 for phase in phases:
                     yield Drill(layout, process, fault, phase)
-    yield from OF_SURROUNDINGS
+    yield from SURROUNDING_DRILLS
 
 
 _ALL_FAULTS = "kill freeze slow"

@@ -49,7 +49,7 @@ SCHEDULES = {
 NO_DIVERGENCE = (
     "algorithm.kl=none",
 )  # fmt: skip
-OF_RESTARTS = (
+RESTART_METRICS = (
     "rollout/restarts", "rollout/reissued", "episode/lost_processes", "episode/run_again",
 )  # fmt: skip
 """Metrics that say what was lost. A lost replica takes its own counts with it."""
@@ -101,7 +101,7 @@ class Run:
             {
                 name: value
                 for name, value in lasting(line).items()
-                if name not in OF_RESTARTS
+                if name not in RESTART_METRICS
             }
             for line in read_metrics(self.folder / "metrics.jsonl")
         ]

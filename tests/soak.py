@@ -47,8 +47,8 @@ LATEST_S = 0.4
 """Longest time from the line of a step to the fault, which is longer than a step."""
 
 RANKS = ("actor-0", "actor-1", "reward-0", "rollout-0")
-OF_CLUSTER = ("raylet", "gcs_server")
-TARGETS = (*2 * RANKS, "driver", *OF_CLUSTER)
+CLUSTER_PROCESSES = ("raylet", "gcs_server")
+TARGETS = (*2 * RANKS, "driver", *CLUSTER_PROCESSES)
 
 
 class SoakedRun:
@@ -97,7 +97,7 @@ class SoakedRun:
         self.family.update(drivers, family)
         if target == "driver":
             return drivers
-        if target in OF_CLUSTER:
+        if target in CLUSTER_PROCESSES:
             return [child for child in family if child.name() == target]
 
         # Each driver counts the incarnations anew, so any of the logs may be the last.

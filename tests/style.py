@@ -43,6 +43,7 @@ BANNED_NAMES = {
     "said": "name the message, such as `reply`",
     "tally": "a sum over micro-batches is an accumulator",
     "told": "name the message, such as `report`",
+    "tried": "what trials found out are `results` or `outcomes`",
     "wanted": "name what was wanted, such as `requested_version`",
 }
 
@@ -113,6 +114,7 @@ def places(parsed: Sequence[Module]) -> list[Place]:
 
 def _places_of(module: Module) -> Iterator[Place]:
     yield from banned_names(module)
+    yield from names_with_of(module)
     yield from mid_sentence_docstrings(module)
 
     for function in module.functions:
@@ -125,16 +127,30 @@ def _places_of(module: Module) -> Iterator[Place]:
 
 
 def banned_names(module: Module) -> Iterator[Place]:
-    """Every place where a variable or a parameter gets a banned name."""
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.arg):
-            name, line = node.arg, node.lineno
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            name, line = node.id, node.lineno
-        else:
-            continue
+    """Every place where a value gets a banned name."""
+    for name, line in _names_of_values(module):
         if name in BANNED_NAMES:
             yield Place(module.path, line, f"the name `{name}`", BANNED_NAMES[name])
+
+
+def names_with_of(module: Module) -> Iterator[Place]:
+    """Every place where the name of a value begins with `of_`; a function's may."""
+    remedy = "name the thing first, such as `row_scores` or `by_row`"
+
+    for name, line in _names_of_values(module):
+        if name.lstrip("_").lower().startswith("of_"):
+            yield Place(module.path, line, f"the name `{name}`", remedy)
+
+
+def _names_of_values(module: Module) -> Iterator[tuple[str, int]]:
+    """Every name that a variable, a parameter or an attribute gets, and the line."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.arg):
+            yield node.arg, node.lineno
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id, node.lineno
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr, node.lineno
 
 
 def mid_sentence_docstrings(module: Module) -> Iterator[Place]:

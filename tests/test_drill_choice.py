@@ -16,8 +16,8 @@ import pytest
 
 from tests.controllers.runs import Inputs
 from tests.drill_choice import (
+    COMMON_PROCESSES,
     FAULTS,
-    OF_EVERY_RUN,
     PHASES,
     Drill,
     chosen_drills,
@@ -54,7 +54,7 @@ def test_the_table_has_each_process_fault_and_phase() -> None:
     for process in ("actor-0", "rollout-0", "driver"):
         killed = [drill.phase for drill in chosen if drill.process == process]
         assert set(PHASES) <= set(killed)
-    assert set(OF_EVERY_RUN) <= {drill.process for drill in chosen}
+    assert set(COMMON_PROCESSES) <= {drill.process for drill in chosen}
 
 
 def test_every_drill_can_be_written_and_read() -> None:

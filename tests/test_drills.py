@@ -194,8 +194,8 @@ def test_a_run_outlives_a_node_and_all_that_was_in_its_memory(
                 time.sleep(0.1)
             lose_node(cluster)
             output, _ = driver.communicate(timeout=PATIENCE_S)
-        of_run = short_word(f"{Owner.here().namespace} {run.folder}")
-        left = list(shared_folder().glob(f"*-{of_run}-*"))
+        run_word = short_word(f"{Owner.here().namespace} {run.folder}")
+        left = list(shared_folder().glob(f"*-{run_word}-*"))
 
     assert driver.returncode == 0, output
     assert output.count("from its snapshot") == 1, output

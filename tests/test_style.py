@@ -23,6 +23,12 @@ def test_nothing_makes_a_reader_stumble(product: list[style.Module]) -> None:
     assert not places, "\n".join(str(place) for place in places)
 
 
+def test_no_value_of_a_test_has_a_name_that_begins_with_of() -> None:
+    tests = style.modules(["tests"])
+    places = [place for module in tests for place in style.names_with_of(module)]
+    assert not places, "\n".join(str(place) for place in places)
+
+
 def test_the_code_is_not_dense(product: list[style.Module]) -> None:
     measures = style.measure(product)
     assert measures.characters_per_line <= 40
@@ -36,6 +42,11 @@ def test_the_code_is_not_dense(product: list[style.Module]) -> None:
         ("found = 1", "the name `found`"),
         ("def f(told): pass", "the name `told`"),
         ("for one in []: pass", "the name `one`"),
+        ("tried = 1", "the name `tried`"),
+        ("of_rows = 1", "the name `of_rows`"),
+        ("def f(*of_rows): pass", "the name `of_rows`"),
+        ("self._of_rows = 1", "the name `_of_rows`"),
+        ("OF_ROWS = 1", "the name `OF_ROWS`"),
         ('"""Of a thing."""', "the docstring begins with 'Of'"),
         ("def f():\n" + "    x = 1\n" * 60, "f has 61 lines"),
         ("class A: pass\nclass A: pass", "the class A exists already, in example.py"),
@@ -71,7 +82,7 @@ def test_a_circle_of_imports_is_in_each_of_its_modules(text: str) -> None:
 
 
 def test_good_code_breaks_no_rule() -> None:
-    text = '"""Rows of a batch."""\n\nrows = 1\n'
+    text = '"""Rows of a batch."""\n\nrows = 1\n\ndef of_rows(): pass\n'
     assert style.places([module(text)]) == []
 
 

@@ -47,7 +47,10 @@ def episode_requests(
     numbers = np.array(list(prompt_of), np.int64)
     run_seed, purpose = generation.run_seed, generation.purpose
     seeds = row_seeds(run_seed, purpose, numbers).tolist()
-    worlds = row_seeds(run_seed, f"{purpose}:world", prompts.group_id).tolist()
+    # Each seed is made of this word, so it stays as it is.
+    environment_seeds = row_seeds(
+        run_seed, f"{purpose}:world", prompts.group_id
+    ).tolist()
     tasks = tasks_of(prompts)
 
     requests = []
@@ -56,7 +59,7 @@ def episode_requests(
             number,
             tasks[prompt],
             seed,
-            worlds[prompt],
+            environment_seeds[prompt],
             generation.sampling_of(number),
             # The episodes of one prompt share its prefix.
             session=str(prompts.group_id[prompt]),

@@ -33,7 +33,7 @@ from workers.reward import (
     requests_of,
     scores_of,
     scores_without_grader,
-    with_metrics_of_worlds,
+    with_recorded_metrics,
 )
 from workers.rollout import start_engine
 
@@ -117,7 +117,7 @@ class JudgeWorker(Grader):
             for chunk in chunks:
                 scores[chunk.request_id] = self._verdict(chunk)
         in_order = [scores[row] for row in range(rows.num_rows)]
-        return scores_of(with_metrics_of_worlds(in_order, rows))
+        return scores_of(with_recorded_metrics(in_order, rows))
 
     def _questions(self, rows: Rollouts, step: int) -> list[str | Score]:
         """Question about each response, or the failure to make one.

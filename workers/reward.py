@@ -32,8 +32,8 @@ from verl_ray.config.reward import FunctionReward, HttpReward
 from verl_ray.data.prompts import prompt_text
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.rewards.health import (
+    ENVIRONMENT_PREFIX,
     LARGEST,
-    WORLD,
     Score,
     ScoreHealth,
     entries_of,
@@ -131,7 +131,7 @@ class RewardWorker(Grader):
         replies = self._grader.score([requests[row] for row in scored])
         scores |= zip(scored, replies, strict=True)
         in_order = [scores[row] for row in range(rows.num_rows)]
-        return scores_of(with_metrics_of_worlds(in_order, rows))
+        return scores_of(with_recorded_metrics(in_order, rows))
 
     def needs_groups(self) -> bool:
         """Return whether a function scores all responses to a prompt in one call."""
@@ -193,7 +193,7 @@ def scores_without_grader(rows: Rollouts) -> dict[int, Score]:
     return scores
 
 
-def with_metrics_of_worlds(scores: Sequence[Score], rows: Rollouts) -> list[Score]:
+def with_recorded_metrics(scores: Sequence[Score], rows: Rollouts) -> list[Score]:
     """Return the scores of rows, with what environments have recorded as entries."""
     if rows.episode_metrics is None:
         return list(scores)
@@ -203,7 +203,9 @@ def with_metrics_of_worlds(scores: Sequence[Score], rows: Rollouts) -> list[Scor
     with_metrics = []
     for score, text, source in columns:
         recorded = json.loads(text).items() if text else ()
-        metrics = {f"{WORLD}{source}/{name}": value for name, value in recorded}
+        metrics = {
+            f"{ENVIRONMENT_PREFIX}{source}/{name}": value for name, value in recorded
+        }
         entries = entries_text({**entries_of(score.entries), **metrics})
         with_metrics.append(dataclasses.replace(score, entries=entries))
     return with_metrics

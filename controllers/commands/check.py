@@ -107,12 +107,12 @@ class Checked:
 
     Attributes:
         config: The configuration as the user gave it, which may hold `auto`.
-        tried: What was found out about data and users' code.
+        results: What was found out about data and users' code.
         warnings: What does not stop the run.
     """
 
     config: Config
-    tried: TrialResults
+    results: TrialResults
     warnings: list[str]
 
 
@@ -139,18 +139,18 @@ class SeenData:
         settings_of_data = _settings_of_data(config)
         if settings_of_data not in self._findings:
             data = examine_data(config, evaluates=evaluates)
-            tried = TrialResults(data)
+            results = TrialResults(data)
             # Records that cannot be read cannot be scored.
             if not data.problems:
                 rewards = try_rewards(config, data.files, evaluates=evaluates)
-                tried = replace(tried, rewards=rewards)
+                results = replace(results, rewards=rewards)
                 if not rewards.problems and not evaluates:
                     components = try_components(config, data.files)
-                    tried = replace(tried, components=components)
+                    results = replace(results, components=components)
                 if isinstance(config, RLConfig) and config.episodes is not None:
                     environments = try_environments(config, data.files)
-                    tried = replace(tried, environments=environments)
-            self._findings[settings_of_data] = tried
+                    results = replace(results, environments=environments)
+            self._findings[settings_of_data] = results
 
         functions = Trials()
         algorithm_is_wrong = any(each.key.startswith("algorithm") for each in problems)
@@ -217,18 +217,18 @@ def checked_config(
         findings = preflight(config, machine, **kind)
         problems = _together(_together(problems, unavailable), findings.problems)
 
-    tried = TrialResults()
+    results = TrialResults()
     is_finished = config is not None and trains and finished_step(config) is not None
     reads_data = reads_data and not is_finished
     if config is not None and reads_data and not _hide_data(problems):
         facts = facts_here(config, machine, learns=not evaluates)
         planned = resolve(config, facts)
         seen = seen or SeenData()
-        tried = seen.examine(planned, problems, evaluates=evaluates)
-        problems += tried.problems
+        results = seen.examine(planned, problems, evaluates=evaluates)
+        problems += results.problems
 
         # Some rules compare the number of steps, which follows from the data.
-        counted = _with_counted_steps(config, tried.data.files)
+        counted = _with_counted_steps(config, results.data.files)
         if counted is not config:
             problems += rule_violations(counted, evaluates=evaluates)
 
@@ -236,7 +236,7 @@ def checked_config(
         raise ConfigError(problems)
     if (trains or evaluates) and not is_finished:
         _fetch_models(config)
-    return Checked(config, tried, findings.warnings + tried.warnings)
+    return Checked(config, results, findings.warnings + results.warnings)
 
 
 def _pinned(
@@ -333,7 +333,7 @@ def check(
     checked = checked_config(
         config_name, overrides, config_dir, reads_data=reads_data, described=described
     )
-    config = _with_counted_steps(checked.config, checked.tried.data.files)
+    config = _with_counted_steps(checked.config, checked.results.data.files)
     # A run that would be refused because of its folder is refused here, too.
     writing = "" if described is not None else _writing(config)
     machine = described or machine_of(config)
@@ -347,14 +347,14 @@ def check(
     width = shutil.get_terminal_size().columns
     for line in algorithm_lines(known):
         print(textwrap.fill(line, width, subsequent_indent="    "))
-    for line in checked.tried.functions.lines:
+    for line in checked.results.functions.lines:
         print(line)
     if machine is not None:
         resolved = resolutions(config, facts)
         if described is not None:
             resolved = [each for each in resolved if each.key not in _unknown(config)]
         print_resolutions(resolved, "there" if machine.is_described else "here")
-    _print_length(checked.config, checked.tried.data.files)
+    _print_length(checked.config, checked.results.data.files)
 
     if machine is not None:
         print_tables(memory_table(planned_memory, nodes=machine.nodes))
@@ -364,10 +364,10 @@ def check(
         *pool_lines(planned, rates),
     ):
         print(line)
-    tried = checked.tried
-    openings = tried.environments.openings
-    print_data(config, tried.data.files, tried.rewards.trials, openings)
-    for line in checked.tried.lines_of_data:
+    results = checked.results
+    openings = results.environments.openings
+    print_data(config, results.data.files, results.rewards.trials, openings)
+    for line in checked.results.lines_of_data:
         print(line)
     print(_resources(machine))
     print_warnings(checked.warnings, sys.stdout)

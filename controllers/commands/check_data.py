@@ -85,12 +85,12 @@ def print_data(
 
 def _print_openings(openings: Sequence[tuple[str, int, str]]) -> None:
     """Print each first prompt once, and of several ones less."""
-    worlds: dict[tuple[int, str], list[str]] = {}
+    keys_by_prompt: dict[tuple[int, str], list[str]] = {}
     for key, num_tokens, text in openings:
-        worlds.setdefault((num_tokens, text), []).append(key)
+        keys_by_prompt.setdefault((num_tokens, text), []).append(key)
 
-    most = NUM_EXAMPLES * SHOWN_CHARACTERS // max(NUM_EXAMPLES, len(worlds))
-    for (num_tokens, text), keys in worlds.items():
+    most = NUM_EXAMPLES * SHOWN_CHARACTERS // max(NUM_EXAMPLES, len(keys_by_prompt))
+    for (num_tokens, text), keys in keys_by_prompt.items():
         name = f"first prompt of an episode in {', '.join(keys)}"
         _print_row(name, num_tokens, text, most)
 
@@ -178,9 +178,9 @@ def _trial_table(trials: Sequence[Trial]) -> Table:
         if not trial.has_answer:
             own = f"none; its prompt: {own}"
         cells = (trial.function, own, _cell(trial.empty))
-        # What the world pays stands with its episodes.
+        # What the environment pays stands with its episodes.
         if trial.function == ENVIRONMENT:
-            cells = (trial.function, "of the world", "of the world")
+            cells = (trial.function, "of the environment", "of the environment")
         sources.setdefault(cells, []).append(trial.data_source)
 
     for cells, names in sources.items():

@@ -96,7 +96,7 @@ _OWN_FRAME = re.compile(rf'^  File "{re.escape(__file__)}", .*\n(?:    .*\n)*', 
 """A frame of this file in a traceback, with its lines of code."""
 
 _SLOW_S = 1.0
-"""Seconds for which a world holds the event loop before it is named, as in a run."""
+"""Seconds for which code may hold the event loop before it is named, as in a run."""
 
 _MODELS = f"{MODELS_KEY}."
 
@@ -161,10 +161,10 @@ def main(argv: list[str]) -> int:
 
 
 async def _watched(course: Coroutine[Any, Any, Episode]) -> Episode:
-    """Run an episode, and print which code of the world holds its event loop."""
+    """Run an episode, and print which code of the environment holds its event loop."""
 
     def name(place: CodePlace, seconds: float) -> None:
-        # It is no world that waits for whoever types.
+        # What waits for whoever types is no code of the environment.
         if Path(place.path).parent != Path(__file__).parent:
             print(f"--- {place} held the event loop for {seconds:.1f} s", flush=True)
 
@@ -173,7 +173,7 @@ async def _watched(course: Coroutine[Any, Any, Episode]) -> Episode:
 
 
 def _what_it_has(task: EpisodeTask) -> str:
-    """Return what a world can read of a task, and where more comes from."""
+    """Return what an environment can read of a task, and where more comes from."""
     answer = "no answer" if task.answer is None else "an answer"
     extra = ", ".join(map(str, task.extra)) or "nothing"
     return (
@@ -207,7 +207,9 @@ def _parser() -> argparse.ArgumentParser:
         help="options of the environment, and agent.models.NAME={url: ...} for the"
         " models that it asks",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the world (0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the environment (0)"
+    )
     parser.add_argument(
         "--prompt", default="", metavar="TEXT", help="the task, as a text"
     )
@@ -516,38 +518,38 @@ def shown(environment: EnvironmentFactory | Run) -> EnvironmentFactory | Run:
     """Return an environment whose rewards are shown, where it pays turn by turn."""
     if inspect.iscoroutinefunction(environment):
         return environment
-    return functools.partial(ShownWorld, environment)  # type: ignore[arg-type]
+    return functools.partial(ShownEnvironment, environment)  # type: ignore[arg-type]
 
 
-class ShownWorld:
-    """A world whose rewards are shown."""
+class ShownEnvironment:
+    """An environment whose rewards are shown."""
 
     def __init__(self, factory: EnvironmentFactory) -> None:
-        """Make the world."""
-        self._world: Environment = factory()
-        # `run_episode` asks a world only if it has this method.
-        if hasattr(self._world, "finish"):
+        """Make the environment."""
+        self._environment: Environment = factory()
+        # `run_episode` asks an environment only if it has this method.
+        if hasattr(self._environment, "finish"):
             self.finish = self._finish
 
     async def _finish(self, end: End) -> float:
-        reward: float = await self._world.finish(end)  # type: ignore[attr-defined]
+        reward: float = await self._environment.finish(end)  # type: ignore[attr-defined]
         print(f"--- reward {reward} at {end.value}", flush=True)
         return reward
 
     async def reset(self, task: EpisodeTask, seed: int) -> Observation:
         """Begin; see `Environment`."""
-        return await self._world.reset(task, seed)
+        return await self._environment.reset(task, seed)
 
     async def step(self, action: Action) -> Step:
         """Take an action, and show its reward; see `Environment`."""
-        step = await self._world.step(action)
+        step = await self._environment.step(action)
         if isinstance(step, Step):
             print(f"--- reward {step.reward}", flush=True)
         return step
 
     async def close(self) -> None:
-        """Close the world; see `Environment`."""
-        await self._world.close()
+        """Close the environment; see `Environment`."""
+        await self._environment.close()
 
 
 # ---------------------------------------------------------------------- a model's turns

@@ -78,7 +78,7 @@ class AdaptiveConcurrency:
         """The number for a replica whose load is not known yet."""
         # Twice as many, so that the engine never waits for the driver.
         self._most = 2 * at_once
-        self._of_replicas: dict[ReplicaIncarnation, Concurrency] = {}
+        self._by_replica: dict[ReplicaIncarnation, Concurrency] = {}
 
     def observe(
         self, incarnation: ReplicaIncarnation, load: EngineLoad, pending: int
@@ -88,11 +88,11 @@ class AdaptiveConcurrency:
             return None
         # An earlier process of the replica is gone, with its preemptions.
         replica, _ = incarnation
-        for known in [known for known in self._of_replicas if known[0] is replica]:
+        for known in [known for known in self._by_replica if known[0] is replica]:
             if known != incarnation:
-                del self._of_replicas[known]
+                del self._by_replica[known]
 
-        concurrency = self._of_replicas.setdefault(
+        concurrency = self._by_replica.setdefault(
             incarnation, Concurrency(self._most, self.first)
         )
         concurrency.observe(load, pending)
@@ -102,7 +102,7 @@ class AdaptiveConcurrency:
         """Return the mean number; nothing where it is fixed."""
         if self._is_fixed:
             return {}
-        limits = [concurrency.limit for concurrency in self._of_replicas.values()]
+        limits = [concurrency.limit for concurrency in self._by_replica.values()]
         # No load has been reported yet.
         limits = limits or [self.first]
         return {"perf/rollout_concurrency": sum(limits) / len(limits)}

@@ -129,7 +129,7 @@ class Graders:
         self._groups = groups
         self._restarts = restarts or InPlaceRestarts()
         self._num_started = self._restarts.num_started
-        """How many groups had started again when they were asked for what they owe."""
+        """How many groups had started again when pending requests were last sent."""
         self.history = FailureHistory()
         self._group_needs: dict[str, bool] = {}
         """Whether a grader needs groups, for those that were asked."""
@@ -216,7 +216,7 @@ class Graders:
         return piece
 
     def advance(self, pieces: Iterable[PendingScores]) -> None:
-        """Ask graders that have started again for what they owe; return at once.
+        """Send pending requests to graders that have started again; return at once.
 
         Args:
             pieces: All pieces whose scores are pending.
@@ -248,7 +248,7 @@ class Graders:
     def restart(self, error: VerlRayError, step: int) -> None:
         """Start the grader again that an error is about; return at once.
 
-        What it owed is pending until `advance` asks for it again.
+        Its requests are pending until `advance` sends them again.
 
         Args:
             error: The error of a call.

@@ -209,20 +209,20 @@ class ScoreFailures:
             return "Correct what scores"
         names = environments_of(rows, self._environments)
         ends = [None if number == NO_EPISODE else [*End][number] for number in rows.end]
-        world_failures = Counter(
+        faults = Counter(
             (name, end)
             for name, end, finish in zip(names, ends, rows.finish, strict=True)
             if end in FAULTS and finish == Finish.ABORTED
         )
-        if not world_failures:
+        if not faults:
             return "Correct what scores"
         counts = ", ".join(
             f"{count} in {KEY}.{name} as {end}"
-            for (name, end), count in world_failures.most_common()
+            for (name, end), count in faults.most_common()
         )
-        is_all = world_failures.total() == rows.num_rows
+        is_all = faults.total() == rows.num_rows
         others = "" if is_all else " and what scores the others"
-        return f"Episodes ended: {counts}. Correct the world{others}"
+        return f"Episodes ended: {counts}. Correct the environment{others}"
 
 
 def _failures(experience: Experience) -> dict[str, Bool]:

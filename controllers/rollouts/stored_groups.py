@@ -48,17 +48,17 @@ FOLDER = "groups"
 _ROLLOUTS = "rollouts"
 _SETTINGS = "settings.json"
 
-_OF_RESPONSES = ("temperature", "max_response_tokens", "kv")
+_RESPONSE_SETTINGS = ("temperature", "max_response_tokens", "kv")
 """Settings of rollouts that a response depends on."""
 
-_OF_PROCESSES = {
+_PROCESS_SETTINGS = {
     "model_timeout_s", "tool_timeout_s", "turn_timeout_s", "episode_timeout_s",
     "processes_per_replica", "episodes_per_process", "process_memory_gib",
     "max_retries",
 }  # fmt: skip
 """Settings of episodes that a finished one does not depend on."""
 
-_OF_SCORES = {
+_SCORE_SETTINGS = {
     "kind", "functions", "url", "model", "template", "verdict", "lowest", "highest",
     "temperature", "max_prompt_tokens", "max_response_tokens",
 }  # fmt: skip
@@ -178,7 +178,7 @@ def warn_of_unusable(
 def _settings_of(config: RLConfig) -> dict[str, object]:
     """Return the settings that responses and their scores depend on, as JSON."""
     settings: dict[str, object] = {
-        f"rollout.{name}": getattr(config.rollout, name) for name in _OF_RESPONSES
+        f"rollout.{name}": getattr(config.rollout, name) for name in _RESPONSE_SETTINGS
     }
     # Checkpoints of earlier versions do not name it.
     if config.rollout.stop:
@@ -189,9 +189,11 @@ def _settings_of(config: RLConfig) -> dict[str, object]:
         settings["data.curriculum"] = curriculum.model_dump(mode="json")
         settings["rollout.staleness"] = config.rollout.staleness
     if config.episodes is not None:
-        settings["agent"] = config.agent.model_dump(mode="json", exclude=_OF_PROCESSES)
+        settings["agent"] = config.agent.model_dump(
+            mode="json", exclude=_PROCESS_SETTINGS
+        )
     for name, grader in config.graders.items():
-        settings[name] = grader.model_dump(mode="json", include=_OF_SCORES)
+        settings[name] = grader.model_dump(mode="json", include=_SCORE_SETTINGS)
     return settings
 
 
@@ -240,7 +242,9 @@ def _renewed_settings(settings: dict[str, Any]) -> dict[str, Any]:
     if "agent" not in settings:
         return settings
     agent = migrated({"agent": settings["agent"]})["agent"]
-    own = {name: value for name, value in agent.items() if name not in _OF_PROCESSES}
+    own = {
+        name: value for name, value in agent.items() if name not in _PROCESS_SETTINGS
+    }
     return {**settings, "agent": own}
 
 

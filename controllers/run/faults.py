@@ -54,7 +54,7 @@ class Cure(StrEnum):
     """The answer of a run to a fault."""
 
     RESTART = "restart"
-    """Start the process again in place, and ask it again for what it owed."""
+    """Start the process again in place, and send its pending requests again."""
 
     GO_BACK = "go back"
     """Start the lost processes again, load the last state, and replay from there."""
@@ -84,7 +84,7 @@ WITHOUT_STATE = {
 whoever asked it can ask again."""
 
 _WHAT_FOLLOWS = {
-    Cure.RESTART: "is asked again for what it owed",
+    Cure.RESTART: "its pending requests are sent again",
     Cure.GO_BACK: "the run goes back to its last state",
 }
 

@@ -20,7 +20,7 @@ from verl_ray.columns.stages import (
 )
 from verl_ray.data.buffer import Experience
 from verl_ray.rewards.health import (
-    WORLD,
+    ENVIRONMENT_PREFIX,
     Entries,
     entries_of,
     health_metrics,
@@ -94,8 +94,8 @@ def merged_entries(
         for row, text in rows.items():
             for name, value in entries_of(text).items():
                 # All graders of an episode have what its environment has recorded.
-                is_of_world = name.startswith(WORLD)
-                entries[row][name if is_of_world else prefix + name] = value
+                is_of_environment = name.startswith(ENVIRONMENT_PREFIX)
+                entries[row][name if is_of_environment else prefix + name] = value
     return entries
 
 
@@ -123,8 +123,8 @@ def entry_metrics(entries: Sequence[Entries]) -> Metrics:
     """
     metrics: Metrics = {}
     for name, mean in _means(entries).items():
-        is_of_world = name.startswith(WORLD)
-        metrics[name if is_of_world else f"reward/{name}/mean"] = mean
+        is_of_environment = name.startswith(ENVIRONMENT_PREFIX)
+        metrics[name if is_of_environment else f"reward/{name}/mean"] = mean
     return metrics | _means([_without_source(row) for row in entries])
 
 
@@ -132,9 +132,9 @@ def _without_source(entries: Entries) -> Entries:
     """Return what an environment has recorded, without the name of a data source."""
     # A data source may have a slash in its name.
     return {
-        WORLD + name.rpartition("/")[2]: value
+        ENVIRONMENT_PREFIX + name.rpartition("/")[2]: value
         for name, value in entries.items()
-        if name.startswith(WORLD)
+        if name.startswith(ENVIRONMENT_PREFIX)
     }
 
 
@@ -156,7 +156,11 @@ def held_out_entry_metrics(
             row for name, row in zip(sources, entries, strict=True) if name == source
         ]
         means = _means(source_entries)
-        means = {name: means[name] for name in means if not name.startswith(WORLD)}
+        means = {
+            name: means[name]
+            for name in means
+            if not name.startswith(ENVIRONMENT_PREFIX)
+        }
         means |= _means([_without_source(row) for row in source_entries])
         for name, mean in means.items():
             metrics[f"val-aux/{source}/{name}/mean@{group_size}"] = mean

@@ -5,8 +5,8 @@ Invariant: both sides of the comparison draw the same tokens. The yardstick is a
 coroutine per episode beside the engine, in the same process. It sends the turns of the
 episode as they were: the same prompts and seeds, each turn once the one before it is
 done, as many episodes at a time, and the prefix cache is empty at the beginning of
-each. It has no environment, no template, no other process and no messages to one.
-With `--tools` each turn calls a tool, which the world writes: untrained policies call
+each. It has no environment, no template, no other process and no messages to one. With
+`--tools` each turn calls a tool, which the environment writes: untrained policies call
 none.
 """
 
@@ -89,8 +89,8 @@ _TEMPLATE = (
     "{{ eos_token if m.role == 'assistant' }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-_WORLD = "verl_ray.agents.environments.number_guessing:NumberGuessing"
-_TOOL_WORLD = "scripts.bench.calling_world:CallingWorld"
+_GUESSING = "verl_ray.agents.environments.number_guessing:NumberGuessing"
+_CALLING = "scripts.bench.calling_environment:CallingEnvironment"
 _TOOL_PARSER = "hermes"
 _TURN_TOKENS = 256
 _OTHERS_TOKENS = 256
@@ -265,7 +265,7 @@ def _round(
     """Draw the same number of tokens in four ways."""
     episodes, episodes_cost = _timed(server, lambda: _run(pool, requests))
     ends = {episode.end for episode in episodes.values()}
-    assert End.ENVIRONMENT_FAILED not in ends, "a world failed"
+    assert End.ENVIRONMENT_FAILED not in ends, "an environment failed"
     chains = [turns_of(episodes[request.number], request.seed) for request in requests]
     responses = [[as_one_response(chain)] for chain in chains]
     turns = list(itertools.chain(*chains))
@@ -542,14 +542,14 @@ def _pool(
 ) -> Iterator[tuple[RolloutServer, EpisodePool]]:
     """Start an engine with a process of episodes beside it, and end both afterwards."""
     guesses = {"low": 1, "high": 10**6, "max_guesses": turns}
-    world = (_TOOL_WORLD, {}) if tools else (_WORLD, guesses)
+    spec = (_CALLING, {}) if tools else (_GUESSING, guesses)
     limits = Limits(
         max_turns=turns,
         max_tokens=turns * _TURN_TOKENS,
         context_tokens=_row_tokens(turns),
         max_turn_tokens=_TURN_TOKENS,
     )
-    episode_start = EpisodeStart({"default": world}, model, limits, _TEMPLATE)
+    episode_start = EpisodeStart({"default": spec}, model, limits, _TEMPLATE)
     server = start()
     with contextlib.closing(server):
         parser = _TOOL_PARSER if tools else None

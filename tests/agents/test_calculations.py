@@ -51,14 +51,14 @@ def spoken(text: str) -> Action:
 
 
 async def played(record: dict[str, Any]) -> float:
-    """The score of a demonstration in the world, which answers as it shows."""
-    world = Calculator()
+    """The score of a demonstration in the environment, which answers as it shows."""
+    environment = Calculator()
     _, *shown = record["messages"]
     task = EpisodeTask(record["prompt"], record["answer"])
-    begun = await world.reset(task, 0)
+    begun = await environment.reset(task, 0)
     assert list(begun.messages) == shown[:1]
     for said, replied in zip(shown[1::2], [*shown[2::2], None], strict=True):
-        step = await world.step(spoken(said["content"]))
+        step = await environment.step(spoken(said["content"]))
         assert step.done == (replied is None)
         assert [message["content"] for message in step.messages] == (
             [replied["content"]] if replied else []

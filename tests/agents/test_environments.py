@@ -58,23 +58,26 @@ def last_text(messages: Sequence[Message]) -> str:
 
 
 async def play(
-    world: Environment, texts: Sequence[str], seed: int = 0, task: EpisodeTask = TASK
+    environment: Environment,
+    texts: Sequence[str],
+    seed: int = 0,
+    task: EpisodeTask = TASK,
 ) -> tuple[str, list[Step]]:
-    """The world's first text, and its steps until it is done."""
-    begun = await world.reset(task, seed)
+    """The environment's first text, and its steps until it is done."""
+    begun = await environment.reset(task, seed)
     steps: list[Step] = []
     for text in texts:
-        steps.append(await world.step(say(text)))
+        steps.append(await environment.step(say(text)))
         if steps[-1].done:
             break
-    await world.close()
+    await environment.close()
     return last_text(begun.messages), steps
 
 
 def run(
-    world: Environment, *texts: str, seed: int = 0, task: EpisodeTask = TASK
+    environment: Environment, *texts: str, seed: int = 0, task: EpisodeTask = TASK
 ) -> tuple[str, list[Step]]:
-    return asyncio.run(play(world, texts, seed, task))
+    return asyncio.run(play(environment, texts, seed, task))
 
 
 @pytest.mark.parametrize("kind", [NumberGuessing, FrozenLake, Calculator])
@@ -89,26 +92,29 @@ def test_an_episode_depends_on_its_seed_and_not_on_its_neighbours(make) -> None:
     alone = [run(make(), *TEXTS, seed=seed) for seed in range(6)]
 
     async def side_by_side() -> list[tuple[str, list[Step]]]:
-        worlds = [make() for _ in range(6)]
-        begun = [await world.reset(TASK, seed) for seed, world in enumerate(worlds)]
-        steps: list[list[Step]] = [[] for _ in worlds]
+        environments = [make() for _ in range(6)]
+        begun = [
+            await environment.reset(TASK, seed)
+            for seed, environment in enumerate(environments)
+        ]
+        steps: list[list[Step]] = [[] for _ in environments]
         for text in TEXTS:
-            for world, past in zip(worlds, steps, strict=True):
+            for environment, past in zip(environments, steps, strict=True):
                 random.seed(7)
                 if not (past and past[-1].done):
-                    past.append(await world.step(say(text)))
+                    past.append(await environment.step(say(text)))
         firsts = [last_text(observation.messages) for observation in begun]
         return list(zip(firsts, steps, strict=True))
 
     assert asyncio.run(side_by_side()) == alone
-    # The seeds make different worlds.
+    # The seeds make different environments.
     assert any(episode != alone[0] for episode in alone)
 
 
 # ------------------------------------------------------------------------ conversations
 
 
-def test_the_worlds_text_joins_the_users() -> None:
+def test_the_environments_text_joins_the_users() -> None:
     system = {"role": "system", "content": "Be short."}
     asked = {"role": "user", "content": "Play.\n"}
     assert opening([system, asked], "Go.") == [
@@ -128,8 +134,8 @@ def test_the_worlds_text_joins_the_users() -> None:
 def test_number_guessing_says_higher_and_lower_until_the_guess_is_right() -> None:
     # The seed makes the number 3 of 1 to 4: lower than 4, higher than 1.
     seed = next(seed for seed in range(99) if random.Random(seed).randint(1, 4) == 3)
-    world = NumberGuessing(1, 4, max_guesses=4)
-    first, steps = run(world, "Perhaps 4", "1 it is", "3.", seed=seed)
+    environment = NumberGuessing(1, 4, max_guesses=4)
+    first, steps = run(environment, "Perhaps 4", "1 it is", "3.", seed=seed)
     assert first.startswith("Play.\n\nI think of a whole number from 1 to 4.")
     assert [last_text(step.messages) for step in steps[:2]] == [
         "My number is lower. Guesses that remain: 3.",
@@ -140,8 +146,8 @@ def test_number_guessing_says_higher_and_lower_until_the_guess_is_right() -> Non
     assert (steps[-1].done, steps[-1].end) == (True, End.COMPLETED)
     assert list(steps[-1].messages) == []
 
-    assert run(world, "3", seed=seed)[1][-1].reward == 1.0
-    assert run(world, "1", "1", "1", "3", seed=seed)[1][-1].reward == 0.25
+    assert run(environment, "3", seed=seed)[1][-1].reward == 1.0
+    assert run(environment, "1", "1", "1", "3", seed=seed)[1][-1].reward == 0.25
     plain = NumberGuessing(1, 4, max_guesses=4, reward_early=False)
     assert run(plain, "1", "1", "1", "3", seed=seed)[1][-1].reward == 1.0
 
@@ -232,20 +238,20 @@ def test_frozen_lake_pays_the_way_in_parts_and_the_goal(seed: int) -> None:
 
 def test_frozen_lake_ends_in_a_hole_and_after_the_last_move() -> None:
     # On a map of 2 cells a side with a hole, the hole is right of the start or below.
-    world = FrozenLake(size=2, num_holes=3, shaping=1.0, max_moves=3)
-    first, _ = run(world)
+    environment = FrozenLake(size=2, num_holes=3, shaping=1.0, max_moves=3)
+    first, _ = run(environment)
     lines = first.splitlines()[-2:]
     fall, way = ("right", "down") if lines[0][1] == "H" else ("down", "right")
-    _, steps = run(world, fall)
+    _, steps = run(environment, fall)
     assert (steps[0].done, steps[0].reward, steps[0].end) == (True, 0.0, End.COMPLETED)
 
     other = {"right": "left", "down": "up"}[way]
-    _, steps = run(world, way, other, "I stay")
+    _, steps = run(environment, way, other, "I stay")
     # Half of the way, back again, and a turn without a move.
     assert [step.reward for step in steps] == [0.5, -0.5, 0.0]
     assert [step.done for step in steps] == [False, False, True]
 
-    _, steps = run(world, "upwards", "left")
+    _, steps = run(environment, "upwards", "left")
     texts = [last_text(step.messages).splitlines() for step in steps]
     assert texts[0][0] == "You named no move. Moves that remain: 2."
     assert texts[1][0] == "You stay where you are. Moves that remain: 1."
@@ -253,8 +259,8 @@ def test_frozen_lake_ends_in_a_hole_and_after_the_last_move() -> None:
 
 
 def test_a_slippery_lake_moves_aside_in_two_thirds_of_the_cases() -> None:
-    world = FrozenLake(size=8, num_holes=0, max_moves=1000, slippery=True)
-    _, steps = run(world, *["left"] * 1000)
+    environment = FrozenLake(size=8, num_holes=0, max_moves=1000, slippery=True)
+    _, steps = run(environment, *["left"] * 1000)
     # At the left border a move to the left stays, and those aside go up or down. At the
     # upper and the lower border half of these stay as well.
     pictures = [last_text(step.messages).splitlines()[2:] for step in steps[:-1]]
@@ -361,19 +367,19 @@ def test_the_calculator_answers_calls_and_scores_the_last_turn() -> None:
     ]
 
     async def episode(answer: str) -> tuple[Step, Step]:
-        world = Calculator()
-        begun = await world.reset(SUM, 0)
+        environment = Calculator()
+        begun = await environment.reset(SUM, 0)
         assert list(begun.messages) == list(SUM.messages)
         assert list(begun.tools) == [CALCULATE]
-        called = await world.step(say("I compute.", *calls))
-        answered = await world.step(say(answer))
-        await world.close()
+        called = await environment.step(say("I compute.", *calls))
+        answered = await environment.step(say(answer))
+        await environment.close()
         return called, answered
 
     async def cut() -> Step:
-        world = Calculator()
-        await world.reset(SUM, 0)
-        return await world.step(Action([1], "It is 51", finish="length"))
+        environment = Calculator()
+        await environment.reset(SUM, 0)
+        return await environment.step(Action([1], "It is 51", finish="length"))
 
     # An answer that was cut is scored, and ends so.
     assert asyncio.run(cut()) == Step(reward=1.0, done=True, end=End.MAX_TOKENS)
@@ -397,9 +403,9 @@ def test_the_calculator_answers_calls_and_scores_the_last_turn() -> None:
 
 def test_the_calculator_says_why_a_call_could_not_be_parsed() -> None:
     async def episode() -> Step:
-        world = Calculator()
-        await world.reset(SUM, 0)
-        return await world.step(Action([1], "51", parse_error="no closing brace"))
+        environment = Calculator()
+        await environment.reset(SUM, 0)
+        return await environment.step(Action([1], "51", parse_error="no closing brace"))
 
     step = asyncio.run(episode())
     assert "could not be parsed: no closing brace" in last_text(step.messages)
@@ -546,8 +552,8 @@ def indexed(index: object, *messages: Message) -> EpisodeTask:
 
 
 def gym_score(text: str, **settings: object) -> float:
-    world = ReasoningGym("sums", **settings)
-    _, (step,) = run(world, text, task=indexed(3))
+    environment = ReasoningGym("sums", **settings)
+    _, (step,) = run(environment, text, task=indexed(3))
     assert step.done
     return step.reward
 
@@ -590,8 +596,8 @@ def test_no_score_is_above_the_best() -> None:
 
 @pytest.mark.usefixtures("sums")
 def test_reasoning_gym_takes_the_index_of_the_record_or_of_the_seed() -> None:
-    world = ReasoningGym("sums", size=10)
-    record = world.record(3)
+    environment = ReasoningGym("sums", size=10)
+    record = environment.record(3)
     assert (record["index"], record["answer"]) == (3, "4")
     assert record["data_source"] == "reasoning_gym/sums"
     assert str(record["prompt"]).startswith("3 + 1")
@@ -599,15 +605,15 @@ def test_reasoning_gym_takes_the_index_of_the_record_or_of_the_seed() -> None:
     before = random.getstate()
     random.seed(99)
     prompt = {"role": "user", "content": record["prompt"]}
-    assert run(world, task=indexed(3, prompt))[0] == record["prompt"]
-    assert run(world, task=indexed(3))[0] == record["prompt"]
-    assert run(world, seed=5)[0] == run(world, seed=5)[0]
+    assert run(environment, task=indexed(3, prompt))[0] == record["prompt"]
+    assert run(environment, task=indexed(3))[0] == record["prompt"]
+    assert run(environment, seed=5)[0] == run(environment, seed=5)[0]
     random.setstate(before)
 
     with pytest.raises(DataError, match="index 10 is not in the set, expected 0 to 9"):
-        run(world, task=indexed(10))
+        run(environment, task=indexed(10))
     with pytest.raises(DataError, match="expected an integer"):
-        run(world, task=indexed("3"))
+        run(environment, task=indexed("3"))
 
 
 @pytest.mark.usefixtures("sums")

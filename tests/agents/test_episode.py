@@ -124,10 +124,10 @@ def test_a_long_result_of_a_tool_is_shortened() -> None:
 
     async def step() -> Step:
         other = {"role": "user", "content": "€" * 6}
-        return Step([tool, other], done=len(world.actions) == 2)
+        return Step([tool, other], done=len(environment.actions) == 2)
 
-    world = Questions(step=step)
-    episode, sampler = play(world, limits(max_result_tokens=7))
+    environment = Questions(step=step)
+    episode, sampler = play(environment, limits(max_result_tokens=7))
     short = {**tool, "content": "€€\n(4 characters left out)"}
     assert episode.messages[2] == short
     assert episode.messages[3]["content"] == "€" * 6
@@ -166,11 +166,11 @@ def test_a_first_prompt_without_a_place_for_a_turn_is_told_in_numbers() -> None:
 
 
 def test_an_episode_that_completes() -> None:
-    world = Questions()
-    episode, sampler = play(world)
+    environment = Questions()
+    episode, sampler = play(environment)
     assert (episode.end, episode.score, episode.num_turns) == (End.COMPLETED, 1.5, 3)
-    assert world.calls == ["reset 7", "step", "step", "step", "close"]
-    assert [action.text for action in world.actions] == ["one", "two", "three"]
+    assert environment.calls == ["reset 7", "step", "step", "step", "close"]
+    assert [action.text for action in environment.actions] == ["one", "two", "three"]
     assert [message["content"] for message in episode.messages] == [
         "0?", "one", "1?", "two", "2?", "three",
     ]  # fmt: skip
@@ -259,12 +259,12 @@ ENDS: dict[str, tuple[Questions, dict[str, Any], End, int, float]] = {
 
 @pytest.mark.parametrize("name", ENDS)
 def test_each_end_is_reached_by_its_cause(name: str) -> None:
-    world, changes, end, num_turns, score = ENDS[name]
+    environment, changes, end, num_turns, score = ENDS[name]
     delay_s = FOREVER if end is End.MODEL_TIMEOUT else 0.0
-    episode, _ = play(world, limits(**changes), delay_s=delay_s)
+    episode, _ = play(environment, limits(**changes), delay_s=delay_s)
     assert (episode.end, episode.num_turns, episode.score) == (end, num_turns, score)
-    assert world.calls.count("close") == 1
-    assert world.calls[-1] == "close"
+    assert environment.calls.count("close") == 1
+    assert environment.calls[-1] == "close"
     assert bool(episode.detail) == (end is End.ENVIRONMENT_FAILED)
 
 
@@ -317,19 +317,19 @@ def test_what_is_no_exception_ends_the_call_alone(where: str, kind: type) -> Non
     def make() -> Environment:
         raise kind("a panic")
 
-    world: Any = Valued(**{where: panicking})
+    environment: Any = Valued(**{where: panicking})
     if where == "finish":
-        world.finish = panicking
+        environment.finish = panicking
     if where in ("factory", "run"):
-        world = {"factory": make, "run": panicking}[where]
-    episode, _ = play(world, limits(max_turns=2))
+        environment = {"factory": make, "run": panicking}[where]
+    episode, _ = play(environment, limits(max_turns=2))
 
     # What closes is no part of the episode.
     assert episode.end is (
         End.MAX_TURNS if where == "close" else End.ENVIRONMENT_FAILED
     )
-    if isinstance(world, Questions):
-        assert world.calls.count("close") == 1
+    if isinstance(environment, Questions):
+        assert environment.calls.count("close") == 1
     last = episode.detail.splitlines()[-1]
     if where == "factory":
         assert last.endswith("a panic")
@@ -408,19 +408,19 @@ def test_a_row_has_the_places_of_its_episode() -> None:
 def test_the_last_turn_is_scored_though_it_was_cut(changes, end: End) -> None:
     assert len(RENDERER.begin(TASK.messages)) == 10
     step = Step(reward=0.25, done=True, end=End.MAX_TOKENS)
-    world = Valued(step=returns(step))
-    episode, _ = play(world, limits(**changes), texts=("a long answer",))
+    environment = Valued(step=returns(step))
+    episode, _ = play(environment, limits(**changes), texts=("a long answer",))
     # It does without a turn that was cut, and says what its state is worth.
     assert (episode.end, episode.score) == (end, 0.5)
-    assert world.actions[0].finish == "length"
-    assert world.calls[-2:] == [f"finish {end}", "close"]
+    assert environment.actions[0].finish == "length"
+    assert environment.calls[-2:] == [f"finish {end}", "close"]
 
     # Who is done has said what that is worth, whatever cut the turn.
     for said in (End.COMPLETED, End.MAX_TURNS):
-        world = Valued(step=returns(Step(reward=1.0, done=True, end=said)))
-        episode, _ = play(world, limits(**changes), texts=("a long answer",))
+        environment = Valued(step=returns(Step(reward=1.0, done=True, end=said)))
+        episode, _ = play(environment, limits(**changes), texts=("a long answer",))
         assert (episode.end, episode.score) == (said, 1.0)
-        assert world.calls == ["reset 7", "step", "close"]
+        assert environment.calls == ["reset 7", "step", "close"]
 
 
 def calling(tokens: Any, text: str, finish: str) -> Action:
@@ -428,11 +428,11 @@ def calling(tokens: Any, text: str, finish: str) -> Action:
 
 
 def test_tool_calls_are_counted() -> None:
-    world = Questions()
-    episode, _ = play(world, limits(max_tool_calls=4), read=calling)
+    environment = Questions()
+    episode, _ = play(environment, limits(max_tool_calls=4), read=calling)
     assert (episode.end, episode.num_tool_calls) == (End.MAX_TOOL_CALLS, 6)
     # The calls that are too many are not executed, and their tokens were sampled.
-    assert (world.calls.count("step"), episode.num_turns) == (2, 3)
+    assert (environment.calls.count("step"), episode.num_turns) == (2, 3)
     assert (episode.score, len(episode.rows[0].rewards)) == (1.0, 3)
 
 
@@ -492,9 +492,9 @@ async def cut_twice(task: EpisodeTask, policy: Policy) -> float:
     return 1.0
 
 
-@pytest.mark.parametrize("world", [Cutting, cut_twice])
-def test_a_world_says_where_a_turn_ends(world: Any) -> None:
-    episode, sampler = play(world)
+@pytest.mark.parametrize("environment", [Cutting, cut_twice])
+def test_an_environment_says_where_a_turn_ends(environment: Any) -> None:
+    episode, sampler = play(environment)
     assert (episode.end, episode.score) == (End.COMPLETED, 1.0)
     assert [message["content"] for message in episode.messages[::2]][:3] == [
         "0?",
@@ -549,7 +549,9 @@ def test_a_turn_is_never_longer_than_the_limits() -> None:
         ({"stop": ["a", ""]}, "ValueError: stop has an empty text, at which every turn would end"),
     ],
 )  # fmt: skip
-def test_a_turn_that_cannot_be_sampled_is_the_worlds_fault(options, words: str) -> None:
+def test_a_turn_that_cannot_be_sampled_is_the_environments_fault(
+    options, words: str
+) -> None:
     episode, _ = play(
         Questions(step=returns(Step([{"role": "user", "content": "?"}], **options)))
     )
@@ -569,7 +571,7 @@ class Measured(Questions):
         return replace(step, metrics=self._metrics[len(self.actions) - 1])
 
 
-def test_a_world_records_numbers_about_its_episode() -> None:
+def test_an_environment_records_numbers_about_its_episode() -> None:
     episode, _ = play(Measured({"doors": 1, "falls": 0.5}, {}, {"doors": np.int64(3)}))
     assert (episode.end, episode.metrics) == (
         End.COMPLETED,
@@ -594,7 +596,7 @@ def test_a_world_records_numbers_about_its_episode() -> None:
         ({"a/b": 1}, "ValueError: the metric 'a/b' needs a name of letters, digits and _"),
     ],
 )  # fmt: skip
-def test_what_is_no_metric_is_the_worlds_fault(metrics: Any, words: str) -> None:
+def test_what_is_no_metric_is_the_environments_fault(metrics: Any, words: str) -> None:
     episode, _ = play(Measured({"falls": 1}, metrics))
     assert (episode.end, episode.score) == (End.ENVIRONMENT_FAILED, 0.5)
     assert episode.detail.endswith(words)
@@ -616,10 +618,10 @@ def test_seeds_depend_on_episode_and_turn_alone() -> None:
 
 
 def test_the_sampler_fails_on_its_own_account() -> None:
-    world = Questions()
+    environment = Questions()
     with pytest.raises(LookupError, match="the script has 1 texts"):
-        play(world, texts=("one",))
-    assert world.calls[-1] == "close"
+        play(environment, texts=("one",))
+    assert environment.calls[-1] == "close"
 
     class Broken(ScriptedSampler):
         async def sample(self, *arguments: Any, **options: Any) -> Sampled:
@@ -637,11 +639,11 @@ def test_the_sampler_may_end_the_episode() -> None:
         async def sample(self, *arguments: Any, **options: Any) -> Sampled:
             raise EpisodeEnded(End.ABORTED)
 
-    world = Questions()
+    environment = Questions()
     episode = asyncio.run(
-        run_episode(lambda: world, TASK, 7, Stopped(), RENDERER, WIDE)
+        run_episode(lambda: environment, TASK, 7, Stopped(), RENDERER, WIDE)
     )
-    assert (episode.end, world.calls) == (End.ABORTED, ["reset 7", "close"])
+    assert (episode.end, environment.calls) == (End.ABORTED, ["reset 7", "close"])
 
     async def catching(task: EpisodeTask, policy: Policy) -> float:
         with contextlib.suppress(EpisodeEnded):
@@ -663,16 +665,17 @@ class Valued(Questions):
 
 
 def test_an_environment_says_what_its_state_is_worth_at_a_limit() -> None:
-    world = Valued()
-    episode, _ = play(world, limits(max_turns=2))
+    environment = Valued()
+    episode, _ = play(environment, limits(max_turns=2))
     assert (episode.end, episode.score) == (End.MAX_TURNS, 1.25)
-    assert world.calls[-2:] == ["finish max_turns", "close"]
+    assert environment.calls[-2:] == ["finish max_turns", "close"]
     assert [reward for _, reward in episode.rows[0].rewards] == [0.5, 0.75]
 
-    world = Valued()
-    assert play(world)[0].score == 1.5 and "finish completed" not in world.calls
-    world.value = math.nan
-    episode, _ = play(world, limits(max_turns=2))
+    environment = Valued()
+    assert play(environment)[0].score == 1.5
+    assert "finish completed" not in environment.calls
+    environment.value = math.nan
+    episode, _ = play(environment, limits(max_turns=2))
     assert (episode.end, episode.score) == (End.ENVIRONMENT_FAILED, 1.0)
     assert "finish returned nan, which is not finite" in episode.detail
 
@@ -716,15 +719,15 @@ def test_a_pause_of_the_engine_is_no_time_of_the_episode(is_paused: bool) -> Non
 
 @pytest.mark.parametrize("where", ["reset", "step", "model"])
 def test_a_cancelled_episode_is_closed(where: str) -> None:
-    world = Questions(**({} if where == "model" else {where: stuck}))
+    environment = Questions(**({} if where == "model" else {where: stuck}))
     delay_s = FOREVER if where == "model" else 0.0
 
     async def main() -> None:
         sampler = ScriptedSampler(TOKENIZER, ["one"], delay_s=delay_s)
-        run = run_episode(lambda: world, TASK, 7, sampler, RENDERER, WIDE)
+        run = run_episode(lambda: environment, TASK, 7, sampler, RENDERER, WIDE)
         task = asyncio.create_task(run)
         reached = {"reset": 1, "step": 2}.get(where)
-        while len(world.calls) != reached and not sampler.calls:
+        while len(environment.calls) != reached and not sampler.calls:
             await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -732,27 +735,27 @@ def test_a_cancelled_episode_is_closed(where: str) -> None:
         assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(main())
-    assert world.calls.count("close") == 1
-    assert world.calls[-1] == "close"
+    assert environment.calls.count("close") == 1
+    assert environment.calls[-1] == "close"
 
 
 def test_a_second_cancellation_does_not_wait_for_close() -> None:
-    world = Questions(step=stuck, close=stuck)
+    environment = Questions(step=stuck, close=stuck)
 
     async def main() -> None:
         sampler = ScriptedSampler(TOKENIZER, ["one"])
         bounds = limits(close_s=FOREVER)
-        run = run_episode(lambda: world, TASK, 7, sampler, RENDERER, bounds)
+        run = run_episode(lambda: environment, TASK, 7, sampler, RENDERER, bounds)
         task = asyncio.create_task(run)
         for name in ("step", "close"):
-            while name not in world.calls:
+            while name not in environment.calls:
                 await asyncio.sleep(0)
             task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
     asyncio.run(main())
-    assert world.calls.count("close") == 1
+    assert environment.calls.count("close") == 1
 
 
 # --------------------------------------------------------------------------- coroutines
@@ -994,8 +997,8 @@ def test_what_is_no_json_is_refused_before_it_is_sampled() -> None:
         await policy.respond(task.messages, [{"function": {"default": b""}}])
         return 1.0
 
-    for world, words in ((odd, "the message 3"), (with_tools, "the tool 1")):
-        episode, _ = play(world)
+    for environment, words in ((odd, "the message 3"), (with_tools, "the tool 1")):
+        episode, _ = play(environment)
         assert episode.end is End.ENVIRONMENT_FAILED
         assert f"TypeError: respond was given {words}, which cannot" in episode.detail
 
@@ -1024,7 +1027,7 @@ def test_messages_that_the_template_refuses_are_the_environments_fault() -> None
 def test_a_thousand_episodes_at_a_time_leave_nothing_behind() -> None:
     count = 1000
     open_files = len(list(Path("/proc/self/fd").iterdir()))
-    worlds = [Questions() for _ in range(count)]
+    environments = [Questions() for _ in range(count)]
     most_tasks = 0
 
     class Gated(ScriptedSampler):
@@ -1047,8 +1050,15 @@ def test_a_thousand_episodes_at_a_time_leave_nothing_behind() -> None:
     async def main() -> list[Episode]:
         sampler = Gated(TOKENIZER, ["one"], repeats=True)
         runs = [
-            run_episode(lambda world=world: world, TASK, 7, sampler, RENDERER, WIDE)
-            for world in worlds
+            run_episode(
+                lambda environment=environment: environment,
+                TASK,
+                7,
+                sampler,
+                RENDERER,
+                WIDE,
+            )
+            for environment in environments
         ]
         episodes = await asyncio.gather(*runs)
         assert len(asyncio.all_tasks()) == 1
@@ -1056,7 +1066,7 @@ def test_a_thousand_episodes_at_a_time_leave_nothing_behind() -> None:
 
     episodes = asyncio.run(main())
     assert {episode.end for episode in episodes} == {End.COMPLETED}
-    assert all(world.calls.count("close") == 1 for world in worlds)
+    assert all(environment.calls.count("close") == 1 for environment in environments)
     # An episode is a task, and so are the call that it waits for and its model call.
     assert count < most_tasks <= 3 * count + 1
     # Tests before this one may have left threads, which may end meanwhile.

@@ -1,4 +1,4 @@
-"""Frozen models that worlds talk to, behind a server in this process."""
+"""Frozen models that environments talk to, behind a server in this process."""
 
 from __future__ import annotations
 

@@ -215,9 +215,9 @@ def test_plain_methods_run_in_threads_one_after_the_other(
     make: Any = load_environment(f"{file}:{name}", {"log": log, "gate": gate}, KEY)
 
     async def main() -> None:
-        world = make()
-        assert await world.reset(EpisodeTask([]), 7) == Observation([])
-        step = asyncio.create_task(world.step(Action([], "")))
+        environment = make()
+        assert await environment.reset(EpisodeTask([]), 7) == Observation([])
+        step = asyncio.create_task(environment.step(Action([], "")))
         # Until the thread of the step waits for the gate.
         while log[-1][0] != "step":
             await asyncio.sleep(0.001)
@@ -225,7 +225,7 @@ def test_plain_methods_run_in_threads_one_after_the_other(
         with pytest.raises(asyncio.CancelledError):
             await step
         assert any("Plain.step" in call for call in hanging_calls())
-        close = asyncio.create_task(world.close())
+        close = asyncio.create_task(environment.close())
         await asyncio.sleep(0.05)
         assert [what for what, _ in log] == ["made", "reset 7", "step"]
         close.cancel()
@@ -234,7 +234,7 @@ def test_plain_methods_run_in_threads_one_after_the_other(
         gate.set()
         while log[-1][0] != "close":
             await asyncio.sleep(0.001)
-        assert await world.finish(End.MAX_TURNS) == 2.0
+        assert await environment.finish(End.MAX_TURNS) == 2.0
 
     asyncio.run(main())
     assert [what for what, _ in log] == ["made", "reset 7", "step", "stepped", "close"]
@@ -243,7 +243,7 @@ def test_plain_methods_run_in_threads_one_after_the_other(
     assert (threads[4] is threading.main_thread()) == (name == "Mixed")
 
 
-def test_a_world_of_gymnasium_is_named_as_it_is(file: Path) -> None:
+def test_an_environment_of_gymnasium_is_named_as_it_is(file: Path) -> None:
     make: Any = load_environment(f"{file}:Maze", {}, KEY)
     task = EpisodeTask(
         [{"role": "system", "content": "Be brief."}, {"role": "user", "content": ""}],
@@ -254,13 +254,18 @@ def test_a_world_of_gymnasium_is_named_as_it_is(file: Path) -> None:
     )  # fmt: skip
 
     async def main() -> list[Any]:
-        world = make()
-        first = await world.reset(task, 2**32 + 5)
-        acts = [await world.step(Action([], text)) for text in ("on", "out", "wait")]
+        environment = make()
+        first = await environment.reset(task, 2**32 + 5)
+        acts = [
+            await environment.step(Action([], text)) for text in ("on", "out", "wait")
+        ]
         # What says how the record is trained is no option.
-        assert world._world._world.options == {"room": "hall", "tools": []}
-        assert not hasattr(world, "finish")
-        await world.close()
+        assert environment._environment._environment.options == {
+            "room": "hall",
+            "tools": [],
+        }
+        assert not hasattr(environment, "finish")
+        await environment.close()
         return [first, *acts]
 
     first, on, out, wait = asyncio.run(main())
@@ -274,9 +279,9 @@ def test_a_world_of_gymnasium_is_named_as_it_is(file: Path) -> None:
     valued: Any = load_environment(f"{file}:Valued", {}, KEY)
 
     async def cut() -> float:
-        world = valued()
-        await world.reset(task, 0)
-        reward: float = await world.finish(End.MAX_TURNS)
+        environment = valued()
+        await environment.reset(task, 0)
+        reward: float = await environment.finish(End.MAX_TURNS)
         return reward
 
     assert asyncio.run(cut()) == 0.5
@@ -291,15 +296,15 @@ def test_a_world_of_gymnasium_is_named_as_it_is(file: Path) -> None:
         ("Unpaid", "step returned the reward None, which is no number"),
     ],
 )  # fmt: skip
-def test_a_mistake_of_a_world_of_gymnasium_is_said_in_words(
+def test_a_mistake_of_an_environment_of_gymnasium_is_said_in_words(
     file: Path, name: str, words: str
 ) -> None:
     make: Any = load_environment(f"{file}:{name}", {}, KEY)
 
     async def main() -> None:
-        world = make()
-        await world.reset(EpisodeTask([], extra={"room": "hall"}), 0)
-        await world.step(Action([], "on"))
+        environment = make()
+        await environment.reset(EpisodeTask([], extra={"room": "hall"}), 0)
+        await environment.step(Action([], "on"))
 
     with pytest.raises(TypeError, match=words):
         asyncio.run(main())
@@ -331,10 +336,10 @@ def test_the_methods_of_a_class_without_step_are_tools(file: Path) -> None:
     make: Any = load_environment(f"{file}:Store", options, KEY)
 
     async def play(call: ToolCall) -> tuple[list[str], str]:
-        world = make()
-        observation = await world.reset(EpisodeTask([], "b"), 7)
-        step = await world.step(Action([1], "", [call]))
-        await world.close()
+        environment = make()
+        observation = await environment.reset(EpisodeTask([], "b"), 7)
+        step = await environment.step(Action([1], "", [call]))
+        await environment.close()
         names = [each["function"]["name"] for each in observation.tools]
         return names, str(step.messages[0]["content"])
 
@@ -373,16 +378,18 @@ class Desk:
     make: Any = load_environment(f"{file}:Desk", {"log": log, "gate": gate}, KEY)
 
     async def main() -> None:
-        world = make()
-        await world.reset(EpisodeTask([]), 7)
-        step = asyncio.create_task(world.step(Action([1], "", [ToolCall("work", {})])))
+        environment = make()
+        await environment.reset(EpisodeTask([]), 7)
+        step = asyncio.create_task(
+            environment.step(Action([1], "", [ToolCall("work", {})]))
+        )
         while not log:
             await asyncio.sleep(0.001)
         step.cancel()
         with pytest.raises(asyncio.CancelledError):
             await step
         assert any("Desk.work" in call for call in hanging_calls())
-        close = asyncio.create_task(world.close())
+        close = asyncio.create_task(environment.close())
         await asyncio.sleep(0.05)
         gate.set()
         await close

@@ -55,7 +55,7 @@ def opo_of_equal_rows(rewards: Float32, *args: Any, **settings: Any) -> Float32:
     return opo(rewards, *args, **settings, length=np.full(len(rewards), 3))
 
 
-OF_GROUPS = (
+GROUP_FUNCTIONS = (
     grpo,
     subtract_group_mean,
     rloo,
@@ -66,7 +66,7 @@ OF_GROUPS = (
 )
 """What one group has does not depend on other groups, but for the scale of gpg."""
 
-ROW_FUNCTIONS = (*OF_GROUPS, lite_ppo)
+ROW_FUNCTIONS = (*GROUP_FUNCTIONS, lite_ppo)
 
 
 def f32(*values: float) -> Float32:
@@ -349,7 +349,7 @@ def test_one_trajectory_or_equal_ones_give_zero(
     ).any()
 
 
-@pytest.mark.parametrize("function", OF_GROUPS)
+@pytest.mark.parametrize("function", GROUP_FUNCTIONS)
 def test_a_valid_reward_of_nan_is_not_hidden(function: Callable[..., Float32]) -> None:
     found = function(f32(np.nan, 1, 2, 4), ids(0, 0, 1, 1), valid(4))
     assert np.isnan(found).tolist() == [True, True, False, False]
@@ -690,8 +690,8 @@ def test_a_member_without_a_part_is_left_out_of_its_statistics() -> None:
 
 def test_one_part_is_grpo_at_another_scale() -> None:
     rewards, group = f32(1, 2, 4, 0, 3, 3), ids(0, 0, 0, 1, 1, 1)
-    of_groups = grpo(rewards, group, valid(6))
-    expected = of_groups / of_groups.std(ddof=1)
+    unscaled = grpo(rewards, group, valid(6))
+    expected = unscaled / unscaled.std(ddof=1)
     for weight in (1.0, 3.0):
         parts = [(weight, rewards / np.float32(weight))]
         found = gdpo(rewards, group, valid(6), parts=parts)

@@ -67,7 +67,7 @@ def test_at_equal_policies_the_gradient_is_that_of_reinforce() -> None:
     advantages = torch.tensor([1.0, -2.0, 0.0])
     log_probs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
     old = log_probs.detach()
-    of_ppo = torch.autograd.grad(
+    ppo_gradient = torch.autograd.grad(
         ppo_clip(
             tokens_of(log_probs, old, advantages),
             clip_low=0.2,
@@ -80,8 +80,10 @@ def test_at_equal_policies_the_gradient_is_that_of_reinforce() -> None:
     assert found.loss.tolist() == [1, -4, 0] and found.metrics[
         "actor/ppo_kl"
     ].tolist() == [0, 0, 0]
-    assert torch.equal(of_ppo[0], torch.autograd.grad(found.loss.sum(), log_probs)[0])
-    assert of_ppo[0].tolist() == [-1, 2, 0]
+    assert torch.equal(
+        ppo_gradient[0], torch.autograd.grad(found.loss.sum(), log_probs)[0]
+    )
+    assert ppo_gradient[0].tolist() == [-1, 2, 0]
 
 
 def test_far_policies_give_finite_losses_and_gradients() -> None:

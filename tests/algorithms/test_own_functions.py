@@ -246,9 +246,9 @@ def test_functions_are_tried_on_four_rows_with_arguments_of_their_own(
     again = parse(to_tree(found), RLConfig)
     assert again.algorithm == found.algorithm
 
-    tried = try_functions(found.algorithm)
-    assert not tried.problems
-    rows = {line.split()[0]: line.split()[1:] for line in tried.lines}
+    trials = try_functions(found.algorithm)
+    assert not trials.problems
+    rows = {line.split()[0]: line.split()[1:] for line in trials.lines}
     values = {
         name: [float(number) for number in numbers]
         for name, numbers in rows.items()
@@ -258,7 +258,7 @@ def test_functions_are_tried_on_four_rows_with_arguments_of_their_own(
     e = np.exp(1.0)
     assert values["loss"] == pytest.approx([-0.5, 0.5, -0.5 * e, 0.5 * e], rel=1e-3)
     assert values["gradient"] == pytest.approx([-1, 1, -e, e], rel=1e-3)
-    assert f"policy_loss={file}:weighted (beta=0.5) on four rows" in tried.lines[7]
+    assert f"policy_loss={file}:weighted (beta=0.5) on four rows" in trials.lines[7]
     assert "a line of the user's 0.2" in capfd.readouterr().err
 
 
@@ -271,8 +271,8 @@ def test_a_function_that_fails_on_four_rows_is_a_problem(file: Path) -> None:
         ("ends", "its process exited with status 0 on four rows"),
     ):
         own = config(f"algorithm.policy_loss={file}:{function}", *unset)
-        tried = try_functions(own.algorithm)
-        (problem,) = tried.problems
+        trials = try_functions(own.algorithm)
+        (problem,) = trials.problems
         assert problem.key == "algorithm.policy_loss" and words in problem.rule
 
 

@@ -141,27 +141,27 @@ def of_trl(
     """
     trainer = trainer_of(loss_type, len(parts), **changes)
     log_probs = at.log_probs.clone().requires_grad_()
-    of_tokens = {
+    token_values = {
         "old_per_token_logps": at.old,
         "ref_per_token_logps": at.reference,
         "sampling_per_token_logps": at.sampler,
     }
     if weight is not None:
-        of_tokens["importance_sampling_ratio"] = weight
+        token_values["importance_sampling_ratio"] = weight
     counts = torch.arange(5) < torch.tensor(LENGTHS)[:, None]
-    of_rows = {
+    row_values = {
         "prompt_ids": torch.zeros(6, 1),
         "prompt_mask": torch.ones(6, 1),
         "completion_ids": torch.zeros(6, 5),
         "completion_mask": counts.double(),
         "advantages": torch.tensor(ADVANTAGES, dtype=torch.float64),
-        **{name: padded(values) for name, values in of_tokens.items()},
+        **{name: padded(values) for name, values in token_values.items()},
     }
     total = torch.zeros((), dtype=torch.float64)
     for rows in parts:
         outputs = padded(log_probs)[rows], padded(at.entropy)[rows], None
         trainer._get_per_token_logps_and_entropies = lambda *_, o=outputs, **__: o
-        inputs = {name: values[rows] for name, values in of_rows.items()}
+        inputs = {name: values[rows] for name, values in row_values.items()}
         inputs["num_items_in_batch"] = torch.tensor(float(LENGTHS.sum()))
         total = total + trainer._compute_loss(trainer.model, inputs)
     (grad,) = torch.autograd.grad(total, log_probs)

@@ -92,13 +92,13 @@ def test_losses(name: str) -> None:
     _, _, changes = given.LOSSES[name]
     choice = POLICY_LOSSES[name]
     settings = {one.name: usual for one, usual in choice.reads.items()} | changes
-    of_selection = {one.name for one in choice.selection_reads}
+    selection_settings = {one.name for one in choice.selection_reads}
     log_probs = tensor_of(given.LOG_PROBS).requires_grad_()
     found = choice.function(
         PolicyTokens(
             log_probs, tensor_of(given.OLD), tensor_of(given.ADVANTAGES), ROW, selected_of(name, settings)
         ),
-        **{key: value for key, value in settings.items() if key not in of_selection},
+        **{key: value for key, value in settings.items() if key not in selection_settings},
     )  # fmt: skip
 
     expected = VERL["losses"][name]

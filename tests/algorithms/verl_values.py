@@ -166,9 +166,9 @@ def tensor(values: Any) -> Any:
 def actor_config(**settings: Any) -> Any:
     from verl.workers.config import ActorConfig, PolicyLossConfig
 
-    of_loss = PolicyLossConfig(**settings.pop("policy_loss", {}))
+    loss_config = PolicyLossConfig(**settings.pop("policy_loss", {}))
     return ActorConfig(
-        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, policy_loss=of_loss, **settings
+        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, policy_loss=loss_config, **settings
     )  # fmt: skip
 
 
@@ -193,14 +193,14 @@ def losses(core_algos: Any) -> dict[str, Any]:
 
         # These two ignore the aggregation.
         modes = MODES[-1:] if name in ("sapo", "gmpo") else MODES
-        of_modes = {
+        by_mode = {
             mode: value_and_gradient(lambda at, m=mode, f=loss_at: f(at, m), LOG_PROBS)
             for mode in modes
         }
-        _, grad, metrics = of_modes["seq_mean_token_mean"]
+        _, grad, metrics = by_mode["seq_mean_token_mean"]
         clipped = ("actor/pg_clipfrac", "actor/pg_clipfrac_lower")
         found[name] = {
-            "loss": {mode: value for mode, (value, _, _) in of_modes.items()},
+            "loss": {mode: value for mode, (value, _, _) in by_mode.items()},
             "gradient": grad,
             "clipped": sum(metrics.get(key, 0) for key in clipped),
         }
@@ -300,7 +300,7 @@ def divergences(core_algos: Any) -> dict[str, Any]:
 
 
 def value_losses(core_algos: Any) -> dict[str, Any]:
-    of_modes = {
+    by_mode = {
         mode: value_and_gradient(
             lambda at, m=mode: core_algos.compute_value_loss(
                 at, tensor(RETURNS), tensor(OLD_VALUES), tensor(MASK), 0.3, m.replace("_", "-")
@@ -310,9 +310,9 @@ def value_losses(core_algos: Any) -> dict[str, Any]:
         for mode in MODES
     }  # fmt: skip
     return {
-        "loss": {mode: value for mode, (value, _, _) in of_modes.items()},
-        "gradient": of_modes["token_mean"][1],
-        "clipped": of_modes["token_mean"][2].item(),
+        "loss": {mode: value for mode, (value, _, _) in by_mode.items()},
+        "gradient": by_mode["token_mean"][1],
+        "clipped": by_mode["token_mean"][2].item(),
     }
 
 

@@ -79,12 +79,12 @@ def test_a_stream_of_another_device_is_not_taken(tmp_path: Path) -> None:
     """A generator of CUDA has 16 bytes of state, and one of a CPU 5056: torch refuses
     to fill one from the other.
     """
-    of_a_gpu = {
+    gpu_state = {
         "steps": 7,
         "rng_0_cuda": torch.arange(16, dtype=torch.uint8),
         "rng_0_cuda_experts": torch.zeros(16),
     }
-    sharded.save(of_a_gpu, str(tmp_path))
+    sharded.save(gpu_state, str(tmp_path))
     cpu = torch.get_rng_state()
     held: dict[str, Any] = {
         "steps": 0,

@@ -234,13 +234,13 @@ def test_this_process_goes_first_where_workers_keep_all_cores_busy(
     names = {child.name(): child.pid for child in psutil.Process().children()}
     try:
         own = Path("/proc/self/autogroup").read_text()
-        of_workers = Path(f"/proc/{names['raylet']}/autogroup").read_text()
+        workers_group = Path(f"/proc/{names['raylet']}/autogroup").read_text()
     except FileNotFoundError:
         assert not Path("/proc/sys/kernel/sched_autogroup_enabled").exists()
         return
-    assert of_workers.endswith(" nice 5\n")
+    assert workers_group.endswith(" nice 5\n")
     # A process of no session has no group, and its file is empty.
-    assert own.partition(" ")[0] != of_workers.partition(" ")[0]
+    assert own.partition(" ")[0] != workers_group.partition(" ")[0]
 
 
 @pytest.mark.cluster

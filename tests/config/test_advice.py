@@ -19,7 +19,7 @@ KEYS = {
     for task in ("rl", "sft", "reward_model")
     for key in known_keys(config_type(task))
 }
-OF_BACKENDS = {
+BACKEND_KEYS = {
     f"backend.{name}" for kind in BACKENDS.values() for name in kind.model_fields
 }
 # Their keys are the user's own.
@@ -33,7 +33,7 @@ def test_every_answer_names_settings_and_choices_that_exist(role: str) -> None:
     for name, answers in FOREIGN.items():
         for answer in (text.format(role=role) for text in answers):
             for key in keys_in(answer):
-                exists = key in KEYS | OF_BACKENDS or FREE.fullmatch(key)
+                exists = key in KEYS | BACKEND_KEYS or FREE.fullmatch(key)
                 assert exists, f"{name} is answered with {key}"
             for group, choice in re.findall(r"\b([a-z]+)=([a-z_]+)", answer):
                 if (

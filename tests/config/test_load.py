@@ -100,22 +100,22 @@ def test_results_of_tools_stay_as_long_as_they_were() -> None:
     saved = tree()
     del saved["agent"]["max_result_tokens"]
     assert migrated(saved)["agent"]["max_result_tokens"] is None
-    saved["agent"]["environments"] = {"default": "world.py:World"}
+    saved["agent"]["environments"] = {"default": "game.py:Game"}
     assert migrated(saved)["agent"]["max_result_tokens"] == 100_000
 
 
 def test_tools_lose_the_limit_that_they_had_of_their_own() -> None:
     saved = tree()
-    of_tools = {"function": "tools.py:TOOLS", "max_characters": 50}
-    world = {"function": "world.py:World", "max_characters": 50}
+    tools = {"function": "tools.py:TOOLS", "max_characters": 50}
+    game = {"function": "game.py:Game", "max_characters": 50}
     saved["agent"]["environments"] = {
-        "all": of_tools,
+        "all": tools,
         "one": {
             "function": "tools.py:add",
             "max_characters": 50,
             "max_parse_errors": 2,
         },
-        "world": world,
+        "game": game,
     }
     # A present run has said what it means.
     assert migrated(saved) == saved
@@ -123,7 +123,7 @@ def test_tools_lose_the_limit_that_they_had_of_their_own() -> None:
     assert migrated(saved)["agent"]["environments"] == {
         "all": "tools.py:TOOLS",
         "one": {"function": "tools.py:add", "max_parse_errors": 2},
-        "world": world,
+        "game": game,
     }
 
 

@@ -131,9 +131,9 @@ async def _work_through(inputs: Inputs, folder: Path) -> None:
         # Functions of a cell score in other processes. The run leaves no process.
         text = await notebook.run(GRPO)
         assert "step 2/2" in text and "finished after 2 steps" in text
-        result, of_scores, processes = text.strip().splitlines()[-3:]
+        result, scores, processes = text.strip().splitlines()[-3:]
         assert result.startswith("Result(state='finished', steps=2, folder=")
-        assert of_scores == "[2.0, 2.0] [0, 1, 2]"
+        assert scores == "[2.0, 2.0] [0, 1, 2]"
         assert processes == "[] True None"
 
         # Cells step by hand, and make the same bits as a run at once.

@@ -42,9 +42,9 @@ def test_no_row_is_used_twice_more_than_another(
     used = np.bincount(drawn, minlength=mixture.num_rows)
     ends = np.cumsum(counts)
     for first, end, uses in zip(ends - counts, ends, mixture.uses, strict=True):
-        of_set = used[first:end]
-        assert of_set.max() - of_set.min() <= 1
-        assert of_set.sum() == 5 * uses
+        set_uses = used[first:end]
+        assert set_uses.max() - set_uses.min() <= 1
+        assert set_uses.sum() == 5 * uses
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

@@ -138,15 +138,19 @@ def test_a_record_names_its_environment_and_its_tools(
     sum_ = {"prompt": "1+1=", "answer": "2"}
 
     def extras(
-        *records: dict[str, object], worlds: Any = ("game", "shop")
+        *records: dict[str, object], environments: Any = ("game", "shop")
     ) -> list[Any]:
         path = write(tmp_path, *({**sum_, **record} for record in records))
-        source = PromptSource(path, characters, config(), seed=0, environments=worlds)
+        source = PromptSource(
+            path, characters, config(), seed=0, environments=environments
+        )
         return [json.loads(extra) for extra in source.all().extra.texts()]
 
     named = {"environment": "shop", "tools": ["buy", "sell"]}
     assert extras(named, {"environment": None, "tools": None})[0] == named
-    assert extras({"environment": "field"}, worlds=()) == [{"environment": "field"}]
+    assert extras({"environment": "field"}, environments=()) == [
+        {"environment": "field"}
+    ]
     for record, words in (
         ({"environment": "shopp"}, "line 2.*environment is str 'shopp'.*agent.environments.*Did you mean shop"),
         ({"environment": 3}, "line 2.*environment is int '3'"),
@@ -159,10 +163,12 @@ def test_a_record_names_its_environment_and_its_tools(
     assert extras({"tools": []}, {}) == [{"tools": []}, {}]
     with pytest.raises(DataError, match=r"line 2.*tools .*without an environment"):
         extras({}, {"tools": ["buy"]})
-    for world in ("default", "sums"):
-        assert extras({"tools": ["buy"]}, worlds=(world,)) == [{"tools": ["buy"]}]
+    for environment in ("default", "sums"):
+        assert extras({"tools": ["buy"]}, environments=(environment,)) == [
+            {"tools": ["buy"]}
+        ]
     with pytest.raises(DataError, match="tools are not supported"):
-        extras(named, worlds=())
+        extras(named, environments=())
 
 
 # Whole numbers beside fractions, objects of several fields, and fields that are absent:
@@ -352,9 +358,9 @@ def test_a_chat_template_gets_the_arguments_of_run_and_record(
 
     off = "<think></think>"
     assert endings() == ["", f"{off}calm", "calm", off, ""]
-    of_run = endings(enable_thinking=False, tone="loud")
+    run_endings = endings(enable_thinking=False, tone="loud")
     calm, loud = f"{off}calm", f"{off}loud"
-    assert of_run == [loud, calm, calm, loud, "loud"]
+    assert run_endings == [loud, calm, calm, loud, "loud"]
 
     for wrong, says in (
         ({"enable_thinking": "False"}, "is str 'False', expected true or false"),

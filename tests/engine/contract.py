@@ -790,8 +790,8 @@ def write(ranks: Ranks, family: str) -> dict[str, Any]:
 def read(ranks: Ranks, family: str) -> dict[str, Any]:
     """Find what follows from reading the states that all processes have written."""
     kinds = FAMILIES[family]
-    of_four = [(kinds[-1], layout) for layout in LAYOUTS_OF_FOUR[family]]
-    readers = of_four if ranks.world == 4 else [(kind, {}) for kind in kinds]
+    readers_on_four = [(kinds[-1], layout) for layout in LAYOUTS_OF_FOUR[family]]
+    readers = readers_on_four if ranks.world == 4 else [(kind, {}) for kind in kinds]
     found: dict[str, Any] = {
         f"elsewhere {family}": [
             check_elsewhere(ranks, kind, **settings) for kind, settings in readers

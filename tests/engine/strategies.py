@@ -65,14 +65,14 @@ class Watched:
         self.said: list[Any] = []
         self.live = [0.0, 0.0]
         buffer = engine._sharded.param_and_grad_buffer
-        of_gradients = [
+        gradient_allocators = [
             group.main_grad_buffer.temporary_bucket_allocator
             for group in buffer.parameter_groups
         ]
 
         def note(number: int) -> None:
             self.said.append(("layer", number))
-            now = in_flight([buffer.weight_alloc]), in_flight(of_gradients)
+            now = in_flight([buffer.weight_alloc]), in_flight(gradient_allocators)
             self.live = [max(pair) for pair in zip(self.live, now, strict=True)]
 
         for i, layer in enumerate(engine.model.layers):

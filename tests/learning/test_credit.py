@@ -464,13 +464,13 @@ def test_credit_does_not_depend_on_how_a_trajectory_is_cut(
         columns = [credit.advantages] + (
             [] if credit.returns is None else [credit.returns]
         )
-        of_tokens = [
+        token_values = [
             dict(zip(order, c[rows.response_mask].tolist(), strict=True))
             for c in columns
         ]
         total = np.bincount(trajectories, weights=credit.reward)
         return {
-            name: [[column[token] for token in tokens] for column in of_tokens]
+            name: [[column[token] for token in tokens] for column in token_values]
             + [[total[name]]]
             for name, tokens in numbers.items()
         }
@@ -524,16 +524,16 @@ def test_the_reward_of_a_turn_is_paid_where_it_was_earned() -> None:
 
     # A turn counts what the environment's score counts beside others: 0.6 of game. The
     # rest of the reward of 1 is 1 - 0.6 * 0.75.
-    of_game = rows.replace(data_source=Ragged.of_texts(["game", "game", "other"]))
+    game_rows = rows.replace(data_source=Ragged.of_texts(["game", "game", "other"]))
     weighed = token_credit(
-        config, 0.0, of_game, rewards, None, None, None, {"game": 0.6, "default": 0.0}
+        config, 0.0, game_rows, rewards, None, None, None, {"game": 0.6, "default": 0.0}
     )
     assert weighed.advantages[rows.response_mask].tolist() == pytest.approx(
         [1.0, 0.7, 0.7, 0.7, 0.55, 0.0]
     )
     # Of a score that no environment made, all is paid at the end.
     at_end = token_credit(
-        config, 0.0, of_game, rewards, None, None, None, {"game": 0.0, "default": 1.0}
+        config, 0.0, game_rows, rewards, None, None, None, {"game": 0.0, "default": 1.0}
     )
     assert at_end.advantages[rows.response_mask].tolist() == [1.0] * 5 + [0.0]
 
@@ -564,9 +564,9 @@ def test_branches_are_one_sequence_in_the_order_of_their_turns() -> None:
         ),
     )
     time = [2, 3, 0, 1, 4]
-    of_rows = [values[token] for token in time]
+    row_values = [values[token] for token in time]
     found = token_credit(
-        config, 0.0, rows, rewards_of([0.0, 3.0]), None, None, values_of(rows, of_rows, [9, 2])
+        config, 0.0, rows, rewards_of([0.0, 3.0]), None, None, values_of(rows, row_values, [9, 2])
     )  # fmt: skip
     for name in ("advantages", "returns"):
         in_time = getattr(expected, name)[whole.response_mask]

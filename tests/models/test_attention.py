@@ -162,11 +162,11 @@ def attention_of_2_11(
         x.transpose(0, 1)[None].split(np.diff(ends).tolist(), dim=2)
         for x in (query, key, value)
     ]
-    of_rows = [
+    row_outputs = [
         F.scaled_dot_product_attention(*row, is_causal=True, scale=scale)
         for row in zip(*rows, strict=True)
     ]
-    return torch.cat(of_rows, dim=2)[0].transpose(0, 1)
+    return torch.cat(row_outputs, dim=2)[0].transpose(0, 1)
 
 
 def test_a_kernel_without_groups_gets_repeated_heads(

@@ -61,11 +61,11 @@ def test_of_one_row_it_is_the_loss_of_transformers_and_has_its_gradient() -> Non
     ours = summarize_routing([said(logits, 2)], torch.tensor([6])).balance[0]
     theirs = load_balancing_loss_func((logits,), 4, 2)
     torch.testing.assert_close(ours, theirs)
-    (of_ours,), (of_theirs,) = (
+    (our_gradient,), (their_gradient,) = (
         torch.autograd.grad(loss, logits) for loss in (ours, theirs)
     )
-    torch.testing.assert_close(of_ours, of_theirs)
-    assert float(of_ours.abs().max()) > 1e-3
+    torch.testing.assert_close(our_gradient, their_gradient)
+    assert float(our_gradient.abs().max()) > 1e-3
 
 
 def test_routers_are_heard_only_while_somebody_listens() -> None:

@@ -70,12 +70,12 @@ def test_gradient_of_k2_is_that_of_the_divergence_and_of_k1_is_none() -> None:
         (log_p.exp() * (log_p - ref)).sum(), logits, retain_graph=True
     )
     p = log_p.detach().exp()
-    (of_k2,) = torch.autograd.grad(
+    (k2_gradient,) = torch.autograd.grad(
         (p * k2(log_p, ref)).sum(), logits, retain_graph=True
     )
-    (of_k1,) = torch.autograd.grad((p * k1(log_p, ref)).sum(), logits)
-    torch.testing.assert_close(of_k2, exact)
-    torch.testing.assert_close(of_k1, torch.zeros_like(of_k1))
+    (k1_gradient,) = torch.autograd.grad((p * k1(log_p, ref)).sum(), logits)
+    torch.testing.assert_close(k2_gradient, exact)
+    torch.testing.assert_close(k1_gradient, torch.zeros_like(k1_gradient))
 
 
 def test_k3_of_a_policy_that_has_barely_moved_keeps_its_digits() -> None:

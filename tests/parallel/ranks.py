@@ -63,8 +63,8 @@ def weights(rows: PackedTokens, given: Given) -> tuple[torch.Tensor, torch.Tenso
     """
     at = np.searchsorted(rows.last_tokens, rows.predecessors)
     place = rows.predecessors - rows.offsets[at] + 7.0 * np.array(given, np.int64)[at]
-    of_tokens = torch.from_numpy(np.cos(place)).float()
-    return of_tokens, torch.from_numpy(np.sin(1.0 + np.array(given))).float()
+    token_weights = torch.from_numpy(np.cos(place)).float()
+    return token_weights, torch.from_numpy(np.sin(1.0 + np.array(given))).float()
 
 
 def compute(model: RoleModel, manager: ShardingManager, given: Given) -> TokenOutputs:
@@ -84,12 +84,12 @@ def compute(model: RoleModel, manager: ShardingManager, given: Given) -> TokenOu
 
 
 def loss_of(outputs: TokenOutputs, given: Given) -> torch.Tensor:
-    of_tokens, of_rows = weights(packed(given), given)
+    token_weights, row_weights = weights(packed(given), given)
     total = torch.zeros(())
     for name in ("log_probs", "entropy", "values", "scores"):
         value, weight = (
             getattr(outputs, name),
-            of_rows if name == "scores" else of_tokens,
+            row_weights if name == "scores" else token_weights,
         )
         if value is not None:
             total = total + (weight * value * (1 + value)).sum()

@@ -95,10 +95,10 @@ def test_trajectories_of_one_row(model: Path, data: Path) -> None:
     prefix = "algorithm.sequence=trajectory: every trajectory that"
     assert any(warning.startswith(prefix) for warning in warnings)
     # An episode may have several rows.
-    world = (
+    episodes = (
         "agent.environments.default=verl_ray.agents.environments.calculator:Calculator"
     )
-    for settings in (together[:1], (*together, world)):
+    for settings in (together[:1], (*together, episodes)):
         others = preflight(ppo(model, data, *settings), BIG).warnings
         assert not any(warning.startswith(prefix) for warning in others)
 

@@ -431,7 +431,10 @@ def test_every_answer_is_tried_on_a_built_in_function(
     assert found.rule.startswith("record 41 of data source 'records' cannot be graded")
 
     # As it stands, the function follows from the data source.
-    of_gsm8k = [*records, {"prompt": "a", "answer": "x", "data_source": "openai/gsm8k"}]
-    config = config_of(tokenizer, write(tmp_path, of_gsm8k))
+    with_gsm8k = [
+        *records,
+        {"prompt": "a", "answer": "x", "data_source": "openai/gsm8k"},
+    ]
+    config = config_of(tokenizer, write(tmp_path, with_gsm8k))
     (found,) = try_rewards(config, examine_data(config).files).problems
     assert found.rule.startswith("record 42 of data source 'openai/gsm8k' cannot be")

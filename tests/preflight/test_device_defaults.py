@@ -138,16 +138,16 @@ def test_tasks_without_rollouts_climb_too() -> None:
 def test_each_value_says_why() -> None:
     settled = resolutions(grpo(), facts(79.0))
     reasons = {item.key: item.because for item in settled}
-    of_gpu = "to fit 71.1 GiB of a GPU"
+    to_fit = "to fit 71.1 GiB of a GPU"
     # With micro-batches of 4096 tokens and whole sums.
     config = resolve(grpo(), facts(79.0))
     whole = needed_gib(below(config, accumulate="whole"))
     assert reasons["actor.backend.accumulate"] == (
-        f"else learn needs {whole:.1f}, {of_gpu}"
+        f"else learn needs {whole:.1f}, {to_fit}"
     )
-    assert reasons["placement.offload"] == f"nothing has to be saved {of_gpu}"
+    assert reasons["placement.offload"] == f"nothing has to be saved {to_fit}"
     assert reasons["reference.backend.micro_batch_tokens_per_rank"] == (
-        f"the most beside all else {of_gpu}"
+        f"the most beside all else {to_fit}"
     )
 
 

@@ -25,7 +25,7 @@ from verl_ray.preflight.reward_trial import try_rewards
 
 pytestmark = pytest.mark.processes
 
-WORLDS = """
+ENVIRONMENTS = """
 import os, random, subprocess, time
 from pathlib import Path
 from verl_ray.agents.contract import Observation, Step
@@ -118,39 +118,41 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tried(
     folder: Path,
     model: Path,
-    worlds: dict[str, str],
+    environments: dict[str, str],
     *overrides: str,
     more: Sequence[dict[str, object]] = (),
 ) -> EnvironmentTrials:
-    """The trial of worlds of `WORLDS`, one for each of the data sources.
+    """The trial of classes of `ENVIRONMENTS`, one for each of the data sources.
 
     Args:
         more: Columns of further records.
     """
-    config = configured(folder, model, worlds, {}, *overrides, more=more)
+    config = configured(folder, model, environments, {}, *overrides, more=more)
     return try_environments(config, examine_data(config).files)
 
 
 def configured(
     folder: Path,
     model: Path,
-    worlds: dict[str, str],
+    environments: dict[str, str],
     fields: dict[str, dict[str, object]],
     *overrides: str,
     more: Sequence[dict[str, object]] = (),
 ) -> RLConfig:
-    """A run in these worlds; the records of some data sources have further fields."""
-    file = folder / "worlds.py"
-    file.write_text(WORLDS)
+    """A run in these environments; records of some data sources have further fields."""
+    file = folder / "environments.py"
+    file.write_text(ENVIRONMENTS)
     record = {"prompt": "1 + 1 = ", "answer": "2"}
     path = folder / "records.jsonl"
     rows = [
-        {**record, "data_source": source, **fields.get(source, {})} for source in worlds
+        {**record, "data_source": source, **fields.get(source, {})}
+        for source in environments
     ]
     rows += [{**record, **columns} for columns in more]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     named = [
-        f"agent.environments.{source}={file}:{name}" for source, name in worlds.items()
+        f"agent.environments.{source}={file}:{name}"
+        for source, name in environments.items()
     ]
     config = settled(
         compose(
@@ -165,7 +167,7 @@ def configured(
     return config
 
 
-def test_models_of_worlds_are_asked_first(tmp_path: Path, model: Path) -> None:
+def test_models_of_environments_are_asked_first(tmp_path: Path, model: Path) -> None:
     with chat_server() as server:
         server.behave = lambda call: says("0 1")
         named = f"agent.models.user={{url: {server.url}, model: big}}"
@@ -193,14 +195,14 @@ def by_key(problems: list[Problem]) -> dict[str, str]:
 
 
 def test_what_became_of_two_episodes_is_told(tmp_path: Path, model: Path) -> None:
-    worlds = {
+    environments = {
         "default": "Echo",
         "lost": "Forgetful",
         "brittle": "Brittle",
         "sum": "add",
     }
-    trials = tried(tmp_path, model, worlds)
-    file = tmp_path / "worlds.py"
+    trials = tried(tmp_path, model, environments)
+    file = tmp_path / "environments.py"
     assert trials.lines[:3] == [
         f"agent.environments.default={file}:Echo, on a record of 'default':",
         "  the record's own answer: completed after 1 turn, score 0.5",
@@ -216,14 +218,14 @@ def test_what_became_of_two_episodes_is_told(tmp_path: Path, model: Path) -> Non
     assert trials.lines[12:] == [
         "chat template: the turns of a conversation continue one row"
     ]
-    two_worlds, unpaid = trials.warnings
-    assert two_worlds.startswith(
+    differing, unpaid = trials.warnings
+    assert differing.startswith(
         f"agent.environments.lost={file}:Forgetful: the same task"
     )
     assert unpaid.startswith("reward.functions.default=environment takes what")
     problems = by_key(trials.problems)
     assert set(problems) == {"agent.environments.brittle", "agent.tool_parser"}
-    line = 1 + WORLDS.partition("reward=float")[0].count("\n")
+    line = 1 + ENVIRONMENTS.partition("reward=float")[0].count("\n")
     assert problems["agent.environments.brittle"] == (
         "it fails on texts that say nothing: ValueError: could not convert string to"
         f" float: '' ({file}, line {line})"
@@ -234,7 +236,7 @@ def test_what_became_of_two_episodes_is_told(tmp_path: Path, model: Path) -> Non
 def test_the_first_prompt_of_an_episode_is_shown(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the texts of the world, its tools, and what the record gives the template."""
+    """With the environment's texts and tools, and what the record gives the template."""
     template = tmp_path / "template.jinja"
     switch = "{% if enable_thinking is false %}<think></think>{% endif %}"
     template.write_text(MERGING + switch)
@@ -251,12 +253,12 @@ def test_the_first_prompt_of_an_episode_is_shown(
     output = capsys.readouterr().out
     start = "<|im_start|>user\n"
     end = "<|im_end|>\n<|im_start|>assistant\n"
-    (world, count, text), (other, longer, with_tools), same = trials.openings
+    (first, count, text), (other, longer, with_tools), same = trials.openings
     keys = [f"agent.environments.{name}" for name in ("default", "b", "c")]
-    assert [world, other] == keys[:2] and same == (keys[2], count, text)
+    assert [first, other] == keys[:2] and same == (keys[2], count, text)
     assert text == f"{start}2 3{end}<think></think>"
     named = f"in {keys[0]}, {keys[2]}, as the model sees it ({count} tokens):"
-    # What two worlds begin with stands there once.
+    # What two environments begin with stands there once.
     assert f"episode {named}" in output and output.count("first prompt of") == 2
     assert f"  | {start}" in output and "prompt 1 of" not in output
     (row,) = (line for line in output.splitlines() if line.startswith(f"│ {keys[1]} "))
@@ -266,20 +268,22 @@ def test_the_first_prompt_of_an_episode_is_shown(
     assert with_tools.endswith(f"{start}1 + 1 = {end}")
 
 
-def test_a_reward_beside_what_the_world_pays_is_warned_of(
+def test_a_reward_beside_what_the_environment_pays_is_warned_of(
     tmp_path: Path, model: Path
 ) -> None:
     rewarded = "reward.functions.default=exact_match"
-    worlds = {"default": "Echo", "sum": "add", "more": "Shop"}
-    assert tried(tmp_path, model, worlds, rewarded).warnings == [
-        "reward.functions.default=exact_match does not look at what the world pays"
+    environments = {"default": "Echo", "sum": "add", "more": "Shop"}
+    assert tried(tmp_path, model, environments, rewarded).warnings == [
+        "reward.functions.default=exact_match does not look at what the environment pays"
         " (agent.environments.default); environment does"
     ]
-    (warning,) = tried(tmp_path, model, worlds).warnings
+    (warning,) = tried(tmp_path, model, environments).warnings
     assert "(agent.environments.sum, agent.environments.more) pay nothing" in warning
 
 
-def test_records_without_a_world_are_counted(tmp_path: Path, model: Path) -> None:
+def test_records_without_an_environment_are_counted(
+    tmp_path: Path, model: Path
+) -> None:
     more = [{"data_source": "sums"}, {"data_source": "sums", "environment": "game"}]
     scored = "reward.functions={default: environment, sums: exact_match}"
     trials = tried(tmp_path, model, {"game": "Echo"}, scored, more=more)
@@ -304,13 +308,13 @@ def test_records_without_a_world_are_counted(tmp_path: Path, model: Path) -> Non
     assert "or agent.environments.sums to an environment" in problem.fix
 
 
-def test_a_run_whose_records_name_no_world_is_warned_of(
+def test_a_run_whose_records_name_no_environment_is_warned_of(
     tmp_path: Path, model: Path
 ) -> None:
-    world = f"agent.environments.game={tmp_path}/worlds.py:Echo"
+    environment = f"agent.environments.game={tmp_path}/environments.py:Echo"
     scored = "reward.functions.default=exact_match"
     more = [{"data_source": "sums"}]
-    warnings = tried(tmp_path, model, {}, world, scored, more=more).warnings
+    warnings = tried(tmp_path, model, {}, environment, scored, more=more).warnings
     assert warnings == [
         "agent.environments: no record that was read has one, so every rollout is a"
         " single response"
@@ -356,7 +360,7 @@ def test_a_parser_that_vllm_has_not_is_a_problem(tmp_path: Path, model: Path) ->
 
 def test_what_has_no_effect_is_warned_of(tmp_path: Path, model: Path) -> None:
     parser = "agent.tool_parser=hermes"
-    spec = f"{tmp_path}/worlds.py:Echo"
+    spec = f"{tmp_path}/environments.py:Echo"
     misspelt = f"agent.environments.defualt={spec}"
     trials = tried(tmp_path, model, {"default": "Echo"}, parser, misspelt)
     assert not trials.problems
@@ -371,17 +375,17 @@ def test_what_has_no_effect_is_warned_of(tmp_path: Path, model: Path) -> None:
 def test_an_environment_without_a_record_is_imported(
     tmp_path: Path, model: Path
 ) -> None:
-    sized = f"agent.environments.other={{function: {tmp_path}/worlds.py:Sized, size: maybe}}"
+    sized = f"agent.environments.other={{function: {tmp_path}/environments.py:Sized, size: maybe}}"
     trials = tried(tmp_path, model, {"default": "Echo"}, sized)
     (problem,) = trials.problems
     assert problem.key == "agent.environments.other"
     assert "does not take the option size='maybe'" in problem.rule
 
 
-def test_how_long_a_world_holds_its_loop_is_measured(
+def test_how_long_an_environment_holds_its_loop_is_measured(
     tmp_path: Path, model: Path
 ) -> None:
-    file = tmp_path / "worlds.py"
+    file = tmp_path / "environments.py"
     other = f"agent.environments.other={{function: {file}:InThread, seconds: 0.1}}"
     default = f"agent.environments.default={{function: {file}:Slow, seconds: 0.1}}"
     trials = tried(tmp_path, model, {"other": "Slow", "default": "Slow"}, other, default)  # fmt: skip
@@ -393,7 +397,7 @@ def test_how_long_a_world_holds_its_loop_is_measured(
     assert "would wait 1" in warning
 
 
-def test_a_world_that_cannot_begin_is_told_what_the_record_has(
+def test_an_environment_that_cannot_begin_is_told_what_the_record_has(
     tmp_path: Path, model: Path
 ) -> None:
     (problem,) = tried(tmp_path, model, {"default": "Wordy"}).problems
@@ -401,7 +405,7 @@ def test_a_world_that_cannot_begin_is_told_what_the_record_has(
     assert "This record has messages and answer" in problem.fix
 
 
-def test_nothing_of_a_world_that_ends_its_process_remains(
+def test_nothing_of_an_environment_that_ends_its_process_remains(
     tmp_path: Path, model: Path
 ) -> None:
     (problem,) = tried(tmp_path, model, {"default": "Fatal"}).problems
@@ -412,7 +416,7 @@ def test_nothing_of_a_world_that_ends_its_process_remains(
     assert not psutil.pid_exists(int((tmp_path / "sleeper").read_text()))
 
 
-def test_a_world_that_is_stuck_is_killed(
+def test_an_environment_that_is_stuck_is_killed(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(environment_trial, "DEADLINE_S", 1.0)
@@ -423,8 +427,8 @@ def test_a_world_that_is_stuck_is_killed(
 def test_check_names_an_environment_that_is_not_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "worlds.py").write_text(WORLDS)
-    spec = f"{tmp_path}/worlds.py:Echoo"
+    (tmp_path / "environments.py").write_text(ENVIRONMENTS)
+    spec = f"{tmp_path}/environments.py:Echoo"
     arguments = [
         "check", "--data", "off", f"agent.environments.default={spec}", f"run.dir={tmp_path}/run",
         "reward.functions.default=environment",

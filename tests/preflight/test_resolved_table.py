@@ -13,13 +13,13 @@ from verl_ray.preflight.tables import print_resolutions
 def test_roles_that_share_a_value_share_a_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    of_the_gpu = "else learn needs 90.1 GiB"
+    need = "else learn needs 90.1 GiB"
     print_resolutions(
         [
             Resolution("actor.backend.dtype", "bfloat16", "the run computes on GPUs"),
             Resolution("critic.backend.dtype", "bfloat16", "the run computes on GPUs"),
-            Resolution("actor.backend.activation_checkpointing", True, of_the_gpu),
-            Resolution("critic.backend.activation_checkpointing", False, of_the_gpu),
+            Resolution("actor.backend.activation_checkpointing", True, need),
+            Resolution("critic.backend.activation_checkpointing", False, need),
             Resolution("run.threads_per_rank", {"trainers": 8, "engines": 4}, "cores"),
         ]
     )
@@ -29,8 +29,8 @@ def test_roles_that_share_a_value_share_a_line(
     assert cells[2:] == [
         ["backend.dtype of", "bfloat16", "the run computes on GPUs"],
         ["actor, critic"],
-        ["actor.backend.activation_checkpointing", "true", of_the_gpu],
-        ["critic.backend.activation_checkpointing", "false", of_the_gpu],
+        ["actor.backend.activation_checkpointing", "true", need],
+        ["critic.backend.activation_checkpointing", "false", need],
         ["run.threads_per_rank", "{trainers: 8, engines:", "cores"],
         ["4}"],
     ]

@@ -25,7 +25,7 @@ FSDP = ("backend=fsdp", "actor.num_ranks=8")
 PARAMETERS = 8_190_735_360
 
 # Each of eight ranks has an eighth of weights and two moments in float32, twice.
-OF_ACTOR = 2 * 12 * PARAMETERS
+ACTOR_BYTES = 2 * 12 * PARAMETERS
 
 
 def rhythm(
@@ -47,19 +47,19 @@ def facts(memory_gib: int = 1024, shm_gib: int = 512) -> ClusterFacts:
 def test_two_snapshots_of_what_learns_are_counted_in_shared_memory() -> None:
     job = job_on(MACHINE, *FSDP, f"{SNAPSHOT_EVERY}=1")
     assert snapshot_bytes(job.config) == {
-        "actor": pytest.approx(OF_ACTOR / 8, rel=1e-3)
+        "actor": pytest.approx(ACTOR_BYTES / 8, rel=1e-3)
     }
     without = with_changes(job.config, {SNAPSHOT_EVERY: 0})
     for nodes in (1, 2):
         more = shared_memory_bytes(job.config, nodes) - shared_memory_bytes(
             without, nodes
         )
-        assert more == pytest.approx(OF_ACTOR / nodes, rel=1e-3)
+        assert more == pytest.approx(ACTOR_BYTES / nodes, rel=1e-3)
 
 
 def test_only_the_adapter_that_learns_is_copied() -> None:
     adapted = job_on(MACHINE, *FSDP, f"{SNAPSHOT_EVERY}=1", "actor.lora.rank=8")
-    assert snapshot_bytes(adapted.config)["actor"] < OF_ACTOR / 8 / 100
+    assert snapshot_bytes(adapted.config)["actor"] < ACTOR_BYTES / 8 / 100
 
 
 def test_auto_takes_snapshots_where_hosts_have_room() -> None:

@@ -130,12 +130,12 @@ def test_an_argument_that_the_template_does_not_read_is_told(tmp_path: Path) -> 
     (problem,) = problems(tmp_path, folder, day)
     assert (problem.key, problem.value) == ("data.template_day", "2026-01-31")
     assert problem.rule.endswith(f"{folder} does not write the day")
-    of_none, of_day = problems(tmp_path, base, day, thinks)
-    assert (of_none.key, of_day.key) == (
+    unread, day_problem = problems(tmp_path, base, day, thinks)
+    assert (unread.key, day_problem.key) == (
         "data.chat_template_kwargs.tone",
         "data.template_day",
     )
-    assert "no chat template is applied, which could read tone" in of_none.rule
+    assert "no chat template is applied, which could read tone" in unread.rule
 
 
 JUDGE = ("reward=judge", "reward.max_response_tokens=8")

@@ -137,7 +137,7 @@ EXPERTS = ("moe_intermediate_size", "num_experts", "num_experts_per_tok")
 
 
 @pytest.mark.parametrize(
-    ("names", "sizes", "of_long", "of_longer"),
+    ("names", "sizes", "long_flops", "longer_flops"),
     [
         (DENSE, (32000, 4096, 11008, 32, 32, 32, 128), 149226491215872, 536372695793664),
         (DENSE, (152064, 3584, 18944, 28, 28, 4, 128), 167073690943488, 591764889010176),
@@ -148,7 +148,7 @@ EXPERTS = ("moe_intermediate_size", "num_experts", "num_experts_per_tok")
     ids=["Llama-2-7B", "Qwen2.5-7B", "Qwen3-8B", "Mistral-24B", "Qwen3-30B-A3B"],
 )  # fmt: skip
 def test_published_models_have_the_flops_that_verl_counts(
-    names: tuple[str, ...], sizes: tuple[int, ...], of_long: int, of_longer: int
+    names: tuple[str, ...], sizes: tuple[int, ...], long_flops: int, longer_flops: int
 ) -> None:
     """verl's tests hold these numbers.
 
@@ -157,7 +157,7 @@ def test_published_models_have_the_flops_that_verl_counts(
     """
     config = dict(zip(names, sizes, strict=True))
     shape = ModelShape.from_config(config)
-    for lengths, theirs in ((LONG, of_long), (LONGER, of_longer)):
+    for lengths, theirs in ((LONG, long_flops), (LONGER, longer_flops)):
         embedding = shape.vocab_size * shape.hidden_size
         own_pairs = shape.num_layers * shape.num_heads * shape.head_size
         difference = 6 * (own_pairs - embedding) * int(lengths.sum())

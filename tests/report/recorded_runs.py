@@ -47,11 +47,11 @@ def rollouts(
         [prompt, *[response, observation] * (num_turns - 1), response]
         for _, _, prompt, response in rows
     ]
-    pieces = [list("".join(of_row)) for of_row in parts]
+    pieces = [list("".join(row_parts)) for row_parts in parts]
     mask = np.concatenate(
         [
-            np.repeat(np.arange(len(of_row)) % 2 == 1, list(map(len, of_row)))
-            for of_row in parts
+            np.repeat(np.arange(len(row_parts)) % 2 == 1, list(map(len, row_parts)))
+            for row_parts in parts
         ]
     )
     zeros = np.zeros(count, dtype=np.int32)
@@ -64,7 +64,7 @@ def rollouts(
             "row": zeros,
             "data_source": ["sums"] * count,
             "prompt": [row[2] for row in rows],
-            "response": ["".join(of_row[1:]) for of_row in parts],
+            "response": ["".join(row_parts[1:]) for row_parts in parts],
             "answer": ["3"] * count,
             "reward": np.array([float(row[1]) for row in rows], np.float32),
             "scores": [[("reward", float(row[1])), ("style", None)] for row in rows],
@@ -76,7 +76,9 @@ def rollouts(
             "response_tokens": np.array([num_turns * len(row[3]) for row in rows]),
             "advantage": np.array([row[1] - 0.5 for row in rows], np.float32),
             "turns": [[*range(num_turns)] if observation else []] * count,
-            "turn_ends": [turn_ends(of_row) if observation else [] for of_row in parts],
+            "turn_ends": [
+                turn_ends(row_parts) if observation else [] for row_parts in parts
+            ],
             "turn_rewards": [[0.25, *[0.0] * (num_turns - 1)] if observation else []]
             * count,
         },

@@ -168,7 +168,9 @@ def test_no_run_is_advised_to_set_what_it_has(
 
 
 def test_each_rule_has_a_recorded_run_with_its_fault() -> None:
-    seen = {kind.partition("/")[0] for of_run in FAULTY.values() for kind in of_run}
+    seen = {
+        kind.partition("/")[0] for run_kinds in FAULTY.values() for kind in run_kinds
+    }
     # What is idle is told of GPUs alone, and all of these runs were made without any.
     assert {rule.kind for rule in RULES} - seen == {"idle_devices"}
 

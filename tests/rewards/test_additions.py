@@ -136,16 +136,16 @@ def test_what_is_right_is_judged_by_the_scores_of_the_graders() -> None:
         assert rewarded(settings, scores, rows).is_positive.tolist() == positive
 
     # Of 20 tokens that all turns of an episode may have, 10 are before the last fifth.
-    world = ["agent.environments.default=my_env.py:Game", "agent.max_tokens=20"]
+    game = ["agent.environments.default=my_env.py:Game", "agent.max_tokens=20"]
     at_limit = rollouts_of([10, 2], groups=[0, 0])
-    settings = config("vapo", "algorithm.overlong_share=0.2", *world)
+    settings = config("vapo", "algorithm.overlong_share=0.2", *game)
     episodes = at_limit.replace(end=np.zeros(2, np.int8))
     assert shaped(settings, [1, 0], episodes)[0].score.tolist() == [1, 0]
     # A single response beside episodes may have 10, and is penalised as without them.
     mixed = at_limit.replace(end=np.array([NO_EPISODE, 0], np.int8))
     assert shaped(settings, [1, 0], mixed)[0].score.tolist() == [0, 0]
     # And no treatment of an end is about it.
-    masking = config("vapo", *world, *(f"agent.ends.{end}=mask" for end in End))
+    masking = config("vapo", *game, *(f"agent.ends.{end}=mask" for end in End))
     stored = Sharded.stored(None, Receipt.of(mixed))
     assert response_columns(stored, masking).is_masked.tolist() == [False, True]  # type: ignore[union-attr]
     settings = config("vapo", "algorithm.overlong_share=0.2")

@@ -676,7 +676,7 @@ def test_a_function_that_is_too_slow_is_known_after_two_prompts(
     functions: str, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
-    of_two_prompts = [
+    unanswered = [
         ScoreRequest(f"hang {response}", "", prompt, "maths", {"log": str(log)})
         for prompt in ("first", "second")
         for response in range(8)
@@ -690,7 +690,7 @@ def test_a_function_that_is_too_slow_is_known_after_two_prompts(
     )
     pool = ScoringPool({"default": f"{path}:slow"}, 1, 0.5, max_failed_fraction=0.1)
     with pytest.raises(RewardError) as caught:
-        pool.score(of_two_prompts)
+        pool.score(unanswered)
     assert str(caught.value) == (
         "reward.functions gave no score to the first 2 responses, to 2 different prompts,"
         " which reward.max_failed_fraction = 0.1 does not allow. The last one: no score"

@@ -191,12 +191,14 @@ def test_what_cancels_is_zero() -> None:
     components = {name: composed().reward for name, _ in three}
     mixed = MixedReward(kind="mixed", components=components, weights=dict(three))
     raw = {f"reward.components.{name}": ones for name in components}
-    of_three = Shaping(composed().model_copy(update={"reward": mixed}))
-    of_two = shaping(*MIXED, "reward.weights.function=0.6", "reward.weights.model=0.3")
+    three_graders = Shaping(composed().model_copy(update={"reward": mixed}))
+    two_graders = shaping(
+        *MIXED, "reward.weights.function=0.6", "reward.weights.model=0.3"
+    )
     del raw["reward.components.third"]
-    added = of_two.shape(raw).plus((-0.9, np.float32([1, 0, 1, 1])))
+    added = two_graders.shape(raw).plus((-0.9, np.float32([1, 0, 1, 1])))
     raw["reward.components.third"] = ones
-    for found in (of_three.shape(raw), of_three.weigh(raw), added):
+    for found in (three_graders.shape(raw), three_graders.weigh(raw), added):
         np.testing.assert_array_equal(found.score, [0, 0, 0, math.nan])
         assert len(found.parts) == 3 and found.health[3] == ScoreHealth.TIMEOUT
     # Scores without parts are the first of them.
@@ -215,8 +217,8 @@ def test_turns_weigh_what_the_score_of_their_episode_weighs() -> None:
     graders = {"game": single.reward, "form": composed().reward}
     weights = {"game": 2.0, "form": 0.5}
     mixed = MixedReward(kind="mixed", components=graders, weights=weights)
-    of_both = single.model_copy(update={"reward": mixed})
-    assert turn_weights(of_both) == {"default": 2.0, "gsm8k": 0.0}
+    mixed_config = single.model_copy(update={"reward": mixed})
+    assert turn_weights(mixed_config) == {"default": 2.0, "gsm8k": 0.0}
     normalised = [f"reward.functions={functions}", "reward.normalise=batch"]
     assert turn_weights(composed(*episodes, *normalised)) == {"default": 0.0}
 

@@ -27,7 +27,7 @@ from verl_ray.rollout.server import RolloutServer
 
 pytestmark = [pytest.mark.processes, pytest.mark.vllm]
 
-WORLDS = Path(__file__).with_name("worlds.py")
+ENVIRONMENTS = Path(__file__).with_name("environments.py")
 TOKENIZER = tokenizer_with(PRESERVING)
 END = TOKENIZER.eos_token_id
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=8)
@@ -63,7 +63,7 @@ def episodes_of(
     server: RolloutServer, model: Path, template: str
 ) -> dict[int, Episode]:
     start = EpisodeStart(
-        {"default": (f"{WORLDS}:Various", {})}, str(model), LIMITS, template
+        {"default": (f"{ENVIRONMENTS}:Various", {})}, str(model), LIMITS, template
     )
     pool = EpisodePool(
         server, start, read, num_processes=1, most_open=16, stall_s=60.0
@@ -77,7 +77,7 @@ def episodes_of(
                     extra={"num_turns": turns, "has_tool": tool},
                 ),
                 seed=number,
-                world_seed=0,
+                environment_seed=0,
                 sampling=SAMPLING,
                 session="0",
             )

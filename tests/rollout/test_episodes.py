@@ -47,7 +47,7 @@ from workers.rollout import (
 
 pytestmark = pytest.mark.processes
 
-WORLDS = Path(__file__).with_name("worlds.py")
+ENVIRONMENTS = Path(__file__).with_name("environments.py")
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=8)
 LIMITS = Limits(max_turns=4, max_tokens=64, context_tokens=256)
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789 \n<|>_/"
@@ -93,11 +93,11 @@ def make_pool(
     model: Path,
     name: str,
     options: dict[str, Any] | None = None,
-    path: Path = WORLDS,
+    path: Path = ENVIRONMENTS,
     limits: Limits = LIMITS,
     answers: Script = script,
     start: dict[str, Any] | None = None,
-    world: str = "default",
+    environment: str = "default",
     **changes: Any,
 ) -> tuple[EpisodePool, RolloutServer]:
     tokenizer = load_tokenizer(model)
@@ -112,7 +112,7 @@ def make_pool(
     )
     arguments = {"num_processes": 2, "most_open": 16, "stall_s": 20.0} | changes
     spec = EpisodeStart(
-        {world: (f"{path}:{name}", options or {})},
+        {environment: (f"{path}:{name}", options or {})},
         str(model),
         limits,
         **{"chat_template": TEMPLATE} | (start or {}),
@@ -146,7 +146,7 @@ def requests(count: int, **extra: Any) -> list[EpisodeRequest]:
                 [{"role": "user", "content": "go"}], extra=extra | {"number": number}
             ),
             seed=100 + number,
-            world_seed=7,
+            environment_seed=7,
             sampling=SAMPLING,
             session="0",
         )
@@ -168,7 +168,7 @@ def sampled_tokens(episode: Episode) -> list[int]:
 
 
 class Pipe:
-    """What worlds say, line by line; a line is waited for."""
+    """What environments say, line by line; a line is waited for."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "pipe"
@@ -247,13 +247,13 @@ def test_episodes_depend_on_their_seeds_alone(
     assert len({tuple(episode.rows[0].tokens) for episode in many.values()}) == 40
 
 
-def test_a_turn_ends_where_its_world_says(
+def test_a_turn_ends_where_its_environment_says(
     start_pool: Callable[..., EpisodePool], model: Path
 ) -> None:
     words = [letters(turn_seed(100, turn)) for turn in range(3)]
     tokenizer = load_tokenizer(model)
     first, last = (tokenizer.decode(each) for each in (words[0][:2], words[2][:1]))
-    # The run's own texts end the turns for which the world has none.
+    # The run's own texts end the turns for which the environment has none.
     (request,) = requests(1, letters=[first])
     request = replace(request, sampling=replace(SAMPLING, stop=(last,)))
     (episode,) = ended(start_pool("Cutting"), [request]).values()
@@ -272,7 +272,7 @@ def test_a_turn_ends_where_its_world_says(
 @pytest.mark.parametrize(
     "name", ["Asking", "asking", "ask_user", "PlainlyAsking", "ask_user_plainly"]
 )
-def test_a_world_of_any_kind_talks_to_a_frozen_model(
+def test_an_environment_of_any_kind_talks_to_a_frozen_model(
     start_pool: Callable[..., EpisodePool], name: str
 ) -> None:
     with chat_server() as server:
@@ -287,8 +287,8 @@ def test_a_world_of_any_kind_talks_to_a_frozen_model(
         assert alone.end is End.ENVIRONMENT_FAILED
         assert "ModelServiceError: agent.models.user.url=" in alone.detail
         assert "(agent.models.user.max_outage_s = 0.1)" in alone.detail
-        # The world's own line is told, however deep the error was raised.
-        assert str(WORLDS) in alone.detail and "chat" in alone.detail
+        # The environment's own line is told, however deep the error was raised.
+        assert str(ENVIRONMENTS) in alone.detail and "chat" in alone.detail
 
 
 def test_an_episode_that_ends_its_process_costs_no_other_one(
@@ -401,7 +401,7 @@ def test_a_process_that_is_stuck_is_lost(
     ]  # fmt: skip
     assert {text.partition("; ")[0] for text in counts.warnings} == {
         "a process of episodes was lost: its event loop was held for 2.5 s by"
-        f" {WORLDS}, line {line}, in Stuck.reset"
+        f" {ENVIRONMENTS}, line {line}, in Stuck.reset"
     }
     (episode,) = ended(pool, requests(1)).values()
     assert episode.end is End.COMPLETED
@@ -417,18 +417,18 @@ class Replica(RolloutWorker):
         self.agent = AgentConfig.model_construct(environments=environments, ends={})
 
 
-def test_prompts_without_a_world_get_the_responses_of_a_run_without_episodes(
+def test_prompts_without_an_environment_get_the_responses_of_a_run_without_episodes(
     start_pool: Callable[..., EpisodePool],
 ) -> None:
     extra = ['{"number": 0}', '{"number": 1, "environment": "game"}', '{"number": 2}']
     prompts = Prompts(
         offsets=offsets_of([2, 1, 3]), group_id=np.arange(3), tokens=np.arange(4, 10, dtype=np.int32),
         has_answer=np.zeros(3, np.bool_), messages=Ragged.of_texts(['"go"'] * 3),
-        # The third one acts in the world of its data source.
+        # The third one acts in the environment of its data source.
         data_source=Ragged.of_texts(["sums", "sums", "game"]),
         answer=Ragged.of_texts([""] * 3), extra=Ragged.of_texts(extra),
     )  # fmt: skip
-    pool = start_pool("Counting", world="game")
+    pool = start_pool("Counting", environment="game")
     generation = Generation("train", 2, SAMPLING, run_seed=4, stream_rows=1)
 
     def generated(pool_or_none: EpisodePool | None) -> Rollouts:
@@ -502,7 +502,7 @@ def test_who_holds_the_loop_for_a_second_is_named_once(
     (warning,) = pool.take_counts().warnings
     line = line_of("time.sleep(self.seconds)")
     assert warning.startswith(
-        f"{WORLDS}, line {line}, in Slow.wait held the event loop of its process for 1."
+        f"{ENVIRONMENTS}, line {line}, in Slow.wait held the event loop of its process for 1."
     )
     assert "Make the method synchronous" in warning
 
@@ -595,8 +595,8 @@ def counts_once(
 
 
 def line_of(code: str) -> int:
-    """The number of a line of `worlds.py`."""
-    before, _, _ = WORLDS.read_text().partition(code)
+    """The number of a line of `environments.py`."""
+    before, _, _ = ENVIRONMENTS.read_text().partition(code)
     return before.count("\n") + 1
 
 
@@ -726,14 +726,14 @@ def test_a_pause_is_no_time_of_an_episode_and_changes_no_token(
 def test_a_process_that_cannot_start_again_fails_the_engine(
     start_pool: Callable[..., EpisodePool], tmp_path: Path, pipe: Pipe
 ) -> None:
-    world = tmp_path / "world.py"
-    world.write_text(WORLDS.read_text())
-    pool = start_pool("Endless", path=world, options={"pipe": str(pipe.path)})
+    file = tmp_path / "environments.py"
+    file.write_text(ENVIRONMENTS.read_text())
+    pool = start_pool("Endless", path=file, options={"pipe": str(pipe.path)})
     stream = pool.run(requests(4))
-    world.unlink()
+    file.unlink()
     psutil.Process(process_ids(pool)[0]).kill()
     with pytest.raises(
-        EngineFailed, match=r"cannot start again[^!]*world.py does not exist"
+        EngineFailed, match=r"cannot start again[^!]*environments.py does not exist"
     ):
         stream.take(60.0)
     with pytest.raises(EngineFailed, match="episodes cannot be run"):

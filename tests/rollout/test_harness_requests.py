@@ -178,8 +178,8 @@ def test_a_call_has_arguments_for_the_chat_template(path: Path) -> None:
     """Those of a call go before those of the run."""
     tokenizer = load_tokenizer(path)
     tokenizer.chat_template = "{{ messages[0]['content'] }}{{ first }}{{ second }}="
-    of_run = {"first": 1, "second": 2}
-    factory = ChoiceFactory(tokenizer, (), max_model_len=64, arguments=of_run)
+    run_arguments = {"first": 1, "second": 2}
+    factory = ChoiceFactory(tokenizer, (), max_model_len=64, arguments=run_arguments)
 
     def prompt(**fields: object) -> str:
         body = {"messages": [{"role": "user", "content": "0"}], **fields}

@@ -24,14 +24,14 @@ SUMS = "val-core/sums/acc/mean@1"
 
 
 def model(name: str, step: int, *scores: float) -> ComparedModel:
-    of_problems = HeldOutScores(
+    held_out = HeldOutScores(
         problems=range(len(scores)),
         digests=list("abcdefgh"[: len(scores)]),
         metrics=[SUMS] * len(scores),
         scores=np.array(scores, float)[:, None],
     )
     metrics = {SUMS: float(np.mean(scores)), "val-aux/num_prompts": float(len(scores))}
-    return ComparedModel(name, step, metrics, intervals(of_problems), of_problems)
+    return ComparedModel(name, step, metrics, intervals(held_out), held_out)
 
 
 BASE = model("base", 0, 0, 0, 1, 1)

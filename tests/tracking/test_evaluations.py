@@ -84,9 +84,9 @@ def test_the_change_is_that_of_the_same_problems() -> None:
     assert changes[SUMS].prompts == 2
     assert changes[SUMS].mean == 0  # (1 - 0.5) and (0.5 - 1)
 
-    of_metrics = intervals(FIRST)
-    assert of_metrics[SUMS].mean == 0.5 and of_metrics[SUMS].prompts == 3
-    assert of_metrics[TEXTS].mean == pytest.approx(0.15)
+    by_metric = intervals(FIRST)
+    assert by_metric[SUMS].mean == 0.5 and by_metric[SUMS].prompts == 3
+    assert by_metric[TEXTS].mean == pytest.approx(0.15)
 
 
 def test_a_paired_difference_is_surer_than_two_means() -> None:
@@ -127,9 +127,9 @@ def test_a_loss_counts_by_tokens_and_its_perplexity_has_its_bounds(
     assert [line.get("weight") for line in lines] == [None, 3, None, None]
 
     before, after = read_scores(path), losses(0.5, 3)
-    of_metrics = intervals(before)
-    loss, perplexity = of_metrics[LOSS], of_metrics[PERPLEXITY]
-    assert of_metrics["acc"].mean == 0.5 and loss.mean == (3 * 1 + 2) / 4
+    by_metric = intervals(before)
+    loss, perplexity = by_metric[LOSS], by_metric[PERPLEXITY]
+    assert by_metric["acc"].mean == 0.5 and loss.mean == (3 * 1 + 2) / 4
     assert [perplexity.mean, perplexity.low] == np.exp([loss.mean, 1]).tolist()
     change = paired_differences(before, after)[LOSS]
     assert change.mean == (3 * -0.5 + 1) / 4

@@ -80,8 +80,8 @@ def test_a_line_is_a_row_and_nothing_is_null_but_what_is_missing(
     assert (second["reward"], second["advantage"]) == (None, None)
     assert "".join(second["pieces"]) == "1+2=1" and second["tokens"] == [5, 6, 7, 8, 9]
     assert second["mask"] == [False] * 4 + [True]
-    of_turns = [second[name] for name in TURN_COLUMNS]
-    assert of_turns == [[1, 2], [4, 7], [0.5, 0.0]] and first["turns"] == []
+    turn_columns = [second[name] for name in TURN_COLUMNS]
+    assert turn_columns == [[1, 2], [4, 7], [0.5, 0.0]] and first["turns"] == []
 
 
 def test_files_thin_out_and_a_run_that_goes_back_ends_with_the_same(

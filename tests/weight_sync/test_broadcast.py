@@ -141,10 +141,10 @@ def test_slices_of_ranks_reach_two_processes_sync_after_sync_until_one_of_them_d
             # changed, so a delta has a header of two numbers and a count of each more.
             first, second, third = 2048, 2048, 1024 + 64 + 64
             headers = (8 * (4 + 5), 8 * 4, 0) if delta else (0, 0, 0)
-            of_ranks = (first + third, second, 0)
+            sent_by_rank = (first + third, second, 0)
             assert [(nbytes, broken) for _, nbytes, broken in results] == [
                 (sent_bytes + header, None)
-                for sent_bytes, header in zip(of_ranks, headers, strict=True)
+                for sent_bytes, header in zip(sent_by_rank, headers, strict=True)
             ]
 
         receivers[1].join(60)

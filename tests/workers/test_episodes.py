@@ -48,7 +48,7 @@ from workers.reward import (
     requests_of,
     scores_of,
     scores_without_grader,
-    with_metrics_of_worlds,
+    with_recorded_metrics,
 )
 from workers.rollout import whole_rollouts
 
@@ -156,7 +156,7 @@ def test_an_episode_that_is_dropped_by_choice_has_no_score() -> None:
     assert failed_scores(found) == "50% of rewards failed (timeout 1)"
 
 
-def test_worlds_that_stop_a_run_are_named_and_recorded(
+def test_environments_that_stop_a_run_are_named_and_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the frames of the most frequent failure, whatever its messages name."""
@@ -176,9 +176,9 @@ def test_worlds_that_stop_a_run_are_named_and_recorded(
     scores = scores_of([known[row] for row in range(rows.num_rows)])
     experience = Experience(stored(rows), {"reward": stored(scores)})
 
-    history, worlds = score_failures.FailureHistory(), ["default", "other"]
+    history, environments = score_failures.FailureHistory(), ["default", "other"]
     watched = score_failures.ScoreFailures(
-        {"reward": 0.5}, 7, history, 60, environments=worlds
+        {"reward": 0.5}, 7, history, 60, environments=environments
     )
     watched.add(experience.select(np.array([0, 1, 2, 3, 4])))
     with pytest.raises(score_failures.TooManyFailures) as stop:
@@ -187,12 +187,12 @@ def test_worlds_that_stop_a_run_are_named_and_recorded(
     assert "4 of the first 5 scores failed (timeout 1, exception 3)" in words
     assert (
         " Episodes ended: 3 in agent.environments.default as environment_failed, 1 in"
-        " agent.environments.default as tool_timeout. Correct the world, or raise the"
+        " agent.environments.default as tool_timeout. Correct the environment, or raise the"
         " limit. The most frequent failure (2 of 4): environment_failed: Traceback"
     ) in words
     assert words.endswith(f"{frames[1]}\nKeyError: 1")
 
-    # Only a score that no world is to blame for.
+    # Only a score that no environment is to blame for.
     own = [
         replace(
             known[1], health=ScoreHealth.EXCEPTION, detail="no number", value=math.nan
@@ -201,7 +201,7 @@ def test_worlds_that_stop_a_run_are_named_and_recorded(
     alone = experience.select(np.array([1]))
     alone = Experience(alone.rollouts, {"reward": stored(scores_of(own))})
     watched = score_failures.ScoreFailures(
-        {"reward": 0.5}, 1, history, 60, environments=worlds
+        {"reward": 0.5}, 1, history, 60, environments=environments
     )
     with pytest.raises(
         score_failures.TooManyFailures, match=r"1 responses\. Correct what scores"
@@ -243,7 +243,7 @@ def test_lengths_and_ends_are_those_of_episodes() -> None:
     assert found["episode/rows"] == 2 and found["num_turns/mean"] == 4
 
 
-def test_what_worlds_record_are_means_over_the_episodes_that_have_it() -> None:
+def test_what_environments_record_are_means_over_the_episodes_that_have_it() -> None:
     ends = (End.COMPLETED, End.MAX_TURNS, End.COMPLETED, End.TOOL_TIMEOUT)
     recorded = ({"doors": 1.0, "falls": 4.0}, {"doors": 2.0}, {}, {"doors": 64.0})
     episodes = [
@@ -259,10 +259,10 @@ def test_what_worlds_record_are_means_over_the_episodes_that_have_it() -> None:
     ]  # fmt: skip
 
     scores = [Score(0.5, ScoreHealth.OK, entries='{"n": 3}') for _ in texts]
-    of_rows = with_metrics_of_worlds(scores, rows)
+    row_scores = with_recorded_metrics(scores, rows)
     (source,) = set(rows.data_source.texts())
     name = "episode/world"
-    entries = dict(enumerate(score.entries for score in of_rows))
+    entries = dict(enumerate(score.entries for score in row_scores))
     assert json.loads(entries[3]) == {"n": 3, f"{name}/{source}/doors": 2}
     means = {f"{name}/doors": 1.5, f"{name}/falls": 4.0}
     by_source = {f"{name}/{source}/doors": 1.5, f"{name}/{source}/falls": 4.0}
@@ -349,7 +349,7 @@ def test_graders_see_the_whole_conversation_of_an_episode(tmp_path: Path) -> Non
             turns=[1, 2],
         ),
     ]
-    # The world has the last word, in the role of an assistant.
+    # The environment has the last word, in the role of an assistant.
     messages = [*MESSAGES[:-1], {"role": "assistant", "content": "right"}]
     draft = [{"role": "assistant", "content": "2"}]
     episode = Episode(
@@ -399,8 +399,8 @@ def test_graders_see_the_whole_conversation_of_an_episode(tmp_path: Path) -> Non
     _, named = signature_of(ends).bind(response_values(seen))
     assert ends(**named) == "3right2"  # type: ignore[arg-type]
     # Where prompts are messages, one of TRL's style gets those behind the prompt.
-    of_messages = replace(seen, conversation=MESSAGES[:1])
-    values = group_values([of_messages], GroupLog(1))
+    continued = replace(seen, conversation=MESSAGES[:1])
+    values = group_values([continued], GroupLog(1))
     assert values["completions"] == [messages[1:]]
     assert values["episode_end"] == ["max_turns"]
     sent = json.loads(RequestBatch.of([seen]).body)["items"]

@@ -91,6 +91,6 @@ def test_the_weights_of_an_episode_add_up_to_the_same_however_it_is_cut(
         weights = loss_weights(
             rows, credit_of(rows, [True] * rows.num_rows), mini_batch
         )
-        of_tokens = weights * rows.response_length
-        sums.append([of_tokens[:-1].sum(), of_tokens[-1]])
-    assert all(of_cut == pytest.approx(sums[0]) for of_cut in sums)
+        token_sums = weights * rows.response_length
+        sums.append([token_sums[:-1].sum(), token_sums[-1]])
+    assert all(total == pytest.approx(sums[0]) for total in sums)

@@ -126,7 +126,7 @@ class Step:
 
 @runtime_checkable
 class Environment(Protocol):
-    """A world in which the policy acts. Each episode has an object of its own.
+    """An environment in which the policy acts. Each episode has an object of its own.
 
     One that also has `async def finish(self, end: End) -> float` is asked what its
     state is worth when a limit of the policy ends the episode before it is done. The
@@ -135,7 +135,7 @@ class Environment(Protocol):
     """
 
     async def reset(self, task: EpisodeTask, seed: int) -> Observation:
-        """Begin an episode. The same task and seed make the same world."""
+        """Begin an episode. The same task and seed make the same environment."""
 
     async def step(self, action: Action) -> Step:
         """Take an action of the policy."""

@@ -6,7 +6,7 @@ fails says nothing more.
 
 An environment runs in the event loop of its episodes. A call that awaits is stopped by
 its deadline; one that computes without awaiting stops the whole loop. Plain methods run
-in threads (`plain_worlds`).
+in threads (`plain_environments`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ async def run_episode(
     sampler: Sampler,
     renderer: Renderer,
     limits: Limits,
-    world_seed: int | None = None,
+    environment_seed: int | None = None,
     clock: Clock | None = None,
 ) -> Episode:
     """Run an episode to its end.
@@ -82,8 +82,8 @@ async def run_episode(
         environment: A coroutine function `run(task, policy)`, or what makes an
             environment.
         seed: The seed of the policy's turns.
-        world_seed: The seed of the environment; that of the policy if None. Members of
-            a group act in the same world, or its baseline would compare worlds.
+        environment_seed: The seed of the environment; None is `seed`. A group shares
+            one, or its baseline would compare environments.
         clock: Time of the limits; None is one that never stands still.
 
     Raises:
@@ -94,8 +94,8 @@ async def run_episode(
     renderer = renderer.of_record(task.template_arguments)
     policy = EpisodePolicy(seed, sampler, renderer, limits, clock)
     deadline_s = clock.now() + limits.episode_s
-    world_seed = seed if world_seed is None else world_seed
-    course = _Course(task, world_seed, policy, limits, clock, deadline_s)
+    environment_seed = seed if environment_seed is None else environment_seed
+    course = _Course(task, environment_seed, policy, limits, clock, deadline_s)
     try:
         if inspect.iscoroutinefunction(environment):
             ending = await course.settled(course.run(environment))
@@ -183,7 +183,7 @@ class _Course:
     async def play(self, factory: EnvironmentFactory) -> _Ending:
         """Make an environment, act in it, and close it."""
         try:
-            world = factory()
+            environment = factory()
         # Nothing awaits here, so a cancellation is its own, too.
         except BaseException as error:
             detail = short_traceback(error, skip_files=OUR_FILES)
@@ -191,23 +191,23 @@ class _Course:
 
         trouble = ""
         try:
-            ending = await self.settled(self._act(world))
+            ending = await self.settled(self._act(environment))
             # Whoever says that it is done has said what it pays.
             is_cut = self.policy.end in _POLICY_LIMITS
-            if is_cut and hasattr(world, "finish"):
-                ending = await self.settled(self._finish(world, ending.end))
+            if is_cut and hasattr(environment, "finish"):
+                ending = await self.settled(self._finish(environment, ending.end))
         finally:
-            trouble = await self._close(world)
+            trouble = await self._close(environment)
         detail = "\n".join(filter(None, (ending.detail, trouble)))
         return _Ending(ending.end, detail)
 
-    async def _act(self, world: Environment) -> End:
+    async def _act(self, environment: Environment) -> End:
         """Let the policy and an environment act in turn."""
         policy = self.policy
         episode = (self.deadline, End.EPISODE_TIMEOUT)
         first_call = (self.clock.now() + self.limits.tool_s, End.TOOL_TIMEOUT)
         observation = await self._within(
-            lambda: world.reset(self.task, self.seed), first_call, episode
+            lambda: environment.reset(self.task, self.seed), first_call, episode
         )
         require_kind(observation, Observation, "reset")
         require_json(observation.messages, "reset returned the message")
@@ -218,7 +218,7 @@ class _Course:
         tools = observation.tools
         before: Observation | Step = observation
         while True:
-            action, step = await self._turn(world, messages, tools, before)
+            action, step = await self._turn(environment, messages, tools, before)
             before = step
             require_json(step.messages, "step returned the message")
             policy.record(**step.metrics)
@@ -235,7 +235,7 @@ class _Course:
 
     async def _turn(
         self,
-        world: Environment,
+        environment: Environment,
         messages: Sequence[Message],
         tools: Sequence[ToolSchema],
         before: Observation | Step,
@@ -255,24 +255,24 @@ class _Course:
 
         calls = max(1, len(action.tool_calls))
         call = (now() + calls * limits.tool_s, End.TOOL_TIMEOUT)
-        step = await self._within(lambda: world.step(action), call, turn, episode)
+        step = await self._within(lambda: environment.step(action), call, turn, episode)
         require_kind(step, Step, "step")
         return action, step
 
-    async def _finish(self, world: Any, end: End) -> End:
+    async def _finish(self, environment: Any, end: End) -> End:
         """Pay what an environment says that its state is worth at a limit."""
         call = (self.clock.now() + self.limits.tool_s, End.TOOL_TIMEOUT)
         episode = (self.deadline, End.EPISODE_TIMEOUT)
-        reward = await self._within(lambda: world.finish(end), call, episode)
+        reward = await self._within(lambda: environment.finish(end), call, episode)
         self.policy.pay(number_of(reward, "finish returned"))
         return end
 
-    async def _close(self, world: Environment) -> str:
+    async def _close(self, environment: Environment) -> str:
         """Close an environment, and return what went wrong."""
         seconds = self.limits.close_s
         until_s = self.clock.now() + seconds
         try:
-            await bounded(lambda: world.close(), self.clock, until_s, seconds)
+            await bounded(lambda: environment.close(), self.clock, until_s, seconds)
         except Late:
             return f"close did not return within {seconds} s"
         except Exception as error:

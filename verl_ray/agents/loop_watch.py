@@ -23,7 +23,7 @@ _LOOKS = 4
 """Looks within the time from which on a step is slow."""
 
 _PACKAGE = str(Path(__file__).parents[1])
-_WORLDS = str(Path(environments.__file__).parent)
+_ENVIRONMENTS = str(Path(environments.__file__).parent)
 _LIBRARIES = tuple(
     sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
@@ -33,7 +33,7 @@ _CALLERS = tuple(
         "deadlines.py",
         "episode.py",
         "tools.py",
-        "plain_worlds.py",
+        "plain_environments.py",
         "threads.py",
         "loop_watch.py",
     )
@@ -169,7 +169,7 @@ def users_place(frame: FrameType) -> CodePlace | None:
     each: FrameType | None = frame
     while each is not None:
         path = each.f_code.co_filename
-        is_ours = path.startswith(_PACKAGE) and not path.startswith(_WORLDS)
+        is_ours = path.startswith(_PACKAGE) and not path.startswith(_ENVIRONMENTS)
         if is_ours:
             return _place(library) if library and path.startswith(_CALLERS) else None
         if not path.startswith((*_LIBRARIES, "<frozen")):

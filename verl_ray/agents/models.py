@@ -1,7 +1,7 @@
-"""Frozen models that worlds talk to, such as simulated users and judges.
+"""Frozen models that environments talk to, such as simulated users and judges.
 
-Each is a server with OpenAI's API, which `agent.models` names and the user runs. A
-world takes one by its name::
+Each is a server with OpenAI's API, which `agent.models` names and the user runs. An
+environment takes one by its name::
 
     answer = await model("user").chat([{"role": "user", "content": "Hello"}])
 
@@ -76,7 +76,7 @@ class ChatModel:
             max_outage_s=settings.max_outage_s,
         )
         # Connections belong to an event loop.
-        self._of_loops: WeakKeyDictionary[
+        self._by_loop: WeakKeyDictionary[
             asyncio.AbstractEventLoop, tuple[ServiceClient, asyncio.Semaphore]
         ] = WeakKeyDictionary()
 
@@ -154,12 +154,12 @@ class ChatModel:
     def _of_this_loop(self) -> tuple[ServiceClient, asyncio.Semaphore]:
         """Return the client of the running event loop, and the places of its calls."""
         loop = asyncio.get_running_loop()
-        if loop not in self._of_loops:
+        if loop not in self._by_loop:
             probe = self._body(_HELLO, {"max_tokens": 1})
             client = ServiceClient(self._limits, self._key, probe, self._address)
             places = asyncio.Semaphore(self._settings.concurrency)
-            self._of_loops[loop] = client, places
-        return self._of_loops[loop]
+            self._by_loop[loop] = client, places
+        return self._by_loop[loop]
 
 
 def _message_in(body: bytes) -> dict[str, Any] | RequestFailure:
@@ -195,6 +195,6 @@ def model(name: str) -> ChatModel:
     """
     if name not in _models:
         fix = did_you_mean(name, list(_models), "model") if _models else _FIX
-        rule = "a world asks for this model, and there is none of this name"
+        rule = "an environment asks for this model, and there is none of this name"
         raise ConfigError([Problem(KEY, name, rule, fix)])
     return _models[name]

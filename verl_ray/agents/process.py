@@ -160,7 +160,7 @@ class _Episodes:
         if error is None:
             self._writer.write(task.result())
             return
-        # The sampler has failed, or a world has changed a message into no JSON.
+        # The sampler has failed, or an environment has changed a message into no JSON.
         detail = short_traceback(error, skip_files=OUR_FILES)
         failed = Episode([], End.ENVIRONMENT_FAILED, 0.0, detail)
         self._writer.write(episode_frame(number, failed))
@@ -177,7 +177,7 @@ class _Episodes:
             _SamplerOfEpisode(self._sampler, number),
             self._renderer,
             self._limits,
-            fields["world_seed"],
+            fields["environment_seed"],
             self._clock,
         )
         return episode_frame(number, episode)

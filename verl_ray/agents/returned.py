@@ -1,4 +1,4 @@
-"""Checks of what a world returns: rewards, objects, and messages.
+"""Checks of what an environment returns: rewards, objects, and messages.
 
 Invariant: what passes can be paid, and can be written down as JSON.
 """
@@ -54,7 +54,7 @@ def require_json(
 
 
 def end_named(value: str) -> End:
-    """Return the end that a world names.
+    """Return the end that an environment names.
 
     Raises:
         ValueError: There is none of this name.

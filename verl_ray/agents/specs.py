@@ -3,7 +3,7 @@
 A spec is `path/to/file.py:name` or `package.module:name`. What it names is
 
 - a class with `reset`, `step` and `close`: an `Environment`, built for each episode,
-  whose methods may be plain, or a world of Gymnasium;
+  whose methods may be plain, or an environment of Gymnasium;
 - a class without `step`: its public methods are the tools of a `ToolSet`, with an
   object for each episode;
 - a coroutine function `run(task, policy)`, which returns the score;
@@ -32,7 +32,7 @@ from verl_ray.agents.episode import (
     EnvironmentFactory,
     Run,
 )
-from verl_ray.agents.plain_worlds import METHODS, environment_factory
+from verl_ray.agents.plain_environments import METHODS, environment_factory
 from verl_ray.agents.tools import (
     ToolEnvironment,
     ToolSet,

@@ -70,7 +70,7 @@ class EpisodeStart:
         template_day: The day that the chat template writes; None if it writes none.
         special_tokens: What happens if a text spells a special token, see
             `data.special_tokens`.
-        models: Frozen models that worlds talk to, by name.
+        models: Frozen models that environments talk to, by name.
     """
 
     environments: Mapping[str, tuple[str, Mapping[str, Any]]]

@@ -170,7 +170,7 @@ REINFORCE_PLUS_PLUS = NoBaseline(
 # -------------------------------------------------------------------------- all of them
 
 
-_OF_ROWS = ("trajectory", "length", "parts")
+_ROW_VALUES = ("trajectory", "length", "parts")
 
 
 def own_baseline(spec: str, settings: Mapping[Setting, object]) -> GroupBaseline:
@@ -182,7 +182,9 @@ def own_baseline(spec: str, settings: Mapping[Setting, object]) -> GroupBaseline
     Raises:
         OwnFunctionMistake: It cannot be one.
     """
-    reads, others = keywords_of(spec, ("rewards", "group", "valid"), settings, _OF_ROWS)
+    reads, others = keywords_of(
+        spec, ("rewards", "group", "valid"), settings, _ROW_VALUES
+    )
     return GroupBaseline(
         name=in_words(spec),
         paper="your own",

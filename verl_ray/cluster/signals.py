@@ -461,7 +461,7 @@ def _forget() -> None:
 _STDOUT = 1
 _STDERR = 2
 
-_OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 _terminals: tuple[int, ...] = ()
 """Descriptors that were terminals when `remember_terminals` was called."""
@@ -502,7 +502,7 @@ class _Output(io.BufferedWriter):
 
 
 def _leave_disks(error: OSError) -> None:
-    if error.errno not in _OF_DISKS:
+    if error.errno not in _DISK_ERRORS:
         raise error
 
 

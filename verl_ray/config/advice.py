@@ -19,7 +19,7 @@ _NOT_IN_THIS_TASK = "A run of this task has nothing to set for it; leave it out.
 _KEY = re.compile(r"[a-z_]+(?:\.[a-z_]+)+")
 
 # Not in each choice of a backend, and known to whoever chooses one.
-_OF_BACKENDS = re.compile(r"(\w+\.)?backend\..+")
+_BACKEND_KEY = re.compile(r"(\w+\.)?backend\..+")
 
 
 def advice_on(key: str, known: Sequence[str]) -> str:
@@ -133,7 +133,7 @@ def _is_possible(sentence: str, known: Collection[str]) -> bool:
             or key.startswith(f"{existing}.")
             for existing in known
         )
-        if not is_known and not _OF_BACKENDS.fullmatch(key):
+        if not is_known and not _BACKEND_KEY.fullmatch(key):
             return False
 
     return True
@@ -148,7 +148,7 @@ def foreign_choice(group: str, choice: str) -> str | None:
 
 
 _CLIP = "Here they are two: algorithm.clip_low and algorithm.clip_high."
-_OF_CRITIC = "With a critic (algorithm=ppo) it is {key}; other algorithms have none."
+_CRITIC_KEY = "With a critic (algorithm=ppo) it is {key}; other algorithms have none."
 _STD = (
     "algorithm.advantage=grpo divides by the deviation of the group,"
     " algorithm.advantage=dr_grpo does not, and lite_ppo divides by that of the batch."
@@ -197,7 +197,7 @@ ALGORITHM_ANSWERS: tuple[tuple[str, str], ...] = (
     ),
     ("algorithm.dual_clip", "clip_ratio_c ratio_clip_c delta"),
     (
-        _OF_CRITIC.format(key="algorithm.value_loss.clip"),
+        _CRITIC_KEY.format(key="algorithm.value_loss.clip"),
         "cliprange_value value_clip",
     ),
     ("Nothing to set: the critic has an optimizer of its own.", "vf_coef value_coef"),
@@ -628,7 +628,7 @@ _LEARNING_RATE = (
 )
 
 # The optimizer has these two, each after actor.optimizer.warmup_steps.
-_OF_LEARNING_RATE = {
+_SCHEDULES_OF_LEARNING_RATE = {
     "constant": ("constant", "constant_with_warmup"),
     "cosine": (
         "cosine",
@@ -645,7 +645,7 @@ _OF_LEARNING_RATE = {
 FOREIGN_CHOICES: Mapping[tuple[str, str], str] = {
     **{
         ("schedule", name): _LEARNING_RATE.format(choice=choice)
-        for choice, names in _OF_LEARNING_RATE.items()
+        for choice, names in _SCHEDULES_OF_LEARNING_RATE.items()
         for name in names
     },
     ("schedule", "async"): "Write schedule=asynchronous.",

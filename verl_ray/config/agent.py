@@ -39,7 +39,7 @@ ENVIRONMENT = "environment"
 
 
 class ModelService(Section):
-    """A frozen model that worlds talk to, behind a server with OpenAI's API.
+    """A frozen model that environments talk to, behind a server with OpenAI's API.
 
     It is an entry of a table, so what is left out has its default here.
     """
@@ -77,9 +77,9 @@ class AgentConfig(Section):
     models: Annotated[
         dict[str, ModelService], Field(examples=["{user: {url: http://host:8000/v1}}"])
     ]
-    """Name -> a frozen model that worlds talk to: verl_ray.agents.models.model(NAME).
-    A table of url, model, token_env, temperature, timeout_s, max_outage_s and
-    concurrency."""
+    """Name -> a frozen model that environments talk to:
+    verl_ray.agents.models.model(NAME). A table of url, model, token_env, temperature,
+    timeout_s, max_outage_s and concurrency."""
     tool_parser: str | None
     """Name of vLLM's parser of the model's tool calls, such as hermes; null = none are
     parsed."""

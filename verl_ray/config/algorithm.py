@@ -3,8 +3,9 @@
 Invariant: names, and the settings that formulas read, are those that
 `verl_ray/algorithms` declares, and a rule names no algorithm. Each bound has a value
 exactly when its formula reads it, and no token is weighed twice. Deliberately not here:
-the functions behind the names, rules of the correction (`correction.py`), and rules
-that also read rollouts or the actor (`tasks/rl.py`).
+the functions behind the names, rules of the correction
+(`verl_ray/config/correction.py`), and rules that also read rollouts or the actor
+(`tasks/rl.py`).
 """
 
 from __future__ import annotations

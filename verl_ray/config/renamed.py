@@ -23,12 +23,12 @@ RENAMED = {
 Where several keys became one, the new key takes the value of the first of them.
 """
 
-_OF_CIRCUITS = ("circuit_failures", "circuit_reset_s")
+_CIRCUIT_SETTINGS = ("circuit_failures", "circuit_reset_s")
 """Settings of services that are no more: a service that is away is waited for."""
 
 _MAX_OUTAGE_S = 1800.0
 
-_OF_RESULTS = "max_characters"
+_RESULT_LIMIT = "max_characters"
 """Option of functions as tools that is no more."""
 
 NEW_SECTIONS = ("run.recovery",)
@@ -185,7 +185,7 @@ def _wait_for_services(reward: object) -> None:
         return
     for grader in (reward, *reward.get("components", {}).values()):
         if grader.get("kind") == "http":
-            for name in _OF_CIRCUITS:
+            for name in _CIRCUIT_SETTINGS:
                 grader.pop(name, None)
             grader.setdefault("max_outage_s", _MAX_OUTAGE_S)
 
@@ -201,13 +201,14 @@ def _limit_results(agent: object) -> None:
 
     environments = agent["environments"]
     for source, spec in environments.items():
-        if not isinstance(spec, dict) or _OF_RESULTS not in spec:
+        if not isinstance(spec, dict) or _RESULT_LIMIT not in spec:
             continue
-        # No class was tools then, and a world may have such an option of its own.
+        # No class was tools then, and an environment may have such an option of its
+        # own.
         name = spec[NAME].rpartition(":")[2]
         if name[:1].isupper() and not name.isupper():
             continue
-        options = {key: each for key, each in spec.items() if key != _OF_RESULTS}
+        options = {key: each for key, each in spec.items() if key != _RESULT_LIMIT}
         environments[source] = options if len(options) > 1 else options[NAME]
 
 

@@ -461,15 +461,15 @@ def _save(
 TemplateArguments = Mapping[str, object]
 """Name of a variable of the template -> its value."""
 
-OF_RECORD = "chat_template_kwargs"
+ARGUMENTS = "chat_template_kwargs"
 """The column of a record with its arguments, as TRL calls it."""
 
 PRESENT_TIME = "strftime_now"
 """The function that a template writes the day with."""
 
-_OF_VERL = "enable_thinking"
+_THINKING = "enable_thinking"
 
-COLUMNS_OF_TEMPLATE = (OF_RECORD, _OF_VERL)
+COLUMNS_OF_TEMPLATE = (ARGUMENTS, _THINKING)
 """The columns of a record that are for the chat template."""
 
 
@@ -501,38 +501,38 @@ def arguments_of(fields: Fields, where: str) -> dict[str, object]:
             other.
     """
     # Arrow gives each record the arguments of all others, with nulls.
-    value = without_nulls(fields.get(OF_RECORD))
+    value = without_nulls(fields.get(ARGUMENTS))
     if value is not None and not isinstance(value, dict):
         raise DataError(
-            f"{OF_RECORD} is {excerpt(value)}",
+            f"{ARGUMENTS} is {excerpt(value)}",
             expected='an object such as {"enable_thinking": false}',
             place=where,
         )
     arguments: dict[str, object] = {**(value or {})}
-    require_encodable(arguments, f"{where}, {OF_RECORD}")
+    require_encodable(arguments, f"{where}, {ARGUMENTS}")
     for name in arguments:
         if name in RESERVED_ARGUMENTS:
             raise DataError(
-                f"{OF_RECORD} has {name!r}, which the run itself gives to the chat"
+                f"{ARGUMENTS} has {name!r}, which the run itself gives to the chat"
                 " template",
                 fix="leave it out",
                 place=where,
             )
 
-    thinks = fields.get(_OF_VERL)
+    thinks = fields.get(_THINKING)
     if thinks is None:
         return arguments
     # A template compares it with false, and a .csv holds texts.
     if not isinstance(thinks, bool):
         raise DataError(
-            f"{_OF_VERL} is {excerpt(thinks)}",
+            f"{_THINKING} is {excerpt(thinks)}",
             expected="true or false",
             fix="write it as .jsonl or Parquet, or in chat_template_kwargs",
             place=where,
         )
-    if arguments.setdefault(_OF_VERL, thinks) != thinks:
+    if arguments.setdefault(_THINKING, thinks) != thinks:
         raise DataError(
-            f"{_OF_VERL} is {thinks}, and {arguments[_OF_VERL]} in {OF_RECORD}",
+            f"{_THINKING} is {thinks}, and {arguments[_THINKING]} in {ARGUMENTS}",
             fix="leave one of them out",
             place=where,
         )

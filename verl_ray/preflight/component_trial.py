@@ -120,10 +120,10 @@ def _scores_of(
 
 
 def _line(key: str, counts: Counter[ScoreHealth]) -> str:
-    tried = counts.total()
+    total = counts.total()
     declined = counts[ScoreHealth.NONE]
     leaves = f", and leaves {declined} to the others" if declined else ""
-    return f"{key} scores {counts[ScoreHealth.OK]} of {tried} sample records{leaves}"
+    return f"{key} scores {counts[ScoreHealth.OK]} of {total} sample records{leaves}"
 
 
 def _failures(key: str, scores: Sequence[Score]) -> list[str]:

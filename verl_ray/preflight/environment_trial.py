@@ -86,7 +86,7 @@ _REASONING_PARSERS = ("reasoning", "_REASONING_PARSERS_TO_REGISTER")
 """Package and table of parsers in vLLM's source."""
 _PLUGINS = "vllm.general_plugins"
 
-_OF_TOOLS = (ToolEnvironment, ToolSet)
+_TOOL_KINDS = (ToolEnvironment, ToolSet)
 """Environments that are made of tools, which is the last of their arguments."""
 
 
@@ -135,16 +135,16 @@ def try_environments(config: RLConfig, files: Sequence[DataFile]) -> Environment
         return trials
 
     sources = sorted({task.data_source for task in _tasks(files)})
-    tried: dict[str, tuple[EpisodeTask, Mapping[str, Any]]] = {}
+    outcomes: dict[str, tuple[EpisodeTask, Mapping[str, Any]]] = {}
     for name in agent.environments:
         task = tasks.get(name)
         outcome = _try(trials, config, name, task, files)
         if task is None:
             _report_absence(trials, name, sources)
         elif outcome is not None:
-            tried[name] = task, outcome
-    offered = {tool for _, outcome in tried.values() for tool in outcome["tools"]}
-    trials.warnings += _unpaid(config, tried)
+            outcomes[name] = task, outcome
+    offered = {tool for _, outcome in outcomes.values() for tool in outcome["tools"]}
+    trials.warnings += _unpaid(config, outcomes)
     trials.lines += _single_lines(files, agent)
     if set(tasks) == {None}:
         trials.warnings.append(
@@ -165,7 +165,7 @@ def try_environments(config: RLConfig, files: Sequence[DataFile]) -> Environment
 
 
 async def _model_problems(agent: AgentConfig) -> list[Problem]:
-    """Ask each model that worlds talk to once; return why one gives no answer."""
+    """Ask each model that environments talk to once; return why one gives no answer."""
     models = [
         ChatModel(name, ChatSettings(**each.model_dump()))
         for name, each in agent.models.items()
@@ -341,15 +341,15 @@ def _known_parsers(package_name: str, table: str) -> list[str]:
 
 
 def _unpaid(
-    config: RLConfig, tried: Mapping[str, tuple[EpisodeTask, Mapping[str, Any]]]
+    config: RLConfig, outcomes: Mapping[str, tuple[EpisodeTask, Mapping[str, Any]]]
 ) -> Iterator[str]:
-    """Yield a warning for each reward that does not fit what worlds pay.
+    """Yield a warning for each reward that does not fit what environments pay.
 
     Args:
-        tried: The environments, each with its task and the outcome of its trial.
+        outcomes: The environments, each with its task and the outcome of its trial.
     """
-    worlds: dict[tuple[str, str], list[str]] = {}
-    for name, (task, outcome) in tried.items():
+    environments: dict[tuple[str, str], list[str]] = {}
+    for name, (task, outcome) in outcomes.items():
         for section, grader in config.active_graders(learns=True).items():
             functions = grader.named_functions or {}
             source = task.data_source if task.data_source in functions else DEFAULT
@@ -362,19 +362,19 @@ def _unpaid(
                 unfit = outcome["known_tools"] is not None
             if unfit:
                 key = f"{section}.functions.{source}"
-                worlds.setdefault((key, spec), []).append(f"{KEY}.{name}")
+                environments.setdefault((key, spec), []).append(f"{KEY}.{name}")
 
-    for (key, spec), names in worlds.items():
+    for (key, spec), names in environments.items():
         named = ", ".join(names)
         if spec == ENVIRONMENT:
             yield (
-                f"{key}={spec} takes what the world pays, and functions as tools"
+                f"{key}={spec} takes what the environment pays, and functions as tools"
                 f" ({named}) pay nothing but the reward of a ToolStop. Name a function"
                 " that scores the last answer, such as exact_match"
             )
         else:
             yield (
-                f"{key}={spec} does not look at what the world pays ({named});"
+                f"{key}={spec} does not look at what the environment pays ({named});"
                 f" {ENVIRONMENT} does"
             )
 
@@ -435,10 +435,10 @@ def _report(
             failure = f"it takes too long on {script}: {end.value}"
     if failure is not None:
         trials.problems.append(Problem(key, spec, failure, fix, may_pass=True))
-    if not outcome["same_world"]:
+    if not outcome["same_environment"]:
         trials.warnings.append(
-            f"{key}={spec}: the same task and seed made two worlds, which begin with"
-            " other tokens. Members of a group would not be comparable; draw from"
+            f"{key}={spec}: the same task and seed made two environments, which begin"
+            " with other tokens. Members of a group would not be comparable; draw from"
             " random.Random(seed)"
         )
 
@@ -473,7 +473,7 @@ def _report_holding(
 
 
 def _fix_of_a_beginning(task: EpisodeTask, detail: str) -> str:
-    """Return what to do about a world that fails before the policy has a turn."""
+    """Return what to do about one that fails before the policy has a turn."""
     if detail.startswith(f"it ended as {End.CONTEXT_OVERFLOW.value}"):
         return (
             "Begin with fewer tokens, or raise data.max_prompt_tokens and"
@@ -555,11 +555,15 @@ def _tried(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
         episodes.append({"script": script, **ended})
 
     opening = openings[0] if openings else []
-    same_world = all(tokens == openings[0] for tokens in openings)
+    same_environment = all(tokens == openings[0] for tokens in openings)
     known_tools = None
-    if isinstance(environment, partial) and environment.func in _OF_TOOLS:
+    if isinstance(environment, partial) and environment.func in _TOOL_KINDS:
         known_tools = [tool.name for tool in environment.args[-1]]
-    outcome = {"episodes": episodes, "tools": tools, "same_world": same_world}
+    outcome = {
+        "episodes": episodes,
+        "tools": tools,
+        "same_environment": same_environment,
+    }
     shown = {"num_opening": len(opening), "opening": tokenizer.decode(opening)}
     return {**outcome, **shown, "known_tools": known_tools, "held": held}
 

@@ -46,9 +46,9 @@ def try_functions(algorithm: AlgorithmConfig) -> Trials:
     with blocking(f"trying {' and '.join(specs)} on four rows"):
         fields = {"algorithm": algorithm.model_dump_json()}
         messages, cause = try_in_child(__name__, fields, DEADLINE_S)
-    tried = {message.kind: message.fields for message in messages}
+    outcomes = {message.kind: message.fields for message in messages}
     for key, spec in specs.items():
-        outcome = tried.get(key)
+        outcome = outcomes.get(key)
         if outcome is None:
             rule = f"its process {cause} on four rows"
             fix = "Let it return at once; it may not end its process."

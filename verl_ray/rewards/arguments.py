@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from verl_ray.rewards.request import (
     ScoreRequest,
 )
-from verl_ray.rewards.signatures import OF_EPISODES
+from verl_ray.rewards.signatures import EPISODE_VALUES
 
 
 def response_values(request: ScoreRequest) -> dict[str, object]:
@@ -36,7 +36,7 @@ def response_values(request: ScoreRequest) -> dict[str, object]:
         values["ground_truth"] = request.answer
 
     if request.episode_score is not None:
-        values |= {name: getattr(request, name) for name in OF_EPISODES}
+        values |= {name: getattr(request, name) for name in EPISODE_VALUES}
 
     # In verl's files it may be any value; the answer is its text.
     reward_model = request.extra.get("reward_model")
@@ -90,7 +90,7 @@ def group_values(requests: Sequence[ScoreRequest], log: GroupLog) -> dict[str, o
     if all(request.episode_score is not None for request in requests):
         response_columns |= {
             name: [getattr(request, name) for request in requests]
-            for name in OF_EPISODES
+            for name in EPISODE_VALUES
         }
     # A column of such a name is what a function for TRL means.
     return (

@@ -415,7 +415,7 @@ class JsonSchema:
                 rule = f"its argument {source} is no JSON schema: {error}"
                 raise SignatureMistake(rule, "Correct the schema.") from error
         # The responses to a prompt share their schema.
-        self._of_answer = functools.lru_cache(maxsize=256)(_validator_of_answer)
+        self._cached_validator = functools.lru_cache(maxsize=256)(_validator_of_answer)
 
     def __call__(self, response: str, answer: str | None = None) -> float:
         """Return 1.0 when the response is valid.
@@ -426,7 +426,7 @@ class JsonSchema:
         Raises:
             DataError: The schema is the record's answer, which is none.
         """
-        validator = self._validator or self._of_answer(answer)
+        validator = self._validator or self._cached_validator(answer)
         fenced = _FENCE.findall(response)
         for text in (response, *fenced[-1:]):
             try:

@@ -106,9 +106,10 @@ def health_metrics(healths: Iterable[int]) -> dict[str, float]:
 Entries = dict[str, float | str]
 """What a function returned beside a score: numbers, and texts of everything else."""
 
-WORLD = "episode/world/"
+ENVIRONMENT_PREFIX = "episode/world/"
 """Beginning of the entries that an environment has recorded about its episode. The data
-source and the name follow, with a slash between them."""
+source and the name follow, with a slash between them. Records of earlier runs have the
+word `world`, so it stays."""
 
 _SHOWN = 2000  # characters of a text that are kept
 _SCORE = "score"

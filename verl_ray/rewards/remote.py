@@ -37,7 +37,7 @@ from verl_ray.rewards.client import (
 )
 from verl_ray.rewards.health import Score, ScoreHealth, score_of_number
 from verl_ray.rewards.request import ScoreRequest
-from verl_ray.rewards.signatures import OF_EPISODES
+from verl_ray.rewards.signatures import EPISODE_VALUES
 
 _SHOWN = 200  # characters of an entry that an error shows
 _EXPECTED_REPLY = 'expected {"scores": [number or null, ...]}'
@@ -209,7 +209,7 @@ def _of_episode(request: ScoreRequest) -> dict[str, object]:
     """Return what is sent of an episode besides; nothing where there is none."""
     if request.episode_score is None:
         return {}
-    return {name: getattr(request, name) for name in OF_EPISODES}
+    return {name: getattr(request, name) for name in EPISODE_VALUES}
 
 
 # ------------------------------------------------------------------------------ replies

@@ -62,8 +62,8 @@ TRL = (
     "log_extra",
     "log_metric",
 )
-OF_RESPONSES = ("num_tokens", "finish_reason", "step")
-OF_EPISODES = (
+RESPONSE_VALUES = ("num_tokens", "finish_reason", "step")
+EPISODE_VALUES = (
     "episode_score",
     "episode_end",
     "episode_messages",
@@ -269,7 +269,7 @@ def _unknown_parameter(name: str, known: tuple[str, ...]) -> SignatureMistake:
 
 def _missing(name: str, values: Mapping[str, object]) -> str:
     """Return what the record lacks, and what to change, in two sentences."""
-    if name in OF_EPISODES:
+    if name in EPISODE_VALUES:
         return (
             f"the response is no episode, so there is no {name}. Set"
             " agent.environments.default=my_env.py:NAME."
@@ -280,7 +280,7 @@ def _missing(name: str, values: Mapping[str, object]) -> str:
             " data.columns={answer: NAME} to the column of the answers, or give the"
             f" parameter a default: {name}=None."
         )
-    columns = ", ".join(sorted(set(values) - {*TRL, *OF_RESPONSES})) or "none"
+    columns = ", ".join(sorted(set(values) - {*TRL, *RESPONSE_VALUES})) or "none"
     return (
         f"{LACKS} column {name!r}, which the function names; its columns are {columns}."
         " Name one of them, or give the parameter a default."

@@ -26,7 +26,7 @@ class EpisodeRequest:
         number: Number of the episode, unique in one call.
         task: What it is about.
         seed: Seed of its turns.
-        world_seed: Seed of its environment.
+        environment_seed: Seed of its environment.
         sampling: How its turns are sampled, but for the number of their tokens.
         session: Episodes of a session share a prefix.
     """
@@ -34,7 +34,7 @@ class EpisodeRequest:
     number: int
     task: EpisodeTask
     seed: int
-    world_seed: int
+    environment_seed: int
     sampling: Sampling
     session: str
 

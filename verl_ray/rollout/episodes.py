@@ -578,7 +578,7 @@ class _Process:
             "episode": episode.number,
             "task": task_fields(request.task),
             "seed": request.seed,
-            "world_seed": request.world_seed,
+            "environment_seed": request.environment_seed,
         }
         self.process.write(frame("run", fields))
 

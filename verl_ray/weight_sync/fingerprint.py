@@ -70,7 +70,7 @@ class _Pending:
     name: str
     numel: int
     """Number of its elements."""
-    of_dtype: int
+    dtype_term: int
     """What its dtype adds to each total."""
     first: tuple[int, ...]
     """Global index of its first lane, per dim."""
@@ -167,7 +167,7 @@ class FingerprintAccumulator:
         position = 0
         for pending in self._pending:
             total = totals.setdefault(pending.name, np.zeros(len(_SHIFTS), np.uint64))
-            total += np.uint64(pending.of_dtype)
+            total += np.uint64(pending.dtype_term)
             dims = zip(pending.first, pending.shape, strict=True)
             for dim, (start, size) in enumerate(dims):
                 dim_sums = sums[position : position + size]

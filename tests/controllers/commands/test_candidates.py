@@ -78,9 +78,11 @@ def test_all_problems_come_together(inputs: Inputs, tmp_path: Path) -> None:
             ["all", str(missing), str(store.root / "step_00000001")],
         )
     problems = {problem.key: problem for problem in caught.value.problems}
-    of_option = [each for each in caught.value.problems if each.key == "--checkpoints"]
-    assert [each.value for each in of_option] == ["all", str(missing)]
-    assert "has no checkpoints" in of_option[0].rule
+    option_problems = [
+        each for each in caught.value.problems if each.key == "--checkpoints"
+    ]
+    assert [each.value for each in option_problems] == ["all", str(missing)]
+    assert "has no checkpoints" in option_problems[0].rule
     # It holds no adapter.
     assert problems["actor.lora.rank"].rule.startswith("step_00000001: was 0")
     assert "names one checkpoint" in problems["run.resume"].rule

@@ -50,10 +50,10 @@ def test_each_checkpoint_is_measured_as_its_run_measured_it(
     folder = fresh / "evaluated"
     with (folder / "comparison" / "comparison.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["metric"] in recorded[0]]
-    of_other = [row for row in rows if row["name"] == "other/step_1"]
-    assert len(of_other) == len(recorded[0])
-    assert all(row["step"] == "1" and row["paired"] == "16" for row in of_other)
-    rows = [row for row in rows if row not in of_other]
+    other_rows = [row for row in rows if row["name"] == "other/step_1"]
+    assert len(other_rows) == len(recorded[0])
+    assert all(row["step"] == "1" and row["paired"] == "16" for row in other_rows)
+    rows = [row for row in rows if row not in other_rows]
     # The base model comes first, and the steps of the run after it.
     assert [int(row["step"]) for row in rows] == [0, 1, 2] * len(recorded[0])
     for row in rows:
@@ -62,11 +62,11 @@ def test_each_checkpoint_is_measured_as_its_run_measured_it(
     assert len({row["value"] for row in rows}) > 1
 
     for metric in recorded[0]:
-        of_metric = [row for row in rows if row["metric"] == metric]
-        first, *others = [float(row["value"]) for row in of_metric]
-        changes = [float(row["difference"]) for row in of_metric[1:]]
+        metric_rows = [row for row in rows if row["metric"] == metric]
+        first, *others = [float(row["value"]) for row in metric_rows]
+        changes = [float(row["difference"]) for row in metric_rows[1:]]
         assert changes == pytest.approx([value - first for value in others])
-        assert {row["paired"] for row in of_metric[1:]} == {"16"}
+        assert {row["paired"] for row in metric_rows[1:]} == {"16"}
 
     written = [
         json.loads((folder / f"step_{step:06d}" / "metrics.json").read_text())

@@ -63,7 +63,7 @@ def test_a_person_uses_a_tool_and_is_paid(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_the_end_of_the_input_ends_the_episode() -> None:
-    # The world of seed 1 thinks of 3, and the second guess of 10 is worth 0.9.
+    # The environment of seed 1 thinks of 3, and the second guess of 10 is worth 0.9.
     arguments = ("number_guessing", "high=10", "--seed", "1")
     out = play(*arguments, typed="5\n")
     assert "My number is lower. Guesses that remain: 9.<|im_end|>" in out
@@ -72,27 +72,27 @@ def test_the_end_of_the_input_ends_the_episode() -> None:
 
 
 @pytest.mark.processes
-def test_a_text_of_the_world_ends_what_is_typed(tmp_path: Path) -> None:
-    world = tmp_path / "world.py"
-    world.write_text(
+def test_a_text_of_the_environment_ends_what_is_typed(tmp_path: Path) -> None:
+    file = tmp_path / "game.py"
+    file.write_text(
         "async def run(task, policy):\n"
         "    action = await policy.respond(task.messages, stop=['</a>'])\n"
         "    policy.record(letters=len(action.text))\n"
         "    return 1.0\n"
     )
-    out = play(f"{world}:run", "--prompt", "go", typed="x</a> and more\n")
+    out = play(f"{file}:run", "--prompt", "go", typed="x</a> and more\n")
     assert "[x|<|/|a|>]  <- 5 tokens of the policy" in out
     assert "--- completed, score 1\nmetric letters = 5\nturns 1," in out
 
 
 @pytest.mark.processes
-def test_a_world_that_blocks_or_lacks_a_column_is_named(tmp_path: Path) -> None:
-    world = tmp_path / "world.py"
-    world.write_text(
+def test_an_environment_that_blocks_or_lacks_a_column_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "game.py"
+    file.write_text(
         "import time\n"
         "from verl_ray.agents.contract import Observation, Step\n"
         "from verl_ray.agents.models import model\n"
-        "class World:\n"
+        "class Game:\n"
         "    async def reset(self, task, seed):\n"
         "        self.user = model('user')\n"
         "        return Observation([{'role': 'user', 'content': task.extra['word']}])\n"
@@ -104,9 +104,9 @@ def test_a_world_that_blocks_or_lacks_a_column_is_named(tmp_path: Path) -> None:
     records = tmp_path / "words.jsonl"
     records.write_text('{"prompt": "say", "word": "hush"}\n')
     named = "agent.models.user.url=http://127.0.0.1:9/v1"
-    arguments = [f"{world}:World", named, "--data", str(records)]
+    arguments = [f"{file}:Game", named, "--data", str(records)]
     out = play(*arguments, typed="hush\n")
-    assert f"--- {world}, line 9, in World.step held the event loop for 1." in out
+    assert f"--- {file}, line 9, in Game.step held the event loop for 1." in out
 
     failed = subprocess.run(
         [sys.executable, "-m", "controllers", "play", *arguments[:2]],

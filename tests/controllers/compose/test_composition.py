@@ -142,7 +142,7 @@ def test_backend_mistakes() -> None:
 
 def test_a_table_that_is_replaced_may_lose_a_key_twice() -> None:
     table = (
-        "agent.environments={sums: calculator.py:World}",
+        "agent.environments={sums: calculator.py:Game}",
         "~agent.environments.default",
     )
     config = compose("agent_quickstart", table)
@@ -224,7 +224,7 @@ def test_a_setting_of_another_reward() -> None:
     assert found["reward.components.b.kind"].fix == "Set reward.components.b.kind."
 
 
-def test_a_setting_of_a_model_that_worlds_talk_to() -> None:
+def test_a_setting_of_a_model_that_environments_talk_to() -> None:
     model = "agent.models.user={url: http://host/v1, tokenenv: X}"
     found = problems("grpo", *INPUTS, model)
     key = "agent.models.user.token_env"

@@ -276,7 +276,7 @@ def test_groups_whose_sums_agree_may_differ_in_parts(tmp_path: Path) -> None:
     # Normalised in their groups, parts of one size cancel; here they are of two.
     unequal = replace(scores, parts=((1.0, parts[0][1]), (2.0, parts[1][1])))
     cancelling = replace(scores, score=parts[0][1])
-    for advantage, of_group, rejected in (
+    for advantage, group_scores, rejected in (
         ("gdpo", unequal, []),
         ("gdpo", cancelling, [0]),
         ("gdpo", replace(cancelling, parts=()), []),
@@ -287,13 +287,13 @@ def test_groups_whose_sums_agree_may_differ_in_parts(tmp_path: Path) -> None:
         folder.mkdir()
         run = Sampling(folder, "synchronous", 0, advantage=advantage)
         run.draw()
-        found = run.admission.decide(np.zeros(2, np.int64), of_group, STOPPED)
+        found = run.admission.decide(np.zeros(2, np.int64), group_scores, STOPPED)
         assert found.tolist() == rejected
         # The metric of groups without spread follows the same rule.
         rows = Sharded.stored(None, Receipt.of(rollouts_of([1, 1], groups=[0, 0])))
         config = compose("grpo", [*PATHS, f"algorithm.advantage={advantage}"])
         assert isinstance(config, RLConfig)
-        share = group_metrics(config, rows, of_group, np.zeros(2, bool))
+        share = group_metrics(config, rows, group_scores, np.zeros(2, bool))
         assert share == {"frac_reward_zero_std": len(rejected)}
 
 
@@ -301,10 +301,12 @@ def test_a_group_whose_scores_differ_by_rounding_is_rejected(tmp_path: Path) -> 
     run = Sampling(tmp_path, "synchronous", 0, advantage="gdpo")
     run.draw()
     nearly = np.nextafter(np.float32(0.9), np.float32(1))
-    of_two = scores_of(0.9, nearly, 0.9, 0.8)
+    pair_scores = scores_of(0.9, nearly, 0.9, 0.8)
     # A part that differs by rounding says no more.
     scores = ResponseScores(
-        of_two.score, of_two.health, parts=((1.0, of_two.score), (2.0, of_two.score))
+        pair_scores.score,
+        pair_scores.health,
+        parts=((1.0, pair_scores.score), (2.0, pair_scores.score)),
     )
     finish = np.full(4, Finish.STOP, np.int8)
     assert run.admission.decide(np.array([0, 0, 1, 1]), scores, finish).tolist() == [0]

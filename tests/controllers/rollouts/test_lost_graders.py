@@ -130,7 +130,7 @@ def scoring(
     ("how", "kind"),
     [("kill", "died"), ("freeze", "stalled"), ("MemoryError", "exhausted")],
 )
-def test_what_a_lost_grader_owed_is_scored_again(
+def test_pending_scores_of_a_lost_grader_are_asked_for_again(
     scoring: Scoring,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -158,8 +158,8 @@ def test_what_a_lost_grader_owed_is_scored_again(
     )  # fmt: skip
     warned = capsys.readouterr().err
     assert re.search(
-        r"warning: reward rank \d on .*It starts again, and is asked again for what it"
-        r" owed \(failure 1 of at most 2 without a new step\)",
+        r"warning: reward rank \d on .*It starts again, and its pending requests are"
+        r" sent again \(failure 1 of at most 2 without a new step\)",
         warned,
     )
     assert "goes back" not in warned

@@ -408,8 +408,8 @@ def test_a_verification_that_fails_stops_the_run_and_names_what_could_be_wrong(
 def test_too_many_lost_replicas_stop_the_run(run: Trainer) -> None:
     replica = run.replicas.available[1]
     recovery = run.config.run.recovery.model_copy(update={"max_restarts": 0})
-    of_run = run.config.run.model_copy(update={"recovery": recovery})
-    config = run.config.model_copy(update={"run": of_run})
+    run_section = run.config.run.model_copy(update={"recovery": recovery})
+    config = run.config.model_copy(update={"run": run_section})
     process = pid(run, 1)
     device_sharing, publisher = run.replicas.device_sharing, run.replicas._publisher
     run.replicas = Replicas([replica], publisher, device_sharing, config)

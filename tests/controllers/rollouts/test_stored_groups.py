@@ -107,7 +107,7 @@ def test_a_buffer_goes_on_with_what_another_one_wrote(tmp_path: Path) -> None:
 @pytest.mark.cluster
 @pytest.mark.usefixtures("cluster")
 def test_episodes_of_an_earlier_version_can_be_learned_from(tmp_path: Path) -> None:
-    run = config("agent.environments.default=world.py:World")
+    run = config("agent.environments.default=game.py:Game")
     messages = [
         {"role": "user", "content": "1?"},
         {"role": "assistant", "content": "one"},

@@ -106,8 +106,8 @@ def test_digests_are_noted_only_where_rollouts_are_sampled(
     rollouts: str, ordinals: list[int], config: RLConfig, source: PromptSource
 ) -> None:
     tracking = config.tracking.model_copy(update={"rollouts": rollouts})
-    of_run = config.model_copy(update={"tracking": tracking})
-    supply = supply_of(of_run, source, 0)
+    run_config = config.model_copy(update={"tracking": tracking})
+    supply = supply_of(run_config, source, 0)
     supply.begin(0)
     supply.draw()
     assert list(supply.digests) == ordinals

@@ -186,7 +186,7 @@ def test_a_process_without_state_starts_again_in_place(
         return [(line["kind"], line["step"], line["cure"]) for line in lines]
 
     assert policy.may_restart(died(), 3)
-    assert "is asked again for what it owed (failure 1 of at most 2" in (
+    assert "its pending requests are sent again (failure 1 of at most 2" in (
         capsys.readouterr().err
     )
     # The same at the same step goes on to the loop, which stops.

@@ -61,8 +61,8 @@ def test_a_step_without_replies_ends_neither_the_run_nor_its_trace(
 
     # At the end there is time, also for the last spans of those that were late.
     tracker.close(failed=False)
-    *of_steps, first_s, second_s = groups.limits_s
-    assert of_steps == [2.0] * 4 and 29 < second_s <= first_s <= 30
+    *step_limits_s, first_s, second_s = groups.limits_s
+    assert step_limits_s == [2.0] * 4 and 29 < second_s <= first_s <= 30
     assert groups.waits_for_late == [False] * 4 + [True] * 2
     events = read_trace(tmp_path / "trace.json")
     calls = [event["ts"] for event in events if event["name"] == "actor.update"]

@@ -137,12 +137,12 @@ def check_trace(run_dir: Path, lines: list[dict[str, float]]) -> None:
     ]  # fmt: skip
 
     spans = [event for event in events if event["ph"] == "X"]
-    of_threads: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    spans_by_thread: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for span in sorted(spans, key=lambda span: (span["ts"], -span["dur"])):
-        of_threads.setdefault((span["pid"], span["tid"]), []).append(span)
-    for of_thread in of_threads.values():
+        spans_by_thread.setdefault((span["pid"], span["tid"]), []).append(span)
+    for thread_spans in spans_by_thread.values():
         open_until: list[float] = []
-        for span in of_thread:
+        for span in thread_spans:
             begin, end = span["ts"], span["ts"] + span["dur"]
             # Times have a resolution of a quarter of a microsecond.
             while open_until and open_until[-1] <= begin + 0.5:

@@ -19,30 +19,32 @@ from verl_ray.tracking.rollouts import recorded_rollouts
 
 pytestmark = [pytest.mark.cluster, pytest.mark.processes]
 
-WORLDS = Path(__file__).with_name("worlds.py")
+ENVIRONMENTS = Path(__file__).with_name("environments.py")
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }}"
     "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
 
 
-def world_of(run_dir: Path, world: str, source: str = "default") -> list[str]:
-    """The overrides of a world for a run, whose chat template stands beside it."""
+def environment_of(
+    run_dir: Path, environment: str, source: str = "default"
+) -> list[str]:
+    """The overrides of an environment, and of a chat template beside the run."""
     template = run_dir.with_suffix(".jinja")
     template.write_text(TEMPLATE)
     return [
-        f"agent.environments.{source}={WORLDS}:{world}", f"reward.functions.{source}=environment",
+        f"agent.environments.{source}={ENVIRONMENTS}:{environment}", f"reward.functions.{source}=environment",
         "agent.max_turn_tokens=6", f"data.chat_template={template}",
     ]  # fmt: skip
 
 
 def train(
-    cluster: Session, inputs: Inputs, run_dir: Path, world: str, *changes: str, source: str = "default"
+    cluster: Session, inputs: Inputs, run_dir: Path, environment: str, *changes: str, source: str = "default"
 ) -> list[dict[str, Any]]:  # fmt: skip
     """The metrics of the lines of a run on episodes of two turns."""
     command(
         cluster, "train", "--config-name", "grpo", *inputs.rl(run_dir),
-        "rollout.max_response_tokens=24", *world_of(run_dir, world, source), *changes,
+        "rollout.max_response_tokens=24", *environment_of(run_dir, environment, source), *changes,
     )  # fmt: skip
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
@@ -58,9 +60,9 @@ def test_a_policy_learns_from_episodes(
     core = "val-core/arithmetic/reward/mean@1"
     assert before[core] < 1 < steps[-1][core] <= 12 / 8
     for metrics in (before, steps[-1]):
-        of_world = "val-aux/arithmetic/episode/world/turns/mean@1"
+        turns_key = "val-aux/arithmetic/episode/world/turns/mean@1"
         assert (
-            metrics["val-aux/arithmetic/num_turns/mean"] == 2 * metrics[of_world] == 4
+            metrics["val-aux/arithmetic/num_turns/mean"] == 2 * metrics[turns_key] == 4
         )
         assert metrics["val-aux/arithmetic/episode/ends/completed"] == 1
         assert metrics["val-aux/arithmetic/episode/ends/max_turns"] == 0
@@ -85,22 +87,22 @@ def test_a_policy_learns_from_episodes(
     # Two whole groups are recorded, with all rows of each episode.
     rows = recorded(tmp_path / "run", 4)
     assert len(rows) == steps[-1]["rollouts/recorded_rows"]
-    of_trajectories: dict[int, list[dict[str, Any]]] = {}
+    rows_by_trajectory: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
-        of_trajectories.setdefault(row["trajectory"], []).append(row)
-    assert len(of_trajectories) == 8 and len({row["ordinal"] for row in rows}) == 2
-    for of_trajectory in of_trajectories.values():
-        assert [row["row"] for row in of_trajectory] == [*range(len(of_trajectory))]
-        ((_, score),) = of_trajectory[0]["scores"]
-        paid = sum(row["reward"] for row in of_trajectory)
+        rows_by_trajectory.setdefault(row["trajectory"], []).append(row)
+    assert len(rows_by_trajectory) == 8 and len({row["ordinal"] for row in rows}) == 2
+    for trajectory_rows in rows_by_trajectory.values():
+        assert [row["row"] for row in trajectory_rows] == [*range(len(trajectory_rows))]
+        ((_, score),) = trajectory_rows[0]["scores"]
+        paid = sum(row["reward"] for row in trajectory_rows)
         assert paid == pytest.approx(score, abs=1e-5)
         # Turns are numbered over the rows of an episode.
-        assert [number for row in of_trajectory for number in row["turns"]] == [0, 1]
-        of_turns = sum(
-            reward for row in of_trajectory for reward in row["turn_rewards"]
+        assert [number for row in trajectory_rows for number in row["turns"]] == [0, 1]
+        paid_in_turns = sum(
+            reward for row in trajectory_rows for reward in row["turn_rewards"]
         )
-        assert of_turns == pytest.approx(score, abs=1e-5)
-        for row in of_trajectory:
+        assert paid_in_turns == pytest.approx(score, abs=1e-5)
+        for row in trajectory_rows:
             assert (row["end"], row["num_turns"], row["failure"]) == (
                 "completed",
                 2,
@@ -116,11 +118,11 @@ def test_a_policy_learns_from_episodes(
         recording_s = metrics["timing_s/record_rollouts"]
         assert 0 < recording_s < metrics["timing_s/update_actor"]
 
-    # The last checkpoint in the same world has the scores that the run saw.
+    # The last checkpoint in the same environment has the scores that the run saw.
     measured = tmp_path / "measured"
     command(
         cluster, "evaluate", "--config-name", "grpo", *inputs.rl(measured), "rollout.max_response_tokens=24",
-        *world_of(measured, "TwoTurns"), f"run.resume={tmp_path / 'run' / 'checkpoints' / 'step_00000004'}",
+        *environment_of(measured, "TwoTurns"), f"run.resume={tmp_path / 'run' / 'checkpoints' / 'step_00000004'}",
     )  # fmt: skip
     held_out = rows_in(recorded_responses(tmp_path / "run")[4])
     again = json.loads(
@@ -182,12 +184,12 @@ def test_what_failed_is_recorded_where_it_stops_the_run(
     """In the first step, or in the evaluation before it."""
     folder = tmp_path / "run"
     ended = command(
-        cluster, "train", "--config-name", "grpo", *inputs.rl(folder), *world_of(folder, "Failing"),
+        cluster, "train", "--config-name", "grpo", *inputs.rl(folder), *environment_of(folder, "Failing"),
         "rollout.max_response_tokens=24", "run.total_steps=1", f"run.evaluate_every={evaluate_every}",
         "reward.max_failed_fraction=0", code=1,
     )  # fmt: skip
     assert "in agent.environments.default as environment_failed" in ended.stderr
-    assert f'File "{WORLDS}", line ' in ended.stderr
+    assert f'File "{ENVIRONMENTS}", line ' in ended.stderr
     assert "\nLookupError: nothing begins so here" in ended.stderr
 
     if evaluate_every:
@@ -204,7 +206,7 @@ def test_what_failed_is_recorded_where_it_stops_the_run(
 def test_single_responses_and_episodes_are_trained_in_one_run(
     cluster: Session, inputs: Inputs, tmp_path: Path
 ) -> None:
-    """Every second record acts in a world; the graders are those of the data sources."""
+    """Every second record has an environment; graders are those of the data sources."""
     lines = inputs.train.read_text().splitlines()
     records = [
         {**json.loads(line), "data_source": ("sums", "game")[number % 2]}
@@ -220,8 +222,8 @@ def test_single_responses_and_episodes_are_trained_in_one_run(
     assert metrics["training/rollout_probs_diff_max"] < 1e-5
 
     rows = recorded(tmp_path / "run", 1)
-    of_sums = [row for row in rows if row["data_source"] == "sums"]
-    assert 0 < len(of_sums) < len(rows)
+    sum_rows = [row for row in rows if row["data_source"] == "sums"]
+    assert 0 < len(sum_rows) < len(rows)
     for row in rows:
         is_single = row["data_source"] == "sums"
         ending = ("", 1) if is_single else ("completed", 2)
@@ -229,7 +231,7 @@ def test_single_responses_and_episodes_are_trained_in_one_run(
         if is_single:
             # The whole response, which agent.max_turn_tokens does not bound.
             assert row["mask"] == sorted(row["mask"])
-    assert max(row["response_tokens"] for row in of_sums) > 6
+    assert max(row["response_tokens"] for row in sum_rows) > 6
 
 
 @pytest.mark.slow
@@ -254,7 +256,7 @@ def test_episodes_have_the_same_bits_wherever_they_run_and_whatever_is_lost(
 ) -> None:
     def run(name: str, *more: str) -> Run:
         folder = tmp_path / name
-        changes = [*world_of(folder, "TwoTurns"), *more]
+        changes = [*environment_of(folder, "TwoTurns"), *more]
         return Run(inputs, folder, "one_step_off", 4, changes)
 
     whole = run("whole")
@@ -282,7 +284,7 @@ def test_each_prompt_is_learned_from_once_where_episodes_are_lost(
     and the driver.
     """
     folder = tmp_path / "run"
-    run = Run(inputs, folder, schedule, 4, world_of(folder, "SlowTurns"))
+    run = Run(inputs, folder, schedule, 4, environment_of(folder, "SlowTurns"))
     here = f"ray.address={cluster.address}"
     faults = (
         "rollouts@2:kill=rollout-0+0.05",

@@ -243,24 +243,22 @@ def test_with_an_adapter_the_reference_is_the_actors_base(
             with training(config, used) as run:
                 assert (run.system.reference is None) == (config is alone)
                 found.append([run.publish(0), *(run.step(number) for number in (1, 2))])
-    (whole, first, second), (_, _, of_a_copy) = found
+    (whole, first, second), (_, _, copied) = found
     assert (
         first["actor/kl_loss"] == 0 and first["actor/grad_norm"] > 0
     )  # an adapter starts as nothing
-    assert second["actor/kl_loss"] == pytest.approx(
-        of_a_copy["actor/kl_loss"], rel=1e-3
-    )
+    assert second["actor/kl_loss"] == pytest.approx(copied["actor/kl_loss"], rel=1e-3)
     assert second["actor/kl_loss"] > 1e-4
-    for metrics in (second, of_a_copy):
+    for metrics in (second, copied):
         assert (
             metrics["training/rollout_probs_diff_mean"] < 1e-5
         )  # the adapter arrived, alone or merged
-    of_adapter = (
+    adapter_parts = (
         2 * 2 * len(alone.actor.lora.targets)
     )  # A and B of each target in each layer
-    assert [one["weight_sync/verified"] for one in (whole, second, of_a_copy)] == [
-        24 + of_adapter,
-        of_adapter,
+    assert [one["weight_sync/verified"] for one in (whole, second, copied)] == [
+        24 + adapter_parts,
+        adapter_parts,
         24,
     ]
     assert second["weight_sync/bytes"] < whole["weight_sync/bytes"] / 4

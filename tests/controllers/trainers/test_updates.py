@@ -77,11 +77,11 @@ def test_optimizer_steps_of_episodes_are_cut_between_groups() -> None:
     # Trajectories 1 and 3 are of one group, 2 and 4 of the other.
     episodes = "agent.environments.default=my_env.py:Game"
     changes = ("actor.mini_batch_size=2", "actor.epochs=8")
-    of_groups = {
+    trajectory_sets = {
         tuple(sorted({TRAJECTORIES[row] for row in rows}))
         for rows, _ in steps(*changes, episodes)
     }
-    assert of_groups == {(1, 3), (2, 4)}
+    assert trajectory_sets == {(1, 3), (2, 4)}
     # Single responses are shuffled one by one.
     pairs = {
         tuple(sorted({TRAJECTORIES[row] for row in rows}))

@@ -45,14 +45,14 @@ def test_a_prompt_that_was_chosen_is_chosen_again_whatever_was_finished_first(
 
     def chosen(prompts: str, first_ordinal: int) -> str:
         ordinals = first_ordinal + np.arange(len(prompts))
-        of_ordinals = {
+        digests_by_ordinal = {
             int(ordinal): digests[prompt]
             for ordinal, prompt in zip(ordinals, prompts, strict=True)
         }
         group_id = np.repeat(ordinals, 2)
         lengths = np.full(len(group_id), 9)
         members = np.arange(len(group_id))
-        rows = sampled.chosen(1, group_id, members, lengths, of_ordinals)
+        rows = sampled.chosen(1, group_id, members, lengths, digests_by_ordinal)
         groups = group_id[rows]
         # Both members of a group, or none.
         np.testing.assert_array_equal(groups[::2], groups[1::2])
@@ -75,10 +75,10 @@ def test_rows_of_a_step_are_bounded_in_tokens_but_for_a_single_trajectory(
 ) -> None:
     sampled = record(tmp_path, "sampled")
 
-    def chosen(of_second: int, *of_first: int) -> list[int]:
+    def chosen(second_length: int, *first_lengths: int) -> list[int]:
         # The first prompt's first trajectory has two rows, and its second one has one.
         groups, trajectories = np.array([3, 9, 9, 9]), np.array([6, 18, 18, 19])
-        lengths = np.array([of_second, *of_first])
+        lengths = np.array([second_length, *first_lengths])
         digests = {3: "b", 9: "a"}
         return sampled.chosen(1, groups, trajectories, lengths, digests).tolist()
 

@@ -1,4 +1,4 @@
-"""The environments that ship: small worlds, each of which shows a feature of episodes.
+"""The environments that ship: small ones, each of which shows a feature of episodes.
 
 Invariant: an episode depends on its task and its seed alone, and not on what else runs
 in the process. Needs neither torch, ray nor vllm.

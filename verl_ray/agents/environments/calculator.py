@@ -166,7 +166,7 @@ class Calculator:
         return Step(reward=reward, done=True, end=end_of(action))
 
     async def close(self) -> None:
-        """Do nothing: the world holds nothing."""
+        """Do nothing: the environment holds nothing."""
 
 
 def _reply(call: ToolCall) -> Message:

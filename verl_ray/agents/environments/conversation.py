@@ -1,4 +1,4 @@
-"""Messages that a world adds to a conversation.
+"""Messages that an environment adds to a conversation.
 
 Invariant: the messages of a task are never changed; a conversation is a new list.
 """
@@ -11,10 +11,10 @@ from verl_ray.agents.contract import Action, End, Message
 
 
 def opening(messages: Sequence[Message], text: str) -> list[Message]:
-    """Return a task's messages with a text of the world behind them.
+    """Return a task's messages with a text of the environment behind them.
 
     Some chat templates refuse two messages of the user in a row. So where the last
-    message is the user's text, the world's text follows in the same message.
+    message is the user's text, the environment's text follows in the same message.
     """
     conversation = [dict(message) for message in messages]
     last = conversation[-1] if conversation else {}
@@ -31,5 +31,5 @@ def end_of(answer: Action) -> End:
 
 
 def user(text: str) -> Message:
-    """Return a text as a message of the user, for whom the world speaks."""
+    """Return a text as a message of the user, for whom the environment speaks."""
     return {"role": "user", "content": text}

@@ -190,4 +190,4 @@ class FrozenLake:
         return "G" if cell == (self._size - 1, self._size - 1) else "F"
 
     async def close(self) -> None:
-        """Do nothing: the world holds nothing."""
+        """Do nothing: the environment holds nothing."""

@@ -1,4 +1,4 @@
-"""A number to guess in several turns: the world says higher or lower.
+"""A number to guess in several turns: the environment says higher or lower.
 
 Invariant: every turn uses up one guess, so an episode has at most `max_guesses` turns.
 """
@@ -14,7 +14,7 @@ from verl_ray.rewards.functions import final_number
 
 
 class NumberGuessing:
-    """A world that thinks of a whole number.
+    """An environment that thinks of a whole number.
 
     The guess of a turn is the last number of its text. A turn without a number, and a
     guess that is no whole number or out of the range, are answered by the rule that
@@ -93,4 +93,4 @@ class NumberGuessing:
         return (self._max_guesses - self._num_guesses + 1) / self._max_guesses
 
     async def close(self) -> None:
-        """Do nothing: the world holds nothing."""
+        """Do nothing: the environment holds nothing."""

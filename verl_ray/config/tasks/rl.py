@@ -372,7 +372,7 @@ def reference_settings_are_used(
 # ------------------------------------------------------------- tokens of other policies
 
 
-_OF_OLDER_TOKENS = {
+_FIXES_OF_OLDER_TOKENS = {
     "tokens": "Use two_policy with algorithm.correction.kind=icepop level=token"
     " lower=0.5 upper=5.0, which the group schedule sets; or three_policy with"
     " kind=tis.",
@@ -441,7 +441,7 @@ def stale_tokens_are_corrected(config: RLConfig) -> Iterator[Problem]:
     )
     if algorithm.correction.form == "none":
         loss = POLICY_LOSSES[algorithm.policy_loss]
-        fix = _OF_OLDER_TOKENS[loss.corrected_as].format(loss=loss.name)
+        fix = _FIXES_OF_OLDER_TOKENS[loss.corrected_as].format(loss=loss.name)
         yield Problem(f"{_CORRECTION}.form", "none", rule, fix)
     if algorithm.mismatch.then == "correct":
         fix = "Use stop, or set algorithm.mismatch.limit=null."

@@ -136,7 +136,7 @@ class Slow(Counting):
 
 
 class Hanging:
-    """A world of plain methods, whose first step never returns."""
+    """An environment of plain methods, whose first step never returns."""
 
     def reset(self, task: EpisodeTask, seed: int) -> Observation:
         return Observation(task.messages)

@@ -1,7 +1,7 @@
-"""Worlds whose methods are plain functions, as environments.
+"""Environments whose methods are plain functions, or those of Gymnasium.
 
-Invariant: a method that is plain runs in a thread, and no two calls of a world run at
-the same time: one that came too late is waited for, by `close` as well.
+Invariant: a method that is plain runs in a thread, and no two calls of an environment
+run at the same time: one that came too late is waited for, by `close` as well.
 """
 
 from __future__ import annotations
@@ -29,56 +29,58 @@ METHODS = ("reset", "step", "close")
 
 _FINISH = "finish"
 
-_OF_TRAINER = {ENVIRONMENT, *COLUMNS_OF_TEMPLATE}
-"""Columns of a record that are no options of a world of Gymnasium."""
+_TRAINER_COLUMNS = {ENVIRONMENT, *COLUMNS_OF_TEMPLATE}
+"""Columns of a record that are no options of an environment of Gymnasium."""
 
 _BEGUN = ("observation", "info")
 _STEPPED = ("observation", "reward", "terminated", "truncated", "info")
 
 
 def environment_factory(
-    world: type, build: Callable[[], Any]
+    environment: type, build: Callable[[], Any]
 ) -> Callable[[], Environment]:
     """Return what makes the environment of an episode.
 
     Args:
-        world: A class with the methods of an environment, each plain or asynchronous,
-            or with those of Gymnasium.
+        environment: A class with the methods of an environment, each plain or
+            asynchronous, or with those of Gymnasium.
         build: Makes an object of it.
     """
-    if _is_gymnasium(world):
-        kind = ValuedGymnasiumWorld if hasattr(world, _FINISH) else GymnasiumWorld
-        return functools.partial(PlainWorld, kind, functools.partial(kind, build))
-    names = [name for name in (*METHODS, _FINISH) if hasattr(world, name)]
-    if all(_is_asynchronous(world, name) for name in names):
+    if _is_gymnasium(environment):
+        kind = GymnasiumEnvironment
+        if hasattr(environment, _FINISH):
+            kind = ValuedGymnasiumEnvironment
+        return functools.partial(PlainEnvironment, kind, functools.partial(kind, build))
+    names = [name for name in (*METHODS, _FINISH) if hasattr(environment, name)]
+    if all(_is_asynchronous(environment, name) for name in names):
         return cast("Callable[[], Environment]", build)
-    return functools.partial(PlainWorld, world, build)
+    return functools.partial(PlainEnvironment, environment, build)
 
 
-def _is_asynchronous(world: type, name: str) -> bool:
-    return inspect.iscoroutinefunction(getattr(world, name))
+def _is_asynchronous(environment: type, name: str) -> bool:
+    return inspect.iscoroutinefunction(getattr(environment, name))
 
 
-def _is_gymnasium(world: type) -> bool:
+def _is_gymnasium(environment: type) -> bool:
     """Return whether a class has `reset(seed=..., options=...)`."""
-    names = inspect.signature(world.reset).parameters  # type: ignore[attr-defined]
+    names = inspect.signature(environment.reset).parameters  # type: ignore[attr-defined]
     return {"seed", "options"} <= set(names) and "task" not in names
 
 
-class PlainWorld:
+class PlainEnvironment:
     """An environment with plain methods.
 
     Where `reset` is plain, the object is made in its thread, too.
     """
 
-    def __init__(self, world: type, build: Callable[[], Any]) -> None:
+    def __init__(self, environment: type, build: Callable[[], Any]) -> None:
         """Take the class of the environment, and what makes an object of it."""
-        self._class = world
+        self._class = environment
         self._build = build
-        self._world = build() if _is_asynchronous(world, "reset") else None
+        self._environment = build() if _is_asynchronous(environment, "reset") else None
         self._calls = OneAtATime()
-        # `run_episode` asks a world only if it has this method.
-        if hasattr(world, _FINISH):
+        # `run_episode` asks an environment only if it has this method.
+        if hasattr(environment, _FINISH):
             self.finish = self._finish
 
     async def reset(self, task: EpisodeTask, seed: int) -> Observation:
@@ -92,7 +94,7 @@ class PlainWorld:
         return step
 
     async def close(self) -> None:
-        """Close the world once no call runs; see `Environment`."""
+        """Close the environment once no call runs; see `Environment`."""
         await self._call("close")
 
     async def _finish(self, end: End) -> float:
@@ -109,20 +111,20 @@ class PlainWorld:
 
     async def _await(self, name: str, *arguments: Any) -> Any:
         # It could not be made, so there is nothing to close.
-        if self._world is None:
+        if self._environment is None:
             return None
-        return await getattr(self._world, name)(*arguments)
+        return await getattr(self._environment, name)(*arguments)
 
     def _run(self, name: str, *arguments: Any) -> Any:
-        if self._world is None:
+        if self._environment is None:
             if name == "close":
                 return None
-            self._world = self._build()
-        return getattr(self._world, name)(*arguments)
+            self._environment = self._build()
+        return getattr(self._environment, name)(*arguments)
 
 
-class GymnasiumWorld:
-    """A world of Gymnasium whose observations and actions are texts.
+class GymnasiumEnvironment:
+    """An environment of Gymnasium whose observations and actions are texts.
 
     The conversation begins with the system messages of the task and the first
     observation; the other columns of the record are the options of `reset`, but for
@@ -130,22 +132,22 @@ class GymnasiumWorld:
     """
 
     def __init__(self, build: Callable[[], Any]) -> None:
-        """Make the world."""
-        self._world = build()
+        """Make the environment."""
+        self._environment = build()
 
     def reset(self, task: EpisodeTask, seed: int) -> Observation:
         """Begin; see `Environment`."""
         columns = task.extra.items()
-        options = {name: each for name, each in columns if name not in _OF_TRAINER}
+        options = {name: each for name, each in columns if name not in _TRAINER_COLUMNS}
         # Gymnasium's seeds are those of NumPy.
-        returned = self._world.reset(seed=seed % 2**32, options=options)
+        returned = self._environment.reset(seed=seed % 2**32, options=options)
         text, _ = self._parts(returned, "reset", _BEGUN)
         system = [each for each in task.messages if each["role"] == "system"]
         return Observation([*system, _message(text)])
 
     def step(self, action: Action) -> Step:
         """Take the text of an action; see `Environment`."""
-        returned = self._world.step(action.text)
+        returned = self._environment.step(action.text)
         text, paid, is_over, is_cut, _ = self._parts(returned, "step", _STEPPED)
         reward = number_of(paid, "step returned the reward")
         if is_over or is_cut:
@@ -154,13 +156,13 @@ class GymnasiumWorld:
         return Step([_message(text)], reward)
 
     def close(self) -> None:
-        """Close the world; see `Environment`."""
-        self._world.close()
+        """Close the environment; see `Environment`."""
+        self._environment.close()
 
     def _parts(
         self, returned: object, method: str, names: Sequence[str]
     ) -> tuple[Any, ...]:
-        """Return what a method of the world has returned, with these parts.
+        """Return what a method of the environment has returned, with these parts.
 
         Raises:
             TypeError: It is something else.
@@ -171,17 +173,17 @@ class GymnasiumWorld:
         if isinstance(returned, tuple):
             what = f"{len(returned)} values, {what}"
         raise TypeError(
-            f"{type(self._world).__name__}.{method} returned {what}, expected"
+            f"{type(self._environment).__name__}.{method} returned {what}, expected"
             f" ({', '.join(names)}), as Gymnasium has it; Gym had fewer values"
         )
 
 
-class ValuedGymnasiumWorld(GymnasiumWorld):
+class ValuedGymnasiumEnvironment(GymnasiumEnvironment):
     """One that says what its state is worth at a limit."""
 
     def finish(self, end: End) -> float:
         """Return the reward of the state; see `Environment`."""
-        reward: float = self._world.finish(end)
+        reward: float = self._environment.finish(end)
         return reward
 
 

@@ -1,4 +1,4 @@
-"""A world for measuring: every turn of any policy calls a tool.
+"""An environment for measuring: every turn of any policy calls a tool.
 
 Invariant: a call costs what one costs that a policy writes: its turn is searched for
 calls, the arguments are checked and converted, and the result is a message.
@@ -34,7 +34,7 @@ def share(amount: int, parts: int, rounded: bool = True) -> str:
 _CALL = ToolCall("share", {"amount": 1000, "parts": 7})
 
 
-class CallingWorld(ToolEnvironment):
+class CallingEnvironment(ToolEnvironment):
     """A conversation that ends by a limit, with one call in each turn."""
 
     def __init__(self) -> None:
