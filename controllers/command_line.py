@@ -58,7 +58,9 @@ from verl_ray.paths import refuse_foreign_packages
 from verl_ray.preflight.machine import parse_machine
 from verl_ray.suggest import closest, did_you_mean, is_misspelt
 
-_COMMANDS_WITH_FLAGS = ("export", "ledger", "play", "report", "runs", "status", "watch")
+_COMMANDS_WITH_FLAGS = (
+    *("export", "ledger", "play", "prove", "report", "runs", "status", "watch"),
+)
 """Commands that read flags of their own, each the `main` of its module."""
 
 

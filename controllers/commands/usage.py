@@ -56,6 +56,7 @@ commands:
   train     train a model
   evaluate  measure a model on held-out problems or pairs
   check     validate a configuration, its data and its rewards; nothing starts
+  prove     show whether a model is computed as its family's own code does
   play      play an episode of an environment, or watch a model play it
   export    write a role of a checkpoint as a Hugging Face directory
   ledger    print what happened to each prompt of a run, and check it

@@ -24,6 +24,7 @@ from verl_ray.data.tokenizers import day_of_run, of_run, template_of
 from verl_ray.engine.base import EngineSpec
 from verl_ray.preflight.facts import ClusterFacts, facts_of
 from verl_ray.preflight.machine import host_memory_bytes
+from verl_ray.preflight.model_proof import proof_of
 from verl_ray.preflight.resolve import resolve
 from verl_ray.settings.section import resolved
 from workers.actor import ActorWorker
@@ -371,6 +372,7 @@ def engine_spec(
         optimizer=optimizer,
         new_head=isinstance(role, SupervisedRole),
         lora=role.adapter,
+        packs_rows=proof_of(role.model.folder).packs_rows,
         expert_balance=expert_balance,
         schedule_steps=schedule_steps,
         seed=config.run.seed,

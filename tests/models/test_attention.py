@@ -1,5 +1,8 @@
 """Attention over packed rows against one call per row, forward and backward."""
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,8 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import varlen
 
 from verl_ray.columns.batch import offsets_of
+from verl_ray.errors import ModelError
+from verl_ray.models import attention
 from verl_ray.models.attention import (
     BUCKET_LENGTH_RATIO,
+    AttentionScores,
     LengthBucket,
     PackedLayout,
     attend,
@@ -44,7 +50,7 @@ def naive(
     key: torch.Tensor,
     value: torch.Tensor,
     lengths: list[int],
-    scale: float,
+    scores: AttentionScores,
 ) -> torch.Tensor:
     """Compute scores, mask, softmax and sum, row by row."""
     rows = []
@@ -52,30 +58,100 @@ def naive(
         *(x[0].split(lengths, dim=1) for x in (query, key, value)), strict=True
     ):
         k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=0) for x in (k, v))
-        future = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).triu(1)
-        rows.append(
-            ((q @ k.mT) * scale).masked_fill(future, -torch.inf).softmax(-1) @ v
-        )
+        products = (q @ k.mT) * scores.scaling
+        if scores.softcap is not None:
+            products = scores.softcap * (products / scores.softcap).tanh()
+        place = np.arange(q.shape[1])
+        is_hidden = place[:, None] < place
+        if scores.window is not None:
+            is_hidden |= place <= place[:, None] - scores.window
+        exponentials = products.exp().masked_fill(torch.from_numpy(is_hidden), 0)
+        total = exponentials.sum(-1, keepdim=True)
+        if scores.sinks is not None:
+            total = total + scores.sinks.exp()[:, None, None]
+        rows.append(exponentials / total @ v)
     return torch.cat(rows, dim=1).transpose(0, 1)[None]
 
 
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=12))
-@settings(max_examples=60, deadline=None)
-def test_equals_one_row_at_a_time_with_gradients(lengths: list[int]) -> None:
+SHAPES = [
+    AttentionScores(0.3),
+    AttentionScores(0.3, window=4),
+    AttentionScores(0.3, window=4, softcap=1.5),
+    AttentionScores(0.3, sinks=torch.linspace(-1, 2, HEADS, dtype=torch.float64)),
+]
+"""Attention of most families, of Mistral, of Gemma 2, and of gpt-oss."""
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.sampled_from(SHAPES))
+@settings(max_examples=90, deadline=None)
+def test_equals_one_row_at_a_time_with_gradients(
+    lengths: list[int], scores: AttentionScores
+) -> None:
     inputs = projections(sum(lengths))
+    learning = [*inputs]
+    if scores.sinks is not None:
+        sinks = scores.sinks.clone().requires_grad_()
+        scores = replace(scores, sinks=sinks)
+        learning.append(sinks)
     layout = plan_layout(offsets_of(lengths), CPU, torch.float32)
-    out, weights = attend(torch.nn.Module(), *inputs, None, scaling=0.3, layout=layout)
-    expected = naive(*inputs, lengths, 0.3)
+    out, weights = attend(
+        torch.nn.Module(), *inputs, None, scaling=scores.scaling, layout=layout,
+        sliding_window=scores.window, softcap=scores.softcap, s_aux=scores.sinks,
+    )  # fmt: skip
+    expected = naive(*inputs, lengths, scores)
     assert weights is None and out.shape == (1, sum(lengths), HEADS, SIZE)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
     cotangent = torch.randn(
         out.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64
     )
-    found = torch.autograd.grad(out, inputs, cotangent)
+    found = torch.autograd.grad(out, learning, cotangent)
     for one, other in zip(
-        found, torch.autograd.grad(expected, inputs, cotangent), strict=True
+        found, torch.autograd.grad(expected, learning, cotangent), strict=True
     ):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("scores", SHAPES, ids=str)
+def test_the_kernel_for_caps_and_sinks_computes_the_same(
+    scores: AttentionScores,
+) -> None:
+    """On a GPU it is compiled; here it is what it is compiled from, without gradients."""
+    lengths = [3, 30, 9]
+    inputs = [x.detach().float() for x in projections(sum(lengths))]
+    offsets = offsets_of(lengths)
+    if scores.sinks is not None:
+        scores = replace(scores, sinks=scores.sinks.float())
+    packed = [x[0].transpose(0, 1) for x in inputs]
+    expected = attend_packed(*packed, plan_layout(offsets, CPU, torch.float32), scores)
+    layout = PackedLayout(torch.as_tensor(offsets, dtype=torch.int32), 30, (), None)
+    actual = attention._flex(*packed, layout, scores)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=2e-6)
+
+
+def test_values_may_have_another_size_and_rows_of_one_length_another_shape() -> None:
+    query, key, value = (x.detach() for x in projections(12))
+    value = value[..., :5]
+    layout = plan_layout(offsets_of([6, 6]), CPU, torch.float32)
+    packed, _ = attend(torch.nn.Module(), query, key, value, None, layout=layout)
+    assert packed.shape == (1, 12, HEADS, 5)
+    rows = [torch.cat(x.split(6, dim=2)) for x in (query, key, value)]
+    apart, _ = attend(torch.nn.Module(), *rows, None, layout=layout)
+    assert torch.equal(apart.flatten(0, 1)[None], packed)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ({"position_bias": torch.zeros(1)}, "passes position_bias to attention"),
+        ({"is_causal": False}, "sees the tokens after a token"),
+    ],
+)
+def test_what_is_not_computed_is_refused(
+    argument: dict[str, Any], message: str
+) -> None:
+    layout = plan_layout(offsets_of([3]), CPU, torch.float32)
+    with pytest.raises(ModelError, match=message):
+        attend(torch.nn.Module(), *projections(3), None, layout=layout, **argument)
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=30))
@@ -140,7 +216,7 @@ def test_without_scaling_it_is_the_usual_one() -> None:
 
 
 def test_a_call_without_a_layout_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="without the layout"):
+    with pytest.raises(ModelError, match="without the layout"):
         attend(torch.nn.Module(), *projections(3), None)
 
 

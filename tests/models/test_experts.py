@@ -10,8 +10,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
     Qwen3MoeTopKRouter,
     load_balancing_loss_func,
 )
+from transformers.utils.output_capturing import OutputRecorder
 
-from verl_ray.models.role_model import RouterWatch, summarize_routing
+from verl_ray.models.routing import RouterWatch, summarize_routing
 
 
 def said(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,7 +81,11 @@ def test_routers_are_heard_only_while_somebody_listens() -> None:
         },
     )
     router = Qwen3MoeTopKRouter(config)
-    watch = RouterWatch(torch.nn.Sequential(router))
+    backbone = torch.nn.Sequential(router)
+    declared = {"router_logits": OutputRecorder(Qwen3MoeTopKRouter, index=0)}
+    backbone._can_record_outputs = declared  # type: ignore[assignment]
+    watch = RouterWatch(backbone)
+    assert watch.count == 1
     router(torch.ones(4, 3))
     with watch.recording() as heard:
         router(torch.ones(5, 3))

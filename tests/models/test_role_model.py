@@ -63,18 +63,6 @@ def test_dropout_is_refused_by_name(directory: Path) -> None:
         load_role_model(str(directory), "policy", seed=0, device=CPU)
 
 
-def test_sliding_windows_are_refused(directory: Path) -> None:
-    edit(
-        directory,
-        use_sliding_window=True,
-        sliding_window=8,
-        max_window_layers=0,
-        layer_types=["sliding_attention"],
-    )
-    with pytest.raises(ModelError, match="sliding-window layers"):
-        load_role_model(str(directory), "policy", seed=0, device=CPU)
-
-
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="there is no directory"):
         load_role_model(str(tmp_path / "nowhere"), "policy", seed=0, device=CPU)

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.preflight.published import PARAMETERS, published
-from verl_ray.models.names import checkpoint_tensors
+from verl_ray.models.conversions import checkpoint_names
 from verl_ray.models.weights import parameters_on_meta
 from verl_ray.preflight.model_files import config_json
 from verl_ray.settings.config_json import described_tensors
@@ -45,10 +45,11 @@ def test_tensors_are_those_of_the_model(family: str, settings: dict[str, Any]) -
     with parameters_on_meta():
         model = AutoModelForCausalLM.from_config(config)
         model.tie_weights()
+    names = checkpoint_names(model)
     built = {
         tensor.name: list(tensor.shape)
         for name, parameter in model.named_parameters()
-        for tensor in checkpoint_tensors(name, parameter.shape)
+        for tensor in names.tensors(name, parameter.shape)
     }
     assert dict(described_tensors(config.to_dict())) == built
 

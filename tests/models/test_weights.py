@@ -11,10 +11,14 @@ from torch import nn
 
 from verl_ray.errors import ModelError
 from verl_ray.hub.model_folders import INDEX
+from verl_ray.models.names import CheckpointNames
 from verl_ray.models.tensor_sources import CheckpointReader
 from verl_ray.models.weights import fill, materialize, parameters_on_meta
 
 NOTHING: frozenset[str] = frozenset()
+
+
+NAMES = CheckpointNames()
 
 
 class Net(nn.Module):
@@ -80,7 +84,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 
 def test_every_parameter_and_persistent_buffer_is_filled() -> None:
     net = Net()
-    fill(net, stored(tensors()), new={}, unused=NOTHING, seed=0)
+    fill(net, stored(tensors()), names=NAMES, new={}, unused=NOTHING, seed=0)
     assert net.body.weight.tolist() == [[1, 2], [3, 4]] and net.kept.tolist() == [7, 8]
 
 
@@ -97,6 +101,7 @@ def test_a_new_parameter_comes_from_its_name_and_the_seed_alone() -> None:
         fill(
             net,
             stored(checkpoint),
+            names=NAMES,
             new={"score.weight": std, "other.weight": 1.0},
             unused=NOTHING,
             seed=seed,
@@ -135,13 +140,14 @@ def test_a_checkpoint_that_does_not_fit_is_refused(change, message) -> None:
     found = tensors()
     change(found)
     with pytest.raises(ModelError, match=message):
-        fill(Net(), stored(found), new={}, unused=NOTHING, seed=0)
+        fill(Net(), stored(found), names=NAMES, new={}, unused=NOTHING, seed=0)
 
 
 def test_what_may_be_left_aside_is() -> None:
     fill(
         Net(),
         stored(tensors() | {"lm_head": torch.zeros(1)}),
+        names=NAMES,
         new={},
         unused=frozenset({"lm_head"}),
         seed=0,
@@ -154,6 +160,7 @@ def test_a_tied_parameter_may_be_in_the_checkpoint_twice() -> None:
     fill(
         net,
         stored(tensors() | {"tied.weight": torch.zeros(2, 2)}),
+        names=NAMES,
         new={},
         unused=NOTHING,
         seed=0,
@@ -179,8 +186,24 @@ def test_a_module_without_memory_is_filled_and_keeps_what_it_computed() -> None:
     assert not nn.Linear(1, 1).weight.is_meta  # nothing is left behind
     materialize(net, torch.device("cpu"))
     net.head.weight = net.body.weight
-    fill(net, stored(tensors()), new={}, unused=NOTHING, seed=0)
+    fill(net, stored(tensors()), names=NAMES, new={}, unused=NOTHING, seed=0)
     assert net.head.weight.tolist() == [[1, 2], [3, 4]] and net.derived.tolist() == [
         3,
         3,
     ]
+
+
+def test_layers_that_the_class_passes_over_may_be_in_the_checkpoint() -> None:
+    net = Net()
+    net._keys_to_ignore_on_load_unexpected = [r"^mtp\."]  # type: ignore[assignment]
+    more = tensors() | {"mtp.weight": torch.zeros(1)}
+    fill(net, stored(more), names=NAMES, new={}, unused=NOTHING, seed=0)
+    with pytest.raises(ModelError, match=r"unexpected \['other'\]"):
+        fill(
+            net,
+            stored(more | {"other": torch.zeros(1)}),
+            names=NAMES,
+            new={},
+            unused=NOTHING,
+            seed=0,
+        )

@@ -111,8 +111,9 @@ def test_head_equals_the_naive_float64_computation(
 
 @pytest.mark.parametrize("chunk", [4, None])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("softcap", [None, 3.0])
 def test_logits_equal_the_naive_float64_computation(
-    chunk: int | None, temperature: float
+    chunk: int | None, temperature: float, softcap: float | None
 ) -> None:
     logits = (
         torch.randn(T, V, generator=torch.Generator().manual_seed(2))
@@ -120,12 +121,16 @@ def test_logits_equal_the_naive_float64_computation(
         .requires_grad_()
     )
     targets, slopes = torch.arange(T) % V, torch.linspace(-1, 1, T)
-    expected, _ = naive(logits, torch.eye(V), None, targets, temperature)
+    capped = logits.double()
+    if softcap is not None:
+        capped = softcap * (capped / softcap).tanh()
+    expected, _ = naive(capped, torch.eye(V), None, targets, temperature)
     (expected_grad,) = torch.autograd.grad((expected * slopes).sum(), logits)
     kept = logits.detach().clone()
     found = head_log_probs(
-        logits, torch.eye(V), targets, temperature=temperature, chunk_tokens=chunk
-    ).log_probs
+        logits, torch.eye(V), targets, temperature=temperature, chunk_tokens=chunk,
+        softcap=softcap,
+    ).log_probs  # fmt: skip
     (grad,) = torch.autograd.grad((found * slopes).sum(), logits)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(grad, expected_grad, rtol=1e-5, atol=1e-5)

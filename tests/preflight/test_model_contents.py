@@ -122,7 +122,6 @@ def test_a_header_of_another_form_is_not_readable(
         ({"rope_scaling": {"type": "ntk"}}, "rope_type is 'ntk', and would be one of"),
         ({"quantization_config": {}}, "quantization_config says that weights are"),
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1, and would be 0"),
-        ({"layer_types": ["sliding_attention"]}, "layer_types has sliding_attention"),
     ],
 )
 def test_a_wrong_value_of_config_json_is_one_problem_that_names_it(

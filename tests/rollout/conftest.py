@@ -18,7 +18,7 @@ from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.config.roles import LoraConfig
 from verl_ray.config.rollout import RolloutConfig
 from verl_ray.data.tokenizers import character_tokenizer
-from verl_ray.models.names import checkpoint_tensors
+from verl_ray.models.conversions import checkpoint_names
 from verl_ray.models.tiny import Architecture, make_tiny
 from verl_ray.rollout import vllm_engine
 from verl_ray.rollout.base import RolloutEngine
@@ -116,29 +116,31 @@ def start_vllm(rollout_config: Callable[..., RolloutConfig]) -> Iterator[EngineS
 
 
 def manifest_of(model: PreTrainedModel) -> Manifest:
-    names: dict[int, str] = {}
+    names = checkpoint_names(model)
+    owners: dict[int, str] = {}
     parameters = []
     for name, tensor in model.state_dict(keep_vars=True).items():
-        owner = names.setdefault(id(tensor), name)
+        owner = owners.setdefault(id(tensor), name)
         tied_to, dtype = (
             None if owner == name else owner,
             str(tensor.dtype).removeprefix("torch."),
         )
         parameters += [
             Parameter(piece.name, piece.shape, dtype, tied_to)
-            for piece in checkpoint_tensors(name, tensor.shape)
+            for piece in names.tensors(name, tensor.shape)
         ]
     return Manifest(tuple(parameters))
 
 
 def checkpoint_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The tensors that `manifest_of` names."""
+    names = checkpoint_names(model)
     return {
         piece.name: tensor[
             tuple(map(slice, piece.start, np.add(piece.start, piece.sides)))
         ].reshape(piece.shape)
         for name, tensor in model.state_dict().items()
-        for piece in checkpoint_tensors(name, tensor.shape)
+        for piece in names.tensors(name, tensor.shape)
     }
 
 

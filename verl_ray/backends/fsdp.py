@@ -23,7 +23,7 @@ from verl_ray.backends.base import (
 )
 from verl_ray.backends.layouts import can_exchange
 from verl_ray.errors import Problem
-from verl_ray.settings.config_json import LANGUAGE_HEAD, WITH_EXPERTS
+from verl_ray.settings.config_json import LANGUAGE_HEAD, chooses_experts
 from verl_ray.settings.section import Auto, NonNegative, Positive, resolved
 from verl_ray.suggest import either
 
@@ -147,7 +147,7 @@ class FsdpBackend(ModuleBackend):
         yield from self._head_problems(role, num_ranks, model)
         yield from self._embedding_problems(role, model)
 
-        has_experts = model.settings.get("model_type") in WITH_EXPERTS
+        has_experts = chooses_experts(model.settings)
         if has_experts and self.token_slices > 1:
             yield Problem(
                 f"{role}.backend.sequence_parallel",

@@ -33,9 +33,9 @@ from verl_ray.backends.layouts import (
 )
 from verl_ray.errors import Problem
 from verl_ray.settings.config_json import (
-    FAMILIES,
     WITH_EXPERTS,
     Settings,
+    has_windows,
     rotary_types,
 )
 from verl_ray.settings.section import Auto, Dtype, resolved
@@ -262,11 +262,17 @@ def _unsupported_modules(path: str, settings: Settings) -> Iterator[tuple[str, s
     """Yield the modules of the model that megatron-core's model does not have."""
     family = settings.get("model_type")
 
-    # A family that no backend knows is reported for all of them.
-    if family in FAMILIES and family not in IN_MEGATRON:
+    if family not in IN_MEGATRON:
         yield (
             f"{path} is a {family!r} model, which has no map to megatron-core's",
             f"a model of {either(IN_MEGATRON)}",
+        )
+
+    if has_windows(settings):
+        yield (
+            f"{path} has layers with a sliding window, which this backend's attention"
+            " does not compute",
+            "",
         )
 
     for name in BIASES.get(str(family), ()):

@@ -65,6 +65,38 @@ def micro_batches(
     return [rows_of_units(units_of_batch, unit) for units_of_batch in packed]
 
 
+def equal_micro_batches(
+    lengths: Int64, max_tokens: int, unit: int = 1, sequence: Int64 | None = None
+) -> list[Int64]:
+    """Return the row indices of micro-batches whose rows have the same length.
+
+    Args:
+        lengths: Tokens of each row, int64 [rows].
+        max_tokens: Tokens of a micro-batch that one rank may hold.
+        unit: As in `micro_batches`.
+        sequence: As in `micro_batches`.
+
+    Raises:
+        DataError: a row is too long by itself, or rows of different lengths would have
+            to stay together.
+    """
+    if unit > 1 or (sequence is not None and len(np.unique(sequence)) < len(sequence)):
+        raise DataError(
+            "rows that one loss judges together (a pair, a trajectory of several rows)"
+            " are computed together, and this model computes rows of the same length"
+            " alone, since its layers do not keep packed rows apart"
+        )
+
+    plan = []
+    for length in np.unique(lengths):
+        rows = np.flatnonzero(lengths == length)
+        if length > max_tokens:
+            raise _too_long(int(rows[0]), int(length), max_tokens, 1, 1)
+        count = max_tokens // int(length)
+        plan += [rows[start : start + count] for start in range(0, len(rows), count)]
+    return plan
+
+
 def _of_whole_sequences(
     lengths: Int64, sequence: Int64, max_tokens: int, peers: int
 ) -> list[Int64]:

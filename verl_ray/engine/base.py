@@ -60,6 +60,10 @@ class EngineSpec:
     lora: LoraConfig | None = None
     """The adapter that is trained in place of the model's weights."""
 
+    packs_rows: bool = True
+    """Whether the model keeps rows apart that lie one behind the other. If False, all
+    rows of a call have the same length, and lie one above the other."""
+
     expert_balance: float | None = None
     """Weight of the experts' balance loss. None means the value in config.json."""
 

@@ -42,8 +42,16 @@ def balance_coefficient(spec: EngineSpec, model: RoleModel) -> float:
         )
 
     if configured is None:
-        return float(model.hf.config.router_aux_loss_coef)
+        if _is_balanced_by_biases(model):
+            return 0.0
+        # A family without the coefficient is balanced by other means, or not at all.
+        return float(getattr(model.hf.config, "router_aux_loss_coef", None) or 0.0)
     return float(configured)
+
+
+def _is_balanced_by_biases(model: RoleModel) -> bool:
+    """Return whether a bias of each expert takes the place of a loss (DeepSeek-V3)."""
+    return any(name.endswith("score_correction_bias") for name in model.hf.state_dict())
 
 
 def balance_per_loss(routing: Routing, row: Tensor, row_weights: Tensor) -> Tensor:

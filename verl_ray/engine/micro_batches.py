@@ -19,7 +19,7 @@ from torch import Tensor
 
 from verl_ray.backends import Backend
 from verl_ray.columns.batch import Int64, Kind, offsets_of
-from verl_ray.columns.packing import micro_batches
+from verl_ray.columns.packing import equal_micro_batches, micro_batches
 from verl_ray.columns.stages import Rows, TrainingBatch
 from verl_ray.errors import DataError
 from verl_ray.learning.objectives import LossInputs
@@ -119,6 +119,7 @@ def plan_micro_batches(
     rows_per_unit: int = 1,
     sequence: Int64 | None = None,
     multiple: int = 1,
+    equal_lengths: bool = False,
     agree_with_ranks: bool,
 ) -> list[Int64]:
     """Assign rows to micro-batches. There is at least one micro-batch.
@@ -130,6 +131,7 @@ def plan_micro_batches(
         sequence: int64 [rows], equal for rows of one sequence, which stay together;
             None for none.
         multiple: The number of micro-batches is a multiple of this.
+        equal_lengths: Whether the rows of a micro-batch have the same length.
         agree_with_ranks: Plan as many micro-batches as the rank that needs most.
             Collective.
 
@@ -144,14 +146,13 @@ def plan_micro_batches(
     """
     plan: list[Int64] = []
     refusal = None
+    cap = resolved(backend.micro_batch_tokens_per_rank)
     try:
-        plan = micro_batches(
-            lengths,
-            resolved(backend.micro_batch_tokens_per_rank),
-            rows_per_unit,
-            backend.token_slices,
-            sequence,
-        )
+        if equal_lengths:
+            plan = equal_micro_batches(lengths, cap, rows_per_unit, sequence)
+        else:
+            peers = backend.token_slices
+            plan = micro_batches(lengths, cap, rows_per_unit, peers, sequence)
     except DataError as error:
         refusal = error
 

@@ -42,7 +42,7 @@ from verl_ray.models.export import (
     owned_part,
 )
 from verl_ray.models.lora import adapter_name, merged, write_config
-from verl_ray.models.names import Box, checkpoint_tensors, is_adapter
+from verl_ray.models.names import Box, is_adapter
 from verl_ray.models.role_model import RoleModel, build_role_model, fill_role_model
 from verl_ray.models.tensor_sources import CheckpointReader, TensorSource
 from verl_ray.models.weights import own_box
@@ -240,7 +240,7 @@ class ModuleEngine(PackedEngine):
             origin = self._origins[name]
             if origin.parameter != current:
                 current = origin.parameter
-                value = self._outgoing_value(
+                value = self._saved_value(
                     current, parameters, merge_adapter=not separate_adapter
                 )
 
@@ -251,6 +251,14 @@ class ModuleEngine(PackedEngine):
                 box, part = owned
                 local = value.to_local() if isinstance(value, DTensor) else value
                 yield part, local[box].view(part.shape)
+
+    def _saved_value(
+        self, name: str, parameters: Mapping[str, Tensor], *, merge_adapter: bool
+    ) -> Tensor:
+        """Return a parameter as it leaves this engine, or a buffer, which is whole."""
+        if name in parameters:
+            return self._outgoing_value(name, parameters, merge_adapter=merge_adapter)
+        return self.model.hf.get_buffer(name)
 
     def _outgoing_value(
         self, name: str, parameters: Mapping[str, Tensor], *, merge_adapter: bool
@@ -281,10 +289,10 @@ class ModuleEngine(PackedEngine):
         # Each parameter is gathered once, also if it consists of several tensors.
         for name in dict.fromkeys(origin.parameter for origin in origins):
             # The shard has no name of its own, so that its memory is free after this.
-            whole = self.gather(
-                self._outgoing_value(name, parameters, merge_adapter=True)
-            )
-            for tensor in checkpoint_tensors(name, whole.shape):
+            value = self._saved_value(name, parameters, merge_adapter=True)
+            whole = self.gather(value) if name in parameters else value
+            del value
+            for tensor in self.model.names.tensors(name, whole.shape):
                 box, _ = tensor.overlap(own_box(whole))
                 yield whole[box].view(tensor.shape)
 

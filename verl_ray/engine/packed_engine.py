@@ -337,6 +337,7 @@ class PackedEngine(Engine):
             rows_per_unit=unit,
             sequence=rows.sequence if isinstance(rows, TrainingBatch) else None,
             multiple=self.micro_batch_multiple,
+            equal_lengths=not self.spec.packs_rows,
             agree_with_ranks=agree_with_ranks and self.world_size > 1,
         )
 
@@ -355,9 +356,10 @@ class PackedEngine(Engine):
         layout = plan_layout(
             own.offsets, self.device, self.dtype, self.sharding.exchange
         )
+        count = 1 if self.spec.packs_rows else len(own.offsets) - 1
         return PackedRows(
-            input_ids=self._tensor(own.tokens)[None],
-            position_ids=self._tensor(own.positions)[None],
+            input_ids=self._tensor(own.tokens).view(count, -1),
+            position_ids=self._tensor(own.positions).view(count, -1),
             layout=layout,
             predecessors=self._tensor(own.predecessors),
             targets=self._tensor(own.targets),

@@ -9,11 +9,18 @@ kernel reads the packed rows directly (it has no float32). Elsewhere rows of sim
 length form a bucket, and each bucket is one rectangular call, so that no row is padded
 to far more than its own length. Where other ranks hold the other tokens, tokens are
 exchanged for heads around the kernel.
+
+Families shape the scores of attention in four ways, which `AttentionScores` lists. A
+layer that asks for anything else is refused, since a term that is left out gives other
+numbers in silence. Masks that transformers makes are not read: what is in the mask
+alone (a window of PhiMoE, a chunk of Llama 4) is missing here, and the proof of a model
+finds that.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from verl_ray.columns.batch import Int64
+from verl_ray.errors import ModelError
 from verl_ray.ops.installed_torch import varlen_attn_groups_heads
 from verl_ray.parallel.head_exchange import HeadExchange
 
@@ -33,6 +41,43 @@ BUCKET_LENGTH_RATIO = 0.5
 The shortest row has more than this fraction of the longest row's tokens. The padding
 of attention is quadratic, and every bucket costs a kernel call per layer.
 """
+
+
+FLASH_HEAD_SIZE = 256
+"""Largest size of a head that the flash kernel has."""
+
+_WITHOUT_EFFECT = frozenset(
+    {"dropout", "position_ids", "cache_position", "output_attentions", "use_cache"}
+)
+"""Arguments of attention that change no number of a layer without dropout or cache."""
+
+
+@dataclass(frozen=True)
+class AttentionScores:
+    """How the products of queries and keys become weights.
+
+    They are scaled, then capped, then masked; the sink takes its share of the softmax.
+    """
+
+    scaling: float | None = None
+    """Factor of the products; None means 1 / sqrt(size of a head)."""
+
+    window: int | None = None
+    """Number of tokens that a token sees, itself included. None means all before it."""
+
+    softcap: float | None = None
+    """Largest magnitude of a score: softcap * tanh(score / softcap)."""
+
+    sinks: Tensor | None = None
+    """[heads]: a score of each head that is in the softmax and belongs to no token."""
+
+    @property
+    def are_plain(self) -> bool:
+        """Whether the fused kernels of torch compute them, given a mask."""
+        return self.softcap is None and self.sinks is None
+
+
+PLAIN = AttentionScores()
 
 
 @dataclass(frozen=True)
@@ -133,30 +178,65 @@ def attend(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     layout: PackedLayout | None = None,
-    **kwargs: object,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: object,
 ) -> tuple[Tensor, None]:
     """Compute causal attention within each row, as transformers calls it.
 
     Args:
         module: The attention layer, which is not read.
-        query: [1, heads, tokens, size].
-        key: [1, key-value heads, tokens, size].
-        value: [1, key-value heads, tokens, size].
+        query: [rows, heads, tokens, size]: one row if rows are packed, else rows of
+            equal length.
+        key: [rows, key-value heads, tokens, size].
+        value: [rows, key-value heads, tokens, value size].
         attention_mask: Not read, since the layout has the same information.
-        scaling: Factor of the logits; None means 1 / sqrt(size).
+        scaling: As in `AttentionScores`.
         layout: The layout of the rows.
-        kwargs: Not read.
+        sliding_window: `window` of `AttentionScores`.
+        softcap: As in `AttentionScores`.
+        s_aux: [heads], `sinks` of `AttentionScores`.
+        others: Arguments without effect; any other that is set is refused.
 
     Returns:
-        [1, tokens, heads, size], and None in place of attention weights.
+        [rows, tokens, heads, value size], and None in place of attention weights.
+
+    Raises:
+        ModelError: The layer asks for something that is not computed here.
     """
     if layout is None:
-        raise RuntimeError("attention was called without the layout of its rows")
+        raise ModelError(
+            f"{type(module).__name__} calls attention without the layout of its rows:"
+            " it does not pass on its keyword arguments"
+        )
+    _refuse_others(module, others)
 
-    query = query.squeeze(0).transpose(0, 1)
-    key = key.squeeze(0).transpose(0, 1)
-    value = value.squeeze(0).transpose(0, 1)
-    return attend_packed(query, key, value, layout, scaling).unsqueeze(0), None
+    shape = (query.shape[0], query.shape[2])
+    # Views, if there is one row.
+    query = query.transpose(1, 2).flatten(0, 1)
+    key = key.transpose(1, 2).flatten(0, 1)
+    value = value.transpose(1, 2).flatten(0, 1)
+    scores = AttentionScores(scaling, sliding_window, softcap, s_aux)
+    result = attend_packed(query, key, value, layout, scores)
+    return result.unflatten(0, shape), None
+
+
+def _refuse_others(module: torch.nn.Module, others: dict[str, object]) -> None:
+    """Raise ModelError for an argument of attention that would be ignored."""
+    if others.pop("is_causal", None) is False:
+        raise ModelError(f"{type(module).__name__} sees the tokens after a token")
+
+    unknown = sorted(
+        name
+        for name, value in others.items()
+        if name not in _WITHOUT_EFFECT and value is not None and value is not False
+    )
+    if unknown:
+        raise ModelError(
+            f"{type(module).__name__} passes {', '.join(unknown)} to attention, which"
+            " is not computed here"
+        )
 
 
 def attend_packed(
@@ -164,28 +244,30 @@ def attend_packed(
     key: Tensor,
     value: Tensor,
     layout: PackedLayout,
-    scaling: float | None = None,
+    scores: AttentionScores = PLAIN,
 ) -> Tensor:
     """Compute causal attention within each row.
 
     Args:
         query: [tokens, heads, size] of this rank's tokens.
         key: [tokens, key-value heads, size].
-        value: [tokens, key-value heads, size].
+        value: [tokens, key-value heads, value size].
         layout: The layout of the rows.
-        scaling: Factor of the logits; None means 1 / sqrt(size).
+        scores: How products of queries and keys become weights.
 
     Returns:
-        [tokens, heads, size] of this rank's tokens.
+        [tokens, heads, value size] of this rank's tokens.
     """
     exchange = layout.exchange
     if exchange is None:
-        return _attend(query, key, value, layout, scaling)
+        return _attend(query, key, value, layout, scores)
 
     query = exchange.to_heads(query)
     key = exchange.to_heads(key)
     value = exchange.to_heads(value)
-    return exchange.to_tokens(_attend(query, key, value, layout, scaling))
+    if scores.sinks is not None:
+        scores = replace(scores, sinks=exchange.own_heads(scores.sinks))
+    return exchange.to_tokens(_attend(query, key, value, layout, scores))
 
 
 def _attend(
@@ -193,16 +275,16 @@ def _attend(
     key: Tensor,
     value: Tensor,
     layout: PackedLayout,
-    scaling: float | None,
+    scores: AttentionScores,
 ) -> Tensor:
     """Compute attention over all tokens, [tokens, heads, size] to the same shape."""
     grouped = key.shape[1] != query.shape[1]
     if layout.cumulative is not None:
-        return _flash(
-            query, key, value, layout.cumulative, layout.longest, scaling, grouped
-        )
+        if scores.are_plain and query.shape[-1] <= FLASH_HEAD_SIZE:
+            return _flash(query, key, value, layout, scores)
+        return _flex(query, key, value, layout, scores)
 
-    if grouped and query.is_cuda:
+    if grouped and (query.is_cuda or not scores.are_plain):
         # Of CUDA's kernels, only flash attention (which has no float32) takes groups,
         # and the one without a kernel of its own, whose memory is quadratic.
         key, value = _repeat_heads(query, key, value)
@@ -210,20 +292,71 @@ def _attend(
 
     results = []
     for bucket in layout.buckets:
-        result = F.scaled_dot_product_attention(
+        rows = (
             _rectangle(query, bucket),
             _rectangle(key, bucket),
             _rectangle(value, bucket),
-            is_causal=True,
-            scale=scaling,
-            enable_gqa=grouped,
         )
+        if scores.are_plain:
+            result = _rectangular(*rows, scores, grouped)
+        else:
+            result = _by_definition(*rows, scores)
         result = result.transpose(1, 2).flatten(0, 1)
         results.append(result.index_select(0, bucket.places))
 
     if layout.restore is None:
         return results[0]
     return torch.cat(results).index_select(0, layout.restore)
+
+
+def _rectangular(
+    query: Tensor, key: Tensor, value: Tensor, scores: AttentionScores, grouped: bool
+) -> Tensor:
+    """Compute attention of [rows, heads, longest, size] with torch's kernels."""
+    longest = query.shape[2]
+    mask = None
+    if scores.window is not None and scores.window < longest:
+        mask = _visible(longest, scores.window, query.device)
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scores.scaling,
+        enable_gqa=grouped,
+    )
+
+
+def _by_definition(
+    query: Tensor, key: Tensor, value: Tensor, scores: AttentionScores
+) -> Tensor:
+    """Compute attention of [rows, heads, longest, size] from its definition.
+
+    The softmax is in float32. Its memory is quadratic in the longest row.
+    """
+    scaling = query.shape[-1] ** -0.5 if scores.scaling is None else scores.scaling
+    products = (query @ key.transpose(-2, -1)) * scaling
+    if scores.softcap is not None:
+        products = torch.tanh(products / scores.softcap) * scores.softcap
+    visible = _visible(query.shape[2], scores.window, query.device)
+    products = products.masked_fill(~visible, -torch.inf)
+
+    if scores.sinks is not None:
+        sinks = scores.sinks.to(products.dtype)[None, :, None, None]
+        sinks = sinks.expand(*products.shape[:3], 1)
+        products = torch.cat([products, sinks], -1)
+    precise = torch.promote_types(products.dtype, torch.float32)
+    weights = torch.softmax(products, -1, dtype=precise).to(value.dtype)
+    return weights[..., : key.shape[2]] @ value
+
+
+def _visible(longest: int, window: int | None, device: torch.device) -> Tensor:
+    """Return bool [longest, longest]: the token of a row sees that of a column."""
+    index = torch.arange(longest, device=device)
+    distance = index[:, None] - index
+    visible = distance >= 0
+    return visible if window is None else visible & (distance < window)
 
 
 def _rectangle(x: Tensor, bucket: LengthBucket) -> Tensor:
@@ -236,19 +369,29 @@ def _flash(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    bounds: Tensor,
-    longest: int,
-    scaling: float | None,
-    grouped: bool,
+    layout: PackedLayout,
+    scores: AttentionScores,
 ) -> Tensor:
     """Compute attention with the variable-length flash kernel, in bfloat16."""
     from torch.nn.attention import varlen
 
+    bounds = layout.cumulative
+    assert bounds is not None, "rows are packed for this kernel"
     settings: dict[str, Any] = {}
-    if grouped and varlen_attn_groups_heads():
-        settings["enable_gqa"] = True
-    elif grouped:
-        key, value = _repeat_heads(query, key, value)
+    if key.shape[1] != query.shape[1]:
+        if varlen_attn_groups_heads():
+            settings["enable_gqa"] = True
+        else:
+            key, value = _repeat_heads(query, key, value)
+
+    # The kernel has one size: further columns of 0 change no product and no sum.
+    value_size = value.shape[-1]
+    scaling = query.shape[-1] ** -0.5 if scores.scaling is None else scores.scaling
+    size = max(query.shape[-1], value_size)
+    if value_size != query.shape[-1]:
+        query, key, value = (
+            F.pad(x, (0, size - x.shape[-1])) for x in (query, key, value)
+        )
 
     result = varlen.varlen_attn(
         # Rotary embeddings leave queries and keys in float32 under autocast.
@@ -257,16 +400,69 @@ def _flash(
         value.bfloat16(),
         bounds,
         bounds,
-        longest,
-        longest,
-        # Any number of tokens to the left and none to the right: causal.
-        window_size=(-1, 0),
+        layout.longest,
+        layout.longest,
+        # So many tokens to the left (-1: any number) and none to the right: causal.
+        window_size=(-1 if scores.window is None else scores.window - 1, 0),
         scale=scaling,
         **settings,
     )
     # The kernel returns a pair only if the softmax normalizers are requested too.
     assert isinstance(result, Tensor)
-    return result
+    return result if value_size == size else result[..., :value_size]
+
+
+def _flex(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PackedLayout,
+    scores: AttentionScores,
+) -> Tensor:
+    """Compute attention with FlexAttention, which caps scores and has larger heads.
+
+    The sink's share follows from the logarithm of the softmax's sum, through which
+    gradients flow.
+    """
+    from torch.nn.attention import flex_attention as flex
+
+    assert layout.cumulative is not None, "rows are packed as for the flash kernel"
+    tokens = query.shape[0]
+    index = torch.arange(tokens, device=query.device)
+    row = torch.bucketize(index, layout.cumulative[1:], right=True)
+
+    def is_visible(_: Tensor, __: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        visible = (row[q] == row[k]) & (q >= k)
+        return visible if scores.window is None else visible & (q - k < scores.window)
+
+    def capped(score: Tensor, *_: Tensor) -> Tensor:
+        if scores.softcap is None:
+            return score
+        return torch.tanh(score / scores.softcap) * scores.softcap
+
+    dtype = torch.bfloat16 if query.is_cuda else query.dtype
+    query, key, value = (
+        x.to(dtype).transpose(0, 1).unsqueeze(0) for x in (query, key, value)
+    )
+    attention: Callable[..., Any] = flex.flex_attention
+    mask_of: Callable[..., Any] = flex.create_block_mask
+    if query.is_cuda:
+        attention, mask_of = torch.compile(attention), torch.compile(mask_of)
+    result, log_sum = attention(
+        query,
+        key,
+        value,
+        score_mod=capped,
+        block_mask=mask_of(is_visible, None, None, tokens, tokens, query.device.type),
+        scale=scores.scaling,
+        enable_gqa=key.shape[1] != query.shape[1],
+        return_lse=True,
+    )
+    if scores.sinks is not None:
+        share = torch.sigmoid(log_sum - scores.sinks.float()[None, :, None])
+        result = result * share.unsqueeze(-1).to(dtype)
+    output: Tensor = result.squeeze(0).transpose(0, 1)
+    return output
 
 
 def _repeat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -39,11 +39,10 @@ from verl_ray.models.names import (
     TYPE_NAMES,
     Box,
     CheckpointTensor,
-    checkpoint_tensors,
     is_adapter,
 )
 from verl_ray.models.role_model import RoleModel
-from verl_ray.models.weights import is_first_copy, own_box
+from verl_ray.models.weights import is_first_copy, own_box, saved_buffers
 from verl_ray.profiling.progress import advance
 from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice
 
@@ -71,8 +70,9 @@ def build_manifest(model: RoleModel) -> tuple[Manifest, dict[str, TensorOrigin]]
     parameters = []
     origins = {}
 
-    for name, value in model.hf.named_parameters(remove_duplicate=False):
-        for tensor in checkpoint_tensors(name, value.shape):
+    values = dict(model.hf.named_parameters(remove_duplicate=False))
+    for name, value in (values | saved_buffers(model.hf)).items():
+        for tensor in model.names.tensors(name, value.shape):
             tied_to = None
             if tensor.shape == value.shape:
                 holder = first_name.setdefault(id(value), tensor.name)

@@ -2,24 +2,21 @@
 
 Invariant: the checkpoint tensors of a parameter are boxes that do not overlap and
 together are the whole parameter. Most parameters are one tensor under their own name.
-There are two exceptions. transformers holds the weights of all experts of a layer in
-one parameter, whereas Hugging Face checkpoints (and rollout engines) have a tensor per
-expert. In a layer with an adapter, the weight itself is called `base_layer`.
+There are two exceptions. transformers may hold what a family publishes as several
+tensors in one parameter, such as the weights of all experts of a layer. In a layer with
+an adapter, the weight itself is called `base_layer`.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 Box = tuple[slice, ...]
 """A part of a tensor: one slice per dimension, with start and stop."""
 
 TYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """The types of parameters by their names in safetensors."""
-
-_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 
 
 @dataclass(frozen=True)
@@ -60,48 +57,45 @@ class CheckpointTensor:
         return tuple(within_box), tuple(within_tensor[dropped:])
 
 
-def checkpoint_tensors(
-    name: str, shape: Sequence[int], box: Box | None = None
-) -> tuple[CheckpointTensor, ...]:
-    """List the checkpoint tensors that make up a parameter of a module.
+@dataclass(frozen=True)
+class CheckpointNames:
+    """The tensors that the parameters of a model are published as."""
 
-    Args:
-        name: The parameter's name in the module.
-        shape: The parameter's shape.
-        box: Leave out experts that lie outside of this box.
+    parts: Mapping[str, tuple[CheckpointTensor, ...]] = field(default_factory=dict)
+    """The tensors of each parameter that is not one tensor under its own name, in the
+    order of their first elements."""
 
-    Returns:
-        The tensors. There are none for a parameter of an adapter, which is no part of
-        the model.
-    """
-    if is_adapter(name):
-        return ()
+    def tensors(
+        self, name: str, shape: Sequence[int], box: Box | None = None
+    ) -> tuple[CheckpointTensor, ...]:
+        """List the checkpoint tensors that make up a parameter of a module.
 
-    experts = _EXPERTS.fullmatch(name)
-    if experts is None or len(shape) != 3:
+        Args:
+            name: The parameter's name in the module.
+            shape: The parameter's shape.
+            box: Leave out tensors that lie outside of this box in its first dimension.
+
+        Returns:
+            The tensors. There are none for a parameter of an adapter, which is no part
+            of the model.
+        """
+        if is_adapter(name):
+            return ()
+
         own_name = name.replace(".base_layer.", ".")
-        origin = (0,) * len(shape)
-        return (CheckpointTensor(own_name, origin, tuple(shape), tuple(shape)),)
+        if own_name not in self.parts:
+            origin = (0,) * len(shape)
+            return (CheckpointTensor(own_name, origin, tuple(shape), tuple(shape)),)
 
-    prefix, kind = experts.groups()
-    # The rows of `gate_up_proj` are those of the gate, then those of the up projection.
-    projections = ["down_proj"] if kind == "down_proj" else ["gate_proj", "up_proj"]
-    num_experts, all_rows, columns = shape
-    rows = all_rows // len(projections)
-
-    chosen = range(num_experts)
-    if box is not None:
-        chosen = chosen[box[0]]
-    return tuple(
-        CheckpointTensor(
-            name=f"{prefix}.{expert}.{projection}.weight",
-            start=(expert, number * rows, 0),
-            sides=(1, rows, columns),
-            shape=(rows, columns),
+        parts = self.parts[own_name]
+        if box is None:
+            return parts
+        first, last = box[0].start, box[0].stop
+        return tuple(
+            part
+            for part in parts
+            if part.start[0] < last and first < part.start[0] + part.sides[0]
         )
-        for expert in chosen
-        for number, projection in enumerate(projections)
-    )
 
 
 def is_adapter(name: str) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from verl_ray.errors import ModelError
-from verl_ray.models.names import Box, checkpoint_tensors
+from verl_ray.models.names import Box, CheckpointNames
 from verl_ray.models.tensor_sources import CheckpointReader, TensorSource
 
 
@@ -88,6 +89,7 @@ def fill(
     module: nn.Module,
     checkpoint: TensorSource,
     *,
+    names: CheckpointNames,
     new: Mapping[str, float],
     unused: frozenset[str],
     seed: int,
@@ -97,6 +99,7 @@ def fill(
     Args:
         module: The module, whose parameters may be sharded.
         checkpoint: The source of the values.
+        names: The tensors that the module's parameters are published as.
         new: Standard deviations of parameters that the checkpoint may lack, by name.
             They are sampled from N(0, std^2) with a seed derived from their name.
         unused: Names of the checkpoint that the module may lack.
@@ -105,11 +108,18 @@ def fill(
     Raises:
         ModelError: Anything else is missing, unexpected or of another shape.
     """
-    check_fit(module, checkpoint, new=new, unused=unused)
-    for name, target in _tensors_to_fill(module).items():
+    check_fit(module, checkpoint, names=names, new=new, unused=unused)
+    for name, target in saved_tensors(module).items():
         local = target.to_local() if isinstance(target, DTensor) else target
         fill_box(
-            local, own_box(target), name, target.shape, checkpoint, new=new, seed=seed
+            local,
+            own_box(target),
+            name,
+            target.shape,
+            checkpoint,
+            names=names,
+            new=new,
+            seed=seed,
         )
 
 
@@ -117,6 +127,7 @@ def check_fit(
     module: nn.Module,
     checkpoint: TensorSource,
     *,
+    names: CheckpointNames,
     new: Mapping[str, float],
     unused: frozenset[str],
 ) -> None:
@@ -124,22 +135,30 @@ def check_fit(
 
     `new` and `unused` are the exceptions, as in `fill`.
     """
-    targets = _tensors_to_fill(module)
+    targets = saved_tensors(module)
     known = {
         tensor.name
         for name, target in targets.items()
-        for tensor in checkpoint_tensors(name, target.shape)
+        for tensor in names.tensors(name, target.shape)
     }
     # The state dict also has the second names of tied parameters, and a checkpoint may
     # contain them.
     tied = {
         tensor.name
         for name in module.state_dict().keys() - targets.keys()
-        for tensor in checkpoint_tensors(name, ())
+        for tensor in names.tensors(name, ())
+    }
+
+    # Layers that only predict several tokens at once are in no model of transformers.
+    patterns = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
+    others = {
+        name
+        for name in set(checkpoint) - known - unused - tied
+        if not any(re.search(pattern, name) for pattern in patterns)
     }
 
     missing = sorted(known - set(checkpoint) - new.keys())
-    unexpected = sorted(set(checkpoint) - known - unused - tied)
+    unexpected = sorted(others)
     if missing or unexpected:
         raise ModelError(
             f"model.path: the checkpoint does not fit {type(module).__name__}: "
@@ -147,13 +166,17 @@ def check_fit(
         )
 
 
-def _tensors_to_fill(module: nn.Module) -> dict[str, Tensor]:
+def saved_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and persistent buffers, tied ones under one name."""
+    return dict(module.named_parameters()) | saved_buffers(module)
+
+
+def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that a checkpoint has, such as a bias of a router."""
     persistent = module.state_dict().keys()
-    buffers = {
+    return {
         name: buffer for name, buffer in module.named_buffers() if name in persistent
     }
-    return dict(module.named_parameters()) | buffers
 
 
 @torch.no_grad()
@@ -164,6 +187,7 @@ def fill_box(
     shape: Sequence[int],
     checkpoint: TensorSource,
     *,
+    names: CheckpointNames,
     new: Mapping[str, float],
     seed: int,
 ) -> None:
@@ -175,6 +199,7 @@ def fill_box(
         name: The parameter's name in the module.
         shape: The shape of the whole parameter.
         checkpoint: The source of the values.
+        names: The tensors that parameters are published as.
         new: Standard deviations of parameters that the checkpoint may lack, by name.
         seed: The seed of new parameters.
 
@@ -191,7 +216,7 @@ def fill_box(
     # From other sources all ranks read the same tensors together, those too of which
     # this rank needs nothing.
     reads_alone = isinstance(checkpoint, CheckpointReader)
-    for tensor in checkpoint_tensors(name, shape, box if reads_alone else None):
+    for tensor in names.tensors(name, shape, box if reads_alone else None):
         checkpoint_shape = checkpoint.shape(tensor.name)
         if checkpoint_shape != tensor.shape:
             raise ModelError(

@@ -49,6 +49,7 @@ def head_log_probs(
     *,
     temperature: float | Tensor = 1.0,
     bias: Tensor | None = None,
+    softcap: float | None = None,
     vocabulary: VocabularySlice | None = None,
     with_entropy: bool = False,
     with_greedy: bool = False,
@@ -57,9 +58,10 @@ def head_log_probs(
 ) -> HeadOutputs:
     """Compute log softmax(logits / temperature)[targets] without holding all logits.
 
-    The logits are hidden @ weight.T + bias. They are computed in the dtype of `hidden`
-    (in that of autocast where it is enabled) and then converted to float32. The
-    log-probs and the entropy are differentiable in hidden, weight and bias.
+    The logits are z = hidden @ weight.T + bias, or softcap * tanh(z / softcap). z is
+    computed in the dtype of `hidden` (in that of autocast where it is enabled) and then
+    converted to float32. The log-probs and the entropy are differentiable in hidden,
+    weight and bias.
 
     With `vocabulary`, `weight` and `bias` are this rank's slice of the head. `hidden`
     and `targets` are the same on all ranks of the slice's group, and so are the
@@ -74,6 +76,7 @@ def head_log_probs(
         targets: int64 [T], ids in the whole vocabulary.
         temperature: A number > 0, or float [T] with one per token.
         bias: [V], the bias of the head.
+        softcap: The largest magnitude of a logit, or None.
         vocabulary: The part of the vocabulary that `weight` covers; None for all of it.
         with_entropy: Also compute the entropy.
         with_greedy: Also compute whether the targets are the most probable tokens.
@@ -96,7 +99,7 @@ def head_log_probs(
 
     optional = (with_entropy, with_greedy, with_squared_probs)
     outputs = _LogProbs.apply(  # type: ignore[no-untyped-call]
-        *head, targets, divisor, chunk, vocabulary, optional
+        *head, targets, divisor, softcap, chunk, vocabulary, optional
     )
     return HeadOutputs(*outputs)
 
@@ -185,6 +188,7 @@ class _LogProbs(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         divisor: Tensor | None,
+        softcap: float | None,
         chunk: int,
         vocabulary: VocabularySlice | None,
         optional: tuple[bool, bool, bool],
@@ -204,7 +208,7 @@ class _LogProbs(torch.autograd.Function):
 
         for start in range(0, len(targets), chunk):
             part = slice(start, start + chunk)
-            z = _scaled_logits(rows[part], weight, bias, divisor, part)
+            z = _scaled_logits(rows[part], weight, bias, divisor, softcap, part)
             log_p = torch.log_softmax(z, dim=-1)
             if best is not None:
                 best[part] = z.argmax(dim=-1)
@@ -233,6 +237,7 @@ class _LogProbs(torch.autograd.Function):
             rows, weight, bias, places, inside, log_share, divisor, summary.entropy
         )
         ctx.chunk = chunk
+        ctx.softcap = softcap
         # An entropy that is only reported then costs nothing in the backward pass.
         ctx.set_materialize_grads(False)
         return summary.log_probs, summary.entropy, greedy, summary.squared_probs
@@ -265,7 +270,11 @@ class _LogProbs(torch.autograd.Function):
 
         for start in range(0, len(places), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            z = _scaled_logits(rows[part], weight, bias, divisor, part)
+            z = _scaled_logits(rows[part], weight, bias, divisor, ctx.softcap, part)
+            slope_of_cap = None
+            if ctx.softcap is not None:
+                logits = z if divisor is None else z * divisor[part]
+                slope_of_cap = 1 - (logits / ctx.softcap).square()
             if grad_entropy is None:
                 grad = torch.softmax(z, dim=-1).mul_(-grad_log_probs[part, None])
             else:
@@ -279,6 +288,8 @@ class _LogProbs(torch.autograd.Function):
             grad.scatter_add_(1, places[part, None], grad_targets[part, None])
             if divisor is not None:
                 grad /= divisor[part]
+            if slope_of_cap is not None:
+                grad *= slope_of_cap
 
             # The bias takes its share before the gradient is rounded to the dtype of
             # the head.
@@ -289,7 +300,7 @@ class _LogProbs(torch.autograd.Function):
             # Chunks are large: none stays while the next one is computed.
             del grad
 
-        return (*gradients.rounded(weight, bias), *[None] * 5)
+        return (*gradients.rounded(weight, bias), *[None] * 6)
 
 
 def _sum_over_vocabulary(
@@ -383,11 +394,14 @@ def _scaled_logits(
     weight: Tensor | None,
     bias: Tensor | None,
     divisor: Tensor | None,
+    softcap: float | None,
     part: slice,
 ) -> Tensor:
-    """Return the float32 logits of one chunk, divided by its temperatures."""
+    """Return the float32 logits of one chunk, capped and divided by temperatures."""
     logits = rows if weight is None else linear(rows, weight, bias)
     logits = logits.float()
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
     if divisor is None:
         return logits
     return logits / divisor[part]

@@ -46,6 +46,10 @@ class HeadExchange:
         all_tokens = _swap(parts, self.group).flatten(0, 1)
         return all_tokens[: self.tokens]
 
+    def own_heads(self, x: Tensor) -> Tensor:
+        """Return this rank's part of what each head of the queries has, [heads]."""
+        return x.chunk(self.size)[dist.get_rank(self.group)]
+
     def to_tokens(self, x: Tensor) -> Tensor:
         """Exchange this rank's heads of all tokens for its tokens, with all heads.
 

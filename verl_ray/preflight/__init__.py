@@ -2,5 +2,5 @@
 
 They compare the configuration with the models' files and with the machine.
 
-It may import `report`, `rollout`, `engine` and `cluster`, and what lies below them.
+It may import `proofs`, and what lies below it.
 """

@@ -23,6 +23,7 @@ from verl_ray.config.rollout import (
     ServedModel,
 )
 from verl_ray.config.schema import Config, batch_algebra
+from verl_ray.config.tasks.reward_model import RewardModelConfig
 from verl_ray.config.versions import install_command, missing_packages
 from verl_ray.data.tokenizers import VOCABULARY_FILES
 from verl_ray.errors import Problem
@@ -35,6 +36,7 @@ from verl_ray.preflight.model_files import (
     damaged_weights,
     has_experts,
     has_tokenizer,
+    made_model,
     raw_config_json,
     settings_of,
     shapes_of,
@@ -42,13 +44,14 @@ from verl_ray.preflight.model_files import (
     tensor_types,
     token_ids,
 )
+from verl_ray.preflight.model_proof import proof_of
 from verl_ray.settings.config_json import (
     ACTIVATIONS,
     EMBEDDINGS,
     FAMILIES,
     LANGUAGE_HEAD,
     VALUE_HEAD,
-    WITH_EXPERTS,
+    chooses_experts,
     described_tensors,
     not_computed,
     positions_of,
@@ -77,6 +80,7 @@ def model_problems(config: Config, machine: Machine | None) -> Iterator[Problem]
     for key, path in _model_paths(config).items():
         yield from _directory_problems(key, path, config, needs_files=needs_files)
 
+    yield from _proof_problems(config)
     yield from _value_head_problems(config)
     yield from _expert_problems(config)
     yield from _adapter_problems(config)
@@ -189,6 +193,38 @@ def _position_problems(
 # --------------------------------------------------------------------- roles and models
 
 
+def _proof_problems(config: Config) -> Iterator[Problem]:
+    """Yield uses of a model that its proof does not allow."""
+    for name, role in config.model_roles.items():
+        path = role.model.folder
+        if made_model(path, config) or not config_json(path):
+            continue
+
+        proof = proof_of(path)
+        key = f"{name}.model.path"
+        shown = f"{for_shell(['verl-ray', 'prove', path])} shows why."
+        if config.head_of(name) == "value" and not proof.has_values:
+            rule = "this model gives wrong numbers with a value head"
+            yield Problem(key, path, rule, shown)
+        if role.adapter is not None and not proof.has_adapters:
+            rule = "this model gives wrong numbers with an adapter"
+            yield Problem(f"{name}.lora.rank", role.adapter.rank, rule, shown)
+
+        if proof.packs_rows:
+            continue
+        if isinstance(config, RewardModelConfig):
+            rule = (
+                "the rows of a pair are computed together, and this model computes rows"
+                " of the same length alone"
+            )
+            yield Problem(key, path, rule, shown)
+        backend = role.backend
+        if backend.token_slices > 1:
+            key = f"{name}.backend.{backend.token_slices_key}"
+            rule = f"the layers of {path} have states, so that rows cannot be cut"
+            yield Problem(key, backend.token_slices, rule, "Set it to 1.")
+
+
 def _expert_problems(config: Config) -> Iterator[Problem]:
     """Yield settings for experts of models that have none."""
     for name, role in config.model_roles.items():
@@ -198,7 +234,7 @@ def _expert_problems(config: Config) -> Iterator[Problem]:
             continue
 
         balance = role.expert_balance
-        if balance is not None and settings.get("model_type") not in WITH_EXPERTS:
+        if balance is not None and not chooses_experts(settings):
             rule = f"this setting would be ignored: {path} has no experts"
             yield Problem(f"{name}.expert_balance", balance, rule, "Set it to null.")
 
@@ -324,10 +360,7 @@ def _setting_problems(key: str, path: str, *, is_judge: bool) -> Iterator[Proble
     """Yield a problem if a model is not computed, or its config.json is wrong."""
     settings = raw_config_json(path)
     family = settings.get("model_type")
-    if isinstance(family, str) and family not in FAMILIES:
-        if not is_judge:
-            rule = f"this is a {family!r} model, which is not computed here"
-            yield Problem(key, path, rule, f"Take one of {either(FAMILIES)}.")
+    if is_judge and isinstance(family, str) and family not in FAMILIES:
         return
 
     wrong = wrong_value(settings)
@@ -335,11 +368,20 @@ def _setting_problems(key: str, path: str, *, is_judge: bool) -> Iterator[Proble
         rule = f"no model has the values of its config.json: {wrong}"
         yield Problem(key, path, rule, "Correct it there, or copy the model again.")
         return
+    if is_judge:
+        return
 
     reason = not_computed(settings)
-    if reason is not None and not is_judge:
+    if reason is not None:
         rule = f"its config.json describes what is not computed here: {reason}"
         yield Problem(key, path, rule, "Correct it there, or take another model.")
+        return
+
+    failure = proof_of(path).failure
+    if failure is not None:
+        rule = f"this is a {family!r} model, which is not computed here: {failure}"
+        fix = f"{for_shell(['verl-ray', 'prove', path])} shows all; take another model."
+        yield Problem(key, path, rule, fix)
 
 
 def _file_problems(

@@ -33,7 +33,7 @@ from verl_ray.settings.config_json import (
     EMBEDDINGS,
     LANGUAGE_HEAD,
     VALUE_HEAD,
-    WITH_EXPERTS,
+    chooses_experts,
     described_tensors,
     wrong_value,
 )
@@ -246,7 +246,7 @@ def raw_config_json(path: str) -> dict[str, object]:
 
 def has_experts(path: str) -> bool:
     """Return whether the model in a directory has experts."""
-    return config_json(path).get("model_type") in WITH_EXPERTS
+    return chooses_experts(config_json(path))
 
 
 def token_ids(path: str) -> dict[str, int]:

@@ -80,8 +80,12 @@ def engine_config(
             f"rollout.vllm_args sets {conflicts}, which other keys of rollout, or the"
             " engine, set"
         )
-    arguments = {**preferred, **config.vllm_args, **fixed}
-    return EngineArgs(**arguments).create_engine_config()
+    arguments = EngineArgs(**{**preferred, **config.vllm_args, **fixed})
+    if device == "cpu" and "enable_prefix_caching" not in config.vllm_args:
+        # Without chunks of prompts vLLM (0.32) caches no prefixes of states.
+        has_states = arguments.create_model_config().has_inner_state
+        arguments.enable_prefix_caching = not has_states
+    return arguments.create_engine_config()
 
 
 def fixed_arguments(

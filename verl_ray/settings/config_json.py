@@ -13,9 +13,9 @@ from typing import Any
 from verl_ray.suggest import either
 
 FAMILIES = ("gemma", "llama", "qwen2", "qwen3", "qwen3_moe")
-"""Supported values of model_type.
+"""Values of model_type whose tensors are described here.
 
-Other models may scale, cap or mask where this project does not.
+A model of another family is computed where its proof holds.
 """
 
 WITH_EXPERTS = ("qwen3_moe",)
@@ -23,6 +23,14 @@ WITH_EXPERTS = ("qwen3_moe",)
 
 WITH_QUERY_NORM = ("qwen3", "qwen3_moe")
 """Families that normalize the queries and keys of each head."""
+
+EXPERT_COUNTS = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+)
+"""The names that families give to the number of experts of a layer."""
 
 EMBEDDINGS = "model.embed_tokens.weight"
 
@@ -151,10 +159,6 @@ def not_computed(settings: Settings) -> str | None:
     for name, value in settings.items():
         if "dropout" in name and isinstance(value, int | float) and value > 0:
             return f"{name} is {value}, and would be 0, so that log-probs are certain"
-
-    layer_types = settings.get("layer_types")
-    if isinstance(layer_types, list) and "sliding_attention" in layer_types:
-        return "layer_types has sliding_attention, and every layer would see all tokens"
     return None
 
 
@@ -327,6 +331,22 @@ def _has_experts(settings: CheckedSettings, layer: int) -> bool:
 def _num_experts(settings: CheckedSettings) -> int:
     # transformers writes the second name today.
     return settings.get("num_experts") or settings.get("num_local_experts") or 0
+
+
+def has_windows(settings: Settings) -> bool:
+    """Return whether attention of some layers sees the nearest tokens alone."""
+    layers = settings.get("layer_types")
+    if isinstance(layers, list) and "sliding_attention" in layers:
+        return True
+    return bool(settings.get("use_sliding_window") and settings.get("sliding_window"))
+
+
+def chooses_experts(settings: Settings) -> bool:
+    """Return whether layers of a model choose among experts."""
+    counts = (settings.get(name) for name in EXPERT_COUNTS)
+    return settings.get("model_type") in WITH_EXPERTS or any(
+        isinstance(count, int) and count > 0 for count in counts
+    )
 
 
 def _experts(settings: CheckedSettings, prefix: str) -> Iterator[NamedShape]:

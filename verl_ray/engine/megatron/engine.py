@@ -121,7 +121,9 @@ class MegatronEngine(PackedEngine):
         wrapped_modules = self._modules if self._optimizer is not None else []
         self.buffers = MegatronBuffers(wrapped_modules, self.offload)
         sent_boxes = computing_boxes(self._mapped, self.layout, self.buffers)
-        self._sent_slices = slices_by_tensor(sent_boxes, self._shapes)
+        self._sent_slices = slices_by_tensor(
+            sent_boxes, self._shapes, self._template.names
+        )
         self._expert_balance = self._make_expert_balance()
         self._schedule = Schedule(
             self._stages,
@@ -311,7 +313,9 @@ class MegatronEngine(PackedEngine):
     def _gathered_parameters(self) -> Iterator[Tensor]:
         slices = self._sent_slices
         if self._optimizer is not None:
-            slices = slices_by_tensor(main_boxes(self._shards()), self._shapes)
+            slices = slices_by_tensor(
+                main_boxes(self._shards()), self._shapes, self._template.names
+            )
 
         shards = functools.partial(read_slices, slices)
         return collect_whole(self._exported_parameters, shards, self.device)

@@ -18,7 +18,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from verl_ray.models.role_model import sum_by_row
+from verl_ray.models.routing import sum_by_row
 
 if not moe_utils.HAVE_TE:
     # megatron-core 0.16.1 reads this name, with or without a GPU, but only defines it

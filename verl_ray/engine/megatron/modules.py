@@ -88,7 +88,7 @@ class PackedAttention(MegatronModule):
             key.squeeze(1),
             value.squeeze(1),
             packed_seq_params.layout,
-            self._scale,
+            attention.AttentionScores(self._scale),
         )
         return output.flatten(1).unsqueeze(1)
 

@@ -16,6 +16,7 @@ from verl_ray.engine.base import EngineSpec
 from verl_ray.engine.megatron.weight_map import MappedParameter
 from verl_ray.errors import EngineError, ModelError
 from verl_ray.models.role_model import RoleModel
+from verl_ray.settings.config_json import has_windows
 
 _SHOWN_NAMES = 5
 """The most parameters that an error names."""
@@ -43,6 +44,13 @@ def require_supported(spec: EngineSpec, model: RoleModel) -> None:
         raise ModelError(
             f"model.path: {spec.model_path} is a {family!r} model, which has no place"
             f" in megatron's; those of {', '.join(IN_MEGATRON)} have"
+        )
+
+    if has_windows(config.to_dict()):
+        raise ModelError(
+            f"model.path: {spec.model_path} has layers with a sliding window, which"
+            " megatron does not compute here; take fsdp or engine as"
+            f" {spec.role}.backend"
         )
 
     activation = config.hidden_act

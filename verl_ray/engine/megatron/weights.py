@@ -27,7 +27,7 @@ from verl_ray.engine.megatron.weight_map import (
     is_empty_box,
     shape_of_box,
 )
-from verl_ray.models.names import Box, checkpoint_tensors
+from verl_ray.models.names import Box, CheckpointNames
 from verl_ray.models.role_model import RoleModel
 from verl_ray.models.tensor_sources import CheckpointReader
 from verl_ray.models.weights import check_fit, fill_box
@@ -85,12 +85,22 @@ class BoxReader:
         self._seed = seed
         self._shapes = parameter_shapes(model)
         self._new, unused = model.head_differences
-        check_fit(model.hf, source, new=self._new, unused=unused)
+        self._names = model.names
+        check_fit(model.hf, source, names=model.names, new=self._new, unused=unused)
 
     def read(self, target: Tensor, box: Box, name: str) -> None:
         """Copy a box of the parameter `name` into a tensor of the box's shape."""
         shape = self._shapes[name]
-        fill_box(target, box, name, shape, self._source, new=self._new, seed=self._seed)
+        fill_box(
+            target,
+            box,
+            name,
+            shape,
+            self._source,
+            names=self._names,
+            new=self._new,
+            seed=self._seed,
+        )
 
 
 def parameter_shapes(model: RoleModel) -> dict[str, tuple[int, ...]]:
@@ -202,17 +212,20 @@ def main_boxes(shards: Iterable[OptimizerShard]) -> Iterator[HeldBox]:
 
 
 def slices_by_tensor(
-    boxes: Iterable[HeldBox], shapes: Mapping[str, tuple[int, ...]]
+    boxes: Iterable[HeldBox],
+    shapes: Mapping[str, tuple[int, ...]],
+    names: CheckpointNames,
 ) -> HeldSlices:
     """Return the slices of the checkpoint's tensors that the boxes consist of.
 
     Args:
         boxes: Boxes of the model's parameters.
         shapes: The shapes of the model's parameters, by name.
+        names: The tensors that they are published as.
     """
     slices: HeldSlices = defaultdict(list)
     for held in boxes:
-        for tensor in checkpoint_tensors(held.name, shapes[held.name], held.box):
+        for tensor in names.tensors(held.name, shapes[held.name], held.box):
             within_box, within_tensor = tensor.overlap(held.box)
             if is_empty_box(within_tensor):
                 continue

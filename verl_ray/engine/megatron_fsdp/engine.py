@@ -76,7 +76,14 @@ class MegatronFsdpEngine(ModuleEngine):
     def fill(self, source: TensorSource) -> None:
         new, unused = self.model.head_differences
         new = new | lora.initial_scales(self.model.hf)
-        fill(self.model.hf, source, new=new, unused=unused, seed=self.spec.seed)
+        fill(
+            self.model.hf,
+            source,
+            names=self.model.names,
+            new=new,
+            unused=unused,
+            seed=self.spec.seed,
+        )
         self._install()
 
     def wrap(self, model: RoleModel) -> nn.Module:

@@ -1,0 +1,85 @@
+"""The command `prove`: whether this project computes a model as its family does.
+
+Invariant: it needs no weights, no data and no accelerator; the model is cut to two
+layers of each kind and gets random weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import TYPE_CHECKING
+
+from verl_ray.profiling.phases import blocking
+
+if TYPE_CHECKING:
+    from verl_ray.proofs.proof import Proof
+
+
+def main(argv: list[str]) -> int:
+    """Print what was found; return 1 if the model cannot be trained.
+
+    Raises:
+        ModelError: The directory has no configuration that transformers reads.
+    """
+    arguments = _parser().parse_args(argv)
+
+    # torch takes seconds to import.
+    from verl_ray.proofs.proof import config_of, prove
+
+    started_s = time.monotonic()
+    with blocking(f"proving {arguments.model}"):
+        proof = prove(config_of(arguments.model), rollouts=arguments.rollouts)
+    if arguments.json:
+        print(json.dumps(proof.as_json(), indent=2))
+        return 0 if proof.engine.trains else 1
+
+    print(f"{proof.family}, cut to {proof.layers} layers, random weights, float32")
+    for claim in proof.claims:
+        print(f"  {claim}")
+    print(_in_words(proof, with_rollouts=arguments.rollouts))
+    print(f"proven in {time.monotonic() - started_s:.0f} s")
+    return 0 if proof.engine.trains else 1
+
+
+def _in_words(proof: Proof, *, with_rollouts: bool) -> str:
+    """Return what follows from the claims."""
+    if not proof.engine.trains:
+        return "It cannot be trained here: see the first claim that fails."
+    if proof.engine.packs_rows:
+        words = "It trains, with packed rows."
+    else:
+        words = (
+            "It trains, with micro-batches of rows of equal length, since packed rows"
+            " see each other: more micro-batches, and no losses over pairs of rows."
+        )
+    if not proof.engine.has_values:
+        words += " It is no critic and no reward model."
+    if not proof.engine.has_adapters:
+        words += " It learns without an adapter alone."
+    if not with_rollouts:
+        return words
+    if proof.rollouts is None:
+        return f"{words} vLLM does not agree with it: supervised training alone."
+    if proof.rollouts == "auto":
+        return f"{words} vLLM agrees with it."
+    return (
+        f"{words} vLLM's own class does not agree with it, but that of transformers"
+        f" does: rollout.vllm_args.model_impl={proof.rollouts}"
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="verl-ray prove", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("model", help="a model directory, of which config.json is read")
+    parser.add_argument(
+        "--no-rollouts",
+        dest="rollouts",
+        action="store_false",
+        help="leave vLLM out, which takes half a minute",
+    )
+    parser.add_argument("--json", action="store_true", help="print values for machines")
+    return parser

@@ -1,0 +1,87 @@
+"""A model of a family that is not described needs a proof, which is done once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from controllers.command_line import main
+from scripts.tiny_families import tiny_config
+from verl_ray.preflight import model_proof
+from verl_ray.preflight.model_directories import content_problems
+from verl_ray.preflight.model_proof import ModelProof, proof_of
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model_proof._proof_of.cache_clear()
+
+
+def directory(folder: Path, family: str) -> str:
+    tiny_config(family).save_pretrained(folder / family)
+    return str(folder / family)
+
+
+def test_a_described_family_needs_none_unless_it_has_windows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requested = []
+    monkeypatch.setattr(
+        model_proof,
+        "_proof_of",
+        lambda path, settings: (
+            requested.append(path) or ModelProof(failure="requested")
+        ),
+    )
+    assert proof_of(directory(tmp_path, "qwen3")) == ModelProof() and not requested
+    assert proof_of(str(tmp_path / "not made yet")) == ModelProof() and not requested
+    windows = tiny_config("qwen3", layer_types=["sliding_attention"] * 2)
+    windows.save_pretrained(tmp_path / "windows")
+    assert proof_of(str(tmp_path / "windows")).failure == "requested"
+
+
+@pytest.mark.processes
+def test_a_proof_is_done_once_and_kept_for_the_next_process(tmp_path: Path) -> None:
+    path = directory(tmp_path, "lfm2")
+    first = proof_of(path)
+    assert first == ModelProof(packs_rows=False)
+    (kept,) = (tmp_path / "cache" / "verl_ray" / "proofs").iterdir()
+    kept.write_text(json.dumps({"packs_rows": True, "failure": "as it was kept"}))
+    assert proof_of(path) == first  # this process remembers it
+    model_proof._proof_of.cache_clear()
+    assert proof_of(path).failure == "as it was kept"
+
+
+@pytest.mark.processes
+def test_a_family_is_refused_for_a_proof_that_fails(tmp_path: Path) -> None:
+    path = directory(tmp_path, "phimoe")
+    (problem,) = (
+        problem
+        for problem in content_problems(
+            "model.path", path, head="policy", is_judge=False, needs_files=False
+        )
+        if "not computed" in problem.rule
+    )
+    assert problem.rule.startswith(
+        "this is a 'phimoe' model, which is not computed here: FAIL log-probs of packed"
+        " rows: "
+    )
+    assert problem.rule.endswith("layers.0.self_attn")
+    assert problem.fix == f"verl-ray prove {path} shows all; take another model."
+
+
+def test_the_command_prints_every_claim_and_what_follows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = directory(tmp_path, "granite")
+    assert main(["prove", path, "--no-rollouts"]) == 0
+    output = capsys.readouterr().out
+    assert output.startswith("granite, cut to 2 layers, random weights, float32\n  ok ")
+    assert output.count("\n  ok   ") == 7 and "FAIL" not in output
+    assert "It trains, with packed rows.\n" in output
+    assert main(["prove", path, "--no-rollouts", "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["trains"] and values["packs_rows"] and len(values["claims"]) == 7

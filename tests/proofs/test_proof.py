@@ -1,0 +1,258 @@
+"""A proof holds for families that are computed, and names what is broken in others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import CONFIG_MAPPING
+
+from scripts.tiny_families import ALONE, PACKED, tiny_config
+from verl_ray.columns.batch import offsets_of
+from verl_ray.engine import packed_engine
+from verl_ray.engine.micro_batches import Packing, pack_rows
+from verl_ray.errors import ModelError
+from verl_ray.models import attention, role_model
+from verl_ray.models.conversions import checkpoint_names
+from verl_ray.models.names import CheckpointNames
+from verl_ray.proofs.claims import Claim
+from verl_ray.proofs.cut_model import MOST_PARAMETERS, cut_model
+from verl_ray.proofs.proof import Proof, config_of, prove
+
+SLOW = pytest.mark.slow
+FAST = ("gemma3_text", "mixtral")
+
+
+def proof_of(family: str, **changes: Any) -> Proof:
+    return prove(tiny_config(family, **changes), rollouts=False)
+
+
+def claim(proof: Proof, statement: str) -> Claim:
+    (found,) = (each for each in proof.claims if each.statement == statement)
+    return found
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(family, marks=() if family in FAST else SLOW) for family in PACKED],
+)
+def test_packed_rows_are_computed_as_single_ones(family: str) -> None:
+    proof = proof_of(family)
+    assert [str(each) for each in proof.claims if not each.holds] == []
+    engine = proof.engine
+    assert engine.trains and engine.packs_rows and engine.has_values
+    assert len(proof.claims) == 7 and json.dumps(proof.as_json())
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(each, marks=() if each == "lfm2" else SLOW) for each in ALONE],
+)
+def test_a_state_that_leaks_is_named_and_rows_of_one_length_are_computed(
+    family: str,
+) -> None:
+    proof = proof_of(family)
+    layer = {"lfm2": "conv"}.get(family, "mamba")
+    for statement in ("log-probs of packed rows", "no row sees another row"):
+        broken = claim(proof, statement)
+        assert broken.number is not None and broken.number > 0.5
+        assert broken.where == f"layers.0.{layer}"
+    assert not proof.engine.packs_rows and proof.engine.trains
+    assert claim(proof, "log-probs of rows of one length").holds
+
+
+# --------------------------------------------------------------- broken on purpose
+
+
+def one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the attention of layer 1 see all tokens before, whatever row they are of."""
+    attend = attention.attend
+
+    def leaking(module: Any, query: Any, *rest: Any, layout: Any, **others: Any) -> Any:
+        if module.layer_idx == 1:
+            tokens = offsets_of([query.shape[2]])
+            layout = attention.plan_layout(tokens, query.device, query.dtype)
+        return attend(module, query, *rest, layout=layout, **others)
+
+    monkeypatch.setattr(attention, "attend", leaking)
+
+
+def other_borders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begin to count positions anew where no row begins.
+
+    Counting on over rows would change nothing: rotary positions are relative.
+    """
+
+    def counted(*arguments: Any) -> Packing:
+        packing = pack_rows(*arguments)
+        positions = np.arange(len(packing.tokens.tokens)) % 9
+        return replace(packing, tokens=replace(packing.tokens, positions=positions))
+
+    monkeypatch.setattr(packed_engine, "pack_rows", counted)
+
+
+def no_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = attention.attend
+    monkeypatch.setattr(
+        attention,
+        "attend",
+        lambda *tensors, sliding_window=None, **others: attend(*tensors, **others),
+    )
+
+
+def swapped_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give expert 0 the down projection of expert 1, and the other way round."""
+
+    def swapped(model: Any) -> CheckpointNames:
+        parts = dict(checkpoint_names(model).parts)
+        name = "model.layers.0.mlp.experts.down_proj"
+        first, second, *rest = parts[name]
+        parts[name] = (
+            replace(first, name=second.name),
+            replace(second, name=first.name),
+            *rest,
+        )
+        return CheckpointNames(parts)
+
+    monkeypatch.setattr(role_model, "checkpoint_names", swapped)
+
+
+def renamed_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def renamed(model: Any) -> CheckpointNames:
+        parts = dict(checkpoint_names(model).parts)
+        name = "model.layers.1.mlp.experts.down_proj"
+        first, *rest = parts[name]
+        parts[name] = (replace(first, name="model.layers.1.w2"), *rest)
+        return CheckpointNames(parts)
+
+    monkeypatch.setattr(role_model, "checkpoint_names", renamed)
+
+
+@pytest.mark.parametrize(
+    ("family", "break_it", "statement", "where"),
+    [
+        ("gemma3_text", one_row, "no row sees another row", "layers.1.self_attn"),
+        ("gemma3_text", other_borders, "log-probs of packed rows", "rotary_emb"),
+        ("gemma3_text", no_window, "log-probs of packed rows", "layers.0.self_attn"),
+        (
+            "mixtral",
+            swapped_experts,
+            "log-probs of packed rows",
+            "layers.0.mlp.experts",
+        ),
+        ("mixtral", renamed_tensor, "log-probs of packed rows", "model.layers.1.w2"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_what_is_broken_is_named_with_its_layer(
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    break_it: Callable[[pytest.MonkeyPatch], None],
+    statement: str,
+    where: str,
+) -> None:
+    break_it(monkeypatch)
+    proof = proof_of(family)
+    broken = claim(proof, statement)
+    assert not broken.holds and where in broken.where, broken
+    assert not proof.engine.packs_rows
+
+
+def test_a_tie_that_is_lost_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = role_model.build_role_model
+
+    def untied(*arguments: Any, **settings: Any) -> role_model.RoleModel:
+        model = built(*arguments, **settings)
+        monkeypatch.setattr(model.hf, "tie_weights", lambda *_, **__: None)
+        return model
+
+    from verl_ray.engine import module_engine
+
+    monkeypatch.setattr(module_engine, "build_role_model", untied)
+    broken = claim(
+        proof_of("gemma3_text", tie_word_embeddings=True), "log-probs of packed rows"
+    )
+    assert broken.number is None and "lm_head.weight" in broken.where
+
+
+# --------------------------------------------------------------------- the cut model
+
+
+def test_a_cut_model_has_two_layers_of_each_kind_and_few_words() -> None:
+    kinds = ["sliding_attention"] * 5 + ["full_attention"]
+    config = tiny_config(
+        "gemma3_text", num_hidden_layers=24, layer_types=kinds * 4, vocab_size=50_000,
+        sliding_window=1024,
+    )  # fmt: skip
+    cut, model = cut_model(config, seed=1)
+    assert cut.layer_types == (kinds * 2) and cut.num_hidden_layers == 12
+    assert (cut.vocab_size, cut.sliding_window, cut.hidden_size) == (256, 8, 128)
+    assert len(model.model.layers) == 12
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "heads"),
+    [
+        ("mistral", {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+                     "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": None}, (16, 2, 128)),
+        ("mixtral", {"hidden_size": 6144, "intermediate_size": 16384, "num_hidden_layers": 56,
+                     "num_attention_heads": 48, "num_key_value_heads": 8, "num_local_experts": 64}, (12, 2, 32)),
+    ],
+)  # fmt: skip
+def test_a_model_of_any_size_is_cut_to_one_that_fits(
+    family: str, sizes: dict[str, Any], heads: tuple[int, int, int]
+) -> None:
+    cut, model = cut_model(tiny_config(family, **sizes), seed=1)
+    assert cut.num_hidden_layers == 2 and cut.hidden_size == sizes["hidden_size"]
+    assert (cut.num_attention_heads, cut.num_key_value_heads, cut.head_dim) == heads
+    assert cut.intermediate_size == 256
+    assert sum(value.numel() for value in model.parameters()) < MOST_PARAMETERS / 5
+
+
+def test_windows_and_chunks_are_shorter_than_the_rows() -> None:
+    config = tiny_config(
+        "llama4_text", attention_chunk_size=8192, num_experts_per_tok=1,
+        intermediate_size_mlp=128, num_hidden_layers=4, interleave_moe_layer_step=2,
+    )  # fmt: skip
+    proof = prove(config, rollouts=False)
+    assert not proof.engine.trains
+    assert "layers.0.self_attn" in str(proof.engine.failure)
+
+
+@pytest.mark.parametrize("family", ["t5", "gemma3"])
+def test_what_is_no_decoder_is_refused_in_words(family: str) -> None:
+    with pytest.raises(ModelError, match=f"of a {family}|a {family} model"):
+        prove(CONFIG_MAPPING[family](), rollouts=False)
+
+
+def test_a_directory_without_a_configuration_that_is_known_is_refused(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ModelError, match=r"there is no config\.json"):
+        config_of(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "nonesuch"}')
+    with pytest.raises(ModelError, match="transformers does not read"):
+        config_of(str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("family", "implementation"),
+    [("mixtral", "auto"), ("gemma3_text", "auto"), ("deepseek_v3", "transformers"),
+     ("granitemoehybrid", "auto")],
+)  # fmt: skip
+def test_vllm_computes_the_same_load_after_load(
+    family: str, implementation: str
+) -> None:
+    proof = prove(tiny_config(family), rollouts=True)
+    assert proof.rollouts == implementation
+    agreeing = proof.rollout_claims[-3:]
+    assert all(each.statement.startswith("log-probs of vLLM") for each in agreeing)
+    numbers = [each.number for each in agreeing if each.number is not None]
+    assert len(numbers) == 3 and max(numbers) < 1e-4

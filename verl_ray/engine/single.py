@@ -1,0 +1,66 @@
+"""The plain engine of a model in this process, without a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from verl_ray.backends.engine import EngineBackend
+from verl_ray.config.roles import LoraConfig, OptimizerConfig
+from verl_ray.engine.base import EngineSpec
+from verl_ray.engine.plain import PlainEngine
+from verl_ray.models.role_model import HeadKind
+
+_OPTIMIZER = OptimizerConfig(
+    lr=1e-3,
+    betas=(0.9, 0.95),
+    eps=1e-8,
+    weight_decay=0.0,
+    max_grad_norm=1.0,
+    schedule="constant",
+    warmup_steps=0,
+    min_lr_fraction=0.0,
+)
+
+
+def plain_engine(
+    folder: Path,
+    head: HeadKind = "policy",
+    *,
+    tokens: int,
+    balance: float | None,
+    packs_rows: bool = True,
+    checkpointing: bool = False,
+    adapter: LoraConfig | None = None,
+) -> PlainEngine:
+    """Build the plain engine of a model that learns, in float32 on this CPU.
+
+    Args:
+        folder: The model's directory.
+        head: Its head.
+        tokens: The most tokens of a micro-batch.
+        balance: Weight of the balance of experts; None for a model without experts.
+        packs_rows: Whether rows are packed.
+        checkpointing: Whether layers are computed again for the backward pass.
+        adapter: The adapter that learns in place of the weights.
+    """
+    backend = EngineBackend(
+        kind="engine",
+        dtype="float32",
+        micro_batch_tokens_per_rank=tokens,
+        activation_checkpointing=checkpointing,
+    )
+    spec = EngineSpec(
+        "actor",
+        str(folder),
+        head,
+        backend,
+        _OPTIMIZER,
+        1,
+        seed=0,
+        lora=adapter,
+        packs_rows=packs_rows,
+        expert_balance=balance,
+    )
+    return PlainEngine(spec, device=torch.device("cpu"), rank=0, world_size=1)

@@ -1,0 +1,146 @@
+"""Whether a model of any family is computed here, as its proof shows.
+
+The families whose tensors `settings.config_json` describes are proven by the tests of
+this project. Any other is proven when a run or a check first meets its config.json.
+
+Invariant: torch is imported in another process alone. A proof is kept under what it
+depends on: the configuration, and the versions of what computes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import platform
+import socket
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from verl_ray.preflight.model_files import raw_config_json
+from verl_ray.processes.trial import Tell, run_trial, try_in_child
+from verl_ray.profiling.phases import blocking
+from verl_ray.settings.config_json import FAMILIES, has_windows
+
+DEADLINE_S = 600.0
+"""Longest time of a proof, which takes 10 s for most families."""
+
+_EDITION = 1
+"""Changes when this project computes models otherwise, so that proofs are done anew."""
+
+_PACKAGES = (
+    *("torch", "transformers", "peft"),
+    *("flash-linear-attention", "causal-conv1d", "mamba-ssm", "kernels"),
+)
+"""Packages that compute a model, of which some may be absent."""
+
+
+@dataclass(frozen=True)
+class ModelProof:
+    """The part of a model's proof that a run has to know."""
+
+    packs_rows: bool = True
+    """Whether rows may lie one behind the other."""
+
+    has_values: bool = True
+    """Whether the model can have a value head."""
+
+    has_adapters: bool = True
+    """Whether the model can learn by an adapter."""
+
+    failure: str | None = None
+    """Why the model is not computed, as the end of a sentence; None if it is."""
+
+
+def proof_of(path: str) -> ModelProof:
+    """Return the proof of the model in a directory, which is done if none is kept.
+
+    A directory that is not there yet is that of a model which the run makes.
+    """
+    settings = raw_config_json(path)
+    if not settings or _is_described(settings):
+        return ModelProof()
+    return _proof_of(path, json.dumps(settings, sort_keys=True))
+
+
+def _is_described(settings: Mapping[str, object]) -> bool:
+    return settings.get("model_type") in FAMILIES and not has_windows(settings)
+
+
+@functools.cache
+def _proof_of(path: str, settings: str) -> ModelProof:
+    file = _folder() / f"{_key(settings)}.json"
+    # A file that another version wrote, or that is damaged, is as good as none.
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return ModelProof(**json.loads(file.read_text()))
+
+    with blocking(f"proving that the model in {path} is computed as its family does"):
+        messages, cause = try_in_child(__name__, {"path": path}, DEADLINE_S)
+    result = next((each for each in messages if each.kind == "ready"), None)
+    if result is None:
+        return ModelProof(failure=f"the process of its proof {cause}")
+
+    proof = ModelProof(**result.fields["proof"])
+    if result.fields["is_certain"]:
+        _keep(file, proof)
+    return proof
+
+
+def _keep(file: Path, proof: ModelProof) -> None:
+    """Write a proof. Where that is not possible, it is done again the next time."""
+    partial = file.with_suffix(f".{uuid.uuid4().hex}")
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(vars(proof)))
+        partial.replace(file)
+
+
+def _folder() -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "verl_ray" / "proofs"
+
+
+def _key(settings: str) -> str:
+    versions = [_version(package) for package in _PACKAGES]
+    parts = [settings, platform.machine(), str(_EDITION), *versions]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+# ------------------------------------------------------------------------- the process
+
+
+def main(connection: socket.socket) -> None:
+    """Prove a model in this process, for the one at the other end."""
+    run_trial(connection, _prove)
+
+
+def _prove(fields: dict[str, Any], tell: Tell) -> Mapping[str, Any]:
+    from verl_ray.errors import ModelError
+    from verl_ray.proofs.proof import config_of, prove
+
+    try:
+        engine = prove(config_of(fields["path"]), rollouts=False).engine
+    except ModelError as error:
+        # The machine, such as its memory, may be the cause.
+        return {"proof": {"failure": str(error)}, "is_certain": False}
+    proof = {
+        "packs_rows": engine.packs_rows,
+        "has_values": engine.has_values,
+        "has_adapters": engine.has_adapters,
+        "failure": engine.failure,
+    }
+    numbers = [claim.number for claim in engine.claims]
+    return {"proof": proof, "is_certain": None not in numbers}

@@ -1,0 +1,224 @@
+"""A model cut to the size of a proof: every kind of layer twice, random weights.
+
+Invariant: what is cut is a number of equal things (layers, words, experts, heads, inner
+units, tokens of a window), never what a layer computes. No weight is 0 or 1 all over,
+since a weight that is left out would then change nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Hashable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from verl_ray.errors import ModelError
+from verl_ray.models.parts import backbone_of, blocks_of
+from verl_ray.models.weights import saved_tensors
+from verl_ray.settings.config_json import EXPERT_COUNTS
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+VOCABULARY = 256
+WINDOW = 8
+EXPERTS = 8
+INNER = 256
+KEY_HEADS = 2
+
+LAYERS_PER_KIND = 2
+"""How many layers of a kind a cut model has."""
+
+MOST_PARAMETERS = 1_000_000_000
+"""Parameters that a machine with 24 GiB can hold five times in float32."""
+
+_WINDOWS = (
+    "sliding_window",
+    "sliding_window_size",
+    "attention_chunk_size",
+    "index_topk",
+)
+"""Numbers of tokens above which a layer computes otherwise; rows are longer here."""
+
+_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
+
+
+def cut_model(
+    config: PretrainedConfig, seed: int
+) -> tuple[PretrainedConfig, PreTrainedModel]:
+    """Return a model with two layers of each kind, and random weights.
+
+    Its sizes are as small as its family builds and computes.
+
+    Raises:
+        ModelError: transformers does not build a cut model, or it is too large.
+    """
+    whole, layers = _layers_of(config)
+    settings = _fewer(config.to_dict()) | {"num_hidden_layers": layers}
+    for name, value in settings.items():
+        if isinstance(value, list) and len(value) == whole:
+            settings[name] = value[:layers]
+
+    narrow = _narrower(settings)
+    failure: Exception | None = None
+    for candidate in (_with_fewer_heads(narrow), narrow, settings):
+        try:
+            cut = type(config)(**candidate)
+            _require_small(cut)
+            model = random_model(cut, seed)
+            with torch.no_grad():
+                model(input_ids=torch.ones(1, 2, dtype=torch.int64), use_cache=False)
+        except Exception as error:  # any of a family's own checks
+            failure = failure or error
+        else:
+            return cut, model
+
+    raise ModelError(
+        f"a {config.model_type} model with {layers} of its {whole} layers cannot be"
+        f" built: {type(failure).__name__}: {failure}"
+    ) from failure
+
+
+def _layers_of(config: PretrainedConfig) -> tuple[int, int]:
+    """Return how many layers a model has, and how many of them a cut model needs.
+
+    Raises:
+        ModelError: It is no decoder of transformers.
+    """
+    try:
+        return config.num_hidden_layers, _needed_layers(config)
+    except Exception as error:  # any of a family's own checks
+        raise ModelError(
+            f"transformers builds no causal language model of a {config.model_type}"
+            f" configuration: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _require_small(config: PretrainedConfig) -> None:
+    """Raise ModelError for a model that a machine could not hold several times."""
+    parameters = sum(value.numel() for value in model_on_meta(config).parameters())
+    if parameters > MOST_PARAMETERS:
+        raise ModelError(
+            f"it has {parameters / 1e9:.1f} billion parameters, and a proof takes up to"
+            f" {MOST_PARAMETERS / 1e9:.1f} billion"
+        )
+
+
+def _narrower(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with fewer inner units of feed-forward layers and experts."""
+    return {
+        name: min(value, INNER)
+        if name.endswith("intermediate_size") and isinstance(value, int)
+        else value
+        for name, value in settings.items()
+    }
+
+
+def _with_fewer_heads(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with fewer attention heads of the same size and grouping."""
+    heads = settings.get("num_attention_heads")
+    key_heads = settings.get("num_key_value_heads") or heads
+    if not isinstance(heads, int) or not isinstance(key_heads, int):
+        return dict(settings)
+
+    fewer = min(key_heads, KEY_HEADS)
+    changes = {
+        "num_attention_heads": heads // key_heads * fewer,
+        "num_key_value_heads": fewer,
+        # Otherwise it would follow from the number of heads.
+        "head_dim": settings.get("head_dim") or settings["hidden_size"] // heads,
+    }
+    latent = "kv_lora_rank" in settings
+    return dict(settings) | {
+        name: value
+        for name, value in changes.items()
+        if name in settings and not (latent and name == "head_dim")
+    }
+
+
+def _fewer(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with fewer words, experts and tokens of a window."""
+    fewer: dict[str, Any] = copy.deepcopy(dict(settings))
+    groups = settings.get("n_group") or 1
+    chosen = settings.get("num_experts_per_tok") or 1
+    experts = -(-max(EXPERTS, 2 * chosen) // groups) * groups
+
+    for name, value in settings.items():
+        if "dropout" in name and isinstance(value, float):
+            fewer[name] = 0.0
+        if not isinstance(value, int) or isinstance(value, bool):
+            continue
+        if "vocab_size" in name:
+            fewer[name] = min(value, VOCABULARY)
+        elif name in EXPERT_COUNTS:
+            fewer[name] = min(value, experts)
+        elif name in _WINDOWS:
+            fewer[name] = min(value, WINDOW)
+
+    for number, name in enumerate(_TOKENS):
+        if name in fewer:
+            fewer[name] = number
+    return fewer
+
+
+def _needed_layers(config: PretrainedConfig) -> int:
+    """Return how many of the first layers have two of each kind."""
+    kinds = [_kind(block) for block in blocks_of(backbone_of(model_on_meta(config)))]
+    needed = {
+        kind: min(count, LAYERS_PER_KIND) for kind, count in Counter(kinds).items()
+    }
+    seen: Counter[Hashable] = Counter()
+    for number, kind in enumerate(kinds, start=1):
+        seen[kind] += 1
+        if all(seen[each] >= count for each, count in needed.items()):
+            return number
+    return len(kinds)
+
+
+def _kind(block: nn.Module) -> Hashable:
+    """Return what tells layers of different kinds apart: modules, shapes, settings."""
+    shapes = tuple(
+        (name, tuple(value.shape)) for name, value in block.named_parameters()
+    )
+    settings = []
+    for name, module in block.named_modules():
+        plain = tuple(
+            (key, value)
+            for key, value in sorted(vars(module).items())
+            if isinstance(value, int | float | str | None) and "layer_idx" not in key
+        )
+        settings.append((name, type(module).__name__, plain))
+    return shapes, tuple(settings)
+
+
+def model_on_meta(config: PretrainedConfig) -> PreTrainedModel:
+    """Build a causal language model whose parameters have no memory."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def random_model(config: PretrainedConfig, seed: int) -> PreTrainedModel:
+    """Build a causal language model with random weights, in float32.
+
+    It computes attention as its family's code does, without any kernel.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="eager"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in saved_tensors(model).items():
+            if tensor.is_floating_point():
+                size = 0.1 if tensor.dim() < 2 or "bias" in name else 0.04
+                tensor.add_(size * torch.randn(tensor.shape, generator=generator))
+    return model.eval()

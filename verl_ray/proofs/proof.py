@@ -1,0 +1,129 @@
+"""The proof of a model, and what of this project the model can use.
+
+Invariant: a model is refused only for a claim that does not hold, and the claim, its
+number and the module it fails in are said.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl_ray.data.tokenizers import character_tokenizer
+from verl_ray.errors import ModelError
+from verl_ray.models.parts import backbone_of
+from verl_ray.models.routing import RouterWatch
+from verl_ray.proofs.claims import Claim
+from verl_ray.proofs.cut_model import cut_model
+from verl_ray.proofs.engine_proof import EngineClaims, EngineProof
+from verl_ray.proofs.rollout_proof import prove_rollouts
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_ALPHABET = "0123456789+= "
+"""Of the tokenizer of a cut model. vLLM asks it how responses end."""
+
+_IMPLEMENTATIONS = ("auto", "transformers")
+"""Values of vLLM's `model_impl`, the faster one first."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The proof of a model: its claims, and what follows from them."""
+
+    family: str
+    """Its model_type."""
+
+    layers: int
+    """Layers of the cut model, two of each kind."""
+
+    engine: EngineClaims
+
+    rollout_claims: Sequence[Claim]
+    """The claims about vLLM; none if it was not asked."""
+
+    rollouts: str | None
+    """The `model_impl` with which vLLM agrees: "auto" or "transformers". None if it
+    does not, or was not asked."""
+
+    @property
+    def claims(self) -> Sequence[Claim]:
+        return [*self.engine.claims, *self.rollout_claims]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as values of JSON."""
+        return {
+            "family": self.family,
+            "layers": self.layers,
+            "trains": self.engine.trains,
+            "packs_rows": self.engine.packs_rows,
+            "has_values": self.engine.has_values,
+            "has_adapters": self.engine.has_adapters,
+            "rollouts": self.rollouts,
+            "claims": [asdict(claim) | {"holds": claim.holds} for claim in self.claims],
+        }
+
+
+def prove(config: PretrainedConfig, *, rollouts: bool) -> Proof:
+    """Prove a model by its configuration, with random weights.
+
+    Args:
+        config: The configuration of the model.
+        rollouts: Whether to ask vLLM as well, which takes half a minute.
+
+    Raises:
+        ModelError: The model cannot be cut or built.
+    """
+    cut, model = cut_model(config, seed=1)
+    with tempfile.TemporaryDirectory(prefix="verl_ray-proof-") as root:
+        folder = Path(root) / "model"
+        model.save_pretrained(folder)
+        character_tokenizer(folder, _ALPHABET)
+
+        engine = EngineProof(model, folder).examine()
+        implementation = None
+        rollout_claims: list[Claim] = []
+        for each in _IMPLEMENTATIONS if rollouts and engine.trains else ():
+            claims = prove_rollouts(
+                folder,
+                packs_rows=engine.packs_rows,
+                has_experts=RouterWatch(backbone_of(model)).count > 0,
+                implementation=each,
+            )
+            rollout_claims += claims
+            if all(claim.holds for claim in claims):
+                implementation = each
+                break
+    return Proof(
+        family=config.model_type,
+        layers=cut.num_hidden_layers,
+        engine=engine,
+        rollout_claims=rollout_claims,
+        rollouts=implementation,
+    )
+
+
+def config_of(path: str) -> PretrainedConfig:
+    """Read the configuration of a model directory.
+
+    Raises:
+        ModelError: There is none, its family is unknown to transformers, or the model
+            has code of its own.
+    """
+    from transformers import AutoConfig
+
+    if not Path(path, "config.json").is_file():
+        raise ModelError(f"there is no config.json in {path!r}")
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # transformers raises several kinds
+        raise ModelError(
+            f"transformers does not read {path}/config.json: {error}"
+        ) from (error)
+    return config

@@ -1,0 +1,121 @@
+"""Where two computations of the same model part.
+
+Invariant: the module that is named had equal inputs and unequal outputs, and no module
+inside of it had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """A call of a module: its first input and its first output per token."""
+
+    name: str
+    inputs: Tensor
+    outputs: Tensor
+
+
+def traced(
+    model: nn.Module, tokens: int, compute: Callable[[], object]
+) -> list[ModuleCall]:
+    """Return the calls of a model's modules while something is computed.
+
+    A module's call comes after those of the modules inside of it. Calls whose tensors
+    do not have a row per token are left out.
+
+    Args:
+        model: The model.
+        tokens: The number of tokens.
+        compute: Computes something with the model.
+    """
+    calls: list[ModuleCall] = []
+
+    def record(name: str, arguments: object, result: object) -> None:
+        inputs, outputs = _by_token(arguments, tokens), _by_token(result, tokens)
+        if inputs is not None and outputs is not None:
+            calls.append(ModuleCall(name, inputs, outputs))
+
+    hooks = [
+        module.register_forward_hook(
+            lambda _, arguments, keywords, result, name=name: record(
+                name, (arguments, keywords), result
+            ),
+            with_kwargs=True,
+        )
+        for name, module in model.named_modules()
+        if name
+    ]
+    try:
+        with torch.no_grad():
+            compute()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+def _by_token(values: object, tokens: int) -> Tensor | None:
+    """Return the first tensor of numbers with a row per token, as [tokens, numbers]."""
+    if isinstance(values, Tensor):
+        shape = values.shape
+        if values.is_floating_point() and shape[:2] == (1, tokens):
+            return values.detach().flatten(0, 1).flatten(1).clone()
+        if values.is_floating_point() and values.dim() > 1 and shape[0] == tokens:
+            return values.detach().flatten(1).clone()
+        return None
+    parts: Iterable[object] = ()
+    if isinstance(values, dict):
+        parts = values.values()
+    elif isinstance(values, tuple | list):
+        parts = values
+    tensors = (_by_token(each, tokens) for each in parts)
+    return next((each for each in tensors if each is not None), None)
+
+
+def joined_calls(parts: Sequence[ModuleCall]) -> ModuleCall:
+    """Return calls of the same module with one row after another as a single call."""
+    return ModuleCall(
+        parts[0].name,
+        torch.cat([part.inputs for part in parts]),
+        torch.cat([part.outputs for part in parts]),
+    )
+
+
+def first_difference(
+    calls: list[ModuleCall], others: list[ModuleCall], tolerance: float, places: Tensor
+) -> str | None:
+    """Return the module whose outputs differ first, though its inputs are equal.
+
+    Args:
+        calls: Calls of one computation.
+        others: Calls of the other computation, in the same order of tokens.
+        tolerance: The largest difference of equal numbers.
+        places: int64, the tokens that are compared.
+
+    Returns:
+        The module's name; None if no module that both computations called is one.
+    """
+    remaining = list(others)
+    for call in calls:
+        other = next((each for each in remaining if each.name == call.name), None)
+        if other is None or other.outputs.shape != call.outputs.shape:
+            continue
+        remaining.remove(other)
+        if call.inputs.shape != other.inputs.shape:
+            continue
+        inputs_differ = _distance(call.inputs, other.inputs, places) > tolerance
+        outputs_differ = _distance(call.outputs, other.outputs, places) > tolerance
+        if outputs_differ and not inputs_differ:
+            return call.name
+    return None
+
+
+def _distance(values: Tensor, others: Tensor, places: Tensor) -> float:
+    return float((values[places] - others[places]).abs().max())
