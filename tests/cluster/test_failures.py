@@ -73,8 +73,10 @@ def test_an_exception_names_rank_and_node_and_carries_traceback_and_output(
 
 
 REFUSALS = [
-    ConfigError([Problem("a.key", 1, "a rule", "a fix")]),
-    WeightSyncError("two names differ"),
+    pytest.param(
+        ConfigError([Problem("a.key", 1, "a rule", "a fix")]), marks=pytest.mark.slow
+    ),
+    pytest.param(WeightSyncError("two names differ"), marks=pytest.mark.slow),
     CallRefused("no such field", "n", 404),
 ]
 
@@ -226,6 +228,7 @@ def test_the_death_of_a_rank_is_reported_and_not_what_it_did_to_its_peers(
     assert caught.value.rank == 1
 
 
+@pytest.mark.slow
 def test_one_that_stands_still_is_named_and_shown(crew: Crew) -> None:
     group = crew(Echo, 2, stall_s=LIMIT_S)
     with pytest.raises(DeadlineExceeded) as caught:
@@ -236,13 +239,13 @@ def test_one_that_stands_still_is_named_and_shown(crew: Crew) -> None:
 
 
 def test_what_makes_progress_is_not_late(crew: Crew) -> None:
-    group = crew(Echo, 1, stall_s=4)
+    group = crew(Echo, 1, stall_s=3)
     queued = [
-        group.rank_zero(Echo.plod, 20) for _ in range(3)
-    ]  # 2 s each, so the last one is done after 6 s
-    assert wait_all(queued) == [20, 20, 20]
-    pieces = group.stream(Echo.one_by_one, put(rows_of([1] * 12)), 0.4)
-    assert len(list(pieces)) == 12  # 4.8 s
+        group.rank_zero(Echo.plod, 12) for _ in range(3)
+    ]  # 1.2 s each, so the last one is done after 3.6 s
+    assert wait_all(queued) == [12, 12, 12]
+    pieces = group.stream(Echo.one_by_one, put(rows_of([1] * 9)), 0.4)
+    assert len(list(pieces)) == 9  # 3.6 s
 
 
 def test_the_stuck_one_of_many_queued_calls_is_named(crew: Crew) -> None:
@@ -339,7 +342,11 @@ def test_who_waits_in_a_collective_is_not_to_blame(
     ("method", "shown"),
     [
         (Echo.hold_the_lock, "in hold_the_lock"),
-        (Echo.stop_itself, "the process is stopped (SIGSTOP)"),
+        pytest.param(
+            Echo.stop_itself,
+            "the process is stopped (SIGSTOP)",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_process_whose_control_group_is_stuck_too_is_reported(

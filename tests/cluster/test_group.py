@@ -42,7 +42,7 @@ def test_balanced_parts_have_nearly_equal_tokens() -> None:
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_scatter_returns_rows_in_the_order_they_went_out(
     crew: Crew, ranks: int
 ) -> None:

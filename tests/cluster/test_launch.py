@@ -232,9 +232,9 @@ def test_a_late_start_names_the_part_and_leaves_nothing(
     cluster: Session, tmp_path: Path
 ) -> None:
     role = Role("reward", "reward", NeverReady)
-    named = r"reward rank 0 .*start \(build\) makes no progress: .* done nothing for .*\(run.stall_s = 20\)"
+    named = r"reward rank 0 .*start \(build\) makes no progress: .* done nothing for .*\(run.stall_s = 10\)"
     with pytest.raises(DeadlineExceeded, match=named) as caught:
-        start_groups([processes("reward", 1)], [role], stall_s=20, log_dir=tmp_path)
+        start_groups([processes("reward", 1)], [role], stall_s=10, log_dir=tmp_path)
     assert "time.sleep(60)" in caught.value.detail
     wait_until_released(cluster)
 

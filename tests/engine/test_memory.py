@@ -1,6 +1,6 @@
 """No rank ever holds the whole model.
 
-This is measured while two ranks load a model of 400 MB, and while they export it.
+This is measured while two ranks load a model of 280 MB, and while they export it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OVERHEAD_BYTES = 64 << 20
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("loaded")
     character_tokenizer(folder / "tokenizer", ALPHABET)
-    for name, layers in (("small", 1), ("large", 9)):
+    for name, layers in (("small", 1), ("large", 6)):
         shape = TinyModelConfig(
             hidden_size=1024, num_layers=layers, num_heads=8, num_kv_heads=4, head_size=128, intermediate_size=2816,
             tie_embeddings=False,
@@ -56,7 +56,7 @@ def test_each_rank_stays_under_its_shard_and_the_largest_tensor(
 ) -> None:
     shapes = tensor_shapes(str(folder / "large"))
     sizes = [4 * torch.Size(shape).numel() for shape in shapes.values()]
-    assert sum(sizes) > 400e6
+    assert sum(sizes) > 280e6
     for rank in range(WORLD):
         found = json.loads((folder / f"found_{kind}_{rank}.json").read_text())
         bound = sum(sizes) / WORLD + max(sizes) + OVERHEAD_BYTES

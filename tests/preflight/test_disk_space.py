@@ -67,7 +67,15 @@ def write(
     shutil.rmtree(copy)
 
 
-@pytest.mark.parametrize(("seed", "keep"), [(0, 1), (1, 2), (2, 2), (3, 1)])
+@pytest.mark.parametrize(
+    ("seed", "keep"),
+    [
+        (0, 1),
+        (1, 2),
+        pytest.param(2, 2, marks=pytest.mark.slow),
+        pytest.param(3, 1, marks=pytest.mark.slow),
+    ],
+)
 def test_no_driver_is_refused_that_follows_killed_ones(
     seed: int, keep: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

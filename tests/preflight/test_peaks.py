@@ -20,13 +20,29 @@ them at other moments in each run, a quarter of their peak.
 """
 
 
+FAST = ("engine on 1, dtype=bfloat16", "fsdp", "megatron_fsdp", "megatron on 2")
+"""How the names of cases begin that are not slow: one of each backend."""
+
+
 @pytest.fixture(scope="module")
-def figures() -> Figures:
-    return measure(TESTED)
+def figures(request: pytest.FixtureRequest) -> Figures:
+    chosen = {
+        item.callspec.params["case"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.path == request.path
+    }
+    return measure([case for case in TESTED if case in chosen])
 
 
 @pytest.mark.parametrize("passing", PASSES)
-@pytest.mark.parametrize("case", TESTED, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case.name.startswith(FAST) else pytest.mark.slow)
+        for case in TESTED
+    ],
+    ids=lambda case: case.name,
+)
 def test_a_pass_takes_as_much_as_is_predicted_and_hardly_less(
     figures: Figures, case: PeakCase, passing: str
 ) -> None:

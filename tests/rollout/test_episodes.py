@@ -91,7 +91,7 @@ def sampled_by_seed(number: int) -> list[int]:
 
 def make_pool(
     model: Path,
-    name: str,
+    *names: str,
     options: dict[str, Any] | None = None,
     path: Path = ENVIRONMENTS,
     limits: Limits = LIMITS,
@@ -100,6 +100,7 @@ def make_pool(
     environment: str = "default",
     **changes: Any,
 ) -> tuple[EpisodePool, RolloutServer]:
+    """Start processes; of their environments the first has a name of its own here."""
     tokenizer = load_tokenizer(model)
 
     def read(tokens: Sequence[int], finish: Finish, tools: Sequence[Any]) -> Action:
@@ -110,9 +111,10 @@ def make_pool(
     server = RolloutServer(
         lambda: ScriptedEngine(answers, initial_version=3, tokenizer=tokenizer)
     )
-    arguments = {"num_processes": 2, "most_open": 16, "stall_s": 20.0} | changes
+    arguments = {"num_processes": 1, "most_open": 16, "stall_s": 20.0} | changes
+    named = {environment: names[0], **{name: name for name in names[1:]}}
     spec = EpisodeStart(
-        {environment: (f"{path}:{name}", options or {})},
+        {source: (f"{path}:{name}", options or {}) for source, name in named.items()},
         str(model),
         limits,
         **{"chat_template": TEMPLATE} | (start or {}),
@@ -128,14 +130,25 @@ def make_pool(
 def start_pool(model: Path) -> Iterator[Callable[..., EpisodePool]]:
     pools: list[tuple[EpisodePool, RolloutServer]] = []
 
-    def start(name: str, **arguments: Any) -> EpisodePool:
-        pools.append(make_pool(model, name, **arguments))
+    def start(*names: str, **arguments: Any) -> EpisodePool:
+        pools.append(make_pool(model, *names, **arguments))
         return pools[-1][0]
 
     yield start
     for pool, server in pools:
         pool.close()
         server.close()
+
+
+@pytest.fixture(scope="module")
+def usual_pool(model: Path) -> Iterator[EpisodePool]:
+    """One process for tests that only run episodes in it, three at a time."""
+    pool, server = make_pool(
+        model, "Counting", "Cutting", environment="game", most_open=3
+    )
+    yield pool
+    pool.close()
+    server.close()
 
 
 def requests(count: int, **extra: Any) -> list[EpisodeRequest]:
@@ -219,12 +232,10 @@ def test_a_process_writes_what_the_run_and_the_record_give_its_template(
 
 
 def test_episodes_depend_on_their_seeds_alone(
-    start_pool: Callable[..., EpisodePool],
+    start_pool: Callable[..., EpisodePool], usual_pool: EpisodePool
 ) -> None:
-    many = ended(start_pool("Counting"), requests(40))
-    few = ended(
-        start_pool("Counting", num_processes=1, most_open=3), requests(40)[::-1]
-    )
+    many = ended(start_pool("Counting", num_processes=2), requests(40))
+    few = ended(usual_pool, requests(40, environment="game")[::-1])
     assert many.keys() == set(range(40))
     for number, episode in many.items():
         assert episode.end is End.COMPLETED and episode.num_turns == 3
@@ -248,15 +259,15 @@ def test_episodes_depend_on_their_seeds_alone(
 
 
 def test_a_turn_ends_where_its_environment_says(
-    start_pool: Callable[..., EpisodePool], model: Path
+    usual_pool: EpisodePool, model: Path
 ) -> None:
     words = [letters(turn_seed(100, turn)) for turn in range(3)]
     tokenizer = load_tokenizer(model)
     first, last = (tokenizer.decode(each) for each in (words[0][:2], words[2][:1]))
     # The run's own texts end the turns for which the environment has none.
-    (request,) = requests(1, letters=[first])
+    (request,) = requests(1, letters=[first], environment="Cutting")
     request = replace(request, sampling=replace(SAMPLING, stop=(last,)))
-    (episode,) = ended(start_pool("Cutting"), [request]).values()
+    (episode,) = ended(usual_pool, [request]).values()
 
     assert (episode.end, episode.num_turns) == (End.COMPLETED, 3)
     sampled = [
@@ -269,21 +280,20 @@ def test_a_turn_ends_where_its_environment_says(
     assert episode.metrics == {"turns": 3.0}
 
 
-@pytest.mark.parametrize(
-    "name", ["Asking", "asking", "ask_user", "PlainlyAsking", "ask_user_plainly"]
-)
-def test_an_environment_of_any_kind_talks_to_a_frozen_model(
-    start_pool: Callable[..., EpisodePool], name: str
+def test_environments_of_all_kinds_talk_to_a_frozen_model(
+    start_pool: Callable[..., EpisodePool],
 ) -> None:
+    names = ("Asking", "asking", "ask_user", "PlainlyAsking", "ask_user_plainly")
     with chat_server() as server:
         models = {"user": settings(server.url, max_outage_s=0.1)}
-        pool = start_pool(name, start={"models": models}, num_processes=1)
-        for episode in ended(pool, requests(3)).values():
-            said = [message["content"] for message in episode.messages]
-            assert "you said hello" in said and episode.detail == "", episode
-    if name in ("asking", "PlainlyAsking"):
+        pool = start_pool("Counting", *names, start={"models": models})
+        for name in names:
+            for episode in ended(pool, requests(3, environment=name)).values():
+                said = [message["content"] for message in episode.messages]
+                assert "you said hello" in said and episode.detail == "", episode
+    for name in ("asking", "PlainlyAsking"):
         # Nobody listens there any more.
-        (alone,) = ended(pool, requests(1)).values()
+        (alone,) = ended(pool, requests(1, environment=name)).values()
         assert alone.end is End.ENVIRONMENT_FAILED
         assert "ModelServiceError: agent.models.user.url=" in alone.detail
         assert "(agent.models.user.max_outage_s = 0.1)" in alone.detail
@@ -294,7 +304,7 @@ def test_an_environment_of_any_kind_talks_to_a_frozen_model(
 def test_an_episode_that_ends_its_process_costs_no_other_one(
     start_pool: Callable[..., EpisodePool],
 ) -> None:
-    pool = start_pool("Deadly", options={"fatal": 7})
+    pool = start_pool("Deadly", options={"fatal": 7}, num_processes=2)
     episodes = ended(pool, requests(20))
     assert episodes[7].end is End.ENVIRONMENT_FAILED
     assert "ended its process" in episodes[7].detail
@@ -317,7 +327,7 @@ def test_an_episode_that_ends_its_process_costs_no_other_one(
 def test_an_episode_ends_with_a_frame_however_its_task_ends(
     start_pool: Callable[..., EpisodePool],
 ) -> None:
-    pool = start_pool("Panicking", num_processes=1, limits=replace(LIMITS, max_turns=2))
+    pool = start_pool("Panicking", limits=replace(LIMITS, max_turns=2))
     for where, words in (
         ("step", "it raised Panic('in step'), which is no Exception"),
         ("finish", "it raised Panic('in finish'), which is no Exception"),
@@ -343,7 +353,7 @@ def test_a_fault_is_retried_within_its_budget(
     start_pool: Callable[..., EpisodePool], tmp_path: Path
 ) -> None:
     options = {"folder": str(tmp_path), "hopeless": 2}
-    pool = start_pool("Flaky", options=options, num_processes=1, max_retries=1)
+    pool = start_pool("Flaky", options=options, max_retries=1)
     episodes = ended(pool, requests(5))
     assert episodes.pop(2).end is End.ENVIRONMENT_FAILED
     for number, episode in episodes.items():
@@ -374,7 +384,7 @@ def test_an_episode_that_waits_to_be_run_again_goes_with_its_stream(
 
     monkeypatch.setattr(episodes_module, "retry_wait_s", for_long)
     options = {"folder": str(tmp_path), "hopeless": 9}
-    pool = start_pool("Flaky", options=options, num_processes=1, max_retries=1)
+    pool = start_pool("Flaky", options=options, max_retries=1)
     cancelled, closed = pool.run(requests(2)), pool.run(requests(3)[2:])
     assert all(rests.acquire(timeout=PATIENCE_S) for _ in range(3))
     cancelled.close()
@@ -390,7 +400,7 @@ def test_an_episode_that_waits_to_be_run_again_goes_with_its_stream(
 def test_a_process_that_is_stuck_is_lost(
     start_pool: Callable[..., EpisodePool],
 ) -> None:
-    pool = start_pool("Stuck", num_processes=1, stall_s=2.5)
+    pool = start_pool("Stuck", stall_s=2.5)
     (episode,) = ended(pool, requests(1, stuck=True)).values()
     assert episode.end is End.ENVIRONMENT_FAILED
     counts = counts_once(pool, lambda counts: len(counts.warnings) == 2)
@@ -418,7 +428,7 @@ class Replica(RolloutWorker):
 
 
 def test_prompts_without_an_environment_get_the_responses_of_a_run_without_episodes(
-    start_pool: Callable[..., EpisodePool],
+    usual_pool: EpisodePool,
 ) -> None:
     extra = ['{"number": 0}', '{"number": 1, "environment": "game"}', '{"number": 2}']
     prompts = Prompts(
@@ -428,15 +438,14 @@ def test_prompts_without_an_environment_get_the_responses_of_a_run_without_episo
         data_source=Ragged.of_texts(["sums", "sums", "game"]),
         answer=Ragged.of_texts([""] * 3), extra=Ragged.of_texts(extra),
     )  # fmt: skip
-    pool = start_pool("Counting", environment="game")
     generation = Generation("train", 2, SAMPLING, run_seed=4, stream_rows=1)
 
     def generated(pool_or_none: EpisodePool | None) -> Rollouts:
-        replica = Replica(pool._server, pool_or_none)
+        replica = Replica(usual_pool._server, pool_or_none)
         rows = Rollouts.concat(list(replica.generate(prompts, generation)))
         return rows.select(np.argsort(rows.row_id))
 
-    rows, alone = generated(pool), generated(None)
+    rows, alone = generated(usual_pool), generated(None)
     assert rows.trajectory_id.tolist() == [0, 1, 2, 3, 4, 5]
     assert rows.row_id.tolist() == [number * ROW_IDS for number in range(6)]
     assert rows.end is not None and rows.num_turns is not None
@@ -485,8 +494,8 @@ def test_single_responses_end_with_their_stream_and_with_their_engine(
 def test_calls_that_hold_the_loop_in_turn_lose_no_process(
     start_pool: Callable[..., EpisodePool],
 ) -> None:
-    """All are ready in one or two turns of the loop, which take 12 * 0.5 s."""
-    pool = start_pool("Slow", options={"seconds": 0.5}, num_processes=1, stall_s=2.0)
+    """All are ready in one or two turns of the loop, which take 12 * 0.3 s."""
+    pool = start_pool("Slow", options={"seconds": 0.3}, stall_s=1.5)
     episodes = ended(pool, requests(12))
     assert {episode.end for episode in episodes.values()} == {End.COMPLETED}
     counts = pool.take_counts()
@@ -497,7 +506,7 @@ def test_calls_that_hold_the_loop_in_turn_lose_no_process(
 def test_who_holds_the_loop_for_a_second_is_named_once(
     start_pool: Callable[..., EpisodePool],
 ) -> None:
-    pool = start_pool("Slow", options={"seconds": 1.5}, num_processes=1)
+    pool = start_pool("Slow", options={"seconds": 1.5})
     ended(pool, requests(2))
     (warning,) = pool.take_counts().warnings
     line = line_of("time.sleep(self.seconds)")
@@ -512,7 +521,7 @@ def test_a_process_in_which_calls_hang_is_replaced(
 ) -> None:
     monkeypatch.setattr(episodes_module, "_MOST_HANGING", 3)
     limits = replace(LIMITS, tool_s=0.1, close_s=0.1)
-    pool = start_pool("Hanging", limits=limits, num_processes=1)
+    pool = start_pool("Hanging", limits=limits)
     # Of each the step hangs, and `close`, which waits for it.
     episodes = ended(pool, requests(2))
     assert {episode.end for episode in episodes.values()} == {End.TOOL_TIMEOUT}
@@ -528,9 +537,7 @@ def test_a_process_in_which_calls_hang_is_replaced(
 def test_a_process_that_holds_too_much_is_replaced_between_episodes(
     start_pool: Callable[..., EpisodePool], pipe: Pipe
 ) -> None:
-    pool = start_pool(
-        "Greedy", options={"pipe": str(pipe.path)}, num_processes=1, memory_gib=0.3
-    )
+    pool = start_pool("Greedy", options={"pipe": str(pipe.path)}, memory_gib=0.3)
     (before,) = process_ids(pool)
     first = pool.run(requests(1))
     assert pipe.take(1) == ["begun 0"]
@@ -558,12 +565,12 @@ def test_a_process_that_has_run_nothing_is_not_replaced(
     start_pool: Callable[..., EpisodePool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        start_pool("Counting", num_processes=1, memory_gib=0.01)
+        start_pool("Counting", memory_gib=0.01)
     (problem,) = caught.value.problems
     assert (problem.key, problem.value) == ("agent.process_memory_gib", 0.01)
     assert problem.rule.startswith("a process of episodes that has run none holds 0.")
 
-    pool = start_pool("Counting", num_processes=1, memory_gib=4.0)
+    pool = start_pool("Counting", memory_gib=4.0)
     # As if one that is started later held more.
     pool.memory_gib = 0.01
     looks = threading.Semaphore(0)
@@ -640,7 +647,7 @@ class Things:
 def test_nothing_outlives_a_killed_process_or_the_pool(
     start_pool: Callable[..., EpisodePool], pipe: Pipe
 ) -> None:
-    pool = start_pool("Parent", options={"pipe": str(pipe.path)}, num_processes=1)
+    pool = start_pool("Parent", options={"pipe": str(pipe.path)})
     stream = pool.run(requests(1))
     things = Things.of(*pipe.take(1))
     (guard,) = map(psutil.Process, process_ids(pool))
@@ -658,7 +665,7 @@ def test_nothing_outlives_a_killed_process_or_the_pool(
 
 def own_pool(model: str, pipe: str) -> None:
     """Run an episode, and say which processes do so, until somebody kills this one."""
-    pool, _ = make_pool(Path(model), "Parent", {"pipe": pipe})
+    pool, _ = make_pool(Path(model), "Parent", options={"pipe": pipe})
     pool.run(requests(1))
     print(*process_ids(pool), flush=True)
     signal.pause()
@@ -675,7 +682,7 @@ def test_nothing_outlives_whoever_owns_the_pool(model: Path, pipe: Pipe) -> None
         guards = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
         things = Things.of(*pipe.take(1))
         owner.kill()
-    assert len(guards) == 2
+    assert len(guards) == 1
     things.require_gone(guards)
 
 
@@ -704,7 +711,7 @@ def test_a_pause_is_no_time_of_an_episode_and_changes_no_token(
         return script(request)
 
     limits = replace(LIMITS, model_s=2.0, turn_s=2.0)
-    pool = start_pool("Counting", num_processes=1, limits=limits, answers=paused_script)
+    pool = start_pool("Counting", limits=limits, answers=paused_script)
     stream = pool.run(requests(4))
     assert pauses.acquire(timeout=PATIENCE_S)
     # Longer than a turn may take.

@@ -57,8 +57,9 @@ def _worst(engine: VllmEngine, model: PreTrainedModel, reference: Reference) -> 
 @pytest.mark.parametrize(
     ("architecture", "tie", "vllm_is_right"),
     [
-        ("qwen3", True, False),
-        ("llama", True, False),
+        # Of these two, other tests of vLLM sync weights too.
+        pytest.param("qwen3", True, False, marks=pytest.mark.slow),
+        pytest.param("llama", True, False, marks=pytest.mark.slow),
         ("qwen2", False, True),
         ("gemma", True, False),
         ("qwen3_moe", False, False),
@@ -169,10 +170,17 @@ def test_sampling_settings_of_the_model_directory_are_left_alone(
 @pytest.mark.parametrize(
     "scaling",
     [
-        {"rope_type": "yarn", "factor": 12.0, "original_max_position_embeddings": 8},
+        pytest.param(
+            {
+                "rope_type": "yarn",
+                "factor": 12.0,
+                "original_max_position_embeddings": 8,
+            },
+            marks=pytest.mark.slow,
+        ),
         {"type": "yarn", "factor": 12.0},
         # A whole number, which transformers keeps as one.
-        {"type": "linear", "factor": 12},
+        pytest.param({"type": "linear", "factor": 12}, marks=pytest.mark.slow),
     ],
 )
 def test_rows_behind_the_positions_before_scaling(

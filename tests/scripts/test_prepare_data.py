@@ -3,6 +3,7 @@ anything is written.
 """
 
 import json
+import os
 import re
 import subprocess
 from collections import Counter, defaultdict
@@ -142,6 +143,8 @@ def test_the_script_works_from_any_folder(copy: Path, tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         timeout=200,
+        # The environment is that of this test.
+        env={**os.environ, "VERL_RAY_SKIP_SETUP": "1"},
     )
     assert done.returncode == 0, done.stderr
     assert "train            2 problems  out/train.parquet" in done.stdout

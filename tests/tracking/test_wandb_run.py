@@ -101,7 +101,7 @@ def test_an_offline_run_reads_back_and_a_resumed_one_continues_its_id(
         record["exit"]["exit_code"] for record in everything if record["type"] == "exit"
     ] == [1]
 
-    time.sleep(1.1)  # W&B names the folder of a session by the second.
+    let_its_second_pass(session)
     second = WandbTracker(OFFLINE, run_dir, "first try", TREE, state)
     Trackers([second]).log(1, {"critic/rewards/mean": 0.75})
     second.close(failed=False)
@@ -154,6 +154,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_what_was_flushed_outlives_a_kill(tmp_path: Path) -> None:
     """Nothing closes the run, so what its file holds is what W&B flushed by itself."""
@@ -188,7 +189,7 @@ def test_wandbs_own_process_may_be_ended(
     trackers = Trackers([tracker])
     trackers.log(1, {"x": 1.5})
     until(lambda: held(sessions(tmp_path)[0]), PATIENCE_S)
-    time.sleep(1.1)  # W&B names the folder of a session by the second.
+    let_its_second_pass(sessions(tmp_path)[-1])
     started.terminate()
     started.wait(PATIENCE_S)
     trackers.samples(2, [SAMPLE])
@@ -213,41 +214,35 @@ def test_wandbs_own_process_may_be_ended(
 
 @pytest.mark.processes
 def test_what_a_killed_process_of_wandbs_has_lost_is_sent_again(tmp_path: Path) -> None:
+    """With the next line, or at the end of the run."""
     tracker = WandbTracker(OFFLINE, tmp_path, "killed", {}, {})
-    (started,) = [
-        child for child in psutil.Process().children() if child.name() == "wandb-core"
-    ]
     trackers = Trackers([JsonlTracker(tmp_path), tracker])
     trackers.log(1, {"x": 1.5})
     until(lambda: held(sessions(tmp_path)[0]), PATIENCE_S)
     # These are not flushed yet.
     trackers.log(2, {"x": 2.5})
     trackers.log(3, {"x": 3.5})
-    started.kill()
-    started.wait(PATIENCE_S)
-    time.sleep(1.1)  # W&B names the folder of a session by the second.
+    kill_wandb(tmp_path)
     trackers.log(4, {"x": 4.5})
+    kill_wandb(tmp_path)
     trackers.close(failed=False)
-    assert steps_of(tmp_path) == [1, 2, 3, 4]
+    assert len(sessions(tmp_path)) == 3 and steps_of(tmp_path) == [1, 2, 3, 4]
     assert [line["x"] for line in history(sessions(tmp_path)[-1])][-1] == 4.5
 
 
-@pytest.mark.processes
-def test_the_last_lines_of_a_killed_process_of_wandbs_are_sent_again(
-    tmp_path: Path,
-) -> None:
-    tracker = WandbTracker(OFFLINE, tmp_path, "killed", {}, {})
+def kill_wandb(folder: Path) -> None:
+    """Kill W&B's process; the next one's session has a folder of its own."""
     (started,) = [
         child for child in psutil.Process().children() if child.name() == "wandb-core"
     ]
-    trackers = Trackers([JsonlTracker(tmp_path), tracker])
-    trackers.log(1, {"x": 1.5})
-    trackers.log(2, {"x": 2.5})
     started.kill()
     started.wait(PATIENCE_S)
-    time.sleep(1.1)  # W&B names the folder of a session by the second.
-    trackers.close(failed=False)
-    assert steps_of(tmp_path) == [1, 2]
+    let_its_second_pass(sessions(folder)[-1])
+
+
+def let_its_second_pass(session: Path) -> None:
+    """W&B names the folder of a session by the second of its start."""
+    until(lambda: time.strftime("%Y%m%d_%H%M%S") not in session.name, PATIENCE_S)
 
 
 @pytest.mark.processes
@@ -266,7 +261,7 @@ def test_a_driver_that_follows_another_one_sends_what_wandb_lacks_and_no_more(
     record.close(failed=True)
 
     # It goes on after step 2.
-    time.sleep(1.1)  # W&B names the folder of a session by the second.
+    let_its_second_pass(sessions(tmp_path)[-1])
     continued = JsonlTracker(tmp_path, 2, record.state())
     second = WandbTracker(OFFLINE, tmp_path, "killed", {}, first.state(), follows=True)
     both = Trackers([continued, second])
@@ -337,7 +332,7 @@ def test_what_a_killed_process_has_not_sent_to_the_server_is_sent_again(
         for child in tracker._process.present():
             child.kill()
             child.wait()
-        time.sleep(1.1)  # W&B names the folder of a session by the second.
+        let_its_second_pass(session)
         tracker.samples(3, [SAMPLE])
         for step in range(3, 6):
             both.log(step, {"x": float(step)})
@@ -427,37 +422,36 @@ def start_and_stop(settings):
     return process
 
 config = WandbConfig(mode="offline", project="tests", entity=None, group=None, tags=())
+folder = Path(sys.argv[1])
 wandb_run._END_S = 0.5
-if sys.argv[2] == "starts":
-    start = service_process.start
-    service_process.start = start_and_stop
-    wandb_run.INIT_TIMEOUT_S = 1.0
-    try:
-        wandb_run.WandbTracker(config, Path(sys.argv[1]), "run", {}, {})
-    except TrackingError as error:
-        print(error)
-else:
-    tracker = wandb_run.WandbTracker(config, Path(sys.argv[1]), "run", {}, {})
-    (process,) = tracker._process.present()
-    process.suspend()
-    tracker._process.end()
+start, limit_s = service_process.start, wandb_run.INIT_TIMEOUT_S
+service_process.start, wandb_run.INIT_TIMEOUT_S = start_and_stop, 1.0
+try:
+    wandb_run.WandbTracker(config, folder, "run", {}, {})
+except TrackingError as error:
+    print(error)
+print([name for name in os.environ if name == "WANDB_SERVICE"])
+
+service_process.start, wandb_run.INIT_TIMEOUT_S = start, limit_s
+tracker = wandb_run.WandbTracker(config, folder, "run", {}, {})
+(process,) = tracker._process.present()
+process.suspend()
+tracker._process.end()
 print([name for name in os.environ if name == "WANDB_SERVICE"])
 """
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("phase", ["starts", "ends"])
 def test_a_process_of_wandbs_that_is_stopped_keeps_no_process_from_its_end(
-    tmp_path: Path, phase: str
+    tmp_path: Path,
 ) -> None:
-    command = [sys.executable, "-c", STOPPED_PROGRAM, str(tmp_path), phase]
+    """As it starts, and as it ends."""
+    command = [sys.executable, "-c", STOPPED_PROGRAM, str(tmp_path)]
     ended = subprocess.run(
         command, check=True, capture_output=True, text=True, timeout=PATIENCE_S
     )
-    *errors, left = ended.stdout.splitlines()
-    assert left == "[]"
-    expected = ["W&B did not start: "] if phase == "starts" else []
-    assert [error[:19] for error in errors] == expected
+    error, *left = ended.stdout.splitlines()
+    assert error.startswith("W&B did not start: ") and left == ["[]", "[]"]
 
 
 class _ServiceError(Exception):

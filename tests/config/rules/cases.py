@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
+from functools import cache
 
 from controllers.compose.composition import examine
 from verl_ray.errors import Problem
@@ -30,7 +31,13 @@ class Case:
         """Return the only problem under the key of the case."""
         (problem,) = (
             problem
-            for problem in examine(self.root, shlex.split(self.overrides)).problems
+            for problem in problems_of(self.root, self.overrides)
             if problem.key == self.key
         )
         return problem
+
+
+@cache
+def problems_of(root: str, overrides: str) -> list[Problem]:
+    """Return all problems of a root config with what the user typed."""
+    return examine(root, shlex.split(overrides)).problems

@@ -13,6 +13,7 @@ from tests.algorithms.choices import TAKES_SEVERAL_UPDATES
 from tests.config.rules.cases import INPUTS, Case
 from verl_ray.config.tasks.rl import RLConfig
 
+ROOTS = ("ppo", "grpo")
 OWN_FILE = Path(__file__).parents[2] / "algorithms" / "own_shaping_file.py"
 CASES = [
     Case(
@@ -309,7 +310,10 @@ CASES = [
 
 
 @pytest.mark.parametrize("algorithm", groups()["algorithm"])
-@pytest.mark.parametrize("root", ["quickstart", "ppo", "grpo"])
+@pytest.mark.parametrize(
+    "root",
+    ["quickstart", *(pytest.param(root, marks=pytest.mark.slow) for root in ROOTS)],
+)
 def test_every_algorithm_goes_with_every_root(root: str, algorithm: str) -> None:
     inputs = [] if root == "quickstart" else INPUTS
     config = compose(root, [f"algorithm={algorithm}", *inputs])
@@ -343,7 +347,13 @@ def test_bounds_that_a_loss_has_or_was_given(overrides: str) -> None:
 
 
 @pytest.mark.parametrize("name", groups()["algorithm.kl"])
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo", "dr_grpo"])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        "ppo",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("grpo", "dr_grpo")),
+    ],
+)
 def test_the_divergence_is_one_choice(algorithm: str, name: str) -> None:
     """The order of overrides does not matter, and its keys can still be set."""
     choice = [f"algorithm.kl={name}", f"algorithm={algorithm}"]

@@ -233,7 +233,15 @@ def test_the_correction_leaves_the_loss_what_it_is(schedule: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "algorithm", ["cispo", "dppo", "vespo", "m2po", "gspo", "luspo", "gmpo", "sapo"]
+    "algorithm",
+    [
+        "cispo",
+        "gspo",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("dppo", "vespo", "m2po", "luspo", "gmpo", "sapo")
+        ),
+    ],
 )
 def test_every_schedule_goes_with_a_loss_of_its_own_bounds(algorithm: str) -> None:
     for schedule in (OFF, ASYNCHRONOUS, "schedule=carry_over"):
