@@ -150,6 +150,7 @@ def _violations(
     """Return the problems of every rule, which know what the user replaced by what."""
     touched = {key for override in parsed for key in touched_keys(override)}
     tree = as_plain(base)
+    tree.pop("backend", None)
     before = {key: value_at(tree, key) for key in touched if key_exists(tree, key)}
     return rule_violations(config, touched, evaluates=evaluates, before=before)
 
@@ -198,11 +199,11 @@ def _with_values(
     base: DictConfig, accepted: Sequence[tuple[str, Override]]
 ) -> DictConfig:
     """Return a copy of the tree in which the accepted overrides are set."""
-    # The group `backend` is a choice for the roles and no section of a configuration.
-    with open_dict(base):
-        base.pop("backend", None)
-
     composed = copy.deepcopy(base)
+    # The group `backend` is a choice for the roles and no section of a configuration.
+    with open_dict(composed):
+        composed.pop("backend", None)
+
     for key, override in accepted:
         set_value(composed, key, override)
         forget_resolved(composed, key, override)

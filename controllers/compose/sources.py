@@ -8,7 +8,6 @@ Invariant: a value that cannot be used becomes a problem, and the rest is still 
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -118,14 +117,14 @@ def run_hydra(
 
     Returns:
         The tree, and the choice of every group in it by the key that overrides it.
+        Other callers have them too, so that neither may be changed.
 
     Raises:
         ConfigError: a file cannot be read or composed.
     """
     overrides = tuple(f"{key}={choice}" for key, choice in chosen.items())
     if config_dir is None:
-        # The caller changes the tree, and the cache keeps its own.
-        return copy.deepcopy(_compose_packaged_files(config_name, overrides))
+        return _compose_packaged_files(config_name, overrides)
 
     try:
         return _compose_files(config_name, overrides)

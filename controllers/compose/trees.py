@@ -5,6 +5,7 @@ Invariant: a value that cannot be used becomes a problem, and the rest is still 
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -123,18 +124,27 @@ def resolve(tree: DictConfig, problems: list[Problem]) -> Tree:
                 fix += f"; or, to evaluate nothing, {key}=null run.evaluate_every=0"
             problems.append(Problem(key, None, "this key must be set", fix))
 
-    # Each key is resolved alone, so that a bad reference does not hide others.
+    try:
+        resolved = OmegaConf.to_container(tree, resolve=True)
+    except OmegaConfBaseException:
+        problems += _without_bad_references(tree, plain)
+        resolved = OmegaConf.to_container(tree, resolve=True)
+    assert isinstance(resolved, dict)
+    return {str(key): value for key, value in resolved.items()}
+
+
+def _without_bad_references(tree: DictConfig, plain: Tree) -> Iterator[Problem]:
+    """Set references of the tree that lead nowhere to null, and yield their problems.
+
+    Each key is resolved alone, so that a bad reference does not hide others.
+    """
     for key, value in _items(plain):
         try:
             OmegaConf.select(tree, key, throw_on_resolution_failure=True)
         except OmegaConfBaseException as error:
             OmegaConf.update(tree, key, None)
             rule = first_line(str(error))
-            problems.append(Problem(key, value, rule, _reference_meant(value)))
-
-    resolved = OmegaConf.to_container(tree, resolve=True)
-    assert isinstance(resolved, dict)
-    return {str(key): value for key, value in resolved.items()}
+            yield Problem(key, value, rule, _reference_meant(value))
 
 
 def _reference_meant(value: object) -> str:
@@ -171,7 +181,7 @@ def as_typed(tree: Tree, base: DictConfig, problems: list[Problem]) -> Config | 
         ]
 
         # The problems of `base` itself are reported already.
-        defaults = resolve(base, [])
+        defaults = resolve(copy.deepcopy(base), [])
         for problem in error.problems:
             _replace(tree, defaults, problem.key.split("."))
 
