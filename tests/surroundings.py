@@ -126,7 +126,7 @@ class ScoringService(Service):
     def __init__(self) -> None:
         super().__init__()
         self.behave = self._score
-        self._thread = threading.Thread(target=self.serve_forever)
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.01,))
 
     def __enter__(self) -> ScoringService:
         self._thread.start()

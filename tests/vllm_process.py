@@ -4,9 +4,11 @@ tests to run afterwards.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import torch
 
@@ -25,9 +27,16 @@ def ready_for_vllm() -> Iterator[None]:
     dynamo.disable = (
         True  # the environment variable is too late when torch is imported already
     )
+    from vllm.v1.worker import cpu_worker  # noqa: F401
+
+    # An engine that ends has all objects gone through three times, but for these. vLLM
+    # would thaw them, and freeze its own.
+    gc.freeze()
     try:
-        yield
+        with patch.object(gc, "freeze"), patch.object(gc, "unfreeze"):
+            yield
     finally:
+        gc.unfreeze()
         dynamo.disable = False
         torch.set_num_threads = set_num_threads
         os.environ.clear()

@@ -63,7 +63,7 @@ class Handler(BaseHTTPRequestHandler):
 @contextmanager
 def chat_server(port: int = 0) -> Iterator[ChatServer]:
     server = ChatServer(port)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
         yield server
