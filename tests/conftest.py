@@ -123,6 +123,9 @@ LONG = (
     "test_cluster_runs",
     "test_reward_model",
     "test_bench",
+    "test_episodes",
+    "test_failures",
+    "test_wandb_run",
 )
 
 

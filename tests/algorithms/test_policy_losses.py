@@ -325,6 +325,7 @@ def test_each_flag_names_what_reads_it() -> None:
     readers = {
         (node.attr, function.name)
         for module in modules
+        if any(f".{flag}" in module.text for flag in flags)
         for function in module.functions
         for node in ast.walk(function)
         if isinstance(node, ast.Attribute) and node.attr in flags
