@@ -77,9 +77,9 @@ def run_ranks(
     assert ended.returncode == 0, words
 
 
-def four_ranks_asked(request: pytest.FixtureRequest) -> bool:
-    """Whether tests of four ranks, which are marked slow, are among those of this
-    module that are run.
+def slow_tests_asked(request: pytest.FixtureRequest) -> bool:
+    """Whether tests that are marked slow, as those of four ranks are, are among those
+    of this module that are run.
     """
     own = [item for item in request.session.items if item.path == request.path]
     return any(item.get_closest_marker("slow") is not None for item in own)

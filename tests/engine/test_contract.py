@@ -29,7 +29,7 @@ from tests.engine.naive import (
     reference_model,
     with_adapter,
 )
-from tests.rank_processes import four_ranks_asked, run_ranks
+from tests.rank_processes import run_ranks, slow_tests_asked
 from verl_ray.algorithms.policy_losses import POLICY_LOSSES
 from verl_ray.engine.module_engine import ModuleEngine
 
@@ -101,7 +101,7 @@ def found(
     (folder / "beside" / "apex" / "optimizers.py").write_text(APEX)
     waves = (
         contract.waves(WORLDS, contract.ALL_FAMILIES)
-        if four_ranks_asked(request)
+        if slow_tests_asked(request)
         else contract.waves(WORLDS[:2], ["plain"])
     )
     run_ranks(

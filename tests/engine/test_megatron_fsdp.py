@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from tests.engine import inputs, strategies
 from tests.engine.strategies import HYBRID, LAYER, SETTINGS, STRATEGIES
 from tests.engine.test_contract import BFLOAT16, close
-from tests.rank_processes import ROOT, four_ranks_asked, run_ranks
+from tests.rank_processes import ROOT, run_ranks, slow_tests_asked
 from verl_ray.backends.base import ParameterCounts
 from verl_ray.backends.megatron_fsdp import MegatronFsdpBackend
 from verl_ray.config.preparation import TinyModelConfig
@@ -61,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, folder: Path) -> Found:
     """The findings of each rank, by number of ranks; four only if their tests run."""
-    waves = strategies.waves(with_four=four_ranks_asked(request))
+    waves = strategies.waves(with_four=slow_tests_asked(request))
     run_ranks(strategies.__name__, waves, folder, deadline_s=inputs.DEADLINE_S)
     findings: Found = {}
     for part, rank, world in itertools.chain(*waves):
