@@ -411,7 +411,7 @@ def head_of_somebody_else(
 @pytest.mark.cluster
 def test_a_running_cluster_is_found_by_address_and_left_running(tmp_path: Path) -> None:
     with head_of_somebody_else(tmp_path) as (head, environment):
-        of_ray = [head, *head.children(recursive=True)]
+        ray_processes = [head, *head.children(recursive=True)]
         code = DRIVER + "groups.close(); session.close()"
         completed = subprocess.run(
             [sys.executable, "-c", code, str(tmp_path / "logs")],
@@ -422,8 +422,8 @@ def test_a_running_cluster_is_found_by_address_and_left_running(tmp_path: Path) 
             timeout=200,
         )
         assert completed.stdout.startswith("up False "), completed.stderr
-        assert {"gcs_server", "raylet"} <= {process.name() for process in of_ray}
-        assert all(process.is_running() for process in of_ray)
+        assert {"gcs_server", "raylet"} <= {process.name() for process in ray_processes}
+        assert all(process.is_running() for process in ray_processes)
 
 
 ON_A_CLUSTER_OF_SOMEBODY_ELSES = """

@@ -26,11 +26,12 @@ FAST = ("engine on 1, dtype=bfloat16", "fsdp", "megatron_fsdp", "megatron on 2")
 
 @pytest.fixture(scope="module")
 def figures(request: pytest.FixtureRequest) -> Figures:
-    chosen = {
+    """Of the cases whose tests are run."""
+    chosen = [
         item.callspec.params["case"]
         for item in request.session.items
         if isinstance(item, pytest.Function) and item.path == request.path
-    }
+    ]
     return measure([case for case in TESTED if case in chosen])
 
 
