@@ -414,7 +414,7 @@ from pathlib import Path
 from wandb.sdk.lib.service import service_process
 from verl_ray.config.run import WandbConfig
 from verl_ray.errors import TrackingError
-from verl_ray.tracking import wandb_run
+from verl_ray.tracking import wandb_process, wandb_run
 
 def start_and_stop(settings):
     process = start(settings)
@@ -423,7 +423,7 @@ def start_and_stop(settings):
 
 config = WandbConfig(mode="offline", project="tests", entity=None, group=None, tags=())
 folder = Path(sys.argv[1])
-wandb_run._END_S = 0.5
+wandb_process._END_S = 0.5
 start, limit_s = service_process.start, wandb_run.INIT_TIMEOUT_S
 service_process.start, wandb_run.INIT_TIMEOUT_S = start_and_stop, 1.0
 try:
