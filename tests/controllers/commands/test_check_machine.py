@@ -52,8 +52,9 @@ def numbers(out: str, role: str) -> list[str]:
             ),
             16.4,
         ),
-        # 235,093,634,560 over 128 ranks; as many for the reference, 256 for engines.
-        (
+        # 235,093,634,560 over 128 ranks; as many for the reference, 256 for engines. It
+        # takes as long as a hundred others.
+        pytest.param(
             "Qwen3-235B-A22B",
             "nodes=64,gpus=8,gpu=H200-141G",
             (
@@ -61,6 +62,7 @@ def numbers(out: str, role: str) -> list[str]:
                 "rollout.tensor_parallel=8", "rollout.num_replicas=32",
             ),
             6.84,
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["1", "8", "64", "512"],

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,29 @@ from verl_ray.tracking.jsonl import read_metrics
 
 def as_on_gpus(checkpoint: Path, run_dir: Path) -> Path:
     """The same checkpoint, of a run whose actor auto made compute in bfloat16."""
+
+    def change(config: Any) -> None:
+        config["actor"]["backend"]["dtype"] = "bfloat16"
+        recorded = {"actor.backend.dtype": "bfloat16"}
+        config["run"]["resolved"] = {"cpu": {}, "gpu": recorded}
+
+    return copied(checkpoint, run_dir, change)
+
+
+def without_adapter(checkpoint: Path, run_dir: Path) -> Path:
+    """A checkpoint of a run whose actor has no adapter."""
+
+    def change(config: Any) -> None:
+        config["actor"]["lora"]["rank"] = 0
+
+    return copied(checkpoint, run_dir, change)
+
+
+def copied(checkpoint: Path, run_dir: Path, change: Callable[[Any], None]) -> Path:
+    """The folder of a run with the same checkpoint, of a changed configuration."""
     original = CheckpointStore.open(checkpoint)
     changed: Any = copy.deepcopy(dict(original.config))
-    changed["actor"]["backend"]["dtype"] = "bfloat16"
-    recorded = {"actor.backend.dtype": "bfloat16"}
-    changed["run"]["resolved"] = {"cpu": {}, "gpu": recorded}
+    change(changed)
     store = CheckpointStore(run_dir / "checkpoints", keep=1)
     with store.writing(original.step, original.state, changed, ["actor"]) as folder:
         shutil.copytree(checkpoint / "actor", folder / "actor")
@@ -43,7 +62,7 @@ def test_an_export_is_the_trained_model_and_is_compared_with_it(
     trained = command_here(
         cluster, "train", "--config-name", "sft", *inputs.overrides(run_dir)[:-1], "run.total_steps=null",
         "run.total_epochs=1", "run.evaluate_every=0", "run.checkpoint_every=2", "sft.batch_size=48", "sft.max_tokens=16",
-        "actor.optimizer.lr=1e-1", "actor.lora.rank=4", "backend=fsdp", "actor.num_ranks=2",
+        "actor.optimizer.lr=1e-1", "actor.lora.rank=4", "backend=fsdp",
         "tracking.wandb.mode=disabled",
     )  # fmt: skip
     assert "run.total_steps = 2: run.total_epochs=1 x 64 examples" in trained.stdout
@@ -74,29 +93,11 @@ def test_an_export_is_the_trained_model_and_is_compared_with_it(
     for name, value in model.named_parameters():
         torch.testing.assert_close(value, after[name], rtol=0, atol=1e-6)
 
-    # What fsdp has learned goes on under megatron, two ranks to a weight, whose
-    # checkpoint is exported alike.
-    onward, further = tmp_path / "onward", tmp_path / "further"
-    command_here(
-        cluster, "train", "--config-name", "sft", *inputs.overrides(onward), f"model.path={target}",
-        "run.total_steps=1", "run.checkpoint_every=1", "sft.batch_size=16", "sft.max_tokens=16",
-        "actor.optimizer.weight_decay=0", "backend=megatron", "actor.num_ranks=2", "actor.backend.tensor_parallel=2",
-    )  # fmt: skip
-    newest = str(onward / "checkpoints" / "step_00000001")
-    whole = command_here(cluster, "export", newest, str(further), "--adapter", code=2)
-    assert "rule: the actor was trained without an adapter" in whole.stderr
-    command_here(cluster, "export", newest, str(further))
-    learned, at_the_end = (
-        load_file(folder / "model.safetensors")
-        for folder in (further, onward / "model")
+    plain = without_adapter(checkpoint, tmp_path / "plain")
+    whole = command_here(
+        cluster, "export", str(plain), str(tmp_path / "o"), "--adapter", code=2
     )
-    assert all(torch.equal(learned[name], at_the_end[name]) for name in at_the_end)
-    moved = max(float((learned[name] - after[name]).abs().max()) for name in after)
-    (line,) = read_metrics(onward / "metrics.jsonl")
-    assert moved == pytest.approx(
-        line["actor/lr"], rel=0.1
-    )  # what Adam's first step moves a weight by
-
+    assert "rule: the actor was trained without an adapter" in whole.stderr
     again = command_here(cluster, "export", str(checkpoint), str(target), code=2)
     assert "this directory is not empty" in again.stderr
     other = command_here(
@@ -112,6 +113,30 @@ def test_an_export_is_the_trained_model_and_is_compared_with_it(
     (checkpoint / "manifest.json").unlink()
     torn = command_here(cluster, "export", str(checkpoint), str(tmp_path / "o"), code=1)
     assert torn.stderr.startswith("CheckpointError: step_00000002 has no manifest.json")
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_a_checkpoint_of_two_ranks_of_megatron_is_exported_alike(
+    cluster: Session, inputs: Inputs, tmp_path: Path
+) -> None:
+    run_dir, target = tmp_path / "run", tmp_path / "exported"
+    command_here(
+        cluster, "train", "--config-name", "sft", *inputs.overrides(run_dir),
+        "run.total_steps=1", "run.checkpoint_every=1", "sft.batch_size=16", "sft.max_tokens=16",
+        "actor.optimizer.weight_decay=0", "backend=megatron", "actor.num_ranks=2", "actor.backend.tensor_parallel=2",
+    )  # fmt: skip
+    newest = run_dir / "checkpoints" / "step_00000001"
+    command_here(cluster, "export", str(newest), str(target))
+    before, learned, at_the_end = (
+        load_file(folder / "model.safetensors")
+        for folder in (inputs.model, target, run_dir / "model")
+    )
+    assert all(torch.equal(learned[name], at_the_end[name]) for name in at_the_end)
+    moved = max(float((learned[name] - before[name]).abs().max()) for name in before)
+    (line,) = read_metrics(run_dir / "metrics.jsonl")
+    # What Adam's first step moves a weight by.
+    assert moved == pytest.approx(line["actor/lr"], rel=0.1)
 
 
 def test_a_directory_that_computes_something_else_is_told_apart(

@@ -27,6 +27,7 @@ from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.processes import Role
 from verl_ray.cluster.restarts import InPlaceRestarts
+from verl_ray.cluster.session import Session
 from verl_ray.config.run import RecoveryConfig
 from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.errors import VerlRayError, WorkerDied, WorkerError
@@ -47,13 +48,16 @@ def run(trainer: MakeTrainer) -> Trainer:
     return found
 
 
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[WorkerGroup[FrailGrader]]:
-    """Two ranks, which live and die together."""
-    role = Role("reward", "reward", FrailGrader, (tmp_path,))
+@pytest.fixture(scope="module")
+def frail(
+    cluster: Session, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[WorkerGroup[FrailGrader], Path]]:
+    """Two ranks, which live and die together, and the folder with their orders."""
+    folder = tmp_path_factory.mktemp("frail")
+    role = Role("reward", "reward", FrailGrader, (folder,))
     sets = [processes("reward", 2, cpus=0.1)]
-    with start_groups(sets, [role], stall_s=60, log_dir=tmp_path / "logs") as groups:
-        yield groups[role]
+    with start_groups(sets, [role], stall_s=60, log_dir=folder / "logs") as groups:
+        yield groups[role], folder
 
 
 class Scoring:
@@ -63,6 +67,7 @@ class Scoring:
         self, run: Trainer, group: WorkerGroup[FrailGrader], folder: Path
     ) -> None:
         self.group, self.folder = group, folder
+        self._first = group.incarnation
         recovery = RecoveryConfig(
             enabled=True,
             max_restarts=2,
@@ -91,7 +96,7 @@ class Scoring:
         check = self.restarts.check
 
         def hastened(calls: Sequence[Call[Any]], step: int) -> None:
-            if self.group.incarnation == 1 and not (self.folder / str(row)).exists():
+            if not self.losses and not (self.folder / str(row)).exists():
                 for call in calls:
                     hasten(call, STALL_S)
             check(calls, step)
@@ -103,6 +108,11 @@ class Scoring:
         buffer = RolloutBuffer(generation.group_size, staleness=0)
         self.producer.begin(prompts, generation, buffer, step)
         return self.producer.take(prompts.group_id, buffer, 7, Timers())
+
+    @property
+    def losses(self) -> int:
+        """How often the graders have started again."""
+        return self.group.incarnation - self._first
 
     @property
     def begun(self) -> Counter[int]:
@@ -119,9 +129,17 @@ class Scoring:
 
 @pytest.fixture
 def scoring(
-    run: Trainer, group: WorkerGroup[FrailGrader], tmp_path: Path
+    run: Trainer, frail: tuple[WorkerGroup[FrailGrader], Path]
 ) -> Iterator[Scoring]:
-    found = Scoring(run, group, tmp_path)
+    group, folder = frail
+    # What earlier tests have left.
+    for file in folder.iterdir():
+        if file.is_file():
+            file.unlink()
+    if group.has_failed:
+        group.restart().wait()
+
+    found = Scoring(run, group, folder)
     yield found
     found.restarts.close()
 
@@ -146,7 +164,7 @@ def test_pending_scores_of_a_lost_grader_are_asked_for_again(
     rows = experience.rollouts.row("row_id")
     assert rows.tolist() == list(range(ROWS))
     assert experience.scores["reward"].row("score").tolist() == (rows / 2).tolist()
-    assert scoring.group.incarnation == 2
+    assert scoring.losses == 1
     assert scoring.restarts.is_available(scoring.group)
     # Nothing is asked for a third time.
     assert set(scoring.begun) == set(range(ROWS))
@@ -180,7 +198,7 @@ def test_an_evaluation_and_a_later_step_lose_their_grader_too(
     scoring.fails(6, "kill")
     scoring.experience(scoring.producer.training_generation(), step=9)
     assert [fault["step"] for fault in scoring.recorded] == [7, 9]
-    assert scoring.group.incarnation == 3
+    assert scoring.losses == 2
 
 
 def test_a_grader_that_is_lost_before_it_is_needed_starts_again(
@@ -199,7 +217,7 @@ def test_a_grader_that_is_lost_before_it_is_needed_starts_again(
         scoring.producer._check_graders()
     assert "while no call of it was waited for" in str(scoring.recorded[0]["cause"])
     experience = scoring.producer.take(prompts.group_id, buffer, 7, Timers())
-    assert len(experience.rollouts) == ROWS and scoring.group.incarnation == 2
+    assert len(experience.rollouts) == ROWS and scoring.losses == 1
 
 
 def test_rows_that_always_kill_their_grader_stop_the_run(scoring: Scoring) -> None:
@@ -221,5 +239,5 @@ def test_a_mistake_of_a_grader_is_not_tried_again(scoring: Scoring) -> None:
     scoring.fails(13, "mistake")
     with pytest.raises(WorkerError, match="score raised ValueError: mistake"):
         scoring.experience(scoring.producer.training_generation())
-    assert scoring.group.incarnation == 1
+    assert scoring.losses == 0
     assert scoring.recorded == []

@@ -240,7 +240,11 @@ def test_a_replica_whose_port_is_taken_generates_and_answers_once_it_is_free(
     assert [versions(ask(url)) for url in urls] == [[[0, 3]]] * 2
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "how",
+    # A replica that hangs is found in the tests of weights below.
+    [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)],
+)
 def test_what_a_lost_replica_leaves_pending_goes_to_the_other_and_it_comes_back(
     run: Trainer, capsys: pytest.CaptureFixture[str], how: signal.Signals
 ) -> None:
@@ -292,7 +296,11 @@ def test_what_a_lost_replica_leaves_pending_goes_to_the_other_and_it_comes_back(
     assert [versions(ask(url)) for url in endpoints(run)] == [[[0, version]]] * 2
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "how",
+    # One that died is found in the test of what is pending above.
+    [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGSTOP],
+)
 def test_a_replica_that_is_lost_while_weights_arrive_gets_them_all_the_same(
     run: Trainer, how: signal.Signals
 ) -> None:

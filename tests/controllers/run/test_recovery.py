@@ -27,7 +27,7 @@ from controllers.run.stopping import Stopping
 from tests.cluster.crew import Echo, SlowWriter, Writer, processes
 from tests.controllers.run.checkpoints import cursor, write_checkpoints
 from tests.controllers.run.test_stopping import Cursor
-from tests.controllers.runs import Inputs, lasting
+from tests.controllers.runs import Inputs, command_here, lasting
 from verl_ray.checkpoint.store import CheckpointStore
 from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
@@ -54,24 +54,18 @@ RICH = [
 ]  # fmt: skip
 
 
-def start(inputs: Inputs, run_dir: Path, *changes: str) -> subprocess.Popen[str]:
-    settings = [*RICH, *changes]
-    return given(
-        sys.executable,
-        "-m",
-        "controllers",
-        "train",
-        "--config-name",
-        "ppo",
-        *inputs.rl(run_dir),
-        *settings,
-    )
+def rich(inputs: Inputs, run_dir: Path, *changes: str) -> list[str]:
+    """The arguments of a run."""
+    return ["train", "--config-name", "ppo", *inputs.rl(run_dir), *RICH, *changes]
 
 
-def given(*command: str) -> subprocess.Popen[str]:
+def start(cluster: Session, *arguments: str) -> subprocess.Popen[str]:
+    """The program with these arguments, in a process that can be signalled."""
+    command = [sys.executable, "-m", "controllers", *arguments]
     return subprocess.Popen(
-        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+        [*command, f"ray.address={cluster.address}"], cwd=ROOT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
 
 
 def finish(run: subprocess.Popen[str]) -> tuple[int, str]:
@@ -124,14 +118,14 @@ def assert_same(left: object, right: object, where: str) -> None:
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 def test_a_run_that_was_stopped_and_killed_ends_with_the_bits_of_one_that_was_not(
-    inputs: Inputs, tmp_path: Path
+    cluster: Session, inputs: Inputs, tmp_path: Path
 ) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    code, output = finish(start(inputs, whole, f"run.total_steps={STEPS}"))
-    assert code == 0, output
+    command_here(cluster, *rich(inputs, whole, f"run.total_steps={STEPS}"))
 
     behind = "run.checkpoint_behind=true"
-    run = start(inputs, broken, f"run.total_steps={STEPS - 1}", behind)
+    shorter = rich(inputs, broken, f"run.total_steps={STEPS - 1}", behind)
+    run = start(cluster, *shorter)
     wait_for_step(run, broken, 2)
     process_behind(broken / "logs" / "fsdp_trainer-0.log").kill()
     code, output = finish(run)
@@ -142,9 +136,10 @@ def test_a_run_that_was_stopped_and_killed_ends_with_the_bits_of_one_that_was_no
     newest = CheckpointStore(broken / "checkpoints", keep=2).latest().checkpoint
     assert newest is not None
     recorded = lines(broken)[-1]["training/global_step"]
-    run = start(
+    rarely = rich(
         inputs, broken, f"run.total_steps={STEPS}", behind, "run.checkpoint_every=100"
     )
+    run = start(cluster, *rarely)
     wait_for_step(run, broken, int(recorded) + 1)
     run.send_signal(signal.SIGINT)
     code, output = finish(run)
@@ -158,9 +153,13 @@ def test_a_run_that_was_stopped_and_killed_ends_with_the_bits_of_one_that_was_no
     *_, before, to_go_on = output.splitlines()
     assert before == "stopped by SIGINT. To go on:"
 
-    code, output = finish(given(*shlex.split(to_go_on), "run.checkpoint_every=1"))
-    assert code == 0, output
-    assert f"continuing after step {saved}" in output
+    # The interpreter and the module come first.
+    *_, module, typed = to_go_on.partition(" -m controllers ")
+    assert module
+    arguments = shlex.split(typed)
+    arguments.remove(f"ray.address={cluster.address}")
+    ended = command_here(cluster, *arguments, "run.checkpoint_every=1")
+    assert f"continuing after step {saved}" in ended.stdout
 
     assert [line["training/global_step"] for line in lines(broken)] == list(
         range(1, STEPS + 1)

@@ -1,10 +1,9 @@
-"""What `auto` came to in a run: in its config.yaml, in runs begun from that file, and
-in its checkpoints.
+"""What `auto` came to in a run: in runs begun from its config.yaml, and in its
+checkpoints.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,8 @@ import yaml
 from controllers.commands.check import checked_config
 from controllers.run.resumption import Resumption
 from controllers.system.plan import ClusterShape, resolve_on
-from tests.controllers.runs import SHAPE, Inputs, command_here
+from tests.controllers.runs import SHAPE, Inputs
 from verl_ray.checkpoint.store import CheckpointStore
-from verl_ray.cluster.session import Session
 from verl_ray.config.load import to_tree
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import ConfigError
@@ -24,56 +22,6 @@ from verl_ray.preflight.device_defaults import with_changes
 
 TWO_NODES = ClusterShape(cores=(8, 8), gpus_per_node=(0, 0))
 GPUS = ClusterShape(cores=(64,), gpus_per_node=(8,))
-
-
-def values(tree: Any) -> Iterator[object]:
-    if isinstance(tree, dict):
-        for value in tree.values():
-            yield from values(value)
-    else:
-        yield tree
-
-
-def config_of(run_dir: Path) -> dict[str, Any]:
-    tree: dict[str, Any] = yaml.safe_load((run_dir / "config.yaml").read_text())
-    return tree
-
-
-@pytest.mark.cluster
-def test_a_run_can_be_begun_again_from_its_config(
-    cluster: Session, inputs: Inputs, tmp_path: Path
-) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
-    typed = [
-        one for one in inputs.rl(first) if not one.startswith("run.threads_per_rank=")
-    ]
-    typed = [
-        "train",
-        "--config-name",
-        "grpo",
-        *typed,
-        "run.name=one",
-        "run.checkpoint_every=1",
-    ]
-    command_here(cluster, *typed, "run.total_steps=1")
-    write_checkpoints = config_of(first)
-    # Which checkpoint is the newest is found anew each time.
-    assert write_checkpoints["run"].pop("resume") == "auto"
-    assert "auto" not in values(write_checkpoints)
-    write_checkpoints["run"]["resume"] = "auto"
-    assert write_checkpoints["rollout"]["sync"]["transport"] == "shared_memory"
-
-    from_file = ["train", "--config-name", "config", "--config-dir", str(first)]
-    command_here(cluster, *from_file, f"run.dir={second}")
-    again = config_of(second)
-    assert again | {"run": again["run"] | {"dir": str(first)}} == write_checkpoints
-    # In its own folder it is the same run, which is finished.
-    finished = command_here(cluster, *from_file).stdout
-    assert f"{first} is finished: 1 steps are done" in finished
-
-    said = command_here(cluster, *from_file, "run.total_steps=2").stdout
-    changes = [line for line in said.splitlines() if line.startswith("changed since")]
-    assert changes == ["changed since step_00000001: run.total_steps: 1 -> 2"]
 
 
 def saved(config: RLConfig, *, earlier: bool = False) -> None:

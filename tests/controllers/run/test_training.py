@@ -9,6 +9,8 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,16 @@ import pyarrow.parquet
 import pytest
 import yaml
 
+from controllers.commands.check import checked_config
+from controllers.run.resumption import Resumption
+from controllers.run.run_config import settle
 from controllers.tasks import typed_config
 from controllers.trainers.base import task_of
 from scripts.prepare_data import main as prepare_data
 from tests.controllers.runs import ROOT, Inputs, command, command_here, lasting
 from verl_ray.checkpoint.manifest import CHECKSUM, sealed
 from verl_ray.cluster.session import Session
+from verl_ray.config.schema import Config
 from verl_ray.errors import DataError
 from verl_ray.profiling.trace import read_trace
 from verl_ray.tracking.evaluations import read_scores, recorded_evaluations, scores_path
@@ -187,18 +193,31 @@ def outermost(spans: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return outer
 
 
-@pytest.mark.cluster
-@pytest.mark.vllm
-def test_a_run_writes_all_that_it_promises(
-    cluster: Session, inputs: Inputs, tmp_path: Path
-) -> None:
-    run_dir = tmp_path / "run"
-    ended = command(
-        cluster, "train", "--config-name", "ppo", *inputs.rl(run_dir), "run.total_steps=3", "run.evaluate_every=2",
+@dataclass(frozen=True)
+class Finished:
+    """A run of PPO that is finished: its folder, and what it printed."""
+
+    folder: Path
+    printed: str
+
+
+@pytest.fixture(scope="module")
+def finished(
+    cluster: Session, inputs: Inputs, tmp_path_factory: pytest.TempPathFactory
+) -> Finished:
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    ended = command_here(
+        cluster, "train", "--config-name", "ppo", *inputs.rl(folder), "run.total_steps=3", "run.evaluate_every=2",
         "run.checkpoint_every=3", "tracking.wandb.mode=offline", "tracking.tensorboard=true", "evaluation.samples=4",
         "run.trace=steps",
     )  # fmt: skip
+    return Finished(folder, ended.stdout)
 
+
+@pytest.mark.cluster
+@pytest.mark.vllm
+def test_a_run_writes_all_that_it_promises(inputs: Inputs, finished: Finished) -> None:
+    run_dir, printed = finished.folder, finished.printed
     tree = yaml.safe_load((run_dir / "config.yaml").read_text())
     config = typed_config(tree)  # fully resolved: it is a configuration by itself
     assert config.run.total_steps == 3 and config.model.path == str(inputs.model)
@@ -232,8 +251,8 @@ def test_a_run_writes_all_that_it_promises(
             assert value == pytest.approx(
                 line[name.replace("_gib", "_predicted_gib")], rel=0.2
             ), name
-    assert "predicted: the machine is fullest in the phase" in ended.stdout
-    assert ended.stdout.count("auto: what these settings become here") == 1
+    assert "predicted: the machine is fullest in the phase" in printed
+    assert printed.count("auto: what these settings become here") == 1
 
     logged = wandb_history(run_dir)
     assert [item["training/global_step"] for item in logged] == [0, 1, 2, 3]
@@ -246,12 +265,20 @@ def test_a_run_writes_all_that_it_promises(
     check_trace(run_dir, lines)
     assert b"Content-Security-Policy" in (run_dir / "report.html").read_bytes()
     assert (run_dir / "checkpoints").is_dir() and any((run_dir / "logs").iterdir())
-    assert f"{run_dir}/report.html" in ended.stdout.replace("\n", "")
+    assert f"{run_dir}/report.html" in printed.replace("\n", "")
     assert list(recorded_evaluations(run_dir)) == [0, 2, 3]
-    assert "finished after 3 steps" in ended.stdout
-    assert "where the time went" in ended.stdout
-    assert f" export {run_dir}/checkpoints/step_00000003 {run_dir}/ex" in ended.stdout
+    assert "finished after 3 steps" in printed
+    assert "where the time went" in printed
+    assert f" export {run_dir}/checkpoints/step_00000003 {run_dir}/ex" in printed
 
+
+@pytest.mark.cluster
+@pytest.mark.vllm
+def test_a_finished_run_is_evaluated_by_a_command(
+    cluster: Session, inputs: Inputs, finished: Finished
+) -> None:
+    run_dir = finished.folder
+    lines = read_metrics(run_dir / "metrics.jsonl")
     same = [
         "run.total_steps=3",
         "run.evaluate_every=2",
@@ -293,6 +320,61 @@ def test_a_run_writes_all_that_it_promises(
     scores = read_scores(scores_path(run_dir, 3))
     is_core = [name.startswith("val-core/") for name in scores.metrics]
     assert scores.scores[is_core].tolist() == [[row["score"]] for row in rows]
+
+
+def values(tree: Any) -> Iterator[object]:
+    if isinstance(tree, dict):
+        for value in tree.values():
+            yield from values(value)
+    else:
+        yield tree
+
+
+def config_of(run_dir: Path) -> dict[str, Any]:
+    tree: dict[str, Any] = yaml.safe_load((run_dir / "config.yaml").read_text())
+    return tree
+
+
+@pytest.mark.cluster
+@pytest.mark.vllm
+def test_a_run_can_be_begun_again_from_its_config(
+    cluster: Session,
+    finished: Finished,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    written = config_of(finished.folder)
+    # Which checkpoint is the newest is found anew each time.
+    assert written["run"].pop("resume") == "auto"
+    assert "auto" not in values(written)
+    written["run"]["resume"] = "auto"
+    assert written["rollout"]["sync"]["transport"] == "shared_memory"
+
+    def from_file(*changes: str) -> Config:
+        folder = str(finished.folder)
+        found = checked_config("config", changes, folder, reads_data=False)
+        assert found.config is not None
+        return found.config
+
+    # In another folder it is a new run with the same settings.
+    second = tmp_path / "second"
+    second.mkdir()
+    config = from_file(f"run.dir={second}")
+    settle(config, cluster, Resumption(config))
+    again = config_of(second)
+    first = {"dir": str(finished.folder)}
+    assert again | {"run": again["run"] | first} == written
+
+    # In its own folder it is the same run, which is finished.
+    named = ["--config-name", "config", "--config-dir", str(finished.folder)]
+    said = command_here(cluster, "train", *named).stdout
+    assert f"{finished.folder} is finished: 3 steps are done" in said
+
+    capsys.readouterr()
+    Resumption(from_file("run.total_steps=4"))
+    told = capsys.readouterr().out.splitlines()
+    changes = [line for line in told if line.startswith("changed since")]
+    assert changes == ["changed since step_00000003: run.total_steps: 3 -> 4"]
 
 
 @pytest.mark.cluster

@@ -42,23 +42,37 @@ def train(
     cluster: Session, inputs: Inputs, run_dir: Path, environment: str, *changes: str, source: str = "default"
 ) -> list[dict[str, Any]]:  # fmt: skip
     """The metrics of the lines of a run on episodes of two turns."""
-    command(
+    command_here(
         cluster, "train", "--config-name", "grpo", *inputs.rl(run_dir),
         "rollout.max_response_tokens=24", *environment_of(run_dir, environment, source), *changes,
     )  # fmt: skip
+    return lines_of(run_dir)
+
+
+def lines_of(run_dir: Path) -> list[dict[str, Any]]:
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
 
-def test_a_policy_learns_from_episodes(
-    cluster: Session, inputs: Inputs, tmp_path: Path
-) -> None:
-    before, *steps = train(
-        cluster, inputs, tmp_path / "run", "TwoTurns", "run.total_steps=4", "run.evaluate_every=4",
+CORE = "val-core/arithmetic/reward/mean@1"
+
+
+@pytest.fixture(scope="module")
+def learned(
+    cluster: Session, inputs: Inputs, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The folder of a run that has learned from episodes."""
+    run_dir = tmp_path_factory.mktemp("learned") / "run"
+    train(
+        cluster, inputs, run_dir, "TwoTurns", "run.total_steps=4", "run.evaluate_every=4",
         "algorithm.dynamic_sampling=20", "run.checkpoint_every=4",
     )  # fmt: skip
-    core = "val-core/arithmetic/reward/mean@1"
-    assert before[core] < 1 < steps[-1][core] <= 12 / 8
+    return run_dir
+
+
+def test_a_policy_learns_from_episodes(learned: Path) -> None:
+    before, *steps = lines_of(learned)
+    assert before[CORE] < 1 < steps[-1][CORE] <= 12 / 8
     for metrics in (before, steps[-1]):
         turns_key = "val-aux/arithmetic/episode/world/turns/mean@1"
         assert (
@@ -85,7 +99,7 @@ def test_a_policy_learns_from_episodes(
         assert metrics["training/rollout_probs_diff_max"] < 1e-5
 
     # Two whole groups are recorded, with all rows of each episode.
-    rows = recorded(tmp_path / "run", 4)
+    rows = recorded(learned, 4)
     assert len(rows) == steps[-1]["rollouts/recorded_rows"]
     rows_by_trajectory: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
@@ -118,20 +132,8 @@ def test_a_policy_learns_from_episodes(
         recording_s = metrics["timing_s/record_rollouts"]
         assert 0 < recording_s < metrics["timing_s/update_actor"]
 
-    # The last checkpoint in the same environment has the scores that the run saw.
-    measured = tmp_path / "measured"
-    command(
-        cluster, "evaluate", "--config-name", "grpo", *inputs.rl(measured), "rollout.max_response_tokens=24",
-        *environment_of(measured, "TwoTurns"), f"run.resume={tmp_path / 'run' / 'checkpoints' / 'step_00000004'}",
-    )  # fmt: skip
-    held_out = rows_in(recorded_responses(tmp_path / "run")[4])
-    again = json.loads(
-        (measured / "evaluated" / "step_000004" / "metrics.json").read_text()
-    )
-    assert again["metrics"][core] == steps[-1][core]
-
     # Held-out episodes keep the tokens of their last rows in the same columns.
-    held_out = rows_in(recorded_responses(tmp_path / "run")[4])
+    held_out = rows_in(recorded_responses(learned)[4])
     assert len(held_out) == 16
     for row in held_out:
         # A special token may stand behind a turn, and texts are without those.
@@ -143,6 +145,20 @@ def test_a_policy_learns_from_episodes(
         sampled = [value is not None for value in row["rollout_log_probs"]]
         assert sampled == row["mask"] and len(row["tokens"]) == len(row["mask"])
         assert set(row["log_probs"]) == set(row["advantages"]) == {None}
+
+
+@pytest.mark.slow
+def test_an_evaluation_in_the_same_environment_has_the_scores_of_the_run(
+    cluster: Session, inputs: Inputs, learned: Path, tmp_path: Path
+) -> None:
+    measured = tmp_path / "measured"
+    command_here(
+        cluster, "evaluate", "--config-name", "grpo", *inputs.rl(measured), "rollout.max_response_tokens=24",
+        *environment_of(measured, "TwoTurns"), f"run.resume={learned / 'checkpoints' / 'step_00000004'}",
+    )  # fmt: skip
+    written = measured / "evaluated" / "step_000004" / "metrics.json"
+    again = json.loads(written.read_text())
+    assert again["metrics"][CORE] == lines_of(learned)[-1][CORE]
 
 
 def recorded(run_dir: Path, step: int) -> list[dict[str, Any]]:
