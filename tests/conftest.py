@@ -120,6 +120,7 @@ LONG = (
     "test_contract",
     "test_recovery",
     "test_training",
+    "test_replicas",
     "test_cluster_runs",
     "test_reward_model",
     "test_bench",

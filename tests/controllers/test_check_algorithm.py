@@ -7,7 +7,6 @@ import pytest
 from controllers.commands.check import algorithm_lines, rate_lines
 from controllers.compose.listing import groups
 from scripts.configuration import compose
-from tests.controllers.runs import ROOT, Inputs
 
 
 @pytest.mark.parametrize("name", groups()["algorithm"])
@@ -61,8 +60,9 @@ def test_the_correction_is_one_of_the_parts() -> None:
     )  # fmt: skip
 
 
-def test_supervised_training_has_no_algorithm(inputs: Inputs) -> None:
-    assert algorithm_lines(inputs.supervised(ROOT / "outputs" / "none")) == []
+def test_supervised_training_has_no_algorithm() -> None:
+    paths = ["model.path=/m", "data.train_path=/t", "data.validation_path=/v"]
+    assert algorithm_lines(compose("sft", paths)) == []
 
 
 def test_a_small_model_is_told_the_rate_that_moves_it() -> None:

@@ -152,7 +152,7 @@ def test_the_same_failure_of_a_start_is_tried_once() -> None:
         from controllers.run import next_driver
         from verl_ray.errors import WorkerDied
         reports().limit(1, 60, [], '')
-        if number in (1, 2, 3):
+        if number in (1, 2):
             error = WorkerDied("was killed", role="actor", rank=0, node="a")
             next_driver.ask_for_another_driver(error)
             next_driver.report_refusal(error)
@@ -164,8 +164,8 @@ def test_the_same_failure_of_a_start_is_tried_once() -> None:
         reports().end()
     """
     code, drivers, said = ended(body)
-    assert (code, len(drivers)) == (0, 5)
-    assert said.count("waits for what refuses its start: actor rank 0 on a: was") == 3
+    assert (code, len(drivers)) == (0, 4)
+    assert said.count("waits for what refuses its start: actor rank 0 on a: was") == 2
 
 
 def test_drivers_that_bring_no_new_step_have_a_limit() -> None:

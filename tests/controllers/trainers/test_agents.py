@@ -171,27 +171,6 @@ def rows_in(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def test_a_failed_episode_is_no_member_of_its_group(
-    cluster: Session, inputs: Inputs, tmp_path: Path
-) -> None:
-    (metrics,) = train(
-        cluster, inputs, tmp_path / "run", "Failing", "run.total_steps=1", "reward.max_failed_fraction=1"
-    )  # fmt: skip
-    failed = metrics["episode/ends/environment_failed"]
-    assert 0 < failed < 1
-    assert metrics["response/aborted_ratio"] > 0
-    assert metrics["reward_health/exception"] == 32 * failed
-    # Each was run once more, to the same end.
-    assert metrics["episode/retries"] == 32 * failed
-    assert metrics["episode/lost_processes"] == metrics["episode/run_again"] == 0
-    assert metrics["episode/loop_lag_s"] >= 0
-    rows = recorded(tmp_path / "run", 1)
-    for row in rows:
-        has_failed = row["end"] == "environment_failed"
-        assert (row["finish"] == "aborted") == has_failed == (row["reward"] is None)
-        assert bool(row["failure"]) == has_failed
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("evaluate_every", [0, 1])
 def test_what_failed_is_recorded_where_it_stops_the_run(
@@ -219,35 +198,72 @@ def test_what_failed_is_recorded_where_it_stops_the_run(
         assert "LookupError: nothing begins so here" in line["failure"]
 
 
-def test_single_responses_and_episodes_are_trained_in_one_run(
-    cluster: Session, inputs: Inputs, tmp_path: Path
-) -> None:
-    """Every second record has an environment; graders are those of the data sources."""
+@pytest.fixture(scope="module")
+def mixed(
+    cluster: Session, inputs: Inputs, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The folder of a run of one step. Of three records one acts in an environment that
+    fails now and then, one in another, and one in none; the graders are those of the
+    data sources.
+    """
+    folder = tmp_path_factory.mktemp("mixed")
     lines = inputs.train.read_text().splitlines()
+    sources = ("frail", "sums", "game")
     records = [
-        {**json.loads(line), "data_source": ("sums", "game")[number % 2]}
+        {**json.loads(line), "data_source": sources[number % 3]}
         for number, line in enumerate(lines)
     ]
-    mixed = tmp_path / "mixed.jsonl"
-    mixed.write_text("".join(json.dumps(record) + "\n" for record in records))
-    (metrics,) = train(
-        cluster, inputs, tmp_path / "run", "TwoTurns", f"data.train_path={mixed}", "run.total_steps=1",
-        "tracking.rollouts=all", source="game",
+    data = folder / "mixed.jsonl"
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    train(
+        cluster, inputs, folder / "run", "TwoTurns", f"data.train_path={data}", "run.total_steps=1",
+        "tracking.rollouts=all", f"agent.environments.frail={ENVIRONMENTS}:Failing", "reward.functions.frail=environment",
+        "reward.max_failed_fraction=1", source="game",
     )  # fmt: skip
-    assert metrics["num_turns/mean"] == 4 and metrics["episode/ends/completed"] == 1
-    assert metrics["training/rollout_probs_diff_max"] < 1e-5
+    return folder / "run"
 
-    rows = recorded(tmp_path / "run", 1)
-    sum_rows = [row for row in rows if row["data_source"] == "sums"]
-    assert 0 < len(sum_rows) < len(rows)
+
+def test_single_responses_and_episodes_are_trained_in_one_run(mixed: Path) -> None:
+    (metrics,) = lines_of(mixed)
+    assert metrics["training/rollout_probs_diff_max"] < 1e-5
+    rows = recorded(mixed, 1)
+    singles = [row for row in rows if row["data_source"] == "sums"]
+    games = [row for row in rows if row["data_source"] == "game"]
+    assert singles and games
+    for row in singles:
+        assert (row["end"], row["num_turns"], row["failure"]) == ("", 1, "")
+        # The whole response, which agent.max_turn_tokens does not bound.
+        assert row["mask"] == sorted(row["mask"])
+    assert max(row["response_tokens"] for row in singles) > 6
+    for row in games:
+        assert (row["end"], row["num_turns"], row["failure"]) == ("completed", 2, "")
+
+    # Turns are counted of episodes alone.
+    episodes = {row["trajectory"]: row for row in rows if row["data_source"] != "sums"}
+    turns = [2 * row["num_turns"] for row in episodes.values()]
+    assert metrics["num_turns/mean"] == pytest.approx(sum(turns) / len(turns))
+
+
+def test_a_failed_episode_is_no_member_of_its_group(mixed: Path) -> None:
+    (metrics,) = lines_of(mixed)
+    rows = recorded(mixed, 1)
+    episodes = {row["trajectory"]: row for row in rows if row["data_source"] != "sums"}
+    failed = [row for row in episodes.values() if row["end"] == "environment_failed"]
+    frail = [row for row in episodes.values() if row["data_source"] == "frail"]
+    assert 0 < len(failed) < len(frail)
+    share = metrics["episode/ends/environment_failed"]
+    assert share == pytest.approx(len(failed) / len(episodes))
+    assert metrics["episode/ends/completed"] == pytest.approx(1 - share)
+    assert metrics["response/aborted_ratio"] > 0
+    assert metrics["reward_health/exception"] == len(failed)
+    # Each was run once more, to the same end.
+    assert metrics["episode/retries"] == len(failed)
+    assert metrics["episode/lost_processes"] == metrics["episode/run_again"] == 0
+    assert metrics["episode/loop_lag_s"] >= 0
     for row in rows:
-        is_single = row["data_source"] == "sums"
-        ending = ("", 1) if is_single else ("completed", 2)
-        assert (row["end"], row["num_turns"], row["failure"]) == (*ending, "")
-        if is_single:
-            # The whole response, which agent.max_turn_tokens does not bound.
-            assert row["mask"] == sorted(row["mask"])
-    assert max(row["response_tokens"] for row in sum_rows) > 6
+        has_failed = row["end"] == "environment_failed"
+        assert (row["finish"] == "aborted") == has_failed == (row["reward"] is None)
+        assert bool(row["failure"]) == has_failed
 
 
 @pytest.mark.slow
