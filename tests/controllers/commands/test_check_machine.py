@@ -154,16 +154,17 @@ def test_data_and_tokenizer_that_are_here_are_read(
     assert "Expected tokenizer.json" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_a_model_without_config_json_is_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(check(tmp_path, "gpus=1,gpu=L40S-48G")) == 2
     assert "no readable config.json" in capsys.readouterr().err
     settings = json.loads(Path(published("Qwen3-8B"), "config.json").read_text())
-    settings["model_type"] = "mamba"
+    settings["model_type"] = "stablelm"
     (tmp_path / "config.json").write_text(json.dumps(settings))
     assert main(check(tmp_path, "gpus=1,gpu=L40S-48G")) == 2
-    assert "'mamba' model" in capsys.readouterr().err
+    assert "'stablelm' model" in capsys.readouterr().err
 
 
 def test_what_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
