@@ -57,7 +57,7 @@ def test_a_state_that_leaks_is_named_and_rows_of_one_length_are_computed(
     family: str,
 ) -> None:
     proof = proof_of(family)
-    layer = {"lfm2": "conv"}.get(family, "mamba")
+    layer = {"lfm2": "conv", "qwen3_next": "linear_attn"}.get(family, "mamba")
     for statement in ("log-probs of packed rows", "no row sees another row"):
         broken = claim(proof, statement)
         assert broken.number is not None and broken.number > 0.5

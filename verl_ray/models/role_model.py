@@ -30,6 +30,7 @@ from verl_ray.ops.installed_torch import with_tensors_found
 from verl_ray.ops.outputs import RequestedOutputs, Routing, TokenOutputs
 from verl_ray.settings.config_json import (
     LANGUAGE_HEAD,
+    LANGUAGE_HEAD_BIAS,
     VALUE_HEAD,
 )
 
@@ -122,7 +123,7 @@ class RoleModel(nn.Module):
         # A new head starts near 0, because values of magnitude 1 would drown the first
         # advantages.
         std = 1 / self.hf.config.hidden_size
-        return {VALUE_HEAD: std}, frozenset({LANGUAGE_HEAD})
+        return {VALUE_HEAD: std}, frozenset({LANGUAGE_HEAD, LANGUAGE_HEAD_BIAS})
 
     def forward(self, rows: PackedRows, outputs: RequestedOutputs) -> TokenOutputs:
         decisions: RouterDecisions = []

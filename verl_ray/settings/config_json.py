@@ -40,6 +40,9 @@ VALUE_HEAD = "score.weight"
 LANGUAGE_HEAD = "lm_head.weight"
 """The name of the language-model head. A checkpoint with tied embeddings lacks it."""
 
+LANGUAGE_HEAD_BIAS = "lm_head.bias"
+"""The name of its bias, which few families have."""
+
 
 Settings = Mapping[str, object]
 """The contents of a config.json."""
