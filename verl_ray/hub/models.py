@@ -24,7 +24,6 @@ from verl_ray.hub.snapshots import (
     not_cached,
     sizes_of,
 )
-from verl_ray.settings.config_json import FAMILIES
 from verl_ray.settings.hub_ids import (
     COMMIT,
     Snapshot,
@@ -135,13 +134,21 @@ def _download_settings(snapshot: Snapshot, *, needs_weights: bool) -> None:
         raise HubError(snapshot.repository, rule, fix)
 
     # Some models came with code before transformers had them.
-    if "auto_map" in settings and settings.get("model_type") not in FAMILIES:
+    if "auto_map" in settings and not _has_class(settings.get("model_type")):
         rule = "this model needs code of its repository (auto_map), which is never run"
         fix = "Take a model that transformers itself computes."
         raise HubError(snapshot.repository, rule, fix)
 
     if is_pending(folder):
         _refuse_absent_weights(snapshot, needs_weights=needs_weights)
+
+
+def _has_class(family: object) -> bool:
+    """Return whether transformers itself has a class for a model_type."""
+    # It takes a second to import, and few models come with code.
+    from transformers import CONFIG_MAPPING
+
+    return family in CONFIG_MAPPING
 
 
 def _refuse_absent_weights(snapshot: Snapshot, *, needs_weights: bool) -> None:

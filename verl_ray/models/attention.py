@@ -19,8 +19,9 @@ finds that.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -114,6 +115,9 @@ class PackedLayout:
 
     exchange: HeadExchange | None = None
     """The exchange with the ranks that hold other tokens. None if all are here."""
+
+    block_masks: dict[int | None, Any] = field(default_factory=dict, compare=False)
+    """The masks of FlexAttention that layers have needed so far, by their window."""
 
 
 def plan_layout(
@@ -426,15 +430,6 @@ def _flex(
     """
     from torch.nn.attention import flex_attention as flex
 
-    assert layout.cumulative is not None, "rows are packed as for the flash kernel"
-    tokens = query.shape[0]
-    index = torch.arange(tokens, device=query.device)
-    row = torch.bucketize(index, layout.cumulative[1:], right=True)
-
-    def is_visible(_: Tensor, __: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        visible = (row[q] == row[k]) & (q >= k)
-        return visible if scores.window is None else visible & (q - k < scores.window)
-
     def capped(score: Tensor, *_: Tensor) -> Tensor:
         if scores.softcap is None:
             return score
@@ -445,15 +440,14 @@ def _flex(
         x.to(dtype).transpose(0, 1).unsqueeze(0) for x in (query, key, value)
     )
     attention: Callable[..., Any] = flex.flex_attention
-    mask_of: Callable[..., Any] = flex.create_block_mask
     if query.is_cuda:
-        attention, mask_of = torch.compile(attention), torch.compile(mask_of)
+        attention = _compiled(attention)
     result, log_sum = attention(
         query,
         key,
         value,
         score_mod=capped,
-        block_mask=mask_of(is_visible, None, None, tokens, tokens, query.device.type),
+        block_mask=_block_mask(layout, scores.window, query.shape[2]),
         scale=scores.scaling,
         enable_gqa=key.shape[1] != query.shape[1],
         return_lse=True,
@@ -463,6 +457,35 @@ def _flex(
         result = result * share.unsqueeze(-1).to(dtype)
     output: Tensor = result.squeeze(0).transpose(0, 1)
     return output
+
+
+def _block_mask(layout: PackedLayout, window: int | None, tokens: int) -> Any:
+    """Return which blocks of tokens see each other, made once for all layers."""
+    from torch.nn.attention import flex_attention as flex
+
+    if window in layout.block_masks:
+        return layout.block_masks[window]
+
+    bounds = layout.cumulative
+    assert bounds is not None, "rows are packed as for the flash kernel"
+    index = torch.arange(tokens, device=bounds.device)
+    row = torch.bucketize(index, bounds[1:], right=True)
+
+    def is_visible(_: Tensor, __: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        visible = (row[q] == row[k]) & (q >= k)
+        return visible if window is None else visible & (q - k < window)
+
+    create: Callable[..., Any] = flex.create_block_mask
+    if bounds.is_cuda:
+        create = _compiled(create)
+    mask = create(is_visible, None, None, tokens, tokens, bounds.device.type)
+    layout.block_masks[window] = mask
+    return mask
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)
 
 
 def _repeat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -42,9 +42,6 @@ class LogitShape:
         )
 
 
-PLAIN_LOGITS = LogitShape()
-
-
 class VocabularyHead(nn.Linear):
     """The language-model head of a policy.
 

@@ -212,7 +212,7 @@ def build_role_model(
         config = source.config(num_labels=1)
         learning = (VALUE_HEAD,)
 
-    _refuse_unsupported(path, config)
+    _refuse_dropout(path, config)
     if kind == "value":
         _refuse_head(path, source, new_head)
 
@@ -293,7 +293,7 @@ def _refuse_head(path: str, checkpoint: TensorSource, new_head: bool) -> None:
         )
 
 
-def _refuse_unsupported(path: str, config: PretrainedConfig) -> None:
+def _refuse_dropout(path: str, config: PretrainedConfig) -> None:
     dropout = {
         name: value
         for name, value in vars(config).items()

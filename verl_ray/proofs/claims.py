@@ -21,6 +21,7 @@ class Claim:
 
     @property
     def holds(self) -> bool:
+        """Whether the number was computed and is within its bound."""
         return self.number is not None and self.number <= self.tolerance
 
     def __str__(self) -> str:

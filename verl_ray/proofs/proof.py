@@ -52,6 +52,7 @@ class Proof:
 
     @property
     def claims(self) -> Sequence[Claim]:
+        """All claims, those about the engine first."""
         return [*self.engine.claims, *self.rollout_claims]
 
     def as_json(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 which tensors they describe.
 
 Invariant: a value that is refused here would be refused while a model is loaded, and
-neither torch nor transformers is needed to say so, or to name the supported families.
+neither torch nor transformers is needed to say so.
 """
 
 from __future__ import annotations
