@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from controllers.command_line import main
+from controllers.compose.composition import examine
 from scripts.tiny_families import tiny_config
-from verl_ray.preflight import model_proof
+from verl_ray.preflight import model_directories, model_proof
 from verl_ray.preflight.model_directories import content_problems
 from verl_ray.preflight.model_proof import ModelProof, proof_of
 
@@ -71,6 +72,33 @@ def test_a_family_is_refused_for_a_proof_that_fails(tmp_path: Path) -> None:
     )
     assert problem.rule.endswith("layers.0.self_attn")
     assert problem.fix == f"verl-ray prove {path} shows all; take another model."
+
+
+def test_each_use_that_a_proof_does_not_allow_names_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proof = ModelProof(packs_rows=False, has_values=False, has_adapters=False)
+    monkeypatch.setattr(model_directories, "proof_of", lambda path: proof)
+    inputs = [
+        f"model.path={directory(tmp_path, 'lfm2')}", "data.train_path=t.jsonl", "data.validation_path=v.jsonl",
+        "run.evaluate_every=0",
+    ]  # fmt: skip
+
+    def keys(root: str, *changes: str) -> set[str]:
+        config = examine(root, [*inputs, *changes]).config
+        assert config is not None
+        return {
+            problem.key for problem in model_directories.model_problems(config, None)
+        }
+
+    every = keys(
+        "ppo", "actor.lora.rank=4", "actor.lora.targets=[q_proj]", "algorithm.sequence=trajectory",
+        "backend=fsdp", "actor.num_ranks=2", "actor.backend.sequence_parallel=2",
+    )  # fmt: skip
+    assert every >= {
+        "critic.model.path", "actor.lora.rank", "algorithm.sequence", "actor.backend.sequence_parallel",
+    }  # fmt: skip
+    assert "reward.model.path" in keys("reward_model")
 
 
 def test_the_command_prints_every_claim_and_what_follows(

@@ -84,7 +84,8 @@ def equal_micro_batches(
         raise DataError(
             "rows that one loss judges together (a pair, a trajectory of several rows)"
             " are computed together, and this model computes rows of the same length"
-            " alone, since its layers do not keep packed rows apart"
+            " alone, since its layers do not keep packed rows apart: set"
+            " algorithm.sequence=row, or take another model.path"
         )
 
     plan = []

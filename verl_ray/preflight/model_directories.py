@@ -24,6 +24,7 @@ from verl_ray.config.rollout import (
 )
 from verl_ray.config.schema import Config, batch_algebra
 from verl_ray.config.tasks.reward_model import RewardModelConfig
+from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.config.versions import install_command, missing_packages
 from verl_ray.data.tokenizers import VOCABULARY_FILES
 from verl_ray.errors import Problem
@@ -218,6 +219,16 @@ def _proof_problems(config: Config) -> Iterator[Problem]:
                 " of the same length alone"
             )
             yield Problem(key, path, rule, shown)
+        judges_trajectories = (
+            isinstance(config, RLConfig) and config.algorithm.sequence == "trajectory"
+        )
+        if judges_trajectories and name in config.learners:
+            rule = (
+                f"the rows of a trajectory are computed together, and {path} computes"
+                " rows of the same length alone"
+            )
+            fix = f"Set it to row. {shown}"
+            yield Problem("algorithm.sequence", "trajectory", rule, fix)
         backend = role.backend
         if backend.token_slices > 1:
             key = f"{name}.backend.{backend.token_slices_key}"
