@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from verl_ray.config.versions import RELEASES, minor, problem_of
 
@@ -63,6 +64,39 @@ def test_the_documents_have_the_table() -> None:
     assert rows == [
         (release.torch, release.first_vllm, release.last_vllm) for release in RELEASES
     ]
+
+
+def test_the_documents_say_on_what_each_bound_ran() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    lines = [
+        *project["dependencies"],
+        *extras["cpu"],
+        *extras["gpu"],
+        *extras["megatron"],
+    ]
+    bounds = {each.name: each.specifier for each in map(Requirement, lines)}
+    bounds["python"] = SpecifierSet(project["requires-python"])
+    pinned = dict(
+        re.findall(
+            r"^([\w-]+)==(\S+)", (ROOT / "requirements-cpu.lock").read_text(), re.M
+        )
+    )
+
+    rows = re.findall(
+        r"^\| `([\w-]+)` \| `([^`]+)` \| (\S+)",
+        (ROOT / "docs/start.md").read_text(),
+        re.M,
+    )
+    assert len(rows) == 14
+    for name, bound, version in rows:
+        assert SpecifierSet(bound) == bounds[name], name
+        if name in pinned:
+            assert version == pinned[name]
+    # What computes a model is in the table.
+    assert {"ray", "torch", "transformers", "peft", "vllm", "megatron-core"} <= {
+        name for name, *_ in rows
+    }
 
 
 def test_what_does_not_go_together_is_named() -> None:
