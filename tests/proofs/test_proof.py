@@ -224,6 +224,14 @@ def test_windows_and_chunks_are_shorter_than_the_rows() -> None:
     assert "layers.0.self_attn" in str(proof.engine.failure)
 
 
+def test_an_error_of_a_family_is_named_with_its_layer_and_statement() -> None:
+    """An indexer chooses tokens by a mask, which packed rows do not have."""
+    proof = proof_of("deepseek_v32")
+    assert not proof.engine.trains
+    for word in ("layers.0.self_attn (DeepseekV32Attention)", "`attention_mask[:"):
+        assert word in str(proof.engine.failure)
+
+
 @pytest.mark.parametrize("family", ["t5", "gemma3"])
 def test_what_is_no_decoder_is_refused_in_words(family: str) -> None:
     with pytest.raises(ModelError, match=f"of a {family}|a {family} model"):

@@ -30,7 +30,13 @@ from verl_ray.models.routing import RouterWatch
 from verl_ray.ops.outputs import RequestedOutputs
 from verl_ray.proofs.claims import Claim
 from verl_ray.proofs.rows import LENGTHS, batch_of, random_rows
-from verl_ray.proofs.trace import ModuleCall, first_difference, joined_calls, traced
+from verl_ray.proofs.trace import (
+    ModuleCall,
+    failed_call,
+    first_difference,
+    joined_calls,
+    traced,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -316,7 +322,9 @@ def _claim(statement: str, tolerance: float, difference: Difference) -> Claim:
     try:
         number, where = difference()
     except Exception as error:  # whatever a family's code raises
-        return Claim(statement, None, tolerance, f"{type(error).__name__}: {error}")
+        message = f"{type(error).__name__}: {error}"
+        parts = (failed_call(error), message)
+        return Claim(statement, None, tolerance, ": ".join(filter(None, parts)))
     return Claim(statement, number, tolerance, where if number > tolerance else "")
 
 

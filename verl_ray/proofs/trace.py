@@ -6,11 +6,14 @@ inside of it had.
 
 from __future__ import annotations
 
+import linecache
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,30 @@ def first_difference(
         if outputs_differ and not inputs_differ:
             return call.name
     return None
+
+
+def failed_call(error: BaseException) -> str:
+    """Return the innermost module of a model in whose forward an error arose.
+
+    Returns:
+        The module's name, its class, and the statement that failed; "" if the error
+        arose elsewhere.
+    """
+    calls = [
+        (frame.f_locals.get("self"), frame.f_code, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    models = (caller for caller, *_ in calls if isinstance(caller, PreTrainedModel))
+    model = next(models, None)
+    if model is None:
+        return ""
+
+    names = {module: name for name, module in model.named_modules()}
+    for module, code, line in reversed(calls):
+        if isinstance(module, nn.Module) and names.get(module):
+            statement = linecache.getline(code.co_filename, line).strip()
+            return f"{names[module]} ({type(module).__name__}), in `{statement}`"
+    return ""
 
 
 def _distance(values: Tensor, others: Tensor, places: Tensor) -> float:
