@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 from verl_ray.profiling.phases import blocking
+from verl_ray.settings.config_json import not_computed
 
 if TYPE_CHECKING:
     from verl_ray.proofs.proof import Proof
@@ -30,7 +31,8 @@ def main(argv: list[str]) -> int:
 
     started_s = time.monotonic()
     with blocking(f"proving {arguments.model}"):
-        proof = prove(config_of(arguments.model), rollouts=arguments.rollouts)
+        config = config_of(arguments.model)
+        proof = prove(config, rollouts=arguments.rollouts)
     if arguments.json:
         print(json.dumps(proof.as_json(), indent=2))
         return 0 if proof.engine.trains else 1
@@ -39,6 +41,9 @@ def main(argv: list[str]) -> int:
     for claim in proof.claims:
         print(f"  {claim}")
     print(_in_words(proof, with_rollouts=arguments.rollouts))
+    unusable = not_computed(config.to_dict())
+    if unusable is not None:
+        print(f"A run refuses the directory itself: {unusable}.")
     print(f"proven in {time.monotonic() - started_s:.0f} s")
     return 0 if proof.engine.trains else 1
 

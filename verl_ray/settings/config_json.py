@@ -146,7 +146,8 @@ def not_computed(settings: Settings) -> str | None:
     if settings.get("quantization_config") is not None:
         return (
             "quantization_config says that weights are quantized, and only a judge may"
-            " have such weights"
+            " have such weights (transformers loads mxfp4 and fp8 with dequantize=True,"
+            " and save_pretrained then writes plain ones)"
         )
 
     activation = settings.get("hidden_act", ACTIVATIONS[0])
