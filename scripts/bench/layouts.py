@@ -3,7 +3,8 @@ layout.
 
 Invariant: both compute the same weights and rows in float32. The benchmark compares
 log-probs (or values) before and after optimizer steps, losses and gradient norms. Each
-difference is a fraction of the largest number of its kind.
+difference is a fraction of the largest number of its kind. A model that is written
+before the first step has the tensors of its directory, bit by bit.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from scripts.configuration import compose
 from verl_ray.columns.batch import offsets_of
 from verl_ray.columns.stages import TrainingBatch
 from verl_ray.config.load import parse, to_tree
-from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.config.tasks.rl import RLConfig
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ Settings = dict[str, int | str | bool]
 Head = Literal["policy", "value"]
 
 MOE = "qwen3_moe"
-"""The model whose layers are mixtures of experts."""
+"""The model of the layouts of experts."""
 
 _SHORT_NAMES = {
     "tensor_parallel": "tp",
@@ -139,6 +139,26 @@ CASES = (
     Case(4, {"expert_parallel": 4}, MOE),
     Case(4, _PP | _EP, MOE),
     Case(4, _SP | _EP | _ETP, MOE),
+    # Windows and YaRN; scaled embeddings and norms of 1 + weight; caps and norms behind
+    # layers; positions by kind of layer.
+    *(
+        Case(world, layout, model)
+        for model in ("mistral", "gemma", "gemma2", "gemma3_text")
+        for world, layout in ((1, {}), (2, _SP), (2, _PP))
+    ),
+    Case(2, _CP, "mistral"),
+    Case(2, _SP | _RECOMPUTE, "gemma2"),
+    Case(2, _PP, "gemma3_text", "value"),
+    # Experts of other routers and names, shared experts, latent attention.
+    *(
+        Case(world, layout, model)
+        for model in ("mixtral", "deepseek_v2", "deepseek_v3")
+        for world, layout in ((1, {}), (2, _SP), (2, _PP), (2, _EP), (2, _SP | _EP))
+    ),
+    Case(1, {"recompute": "selective"}, "deepseek_v3"),
+    Case(2, _SP | _RECOMPUTE, "deepseek_v3"),
+    Case(4, _SP | _PP | _EP, "deepseek_v3"),
+    Case(2, _PP, "deepseek_v3", "value"),
 )
 
 
@@ -148,8 +168,48 @@ CASES = (
 STEPS = 3
 COMPARED_STEPS = (0, 1, STEPS)
 """Numbers of optimizer steps after which log-probs are compared."""
-MODELS = {"qwen3": False, "llama": True, "qwen2": True, "qwen3_moe": False}
-"""Models that are made, and whether their embeddings are tied."""
+_WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+_LATENT: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,
+    "v_head_dim": 20,
+}
+_UNTIED = {"tie_word_embeddings": False}
+_TIED = {"tie_word_embeddings": True}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": _UNTIED,
+    "llama": _TIED,
+    "qwen2": _TIED | {"head_dim": 16},
+    MOE: _UNTIED,
+    "mistral": _UNTIED | {"rope_parameters": _YARN},
+    "mixtral": _UNTIED,
+    "gemma": _TIED,
+    "gemma2": _TIED | _WINDOWS,
+    "gemma3_text": _TIED | _WINDOWS,
+    "deepseek_v2": _UNTIED
+    | _LATENT
+    | {
+        "topk_method": "group_limited_greedy",
+        "q_lora_rank": None,
+        "n_shared_experts": 2,
+    },
+    "deepseek_v3": _UNTIED
+    | _LATENT
+    | {"rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}},
+}
+"""Models that are made, and their settings beside those of `tiny_families.py`."""
+_WITH_EXPERTS = (MOE, "mixtral", "deepseek_v2", "deepseek_v3")
 _SHARED_IMPORTS = (
     "scripts.configuration",
     "transformers.modeling_utils",
@@ -180,11 +240,13 @@ class RankReport:
             that return no results.
         losses: The rank's part of the loss of each step.
         norms: The gradient norm of each step.
+        unwritten: The tensors that were not written as they were read.
     """
 
     outputs: list[list[float]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    unwritten: list[str] = field(default_factory=list)
 
 
 def main(argv: list[str]) -> int:
@@ -266,6 +328,7 @@ def _differences(
         "grad_norm": max(
             _relative_difference(rank.norms, plain.norms) for rank in ranks
         ),
+        "unwritten": ranks[0].unwritten,
     }
 
 
@@ -287,22 +350,24 @@ def _table(differences: list[dict[str, Any]]) -> str:
 
 
 def _make_models(folder: str) -> None:
-    from verl_ray.data.tokenizers import character_tokenizer
-    from verl_ray.models.tiny import make_tiny
+    import torch
+    from transformers import AutoModelForCausalLM
 
-    root = Path(folder)
-    character_tokenizer(root / "tokenizer", _VOCABULARY)
-    for name, tied in MODELS.items():
-        sizes = TinyModelConfig(
-            hidden_size=64,
-            num_layers=4,
-            num_heads=4,
-            num_kv_heads=2,
-            head_size=16,
-            intermediate_size=96,
-            tie_embeddings=tied,
-        )
-        make_tiny(name, root / name, root / "tokenizer", sizes, seed=1)  # type: ignore[arg-type]
+    from scripts.tiny_families import tiny_config
+    from verl_ray.data.tokenizers import character_tokenizer
+
+    for family, settings in MODELS.items():
+        directory = Path(folder, family)
+        words = len(character_tokenizer(directory, _VOCABULARY))
+        sizes = {"hidden_size": 64, "num_hidden_layers": 4, "head_dim": 16}
+        config = tiny_config(family, vocab_size=words, **sizes | settings)
+        torch.manual_seed(1)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for name, buffer in model.named_buffers():
+            # A new model has biases of 0.
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.2, 0.2)
+        model.save_pretrained(directory)
 
 
 # ----------------------------------------------------------------------------- one rank
@@ -390,6 +455,7 @@ def _measure_case(task: RankTask, case: Case) -> RankReport:
             rank_report.outputs.append(values.tolist())
 
     record_outputs()
+    rank_report.unwritten = _unwritten(engine, task, case)
     for step in range(1, STEPS + 1):
         report: LossReport = engine.forward_backward(own_rows, objective)
         rank_report.losses.append(report.loss if topology.returns_results else 0.0)
@@ -397,6 +463,29 @@ def _measure_case(task: RankTask, case: Case) -> RankReport:
         if step in COMPARED_STEPS:
             record_outputs()
     return rank_report
+
+
+def _unwritten(engine: Engine, task: RankTask, case: Case) -> list[str]:
+    """Return the tensors that the engine does not write as they were read."""
+    from safetensors.torch import load_file
+
+    directory = Path(task.folder, f"written-{task.kind}-{task.world}")
+    engine.export(str(directory))
+    if task.rank > 0:
+        return []
+
+    source = load_file(Path(task.folder, case.model, "model.safetensors"))
+    written = load_file(directory / "model.safetensors")
+    if case.head == "value":
+        source.pop("lm_head.weight", None)
+        written.pop("score.weight")
+    return sorted(
+        name
+        for name in source.keys() | written.keys()
+        if name not in source
+        or name not in written
+        or not source[name].equal(written[name])
+    )
 
 
 def _engine(task: RankTask, case: Case) -> Engine:
@@ -415,7 +504,7 @@ def _engine(task: RankTask, case: Case) -> Engine:
         role.optimizer,
         100,
         seed=3,
-        expert_balance=0.1 if case.model == MOE else None,
+        expert_balance=0.1 if case.model in _WITH_EXPERTS else None,
     )
     device = torch.device("cpu")
     return build_engine(spec, device=device, rank=task.rank, world_size=task.world)

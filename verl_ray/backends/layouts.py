@@ -77,6 +77,7 @@ class ModelSizes:
             experts.
         experts: Number of experts per layer that has them; 0 in a model without.
         expert_intermediate: Inner size of an expert.
+        latent: Whether attention is multi-head latent attention (MLA).
     """
 
     layers: int
@@ -86,6 +87,7 @@ class ModelSizes:
     intermediate: int | None
     experts: int = 0
     expert_intermediate: int = 0
+    latent: bool = False
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,7 @@ def model_obstacles(layout: Layout, sizes: ModelSizes) -> Iterator[Obstacle]:
     uneven = _unevenly_cut_sizes(sizes, layout.tensor_parallel)
 
     yield from _tensor_obstacles(layout, sizes, uneven)
+    yield from _slice_obstacles(layout, sizes)
     yield from _context_obstacles(layout, sizes, heads_divide=not uneven)
     yield from _pipeline_obstacles(layout, sizes)
     yield from _expert_obstacles(layout, sizes)
@@ -190,6 +193,17 @@ def _tensor_obstacles(
             "tensor_parallel",
             f"cut into {ranks} equal parts, the model's {sizes.vocabulary} words leave"
             " the last part without any",
+        )
+
+
+def _slice_obstacles(layout: Layout, sizes: ModelSizes) -> Iterator[Obstacle]:
+    users = "experts" if sizes.experts else "latent attention"
+    needs_slices = bool(sizes.experts) or sizes.latent
+    if needs_slices and layout.tensor_parallel > 1 and not layout.sequence_parallel:
+        yield Obstacle(
+            "sequence_parallel",
+            f"with tensor_parallel={layout.tensor_parallel}, megatron-core gives"
+            f" {users} slices of the tokens alone",
         )
 
 
@@ -254,12 +268,6 @@ def _expert_obstacles(layout: Layout, sizes: ModelSizes) -> Iterator[Obstacle]:
         inner = sizes.expert_intermediate
         rule = f"it must divide the {inner} numbers inside an expert"
         yield Obstacle("expert_tensor_parallel", rule)
-    if layout.tensor_parallel > 1 and not layout.sequence_parallel:
-        yield Obstacle(
-            "sequence_parallel",
-            f"with tensor_parallel={layout.tensor_parallel}, megatron-core gives"
-            " experts slices of the tokens alone",
-        )
 
 
 def _indivisible(

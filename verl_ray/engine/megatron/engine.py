@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
@@ -31,7 +32,11 @@ from verl_ray.engine.megatron.buffers import MegatronBuffers
 from verl_ray.engine.megatron.expert_balance import ExpertBalance
 from verl_ray.engine.megatron.layout import parallel_layout_of
 from verl_ray.engine.megatron.model import Stage
-from verl_ray.engine.megatron.model_config import has_experts, transformer_config
+from verl_ray.engine.megatron.model_config import (
+    layers_with_experts,
+    num_experts,
+    transformer_config,
+)
 from verl_ray.engine.megatron.optimizer import (
     OptimizerShard,
     clip_and_step,
@@ -52,12 +57,12 @@ from verl_ray.engine.megatron.weights import (
     BoxReader,
     computing_boxes,
     main_boxes,
-    map_parameters,
-    parameter_shapes,
+    map_tensors,
     read_main_weights,
     read_slices,
     read_weights,
     slices_by_tensor,
+    tensor_shapes,
 )
 from verl_ray.engine.micro_batches import Loss, MicroBatches
 from verl_ray.engine.offload import Offload, offloadable
@@ -66,6 +71,7 @@ from verl_ray.learning.objectives import Objective
 from verl_ray.models.export import build_manifest
 from verl_ray.models.role_model import PackedRows, build_role_model
 from verl_ray.models.tensor_sources import CheckpointReader
+from verl_ray.models.weights import saved_buffers
 from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
 from verl_ray.parallel.sharding import PackedTokens, ShardingManager
 from verl_ray.parallel.ulysses import UlyssesManager
@@ -97,15 +103,15 @@ class MegatronEngine(PackedEngine):
         )
         require_supported(spec, self._template)
         manifest, _ = build_manifest(self._template)
-        self._manifest = _in_dtype(manifest, spec.backend.compute_dtype)
-        self._shapes = parameter_shapes(self._template)
+        self._manifest = self._in_dtype(manifest, spec.backend.compute_dtype)
+        self._shapes = tensor_shapes(self._template)
         self.describe(self._template)
 
         self._optimizer: Any = None
         with self.layout.installed():
             self._build_modules(spec.backend)
             reader = BoxReader(self._template, source, spec.seed)
-            read_weights(self._mapped, reader)
+            read_weights(self._mapped | self._mapped_buffers, reader)
             if spec.optimizer is not None:
                 self._optimizer = make_optimizer(
                     spec.optimizer, self._modules, self.dtype
@@ -115,12 +121,13 @@ class MegatronEngine(PackedEngine):
             self._zero_gradients()
             if self.dtype != torch.float32:
                 read_main_weights(self._shards(), reader)
-        require_complete(spec, self._shapes, self._mapped.values(), world_size)
+        mapped = self._mapped | self._mapped_buffers
+        require_complete(spec, self._shapes, mapped.values(), world_size)
 
         self.offload = Offload(device)
         wrapped_modules = self._modules if self._optimizer is not None else []
         self.buffers = MegatronBuffers(wrapped_modules, self.offload)
-        sent_boxes = computing_boxes(self._mapped, self.layout, self.buffers)
+        sent_boxes = computing_boxes(mapped, self.layout, self.buffers)
         self._sent_slices = slices_by_tensor(
             sent_boxes, self._shapes, self._template.names
         )
@@ -169,12 +176,12 @@ class MegatronEngine(PackedEngine):
             for chunk in range(self.layout.chunks)
         ]
 
-        for name, parameter in self._named_parameters():
+        for name, own in self._named_parameters():
             if ".experts." in name:
                 # megatron-core sets this mark only if experts are distributed. Without
                 # it their gradients would be summed over the ranks that hold copies of
                 # the other parameters, which are not those that hold copies of experts.
-                setattr(parameter, "allreduce", False)  # noqa: B010
+                setattr(own, "allreduce", False)  # noqa: B010
 
         self._modules: list[Any] = list(self._stages)
         if self.spec.optimizer is not None:
@@ -186,7 +193,9 @@ class MegatronEngine(PackedEngine):
                 for stage in self._stages
             ]
 
-        self._mapped = map_parameters(self._template, self._stages, self.layout)
+        self._mapped, self._mapped_buffers = map_tensors(
+            self._template, self._stages, self.layout
+        )
         for parameter, mapped in self._mapped.items():
             # megatron-core sets this mark only on parameters that it initializes. The
             # gradient norm of ranks other than the first would leave out the others.
@@ -197,18 +206,13 @@ class MegatronEngine(PackedEngine):
         if not self._routed:
             return None
 
-        config = self._config
-        layers = [
-            layer + 1
-            for layer in range(config.num_hidden_layers)
-            if has_experts(config, layer)
-        ]
+        layers = [layer + 1 for layer in layers_with_experts(self._template)]
         if not layers:
             return None
         return ExpertBalance(
             self.layout,
             layers,
-            config.num_experts,
+            num_experts(self._template),
             coefficient=self._balance_coefficient,
             metric=self._balance_metric,
             sliced_tokens=self._core_config.sequence_parallel,
@@ -302,20 +306,36 @@ class MegatronEngine(PackedEngine):
     ) -> Iterator[tuple[Slice, Tensor]]:
         return read_slices(self._sent_slices, names)
 
+    def _in_dtype(self, manifest: Manifest, dtype: str) -> Manifest:
+        """Return the manifest with parameters, but not buffers, in another type."""
+        buffers = saved_buffers(self._template.hf)
+        fixed = {
+            tensor.name
+            for name, value in buffers.items()
+            for tensor in self._template.names.tensors(name, value.shape)
+        }
+        parameters = [
+            parameter
+            if parameter.name in fixed
+            else dataclasses.replace(parameter, dtype=dtype)
+            for parameter in manifest.parameters
+        ]
+        return Manifest(tuple(parameters))
+
     @property
     def _exported_parameters(self) -> Sequence[Parameter]:
         manifest = self._manifest
         if self._optimizer is not None:
             # The main weights are exported.
-            manifest = _in_dtype(manifest, "float32")
+            manifest = self._in_dtype(manifest, "float32")
         return manifest.sent
 
     def _gathered_parameters(self) -> Iterator[Tensor]:
         slices = self._sent_slices
         if self._optimizer is not None:
-            slices = slices_by_tensor(
-                main_boxes(self._shards()), self._shapes, self._template.names
-            )
+            fixed = computing_boxes(self._mapped_buffers, self.layout, self.buffers)
+            boxes = itertools.chain(main_boxes(self._shards()), fixed)
+            slices = slices_by_tensor(boxes, self._shapes, self._template.names)
 
         shards = functools.partial(read_slices, slices)
         return collect_whole(self._exported_parameters, shards, self.device)
@@ -330,12 +350,15 @@ class MegatronEngine(PackedEngine):
         for name, stream in self._tracker_states.items():
             state[self._tracker_key(name)] = stream
 
+        buffers = model_state(self._mapped_buffers, self._shapes, self._manifest)
         config = self.spec.optimizer
         if config is None:
-            state["model"] = model_state(self._mapped, self._shapes, self._manifest)
+            weights = model_state(self._mapped, self._shapes, self._manifest)
+            state["model"] = weights | buffers
             return state
 
         saved_optimizer = optimizer_state(self._shards(), self._shapes, self._manifest)
+        saved_optimizer["model"] |= buffers
         rate = next(iter(self._optimizer.param_groups))["lr"]
         saved_optimizer["optimizer"]["param_groups"] = torch_param_groups(
             self._template, config, rate
@@ -398,11 +421,3 @@ class MegatronEngine(PackedEngine):
 
         if not optimizer_to_host:
             reload_optimizer(self._optimizer)
-
-
-def _in_dtype(manifest: Manifest, dtype: str) -> Manifest:
-    """Return the manifest of the same tensors in another type."""
-    parameters = [
-        dataclasses.replace(parameter, dtype=dtype) for parameter in manifest.parameters
-    ]
-    return Manifest(tuple(parameters))

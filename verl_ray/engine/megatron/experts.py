@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from verl_ray.models.routing import sum_by_row
@@ -66,14 +66,83 @@ class RoutedRows:
     sums: dict[int, RouterSums] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class RoutingRule:
+    """How a family's routers choose experts, and weigh them.
+
+    Attributes:
+        chosen: Number of experts of a token.
+        sigmoid: Whether scores are the sigmoids of the logits, and not their softmax.
+        normalized: Whether the weights of a token's experts add up to 1.
+        factor: Factor of the weights.
+        biased: Whether each expert has a bias that counts in the choice alone.
+        groups: Number of groups of experts.
+        chosen_groups: Number of groups that a token's experts come from.
+        best_of_group: How many best scores of a group are added up to its own.
+    """
+
+    chosen: int
+    sigmoid: bool
+    normalized: bool
+    factor: float
+    biased: bool
+    groups: int = 1
+    chosen_groups: int = 1
+    best_of_group: int = 1
+
+    def choose(self, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Choose the experts of each token.
+
+        Args:
+            logits: [tokens, experts].
+            bias: float32 [experts], added to the scores in the choice; None for none.
+
+        Returns:
+            The weights of the chosen experts, float32 [tokens, chosen], and their
+            indices.
+        """
+        logits = logits.float()
+        scores = torch.sigmoid(logits) if self.sigmoid else torch.softmax(logits, -1)
+
+        ranking = scores if bias is None else scores + bias
+        if self.groups > 1:
+            grouped = ranking.unflatten(-1, (self.groups, -1))
+            best = grouped.topk(self.best_of_group, -1).values.sum(-1)
+            groups = best.topk(self.chosen_groups, -1).indices
+            is_excluded = torch.ones_like(best, dtype=torch.bool)
+            is_excluded = is_excluded.scatter(-1, groups, False)
+            grouped = grouped.masked_fill(is_excluded[..., None], -torch.inf)
+            ranking = grouped.flatten(-2)
+        experts = ranking.topk(self.chosen, -1).indices
+
+        weights = scores.gather(-1, experts)
+        if self.normalized:
+            # Sigmoids may all be 0.
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * self.factor, experts
+
+
 class Router(TopKRouter):
-    """A router that adds the gradient of its rows' balance."""
+    """A router that chooses as its family does, and adds its rows' balance."""
 
     rows: RoutedRows | None = None
     """The rows of the next call; None in a pass that nothing is learned from."""
 
+    def __init__(
+        self, config: TransformerConfig, pg_collection: Any, *, rule: RoutingRule
+    ) -> None:
+        super().__init__(config=config, pg_collection=pg_collection)
+        self._rule = rule
+        self.selection_bias: Tensor | None
+        bias = torch.zeros(self.num_experts) if rule.biased else None
+        self.register_buffer("selection_bias", bias)
+
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
-        weights, chosen = super().routing(logits, padding_mask=padding_mask)
+        flat = logits.view(-1, logits.shape[-1])
+        own_weights, experts = self._rule.choose(flat, self.selection_bias)
+        nothing = torch.zeros_like(flat)
+        weights = nothing.scatter(1, experts, own_weights.type_as(flat))
+        chosen = nothing.bool().scatter(1, experts, True)
         rows = self.rows
         if rows is None:
             return weights, chosen
@@ -98,15 +167,3 @@ class Router(TopKRouter):
         counted = (balance.detach() * rows.counted).sum()
         rows.sums[self.layer_number] = RouterSums(load, counted, loss.detach())
         return MoEAuxLossAutoScaler.apply(weights, loss), chosen
-
-
-class ExpertLayer(TransformerLayer):
-    """A layer that passes the rows of a call on to its router.
-
-    It does so as well when it is computed again for the backward pass, which may be
-    after another micro-batch's forward pass.
-    """
-
-    def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
-        self.mlp.router.rows = packed_seq_params.routed
-        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)

@@ -8,6 +8,9 @@ selected tokens.
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -23,16 +26,28 @@ from megatron.core.transformer.transformer_block import (
 )
 from torch import Tensor
 
-from verl_ray.engine.megatron.experts import ExpertLayer, RoutedRows, Router
+from verl_ray.engine.megatron.experts import RoutedRows, Router
+from verl_ray.engine.megatron.latent_attention import LatentAttention
 from verl_ray.engine.megatron.layout import ParallelLayout
-from verl_ray.engine.megatron.model_config import has_experts, padded_vocabulary
+from verl_ray.engine.megatron.model_config import (
+    family_of,
+    layers_with_experts,
+    num_experts,
+    routing_rule,
+)
 from verl_ray.engine.megatron.modules import (
+    LayerKind,
     MegatronValueHead,
+    NormedAdd,
     PackedAttention,
+    PackedLayer,
     PackedRowParams,
     RMSNorm,
+    UnitRMSNorm,
     WordEmbedding,
 )
+from verl_ray.engine.megatron.weight_map import padded_vocabulary
+from verl_ray.models.attention import AttentionScores
 from verl_ray.models.role_model import HeadKind, PackedRows, RoleModel
 from verl_ray.ops.log_probs import head_log_probs
 from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
@@ -84,6 +99,9 @@ class Stage(GPTModel):
             embedding = self.embedding.word_embeddings
             embedding.__class__ = WordEmbedding
             embedding.padding = model.hf.get_input_embeddings().padding_idx
+            embedding.factor = 1.0
+            if family_of(model).scaled_embeddings:
+                embedding.factor = hf.hidden_size**0.5
         # megatron-core knows no value heads; it has built a head of the vocabulary.
         if is_last and model.kind == "value":
             del self.output_layer
@@ -98,8 +116,14 @@ class Stage(GPTModel):
         # The words behind these only pad the vocabulary.
         self._own_words = max(0, min(words_per_rank, hf.vocab_size - first_word))
 
-        frequencies = model.backbone.rotary_emb.inv_freq.detach().clone()
-        self.register_buffer("_inverse_frequencies", frequencies, persistent=False)
+        self._softcap: float | None = None
+        if model.kind == "policy":
+            self._softcap = model.hf.get_output_embeddings().shape_of_logits.softcap
+        self._positions = sorted(set(_positions_by_layer(model)))
+        for number, kind in enumerate(self._positions):
+            frequencies, _ = _rotation(model, kind)
+            name = f"_inverse_frequencies_{number}"
+            self.register_buffer(name, frequencies.detach().clone(), persistent=False)
 
     def forward(self, rows: PackedRows, routed: RoutedRows | None = None) -> Tensor:
         """Return hidden states for the next chunk or the head, [tokens, 1, hidden].
@@ -113,12 +137,17 @@ class Stage(GPTModel):
             hidden = self.embedding(rows.input_ids, rows.position_ids)
 
         positions = rows.position_ids[0, :, None].float()
-        angles = positions * self._inverse_frequencies.float()
+        angles = {}
+        for number, kind in enumerate(self._positions):
+            frequencies = self.get_buffer(f"_inverse_frequencies_{number}")
+            half = positions * frequencies.float()
+            angles[kind] = torch.cat([half, half], -1)[:, None, None]
         return self.decoder(
             hidden_states=hidden,
             attention_mask=None,
-            rotary_pos_emb=torch.cat([angles, angles], -1)[:, None, None],
-            packed_seq_params=PackedRowParams(layout=rows.layout, routed=routed),
+            packed_seq_params=PackedRowParams(
+                layout=rows.layout, routed=routed, angles=angles
+            ),
         )
 
     def head(
@@ -172,6 +201,7 @@ class Stage(GPTModel):
             rows.targets,
             vocabulary=self._vocabulary,
             temperature=outputs.temperature,
+            softcap=self._softcap,
             with_entropy=outputs.entropy,
             with_greedy=outputs.greedy,
             with_squared_probs=outputs.squared_probs,
@@ -196,44 +226,98 @@ def _virtual_stage(layout: ParallelLayout, chunk: int) -> int | None:
     return chunk
 
 
+def _positions_by_layer(model: RoleModel) -> list[str]:
+    """Return the kind of rotary positions of each layer; "" where there is one."""
+    if family_of(model).positions_by_kind:
+        return list(model.hf.config.layer_types)
+    return [""] * len(model.layers)
+
+
+def _rotation(model: RoleModel, kind: str) -> tuple[Tensor, float]:
+    """Return the frequencies of rotary positions, and the factor of their sines."""
+    rotary: Any = model.backbone.rotary_emb
+    prefix = f"{kind}_" if kind else ""
+    frequencies: Tensor = getattr(rotary, f"{prefix}inv_freq")
+    factor: float = getattr(rotary, f"{prefix}attention_scaling")
+    return frequencies, factor
+
+
+def _attention_scores(model: RoleModel, layer: int, kind: str) -> AttentionScores:
+    """Return how a layer's products of queries and keys become weights."""
+    hf, family = model.hf.config, family_of(model)
+    attention: Any = model.layers[layer].self_attn
+    scaling = attention.scaling
+    if not family.latent:
+        # Queries and keys would be multiplied by the factor as a whole.
+        _, factor = _rotation(model, kind)
+        scaling *= factor**2
+
+    windows = {
+        "none": lambda: None,
+        "layer": lambda: attention.sliding_window,
+        "model": lambda: hf.sliding_window,
+    }
+    return AttentionScores(
+        scaling=scaling,
+        window=windows[family.windows](),
+        softcap=hf.attn_logit_softcapping if family.softcap else None,
+    )
+
+
 def _block_spec(
     model: RoleModel, config: TransformerConfig, layout: ParallelLayout, chunk: int
 ) -> TransformerBlockSubmodules:
     """Return the specification of a chunk's layers."""
-    hf = model.hf.config
     count = get_num_layers_to_build(
         config, vp_stage=_virtual_stage(layout, chunk), pp_rank=layout.pp.rank
     )
     first_layer = (chunk * layout.pp.size + layout.pp.rank) * count
-
-    layer_specs = []
-    for layer in range(first_layer, first_layer + count):
-        num_experts = None
-        if config.num_moe_experts and has_experts(hf, layer):
-            num_experts = hf.num_experts
-        layer_specs.append(_layer_spec(config, num_experts))
-    return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=RMSNorm)
+    norm = UnitRMSNorm if family_of(model).unit_norms else RMSNorm
+    specs = [
+        _layer_spec(model, config, norm, layer)
+        for layer in range(first_layer, first_layer + count)
+    ]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
 
 
-def _layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
-    """Return the specification of a layer; `num_experts` is None if it has none."""
+def _layer_spec(
+    model: RoleModel, config: TransformerConfig, norm: type[RMSNorm], number: int
+) -> ModuleSpec:
+    """Return the specification of the layer of this number, from 0."""
+    family = family_of(model)
+    has_experts = number in layers_with_experts(model)
     spec = get_gpt_layer_local_spec(
-        num_experts=num_experts,
+        num_experts=num_experts(model) if has_experts else None,
         moe_grouped_gemm=False,
         qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=family.latent,
         normalization="RMSNorm",
+    )
+    positions = _positions_by_layer(model)[number]
+    spec.module = PackedLayer
+    spec.params["kind"] = LayerKind(
+        _attention_scores(model, number, positions), positions
     )
 
     layer = spec.submodules
-    layer.input_layernorm = RMSNorm
-    layer.pre_mlp_layernorm = RMSNorm
-    if num_experts:
-        spec.module = ExpertLayer
-        layer.mlp.submodules.router = Router
+    layer.input_layernorm = norm
+    layer.pre_mlp_layernorm = norm
+    if family.norms_after:
+        after = {"config": config, "norm": norm}
+        layer.self_attn_bda = ModuleSpec(NormedAdd, params=after)
+        layer.mlp_bda = ModuleSpec(NormedAdd, params=after)
+    if has_experts:
+        rule = routing_rule(model)
+        layer.mlp.submodules.router = functools.partial(Router, rule=rule)
 
-    attention = layer.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = RMSNorm
-        attention.k_layernorm = RMSNorm
+    attention = layer.self_attention
+    attention.submodules.core_attention = PackedAttention
+    if family.latent:
+        template: Any = model.layers[number].self_attn
+        attention.module = LatentAttention
+        attention.params["epsilon"] = template.kv_a_layernorm.variance_epsilon
+        attention.params["factor"] = _rotation(model, positions)[1]
+    elif config.qk_layernorm:
+        attention.submodules.q_layernorm = norm
+        attention.submodules.k_layernorm = norm
     return spec

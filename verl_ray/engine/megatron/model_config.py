@@ -7,13 +7,18 @@ initialized, because all are read.
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from verl_ray.backends.megatron import MegatronBackend
+from verl_ray.backends.megatron_families import (
+    FAMILIES,
+    Family,
+    has_normalized_weights,
+)
+from verl_ray.engine.megatron.experts import RoutingRule
 from verl_ray.models.role_model import RoleModel
 from verl_ray.settings.section import resolved
 
@@ -32,25 +37,49 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 """megatron-core's settings for each choice of `recompute`."""
 
 
-def padded_vocabulary(words: int, ranks: int) -> int:
-    """Return the vocabulary size that `ranks` ranks can share equally.
-
-    The words that pad it come last, and are never computed.
-    """
-    return -(-words // ranks) * ranks
+def family_of(model: RoleModel) -> Family:
+    """Return the family of a model, which has a place in megatron-core."""
+    return FAMILIES[model.hf.config.model_type]
 
 
-def has_experts(hf: Any, layer: int) -> bool:
-    """Return whether a layer chooses among experts.
+def layers_with_experts(model: RoleModel) -> list[int]:
+    """Return the indices of the layers that choose among experts."""
+    return [
+        number
+        for number, layer in enumerate(model.layers)
+        if hasattr(layer.mlp, "experts")
+    ]
 
-    Args:
-        hf: The configuration of a model of a family with experts.
-        layer: Index of the layer, from 0.
-    """
-    if not hf.num_experts or layer in hf.mlp_only_layers:
-        return False
-    has_turn: bool = (layer + 1) % hf.decoder_sparse_step == 0
-    return has_turn
+
+def num_experts(model: RoleModel) -> int:
+    """Return the number of experts of the layers that have them."""
+    layer = layers_with_experts(model)[0]
+    experts: int = _mlp(model, layer).experts.down_proj.shape[0]
+    return experts
+
+
+def routing_rule(model: RoleModel) -> RoutingRule:
+    """Return how the routers of a model with experts choose."""
+    kind = family_of(model).experts
+    assert kind is not None
+    hf = model.hf.config
+    has_groups = kind.best_of_group > 0 and (
+        kind.group_method is None or hf.topk_method == kind.group_method
+    )
+    return RoutingRule(
+        chosen=hf.num_experts_per_tok,
+        sigmoid=kind.scores == "sigmoid",
+        normalized=has_normalized_weights(kind, getattr(hf, "norm_topk_prob", None)),
+        factor=hf.routed_scaling_factor if kind.scaled else 1.0,
+        biased=kind.biased,
+        groups=hf.n_group if has_groups else 1,
+        chosen_groups=hf.topk_group if has_groups else 1,
+        best_of_group=kind.best_of_group,
+    )
+
+
+def _mlp(model: RoleModel, layer: int) -> Any:
+    return cast(Any, model.layers[layer]).mlp
 
 
 def transformer_config(
@@ -63,7 +92,8 @@ def transformer_config(
         backend: The settings of the layout.
         dtype: Type of the weights that compute.
     """
-    return TransformerConfig(
+    kind = MLATransformerConfig if family_of(model).latent else TransformerConfig
+    return kind(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -80,7 +110,7 @@ def transformer_config(
         **_layer_settings(model),
         **_layout_settings(backend),
         **_communication_settings(backend),
-        **_expert_settings(model.hf.config),
+        **_expert_settings(model),
         # megatron-core may change the list of modules, so each model has its own.
         **copy.deepcopy(_RECOMPUTE[resolved(backend.recompute)]),
     )
@@ -89,23 +119,41 @@ def transformer_config(
 def _layer_settings(model: RoleModel) -> dict[str, Any]:
     """Return the settings that describe the layers of a model."""
     hf = model.hf.config
-    attention: Any = model.layers[0].self_attn
+    mlp = _mlp(model, 0)
     return {
         "num_layers": hf.num_hidden_layers,
         "hidden_size": hf.hidden_size,
         "num_attention_heads": hf.num_attention_heads,
-        "num_query_groups": hf.num_key_value_heads,
-        "kv_channels": attention.head_dim,
         "ffn_hidden_size": hf.intermediate_size,
         "normalization": "RMSNorm",
         "layernorm_epsilon": hf.rms_norm_eps,
         "gated_linear_unit": True,
-        "activation_func": F.silu,
+        "activation_func": getattr(mlp, "experts", mlp).act_fn,
         "add_bias_linear": False,
-        "add_qkv_bias": attention.q_proj.bias is not None,
-        "qk_layernorm": hasattr(attention, "q_norm"),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
+    } | _attention_settings(model)
+
+
+def _attention_settings(model: RoleModel) -> dict[str, Any]:
+    """Return the settings that describe the attention of a model."""
+    hf = model.hf.config
+    attention: Any = model.layers[0].self_attn
+    if family_of(model).latent:
+        return {
+            "num_query_groups": hf.num_attention_heads,
+            "kv_channels": hf.v_head_dim,
+            "q_lora_rank": hf.q_lora_rank,
+            "kv_lora_rank": hf.kv_lora_rank,
+            "qk_head_dim": hf.qk_nope_head_dim,
+            "qk_pos_emb_head_dim": hf.qk_rope_head_dim,
+            "v_head_dim": hf.v_head_dim,
+        }
+    return {
+        "num_query_groups": hf.num_key_value_heads,
+        "kv_channels": attention.head_dim,
+        "add_qkv_bias": attention.q_proj.bias is not None,
+        "qk_layernorm": hasattr(attention, "q_norm"),
     }
 
 
@@ -138,23 +186,30 @@ def _communication_settings(backend: MegatronBackend) -> dict[str, Any]:
     }
 
 
-def _expert_settings(hf: Any) -> dict[str, Any]:
+def _expert_settings(model: RoleModel) -> dict[str, Any]:
     """Return the settings that describe a model's experts.
 
-    megatron-core's own balance loss is off; the engine adds its own.
+    megatron-core's own choice of experts and its balance loss are off; the routers of
+    `experts.py` have theirs.
     """
-    if not getattr(hf, "num_experts", None):
+    layers = layers_with_experts(model)
+    kind = family_of(model).experts
+    if not layers or kind is None:
         return {}
 
-    layer_pattern = [
-        int(has_experts(hf, layer)) for layer in range(hf.num_hidden_layers)
-    ]
-    return {
-        "num_moe_experts": hf.num_experts,
-        "moe_ffn_hidden_size": hf.moe_intermediate_size,
-        "moe_router_topk": hf.num_experts_per_tok,
-        "moe_router_pre_softmax": not hf.norm_topk_prob,
+    mlp = _mlp(model, layers[0])
+    pattern = [int(layer in layers) for layer in range(len(model.layers))]
+    settings: dict[str, Any] = {
+        "num_moe_experts": num_experts(model),
+        "moe_ffn_hidden_size": mlp.experts.down_proj.shape[-1],
+        "moe_router_topk": model.hf.config.num_experts_per_tok,
+        "moe_router_pre_softmax": True,
         "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32" if kind.float32_logits else None,
         "moe_aux_loss_coeff": 0.0,
-        "moe_layer_freq": layer_pattern,
+        "moe_layer_freq": pattern,
     }
+    if kind.shared:
+        inner = mlp.shared_experts.down_proj.weight.shape[-1]
+        settings["moe_shared_expert_intermediate_size"] = inner
+    return settings

@@ -7,13 +7,15 @@ megatron-core needs TransformerEngine.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.transformer import MegatronModule, TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from verl_ray.engine.megatron.experts import RoutedRows
@@ -28,12 +30,43 @@ class RMSNorm(nn.RMSNorm):
     """
 
     def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+        self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any
     ) -> None:
-        super().__init__(
-            hidden_size, eps=config.layernorm_epsilon, dtype=config.params_dtype
-        )
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
+
+
+class UnitRMSNorm(RMSNorm):
+    """A norm that multiplies by 1 + weight, in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.eps is not None
+        precise = x.float()
+        scale = torch.rsqrt(precise.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (precise * scale * (1.0 + self.weight.float())).type_as(x)
+
+
+class NormedAdd(MegatronModule):
+    """The norm behind attention or a feed-forward layer, and the sum with its input.
+
+    It takes the place of megatron-core's function of bias, dropout and sum.
+    """
+
+    def __init__(self, config: TransformerConfig, norm: type[RMSNorm]) -> None:
+        super().__init__(config=config)
+        self.norm = norm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        """Return the sum as a function of (output, bias), input and dropout."""
+        return self._sum
+
+    def _sum(
+        self, output_with_bias: tuple[Tensor, None], residual: Tensor, _: float
+    ) -> Tensor:
+        output, _bias = output_with_bias
+        # megatron-core enables gradients here, in passes without any as well.
+        with torch.set_grad_enabled(output.requires_grad):
+            return residual + self.norm(output)
 
 
 @dataclass
@@ -45,25 +78,27 @@ class PackedRowParams(PackedSeqParams):
             given.
         layout: Where the rows begin.
         routed: The rows for routers, in a pass that is learned from.
+        angles: float32 [tokens, 1, 1, size], the angles of the rotary positions, by the
+            kind of layers.
     """
 
     qkv_format: str = "sbhd"
     layout: attention.PackedLayout | None = None
     routed: RoutedRows | None = None
+    angles: dict[str, Tensor] = field(default_factory=dict)
 
 
 class PackedAttention(MegatronModule):
-    """Attention over packed rows."""
+    """Attention over packed rows.
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        *_: Any,
-        softmax_scale: float | None = None,
-        **__: Any,
-    ) -> None:
+    Attributes:
+        scores: How products of queries and keys become weights, which `PackedLayer`
+            sets.
+    """
+
+    def __init__(self, config: TransformerConfig, *_: Any, **__: Any) -> None:
         super().__init__(config=config)
-        self._scale = softmax_scale
+        self.scores = attention.PLAIN
 
     def forward(
         self,
@@ -74,23 +109,61 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedRowParams,
         **__: Any,
     ) -> Tensor:
-        """Return the attention's output, [tokens, 1, heads * size].
+        """Return the attention's output, [tokens, 1, heads * value size].
 
         Args:
-            query: [tokens, 1, heads, size] of this rank's heads.
-            key: [tokens, 1, key-value heads, size].
-            value: [tokens, 1, key-value heads, size].
+            query: [tokens, 1, heads, size] of this rank's heads, or without the 1.
+            key: [tokens, 1, key-value heads, size], or without the 1.
+            value: [tokens, 1, key-value heads, value size], or without the 1.
             packed_seq_params: Where the rows begin.
         """
         assert packed_seq_params.layout is not None
         output = attention.attend_packed(
-            query.squeeze(1),
-            key.squeeze(1),
-            value.squeeze(1),
+            query.flatten(0, -3),
+            key.flatten(0, -3),
+            value.flatten(0, -3),
             packed_seq_params.layout,
-            attention.AttentionScores(self._scale),
+            self.scores,
         )
         return output.flatten(1).unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What a layer's attention is told beside megatron-core's settings.
+
+    Attributes:
+        scores: How products of queries and keys become weights.
+        positions: The kind of layers whose rotary positions it has.
+    """
+
+    scores: attention.AttentionScores
+    positions: str
+
+
+class PackedLayer(TransformerLayer):
+    """A layer that passes on what it needs of a call's rows.
+
+    It does so as well when it is computed again for the backward pass, which may be
+    after another micro-batch's forward pass.
+    """
+
+    def __init__(self, *args: Any, kind: LayerKind, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._positions = kind.positions
+        self.self_attention.core_attention.scores = kind.scores
+
+    def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
+        if self.is_moe_layer:
+            self.mlp.router.rows = packed_seq_params.routed
+
+        angles = packed_seq_params.angles[self._positions]
+        if self.config.multi_latent_attention:
+            # It refuses angles, and takes them from `LatentPositions`.
+            self.self_attention.rotary_pos_emb.angles = angles[:, 0]
+        else:
+            kwargs["rotary_pos_emb"] = angles
+        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
 
 class MegatronValueHead(nn.Module):
@@ -113,13 +186,17 @@ class MegatronValueHead(nn.Module):
 class WordEmbedding(VocabParallelEmbedding):
     """An embedding whose padding word is not learned, as in transformers.
 
-    `padding` is the id of that word, or None for a model that names none.
+    `padding` is the id of that word, or None for a model that names none. `factor`
+    multiplies the embeddings, rounded to their type.
     """
 
     padding: int | None
+    factor: float
 
     def forward(self, ids: Tensor) -> Tensor:
         embedded = super().forward(ids)
+        if self.factor != 1:
+            embedded = embedded * embedded.new_tensor(self.factor)
         if self.padding is None:
             return embedded
 

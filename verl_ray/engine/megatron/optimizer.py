@@ -16,7 +16,7 @@ import torch
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from torch import Tensor, nn
+from torch import Tensor
 
 from verl_ray.config.roles import OptimizerConfig
 from verl_ray.engine.megatron.weight_map import (
@@ -173,7 +173,7 @@ def reload_optimizer(optimizer: Any) -> None:
 
 
 def shards_of(
-    optimizer: Any, parameters: Mapping[nn.Parameter, MappedParameter]
+    optimizer: Any, parameters: Mapping[Tensor, MappedParameter]
 ) -> Iterator[OptimizerShard]:
     """Yield the parts of flattened parameters that this rank's optimizer steps."""
     for parameter, mapped in parameters.items():

@@ -7,16 +7,14 @@ its parameters is missing.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Any, cast
 
 import torch.distributed as dist
 
-from verl_ray.backends.megatron import ACTIVATIONS_IN_MEGATRON, IN_MEGATRON
+from verl_ray.backends.megatron_families import unsupported_settings
 from verl_ray.engine.base import EngineSpec
 from verl_ray.engine.megatron.weight_map import MappedParameter
 from verl_ray.errors import EngineError, ModelError
 from verl_ray.models.role_model import RoleModel
-from verl_ray.settings.config_json import has_windows
 
 _SHOWN_NAMES = 5
 """The most parameters that an error names."""
@@ -38,36 +36,10 @@ def require_supported(spec: EngineSpec, model: RoleModel) -> None:
             f" adapters; set it to 0, or take fsdp or engine as {spec.role}.backend"
         )
 
-    config = model.hf.config
-    family = config.model_type
-    if family not in IN_MEGATRON:
+    settings = model.hf.config.to_dict()
+    for reason, _ in unsupported_settings(spec.model_path, settings):
         raise ModelError(
-            f"model.path: {spec.model_path} is a {family!r} model, which has no place"
-            f" in megatron's; those of {', '.join(IN_MEGATRON)} have"
-        )
-
-    if has_windows(config.to_dict()):
-        raise ModelError(
-            f"model.path: {spec.model_path} has layers with a sliding window, which"
-            " megatron does not compute here; take fsdp or engine as"
-            f" {spec.role}.backend"
-        )
-
-    activation = config.hidden_act
-    if activation not in ACTIVATIONS_IN_MEGATRON:
-        raise ModelError(
-            f"model.path: {spec.model_path} has hidden_act={activation!r}; megatron"
-            f" computes {ACTIVATIONS_IN_MEGATRON[0]} here, so take fsdp or engine as"
-            f" {spec.role}.backend"
-        )
-
-    rotary: Any = cast(Any, model.backbone.rotary_emb)
-    factor = rotary.attention_scaling
-    if factor != 1:
-        raise ModelError(
-            f"model.path: {spec.model_path} scales attention by {factor} with its"
-            " rotary positions, which megatron does not here; take fsdp or engine as"
-            f" {spec.role}.backend"
+            f"model.path: {reason}; take fsdp or engine as {spec.role}.backend"
         )
 
 

@@ -11,15 +11,23 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
 
-from torch import nn
+from torch import Tensor
 
+from verl_ray.backends.megatron_families import Family
 from verl_ray.engine.megatron.layout import Axis, ParallelLayout
 from verl_ray.errors import EngineError, ModelError
 from verl_ray.models.names import Box
+
+
+def padded_vocabulary(words: int, ranks: int) -> int:
+    """Return the vocabulary size that `ranks` ranks can share equally.
+
+    The words that pad it come last, and are never computed.
+    """
+    return -(-words // ranks) * ranks
 
 
 def shape_of_box(box: Box) -> tuple[int, ...]:
@@ -36,23 +44,87 @@ _LAYER = re.compile(r"decoder\.layers\.\d+\.(.*)")
 _EXPERT = re.compile(
     r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc1|linear_fc2)\.weight"
 )
-_ROUTER = "mlp.router.weight"
+_QUERIES_KEYS_VALUES = re.compile(r"self_attention\.linear_qkv\.(weight|bias)")
 _WORDS = "model.embed_tokens.weight"
 
-_REPLICATED = {
+_OUTSIDE_LAYERS = {
     "decoder.final_layernorm.weight": "model.norm.weight",
     "value_head.weight": "score.weight",
 }
 """Parameters outside of layers that every tensor-parallel rank holds whole."""
 
-_REPLICATED_IN_LAYERS = {
-    "input_layernorm.weight": "input_layernorm.weight",
-    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
-    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
-    _ROUTER: "mlp.gate.weight",
+
+@dataclass(frozen=True)
+class Counterparts:
+    """The parameters of a layer in transformers that one of megatron-core's holds.
+
+    Attributes:
+        names: Their names in the layer. This rank's rows of them follow each other.
+        cut: The dimension that tensor-parallel ranks share; None if each has all.
+    """
+
+    names: tuple[str, ...]
+    cut: int | None = None
+
+
+_ROWS, _COLUMNS = 0, 1
+
+_IN_LAYERS = {
+    "input_layernorm.weight": Counterparts(("input_layernorm.weight",)),
+    # Queries, keys and values are one matrix, or latent.
+    "self_attention.linear_q_proj.weight": Counterparts(
+        ("self_attn.q_proj.weight",), _ROWS
+    ),
+    "self_attention.linear_q_down_proj.weight": Counterparts(
+        ("self_attn.q_a_proj.weight",)
+    ),
+    "self_attention.linear_q_up_proj.weight": Counterparts(
+        ("self_attn.q_b_proj.weight",), _ROWS
+    ),
+    "self_attention.linear_kv_down_proj.weight": Counterparts(
+        ("self_attn.kv_a_proj_with_mqa.weight",)
+    ),
+    "self_attention.kv_layernorm.weight": Counterparts(
+        ("self_attn.kv_a_layernorm.weight",)
+    ),
+    "self_attention.linear_kv_up_proj.weight": Counterparts(
+        ("self_attn.kv_b_proj.weight",), _ROWS
+    ),
+    "self_attention.k_layernorm.weight": Counterparts(("self_attn.k_norm.weight",)),
+    "self_attention.linear_proj.weight": Counterparts(
+        ("self_attn.o_proj.weight",), _COLUMNS
+    ),
+    "mlp.linear_fc1.weight": Counterparts(
+        ("mlp.gate_proj.weight", "mlp.up_proj.weight"), _ROWS
+    ),
+    "mlp.linear_fc2.weight": Counterparts(("mlp.down_proj.weight",), _COLUMNS),
+    "mlp.router.weight": Counterparts(("mlp.gate.weight",)),
+    "mlp.router.selection_bias": Counterparts(("mlp.gate.e_score_correction_bias",)),
+    "mlp.shared_experts.linear_fc1.weight": Counterparts(
+        ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
+        _ROWS,
+    ),
+    "mlp.shared_experts.linear_fc2.weight": Counterparts(
+        ("mlp.shared_experts.down_proj.weight",), _COLUMNS
+    ),
 }
-"""Parameters of a layer that every tensor-parallel rank holds whole."""
+"""The parameters of a layer that are no matrices of single experts, by their names in
+megatron-core, as far as the names mean the same in every family."""
+
+
+def _names_of(family: Family) -> dict[str, Counterparts]:
+    """Return the parameters whose names depend on the family."""
+    query_norm = "q_a_layernorm" if family.latent else "q_norm"
+    names = {"self_attention.q_layernorm.weight": f"self_attn.{query_norm}.weight"}
+    if family.norms_after:
+        names |= {
+            "self_attn_bda.norm.weight": "post_attention_layernorm.weight",
+            "pre_mlp_layernorm.weight": "pre_feedforward_layernorm.weight",
+            "mlp_bda.norm.weight": "post_feedforward_layernorm.weight",
+        }
+    else:
+        names["pre_mlp_layernorm.weight"] = "post_attention_layernorm.weight"
+    return {core: Counterparts((name,)) for core, name in names.items()}
 
 
 @dataclass(frozen=True)
@@ -155,46 +227,35 @@ class MappedParameter:
     expert: bool = False
 
 
-ParameterMap = dict[nn.Parameter, MappedParameter]
-"""The parameters of this rank's chunks, and their meaning."""
-
-
-@dataclass(frozen=True)
-class MapSizes:
-    """The sizes of a model that determine the map."""
-
-    hidden: int
-    heads: int
-    key_heads: int
-    head_size: int
-    vocabulary: int
-    padded_vocabulary: int
-    intermediate: int
-    experts: int
-    expert_intermediate: int
-
-    @classmethod
-    def of(cls, hf: Any, *, head_size: int, padded_vocabulary: int) -> Self:
-        """Return the sizes of a configuration of transformers."""
-        return cls(
-            hidden=hf.hidden_size,
-            heads=hf.num_attention_heads,
-            key_heads=hf.num_key_value_heads,
-            head_size=head_size,
-            vocabulary=hf.vocab_size,
-            padded_vocabulary=padded_vocabulary,
-            intermediate=hf.intermediate_size,
-            experts=getattr(hf, "num_experts", 0),
-            expert_intermediate=getattr(hf, "moe_intermediate_size", 0),
-        )
+ParameterMap = dict[Tensor, MappedParameter]
+"""The parameters of this rank's chunks, or their buffers that a checkpoint has, and
+their meaning."""
 
 
 class WeightMap:
-    """The map of the parameters of this rank's model chunks."""
+    """The map of the parameters of this rank's model chunks.
 
-    def __init__(self, sizes: MapSizes, layout: ParallelLayout, *, tied: bool) -> None:
-        self._sizes = sizes
+    Args:
+        shapes: The shapes of the model's parameters and saved buffers in transformers.
+        family: The family of the model.
+        layout: The layout of the model.
+        head_size: The size of a head whose queries, keys and values are one matrix.
+        tied: Whether the head of a policy is the transposed embedding.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        family: Family,
+        layout: ParallelLayout,
+        *,
+        head_size: int,
+        tied: bool,
+    ) -> None:
+        self._shapes = shapes
+        self._names = _IN_LAYERS | _names_of(family)
         self._layout = layout
+        self._head_size = head_size
         self._tied = tied
 
     def of(self, name: str, layer: int | None) -> MappedParameter:
@@ -235,12 +296,8 @@ class WeightMap:
                 return MappedParameter((self._words(_WORDS),), owned=False)
             return MappedParameter((self._words("lm_head.weight"),))
 
-        if name in _REPLICATED:
-            shape: tuple[int, ...] = (self._sizes.hidden,)
-            if name == "value_head.weight":
-                shape = (1, *shape)
-            return self._replicated(_REPLICATED[name], shape)
-
+        if name in _OUTSIDE_LAYERS:
+            return self._shared(Counterparts((_OUTSIDE_LAYERS[name],)), "")
         return None
 
     def _words(self, name: str) -> Region:
@@ -248,19 +305,11 @@ class WeightMap:
 
         The words that pad the last rank's part are not part of the model.
         """
-        own = share(self._sizes.padded_vocabulary, self._layout.tp)
-        stop = max(own.start, min(own.stop, self._sizes.vocabulary))
-        box = (slice(own.start, stop), slice(0, self._sizes.hidden))
-        return Region(name, box, 0)
-
-    def _replicated(self, name: str, shape: tuple[int, ...]) -> MappedParameter:
-        """Return a parameter that is whole on all tensor-parallel ranks."""
-        box = tuple(slice(0, side) for side in shape)
-        return MappedParameter(
-            (Region(name, box, 0),),
-            owned=self._layout.tp.rank == 0,
-            replicated=True,
-        )
+        words, hidden = self._shapes[name]
+        axis = self._layout.tp
+        own = share(padded_vocabulary(words, axis.size), axis)
+        stop = max(own.start, min(own.stop, words))
+        return Region(name, (slice(own.start, stop), slice(0, hidden)), 0)
 
     # ------------------------------------------------------------------------ in layers
 
@@ -271,22 +320,40 @@ class WeightMap:
             prefix: The beginning of the names of the layer's parameters in the model.
             name: The parameter's name within megatron-core's layer.
         """
-        if name in _REPLICATED_IN_LAYERS:
-            shape: tuple[int, ...] = (self._sizes.hidden,)
-            if "self_attention" in name:
-                shape = (self._sizes.head_size,)
-            elif name == _ROUTER:
-                shape = (self._sizes.experts, self._sizes.hidden)
-            return self._replicated(prefix + _REPLICATED_IN_LAYERS[name], shape)
+        if name in self._names:
+            return self._shared(self._names[name], prefix)
+
+        joint = _QUERIES_KEYS_VALUES.fullmatch(name)
+        if joint is not None:
+            regions = self._queries_keys_values(f"{prefix}self_attn.", joint.group(1))
+            return MappedParameter(tuple(regions))
 
         expert = _EXPERT.fullmatch(name)
         if expert is not None:
             local_number = int(expert.group(1))
             return self._expert(f"{prefix}mlp.experts.", local_number, expert.group(2))
+        return None
 
-        if name.startswith("self_attention."):
-            return self._attention(f"{prefix}self_attn.", name)
-        return self._feed_forward(f"{prefix}mlp.", name)
+    def _shared(self, counterparts: Counterparts, prefix: str) -> MappedParameter:
+        """Return a parameter of which each tensor-parallel rank has a part, or all."""
+        regions: list[Region] = []
+        first_row = 0
+        for name in counterparts.names:
+            shape = self._shapes[prefix + name]
+            box = [slice(0, side) for side in shape]
+            if counterparts.cut is not None:
+                cut = counterparts.cut
+                box[cut] = share(shape[cut], self._layout.tp)
+            region = Region(prefix + name, tuple(box), first_row)
+            first_row += region.shape[0]
+            regions.append(region)
+
+        is_whole = counterparts.cut is None
+        return MappedParameter(
+            tuple(regions),
+            owned=not is_whole or self._layout.tp.rank == 0,
+            replicated=is_whole,
+        )
 
     def _expert(self, prefix: str, local_number: int, kind: str) -> MappedParameter:
         """Return a matrix of an expert; transformers has one tensor for all experts.
@@ -296,11 +363,11 @@ class WeightMap:
             local_number: Number of the expert among those of this rank.
             kind: `linear_fc1` for gate and up projection, `linear_fc2` for down.
         """
-        sizes = self._sizes
-        number = share(sizes.experts, self._layout.ep).start + local_number
+        experts, hidden_size, inner = self._shapes[f"{prefix}down_proj"]
+        number = share(experts, self._layout.ep).start + local_number
         expert = slice(number, number + 1)
-        own = share(sizes.expert_intermediate, self._layout.etp)
-        hidden = slice(0, sizes.hidden)
+        own = share(inner, self._layout.etp)
+        hidden = slice(0, hidden_size)
 
         if kind == "linear_fc2":
             down = Region(f"{prefix}down_proj", (expert, hidden, own), 0)
@@ -308,26 +375,11 @@ class WeightMap:
 
         # In transformers' tensor, all rows of the up projection follow those of the
         # gate; in megatron-core's, this rank's rows of both follow each other.
-        up_rows = slice(
-            own.start + sizes.expert_intermediate, own.stop + sizes.expert_intermediate
-        )
+        up_rows = slice(own.start + inner, own.stop + inner)
         name = f"{prefix}gate_up_proj"
         gate = Region(name, (expert, own, hidden), 0)
         up = Region(name, (expert, up_rows, hidden), own.stop - own.start)
         return MappedParameter((gate, up), expert=True)
-
-    def _attention(self, prefix: str, name: str) -> MappedParameter | None:
-        sizes = self._sizes
-
-        if name == "self_attention.linear_qkv.weight":
-            return MappedParameter(tuple(self._queries_keys_values(prefix, "weight")))
-        if name == "self_attention.linear_qkv.bias":
-            return MappedParameter(tuple(self._queries_keys_values(prefix, "bias")))
-        if name == "self_attention.linear_proj.weight":
-            columns = share(sizes.heads * sizes.head_size, self._layout.tp)
-            box = (slice(0, sizes.hidden), columns)
-            return MappedParameter((Region(f"{prefix}o_proj.weight", box, 0),))
-        return None
 
     def _queries_keys_values(self, prefix: str, kind: str) -> Iterator[Region]:
         """Yield the regions of megatron-core's joint tensor.
@@ -339,34 +391,22 @@ class WeightMap:
             prefix: The beginning of the names of the attention's parameters.
             kind: `weight` or `bias`.
         """
-        sizes = self._sizes
-        queries_per_key = sizes.heads // sizes.key_heads
-        own_heads = share(sizes.key_heads, self._layout.tp)
+        queries, keys = (
+            self._shapes[f"{prefix}{letter}_proj.{kind}"][0] for letter in "qk"
+        )
+        key_heads = keys // self._head_size
+        queries_per_key = queries // keys
+        own_heads = share(key_heads, self._layout.tp)
         first_row = 0
 
         for key_head in range(own_heads.start, own_heads.stop):
             for letter, heads in (("q", queries_per_key), ("k", 1), ("v", 1)):
-                num_rows = heads * sizes.head_size
+                name = f"{prefix}{letter}_proj.{kind}"
+                num_rows = heads * self._head_size
                 rows = slice(key_head * num_rows, (key_head + 1) * num_rows)
-                box: Box = (rows,)
-                if kind == "weight":
-                    box = (rows, slice(0, sizes.hidden))
-                yield Region(f"{prefix}{letter}_proj.{kind}", box, first_row)
+                columns = (slice(0, side) for side in self._shapes[name][1:])
+                yield Region(name, (rows, *columns), first_row)
                 first_row += num_rows
-
-    def _feed_forward(self, prefix: str, name: str) -> MappedParameter | None:
-        hidden = slice(0, self._sizes.hidden)
-        own = share(self._sizes.intermediate, self._layout.tp)
-
-        if name == "mlp.linear_fc2.weight":
-            box = (hidden, own)
-            return MappedParameter((Region(f"{prefix}down_proj.weight", box, 0),))
-        if name == "mlp.linear_fc1.weight":
-            box = (own, hidden)
-            gate = Region(f"{prefix}gate_proj.weight", box, 0)
-            up = Region(f"{prefix}up_proj.weight", box, own.stop - own.start)
-            return MappedParameter((gate, up))
-        return None
 
 
 def share(total: int, axis: Axis) -> slice:

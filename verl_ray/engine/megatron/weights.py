@@ -17,10 +17,9 @@ from torch import Tensor
 from verl_ray.engine.megatron.buffers import MegatronBuffers, is_freed
 from verl_ray.engine.megatron.layout import ParallelLayout
 from verl_ray.engine.megatron.model import Stage, has_tied_embeddings
-from verl_ray.engine.megatron.model_config import padded_vocabulary
+from verl_ray.engine.megatron.model_config import family_of
 from verl_ray.engine.megatron.optimizer import OptimizerShard
 from verl_ray.engine.megatron.weight_map import (
-    MapSizes,
     ParameterMap,
     Region,
     WeightMap,
@@ -30,39 +29,49 @@ from verl_ray.engine.megatron.weight_map import (
 from verl_ray.models.names import Box, CheckpointNames
 from verl_ray.models.role_model import RoleModel
 from verl_ray.models.tensor_sources import CheckpointReader
-from verl_ray.models.weights import check_fit, fill_box
+from verl_ray.models.weights import (
+    check_fit,
+    fill_box,
+    saved_buffers,
+    saved_tensors,
+)
 from verl_ray.weight_sync.manifest import Slice
 
 
-def map_parameters(
+def map_tensors(
     model: RoleModel, stages: Sequence[Stage], layout: ParallelLayout
-) -> ParameterMap:
-    """Return the meaning of every parameter of this rank.
+) -> tuple[ParameterMap, ParameterMap]:
+    """Return the meaning of every parameter and every saved buffer of this rank.
 
     Args:
         model: The model as transformers has it, without values.
         stages: This rank's chunks of the model.
         layout: The layout of the model.
     """
-    hf = model.hf.config
     attention: Any = model.layers[0].self_attn
-    sizes = MapSizes.of(
-        hf,
-        head_size=attention.head_dim,
-        padded_vocabulary=padded_vocabulary(hf.vocab_size, layout.tp.size),
+    weight_map = WeightMap(
+        tensor_shapes(model),
+        family_of(model),
+        layout,
+        head_size=getattr(attention, "head_dim", 0),
+        tied=has_tied_embeddings(model),
     )
-    weight_map = WeightMap(sizes, layout, tied=has_tied_embeddings(model))
 
-    mapped: ParameterMap = {}
+    parameters: ParameterMap = {}
+    buffers: ParameterMap = {}
     for stage in stages:
         # megatron-core numbers layers from 1, in the whole model.
         layers = [layer.layer_number - 1 for layer in stage.decoder.layers]
-        for name, parameter in stage.named_parameters():
-            layer = None
-            if name.startswith("decoder.layers."):
-                layer = layers[int(name.split(".")[2])]
-            mapped[parameter] = weight_map.of(name, layer)
-    return mapped
+        for mapped, named in (
+            (parameters, dict(stage.named_parameters())),
+            (buffers, saved_buffers(stage)),
+        ):
+            for name, tensor in named.items():
+                layer = None
+                if name.startswith("decoder.layers."):
+                    layer = layers[int(name.split(".")[2])]
+                mapped[tensor] = weight_map.of(name, layer)
+    return parameters, buffers
 
 
 # ----------------------------------------------------------------------------- reading
@@ -83,7 +92,7 @@ class BoxReader:
     def __init__(self, model: RoleModel, source: CheckpointReader, seed: int) -> None:
         self._source = source
         self._seed = seed
-        self._shapes = parameter_shapes(model)
+        self._shapes = tensor_shapes(model)
         self._new, unused = model.head_differences
         self._names = model.names
         check_fit(model.hf, source, names=model.names, new=self._new, unused=unused)
@@ -103,9 +112,9 @@ class BoxReader:
         )
 
 
-def parameter_shapes(model: RoleModel) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the model's parameters by name."""
-    return {name: tuple(value.shape) for name, value in model.hf.named_parameters()}
+def tensor_shapes(model: RoleModel) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the model's parameters and saved buffers by name."""
+    return {name: tuple(value.shape) for name, value in saved_tensors(model.hf).items()}
 
 
 @torch.no_grad()
