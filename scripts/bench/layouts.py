@@ -350,24 +350,34 @@ def _table(differences: list[dict[str, Any]]) -> str:
 
 
 def _make_models(folder: str) -> None:
+    for family in MODELS:
+        write_model(Path(folder, family), family, _VOCABULARY)
+
+
+def write_model(directory: Path, family: str, alphabet: str) -> None:
+    """Write a tiny untrained model of a family of `MODELS`, and a tokenizer.
+
+    Args:
+        directory: The directory to write.
+        family: The value of model_type.
+        alphabet: The characters of the tokenizer.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
     from scripts.tiny_families import tiny_config
     from verl_ray.data.tokenizers import character_tokenizer
 
-    for family, settings in MODELS.items():
-        directory = Path(folder, family)
-        words = len(character_tokenizer(directory, _VOCABULARY))
-        sizes = {"hidden_size": 64, "num_hidden_layers": 4, "head_dim": 16}
-        config = tiny_config(family, vocab_size=words, **sizes | settings)
-        torch.manual_seed(1)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        for name, buffer in model.named_buffers():
-            # A new model has biases of 0.
-            if name.endswith("e_score_correction_bias"):
-                buffer.uniform_(-0.2, 0.2)
-        model.save_pretrained(directory)
+    words = len(character_tokenizer(directory, alphabet))
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "head_dim": 16}
+    config = tiny_config(family, vocab_size=words, **sizes | MODELS[family])
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, buffer in model.named_buffers():
+        # A new model has biases of 0.
+        if name.endswith("e_score_correction_bias"):
+            buffer.uniform_(-0.2, 0.2)
+    model.save_pretrained(directory)
 
 
 # ----------------------------------------------------------------------------- one rank

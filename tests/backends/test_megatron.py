@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from controllers.command_line import main
 from scripts.configuration import compose
+from tests.engine import inputs
 from tests.preflight.configs import BIG, NO_GAIN, ppo, problems_by_key
 from tests.preflight.models import write_model
-from verl_ray.backends.layouts import ModelSizes
-from verl_ray.backends.megatron import sizes_of
+from verl_ray.backends.layouts import ModelSizes, Obstacle, model_obstacles
+from verl_ray.backends.megatron import MegatronBackend
+from verl_ray.backends.megatron_families import sizes_of, unsupported_settings
 from verl_ray.preflight.findings import preflight
 
 DENSE = {
@@ -37,21 +40,29 @@ def problems_of(directory: Path, data: Path, *overrides: str) -> dict[str, str]:
     return problems_by_key(preflight(compose("sft", [*inputs, *overrides]), BIG))
 
 
-def test_families_without_a_map_are_refused_for_the_roles_that_use_megatron(
+def test_families_without_a_place_are_refused() -> None:
+    assert list(unsupported_settings("models/olmo", {"model_type": "olmo2"})) == [
+        (
+            "models/olmo is a 'olmo2' model, which has no map to megatron-core's",
+            "a model of llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, gemma, gemma2, gemma3_text, deepseek_v2 or "
+            "deepseek_v3",
+        )
+    ]
+
+
+def test_models_are_refused_for_the_roles_that_use_megatron(
     tmp_path: Path, model: Path, data: Path
 ) -> None:
-    gemma = write_model(tmp_path / "gemma", model, DENSE | {"model_type": "gemma"})
-    assert problems_of(gemma, data) == {
-        "actor.backend": f"{gemma} is a 'gemma' model, which has no map to megatron-core's | Choose "
-        "backend@actor.backend=fsdp or backend@actor.backend=engine, or a model of llama, qwen2, qwen3 or qwen3_moe."
-    }
-    assert not problems_of(gemma, data, "backend@actor.backend=engine")
-    for family in ("llama", "qwen2", "qwen3"):
+    gemma = DENSE | {"model_type": "gemma"}
+    biased = write_model(tmp_path / "biased", model, gemma | {"attention_bias": True})
+    assert list(problems_of(biased, data)) == ["actor.backend"]
+    assert not problems_of(biased, data, "backend@actor.backend=engine")
+    for family in ("llama", "qwen2", "qwen3", "gemma"):
         assert not problems_of(
             write_model(tmp_path / family, model, DENSE | {"model_type": family}),
             data,
         )
-    beside = ppo(gemma, data, "backend=megatron", "backend@critic.backend=fsdp")
+    beside = ppo(biased, data, "backend=megatron", "backend@critic.backend=fsdp")
     assert list(problems_by_key(preflight(beside, BIG))) == [
         "actor.backend",
         "reference.backend",
@@ -63,23 +74,19 @@ def test_families_without_a_map_are_refused_for_the_roles_that_use_megatron(
     [
         (
             {"attention_bias": True},
-            "sets attention_bias, and megatron-core's model has no place for those biases",
+            "sets attention_bias, for which megatron-core's model has no place",
         ),
         (
             {"mlp_bias": True},
-            "sets mlp_bias, and megatron-core's model has no place for those biases",
+            "sets mlp_bias, for which megatron-core's model has no place",
         ),
         (
-            {"hidden_act": "gelu"},
-            "sets hidden_act=gelu, and silu is what this backend computes",
-        ),
-        (
-            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
-            "has rotary positions of type yarn, which also scale",
+            {"hidden_act": "prelu"},
+            "sets hidden_act=prelu, whose weights have no place",
         ),
         (
             {"rope_parameters": {"rope_type": "longrope"}},
-            "has rotary positions of type longrope, which also scale",
+            "has rotary positions of type longrope, and this backend computes default, linear, dynamic, llama3 or yarn",
         ),
     ],
 )
@@ -108,7 +115,9 @@ def test_what_the_map_does_not_hold_is_refused(
             "rope_scaling": None,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
         },
+        {"hidden_act": "gelu"},
         {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_scaling": {"type": "yarn", "factor": 4.0}},
         {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
     ],
 )
@@ -127,7 +136,7 @@ def test_a_router_that_would_not_learn_is_refused(
         tmp_path / "experts", model, EXPERTS | {"num_experts_per_tok": 1}
     )
     assert (
-        "num_experts_per_tok=1 and norm_topk_prob: routers would never learn"
+        "num_experts_per_tok=1 and its weights add up to 1: routers would never learn"
         in problems_of(experts, data)["actor.backend"]
     )
     assert not problems_of(
@@ -298,6 +307,52 @@ def test_sizes_are_those_of_the_model_as_transformers_writes_it(tmp_path: Path) 
             sizes_of({key: value for key, value in DENSE.items() if key != name})
             is None
         )
+
+
+def test_sizes_of_experts_follow_from_what_each_family_calls_them() -> None:
+    mixtral = DENSE | {"model_type": "mixtral", "num_local_experts": 8}
+    dense = ModelSizes(6, 6, 2, 100, 96)
+    assert sizes_of(mixtral) == replace(
+        dense, intermediate=None, experts=8, expert_intermediate=96
+    )
+
+    # Latent attention has as many heads of keys as of queries.
+    deepseek = DENSE | {
+        "model_type": "deepseek_v3", "n_routed_experts": 16, "moe_intermediate_size": 48, "first_k_dense_replace": 3,
+    }  # fmt: skip
+    latent = replace(dense, key_heads=6, latent=True)
+    assert sizes_of(deepseek) == replace(latent, experts=16, expert_intermediate=48)
+    no_experts = sizes_of(deepseek | {"first_k_dense_replace": 6})
+    assert no_experts == latent
+
+    backend = MegatronBackend(**inputs.MEGATRON | {"tensor_parallel": 2})
+    (obstacle,) = model_obstacles(backend, latent)
+    assert obstacle == Obstacle(
+        "sequence_parallel",
+        "with tensor_parallel=2, megatron-core gives latent attention slices of the tokens alone",
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "setting"),
+    [
+        (
+            "gemma2",
+            {"use_bidirectional_attention": True},
+            "use_bidirectional_attention",
+        ),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
+        ("deepseek_v2", {"mlp_bias": True}, "mlp_bias"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=false"),
+        ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
+    ],
+)
+def test_what_a_family_has_no_place_for_is_refused(
+    family: str, settings: dict[str, object], setting: str
+) -> None:
+    ((rule, _),) = unsupported_settings("m", {"model_type": family} | settings)
+    assert rule.startswith(f"m sets {setting}")
+    assert not list(unsupported_settings("m", {"model_type": family}))
 
 
 def test_a_package_that_is_not_installed_is_named_with_its_remedy(

@@ -60,7 +60,7 @@ def check_outputs(ranks: Ranks, kind: str) -> dict[str, Any]:
         squared_probs=True,
         temperature=TEMPERATURE,
     )
-    for model in models_of(kind):
+    for model in MODELS:
         engine = ranks.engine(kind, model, optimizer=None)
         found[model] = ranks.forward(engine, rows, wanted)
         found[f"{model} scores"] = ranks.forward(
@@ -169,6 +169,7 @@ def check_training(ranks: Ranks, kind: str) -> dict[str, Any]:
             mine,
             VALUE,
         ),
+        "gemma": ranks.train(ranks.engine(kind, "gemma"), mine, POLICY),
         "value": ranks.train(ranks.engine(kind, head="value"), mine, VALUE),
         "preferences": ranks.train(
             ranks.engine(kind, head="value", micro_batch_tokens_per_rank=60),
@@ -176,8 +177,6 @@ def check_training(ranks: Ranks, kind: str) -> dict[str, Any]:
             PREFERENCE,
         ),
     }
-    if "gemma" in models_of(kind):
-        found["gemma"] = ranks.train(ranks.engine(kind, "gemma"), mine, POLICY)
     if kind == "fsdp":
         gathered = {"sharding": "grad_op"}
         found["gathered in forward"] = ranks.train(
@@ -249,7 +248,6 @@ def check_refusals(ranks: Ranks, kind: str) -> dict[str, Any]:
         )  # rank 0 does
         dist.barrier()
         found["biased"] = refused(lambda: ranks.engine(kind, name))
-        found["gemma"] = refused(lambda: ranks.engine(kind, "gemma"))
         found["adapted"] = refused(lambda: ranks.engine(kind, lora=ADAPTER))
     if kind == "fsdp":
         found["tied"] = refused(
@@ -736,6 +734,11 @@ HELD: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
         "pp2 vpp2 tied": ("wide_qwen2", {"pipeline_parallel": 2, "virtual_stages": 2}),
         "cp2": ("wide_qwen2", {"context_parallel": 2}),
         "tp2 bfloat16": ("wide_qwen2", {"tensor_parallel": 2, "dtype": "bfloat16"}),
+        "pp2 norms behind": ("gemma3_text", {"pipeline_parallel": 2}),
+        "ep2 other names": ("mixtral", {"expert_parallel": 2}),
+        "tp2 sp ep2 latent": (
+            "deepseek_v3", {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2},
+        ),
     },
     4: {"pp2 ep2": ("qwen3_moe", {"pipeline_parallel": 2, "expert_parallel": 2})},
 }  # fmt: skip
@@ -763,10 +766,6 @@ def waves(
         for part in ("write", "read")
         for world, families in [(1, alone), *groups]
     ]
-
-
-def models_of(kind: str) -> tuple[str, ...]:
-    return tuple(model for model in MODELS if kind != "megatron" or model != "gemma")
 
 
 def write(ranks: Ranks, family: str) -> dict[str, Any]:

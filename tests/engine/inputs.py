@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from scripts.bench import layouts
 from tests.corrections import NO_CORRECTION, NO_LIMIT
 from verl_ray.algorithms.catalogue import declared_settings
 from verl_ray.algorithms.losses import TokenLoss
@@ -160,6 +161,8 @@ def write_models(root: Path) -> None:
             tie_embeddings=tied,
         )  # fmt: skip
         make_tiny(family, root / f"wide_{family}", root / "tokenizer", sizes, seed=1)  # type: ignore[arg-type]
+    for family in ("gemma3_text", "mixtral", "deepseek_v3"):
+        layouts.write_model(root / family, family, "0123456789+=")
     config = (
         root / "llama" / "config.json"
     )  # the other name of the activation that all but gemma have

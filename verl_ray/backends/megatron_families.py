@@ -51,7 +51,7 @@ class ExpertLayers:
 
 @dataclass(frozen=True)
 class Family:
-    """What the layers of a family have that those of Llama do not have.
+    """Differences between the layers of a family and those of Llama.
 
     Attributes:
         absent: Settings that ask for something without a place if they are set.

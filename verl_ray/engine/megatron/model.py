@@ -119,11 +119,25 @@ class Stage(GPTModel):
         self._softcap: float | None = None
         if model.kind == "policy":
             self._softcap = model.hf.get_output_embeddings().shape_of_logits.softcap
+        self._keep_frequencies(model)
+
+    def _keep_frequencies(self, model: RoleModel) -> None:
+        """Keep the frequencies of each kind of rotary positions on the device."""
         self._positions = sorted(set(_positions_by_layer(model)))
         for number, kind in enumerate(self._positions):
             frequencies, _ = _rotation(model, kind)
             name = f"_inverse_frequencies_{number}"
             self.register_buffer(name, frequencies.detach().clone(), persistent=False)
+
+    def _angles(self, rows: PackedRows) -> dict[str, Tensor]:
+        """Return the angles of the tokens, [tokens, 1, 1, size], by kind of layers."""
+        positions = rows.position_ids[0, :, None].float()
+        angles = {}
+        for number, kind in enumerate(self._positions):
+            frequencies = self.get_buffer(f"_inverse_frequencies_{number}")
+            half = positions * frequencies.float()
+            angles[kind] = torch.cat([half, half], -1)[:, None, None]
+        return angles
 
     def forward(self, rows: PackedRows, routed: RoutedRows | None = None) -> Tensor:
         """Return hidden states for the next chunk or the head, [tokens, 1, hidden].
@@ -136,17 +150,11 @@ class Stage(GPTModel):
         if self.pre_process:
             hidden = self.embedding(rows.input_ids, rows.position_ids)
 
-        positions = rows.position_ids[0, :, None].float()
-        angles = {}
-        for number, kind in enumerate(self._positions):
-            frequencies = self.get_buffer(f"_inverse_frequencies_{number}")
-            half = positions * frequencies.float()
-            angles[kind] = torch.cat([half, half], -1)[:, None, None]
         return self.decoder(
             hidden_states=hidden,
             attention_mask=None,
             packed_seq_params=PackedRowParams(
-                layout=rows.layout, routed=routed, angles=angles
+                layout=rows.layout, routed=routed, angles=self._angles(rows)
             ),
         )
 

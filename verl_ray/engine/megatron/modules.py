@@ -130,7 +130,7 @@ class PackedAttention(MegatronModule):
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What a layer's attention is told beside megatron-core's settings.
+    """Properties of a layer beside those in megatron-core's settings.
 
     Attributes:
         scores: How products of queries and keys become weights.
