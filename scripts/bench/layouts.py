@@ -152,7 +152,7 @@ CASES = (
     # Experts of other routers and names, shared experts, latent attention.
     *(
         Case(world, layout, model)
-        for model in ("mixtral", "deepseek_v2", "deepseek_v3")
+        for model in ("mixtral", "qwen2_moe", "glm4_moe", "deepseek_v2", "deepseek_v3")
         for world, layout in ((1, {}), (2, _SP), (2, _PP), (2, _EP), (2, _SP | _EP))
     ),
     Case(1, {"recompute": "selective"}, "deepseek_v3"),
@@ -194,6 +194,8 @@ MODELS: dict[str, dict[str, Any]] = {
     MOE: _UNTIED,
     "mistral": _UNTIED | {"rope_parameters": _YARN},
     "mixtral": _UNTIED,
+    "qwen2_moe": _UNTIED | {"decoder_sparse_step": 2},
+    "glm4_moe": _UNTIED | {"attention_bias": True, "use_qk_norm": True},
     "gemma": _TIED,
     "gemma2": _TIED | _WINDOWS,
     "gemma3_text": _TIED | _WINDOWS,
@@ -209,7 +211,9 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}},
 }
 """Models that are made, and their settings beside those of `tiny_families.py`."""
-_WITH_EXPERTS = (MOE, "mixtral", "deepseek_v2", "deepseek_v3")
+_WITH_EXPERTS = (
+    *(MOE, "mixtral", "qwen2_moe", "glm4_moe", "deepseek_v2", "deepseek_v3"),
+)
 _SHARED_IMPORTS = (
     "scripts.configuration",
     "transformers.modeling_utils",

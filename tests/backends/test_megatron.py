@@ -44,8 +44,8 @@ def test_families_without_a_place_are_refused() -> None:
     assert list(unsupported_settings("models/olmo", {"model_type": "olmo2"})) == [
         (
             "models/olmo is a 'olmo2' model, which has no map to megatron-core's",
-            "a model of llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, gemma, gemma2, gemma3_text, deepseek_v2 or "
-            "deepseek_v3",
+            "a model of llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe, gemma, gemma2, gemma3_text, "
+            "deepseek_v2, deepseek_v3 or glm4_moe",
         )
     ]
 
@@ -321,11 +321,17 @@ def test_sizes_of_experts_follow_from_what_each_family_calls_them() -> None:
         "model_type": "deepseek_v3", "n_routed_experts": 16, "moe_intermediate_size": 48, "first_k_dense_replace": 3,
     }  # fmt: skip
     latent = replace(dense, key_heads=6, latent=True)
-    assert sizes_of(deepseek) == replace(latent, experts=16, expert_intermediate=48)
+    assert sizes_of(deepseek | {"n_shared_experts": 3}) == replace(
+        latent, experts=16, expert_intermediate=48, shared_intermediate=144
+    )
     no_experts = sizes_of(deepseek | {"first_k_dense_replace": 6})
     assert no_experts == latent
 
     backend = MegatronBackend(**inputs.MEGATRON | {"tensor_parallel": 2})
+    uneven = replace(dense, shared_intermediate=49)
+    assert [obstacle.rule for obstacle in model_obstacles(backend, uneven)] == [
+        "it must divide the model's 49 numbers inside shared experts"
+    ]
     (obstacle,) = model_obstacles(backend, latent)
     assert obstacle == Obstacle(
         "sequence_parallel",
@@ -345,6 +351,7 @@ def test_sizes_of_experts_follow_from_what_each_family_calls_them() -> None:
         ("deepseek_v2", {"mlp_bias": True}, "mlp_bias"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=false"),
         ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
+        ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window"),
     ],
 )
 def test_what_a_family_has_no_place_for_is_refused(
@@ -353,6 +360,10 @@ def test_what_a_family_has_no_place_for_is_refused(
     ((rule, _),) = unsupported_settings("m", {"model_type": family} | settings)
     assert rule.startswith(f"m sets {setting}")
     assert not list(unsupported_settings("m", {"model_type": family}))
+
+    # A part of the head is rotated.
+    yarn = {"rope_parameters": {"rope_type": "yarn", "partial_rotary_factor": 0.5}}
+    assert list(unsupported_settings("m", {"model_type": "glm4_moe"} | yarn))
 
 
 def test_a_package_that_is_not_installed_is_named_with_its_remedy(

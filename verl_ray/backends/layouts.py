@@ -77,6 +77,8 @@ class ModelSizes:
             experts.
         experts: Number of experts per layer that has them; 0 in a model without.
         expert_intermediate: Inner size of an expert.
+        shared_intermediate: Inner size of the layers beside the experts that every
+            token goes through; 0 in a model without.
         latent: Whether attention is multi-head latent attention (MLA).
     """
 
@@ -87,6 +89,7 @@ class ModelSizes:
     intermediate: int | None
     experts: int = 0
     expert_intermediate: int = 0
+    shared_intermediate: int = 0
     latent: bool = False
 
 
@@ -174,6 +177,9 @@ def _unevenly_cut_sizes(sizes: ModelSizes, ranks: int) -> list[str]:
         f"{sizes.heads} attention heads": sizes.heads,
         f"{sizes.key_heads} key-value heads": sizes.key_heads,
         f"intermediate_size of {sizes.intermediate}": sizes.intermediate or 0,
+        f"{sizes.shared_intermediate} numbers inside shared experts": (
+            sizes.shared_intermediate
+        ),
     }
     return [name for name, size in named_sizes.items() if size % ranks]
 

@@ -34,7 +34,8 @@ class ExpertLayers:
             best scores are added up to its own. 0 means that there are no groups.
         group_method: The value of topk_method with which groups count; None for any.
         float32_logits: Whether logits are computed in float32.
-        shared: Whether every token goes through n_shared_experts as well.
+        shared: Name of the module that every token goes through as well, if any.
+        shared_gate: Whether a gate weighs what that module adds.
     """
 
     inner: str = "moe_intermediate_size"
@@ -46,7 +47,8 @@ class ExpertLayers:
     best_of_group: int = 0
     group_method: str | None = None
     float32_logits: bool = False
-    shared: bool = False
+    shared: str | None = None
+    shared_gate: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,16 @@ _GEMMA = Family(
     scaled_embeddings=True,
 )
 
+_BALANCED_BY_BIASES = ExpertLayers(
+    dense="first",
+    scores="sigmoid",
+    scaled=True,
+    biased=True,
+    best_of_group=2,
+    float32_logits=True,
+    shared="shared_experts",
+)
+
 FAMILIES: dict[str, Family] = {
     "llama": Family(absent=_BIASES),
     "mistral": Family(windows="model"),
@@ -98,6 +110,11 @@ FAMILIES: dict[str, Family] = {
         experts=ExpertLayers(inner="intermediate_size", normalized="always"),
     ),
     "qwen2": Family(windows="layer"),
+    # The window of some layers is in no argument of attention.
+    "qwen2_moe": Family(
+        absent=("use_sliding_window",),
+        experts=ExpertLayers(dense="steps", shared="shared_expert", shared_gate=True),
+    ),
     "qwen3": Family(absent=("attention_bias",), windows="layer"),
     "qwen3_moe": Family(
         absent=("attention_bias",),
@@ -119,23 +136,16 @@ FAMILIES: dict[str, Family] = {
             best_of_group=1,
             group_method="group_limited_greedy",
             float32_logits=True,
-            shared=True,
+            shared="shared_experts",
         ),
     ),
     "deepseek_v3": Family(
         absent=("attention_bias",),
         needed=("rope_interleave",),
         latent=True,
-        experts=ExpertLayers(
-            dense="first",
-            scores="sigmoid",
-            scaled=True,
-            biased=True,
-            best_of_group=2,
-            float32_logits=True,
-            shared=True,
-        ),
+        experts=_BALANCED_BY_BIASES,
     ),
+    "glm4_moe": Family(experts=_BALANCED_BY_BIASES),
 }
 """The families by the value of model_type."""
 
@@ -200,6 +210,10 @@ def unsupported_settings(path: str, settings: Settings) -> Iterator[tuple[str, s
             "",
         )
 
+    # A factor of queries and keys is a factor of scores if all of a head is rotated.
+    if _has_part(settings) and "yarn" in rotary_types(settings):
+        yield f"{path} has YaRN on a part of each head, which has no place", ""
+
     # The weight of the only chosen expert is normalized to 1, a constant.
     is_normalized = family.experts is not None and has_normalized_weights(
         family.experts, settings.get("norm_topk_prob")
@@ -210,6 +224,14 @@ def unsupported_settings(path: str, settings: Settings) -> Iterator[tuple[str, s
             " would never learn",
             "",
         )
+
+
+def _has_part(settings: Settings) -> bool:
+    """Return whether rotary positions are those of a part of each head."""
+    parameters = settings.get("rope_parameters")
+    sections = [settings, parameters if isinstance(parameters, dict) else {}]
+    factors = (section.get("partial_rotary_factor") for section in sections)
+    return any(factor not in (None, 1) for factor in factors)
 
 
 # -------------------------------------------------------------------------------- sizes
@@ -255,7 +277,23 @@ def sizes_of(settings: Settings) -> ModelSizes | None:
 
     if layers_with_experts == layers:
         dense = replace(dense, intermediate=None)
-    return replace(dense, experts=experts[0], expert_intermediate=inner[0])
+    return replace(
+        dense,
+        experts=experts[0],
+        expert_intermediate=inner[0],
+        shared_intermediate=_shared_size(kind, settings, inner[0]),
+    )
+
+
+def _shared_size(kind: ExpertLayers, settings: Settings, inner: int) -> int:
+    """Return the inner size of what every token goes through beside its experts."""
+    if kind.shared is None:
+        return 0
+    sizes = _numbers(settings, "shared_expert_intermediate_size")
+    if sizes is not None:
+        return sizes[0]
+    (number,) = _numbers(settings, "n_shared_experts") or (1,)
+    return number * inner
 
 
 def _count_layers_with_experts(

@@ -209,7 +209,8 @@ def _expert_settings(model: RoleModel) -> dict[str, Any]:
         "moe_aux_loss_coeff": 0.0,
         "moe_layer_freq": pattern,
     }
-    if kind.shared:
-        inner = mlp.shared_experts.down_proj.weight.shape[-1]
+    if kind.shared is not None:
+        inner = getattr(mlp, kind.shared).down_proj.weight.shape[-1]
         settings["moe_shared_expert_intermediate_size"] = inner
+        settings["moe_shared_expert_gate"] = kind.shared_gate
     return settings

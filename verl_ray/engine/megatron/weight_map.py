@@ -100,13 +100,6 @@ _IN_LAYERS = {
     "mlp.linear_fc2.weight": Counterparts(("mlp.down_proj.weight",), _COLUMNS),
     "mlp.router.weight": Counterparts(("mlp.gate.weight",)),
     "mlp.router.selection_bias": Counterparts(("mlp.gate.e_score_correction_bias",)),
-    "mlp.shared_experts.linear_fc1.weight": Counterparts(
-        ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
-        _ROWS,
-    ),
-    "mlp.shared_experts.linear_fc2.weight": Counterparts(
-        ("mlp.shared_experts.down_proj.weight",), _COLUMNS
-    ),
 }
 """The parameters of a layer that are no matrices of single experts, by their names in
 megatron-core, as far as the names mean the same in every family."""
@@ -115,16 +108,27 @@ megatron-core, as far as the names mean the same in every family."""
 def _names_of(family: Family) -> dict[str, Counterparts]:
     """Return the parameters whose names depend on the family."""
     query_norm = "q_a_layernorm" if family.latent else "q_norm"
-    names = {"self_attention.q_layernorm.weight": f"self_attn.{query_norm}.weight"}
+    whole = {"self_attention.q_layernorm.weight": f"self_attn.{query_norm}.weight"}
     if family.norms_after:
-        names |= {
+        whole |= {
             "self_attn_bda.norm.weight": "post_attention_layernorm.weight",
             "pre_mlp_layernorm.weight": "pre_feedforward_layernorm.weight",
             "mlp_bda.norm.weight": "post_feedforward_layernorm.weight",
         }
     else:
-        names["pre_mlp_layernorm.weight"] = "post_attention_layernorm.weight"
-    return {core: Counterparts((name,)) for core, name in names.items()}
+        whole["pre_mlp_layernorm.weight"] = "post_attention_layernorm.weight"
+
+    names: dict[str, Counterparts] = {}
+    if family.experts is not None and family.experts.shared is not None:
+        shared, core = f"mlp.{family.experts.shared}", "mlp.shared_experts"
+        whole[f"{core}.gate_weight"] = f"{shared}_gate.weight"
+        names[f"{core}.linear_fc1.weight"] = Counterparts(
+            (f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight"), _ROWS
+        )
+        names[f"{core}.linear_fc2.weight"] = Counterparts(
+            (f"{shared}.down_proj.weight",), _COLUMNS
+        )
+    return names | {core: Counterparts((name,)) for core, name in whole.items()}
 
 
 @dataclass(frozen=True)
