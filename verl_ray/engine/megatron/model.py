@@ -260,14 +260,14 @@ def _attention_scores(model: RoleModel, layer: int, kind: str) -> AttentionScore
         _, factor = _rotation(model, kind)
         scaling *= factor**2
 
-    windows = {
-        "none": lambda: None,
-        "layer": lambda: attention.sliding_window,
-        "model": lambda: hf.sliding_window,
-    }
+    window = None
+    if family.windows == "layer":
+        window = attention.sliding_window
+    elif family.windows == "model":
+        window = hf.sliding_window
     return AttentionScores(
         scaling=scaling,
-        window=windows[family.windows](),
+        window=window,
         softcap=hf.attn_logit_softcapping if family.softcap else None,
     )
 
