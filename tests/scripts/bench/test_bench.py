@@ -385,6 +385,7 @@ def test_every_layout_computes_what_the_plain_engine_computes() -> None:
     for one in found:
         figures = [*one["outputs"].values(), one["loss"], one["grad_norm"]]
         assert len(figures) == 5 and max(figures) < 1e-5, one
+        assert one["unwritten"] == []
 
 
 @pytest.mark.gpu
