@@ -173,7 +173,7 @@ _YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
     "factor": 4.0,
-    "original_max_position_embeddings": 16,
+    "original_max_position_embeddings": 64,
 }
 _LATENT: dict[str, Any] = {
     "n_routed_experts": 8,

@@ -18,10 +18,10 @@ FAMILIES = ("gemma", "llama", "qwen2", "qwen3", "qwen3_moe")
 A model of another family is computed where its proof holds.
 """
 
-WITH_EXPERTS = ("qwen3_moe",)
+_WITH_EXPERTS = ("qwen3_moe",)
 """Families whose layers choose among experts."""
 
-WITH_QUERY_NORM = ("qwen3", "qwen3_moe")
+_WITH_QUERY_NORM = ("qwen3", "qwen3_moe")
 """Families that normalize the queries and keys of each head."""
 
 EXPERT_COUNTS = (
@@ -264,7 +264,7 @@ def described_tensors(settings: CheckedSettings) -> Iterator[NamedShape]:
     if family != "llama":
         # Llama has as many heads of keys as of queries unless it says otherwise.
         sizes.append("num_key_value_heads")
-    if family in WITH_EXPERTS:
+    if family in _WITH_EXPERTS:
         sizes.append("moe_intermediate_size")
     if family not in FAMILIES or not all(settings.get(size) for size in sizes):
         return
@@ -307,7 +307,7 @@ def _attention(settings: CheckedSettings, prefix: str) -> Iterator[NamedShape]:
         if name in biased:
             yield f"{prefix}{name}_proj.bias", [rows]
 
-    if family in WITH_QUERY_NORM:
+    if family in _WITH_QUERY_NORM:
         yield f"{prefix}q_norm.weight", [head_size]
         yield f"{prefix}k_norm.weight", [head_size]
 
@@ -325,7 +325,7 @@ def _feed_forward(
 
 def _has_experts(settings: CheckedSettings, layer: int) -> bool:
     """Return whether a layer chooses among experts."""
-    if settings["model_type"] not in WITH_EXPERTS or not _num_experts(settings):
+    if settings["model_type"] not in _WITH_EXPERTS or not _num_experts(settings):
         return False
     if layer in (settings.get("mlp_only_layers") or ()):
         return False
@@ -348,7 +348,7 @@ def has_windows(settings: Settings) -> bool:
 def chooses_experts(settings: Settings) -> bool:
     """Return whether layers of a model choose among experts."""
     counts = (settings.get(name) for name in EXPERT_COUNTS)
-    return settings.get("model_type") in WITH_EXPERTS or any(
+    return settings.get("model_type") in _WITH_EXPERTS or any(
         isinstance(count, int) and count > 0 for count in counts
     )
 
