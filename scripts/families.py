@@ -1,7 +1,9 @@
 """A table of families of language models, with what the proof of each shows.
 
-python -m scripts.families                      those of `tiny_families.py`
-python -m scripts.families --rollouts mixtral   with vLLM, half a minute each
+python -m scripts.families              all of `tiny_families.py`, seconds each
+python -m scripts.families --ranks      with ranks, up to half a minute each
+python -m scripts.families --rollouts   with vLLM, half a minute each
+python -m scripts.families mixtral      this one, with or without the flags
 """
 
 from __future__ import annotations
@@ -10,46 +12,91 @@ import argparse
 from collections.abc import Sequence
 
 from scripts.tiny_families import ALONE, PACKED, REFUSED, tiny_config
-from verl_ray.errors import ModelError
 from verl_ray.proofs.claims import Claim
 from verl_ray.proofs.proof import Proof, prove
 
-COLUMNS = ("family", "rows", "log-probs", "gradients", "adapter", "vLLM")
+COLUMNS = (
+    *("family", "rows", "log-probs", "gradients"),
+    *("fsdp", "adapter", "Megatron", "vLLM"),
+)
+
+MOST_CHARACTERS = 100
+"""Of a reason."""
 
 
 def main() -> None:
     """Print the table, row by row."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("families", nargs="*", default=[*PACKED, *ALONE, *REFUSED])
+    parser.add_argument(
+        "--ranks", action="store_true", help="ask ranks of fsdp and of megatron as well"
+    )
     parser.add_argument("--rollouts", action="store_true", help="ask vLLM as well")
     arguments = parser.parse_args()
 
     print(_row(COLUMNS))
     print(_row(["---"] * len(COLUMNS)))
     for family in arguments.families:
-        print(_row(_cells(family, rollouts=arguments.rollouts)), flush=True)
+        cells = _cells(family, rollouts=arguments.rollouts, ranks=arguments.ranks)
+        print(_row([family, *cells]), flush=True)
 
 
-def _cells(family: str, *, rollouts: bool) -> Sequence[str]:
+def _cells(family: str, *, rollouts: bool, ranks: bool) -> Sequence[str]:
+    """Return the cells of a family, after its name."""
+    others = [""] * (len(COLUMNS) - 2)
     try:
-        proof = prove(tiny_config(family), rollouts=rollouts)
-    except ModelError as error:
-        return [family, f"refused: {error}", "", "", "", ""]
+        proof = prove(tiny_config(family), rollouts=rollouts, ranks=ranks)
+    except Exception as error:  # the other families are of interest all the same
+        reason = f"{type(error).__name__}: {error}"
+        return [f"refused: {_few_words(reason)}", *others]
 
     claims = {claim.statement: claim for claim in proof.claims}
     kind = "packed rows" if proof.engine.packs_rows else "rows of one length"
     if not proof.engine.trains:
         first = next(claim for claim in proof.claims if not claim.holds)
-        where = first.where.partition("\n")[0]
-        return [family, "refused", _number(first), f"in {where}", "", ""]
+        where = f"in {_few_words(first.where)}"
+        return ["refused", _number(first), where, *others[2:]]
     return [
-        family,
-        kind,
+        kind.removesuffix(" rows").removeprefix("rows "),
         _number(claims[f"log-probs of {kind}"]),
         _number(claims[f"gradients of {kind}"]),
+        _fsdp(proof),
         _number(claims["an adapter"]),
+        _megatron(proof),
         _vllm(proof),
     ]
+
+
+def _few_words(reason: str) -> str:
+    """Return the beginning of a reason, as a cell of the table."""
+    return reason.partition("\n")[0].replace("|", "/")[:MOST_CHARACTERS]
+
+
+def _fsdp(proof: Proof) -> str:
+    return _on_ranks(proof.ranks.fsdp) if proof.ranks else ""
+
+
+def _megatron(proof: Proof) -> str:
+    if proof.ranks is None:
+        return ""
+    numbers = _on_ranks(proof.ranks.megatron)
+    if not proof.ranks.no_place:
+        return numbers
+    return f"one rank: {numbers}" if numbers else "no place"
+
+
+def _on_ranks(claims: Sequence[Claim]) -> str:
+    """Return the largest difference of log-probs, and that of gradients."""
+    broken = next((claim for claim in claims if not claim.holds), None)
+    if broken is not None:
+        what = broken.statement.partition(" ")[0]
+        return f"no: {what} {_number(broken)} {_few_words(broken.where)}".rstrip()
+    largest = {"log-probs": 0.0, "gradients": 0.0}
+    for claim in claims:
+        what = claim.statement.partition(" ")[0]
+        if what in largest:
+            largest[what] = max(largest[what], claim.number or 0.0)
+    return ", ".join(f"{number:.0e}" for number in largest.values()) if claims else ""
 
 
 def _number(claim: Claim) -> str:
@@ -62,7 +109,7 @@ def _vllm(proof: Proof) -> str:
         return ""
     if proof.rollouts is None:
         first = proof.rollout_claims[0]
-        return f"no: {_number(first)} {first.where.partition(chr(10))[0]}".rstrip()
+        return f"no: {_number(first)} {_few_words(first.where)}".rstrip()
     numbers = [claim.number or 0.0 for claim in proof.rollout_claims[-3:]]
     worst = f"{max(numbers):.0e}"
     return worst if proof.rollouts == "auto" else f"{worst} (`model_impl`)"

@@ -16,6 +16,7 @@ from verl_ray.settings.config_json import not_computed
 
 if TYPE_CHECKING:
     from verl_ray.proofs.proof import Proof
+    from verl_ray.proofs.rank_proof import RankClaims
 
 
 def main(argv: list[str]) -> int:
@@ -32,7 +33,7 @@ def main(argv: list[str]) -> int:
     started_s = time.monotonic()
     with blocking(f"proving {arguments.model}"):
         config = config_of(arguments.model)
-        proof = prove(config, rollouts=arguments.rollouts)
+        proof = prove(config, rollouts=arguments.rollouts, ranks=arguments.ranks)
     if arguments.json:
         print(json.dumps(proof.as_json(), indent=2))
         return 0 if proof.engine.trains else 1
@@ -40,6 +41,8 @@ def main(argv: list[str]) -> int:
     print(f"{proof.family}, cut to {proof.layers} layers, random weights, float32")
     for claim in proof.claims:
         print(f"  {claim}")
+    if proof.ranks and proof.ranks.no_place:
+        print(f"  --   megatron has no place for it: {proof.ranks.no_place}")
     print(_in_words(proof, with_rollouts=arguments.rollouts))
     unusable = not_computed(config.to_dict())
     if unusable is not None:
@@ -63,6 +66,8 @@ def _in_words(proof: Proof, *, with_rollouts: bool) -> str:
         words += " It is no critic and no reward model."
     if not proof.engine.has_adapters:
         words += " It learns without an adapter alone."
+    if proof.ranks:
+        words += _on_ranks(proof.ranks)
     if not with_rollouts:
         return words
     if proof.rollouts is None:
@@ -75,6 +80,23 @@ def _in_words(proof: Proof, *, with_rollouts: bool) -> str:
     )
 
 
+def _on_ranks(ranks: RankClaims) -> str:
+    """Return what follows for ranks that share the model."""
+    backends = {"fsdp": ranks.fsdp_agrees}
+    if not ranks.no_place:
+        backends["megatron"] = ranks.megatron_agrees
+    words = ""
+    for backend, agrees in backends.items():
+        if agrees:
+            words += f" Ranks of {backend} agree with it."
+        else:
+            words += (
+                f" Ranks of {backend} do not agree with it: do not take {backend} as a"
+                " backend."
+            )
+    return words
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="verl-ray prove", description=__doc__.partition("\n")[0]
@@ -85,6 +107,12 @@ def _parser() -> argparse.ArgumentParser:
         dest="rollouts",
         action="store_false",
         help="leave vLLM out, which takes half a minute",
+    )
+    parser.add_argument(
+        "--no-ranks",
+        dest="ranks",
+        action="store_false",
+        help="leave out ranks that share the model, which take up to half a minute",
     )
     parser.add_argument("--json", action="store_true", help="print values for machines")
     return parser

@@ -107,7 +107,8 @@ class EngineProof:
         self._reference = reference
         self._folder = folder
         self._rows = random_rows()
-        self._row_by_row = row_by_row(reference, self._rows)
+        self.row_by_row = row_by_row(reference, self._rows)
+        """What transformers computes."""
         self._balance = 0.0 if RouterWatch(backbone_of(reference)).count else None
 
     def examine(self) -> EngineClaims:
@@ -178,7 +179,7 @@ class EngineProof:
             batch = batch_of([self._rows[place] for place in order])
             outputs = engine.forward(batch, RequestedOutputs(log_probs=True, base=base))
             assert outputs.log_probs is not None
-            expected = torch.cat([self._row_by_row.log_probs[place] for place in order])
+            expected = torch.cat([self.row_by_row.log_probs[place] for place in order])
             actual = torch.from_numpy(outputs.log_probs[batch.response_mask])
             worst = max(worst, float((actual - expected).abs().max()))
         return worst
@@ -188,7 +189,7 @@ class EngineProof:
     ) -> tuple[float, str]:
         engine = self._engine(packs_rows=packs_rows, checkpointing=checkpointing)
         engine.forward_backward(batch_of(self._rows), SupervisedObjective())
-        expected = self._row_by_row.gradients
+        expected = self.row_by_row.gradients
         largest = max(float(value.abs().max()) for value in expected.values())
         differences = []
         for name, parameter in engine.model.hf.named_parameters():
@@ -217,15 +218,9 @@ class EngineProof:
         """Compare a directory that the engine writes with the one that it read."""
         again = self._folder.with_name(self._folder.name + "_written")
         self._engine().export(str(again))
-        before, after = _all_tensors(self._folder), _all_tensors(again)
+        difference = difference_of_directories(self._folder, again)
         shutil.rmtree(again)
-        different = sorted(before.keys() ^ after.keys())
-        if different:
-            return math.inf, f"names differ: {', '.join(different[:3])}"
-        return max(
-            (float((before[name].float() - after[name].float()).abs().max()), name)
-            for name in before
-        )
+        return difference
 
     def _values(self, *, packs_rows: bool) -> tuple[float, str]:
         engine = self._engine("value", packs_rows=packs_rows)
@@ -233,9 +228,7 @@ class EngineProof:
         values = engine.forward(batch, RequestedOutputs(values=True)).values
         assert values is not None
         score = engine.model.hf.score.weight[0].detach()
-        expected = torch.cat(
-            [hidden[:-1] @ score for hidden in self._row_by_row.hidden]
-        )
+        expected = torch.cat([hidden[:-1] @ score for hidden in self.row_by_row.hidden])
         actual = torch.from_numpy(values[batch.response_mask])
         return float((actual - expected).abs().max()), "score"
 
@@ -359,6 +352,21 @@ def row_by_row(reference: PreTrainedModel, rows: Sequence[Tensor]) -> RowByRow:
 def _forward(engine: PlainEngine, rows: Sequence[Tensor]) -> None:
     """Pass rows through the engine's model in one micro-batch."""
     engine.forward(batch_of(rows), RequestedOutputs(log_probs=True))
+
+
+def difference_of_directories(folder: Path, other: Path) -> tuple[float, str]:
+    """Return the largest difference of tensors of one name, and the name.
+
+    It is infinite where the names are not the same.
+    """
+    before, after = _all_tensors(folder), _all_tensors(other)
+    different = sorted(before.keys() ^ after.keys())
+    if different:
+        return math.inf, f"names differ: {', '.join(different[:3])}"
+    return max(
+        (float((before[name].float() - after[name].float()).abs().max()), name)
+        for name in before
+    )
 
 
 def _all_tensors(folder: Path) -> dict[str, Tensor]:

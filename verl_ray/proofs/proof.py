@@ -19,6 +19,7 @@ from verl_ray.models.routing import RouterWatch
 from verl_ray.proofs.claims import Claim
 from verl_ray.proofs.cut_model import cut_model
 from verl_ray.proofs.engine_proof import EngineClaims, EngineProof
+from verl_ray.proofs.rank_proof import RankClaims, expect, prove_ranks
 from verl_ray.proofs.rollout_proof import prove_rollouts
 
 if TYPE_CHECKING:
@@ -50,10 +51,14 @@ class Proof:
     """The `model_impl` with which vLLM agrees: "auto" or "transformers". None if it
     does not, or was not asked."""
 
+    ranks: RankClaims | None = None
+    """The claims about several ranks; None if they were not asked."""
+
     @property
     def claims(self) -> Sequence[Claim]:
         """All claims, those about the engine first."""
-        return [*self.engine.claims, *self.rollout_claims]
+        ranks = self.ranks.claims if self.ranks else ()
+        return [*self.engine.claims, *ranks, *self.rollout_claims]
 
     def as_json(self) -> dict[str, Any]:
         """Return it as values of JSON."""
@@ -64,17 +69,22 @@ class Proof:
             "packs_rows": self.engine.packs_rows,
             "has_values": self.engine.has_values,
             "has_adapters": self.engine.has_adapters,
+            "fsdp": self.ranks and self.ranks.fsdp_agrees,
+            "megatron": self.ranks and self.ranks.megatron_agrees,
+            "no_megatron": self.ranks and self.ranks.no_place,
             "rollouts": self.rollouts,
             "claims": [asdict(claim) | {"holds": claim.holds} for claim in self.claims],
         }
 
 
-def prove(config: PretrainedConfig, *, rollouts: bool) -> Proof:
+def prove(config: PretrainedConfig, *, rollouts: bool, ranks: bool = False) -> Proof:
     """Prove a model by its configuration, with random weights.
 
     Args:
         config: The configuration of the model.
         rollouts: Whether to ask vLLM as well, which takes half a minute.
+        ranks: Whether to ask ranks that share the model, which takes up to half a
+            minute.
 
     Raises:
         ModelError: The model cannot be cut or built.
@@ -85,14 +95,29 @@ def prove(config: PretrainedConfig, *, rollouts: bool) -> Proof:
         model.save_pretrained(folder)
         character_tokenizer(folder, _ALPHABET)
 
-        engine = EngineProof(model, folder).examine()
+        has_experts = RouterWatch(backbone_of(model)).count > 0
+        engine_proof = EngineProof(model, folder)
+        engine = engine_proof.examine()
+        rank_claims = None
+        if ranks and engine.trains:
+            expected = expect(
+                model,
+                engine_proof.row_by_row,
+                folder,
+                packs_rows=engine.packs_rows,
+                has_experts=has_experts,
+            )
+            # As much memory as the model takes three times.
+            del model, engine_proof
+            rank_claims = prove_ranks(expected)
+
         implementation = None
         rollout_claims: list[Claim] = []
         for each in _IMPLEMENTATIONS if rollouts and engine.trains else ():
             claims = prove_rollouts(
                 folder,
                 packs_rows=engine.packs_rows,
-                has_experts=RouterWatch(backbone_of(model)).count > 0,
+                has_experts=has_experts,
                 implementation=each,
             )
             rollout_claims += claims
@@ -105,6 +130,7 @@ def prove(config: PretrainedConfig, *, rollouts: bool) -> Proof:
         engine=engine,
         rollout_claims=rollout_claims,
         rollouts=implementation,
+        ranks=rank_claims,
     )
 
 
