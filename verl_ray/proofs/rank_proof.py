@@ -289,10 +289,11 @@ def _run(
 
 def main(connection: socket.socket) -> None:
     """Be a rank in this process, for the one at the other end."""
-    run_trial(connection, _be_rank)
+    run_trial(connection, be_rank)
 
 
-def _be_rank(fields: dict[str, Any], tell: Tell) -> Mapping[str, Any]:
+def be_rank(fields: dict[str, Any], tell: Tell) -> Mapping[str, Any]:
+    """Compute what a rank computes, and tell it, or how it failed."""
     try:
         _compute(fields, tell)
     except ModelError as error:
