@@ -32,7 +32,7 @@ from verl_ray.proofs.claims import Claim
 from verl_ray.proofs.rows import LENGTHS, batch_of, random_rows
 from verl_ray.proofs.trace import (
     ModuleCall,
-    failed_call,
+    described,
     first_difference,
     joined_calls,
     traced,
@@ -253,11 +253,16 @@ class EngineProof:
             for each in (engine, other)
         )
         assert adapted is not None and plain is not None
-        return max(
+        number, where = max(
             (new, "a new adapter changes the model"),
             (without, "the model without its adapter"),
             (float(np.abs(adapted - plain).max()), "the merged adapter"),
         )
+        if number > TOLERANCE and where == "the merged adapter":
+            calls, others = (_calls_of(each, self._rows) for each in (engine, other))
+            places = torch.arange(sum(LENGTHS))
+            where += f", {first_difference(calls, others, TOLERANCE, places)}"
+        return number, where
 
     # ------------------------------------------------------------------------ engines
 
@@ -315,9 +320,7 @@ def _claim(statement: str, tolerance: float, difference: Difference) -> Claim:
     try:
         number, where = difference()
     except Exception as error:  # whatever a family's code raises
-        message = f"{type(error).__name__}: {error}"
-        parts = (failed_call(error), message)
-        return Claim(statement, None, tolerance, ": ".join(filter(None, parts)))
+        return Claim(statement, None, tolerance, described(error))
     return Claim(statement, number, tolerance, where if number > tolerance else "")
 
 

@@ -294,12 +294,14 @@ def main(connection: socket.socket) -> None:
 
 def be_rank(fields: dict[str, Any], tell: Tell) -> Mapping[str, Any]:
     """Compute what a rank computes, and tell it, or how it failed."""
+    from verl_ray.proofs.trace import described
+
     try:
         _compute(fields, tell)
     except ModelError as error:
         tell("refused", {"refusal": str(error)})
     except Exception as error:  # whatever a family's code raises
-        tell("failed", {"failure": f"{type(error).__name__}: {error}"})
+        tell("failed", {"failure": described(error)})
     return {}
 
 

@@ -120,6 +120,12 @@ def first_difference(
     return None
 
 
+def described(error: BaseException) -> str:
+    """Return an error with its type, and the module of a model that raised it."""
+    parts = (failed_call(error), f"{type(error).__name__}: {error}")
+    return ": ".join(filter(None, parts))
+
+
 def failed_call(error: BaseException) -> str:
     """Return the innermost module of a model in whose forward an error arose.
 
