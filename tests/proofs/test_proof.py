@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from transformers import CONFIG_MAPPING
+from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
 
 from scripts.tiny_families import ALONE, PACKED, tiny_config
 from verl_ray.columns.batch import offsets_of
@@ -83,6 +84,16 @@ def one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "attend", leaking)
 
 
+def second_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the feed-forward of every layer read all tokens before, beside attention."""
+    computed = Gemma3MLP.forward
+
+    def mixing(self: Any, hidden: Any) -> Any:
+        return computed(self, hidden) + 0.1 * hidden.cumsum(1)
+
+    monkeypatch.setattr(Gemma3MLP, "forward", mixing)
+
+
 def other_borders(monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin to count positions anew where no row begins.
 
@@ -150,6 +161,7 @@ def first_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     ("family", "break_it", "statement", "where"),
     [
         ("gemma3_text", one_row, "no row sees another row", "layers.1.self_attn"),
+        ("gemma3_text", second_path, "no row sees another row", "layers.0.mlp"),
         ("gemma3_text", other_borders, "log-probs of packed rows", "rotary_emb"),
         ("gemma3_text", no_window, "log-probs of packed rows", "layers.0.self_attn"),
         (

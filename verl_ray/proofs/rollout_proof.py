@@ -6,13 +6,18 @@ its own, since some of its models change classes of transformers.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import socket
-from collections.abc import Mapping
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from verl_ray.processes.trial import Tell, run_trial, try_in_child
 from verl_ray.proofs.claims import Claim
@@ -22,6 +27,7 @@ if TYPE_CHECKING:
 
     from verl_ray.engine.plain import PlainEngine
     from verl_ray.rollout.probes import Probe
+    from verl_ray.rollout.requests import Float32, Tokens
     from verl_ray.rollout.vllm_engine import VllmEngine
     from verl_ray.weight_sync.fingerprint import Fingerprint
     from verl_ray.weight_sync.manifest import Manifest, Slice
@@ -62,12 +68,15 @@ def prove_rollouts(
         "implementation": implementation,
     }
     messages, cause = try_in_child(__name__, fields, DEADLINE_S)
-    differences = [
-        message.fields["difference"] for message in messages if message.kind == "load"
-    ]
+    loads = [message.fields for message in messages if message.kind == "load"]
     claims = [
-        Claim(_statement(number, implementation), difference, TOLERANCE)
-        for number, difference in enumerate(differences)
+        Claim(
+            _statement(number, implementation),
+            load["difference"],
+            TOLERANCE,
+            load["where"],
+        )
+        for number, load in enumerate(loads)
     ]
     if len(claims) < LOADS:
         failure = next(
@@ -89,10 +98,11 @@ def _statement(number: int, implementation: str) -> str:
 
 def main(connection: socket.socket) -> None:
     """Compute the differences in this process, for the one at the other end."""
-    run_trial(connection, _compare)
+    run_trial(connection, compare)
 
 
-def _compare(fields: dict[str, Any], tell: Tell) -> Mapping[str, Any]:
+def compare(fields: dict[str, Any], tell: Tell) -> Mapping[str, Any]:
+    """Tell the difference after each load, or how vLLM failed."""
     try:
         _load_and_compare(fields, tell)
     except Exception as error:  # whatever vLLM raises is what the proof shows
@@ -134,9 +144,15 @@ def _load_and_compare(fields: dict[str, Any], tell: Tell) -> None:
         str(folder), config, max_model_len=MAX_MODEL_LEN, seed=0, device="cpu"
     )
     manifest = trainer.manifest()
+    agreed = False
     for version, publication in enumerate(publications):
         difference = _difference(engine, manifest, version, publication)
-        tell("load", {"difference": difference})
+        agrees = difference <= TOLERANCE
+        where = ""
+        if agreed and not agrees:
+            where = _stale_weights(engine, trainer, version, publication.probe.rows)
+        tell("load", {"difference": difference, "where": where})
+        agreed = agrees
 
 
 @dataclass(frozen=True)
@@ -149,36 +165,47 @@ class _Publication:
 
 def _publication(trainer: PlainEngine, version: int) -> _Publication:
     """Change the weights, but for version 0, and return them."""
-    import torch
-
-    from verl_ray.ops.outputs import RequestedOutputs
-    from verl_ray.proofs.rows import batch_of, random_rows
+    from verl_ray.proofs.rows import random_rows
     from verl_ray.rollout.probes import Probe
 
     if version:
-        generator = torch.Generator().manual_seed(version)
-        with torch.no_grad():
-            for parameter in trainer.model.parameters():
-                noise = torch.randn(parameter.shape, generator=generator)
-                parameter.add_(NOISE * noise)
+        for name, parameter in trainer.model.hf.named_parameters():
+            _change(name, parameter, version)
 
     names = [parameter.name for parameter in trainer.manifest().sent]
     tensors = {
         part.name: (part, values.clone()) for part, values in trainer.shards(names)
     }
-    rows = random_rows()
-    batch = batch_of(rows)
+    rows = tuple(row.numpy().astype("int32") for row in random_rows())
+    probe = Probe(rows, _log_probs(trainer, rows), math.inf)
+    return _Publication(tensors, probe)
+
+
+def _change(name: str, parameter: Tensor, version: int, sign: float = 1) -> None:
+    """Add to a parameter what a version adds to it, or take that away."""
+    import torch
+
+    seed = zlib.crc32(f"{version}:{name}".encode())
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(parameter.shape, generator=generator)
+    with torch.no_grad():
+        parameter.add_(noise, alpha=sign * NOISE)
+
+
+def _log_probs(trainer: PlainEngine, rows: Sequence[Tokens]) -> tuple[Float32, ...]:
+    """Return what the trainer computes of each row's tokens after the first."""
+    import torch
+
+    from verl_ray.ops.outputs import RequestedOutputs
+    from verl_ray.proofs.rows import batch_of
+
+    batch = batch_of([torch.from_numpy(row) for row in rows])
     log_probs = trainer.forward(batch, RequestedOutputs(log_probs=True)).log_probs
     assert log_probs is not None
     starts, ends = batch.offsets[:-1], batch.offsets[1:]
-    probe = Probe(
-        tuple(row.numpy().astype("int32") for row in rows),
-        tuple(
-            log_probs[start + 1 : end] for start, end in zip(starts, ends, strict=True)
-        ),
-        math.inf,
+    return tuple(
+        log_probs[start + 1 : end] for start, end in zip(starts, ends, strict=True)
     )
-    return _Publication(tensors, probe)
 
 
 def _difference(
@@ -206,3 +233,68 @@ def _difference(
         remove(address)
     engine.commit(sent, verification_follows=True)
     return engine.verify(publication.probe)
+
+
+# ------------------------------------------------------------------- stale weights
+
+
+def _stale_weights(
+    engine: VllmEngine, trainer: PlainEngine, version: int, rows: Sequence[Tokens]
+) -> str:
+    """Return which weights of load 1 vLLM still computes with.
+
+    They are all that begin with a module's name, in one layer or in each. It is empty
+    if none of them explain what vLLM computes.
+    """
+    actual = _continued(engine, rows)
+    parameters = dict(trainer.model.hf.named_parameters())
+
+    def change(names: Iterable[str], versions: range, sign: int) -> None:
+        for name, each in itertools.product(names, versions):
+            _change(name, parameters[name], each, sign)
+
+    stale = ""
+    # The trainer has the weights of the last load.
+    change(parameters, range(version + 1, LOADS), -1)
+    for pattern, names in _suspects(parameters):
+        change(names, range(1, version + 1), -1)
+        expected = _log_probs(trainer, rows)
+        change(names, range(1, version + 1), 1)
+        differences = map(np.subtract, actual, expected)
+        if max(np.abs(each).max() for each in differences) <= TOLERANCE:
+            stale = f"vLLM keeps {pattern} of load 1"
+            break
+    change(parameters, range(version + 1, LOADS), 1)
+    return stale
+
+
+def _suspects(names: Iterable[str]) -> list[tuple[str, set[str]]]:
+    """Return patterns of names with the names that have them, the fewest first."""
+    suspects: dict[str, set[str]] = defaultdict(set)
+    for name in names:
+        parts = name.split(".")
+        in_each_layer = ["*" if part.isdigit() else part for part in parts]
+        for spelling in (parts, in_each_layer):
+            suspects[".".join(spelling)].add(name)
+            for depth in range(1, len(parts)):
+                suspects[".".join([*spelling[:depth], "*"])].add(name)
+    return sorted(suspects.items(), key=lambda suspect: len(suspect[1]))
+
+
+def _continued(engine: VllmEngine, rows: Sequence[Tokens]) -> list[Float32]:
+    """Return what vLLM computes of each row's tokens after the first."""
+    from verl_ray.rollout.requests import GenerationRequest, Sampling
+
+    sampling = Sampling(0.0, 1.0, -1, 1, stop_token_ids=())
+    engine.submit(
+        [
+            GenerationRequest(number, row, sampling, seed=0, scores_prompt=True)
+            for number, row in enumerate(rows)
+        ]
+    )
+    log_probs = {}
+    while engine.unfinished:
+        for chunk in engine.step():
+            if chunk.prompt is not None:
+                log_probs[chunk.request_id] = chunk.prompt.log_probs
+    return [log_probs[number] for number in range(len(rows))]
