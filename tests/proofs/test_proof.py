@@ -117,6 +117,20 @@ def no_window(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def not_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the attention of layer 1 compute a NaN for the last token but one."""
+    attend = attention.attend
+
+    def broken(module: Any, *tensors: Any, **others: Any) -> Any:
+        outputs, weights = attend(module, *tensors, **others)
+        if module.layer_idx == 1:
+            outputs = outputs.clone()
+            outputs[:, -2] = float("nan")
+        return outputs, weights
+
+    monkeypatch.setattr(attention, "attend", broken)
+
+
 def swapped_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give expert 0 the down projection of expert 1, and the other way round."""
 
@@ -163,6 +177,7 @@ def first_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         ("gemma3_text", one_row, "no row sees another row", "layers.1.self_attn"),
         ("gemma3_text", second_path, "no row sees another row", "layers.0.mlp"),
         ("gemma3_text", other_borders, "log-probs of packed rows", "rotary_emb"),
+        ("gemma3_text", not_a_number, "log-probs of packed rows", "layers.1.self_attn"),
         ("gemma3_text", no_window, "log-probs of packed rows", "layers.0.self_attn"),
         (
             "mixtral",

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -35,6 +34,7 @@ from verl_ray.proofs.trace import (
     described,
     first_difference,
     joined_calls,
+    largest,
     traced,
 )
 
@@ -181,7 +181,7 @@ class EngineProof:
             assert outputs.log_probs is not None
             expected = torch.cat([self.row_by_row.log_probs[place] for place in order])
             actual = torch.from_numpy(outputs.log_probs[batch.response_mask])
-            worst = max(worst, float((actual - expected).abs().max()))
+            worst = max(worst, largest(actual - expected))
         return worst
 
     def _gradients(
@@ -190,13 +190,13 @@ class EngineProof:
         engine = self._engine(packs_rows=packs_rows, checkpointing=checkpointing)
         engine.forward_backward(batch_of(self._rows), SupervisedObjective())
         expected = self.row_by_row.gradients
-        largest = max(float(value.abs().max()) for value in expected.values())
+        scale = max(float(value.abs().max()) for value in expected.values())
         differences = []
         for name, parameter in engine.model.hf.named_parameters():
             zero = torch.zeros_like(parameter)
             actual = zero if parameter.grad is None else parameter.grad
-            difference = (actual - expected.get(name, zero)).abs().max()
-            differences.append((float(difference) / largest, name))
+            difference = largest(actual - expected.get(name, zero))
+            differences.append((difference / scale, name))
         return max(differences)
 
     def _neighbours(self) -> tuple[float, str]:
@@ -209,7 +209,7 @@ class EngineProof:
             _calls_of(engine, changed),
         )
         places = torch.arange(LENGTHS[0], tokens)
-        worst = float((calls[-1].outputs - others[-1].outputs)[places].abs().max())
+        worst = largest((calls[-1].outputs - others[-1].outputs)[places])
         if worst <= TOLERANCE:
             return worst, ""
         return worst, first_difference(calls, others, TOLERANCE, places) or ""
@@ -230,7 +230,7 @@ class EngineProof:
         score = engine.model.hf.score.weight[0].detach()
         expected = torch.cat([hidden[:-1] @ score for hidden in self.row_by_row.hidden])
         actual = torch.from_numpy(values[batch.response_mask])
-        return float((actual - expected).abs().max()), "score"
+        return largest(actual - expected), "score"
 
     def _adapter(self, *, packs_rows: bool) -> tuple[float, str]:
         """Compare a model with its adapter and the model with the adapter merged."""
@@ -256,7 +256,7 @@ class EngineProof:
         number, where = max(
             (new, "a new adapter changes the model"),
             (without, "the model without its adapter"),
-            (float(np.abs(adapted - plain).max()), "the merged adapter"),
+            (largest(torch.from_numpy(adapted - plain)), "the merged adapter"),
         )
         if number > TOLERANCE and where == "the merged adapter":
             calls, others = (_calls_of(each, self._rows) for each in (engine, other))
@@ -367,8 +367,7 @@ def difference_of_directories(folder: Path, other: Path) -> tuple[float, str]:
     if different:
         return math.inf, f"names differ: {', '.join(different[:3])}"
     return max(
-        (float((before[name].float() - after[name].float()).abs().max()), name)
-        for name in before
+        (largest(before[name].float() - after[name].float()), name) for name in before
     )
 
 

@@ -215,6 +215,7 @@ def _claims_of(
         TOLERANCE,
         difference_of_directories,
     )
+    from verl_ray.proofs.trace import largest
 
     root = expected.folder.parent
     with tempfile.TemporaryDirectory(prefix="ranks-", dir=root) as folder:
@@ -225,8 +226,8 @@ def _claims_of(
         stepped = difference_of_directories(expected.stepped, Path(folder, "stepped"))
 
     worst = max(
-        (_largest_difference(log_probs[row], row_log_probs), f"row {row}")
-        for row, row_log_probs in enumerate(expected.log_probs)
+        (largest(expected_row - expected_row.new_tensor(log_probs[row])), f"row {row}")
+        for row, expected_row in enumerate(expected.log_probs)
     )
     differences = {
         "tensors": (*written, 0.0),
@@ -237,10 +238,6 @@ def _claims_of(
         Claim(f"{what} on {name}", number, most, where if number > most else "")
         for what, (number, where, most) in differences.items()
     ]
-
-
-def _largest_difference(actual: Sequence[float], expected: Tensor) -> float:
-    return float((expected - expected.new_tensor(actual)).abs().max())
 
 
 def _run(

@@ -7,6 +7,7 @@ inside of it had.
 from __future__ import annotations
 
 import linecache
+import math
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -151,4 +152,12 @@ def failed_call(error: BaseException) -> str:
 
 
 def _distance(values: Tensor, others: Tensor, places: Tensor) -> float:
-    return float((values[places] - others[places]).abs().max())
+    return largest(values[places] - others[places])
+
+
+def largest(differences: Tensor) -> float:
+    """Return the largest size of an element, which is infinite for one that is NaN.
+
+    The maximum of Python would lose a NaN.
+    """
+    return float(differences.abs().nan_to_num(nan=math.inf, posinf=math.inf).max())
