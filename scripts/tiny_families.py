@@ -66,6 +66,15 @@ _WINDOWS = {"layer_types": ["sliding_attention", "full_attention"]}
 _OWN: dict[str, dict[str, Any]] = {
     "gemma2": _WINDOWS,
     "gemma3_text": _WINDOWS,
+    "gemma3": {
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+            "image_size": 28,
+        },
+    },
     "olmo3": _WINDOWS,
     "gpt_oss": _WINDOWS,
     "exaone4": _WINDOWS,
@@ -169,4 +178,8 @@ def tiny_config(family: str, **changes: Any) -> PretrainedConfig:
     if {"kv_lora_rank", "qk_rope_head_dim"} <= fields:
         # Latent attention has sizes of its own.
         sizes.pop("head_dim")
+    if "text_config" in fields:
+        # The class of Gemma 3 with a vision tower computes no cap of logits.
+        text = tiny_config(f"{family}_text", final_logit_softcapping=None)
+        sizes["text_config"] = text.to_dict()
     return kind(**sizes | _OWN.get(family, {}) | changes)

@@ -38,7 +38,9 @@ def main(argv: list[str]) -> int:
         print(json.dumps(proof.as_json(), indent=2))
         return 0 if proof.engine.trains else 1
 
-    print(f"{proof.family}, cut to {proof.layers} layers, random weights, float32")
+    part = "" if proof.whole is None else f", the text part of {proof.whole}"
+    size = f"cut to {proof.layers} layers, random weights, float32"
+    print(f"{proof.family}{part}, {size}")
     for claim in proof.claims:
         print(f"  {claim}")
     if proof.ranks and proof.ranks.no_place:

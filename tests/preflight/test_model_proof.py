@@ -6,13 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from controllers.command_line import main
 from controllers.compose.composition import examine
 from scripts.tiny_families import tiny_config
 from verl_ray.preflight import model_directories, model_proof
 from verl_ray.preflight.model_directories import content_problems
+from verl_ray.preflight.model_files import config_json, tensor_shapes
 from verl_ray.preflight.model_proof import ModelProof, proof_of
+from verl_ray.proofs.cut_model import random_model
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +75,34 @@ def test_a_family_is_refused_for_a_proof_that_fails(tmp_path: Path) -> None:
     )
     assert problem.rule.endswith("layers.0.self_attn")
     assert problem.fix == f"verl-ray prove {path} shows all; take another model."
+
+
+def test_a_model_that_sees_images_is_looked_at_by_its_text_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_directories, "proof_of", lambda path: ModelProof())
+    whole = random_model(tiny_config("gemma3"), seed=1)
+    whole.save_pretrained(tmp_path)
+
+    def problems() -> list[str]:
+        found = content_problems(
+            "model.path", str(tmp_path), head="policy", is_judge=False, needs_files=False
+        )  # fmt: skip
+        return [problem.rule for problem in found]
+
+    assert problems() == []
+    assert config_json(str(tmp_path))["hidden_size"] == 128
+    language_model = whole.model.language_model
+    sizes = {
+        f"model.{name}": list(value.shape)
+        for name, value in language_model.named_parameters()
+    }
+    assert tensor_shapes(str(tmp_path)) == sizes
+
+    file = tmp_path / "model.safetensors"
+    tower = {name: value for name, value in load_file(file).items() if "vision" in name}
+    save_file(tower, file)
+    assert problems() == ["none of its tensors has the name of a language model's"]
 
 
 def test_each_use_that_a_proof_does_not_allow_names_its_key(

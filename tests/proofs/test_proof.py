@@ -68,6 +68,17 @@ def test_a_state_that_leaks_is_named_and_rows_of_one_length_are_computed(
     assert claim(proof, "log-probs of rows of one length").holds
 
 
+def test_logits_that_the_whole_model_makes_otherwise_are_named() -> None:
+    """The class of Gemma 3 with a vision tower leaves out the cap of its text part."""
+    config = tiny_config("gemma3")
+    config.text_config.final_logit_softcapping = 5.0
+    proof = prove(config, rollouts=False)
+    assert (proof.whole, proof.family) == ("gemma3", "gemma3_text")
+    (broken,) = (each for each in proof.claims if not each.holds)
+    assert broken.statement == "logits of the whole model" and broken.number == 5.0
+    assert not proof.engine.trains and "softcap=5.0" in broken.where
+
+
 # --------------------------------------------------------------- broken on purpose
 
 
@@ -273,7 +284,7 @@ def test_an_error_of_a_family_is_named_with_its_layer_and_statement() -> None:
         assert word in str(proof.engine.failure)
 
 
-@pytest.mark.parametrize("family", ["t5", "gemma3"])
+@pytest.mark.parametrize("family", ["t5", "qwen3_vl"])
 def test_what_is_no_decoder_is_refused_in_words(family: str) -> None:
     with pytest.raises(ModelError, match=f"of a {family}|a {family} model"):
         prove(CONFIG_MAPPING[family](), rollouts=False)

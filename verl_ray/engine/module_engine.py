@@ -41,7 +41,7 @@ from verl_ray.models.export import (
     describe_parameter,
     owned_part,
 )
-from verl_ray.models.lora import adapter_name, merged, write_config
+from verl_ray.models.lora import adapter_name, file_name, merged, write_config
 from verl_ray.models.names import Box, is_adapter
 from verl_ray.models.role_model import RoleModel, build_role_model, fill_role_model
 from verl_ray.models.tensor_sources import CheckpointReader, TensorSource
@@ -307,7 +307,7 @@ class ModuleEngine(PackedEngine):
             if value.requires_grad
         }
         parameters = tuple(
-            describe_parameter(adapter_name(name), value)
+            describe_parameter(file_name(name, self.spec.model_path), value)
             for name, value in learning.items()
         )
         return parameters, (self.gather(value) for value in learning.values())

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ from verl_ray.engine.optimizer import (
 from verl_ray.errors import EngineError
 from verl_ray.learning.objectives import LossInputs, Objective, without_uncounted
 from verl_ray.models.attention import plan_layout
-from verl_ray.models.export import write_directory
+from verl_ray.models.export import Configure, with_other_parts, write_directory
 from verl_ray.models.role_model import PackedRows, RoleModel
 from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
 from verl_ray.parallel.sharding import PackedTokens, ShardingManager
@@ -386,7 +386,7 @@ class PackedEngine(Engine):
     def _write(
         self,
         folder: Path,
-        configure: Callable[[Path], None],
+        configure: Configure,
         parameters: Sequence[Parameter],
         tensors: Iterator[Tensor],
         *,
@@ -402,13 +402,18 @@ class PackedEngine(Engine):
             stem: Name of the safetensors file without its ending.
         """
         if self.rank == 0:
+            source = Path(self.spec.model_path)
+            if self.head == "policy" and stem == "model":
+                configure, parameters, tensors = with_other_parts(
+                    source, configure, parameters, tensors
+                )
             write_directory(
                 folder,
                 configure,
                 parameters,
                 tensors,
                 stem=stem,
-                tokenizer_from=Path(self.spec.model_path),
+                tokenizer_from=source,
                 chat_template=self.spec.chat_template,
             )
         else:

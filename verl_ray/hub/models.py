@@ -46,6 +46,7 @@ SETTINGS = (
     "merges.txt",
     "chat_template.*",
     "additional_chat_templates/*.jinja",
+    "*processor_config.json",
     INDEX,
 )
 """Files of a model besides its weights."""

@@ -13,10 +13,11 @@ alone reads it, for fixed rows that depend on nothing but the size of the vocabu
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,6 +35,7 @@ from verl_ray.data.tokenizers import (
     has_vocabulary,
     load_tokenizer,
 )
+from verl_ray.hub.model_folders import json_object
 from verl_ray.models.lora import adapter_name
 from verl_ray.models.names import (
     TYPE_NAMES,
@@ -41,9 +43,12 @@ from verl_ray.models.names import (
     CheckpointTensor,
     is_adapter,
 )
+from verl_ray.models.parts import whole_model_class
 from verl_ray.models.role_model import RoleModel
+from verl_ray.models.tensor_sources import CheckpointReader
 from verl_ray.models.weights import is_first_copy, own_box, saved_buffers
 from verl_ray.profiling.progress import advance
+from verl_ray.settings.config_json import has_other_parts, text_name
 from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice
 
 # ----------------------------------------------------------------------------- manifest
@@ -156,6 +161,7 @@ COPIED_FILES = (
     "merges.txt",
     "chat_template*",
     "added_tokens.json",
+    "*processor_config.json",
 )
 """Patterns of the files that an exported directory takes over from its model's."""
 
@@ -171,9 +177,13 @@ class _File:
     parameters: tuple[Parameter, ...]
 
 
+Configure = Callable[[Path], object]
+"""Writes a model's configuration into a directory."""
+
+
 def write_directory(
     folder: Path,
-    configure: Callable[[Path], None],
+    configure: Configure,
     parameters: Sequence[Parameter],
     tensors: Iterable[Tensor],
     *,
@@ -202,6 +212,47 @@ def write_directory(
         _write_turns(folder, tokenizer_from, chat_template)
 
     write_tensors(folder, parameters, tensors, stem=stem)
+
+
+def with_other_parts(
+    source: Path,
+    configure: Configure,
+    parameters: Sequence[Parameter],
+    tensors: Iterator[Tensor],
+) -> tuple[Configure, Sequence[Parameter], Iterator[Tensor]]:
+    """Complete a text part by the other parts of its model, such as a vision tower.
+
+    They stay as they are in the model's directory, as do the names of all tensors and
+    the configuration. A model that is all text is complete.
+
+    Args:
+        source: The directory of the model.
+        configure: Writes the configuration of the text part.
+        parameters: Describes the tensors of the text part.
+        tensors: The tensors, in the order of `parameters`.
+
+    Returns:
+        The arguments of the whole model.
+    """
+    settings_file = source / "config.json"
+    if not has_other_parts(json_object(settings_file)):
+        return configure, parameters, tensors
+
+    reader = CheckpointReader(str(source), all_parts=True)
+    published = {text_name(name): name for name in reader}
+    others = [
+        Parameter(name, shape, str(dtype).removeprefix("torch."), None)
+        for name, (shape, dtype) in reader.header.items()
+        if text_name(name) is None
+    ]
+    return (
+        lambda folder: shutil.copyfile(settings_file, folder / settings_file.name),
+        [
+            *(replace(each, name=published[each.name]) for each in parameters),
+            *others,
+        ],
+        itertools.chain(tensors, (reader[each.name] for each in others)),
+    )
 
 
 def _write_turns(folder: Path, tokenizer_from: Path, chat_template: str | None) -> None:
@@ -411,12 +462,17 @@ def _plain_model(path: str, policy: bool) -> Any:
 
 
 def _load(folder: str, policy: bool) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoConfig, AutoModelForSequenceClassification
 
+    settings: dict[str, Any] = {
+        "local_files_only": True,
+        "dtype": torch.float32,
+        # The other ways leave out caps and sinks without a word.
+        "attn_implementation": "eager",
+    }
     if policy:
-        return AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, dtype=torch.float32
-        )
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        return whole_model_class(config).from_pretrained(folder, **settings)
     return AutoModelForSequenceClassification.from_pretrained(
-        folder, local_files_only=True, dtype=torch.float32, num_labels=1
+        folder, num_labels=1, **settings
     )

@@ -19,7 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from verl_ray.config.roles import LoraConfig
 from verl_ray.errors import ModelError
+from verl_ray.hub.model_folders import json_object
 from verl_ray.models.names import is_adapter
+from verl_ray.settings.config_json import has_other_parts
 
 if TYPE_CHECKING:
     import peft
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 
 ADAPTER = "default"
 """The name that peft gives to an only adapter."""
+
+_BODY = "base_model.model.model."
+"""What the names of the body's tensors begin with in an adapter's file."""
 
 BASE_WEIGHT = ".base_layer.weight"
 
@@ -145,6 +150,24 @@ def adapter_name(name: str) -> str:
     return "base_model.model." + name.replace(f".{ADAPTER}.", ".")
 
 
+def file_name(name: str, base: str) -> str:
+    """Return the name of a parameter in an adapter's file.
+
+    Args:
+        name: The parameter's name in the model.
+        base: The directory of the base model. Where it sees images as well, the
+            adapted layers are those of the language model inside.
+    """
+    own_name = adapter_name(name)
+    if not _has_other_parts(base):
+        return own_name
+    return own_name.replace(_BODY, f"{_BODY}language_model.", 1)
+
+
+def _has_other_parts(base: str) -> bool:
+    return has_other_parts(json_object(Path(base, "config.json")))
+
+
 def write_config(
     folder: Path, config: LoraConfig, base: str, kind: Literal["policy", "value"]
 ) -> None:
@@ -164,6 +187,10 @@ def write_config(
     else:
         settings.task_type = "SEQ_CLS"
         settings.modules_to_save = ["score"]
+    if _has_other_parts(base):
+        # Layers of a vision tower may have the same names.
+        targets = "|".join(config.targets)
+        settings.target_modules = rf".*\.language_model\..*\.({targets})"
     settings.inference_mode = True
     settings.save_pretrained(str(folder))
 

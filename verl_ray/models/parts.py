@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from verl_ray.errors import ModelError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+def text_config(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the configuration of the text part of a model, or `config` if it is all.
+
+    A model that sees images as well says for all its parts whether the head is tied.
+    """
+    text: PretrainedConfig | None = getattr(config, "text_config", None)
+    if text is None:
+        return config
+    text.tie_word_embeddings = config.tie_word_embeddings
+    return text
+
+
+def whole_model_class(config: PretrainedConfig) -> Any:
+    """Return transformers' automatic class of a model, whatever it sees beside text."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    if type(config) in AutoModelForImageTextToText._model_mapping:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
 
 
 def backbone_of(hf: PreTrainedModel) -> PreTrainedModel:

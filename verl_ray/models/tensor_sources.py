@@ -19,9 +19,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from verl_ray.errors import ModelError
-from verl_ray.hub.model_folders import INDEX
+from verl_ray.hub.model_folders import INDEX, json_object
 from verl_ray.models.names import TYPE_NAMES, Box
+from verl_ray.models.parts import text_config
 from verl_ray.profiling.progress import advance
+from verl_ray.settings.config_json import has_other_parts, text_name
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -68,17 +70,29 @@ class TensorSource(Collection[str]):
 class CheckpointReader(TensorSource):
     """A model directory that every rank reads by itself.
 
-    The files are memory-mapped, and only the requested part of a tensor is read.
+    The files are memory-mapped, and only the requested part of a tensor is read. Of a
+    model that sees images as well, the text part is read, under the names of a model
+    that is all text.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, all_parts: bool = False) -> None:
+        """Open the files.
+
+        Args:
+            path: The directory.
+            all_parts: Whether all tensors are meant, under the names of the files.
+        """
         files = _safetensors_files(path)
+        settings = json_object(Path(path, "config.json"))
+        renames = has_other_parts(settings) and not all_parts
         self._path = path
         self._slices = {}
         for file in files:
             opened = safe_open(file, framework="pt")
-            for name in opened.keys():  # noqa: SIM118 - not a mapping
-                self._slices[name] = opened.get_slice(name)
+            for published in opened.keys():  # noqa: SIM118 - not a mapping
+                name = text_name(published) if renames else published
+                if name is not None:
+                    self._slices[name] = opened.get_slice(published)
 
         header = {}
         for name, part in self._slices.items():
@@ -94,9 +108,11 @@ class CheckpointReader(TensorSource):
     def config(self, **settings: Any) -> PretrainedConfig:
         from transformers import AutoConfig
 
-        config: PretrainedConfig = AutoConfig.from_pretrained(
-            self._path, local_files_only=True, **settings
+        config = text_config(
+            AutoConfig.from_pretrained(self._path, local_files_only=True)
         )
+        for name, value in settings.items():
+            setattr(config, name, value)
         return config
 
     def read(self, name: str, box: Box) -> Tensor:

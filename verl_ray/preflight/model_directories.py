@@ -412,8 +412,15 @@ def _file_problems(
         yield Problem(key, path, rule, "Copy or save the model again.")
         return
 
+    shapes = tensor_shapes(path)
+    if not are_pending and not shapes and any(directory.glob("*.safetensors")):
+        rule = "none of its tensors has the name of a language model's"
+        fix = "Give a model that generates text."
+        yield Problem(key, path, rule, fix)
+        return
+
     difference = _unexpected_tensor(
-        config_json(path), tensor_shapes(path), head=head, is_judge=is_judge
+        config_json(path), shapes, head=head, is_judge=is_judge
     )
     if difference is not None:
         rule = (

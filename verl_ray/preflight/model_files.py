@@ -35,6 +35,9 @@ from verl_ray.settings.config_json import (
     VALUE_HEAD,
     chooses_experts,
     described_tensors,
+    has_other_parts,
+    text_name,
+    text_part,
     wrong_value,
 )
 
@@ -115,10 +118,15 @@ def tensor_shapes(path: str) -> dict[str, list[int]]:
     """Return the shape of every tensor in a directory's safetensors by its name.
 
     Without weights, or without all of them, they are those that config.json describes.
+    Of a model that sees images as well, they are those of the text.
     """
     if absent_weights(path):
         return _described_shapes(config_json(path))
-    return {name: tensor["shape"] for name, tensor in _tensors(path)}
+    shapes = {name: tensor["shape"] for name, tensor in _tensors(path)}
+    if not has_other_parts(json_object(Path(path) / "config.json")):
+        return shapes
+    names = {name: text_name(name) for name in shapes}
+    return {text: shapes[name] for name, text in names.items() if text is not None}
 
 
 def _described_shapes(settings: Mapping[str, object]) -> dict[str, list[int]]:
@@ -239,9 +247,10 @@ def config_json(path: str) -> dict[str, object]:
 def raw_config_json(path: str) -> dict[str, object]:
     """Return the config.json of a model directory, whatever its values are.
 
-    It is empty if it cannot be read.
+    It is empty if it cannot be read. Of a model that sees images as well, it is what
+    the file says of the text.
     """
-    return json_object(Path(path) / "config.json")
+    return dict(text_part(json_object(Path(path) / "config.json")))
 
 
 def has_experts(path: str) -> bool:

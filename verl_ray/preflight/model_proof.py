@@ -23,7 +23,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from verl_ray.preflight.model_files import raw_config_json
+from verl_ray.hub.model_folders import json_object
 from verl_ray.processes.trial import Tell, run_trial, try_in_child
 from verl_ray.profiling.phases import blocking
 from verl_ray.settings.config_json import FAMILIES, has_windows
@@ -63,7 +63,8 @@ def proof_of(path: str) -> ModelProof:
 
     A directory that is not there yet is that of a model which the run makes.
     """
-    settings = raw_config_json(path)
+    # The text part of a model that sees images is proven as a part of this model.
+    settings = json_object(Path(path) / "config.json")
     if not settings or _is_described(settings):
         return ModelProof()
     return _proof_of(path, json.dumps(settings, sort_keys=True))

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from verl_ray.errors import ModelError
-from verl_ray.models.parts import backbone_of, blocks_of
+from verl_ray.models.parts import backbone_of, blocks_of, whole_model_class
 from verl_ray.models.weights import saved_tensors
 from verl_ray.settings.config_json import EXPERT_COUNTS
 
@@ -195,24 +195,20 @@ def _kind(block: nn.Module) -> Hashable:
 
 
 def model_on_meta(config: PretrainedConfig) -> PreTrainedModel:
-    """Build a causal language model whose parameters have no memory."""
-    from transformers import AutoModelForCausalLM
-
+    """Build a language model whose parameters have no memory."""
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        model: PreTrainedModel = whole_model_class(config).from_config(config)
     return model
 
 
 def random_model(config: PretrainedConfig, seed: int) -> PreTrainedModel:
-    """Build a causal language model with random weights, in float32.
+    """Build a language model with random weights, in float32.
 
     It computes attention as its family's code does, without any kernel.
     """
-    from transformers import AutoModelForCausalLM
-
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        model: PreTrainedModel = whole_model_class(config).from_config(
             config, dtype=torch.float32, attn_implementation="eager"
         )
     generator = torch.Generator().manual_seed(seed)

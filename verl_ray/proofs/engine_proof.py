@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +89,11 @@ class EngineClaims:
 
     has_adapters: bool = False
     """Whether it can learn by an adapter."""
+
+    def with_needed(self, claim: Claim) -> EngineClaims:
+        """Add a claim that must hold for the model to be trained."""
+        failure = self.failure or (None if claim.holds else str(claim))
+        return replace(self, claims=[*self.claims, claim], failure=failure)
 
     @property
     def trains(self) -> bool:

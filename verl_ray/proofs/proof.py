@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.errors import ModelError
-from verl_ray.models.parts import backbone_of
+from verl_ray.models.heads import logit_shape
+from verl_ray.models.parts import backbone_of, text_config
 from verl_ray.models.routing import RouterWatch
 from verl_ray.proofs.claims import Claim
-from verl_ray.proofs.cut_model import cut_model
+from verl_ray.proofs.cut_model import cut_model, model_on_meta
 from verl_ray.proofs.engine_proof import EngineClaims, EngineProof
 from verl_ray.proofs.rank_proof import RankClaims, expect, prove_ranks
 from verl_ray.proofs.rollout_proof import prove_rollouts
@@ -42,6 +43,10 @@ class Proof:
     layers: int
     """Layers of the cut model, two of each kind."""
 
+    whole: str | None
+    """The model_type of the model whose text part was proven; None if it has no other
+    part."""
+
     engine: EngineClaims
 
     rollout_claims: Sequence[Claim]
@@ -65,6 +70,7 @@ class Proof:
         return {
             "family": self.family,
             "layers": self.layers,
+            "whole": self.whole,
             "trains": self.engine.trains,
             "packs_rows": self.engine.packs_rows,
             "has_values": self.engine.has_values,
@@ -81,7 +87,7 @@ def prove(config: PretrainedConfig, *, rollouts: bool, ranks: bool = False) -> P
     """Prove a model by its configuration, with random weights.
 
     Args:
-        config: The configuration of the model.
+        config: The configuration of the model, of which the text part is proven.
         rollouts: Whether to ask vLLM as well, which takes half a minute.
         ranks: Whether to ask ranks that share the model, which takes up to half a
             minute.
@@ -89,7 +95,8 @@ def prove(config: PretrainedConfig, *, rollouts: bool, ranks: bool = False) -> P
     Raises:
         ModelError: The model cannot be cut or built.
     """
-    cut, model = cut_model(config, seed=1)
+    text = text_config(config)
+    cut, model = cut_model(text, seed=1)
     with tempfile.TemporaryDirectory(prefix="verl_ray-proof-") as root:
         folder = Path(root) / "model"
         model.save_pretrained(folder)
@@ -98,6 +105,8 @@ def prove(config: PretrainedConfig, *, rollouts: bool, ranks: bool = False) -> P
         has_experts = RouterWatch(backbone_of(model)).count > 0
         engine_proof = EngineProof(model, folder)
         engine = engine_proof.examine()
+        if text is not config:
+            engine = engine.with_needed(_claim_of_the_whole(config))
         rank_claims = None
         if ranks and engine.trains:
             expected = expect(
@@ -125,13 +134,29 @@ def prove(config: PretrainedConfig, *, rollouts: bool, ranks: bool = False) -> P
                 implementation = each
                 break
     return Proof(
-        family=config.model_type,
+        family=text.model_type,
         layers=cut.num_hidden_layers,
+        whole=None if text is config else config.model_type,
         engine=engine,
         rollout_claims=rollout_claims,
         rollouts=implementation,
         ranks=rank_claims,
     )
+
+
+def _claim_of_the_whole(config: PretrainedConfig) -> Claim:
+    """Compare the logits of a text part with those that the whole model makes of them.
+
+    Classes of models that see images have forward passes of their own, and some leave
+    out a factor or a cap.
+    """
+    whole = logit_shape(model_on_meta(config))
+    alone = logit_shape(model_on_meta(text_config(config)))
+    number = abs(whole.factor - alone.factor) + abs(
+        (whole.softcap or 0.0) - (alone.softcap or 0.0)
+    )
+    where = "" if whole == alone else f"the whole has {whole}, its text part {alone}"
+    return Claim("logits of the whole model", number, 0.0, where)
 
 
 def config_of(path: str) -> PretrainedConfig:

@@ -6,6 +6,7 @@ Invariant: those that the rest of this package relies on are fixed, and
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from pathlib import Path
@@ -19,7 +20,8 @@ from verl_ray.config.rollout import (
     RolloutEngineConfig,
 )
 from verl_ray.errors import RolloutError
-from verl_ray.settings.config_json import positions_of
+from verl_ray.models.parts import text_config
+from verl_ray.settings.config_json import has_other_parts, positions_of, text_part
 from verl_ray.settings.section import resolved
 
 if TYPE_CHECKING:
@@ -68,10 +70,12 @@ def engine_config(
         # vLLM's defaults are small, except for its server and its offline engine.
         "max_num_seqs": VLLM_BATCHED_REQUESTS,
         "max_num_batched_tokens": max(max_model_len, VLLM_BATCHED_TOKENS),
-        "hf_overrides": _with_real_factors,
+        "hf_overrides": functools.partial(
+            _as_computed, text_alone=options["without_weights"]
+        ),
     }
     if device == "cpu":
-        _register_model(model_path)
+        _register_model(model_path, text_alone=options["without_weights"])
     _allow_scaled_positions(model_path, max_model_len)
 
     conflicts = sorted(fixed.keys() & config.vllm_args.keys())
@@ -182,16 +186,24 @@ def _allow_scaled_positions(model_path: str, max_model_len: int) -> None:
     Some versions (0.32) expect that YaRN has raised max_position_embeddings already and
     refuse longer rows, although the table of positions has entries for them.
     """
-    positions = positions_of(_model_settings(model_path))
+    positions = positions_of(text_part(_model_settings(model_path)))
     if positions is not None and max_model_len <= positions:
         os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
 
 
-def _with_real_factors(config: PretrainedConfig) -> PretrainedConfig:
-    """Return a model's configuration in which no factor of positions is an int.
+def _as_computed(config: PretrainedConfig, *, text_alone: bool) -> PretrainedConfig:
+    """Return the configuration of the model that vLLM is to compute.
 
-    vLLM (0.32) takes a whole factor of linear scaling for a list of factors.
+    vLLM (0.32) takes a whole factor of linear scaling for a list of factors, so no
+    factor of positions is an int.
+
+    Args:
+        config: The configuration of the model directory.
+        text_alone: Whether the text part of a model that sees images is meant.
     """
+    if text_alone and text_config(config) is not config:
+        config = text_config(config)
+        config.architectures = _text_classes(config.model_type)
     rope = getattr(config, "rope_parameters", None) or {}
     sections = [rope, *(part for part in rope.values() if isinstance(part, dict))]
     for section in sections:
@@ -200,7 +212,7 @@ def _with_real_factors(config: PretrainedConfig) -> PretrainedConfig:
     return config
 
 
-def _register_model(model_path: str) -> None:
+def _register_model(model_path: str, *, text_alone: bool) -> None:
     """Register the class of the model with vLLM.
 
     Otherwise vLLM inspects the class in another process, so that this process does not
@@ -209,10 +221,28 @@ def _register_model(model_path: str) -> None:
     """
     from vllm.model_executor.models import ModelRegistry
 
-    for name in _model_settings(model_path).get("architectures") or []:
+    settings = _model_settings(model_path)
+    names = settings.get("architectures") or []
+    if text_alone and has_other_parts(settings):
+        names = _text_classes(text_part(settings).get("model_type"))
+    for name in names:
         if name in ModelRegistry.models:
             model_class = ModelRegistry.models[name].load_model_cls()
             ModelRegistry.register_model(name, model_class)
+
+
+def _text_classes(family: object) -> list[str]:
+    """Return the name of the class of language models of a model_type, if it has one.
+
+    vLLM names its own classes as transformers does.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return [
+        str(name)
+        for each, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
+        if each == family
+    ]
 
 
 def _model_settings(model_path: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ neither torch nor transformers is needed to say so.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -46,6 +47,42 @@ LANGUAGE_HEAD_BIAS = "lm_head.bias"
 
 Settings = Mapping[str, object]
 """The contents of a config.json."""
+
+_LANGUAGE_MODEL = re.compile(r"(model\.)?language_model\.(model\.)?")
+"""What the names of a text part's tensors begin with, beside other parts of a model."""
+
+_WHOLE_MODEL = (
+    *("architectures", "tie_word_embeddings", "quantization_config"),
+    "transformers_version",
+)
+"""Values that a config.json has for all parts of a model at once."""
+
+
+def has_other_parts(settings: Settings) -> bool:
+    """Return whether a model sees images or hears, too: it has a text part."""
+    return isinstance(settings.get("text_config"), dict)
+
+
+def text_part(settings: Settings) -> Settings:
+    """Return what a config.json says of the text, which may be all of it."""
+    text = settings.get("text_config")
+    if not isinstance(text, dict):
+        return settings
+    shared = {name: settings[name] for name in _WHOLE_MODEL if name in settings}
+    return {**text, **shared}
+
+
+def text_name(name: str) -> str | None:
+    """Return the name that a tensor of a model with several parts has in its text part.
+
+    None if it belongs to another part.
+    """
+    prefix = _LANGUAGE_MODEL.match(name)
+    rest = name if prefix is None else name[prefix.end() :]
+    if rest in (LANGUAGE_HEAD, LANGUAGE_HEAD_BIAS, VALUE_HEAD):
+        return rest
+    return None if prefix is None else f"model.{rest}"
+
 
 DENSE_SIZES = (
     "hidden_size",

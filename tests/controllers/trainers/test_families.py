@@ -22,7 +22,7 @@ from verl_ray.tracking.jsonl import read_metrics
     ("family", "settings"),
     [
         ("mixtral", ["backend=fsdp", "actor.num_ranks=2"]),
-        ("gemma3_text", ["actor.lora.rank=4", "actor.lora.targets=[q_proj,v_proj]"]),
+        ("gemma3", ["actor.lora.rank=4", "actor.lora.targets=[q_proj,v_proj]"]),
         ("gpt_oss", ["rollout.vllm_args={model_impl: transformers}"]),
         ("granitemoehybrid", []),
     ],
