@@ -41,6 +41,7 @@ from verl_ray.data.tokenizers import (
 from verl_ray.engine.base import EngineSpec
 from verl_ray.errors import DataError
 from verl_ray.learning.objectives import PreferenceObjective
+from verl_ray.models.parts import text_config
 from verl_ray.ops.outputs import RequestedOutputs
 from verl_ray.rewards.health import Score, ScoreHealth, score_of_number
 from verl_ray.settings.section import resolved
@@ -58,9 +59,10 @@ class RewardModelWorker(ModelWorker):
         from transformers import AutoConfig
 
         super().__init__(context, spec)
-        self._padding: int | None = AutoConfig.from_pretrained(
-            spec.model_path, local_files_only=True
-        ).pad_token_id
+        config = AutoConfig.from_pretrained(
+            spec.model_path, local_files_only=True, trust_remote_code=False
+        )
+        self._padding: int | None = text_config(config).pad_token_id
 
     def train_preferences(
         self, rows: TrainingBatch, objective: PreferenceObjective

@@ -55,6 +55,19 @@ def test_every_parameter_is_float32_and_from_the_checkpoint(directory: Path) -> 
         assert parameter.dtype == torch.float32 and torch.equal(parameter, stored[name])
 
 
+def test_code_of_a_model_is_neither_run_nor_asked_about(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (directory / "mine.py").write_text(
+        "from pathlib import Path\nPath(__file__).with_name('ran').touch()\n"
+    )
+    edit(directory, model_type="mine", auto_map={"AutoConfig": "mine.Mine"})
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    with pytest.raises(ValueError, match="contains custom code"):
+        CheckpointReader(str(directory)).config()
+    assert not list(directory.glob("**/ran"))
+
+
 def test_dropout_is_refused_by_name(directory: Path) -> None:
     edit(directory, attention_dropout=0.1)
     with pytest.raises(

@@ -172,8 +172,9 @@ def _read_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     else:
         from transformers import AutoTokenizer as Tokenizer
 
+    # Otherwise transformers asks at the terminal whether to run code of the directory.
     tokenizer: PreTrainedTokenizerBase = Tokenizer.from_pretrained(
-        str(directory), local_files_only=True
+        str(directory), local_files_only=True, trust_remote_code=False
     )
     return tokenizer
 

@@ -108,8 +108,11 @@ class CheckpointReader(TensorSource):
     def config(self, **settings: Any) -> PretrainedConfig:
         from transformers import AutoConfig
 
+        # Otherwise transformers asks at the terminal whether to run code of a model.
         config = text_config(
-            AutoConfig.from_pretrained(self._path, local_files_only=True)
+            AutoConfig.from_pretrained(
+                self._path, local_files_only=True, trust_remote_code=False
+            )
         )
         for name, value in settings.items():
             setattr(config, name, value)
