@@ -75,6 +75,25 @@ _OWN: dict[str, dict[str, Any]] = {
             "image_size": 28,
         },
     },
+    "qwen3_vl": {
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_heads": 1,
+            "out_hidden_size": 128,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0],
+        },
+    },
+    "qwen3_vl_text": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "mrope_section": [6, 5, 5],
+            "mrope_interleaved": True,
+        }
+    },
     "olmo3": _WINDOWS,
     "gpt_oss": _WINDOWS,
     "exaone4": _WINDOWS,
@@ -179,7 +198,10 @@ def tiny_config(family: str, **changes: Any) -> PretrainedConfig:
         # Latent attention has sizes of its own.
         sizes.pop("head_dim")
     if "text_config" in fields:
-        # The class of Gemma 3 with a vision tower computes no cap of logits.
-        text = tiny_config(f"{family}_text", final_logit_softcapping=None)
+        # The class of Gemma 3 with a vision tower computes no cap of logits. Without
+        # it, samples differ only where weights are small.
+        text = tiny_config(
+            f"{family}_text", final_logit_softcapping=None, initializer_range=0.04
+        )
         sizes["text_config"] = text.to_dict()
     return kind(**sizes | _OWN.get(family, {}) | changes)

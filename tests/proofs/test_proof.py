@@ -68,6 +68,13 @@ def test_a_state_that_leaks_is_named_and_rows_of_one_length_are_computed(
     assert claim(proof, "log-probs of rows of one length").holds
 
 
+def test_three_equal_positions_of_a_word_are_one_position() -> None:
+    proof = proof_of("qwen3_vl")
+    assert (proof.whole, proof.family) == ("qwen3_vl", "qwen3")
+    assert proof.engine.trains and proof.engine.packs_rows
+    assert claim(proof, "hidden states of qwen3_vl_text").holds
+
+
 def test_logits_that_the_whole_model_makes_otherwise_are_named() -> None:
     """The class of Gemma 3 with a vision tower leaves out the cap of its text part."""
     config = tiny_config("gemma3")
@@ -284,7 +291,7 @@ def test_an_error_of_a_family_is_named_with_its_layer_and_statement() -> None:
         assert word in str(proof.engine.failure)
 
 
-@pytest.mark.parametrize("family", ["t5", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["t5", "qwen2_vl"])
 def test_what_is_no_decoder_is_refused_in_words(family: str) -> None:
     with pytest.raises(ModelError, match=f"of a {family}|a {family} model"):
         prove(CONFIG_MAPPING[family](), rollouts=False)

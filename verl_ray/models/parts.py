@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from verl_ray.errors import ModelError
+from verl_ray.settings.config_json import PLAIN_FAMILIES, plain_text
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -17,9 +18,14 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
 
     A model that sees images as well says for all its parts whether the head is tied.
     """
+    from transformers import CONFIG_MAPPING
+
     text: PretrainedConfig | None = getattr(config, "text_config", None)
     if text is None:
         return config
+    if text.model_type in PLAIN_FAMILIES:
+        settings = plain_text(text.to_dict())
+        text = CONFIG_MAPPING[settings.pop("model_type")](**settings)
     text.tie_word_embeddings = config.tie_word_embeddings
     return text
 

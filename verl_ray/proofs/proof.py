@@ -7,10 +7,12 @@ number and the module it fails in are said.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.errors import ModelError
@@ -19,12 +21,14 @@ from verl_ray.models.parts import backbone_of, text_config
 from verl_ray.models.routing import RouterWatch
 from verl_ray.proofs.claims import Claim
 from verl_ray.proofs.cut_model import cut_model, model_on_meta
-from verl_ray.proofs.engine_proof import EngineClaims, EngineProof
+from verl_ray.proofs.engine_proof import TOLERANCE, EngineClaims, EngineProof
 from verl_ray.proofs.rank_proof import RankClaims, expect, prove_ranks
 from verl_ray.proofs.rollout_proof import prove_rollouts
+from verl_ray.proofs.rows import random_rows
+from verl_ray.settings.config_json import PLAIN_FAMILIES
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 _ALPHABET = "0123456789+= "
 """Of the tokenizer of a cut model. vLLM asks it how responses end."""
@@ -105,8 +109,8 @@ def prove(config: PretrainedConfig, *, rollouts: bool, ranks: bool = False) -> P
         has_experts = RouterWatch(backbone_of(model)).count > 0
         engine_proof = EngineProof(model, folder)
         engine = engine_proof.examine()
-        if text is not config:
-            engine = engine.with_needed(_claim_of_the_whole(config))
+        for claim in _claims_of_the_whole(config, model):
+            engine = engine.with_needed(claim)
         rank_claims = None
         if ranks and engine.trains:
             expected = expect(
@@ -144,7 +148,23 @@ def prove(config: PretrainedConfig, *, rollouts: bool, ranks: bool = False) -> P
     )
 
 
-def _claim_of_the_whole(config: PretrainedConfig) -> Claim:
+def _claims_of_the_whole(
+    config: PretrainedConfig, model: PreTrainedModel
+) -> Iterator[Claim]:
+    """Yield the claims about a model that sees images as well; none about others.
+
+    Args:
+        config: The configuration of the whole model.
+        model: The cut model of its text part.
+    """
+    if text_config(config) is config:
+        return
+    yield _claim_of_logits(config)
+    if config.text_config.model_type in PLAIN_FAMILIES:
+        yield _claim_of_plain_text(config, model)
+
+
+def _claim_of_logits(config: PretrainedConfig) -> Claim:
     """Compare the logits of a text part with those that the whole model makes of them.
 
     Classes of models that see images have forward passes of their own, and some leave
@@ -157,6 +177,35 @@ def _claim_of_the_whole(config: PretrainedConfig) -> Claim:
     )
     where = "" if whole == alone else f"the whole has {whole}, its text part {alone}"
     return Claim("logits of the whole model", number, 0.0, where)
+
+
+def _claim_of_plain_text(config: PretrainedConfig, model: PreTrainedModel) -> Claim:
+    """Compare a plain language model with the text part whose weights it has.
+
+    Args:
+        config: The configuration of the whole model.
+        model: The cut model.
+    """
+    from transformers import AutoModel
+
+    own = config.text_config
+    settings = model.config.to_dict() | {"rope_parameters": own.rope_parameters}
+    del settings["model_type"]
+    part = AutoModel.from_config(
+        type(own)(**settings), dtype=torch.float32, attn_implementation="eager"
+    )
+    backbone = backbone_of(model)
+    part.eval().load_state_dict(backbone.state_dict())
+    with torch.no_grad():
+        number = max(
+            float(
+                (part(row).last_hidden_state - backbone(row).last_hidden_state)
+                .abs()
+                .max()
+            )
+            for row in (row[None] for row in random_rows())
+        )
+    return Claim(f"hidden states of {own.model_type}", number, TOLERANCE)
 
 
 def config_of(path: str) -> PretrainedConfig:

@@ -58,6 +58,33 @@ _WHOLE_MODEL = (
 """Values that a config.json has for all parts of a model at once."""
 
 
+PLAIN_FAMILIES = {"qwen3_vl_text": "qwen3"}
+"""Families of text parts that are plain ones where there is nothing but text.
+
+A token of an image has three positions. Those of a word are equal, so that it does not
+matter which of them turns which part of a query.
+"""
+
+_POSITIONS_OF_IMAGES = ("mrope_section", "mrope_interleaved")
+
+
+def plain_text(text: Settings) -> dict[str, object]:
+    """Return a text part as one of its plain family, if it has such a family."""
+    family = PLAIN_FAMILIES.get(str(text.get("model_type")))
+    if family is None:
+        return dict(text)
+    plain = dict(text) | {"model_type": family}
+    for key in ("rope_scaling", "rope_parameters"):
+        section = text.get(key)
+        if isinstance(section, dict):
+            plain[key] = {
+                name: value
+                for name, value in section.items()
+                if name not in _POSITIONS_OF_IMAGES
+            }
+    return plain
+
+
 def has_other_parts(settings: Settings) -> bool:
     """Return whether a model sees images or hears, too: it has a text part."""
     return isinstance(settings.get("text_config"), dict)
@@ -69,7 +96,7 @@ def text_part(settings: Settings) -> Settings:
     if not isinstance(text, dict):
         return settings
     shared = {name: settings[name] for name in _WHOLE_MODEL if name in settings}
-    return {**text, **shared}
+    return plain_text(text) | shared
 
 
 def text_name(name: str) -> str | None:
