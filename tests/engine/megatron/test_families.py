@@ -26,6 +26,7 @@ def cases() -> list[layouts.Case]:
         "gemma2": "tp2 sp recompute full",
         "gemma3_text": "pp2",
         "mixtral": "ep2 dp2",
+        "qwen2_moe": "tp2 ep2 sp",
         "deepseek_v2": "tp2 sp",
         "deepseek_v3": "tp2 ep2 sp",
     }
@@ -40,7 +41,7 @@ def cases() -> list[layouts.Case]:
 
 def test_each_mechanism_computes_and_writes_what_the_plain_engine_does() -> None:
     found = layouts.measure(cases())
-    assert len(found) == 6
+    assert len(found) == 7
     for one in found:
         figures = [*one["outputs"].values(), one["loss"], one["grad_norm"]]
         assert len(figures) == 5 and max(figures) < 1e-5, one
@@ -62,7 +63,7 @@ def turns(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         waves,
         folder,
         deadline_s=300,
-        imports=layouts._SHARED_IMPORTS,
+        imports=("verl_ray.engine.plain",),
     )
     return [
         torch.load(folder / f"found_{turn}_0.pt", weights_only=False)
@@ -70,6 +71,7 @@ def turns(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 def test_each_backend_goes_on_from_the_others_state(
     turns: list[dict[str, Any]],
 ) -> None:
@@ -81,6 +83,7 @@ def test_each_backend_goes_on_from_the_others_state(
     assert losses[0] > losses[1] > losses[2]
 
 
+@pytest.mark.slow
 def test_the_biases_of_a_choice_stay_as_they_were_read(
     turns: list[dict[str, Any]],
 ) -> None:
@@ -88,6 +91,7 @@ def test_the_biases_of_a_choice_stay_as_they_were_read(
     assert biases[0].any() and all(bias.equal(biases[0]) for bias in biases)
 
 
+@pytest.mark.slow
 def test_half_precision_computes_the_same_with_biases_in_full(
     turns: list[dict[str, Any]],
 ) -> None:
