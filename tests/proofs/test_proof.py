@@ -273,6 +273,16 @@ def test_a_model_of_any_size_is_cut_to_one_that_fits(
     assert sum(value.numel() for value in model.parameters()) < MOST_PARAMETERS / 5
 
 
+@pytest.mark.slow
+def test_the_rounding_of_a_wide_model_is_no_difference() -> None:
+    sizes = {"hidden_size": 8192, "num_attention_heads": 64, "num_key_value_heads": 8}
+    # The range is that of published models.
+    proof = proof_of("mistral", head_dim=128, initializer_range=0.02, **sizes)
+    assert [str(each) for each in proof.claims if not each.holds] == []
+    numbers = {each.statement: each.number for each in proof.claims}
+    assert (numbers["an adapter"] or 1.0) < 3e-5  # 1e-5 here
+
+
 def test_windows_and_chunks_are_shorter_than_the_rows() -> None:
     config = tiny_config(
         "llama4_text", attention_chunk_size=8192, num_experts_per_tok=1,

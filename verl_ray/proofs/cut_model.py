@@ -29,6 +29,9 @@ EXPERTS = 8
 INNER = 256
 KEY_HEADS = 2
 
+NARROW = 256
+"""Numbers in a row of a matrix up to which all get weights of one size."""
+
 LAYERS_PER_KIND = 2
 """How many layers of a kind a cut model has."""
 
@@ -215,6 +218,11 @@ def random_model(config: PretrainedConfig, seed: int) -> PreTrainedModel:
     with torch.no_grad():
         for name, tensor in saved_tensors(model).items():
             if tensor.is_floating_point():
-                size = 0.1 if tensor.dim() < 2 or "bias" in name else 0.04
-                tensor.add_(size * torch.randn(tensor.shape, generator=generator))
+                noise = torch.randn(tensor.shape, generator=generator)
+                if tensor.dim() < 2 or "bias" in name:
+                    tensor.add_(noise, alpha=0.1)
+                else:
+                    # What wide matrices compute is no larger, nor is its rounding.
+                    width = tensor.shape[-1] / NARROW
+                    tensor.add_(noise, alpha=0.04 / max(1.0, width**0.5))
     return model.eval()
