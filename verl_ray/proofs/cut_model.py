@@ -143,7 +143,10 @@ def _with_fewer_heads(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fewer(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with fewer words, experts and tokens of a window."""
+    """Return settings with fewer experts and tokens of a window, and 256 words.
+
+    A model of fewer words gets more, which compute the same.
+    """
     fewer: dict[str, Any] = copy.deepcopy(dict(settings))
     groups = settings.get("n_group") or 1
     chosen = settings.get("num_experts_per_tok") or 1
@@ -154,8 +157,8 @@ def _fewer(settings: Mapping[str, Any]) -> dict[str, Any]:
             fewer[name] = 0.0
         if not isinstance(value, int) or isinstance(value, bool):
             continue
-        if "vocab_size" in name:
-            fewer[name] = min(value, VOCABULARY)
+        if "vocab_size" in name and value:
+            fewer[name] = VOCABULARY
         elif name in EXPERT_COUNTS:
             fewer[name] = min(value, experts)
         elif name in _WINDOWS:
