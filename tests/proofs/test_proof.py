@@ -322,7 +322,7 @@ def test_a_directory_without_a_configuration_that_is_known_is_refused(
 @pytest.mark.parametrize(
     ("family", "implementation"),
     [("mixtral", "auto"), ("gemma3_text", "auto"), ("deepseek_v3", "transformers"),
-     ("granitemoehybrid", "auto")],
+     ("granitemoehybrid", "auto"), ("gpt_oss", "auto")],
 )  # fmt: skip
 def test_vllm_computes_the_same_load_after_load(
     family: str, implementation: str

@@ -46,6 +46,12 @@ if TYPE_CHECKING:
 else:
     _Worker = object
 
+_COPIED = ("sinks", "attention_sink_bias")
+"""Parameters that vLLM's models (0.32) fill without a loader of theirs.
+
+A reload would put empty ones in their place, and take the copies for nothing.
+"""
+
 # vLLM imports this module into each process of an engine before that computes.
 compute_rows_alike()
 
@@ -106,6 +112,7 @@ class WeightLoader(_Worker):
             self._weights_reset_expert_kernels(model)
         with self._weights_context():
             self.start_weight_update()
+        _put_back_copied(model)
 
         modules = list(model.modules())
         self._weights_layer_infos = [get_layerwise_info(module) for module in modules]
@@ -256,6 +263,9 @@ class WeightLoader(_Worker):
             info = get_layerwise_info(module)
             if not info.can_load():
                 continue
+            copied = _copied_parameters(module).values()
+            if any(bool(value.isnan().any()) for value in copied):
+                incomplete.append(name)
             # Attention holds scales that a checkpoint need not have; tied modules are
             # loaded with their owner.
             if is_attention(module) or module in self._weights_tied:
@@ -299,6 +309,23 @@ class WeightLoader(_Worker):
         return set_current_vllm_config(self.vllm_config)
 
 
+def _copied_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    own = module.named_parameters(recurse=False)
+    return {name: value for name, value in own if name in _COPIED}
+
+
+def _put_back_copied(model: torch.nn.Module) -> None:
+    """Put such parameters back into a model whose reload has begun.
+
+    Those that no tensor arrives for will be told by not being numbers.
+    """
+    for module in model.modules():
+        for name in _copied_parameters(module):
+            parameters, _ = get_layerwise_info(module).kernel_tensors
+            parameters[name].data.fill_(torch.nan)
+            module.register_parameter(name, parameters[name])
+
+
 def _tied_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the modules whose parameters all belong to an earlier module."""
     seen: set[int] = set()
@@ -312,8 +339,9 @@ def _tied_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _checkpoint_numel(module: torch.nn.Module) -> int:
-    """Return how many elements of a checkpoint the module's own parameters take."""
-    parameters = list(module.parameters(recurse=False))
+    """Return how many elements a module's own parameters take by their loaders."""
+    own = module.named_parameters(recurse=False)
+    parameters = [value for name, value in own if name not in _COPIED]
     if isinstance(module, VocabParallelEmbedding):
         # vLLM pads vocabularies; the padding is in no checkpoint.
         rows = module.shard_indices.num_org_elements

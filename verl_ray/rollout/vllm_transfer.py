@@ -9,7 +9,7 @@ inside of vLLM's worker processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -29,6 +29,9 @@ from verl_ray.rollout.vllm_arguments import TRANSFER
 from verl_ray.rollout.vllm_load_plan import LoadRecorder
 from verl_ray.weight_sync.manifest import Bucket
 from verl_ray.weight_sync.transport import Address, Inbox, WireEndpoint
+
+_ONE_BY_ONE = "_try_load_streamed_expert"
+"""A method of vLLM's models that take the tensors of experts one by one, too."""
 
 
 @dataclass
@@ -81,7 +84,7 @@ class BucketTransferEngine(WeightTransferEngine[WireInitInfo, BucketUpdateInfo])
         if self.recorder is not None:
             recording = self.recorder.recording(received)
         with recording:
-            load(list(received.items()))
+            load(list(_as_loaded(self.model, received)))
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -92,6 +95,24 @@ class BucketTransferEngine(WeightTransferEngine[WireInitInfo, BucketUpdateInfo])
     def trainer_send_weights(self, *_: object) -> None:
         """Refuse to send, which is the actor's work; vLLM never calls this."""
         raise NotImplementedError
+
+
+def _as_loaded(
+    model: torch.nn.Module, received: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors as the loader of the model takes them during a reload.
+
+    vLLM's gpt-oss (0.32) copies a tensor of all experts into its parameter without a
+    loader, and a reload does not see that. It loads experts that come one by one.
+    """
+    one_by_one = any(hasattr(each, _ONE_BY_ONE) for each in model.modules())
+    for name, tensor in received.items():
+        path, experts, kind = name.rpartition(".mlp.experts.")
+        if one_by_one and experts and "." not in kind:
+            for number, expert in enumerate(tensor):
+                yield f"{path}{experts}{number}.{kind}", expert
+        else:
+            yield name, tensor
 
 
 WeightTransferEngineFactory.register_engine(TRANSFER, BucketTransferEngine)
