@@ -112,7 +112,9 @@ def _vllm(proof: Proof) -> str:
         return f"no: {_number(first)} {_few_words(first.where)}".rstrip()
     numbers = [claim.number or 0.0 for claim in proof.rollout_claims[-3:]]
     worst = f"{max(numbers):.0e}"
-    return worst if proof.rollouts == "auto" else f"{worst} (`model_impl`)"
+    if proof.rollouts.dtype != "float32":
+        return f"{worst} (`{proof.rollouts.dtype}`, mean)"
+    return worst if proof.rollouts.model_impl == "auto" else f"{worst} (`model_impl`)"
 
 
 def _row(cells: Sequence[str]) -> str:

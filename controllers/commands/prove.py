@@ -1,7 +1,8 @@
 """The command `prove`: whether this project computes a model as its family does.
 
 Invariant: it needs no weights, no data and no accelerator; the model is cut to two
-layers of each kind and gets random weights.
+layers of each kind and gets random weights. What it finds about vLLM is kept, so that
+`check` and the start of a run know it.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import json
 import time
 from typing import TYPE_CHECKING
 
+from verl_ray.preflight.model_proof import RolloutProof, keep_rollout_proof
 from verl_ray.profiling.phases import blocking
 from verl_ray.settings.config_json import not_computed
 
 if TYPE_CHECKING:
-    from verl_ray.proofs.proof import Proof
+    from verl_ray.proofs.proof import Proof, RolloutSettings
     from verl_ray.proofs.rank_proof import RankClaims
 
 
@@ -34,6 +36,11 @@ def main(argv: list[str]) -> int:
     with blocking(f"proving {arguments.model}"):
         config = config_of(arguments.model)
         proof = prove(config, rollouts=arguments.rollouts, ranks=arguments.ranks)
+    if proof.rollouts is not None:
+        agreeing = RolloutProof(proof.rollouts.model_impl, proof.rollouts.dtype)
+        keep_rollout_proof(arguments.model, agreeing)
+    elif proof.rollouts_disagree:
+        keep_rollout_proof(arguments.model, RolloutProof(None, None))
     if arguments.json:
         print(json.dumps(proof.as_json(), indent=2))
         return 0 if proof.engine.trains else 1
@@ -72,13 +79,29 @@ def _in_words(proof: Proof, *, with_rollouts: bool) -> str:
         words += _on_ranks(proof.ranks)
     if not with_rollouts:
         return words
-    if proof.rollouts is None:
-        return f"{words} vLLM does not agree with it: supervised training alone."
-    if proof.rollouts == "auto":
-        return f"{words} vLLM agrees with it."
+    return f"{words} {_rollouts_in_words(proof.rollouts)}"
+
+
+def _rollouts_in_words(settings: RolloutSettings | None) -> str:
+    if settings is None:
+        return "vLLM does not agree with it: supervised training alone."
+    if settings.dtype != "float32":
+        return (
+            "vLLM computes it in bfloat16 alone on a CPU, and agrees up to rounding:"
+            f" rollout.dtype={settings.dtype}"
+        )
+    if settings.model_impl == "auto":
+        return "vLLM agrees with it."
+
+    speed = ""
+    if settings.relative_speed is not None:
+        speed = (
+            ", which generates the cut model at"
+            f" {settings.relative_speed:.2g} times the speed of vLLM's own"
+        )
     return (
-        f"{words} vLLM's own class does not agree with it, but that of transformers"
-        f" does: rollout.vllm_args.model_impl={proof.rollouts}"
+        "vLLM's own class does not agree with it, but that of transformers"
+        f" does{speed}: rollout.vllm_args.model_impl={settings.model_impl}"
     )
 
 

@@ -328,7 +328,9 @@ def test_vllm_computes_the_same_load_after_load(
     family: str, implementation: str
 ) -> None:
     proof = prove(tiny_config(family), rollouts=True)
-    assert proof.rollouts == implementation
+    assert proof.rollouts is not None
+    assert proof.rollouts.model_impl == implementation
+    assert proof.rollouts.dtype == "float32"
     agreeing = proof.rollout_claims[-3:]
     assert all(each.statement.startswith("log-probs of vLLM") for each in agreeing)
     numbers = [each.number for each in agreeing if each.number is not None]

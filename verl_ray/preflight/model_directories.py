@@ -45,7 +45,7 @@ from verl_ray.preflight.model_files import (
     tensor_types,
     token_ids,
 )
-from verl_ray.preflight.model_proof import proof_of
+from verl_ray.preflight.model_proof import kept_rollout_proof, proof_of
 from verl_ray.settings.config_json import (
     ACTIVATIONS,
     EMBEDDINGS,
@@ -538,6 +538,7 @@ def engine_problems(engine: ServedModel, machine: Machine | None) -> Iterator[Pr
     if machine is None or machine.gpus:
         return
 
+    yield from _agreement_problems(engine)
     # vLLM's kernels for CPUs are written for some sizes only.
     if hidden % EXPERTS_HIDDEN_MULTIPLE and has_experts(engine.path):
         rule = (
@@ -558,6 +559,34 @@ def engine_problems(engine: ServedModel, machine: Machine | None) -> Iterator[Pr
         )
         fix = f"Take one of {either(ATTENTION_HEAD_SIZES)}."
         yield Problem(engine.key, engine.path, rule, fix)
+
+
+def _agreement_problems(engine: ServedModel) -> Iterator[Problem]:
+    """Yield settings with which vLLM is known to differ from a trainer.
+
+    A judge is compared with no trainer.
+    """
+    proof = kept_rollout_proof(engine.path)
+    if engine.section != "rollout" or proof is None:
+        return
+
+    shown = f"{for_shell(['verl-ray', 'prove', engine.path])} shows it."
+    if proof.model_impl is None:
+        rule = "vLLM computes this model otherwise than its family does"
+        fix = f"Train it without rollouts, or take another model. {shown}"
+        yield Problem(engine.key, engine.path, rule, fix)
+        return
+
+    model_impl = engine.config.vllm_args.get("model_impl", "auto")
+    if proof.model_impl != "auto" and model_impl != proof.model_impl:
+        key = f"{engine.section}.vllm_args.model_impl"
+        rule = "vLLM's own class computes this model otherwise than its family does"
+        yield Problem(key, model_impl, rule, f"Set it to {proof.model_impl}. {shown}")
+    dtype = engine.config.dtype
+    if proof.dtype != "float32" and dtype != proof.dtype:
+        key = f"{engine.section}.dtype"
+        rule = f"vLLM computes this model on a CPU in {proof.dtype} alone"
+        yield Problem(key, dtype, rule, f"Set it to {proof.dtype}. {shown}")
 
 
 def _cache_problems(

@@ -4,7 +4,8 @@ The families whose tensors `settings.config_json` describes are proven by the te
 this project. Any other is proven when a run or a check first meets its config.json.
 
 Invariant: torch is imported in another process alone. A proof is kept under what it
-depends on: the configuration, and the versions of what computes it.
+depends on: the configuration, and the versions of what computes it. What vLLM computes
+is proven by the command `prove` alone, which keeps what it finds.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import os
 import platform
 import socket
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,6 +27,7 @@ from typing import Any
 from verl_ray.hub.model_folders import json_object
 from verl_ray.processes.trial import Tell, run_trial, try_in_child
 from verl_ray.profiling.phases import blocking
+from verl_ray.rollout.vllm_core import PACKAGES as VLLM_PACKAGES
 from verl_ray.settings.config_json import FAMILIES, has_windows
 
 DEADLINE_S = 600.0
@@ -58,6 +60,17 @@ class ModelProof:
     """Why the model is not computed, as the end of a sentence; None if it is."""
 
 
+@dataclass(frozen=True)
+class RolloutProof:
+    """The settings with which vLLM computes a model on a CPU as the trainer does."""
+
+    model_impl: str | None
+    """That of rollout.vllm_args; None if vLLM disagrees with every setting."""
+
+    dtype: str | None
+    """That of rollout; None if vLLM disagrees."""
+
+
 def proof_of(path: str) -> ModelProof:
     """Return the proof of the model in a directory, which is done if none is kept.
 
@@ -72,6 +85,26 @@ def proof_of(path: str) -> ModelProof:
 
 def _is_described(settings: Mapping[str, object]) -> bool:
     return settings.get("model_type") in FAMILIES and not has_windows(settings)
+
+
+def kept_rollout_proof(path: str) -> RolloutProof | None:
+    """Return what `prove` has found about the model in a directory and this vLLM.
+
+    None if it was not asked, or could not find out.
+    """
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return RolloutProof(**json.loads(_rollout_file(path).read_text()))
+    return None
+
+
+def keep_rollout_proof(path: str, proof: RolloutProof) -> None:
+    """Keep what `prove` has found, in place of what it found before."""
+    _keep(_rollout_file(path), proof)
+
+
+def _rollout_file(path: str) -> Path:
+    settings = json.dumps(raw_config_json(path), sort_keys=True)
+    return _folder() / f"{_key(settings, VLLM_PACKAGES)}-rollouts.json"
 
 
 @functools.cache
@@ -93,7 +126,7 @@ def _proof_of(path: str, settings: str) -> ModelProof:
     return proof
 
 
-def _keep(file: Path, proof: ModelProof) -> None:
+def _keep(file: Path, proof: ModelProof | RolloutProof) -> None:
     """Write a proof. Where that is not possible, it is done again the next time."""
     partial = file.with_suffix(f".{uuid.uuid4().hex}")
     with contextlib.suppress(OSError):
@@ -107,8 +140,8 @@ def _folder() -> Path:
     return Path(cache) / "verl_ray" / "proofs"
 
 
-def _key(settings: str) -> str:
-    versions = [_version(package) for package in _PACKAGES]
+def _key(settings: str, others: Iterable[str] = ()) -> str:
+    versions = [_version(package) for package in (*_PACKAGES, *others)]
     parts = [settings, platform.machine(), str(_EDITION), *versions]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 

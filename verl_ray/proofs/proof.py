@@ -6,8 +6,9 @@ number and the module it fails in are said.
 
 from __future__ import annotations
 
+import functools
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from verl_ray.proofs.claims import Claim
 from verl_ray.proofs.cut_model import cut_model, model_on_meta
 from verl_ray.proofs.engine_proof import TOLERANCE, EngineClaims, EngineProof
 from verl_ray.proofs.rank_proof import RankClaims, expect, prove_ranks
-from verl_ray.proofs.rollout_proof import prove_rollouts
+from verl_ray.proofs.rollout_proof import RolloutClaims, prove_rollouts
 from verl_ray.proofs.rows import random_rows
 from verl_ray.settings.config_json import PLAIN_FAMILIES
 
@@ -35,6 +36,23 @@ _ALPHABET = "0123456789+= "
 
 _IMPLEMENTATIONS = ("auto", "transformers")
 """Values of vLLM's `model_impl`, the faster one first."""
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """How vLLM agrees with the trainer."""
+
+    model_impl: str
+    """Its own classes ("auto"), or those of "transformers"."""
+
+    dtype: str
+    """In which it computes: "float32", or "bfloat16" if it does not in float32."""
+
+    relative_speed: float | None
+    """Tokens per second of the cut model, of those of vLLM's own class.
+
+    None where that one agrees, or computes nothing.
+    """
 
 
 @dataclass(frozen=True)
@@ -56,12 +74,17 @@ class Proof:
     rollout_claims: Sequence[Claim]
     """The claims about vLLM; none if it was not asked."""
 
-    rollouts: str | None
-    """The `model_impl` with which vLLM agrees: "auto" or "transformers". None if it
-    does not, or was not asked."""
+    rollouts: RolloutSettings | None
+    """None if vLLM does not agree, or was not asked."""
 
     ranks: RankClaims | None = None
     """The claims about several ranks; None if they were not asked."""
+
+    @property
+    def rollouts_disagree(self) -> bool:
+        """Whether vLLM was asked, computes the model, and computes something else."""
+        numbers = [claim.number for claim in self.rollout_claims]
+        return self.rollouts is None and bool(numbers) and None not in numbers
 
     @property
     def claims(self) -> Sequence[Claim]:
@@ -82,7 +105,7 @@ class Proof:
             "fsdp": self.ranks and self.ranks.fsdp_agrees,
             "megatron": self.ranks and self.ranks.megatron_agrees,
             "no_megatron": self.ranks and self.ranks.no_place,
-            "rollouts": self.rollouts,
+            "rollouts": asdict(self.rollouts) if self.rollouts else None,
             "claims": [asdict(claim) | {"holds": claim.holds} for claim in self.claims],
         }
 
@@ -124,26 +147,23 @@ def prove(config: PretrainedConfig, *, rollouts: bool, ranks: bool = False) -> P
             del model, engine_proof
             rank_claims = prove_ranks(expected)
 
-        implementation = None
-        rollout_claims: list[Claim] = []
-        for each in _IMPLEMENTATIONS if rollouts and engine.trains else ():
-            claims = prove_rollouts(
+        claims: list[Claim] = []
+        settings = None
+        if rollouts and engine.trains:
+            ask = functools.partial(
+                prove_rollouts,
                 folder,
                 packs_rows=engine.packs_rows,
                 has_experts=has_experts,
-                implementation=each,
             )
-            rollout_claims += claims
-            if all(claim.holds for claim in claims):
-                implementation = each
-                break
+            claims, settings = _settings_that_agree(ask)
     return Proof(
         family=text.model_type,
         layers=cut.num_hidden_layers,
         whole=None if text is config else config.model_type,
         engine=engine,
-        rollout_claims=rollout_claims,
-        rollouts=implementation,
+        rollout_claims=claims,
+        rollouts=settings,
         ranks=rank_claims,
     )
 
@@ -206,6 +226,32 @@ def _claim_of_plain_text(config: PretrainedConfig, model: PreTrainedModel) -> Cl
             for row in (row[None] for row in random_rows())
         )
     return Claim(f"hidden states of {own.model_type}", number, TOLERANCE)
+
+
+def _settings_that_agree(
+    ask: Callable[..., RolloutClaims],
+) -> tuple[list[Claim], RolloutSettings | None]:
+    """Return all claims about vLLM, and the first settings with which it agrees."""
+    asked: dict[str, RolloutClaims] = {}
+    for each in _IMPLEMENTATIONS:
+        asked[each] = ask(implementation=each)
+        if asked[each].hold:
+            break
+    claims = [claim for answer in asked.values() for claim in answer.claims]
+    if asked[each].hold:
+        rates = [answer.tokens_per_s for answer in asked.values()]
+        speed = None
+        if len(rates) == 2 and rates[0] is not None and rates[1] is not None:
+            speed = rates[1] / rates[0]
+        return claims, RolloutSettings(each, "float32", speed)
+
+    # What it does compute in float32 is wrong, which rounding must not hide.
+    if any(answer.are_computed for answer in asked.values()):
+        return claims, None
+    rounded = ask(implementation="auto", dtype="bfloat16")
+    claims += rounded.claims
+    settings = RolloutSettings("auto", "bfloat16", None) if rounded.hold else None
+    return claims, settings
 
 
 def config_of(path: str) -> PretrainedConfig:

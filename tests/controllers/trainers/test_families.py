@@ -19,16 +19,22 @@ from verl_ray.tracking.jsonl import read_metrics
 @pytest.mark.cluster
 @pytest.mark.vllm
 @pytest.mark.parametrize(
-    ("family", "settings"),
+    ("family", "settings", "rounding"),
     [
-        ("mixtral", ["backend=fsdp", "actor.num_ranks=2"]),
-        ("gemma3", ["actor.lora.rank=4", "actor.lora.targets=[q_proj,v_proj]"]),
-        ("gpt_oss", []),
-        ("granitemoehybrid", []),
+        ("mixtral", ["backend=fsdp", "actor.num_ranks=2"], 1e-3),
+        (
+            "gemma3",
+            ["actor.lora.rank=4", "actor.lora.targets=[q_proj,v_proj]"],
+            1e-3,
+        ),
+        ("gpt_oss", [], 1e-3),
+        ("granitemoehybrid", [], 1e-3),
+        # vLLM computes gated delta nets on a CPU in bfloat16 alone.
+        ("qwen3_next", ["rollout.dtype=bfloat16"], 1.0),
     ],
 )
 def test_two_steps_are_learned_and_every_sync_is_verified(
-    inputs: Inputs, tmp_path: Path, family: str, settings: list[str]
+    inputs: Inputs, tmp_path: Path, family: str, settings: list[str], rounding: float
 ) -> None:
     model = tmp_path / family
     random_model(tiny_config(family), seed=1).save_pretrained(model)
@@ -40,5 +46,5 @@ def test_two_steps_are_learned_and_every_sync_is_verified(
     )  # fmt: skip
     assert "finished after 2 steps" in ended.stdout
     for line in read_metrics(run / "metrics.jsonl"):
-        assert line["weight_sync/probe_difference"] < 1e-3
+        assert line["weight_sync/probe_difference"] < rounding
         assert line["actor/grad_norm"] > 0
