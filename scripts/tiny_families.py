@@ -110,7 +110,11 @@ _OWN: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8},
     "qwen3_next": {"num_hidden_layers": 4},
     "gemma4_text": _WINDOWS | {"num_experts": None, "moe_intermediate_size": None},
-    "minimax_m2": {"rotary_dim": 32, "scoring_func": "sigmoid"},
+    "minimax_m2": {
+        "rotary_dim": 32,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+    },
     "ernie4_5_moe": {"moe_layer_start_index": 1},
     "deepseek_v2": {"topk_method": "greedy", "num_key_value_heads": 4},
     "deepseek_v32": {

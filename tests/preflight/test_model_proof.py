@@ -12,9 +12,16 @@ from controllers.command_line import main
 from controllers.compose.composition import examine
 from scripts.tiny_families import tiny_config
 from verl_ray.preflight import model_directories, model_proof
+from verl_ray.preflight.machine import Machine
 from verl_ray.preflight.model_directories import content_problems
 from verl_ray.preflight.model_files import config_json, tensor_shapes
-from verl_ray.preflight.model_proof import ModelProof, proof_of
+from verl_ray.preflight.model_proof import (
+    ModelProof,
+    RolloutProof,
+    keep_rollout_proof,
+    kept_rollout_proof,
+    proof_of,
+)
 from verl_ray.proofs.cut_model import random_model
 
 
@@ -152,3 +159,65 @@ def test_the_command_prints_every_claim_and_what_follows(
     assert main([*seconds, "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["trains"] and values["packs_rows"] and len(values["claims"]) == 7
+
+
+@pytest.mark.parametrize(
+    ("kept", "settings", "problems"),
+    [
+        (None, [], {}),
+        (RolloutProof("auto", "float32"), [], {}),
+        (
+            RolloutProof("transformers", "float32"),
+            [],
+            {"rollout.vllm_args.model_impl": "Set it to transformers."},
+        ),
+        (
+            RolloutProof("transformers", "float32"),
+            ["rollout.vllm_args={model_impl: transformers}"],
+            {},
+        ),
+        (
+            RolloutProof("auto", "bfloat16"),
+            [],
+            {"rollout.dtype": "Set it to bfloat16."},
+        ),
+        (RolloutProof("auto", "bfloat16"), ["rollout.dtype=bfloat16"], {}),
+        (RolloutProof(None, None), [], {"model.path": "Train it without rollouts"}),
+    ],
+)
+def test_what_prove_has_found_about_vllm_is_known_before_a_run(
+    tmp_path: Path,
+    kept: RolloutProof | None,
+    settings: list[str],
+    problems: dict[str, str],
+) -> None:
+    path = directory(tmp_path, "granite")
+    assert kept_rollout_proof(path) is None
+    if kept is not None:
+        keep_rollout_proof(path, kept)
+        assert kept_rollout_proof(path) == kept
+    inputs = [
+        f"model.path={path}", "data.train_path=t.jsonl", "data.validation_path=v.jsonl", "run.evaluate_every=0",
+    ]  # fmt: skip
+    config = examine("grpo", [*inputs, *settings]).config
+    assert config is not None
+    machine = Machine(cores=2, gpus=0, memory_bytes=1 << 40, shm_free_bytes=1 << 40)
+    engine = config.engines["rollout"]
+    shown = {
+        problem.key: problem.fix
+        for problem in model_directories.engine_problems(engine, machine)
+    }
+    assert shown.keys() == problems.keys()
+    assert all(shown[key].startswith(fix) for key, fix in problems.items())
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_the_command_keeps_what_vllm_agrees_with_and_says_what_it_costs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = directory(tmp_path, "cohere2")
+    assert main(["prove", path, "--json"]) == 0
+    rollouts = json.loads(capsys.readouterr().out)["rollouts"]
+    assert rollouts["model_impl"] == "transformers" and rollouts["relative_speed"] > 0
+    assert kept_rollout_proof(path) == RolloutProof("transformers", "float32")

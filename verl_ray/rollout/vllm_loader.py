@@ -7,6 +7,7 @@ processes, mixed into the worker class, and its state lives on the worker.
 
 from __future__ import annotations
 
+import functools
 import json
 import tempfile
 from contextlib import AbstractContextManager
@@ -28,6 +29,7 @@ from verl_ray.config.roles import LoraConfig
 from verl_ray.errors import WeightSyncError
 from verl_ray.ownership import prefix, remove_stale
 from verl_ray.private_files import shared_folder
+from verl_ray.rollout.cpu_corrections import correct_computations
 from verl_ray.rollout.equal_bits import compute_rows_alike
 from verl_ray.rollout.vllm_core import (
     adapter_request,
@@ -54,6 +56,7 @@ A reload would put empty ones in their place, and take the copies for nothing.
 
 # vLLM imports this module into each process of an engine before that computes.
 compute_rows_alike()
+correct_computations()
 
 
 class WeightLoader(_Worker):
@@ -110,6 +113,7 @@ class WeightLoader(_Worker):
 
         if self._weights_on_cpu():
             self._weights_reset_expert_kernels(model)
+        _name_loaders(model)
         with self._weights_context():
             self.start_weight_update()
         _put_back_copied(model)
@@ -307,6 +311,17 @@ class WeightLoader(_Worker):
 
     def _weights_context(self) -> AbstractContextManager[object]:
         return set_current_vllm_config(self.vllm_config)
+
+
+def _name_loaders(model: torch.nn.Module) -> None:
+    """Name the loaders of parameters that are partial functions, as of MiniMax-M2.
+
+    vLLM's reload (0.32) asks each for its name.
+    """
+    for parameter in model.parameters():
+        loader = getattr(parameter, "weight_loader", None)
+        if isinstance(loader, functools.partial) and not hasattr(loader, "__name__"):
+            setattr(loader, "__name__", "partial")  # noqa: B010
 
 
 def _copied_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
