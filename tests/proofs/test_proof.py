@@ -15,13 +15,16 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
 
 from scripts.tiny_families import ALONE, PACKED, tiny_config
 from verl_ray.columns.batch import offsets_of
+from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.engine import packed_engine
 from verl_ray.engine.micro_batches import Packing, pack_rows
+from verl_ray.engine.single import plain_engine
 from verl_ray.errors import ModelError
 from verl_ray.models import attention, role_model
 from verl_ray.models.conversions import checkpoint_names
 from verl_ray.models.names import CheckpointNames
 from verl_ray.models.tensor_sources import CheckpointReader
+from verl_ray.proofs import rollout_proof
 from verl_ray.proofs.claims import Claim
 from verl_ray.proofs.cut_model import MOST_PARAMETERS, cut_model
 from verl_ray.proofs.proof import Proof, config_of, prove
@@ -320,18 +323,67 @@ def test_a_directory_without_a_configuration_that_is_known_is_refused(
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.parametrize(
-    ("family", "implementation"),
-    [("mixtral", "auto"), ("gemma3_text", "auto"), ("deepseek_v3", "transformers"),
-     ("granitemoehybrid", "auto"), ("gpt_oss", "auto")],
-)  # fmt: skip
+    ("family", "implementation", "dtype"),
+    [
+        ("mixtral", "auto", "float32"),
+        ("gemma3_text", "auto", "float32"),
+        ("granitemoehybrid", "auto", "float32"),
+        # Loaded past the count of a reload, or by loaders without a name.
+        ("gpt_oss", "auto", "float32"),
+        ("minimax_m2", "auto", "float32"),
+        # Right since this project corrects what vLLM computes on a CPU.
+        ("deepseek_v3", "auto", "float32"),
+        ("lfm2", "auto", "float32"),
+        ("ernie4_5_moe", "auto", "float32"),
+        ("cohere2", "transformers", "float32"),
+        ("qwen3_next", "auto", "bfloat16"),
+    ],
+)
 def test_vllm_computes_the_same_load_after_load(
-    family: str, implementation: str
+    family: str, implementation: str, dtype: str
 ) -> None:
     proof = prove(tiny_config(family), rollouts=True)
     assert proof.rollouts is not None
     assert proof.rollouts.model_impl == implementation
-    assert proof.rollouts.dtype == "float32"
+    assert proof.rollouts.dtype == dtype
     agreeing = proof.rollout_claims[-3:]
     assert all(each.statement.startswith("log-probs of vLLM") for each in agreeing)
     numbers = [each.number for each in agreeing if each.number is not None]
-    assert len(numbers) == 3 and max(numbers) < 1e-4
+    assert len(numbers) == 3
+    assert max(numbers) < (1e-4 if dtype == "float32" else 0.5)
+
+
+def test_a_loader_that_keeps_the_first_weights_is_found_in_bfloat16_too(
+    tmp_path: Path,
+) -> None:
+    _, model = cut_model(tiny_config("qwen3_next"), seed=1)
+    model.save_pretrained(tmp_path)
+    trainer = plain_engine(tmp_path, tokens=128, balance=0.0, packs_rows=False)
+    first, second = (
+        rollout_proof._publication(trainer, tmp_path, version, rounded=True)
+        for version in (0, 1)
+    )
+    apart = np.abs(
+        np.concatenate(first.probe.log_probs) - np.concatenate(second.probe.log_probs)
+    ).mean()
+    assert second.rounding is not None
+    assert 0.01 < second.rounding < rollout_proof.ROUNDING * second.rounding < apart
+
+
+def test_keys_that_transformers_does_not_know_stay_in_a_cut_model_and_in_an_export(
+    tmp_path: Path,
+) -> None:
+    tiny_config("lfm2", num_hidden_layers=8, layer_types=["conv"] * 8).save_pretrained(
+        tmp_path
+    )
+    file = tmp_path / "config.json"
+    unknown = {"some_rule": "of vLLM", "some_pattern": [0, 1, 0, 1, 0, 1, 0, 1]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | unknown))
+    cut, model = cut_model(config_of(str(tmp_path)), seed=1)
+    assert cut.num_hidden_layers == 2
+    model.save_pretrained(tmp_path / "cut")
+    character_tokenizer(tmp_path / "cut", "0123456789")
+    trainer = plain_engine(tmp_path / "cut", tokens=128, balance=None, packs_rows=False)
+    trainer.export(str(tmp_path / "export"))
+    kept = json.loads((tmp_path / "export" / "config.json").read_text())
+    assert (kept["some_rule"], kept["some_pattern"]) == ("of vLLM", [0, 1])

@@ -209,6 +209,31 @@ def publish() -> Publish:
     return send
 
 
+def receive_without(
+    engine: RolloutEngine, model: PreTrainedModel, left_out: str
+) -> dict[str, Fingerprint]:
+    """Let an engine receive all tensors of a model but one, in one bucket."""
+    state = checkpoint_of(model)
+    manifest = Manifest(
+        tuple(each for each in manifest_of(model).parameters if each.name != left_out)
+    )
+    (bucket,) = plan_buckets(manifest, 1 << 30)
+    address = create("partial", bucket.nbytes)
+    shards = [
+        (
+            Slice(each.parameter.name, (0,) * len(each.parameter.shape), each.parameter.shape),
+            state[each.parameter.name],
+        )
+        for each in bucket.entries
+    ]  # fmt: skip
+    sent = map_slots(address).fill(bucket, shards).by_name
+    engine.connect(address, WireSpec((bucket,), receivers=1, patience_s=60), 0)
+    engine.begin_update(manifest, 1)
+    engine.receive(bucket)
+    remove(address)
+    return sent
+
+
 LogProbs = Callable[..., np.ndarray]
 
 

@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.foreign_files import Planted
+from tests.rollout.conftest import receive_without
 from tests.rollout.generation import drained, generate
 from verl_ray.columns.stages import Finish
 from verl_ray.errors import RolloutError, WeightSyncError
@@ -28,9 +29,6 @@ from verl_ray.rollout.requests import (
 )
 from verl_ray.rollout.vllm_engine import VllmEngine
 from verl_ray.rollout.vllm_environment import environment
-from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice, plan_buckets
-from verl_ray.weight_sync.shared_memory import create, map_slots, remove
-from verl_ray.weight_sync.transport import WireSpec
 
 pytestmark = pytest.mark.vllm
 
@@ -342,34 +340,16 @@ def test_a_sync_changes_what_is_sampled(
 def test_a_manifest_that_does_not_fill_the_model_is_refused(
     engine: VllmEngine, model: PreTrainedModel
 ) -> None:
-    state = model.state_dict()
     for left_out, module in (
         ("model.layers.1.self_attn.k_proj.weight", "qkv_proj"),
         ("lm_head.weight", "lm_head"),
     ):
-        manifest = Manifest(
-            tuple(
-                Parameter(n, tuple(t.shape), "float32")
-                for n, t in state.items()
-                if n != left_out
-            )
-        )
-        (bucket,) = plan_buckets(manifest, 1 << 30)
-        address = create("partial", bucket.nbytes)
-        shards = [
-            (Slice(p.name, (0,) * len(p.shape), p.shape), state[p.name])
-            for p in manifest.parameters
-        ]
-        sent = map_slots(address).fill(bucket, shards).by_name
-        engine.connect(address, WireSpec((bucket,), receivers=1, patience_s=60), 0)
-        engine.begin_update(manifest, 1)
-        engine.receive(bucket)
+        sent = receive_without(engine, model, left_out)
         with pytest.raises(
             WeightSyncError,
             match=rf"not loaded completely; parameters are missing for \['.*{module}'\]",
         ):
             engine.commit(sent)
-        remove(address)
         assert engine.policy_version is None
 
 

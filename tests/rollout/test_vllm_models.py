@@ -15,10 +15,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.rollout.conftest import checkpoint_of, manifest_of
+from scripts.tiny_families import tiny_config
+from tests.rollout.conftest import checkpoint_of, manifest_of, receive_without
 from tests.rollout.generation import generate
+from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.errors import EngineFailed, WeightSyncError
 from verl_ray.models.tiny import Architecture
+from verl_ray.proofs.cut_model import random_model
 from verl_ray.rollout.probes import HIDDEN_MOVEMENT, Probe
 from verl_ray.rollout.requests import GenerationRequest, Sampling
 from verl_ray.rollout.server import RolloutServer
@@ -109,6 +112,36 @@ def test_synced_weights_are_what_is_sampled_from(
     publish(engine, second, 4)
     engine.wake("kv_cache")
     assert _worst(engine, second, reference_log_probs) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "by_copies"),
+    # Tensors that vLLM's loader copies past the count of its reload.
+    [
+        ("gpt_oss", ("layers.1.self_attn.sinks", "layers.0.mlp.experts.down_proj")),
+        ("ernie4_5_moe", ("layers.1.mlp.moe_statics.e_score_correction_bias",)),
+    ],
+)
+def test_weights_that_vllm_does_not_count_are_loaded_again_and_missed(
+    start_vllm: Callable[..., VllmEngine],
+    publish: Callable[..., object],
+    reference_log_probs: Reference,
+    tmp_path: Path,
+    family: str,
+    by_copies: tuple[str, ...],
+) -> None:
+    character_tokenizer(tmp_path, "0123456789+= ")
+    models = [random_model(tiny_config(family), seed) for seed in (1, 2)]
+    models[0].save_pretrained(tmp_path)
+    engine = start_vllm(tmp_path)
+    for version, model in enumerate([*models, models[0]]):
+        publish(engine, model, version)
+        assert _worst(engine, model, reference_log_probs) < 1e-4
+    for name in by_copies:
+        sent = receive_without(engine, models[0], f"model.{name}")
+        with pytest.raises(WeightSyncError, match="was not loaded completely"):
+            engine.commit(sent)
 
 
 def test_weights_of_one_step_before_are_found_where_rounding_is_larger_than_the_step(

@@ -232,21 +232,21 @@ def _settings_that_agree(
     ask: Callable[..., RolloutClaims],
 ) -> tuple[list[Claim], RolloutSettings | None]:
     """Return all claims about vLLM, and the first settings with which it agrees."""
-    asked: dict[str, RolloutClaims] = {}
+    answers: dict[str, RolloutClaims] = {}
     for each in _IMPLEMENTATIONS:
-        asked[each] = ask(implementation=each)
-        if asked[each].hold:
+        answers[each] = ask(implementation=each)
+        if answers[each].hold:
             break
-    claims = [claim for answer in asked.values() for claim in answer.claims]
-    if asked[each].hold:
-        rates = [answer.tokens_per_s for answer in asked.values()]
+    claims = [claim for answer in answers.values() for claim in answer.claims]
+    if answers[each].hold:
+        rates = [answer.tokens_per_s for answer in answers.values()]
         speed = None
         if len(rates) == 2 and rates[0] is not None and rates[1] is not None:
             speed = rates[1] / rates[0]
         return claims, RolloutSettings(each, "float32", speed)
 
     # What it does compute in float32 is wrong, which rounding must not hide.
-    if any(answer.are_computed for answer in asked.values()):
+    if any(answer.are_computed for answer in answers.values()):
         return claims, None
     rounded = ask(implementation="auto", dtype="bfloat16")
     claims += rounded.claims

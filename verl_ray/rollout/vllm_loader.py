@@ -48,10 +48,11 @@ if TYPE_CHECKING:
 else:
     _Worker = object
 
-_COPIED = ("sinks", "attention_sink_bias")
-"""Parameters that vLLM's models (0.32) fill without a loader of theirs.
+_COPIED = ("sinks", "attention_sink_bias", "e_score_correction_bias")
+"""Parameters that vLLM (0.32) fills where they are, and does not count in a reload.
 
-A reload would put empty ones in their place, and take the copies for nothing.
+Of sinks it would take the copies for nothing, since a reload puts empty ones in their
+place.
 """
 
 # vLLM imports this module into each process of an engine before that computes.
@@ -265,11 +266,11 @@ class WeightLoader(_Worker):
         incomplete = []
         for name, module in model.named_modules():
             info = get_layerwise_info(module)
-            if not info.can_load():
-                continue
             copied = _copied_parameters(module).values()
             if any(bool(value.isnan().any()) for value in copied):
                 incomplete.append(name)
+            if not info.can_load():
+                continue
             # Attention holds scales that a checkpoint need not have; tied modules are
             # loaded with their owner.
             if is_attention(module) or module in self._weights_tied:
