@@ -103,7 +103,7 @@ def keep_rollout_proof(path: str, proof: RolloutProof) -> None:
 
 
 def _rollout_file(path: str) -> Path:
-    settings = json.dumps(raw_config_json(path), sort_keys=True)
+    settings = json.dumps(json_object(Path(path) / "config.json"), sort_keys=True)
     return _folder() / f"{_key(settings, VLLM_PACKAGES)}-rollouts.json"
 
 
