@@ -60,9 +60,9 @@ def _cells(family: str, *, rollouts: bool, ranks: bool) -> Sequence[str]:
         kind.removesuffix(" rows").removeprefix("rows "),
         _number(claims[f"log-probs of {kind}"]),
         _number(claims[f"gradients of {kind}"]),
-        _fsdp(proof),
+        _shared(proof, "fsdp"),
         _number(claims["an adapter"]),
-        _megatron(proof),
+        _shared(proof, "megatron"),
         _vllm(proof),
     ]
 
@@ -72,15 +72,13 @@ def _few_words(reason: str) -> str:
     return reason.partition("\n")[0].replace("|", "/")[:MOST_CHARACTERS]
 
 
-def _fsdp(proof: Proof) -> str:
-    return _on_ranks(proof.ranks.fsdp) if proof.ranks else ""
-
-
-def _megatron(proof: Proof) -> str:
-    if proof.ranks is None:
+def _shared(proof: Proof, backend: str) -> str:
+    """Return what the ranks of a backend that share the model show."""
+    ranks = next((each for each in proof.ranks if each.backend == backend), None)
+    if ranks is None:
         return ""
-    numbers = _on_ranks(proof.ranks.megatron)
-    if not proof.ranks.no_place:
+    numbers = _on_ranks(ranks.claims)
+    if not ranks.no_place:
         return numbers
     return f"one rank: {numbers}" if numbers else "no place"
 

@@ -50,8 +50,9 @@ def main(argv: list[str]) -> int:
     print(f"{proof.family}{part}, {size}")
     for claim in proof.claims:
         print(f"  {claim}")
-    if proof.ranks and proof.ranks.no_place:
-        print(f"  --   megatron has no place for it: {proof.ranks.no_place}")
+    for each in proof.ranks:
+        if each.no_place:
+            print(f"  --   {each.backend} has no place for it: {each.no_place}")
     print(_in_words(proof, with_rollouts=arguments.rollouts))
     unusable = not_computed(config.to_dict())
     if unusable is not None:
@@ -75,8 +76,7 @@ def _in_words(proof: Proof, *, with_rollouts: bool) -> str:
         words += " It is no critic and no reward model."
     if not proof.engine.has_adapters:
         words += " It learns without an adapter alone."
-    if proof.ranks:
-        words += _on_ranks(proof.ranks)
+    words += "".join(_on_ranks(each) for each in proof.ranks if not each.no_place)
     if not with_rollouts:
         return words
     return f"{words} {_rollouts_in_words(proof.rollouts)}"
@@ -106,20 +106,13 @@ def _rollouts_in_words(settings: RolloutSettings | None) -> str:
 
 
 def _on_ranks(ranks: RankClaims) -> str:
-    """Return what follows for ranks that share the model."""
-    backends = {"fsdp": ranks.fsdp_agrees}
-    if not ranks.no_place:
-        backends["megatron"] = ranks.megatron_agrees
-    words = ""
-    for backend, agrees in backends.items():
-        if agrees:
-            words += f" Ranks of {backend} agree with it."
-        else:
-            words += (
-                f" Ranks of {backend} do not agree with it: do not take {backend} as a"
-                " backend."
-            )
-    return words
+    """Return what follows for ranks of a backend that share the model."""
+    if ranks.agrees:
+        return f" Ranks of {ranks.backend} agree with it."
+    return (
+        f" Ranks of {ranks.backend} do not agree with it: do not take"
+        f" {ranks.backend} as a backend."
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -79,22 +79,22 @@ def test_the_rank_that_fails_first_is_the_reason(
     ["gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_next", "granitemoehybrid"],
 )
 def test_ranks_of_fsdp_agree(family: str) -> None:
-    proof = prove_with_ranks(tiny_config(family))
-    assert proof.ranks is not None and proof.ranks.fsdp_agrees
-    assert len(proof.ranks.fsdp) == 3
-    assert proof.ranks.megatron_agrees == (not proof.ranks.no_place)
+    fsdp, megatron = prove_with_ranks(tiny_config(family)).ranks
+    assert (fsdp.backend, megatron.backend) == ("fsdp", "megatron")
+    assert fsdp.agrees and len(fsdp.claims) == 3
+    assert megatron.agrees == (not megatron.no_place)
 
 
 @pytest.mark.slow
 def test_ranks_of_megatron_share_matrices_and_experts() -> None:
     proof = prove_with_ranks(tiny_config("qwen3_moe"))
-    assert proof.ranks is not None and proof.ranks.megatron_agrees
-    assert len(proof.ranks.megatron) == 6 and not failing(proof)
+    megatron = proof.ranks[1]
+    assert megatron.agrees and len(megatron.claims) == 6 and not failing(proof)
 
 
 @pytest.mark.slow
 def test_a_model_that_two_ranks_cannot_share_has_a_place_on_one() -> None:
     proof = prove_with_ranks(tiny_config("llama", num_key_value_heads=1))
-    assert proof.ranks is not None and len(proof.ranks.megatron) == 3
-    assert not failing(proof)
-    assert proof.ranks.no_place.startswith("tensor_parallel=2: it must divide")
+    megatron = proof.ranks[1]
+    assert len(megatron.claims) == 3 and not failing(proof)
+    assert megatron.no_place.startswith("tensor_parallel=2: it must divide")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 from verl_ray.errors import Problem
 from verl_ray.settings.section import Auto, Dtype, Positive, Section, resolved
@@ -181,6 +181,18 @@ class BackendSettings(Section):
     host_offload: ClassVar[Trade | None] = None
     """The setting that keeps parameters and optimizer state on the host; None if there
     is none."""
+
+    @classmethod
+    def in_proofs(cls, tokens: int, *, has_experts: bool) -> Iterator[tuple[int, Self]]:
+        """Yield numbers of ranks that share a model in its proof, and their settings.
+
+        Each computes in float32. There are none by default.
+
+        Args:
+            tokens: The most tokens of a micro-batch.
+            has_experts: Whether the model has experts.
+        """
+        yield from ()
 
     @property
     def peers(self) -> int:

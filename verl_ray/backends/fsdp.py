@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 from verl_ray.backends.base import (
     FLOAT32,
@@ -79,6 +79,25 @@ class FsdpBackend(ModuleBackend):
         "host_parameters", fast=False, small=True
     )
     token_slices_key: ClassVar[str | None] = "sequence_parallel"
+
+    @classmethod
+    def in_proofs(cls, tokens: int, *, has_experts: bool) -> Iterator[tuple[int, Self]]:
+        settings = cls(
+            kind="fsdp",
+            dtype="float32",
+            micro_batch_tokens_per_rank=tokens,
+            activation_checkpointing=False,
+            sharding="full",
+            shard_size=None,
+            accumulate="whole",
+            prefetch_layers=0,
+            host_parameters=False,
+            embedding_units=False,
+            read_weights="every_rank",
+            activation_offload=False,
+            sequence_parallel=1,
+        )
+        yield 2, settings
 
     @property
     def peers(self) -> int:

@@ -9,7 +9,7 @@ started, or would be computed differently. Nothing of megatron-core is imported.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 from verl_ray.backends.base import (
     FLOAT32,
@@ -57,6 +57,28 @@ class MegatronBackend(Layout):
     recomputation: ClassVar[Trade | None] = Trade(
         "recompute", fast="none", small="full"
     )
+
+    @classmethod
+    def in_proofs(cls, tokens: int, *, has_experts: bool) -> Iterator[tuple[int, Self]]:
+        alone = cls(
+            kind="megatron",
+            dtype="float32",
+            micro_batch_tokens_per_rank=tokens,
+            tensor_parallel=1,
+            sequence_parallel=False,
+            pipeline_parallel=1,
+            virtual_stages=1,
+            context_parallel=1,
+            expert_parallel=1,
+            expert_tensor_parallel=1,
+            recompute="none",
+        )
+        yield 1, alone
+        # Experts and latent attention get slices of the tokens alone.
+        shared = {"tensor_parallel": 2, "sequence_parallel": True}
+        if has_experts:
+            shared["expert_parallel"] = 2
+        yield 2, alone.model_copy(update=shared)
 
     @property
     def sent_width(self) -> int:

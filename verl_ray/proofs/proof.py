@@ -77,8 +77,8 @@ class Proof:
     rollouts: RolloutSettings | None
     """None if vLLM does not agree, or was not asked."""
 
-    ranks: RankClaims | None = None
-    """The claims about several ranks; None if they were not asked."""
+    ranks: Sequence[RankClaims] = ()
+    """The claims about ranks of each backend; none if they were not asked."""
 
     @property
     def rollouts_disagree(self) -> bool:
@@ -89,7 +89,7 @@ class Proof:
     @property
     def claims(self) -> Sequence[Claim]:
         """All claims, those about the engine first."""
-        ranks = self.ranks.claims if self.ranks else ()
+        ranks = [claim for each in self.ranks for claim in each.claims]
         return [*self.engine.claims, *ranks, *self.rollout_claims]
 
     def as_json(self) -> dict[str, Any]:
@@ -102,9 +102,10 @@ class Proof:
             "packs_rows": self.engine.packs_rows,
             "has_values": self.engine.has_values,
             "has_adapters": self.engine.has_adapters,
-            "fsdp": self.ranks and self.ranks.fsdp_agrees,
-            "megatron": self.ranks and self.ranks.megatron_agrees,
-            "no_megatron": self.ranks and self.ranks.no_place,
+            "backends": {
+                each.backend: {"agrees": each.agrees, "no_place": each.no_place}
+                for each in self.ranks
+            },
             "rollouts": asdict(self.rollouts) if self.rollouts else None,
             "claims": [asdict(claim) | {"holds": claim.holds} for claim in self.claims],
         }
@@ -134,7 +135,7 @@ def prove(config: PretrainedConfig, *, rollouts: bool, ranks: bool = False) -> P
         engine = engine_proof.examine()
         for claim in _claims_of_the_whole(config, model):
             engine = engine.with_needed(claim)
-        rank_claims = None
+        rank_claims: Sequence[RankClaims] = ()
         if ranks and engine.trains:
             expected = expect(
                 model,

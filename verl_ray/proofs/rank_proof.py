@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_ray.backends import BACKENDS
-from verl_ray.backends.base import ModelFacts
+from verl_ray.backends.base import BackendSettings, ModelFacts
 from verl_ray.config.versions import missing_packages
 from verl_ray.errors import ModelError
 from verl_ray.processes.trial import Tell, run_trial, try_in_child
@@ -51,62 +51,23 @@ RATE = 1e6
 
 _ADDRESS = "127.0.0.1"
 
-_MODULE: dict[str, Any] = {
-    "dtype": "float32",
-    "micro_batch_tokens_per_rank": MICRO_BATCH,
-}
-_FSDP: dict[str, Any] = _MODULE | {
-    "kind": "fsdp",
-    "activation_checkpointing": False,
-    "sharding": "full",
-    "shard_size": None,
-    "accumulate": "whole",
-    "prefetch_layers": 0,
-    "host_parameters": False,
-    "embedding_units": False,
-    "read_weights": "every_rank",
-    "activation_offload": False,
-    "sequence_parallel": 1,
-}
-_MEGATRON: dict[str, Any] = _MODULE | {
-    "kind": "megatron",
-    "tensor_parallel": 1,
-    "sequence_parallel": False,
-    "pipeline_parallel": 1,
-    "virtual_stages": 1,
-    "context_parallel": 1,
-    "expert_parallel": 1,
-    "expert_tensor_parallel": 1,
-    "recompute": "none",
-}
-
 
 @dataclass(frozen=True)
 class RankClaims:
-    """The claims about ranks that share a model."""
+    """The claims about ranks of a backend that share a model."""
 
-    fsdp: Sequence[Claim]
-    """Those about two ranks of FSDP2."""
+    backend: str
 
-    megatron: Sequence[Claim]
-    """Those about one rank and two ranks of megatron-core."""
+    claims: Sequence[Claim]
 
-    no_place: str = ""
-    """Why megatron-core has no place for the model, or not on two ranks; empty where it
-    has one."""
+    no_place: str
+    """Why the backend has no place for the model on these ranks, or on more of them;
+    empty where it has one."""
 
     @property
-    def claims(self) -> Sequence[Claim]:
-        """All of them."""
-        return [*self.fsdp, *self.megatron]
-
-    @property
-    def fsdp_agrees(self) -> bool:
-        return all(claim.holds for claim in self.fsdp)
-
-    @property
-    def megatron_agrees(self) -> bool:
-        return not self.no_place and all(claim.holds for claim in self.megatron)
+    def agrees(self) -> bool:
+        """Whether it has a place for the model, and every claim holds."""
+        return not self.no_place and all(claim.holds for claim in self.claims)
 
 
 @dataclass(frozen=True)
@@ -170,26 +131,28 @@ def expect(
     )
 
 
-def prove_ranks(expected: Expected) -> RankClaims:
-    """Compare two ranks of FSDP2, and ranks of megatron-core, with transformers."""
-    fsdp = _claims_of(expected, "2 ranks of fsdp", 2, _FSDP)
-    megatron: list[Claim] = []
-    # megatron-core gives experts slices of the tokens alone.
-    experts = {"sequence_parallel": True, "expert_parallel": 2}
-    layout = {"tensor_parallel": 2} | (experts if expected.has_experts else {})
-    for name, ranks, changes in (("1 rank", 1, {}), ("2 ranks", 2, layout)):
-        backend = _MEGATRON | changes
-        try:
-            _require_place(expected, ranks, backend)
-            megatron += _claims_of(expected, f"{name} of megatron", ranks, backend)
-        except ModelError as error:
-            return RankClaims(fsdp, megatron, str(error))
-    return RankClaims(fsdp, megatron)
+def prove_ranks(expected: Expected) -> list[RankClaims]:
+    """Compare ranks of each backend that shares models with transformers."""
+    proven = []
+    for kind, backend in BACKENDS.items():
+        claims: list[Claim] = []
+        no_place = ""
+        layouts = backend.in_proofs(MICRO_BATCH, has_experts=expected.has_experts)
+        for ranks, settings in layouts:
+            count = "1 rank" if ranks == 1 else f"{ranks} ranks"
+            try:
+                _require_place(expected, ranks, settings)
+                claims += _claims_of(expected, f"{count} of {kind}", ranks, settings)
+            except ModelError as error:
+                no_place = str(error)
+                break
+        if claims or no_place:
+            proven.append(RankClaims(kind, claims, no_place))
+    return proven
 
 
-def _require_place(expected: Expected, ranks: int, settings: Mapping[str, Any]) -> None:
+def _require_place(expected: Expected, ranks: int, backend: BackendSettings) -> None:
     """Raise ModelError where files tell that a backend cannot compute the model."""
-    backend = BACKENDS[settings["kind"]](**settings)
     missing = missing_packages(backend.packages)
     if missing:
         raise ModelError(f"{' and '.join(missing)} is not installed")
@@ -203,7 +166,7 @@ def _require_place(expected: Expected, ranks: int, settings: Mapping[str, Any]) 
 
 
 def _claims_of(
-    expected: Expected, name: str, ranks: int, backend: Mapping[str, Any]
+    expected: Expected, name: str, ranks: int, backend: BackendSettings
 ) -> list[Claim]:
     """Let ranks compute, and compare what they tell and write.
 
@@ -241,7 +204,7 @@ def _claims_of(
 
 
 def _run(
-    expected: Expected, folder: Path, ranks: int, backend: Mapping[str, Any]
+    expected: Expected, folder: Path, ranks: int, backend: BackendSettings
 ) -> tuple[dict[int, list[float]], str]:
     """Let ranks read the model, compute, take a step, and write into a folder.
 
@@ -255,7 +218,7 @@ def _run(
         "model": str(expected.folder),
         "folder": str(folder),
         "ranks": ranks,
-        "backend": dict(backend),
+        "backend": backend.model_dump(),
         "eps": RATE * expected.largest_gradient,
         "packs_rows": expected.packs_rows,
         "has_experts": expected.has_experts,
