@@ -333,6 +333,7 @@ def supervised_job(
         # The model is new, so all of its weights have to learn.
         lora=config.actor.lora.model_copy(update={"rank": 0}),
         expert_balance=config.actor.expert_balance,
+        expert_bias_update=config.actor.expert_bias_update,
     )
 
     max_prompt_tokens = config.data.max_prompt_tokens

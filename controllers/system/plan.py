@@ -356,9 +356,11 @@ def engine_spec(
     """
     optimizer = None
     expert_balance = None
+    expert_bias_update = 0.0
     if isinstance(role, SupervisedRole) and learns:
         optimizer = role.optimizer
         expert_balance = role.expert_balance
+        expert_bias_update = role.expert_bias_update
 
     # The learning rate follows optimizer steps, of which a training step has several.
     updates_per_step = role.updates_per_step(config.rows_per_step)
@@ -374,6 +376,7 @@ def engine_spec(
         lora=role.adapter,
         packs_rows=proof_of(role.model.folder).packs_rows,
         expert_balance=expert_balance,
+        expert_bias_update=expert_bias_update,
         schedule_steps=schedule_steps,
         seed=config.run.seed,
         # The other models keep what they came with.

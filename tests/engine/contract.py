@@ -221,7 +221,30 @@ def check_training(ranks: Ranks, kind: str) -> dict[str, Any]:
     found["tokens"], found["terms"] = report.tokens, report.terms
     engine = ranks.engine(kind, "qwen3_moe", micro_batch_tokens_per_rank=40)
     found["load"] = ranks.total(engine.forward_backward(mine, POLICY)).expert_load
+    if BACKENDS[kind].moves_expert_biases:
+        for tokens in (40, 10_000):
+            found[f"biases, {tokens}"] = moved_biases(ranks, kind, mine, tokens)
     return found
+
+
+def moved_biases(
+    ranks: Ranks, kind: str, mine: TrainingBatch, tokens: int
+) -> dict[str, Any]:
+    """The bias of the only layer with experts after a step, and the load before it."""
+    engine = ranks.engine(
+        kind, "glm4_moe", expert_bias_update=0.25, micro_batch_tokens_per_rank=tokens
+    )
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    before = ranks.weights(engine)[name]
+    loads = [
+        ranks.total(engine.forward_backward(mine, POLICY)).expert_load for _ in range(2)
+    ]
+    engine.optimizer_step()
+    return {
+        "moved": ranks.weights(engine)[name] - before,
+        "saved": engine.state()["model"][f"hf.{name}"] - before,
+        "loads": loads,
+    }
 
 
 def check_refusals(ranks: Ranks, kind: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from scripts.bench import layouts
+from scripts.tiny_families import tiny_config
 from tests.corrections import NO_CORRECTION, NO_LIMIT
 from verl_ray.algorithms.catalogue import declared_settings
 from verl_ray.algorithms.losses import TokenLoss
@@ -44,6 +45,7 @@ from verl_ray.learning.policy_objective import PolicyObjective
 from verl_ray.models.role_model import HeadKind
 from verl_ray.models.tiny import make_tiny
 from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
+from verl_ray.proofs.cut_model import random_model
 
 MODELS = {
     "qwen3": False,
@@ -163,6 +165,7 @@ def write_models(root: Path) -> None:
         make_tiny(family, root / f"wide_{family}", root / "tokenizer", sizes, seed=1)  # type: ignore[arg-type]
     for family in ("gemma3_text", "mixtral", "deepseek_v3"):
         layouts.write_model(root / family, family, "0123456789+=")
+    random_model(tiny_config("glm4_moe"), seed=1).save_pretrained(root / "glm4_moe")
     config = (
         root / "llama" / "config.json"
     )  # the other name of the activation that all but gemma have
@@ -292,6 +295,7 @@ class Ranks:
         *,
         lora: LoraConfig | None = None,
         expert_balance: float | None = None,
+        expert_bias_update: float = 0.0,
         **settings: Any,
     ) -> EngineSpec:
         if kind == "megatron" and settings.pop("activation_checkpointing", False):
@@ -308,6 +312,7 @@ class Ranks:
             seed=3,
             lora=lora,
             expert_balance=expert_balance,
+            expert_bias_update=expert_bias_update,
         )
 
     def engine(self, kind: str, *what: Any, **settings: Any) -> Engine:

@@ -960,6 +960,24 @@ def test_every_token_has_two_experts_in_each_layer(results: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("tokens", [40, 10_000])
+def test_a_bias_follows_the_load_of_all_rows_of_a_step(
+    results: Any, place: tuple[str, int], tokens: int
+) -> None:
+    if place[0].startswith("megatron"):
+        pytest.skip("its biases stay")
+    for rank in results:
+        found = rank["check_training"][f"biases, {tokens}"]
+        first, second = found["loads"]
+        assert first.tolist() == second.tolist() and first.sum() == 2 * sum(
+            inputs.LENGTHS
+        )
+        wanted = 0.25 * np.sign(first[0].mean() - first[0])
+        assert len(set(wanted)) > 1
+        np.testing.assert_allclose(found["moved"], wanted, atol=1e-6)
+        np.testing.assert_allclose(found["saved"], wanted, atol=1e-6)
+
+
 def test_experts_in_bfloat16_are_near(results: Any, naive: Any) -> None:
     given = results[0]["check_training"]["experts in bfloat16"]
     close(

@@ -12,11 +12,13 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
 )
 from transformers.utils.output_capturing import OutputRecorder
 
-from verl_ray.models.routing import RouterWatch, summarize_routing
+from scripts.tiny_families import tiny_config
+from verl_ray.models.routing import RouterDecision, RouterWatch, summarize_routing
+from verl_ray.proofs.cut_model import random_model
 
 
-def said(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return logits, logits.topk(k, -1).indices
+def said(logits: torch.Tensor, k: int) -> RouterDecision:
+    return RouterDecision(logits, logits.topk(k, -1).indices)
 
 
 def test_by_hand() -> None:
@@ -40,6 +42,36 @@ def test_by_hand() -> None:
         [2, 0],
         [1, 1],
     ]
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.5])
+def test_probabilities_are_those_scores_whose_ratios_the_weights_have(
+    factor: float,
+) -> None:
+    # sigmoids 3/4, 1/2 and 1/4, and exponentials 3, 1 and 1/3
+    logits = torch.tensor([[math.log(3.0), 0.0, -math.log(3.0)]])
+    chosen = torch.tensor([[0, 1]])
+
+    def balance(weights: list[float]) -> float:
+        decision = RouterDecision(logits, chosen, factor * torch.tensor([weights]))
+        return float(summarize_routing([decision], torch.tensor([0])).balance[0])
+
+    assert balance([0.6, 0.4]) == pytest.approx(3 * (1 / 2 + 1 / 3))
+    assert balance([0.75, 0.25]) == pytest.approx(3 * (9 / 13 + 3 / 13))
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "minimax_m2"])
+def test_sigmoids_of_a_family_are_found_and_its_biases(family: str) -> None:
+    model = random_model(tiny_config(family), seed=1).model
+    watch = RouterWatch(model)
+    assert [tuple(bias.shape) for bias in watch.biases] == [(4,)] * watch.count
+    with watch.recording() as heard, torch.no_grad():
+        model(torch.arange(3, 20)[None])
+    probabilities = torch.sigmoid(heard[-1].logits)
+    probabilities /= probabilities.sum(-1, keepdim=True)
+    picked = torch.zeros(17, 4).scatter_(1, heard[-1].chosen, 1.0).mean(0)
+    balance = summarize_routing(heard[-1:], torch.tensor([16])).balance
+    torch.testing.assert_close(balance[0], 4 * (picked * probabilities.mean(0)).sum())
 
 
 def test_tokens_behind_the_last_row_count_for_nothing() -> None:
@@ -90,6 +122,7 @@ def test_routers_are_heard_only_while_somebody_listens() -> None:
     with watch.recording() as heard:
         router(torch.ones(5, 3))
     router(torch.ones(6, 3))
-    assert [(logits.shape, chosen.shape) for logits, chosen in heard] == [
-        ((5, 2), (5, 1))
-    ]
+    (decision,) = heard
+    assert decision.weights is not None
+    assert decision.logits.shape == (5, 2)
+    assert decision.chosen.shape == decision.weights.shape == (5, 1)

@@ -7,14 +7,19 @@ import math
 from pathlib import Path
 
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 
 from scripts.configuration import compose
+from scripts.tiny_families import tiny_config
 from tests.preflight.configs import BIG, NO_GAIN, ppo, problems_by_key, with_judge
 from tests.preflight.models import LLAMA, write_model
+from verl_ray.preflight import model_directories
 from verl_ray.preflight.findings import preflight
 from verl_ray.preflight.machine import GIB, Machine
 from verl_ray.preflight.model_files import tensor_shapes
+from verl_ray.preflight.model_proof import ModelProof
+from verl_ray.proofs.cut_model import random_model
 
 
 def test_parameters_are_counted_from_the_headers(model: Path) -> None:
@@ -415,6 +420,35 @@ def test_experts_fit_the_rollout_engine_and_their_settings_belong_to_them(
     assert messages == {
         "critic.expert_balance": f"this setting would be ignored: {model} has no experts | Set it to null."
     }
+
+
+def test_biases_of_experts_move_where_there_are_some_and_a_backend_moves_them(
+    tmp_path: Path, model: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_directories, "proof_of", lambda path: ModelProof())
+
+    def rules(*settings: str) -> set[str]:
+        config = compose("sft", [*inputs, "actor.expert_bias_update=0.001", *settings])
+        return {
+            problem.rule
+            for problem in model_directories.model_problems(config, None)
+            if problem.key == "actor.expert_bias_update"
+        }
+
+    random_model(tiny_config("glm4_moe"), seed=1).save_pretrained(tmp_path / "glm")
+    inputs = [
+        f"model.path={tmp_path / 'glm'}", f"data.train_path={data}/train.jsonl", "data.validation_path=null",
+        "run.evaluate_every=0",
+    ]  # fmt: skip
+    assert rules() == set() == rules("backend=fsdp")
+    assert rules("backend=megatron") == {"backend=megatron does not move biases"}
+    (rule,) = rules("actor.lora.rank=4")
+    assert "stays as it is under an adapter" in rule
+    random_model(tiny_config("qwen3_moe"), seed=1).save_pretrained(tmp_path / "qwen")
+    (rule,) = rules(f"model.path={tmp_path / 'qwen'}")
+    assert rule.endswith("have no biases")
+    (rule,) = rules(f"model.path={model}")
+    assert rule.endswith("has no experts")
 
 
 def test_adapters_are_put_on_linear_layers(

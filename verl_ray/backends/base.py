@@ -167,6 +167,9 @@ class BackendSettings(Section):
     releases_gradients_with_weights: ClassVar[bool] = False
     """True: the memory of gradients is released when weights are offloaded. False: it
     is released whenever no optimizer step can follow."""
+    moves_expert_biases: ClassVar[bool] = False
+    """Whether biases of routers may follow the load of their experts."""
+
     shares_models: ClassVar[bool] = True
     """Ranks can share a model out. False: each rank holds a copy of it."""
     sums_tied_gradients_in_place: ClassVar[bool] = False

@@ -24,6 +24,7 @@ class EngineBackend(ModuleBackend):
     kind: Literal["engine"]
 
     shares_models: ClassVar[bool] = False
+    moves_expert_biases: ClassVar[bool] = True
 
     def rank_memory(
         self, num_ranks: int, model: ParameterCounts, trained: int

@@ -79,6 +79,7 @@ class FsdpBackend(ModuleBackend):
         "host_parameters", fast=False, small=True
     )
     token_slices_key: ClassVar[str | None] = "sequence_parallel"
+    moves_expert_biases: ClassVar[bool] = True
 
     @classmethod
     def in_proofs(cls, tokens: int, *, has_experts: bool) -> Iterator[tuple[int, Self]]:

@@ -60,6 +60,8 @@ ADDED: dict[str, Any] = {
     "run.resolved": {"cpu": {}, "gpu": {}},
     "run.max_failed_checkpoints": 3,
     "run.trace": "none",
+    "actor.expert_bias_update": 0.0,
+    "critic.expert_bias_update": 0.0,
     "run.recovery.enabled": True,
     "run.recovery.max_restarts": 3,
     "run.recovery.max_wait_s": 3600.0,

@@ -67,6 +67,9 @@ class EngineSpec:
     expert_balance: float | None = None
     """Weight of the experts' balance loss. None means the value in config.json."""
 
+    expert_bias_update: float = 0.0
+    """Size of a step of the biases by which routers choose experts."""
+
     chat_template: str | None = None
     """Text of the chat template that replaces the model's as it is exported."""
 

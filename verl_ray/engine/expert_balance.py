@@ -1,19 +1,25 @@
-"""The balance of the experts of a row, as part of its loss.
+"""The balance of experts: of a row as part of its loss, of a step by biases.
 
-Invariant: the balance of a row is weighted as the losses of the row are, so it
-depends neither on the micro-batch size nor on the number of ranks.
+Invariant: the balance of a row is weighted as the losses of the row are, and biases
+follow the load of all rows of a step, so they depend neither on the micro-batch size
+nor on the number of ranks.
 """
 
 from __future__ import annotations
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from verl_ray.columns.packing import Float64
 from verl_ray.engine.base import (
     EngineSpec,
 )
 from verl_ray.errors import EngineError
 from verl_ray.models.role_model import RoleModel
+from verl_ray.models.routing import RouterWatch
 from verl_ray.ops.outputs import Routing
+from verl_ray.settings.config_json import SELECTION_BIASES
 
 
 def balance_coefficient(spec: EngineSpec, model: RoleModel) -> float:
@@ -51,7 +57,63 @@ def balance_coefficient(spec: EngineSpec, model: RoleModel) -> float:
 
 def _is_balanced_by_biases(model: RoleModel) -> bool:
     """Return whether a bias of each expert takes the place of a loss (DeepSeek-V3)."""
-    return any(name.endswith("score_correction_bias") for name in model.hf.state_dict())
+    return any(name.endswith(SELECTION_BIASES) for name in model.hf.state_dict())
+
+
+class BiasUpdate:
+    """The update of the biases of experts by their load, without a gradient.
+
+    After an optimizer step, the bias of an expert with fewer tokens than the mean of
+    its layer grows by the rate, and that of one with more tokens shrinks by it
+    (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
+    """
+
+    def __init__(self, rate: float, watch: RouterWatch, *, world_size: int) -> None:
+        self._rate = rate
+        self._watch = watch
+        self._world_size = world_size
+        self._load: Float64 | None = None
+
+    @classmethod
+    def of(cls, spec: EngineSpec, model: RoleModel, *, world_size: int) -> BiasUpdate:
+        """Return the update that an engine's description asks for.
+
+        Raises:
+            EngineError: The model has no such biases.
+        """
+        watch = model.router_watch
+        if watch is None or not watch.biases:
+            raise EngineError(
+                f"{spec.role}.expert_bias_update = {spec.expert_bias_update}: the"
+                f" routers of {spec.model_path} have no biases that an optimizer does"
+                " not change; set it to 0"
+            )
+        return cls(spec.expert_bias_update, watch, world_size=world_size)
+
+    def count(self, load: Float64 | None) -> None:
+        """Add the load of some rows of this rank, [layers, experts]."""
+        if load is not None:
+            self._load = load if self._load is None else self._load + load
+
+    def forget(self) -> None:
+        """Forget the load, since its step was skipped."""
+        self._load = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Move the biases by the load since the last step. Collective."""
+        biases = self._watch.biases
+        load = torch.zeros(len(biases), len(biases[0]), dtype=torch.float64)
+        if self._load is not None:
+            load += torch.from_numpy(self._load)
+        self.forget()
+        if self._world_size > 1:
+            # Whole numbers, whose sum has no order. A host tensor goes over gloo.
+            dist.all_reduce(load)
+
+        signs = torch.sign(load.mean(1, keepdim=True) - load)
+        for bias, sign in zip(biases, signs, strict=True):
+            bias.add_(self._rate * sign.to(bias))
 
 
 def balance_per_loss(routing: Routing, row: Tensor, row_weights: Tensor) -> Tensor:

@@ -35,7 +35,11 @@ from verl_ray.engine.base import (
     LossReport,
     StepReport,
 )
-from verl_ray.engine.expert_balance import balance_coefficient, balance_per_loss
+from verl_ray.engine.expert_balance import (
+    BiasUpdate,
+    balance_coefficient,
+    balance_per_loss,
+)
 from verl_ray.engine.forward_results import join_column, zero_result
 from verl_ray.engine.micro_batches import (
     MICRO_BATCHES,
@@ -103,6 +107,11 @@ class PackedEngine(Engine):
         self._routed = model.router_watch is not None
         self._balance_coefficient = balance_coefficient(self.spec, model)
         self._balance_metric = f"{self.spec.role}/expert_balance_loss"
+        self._bias_update: BiasUpdate | None = None
+        if self.spec.expert_bias_update:
+            self._bias_update = BiasUpdate.of(
+                self.spec, model, world_size=self.world_size
+            )
 
     # ----------------------------------------------------------- what a backend defines
 
@@ -211,7 +220,10 @@ class PackedEngine(Engine):
             self._accumulate_gradients(batches, outputs, loss_of)
         reach(len(batches), len(batches), MICRO_BATCHES)
 
-        return self._complete_report(accumulator.report())
+        report = self._complete_report(accumulator.report())
+        if self._bias_update is not None:
+            self._bias_update.count(report.expert_load)
+        return report
 
     def optimizer_step(self) -> StepReport:
         config = self._require_optimizer()
@@ -223,6 +235,8 @@ class PackedEngine(Engine):
         broken: tuple[str, ...] = ()
         if math.isfinite(norm):
             self._clip_and_step(norm, rate)
+            if self._bias_update is not None:
+                self._bias_update.step()
             broken = self.names_not_finite(learning=True)
         else:
             skipped = describe_bad_gradient(
@@ -231,6 +245,9 @@ class PackedEngine(Engine):
                 rank=self.rank,
                 world_size=self.world_size,
             )
+
+            if self._bias_update is not None:
+                self._bias_update.forget()
 
         # A skipped step counts too, so the schedule depends on the calls alone.
         self._zero_gradients()

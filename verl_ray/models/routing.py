@@ -8,8 +8,12 @@ ranks. This deviates from Switch Transformer (Fedus et al. 2021, arXiv:2101.0396
 equations 4 to 6), which takes fractions over a batch. Per row it is the sequence-wise
 balance of DeepSeek-V3 (arXiv:2412.19437, equations 17 to 20) in the scale of Switch:
 top_k where experts are used evenly, up to the number of experts where they are not.
-Probabilities are the softmax of a router's logits, also where the router itself takes
-sigmoids.
+Probabilities are a router's own scores with sum 1: the softmax of its logits, or their
+sigmoids (DeepSeek-V3, GLM-4.5).
+
+Some families are balanced without a loss, by biases of the experts that take part in
+the choice alone and get no gradient (DeepSeek-V3, section 2.1.2). Here they are found,
+and the engine moves them.
 """
 
 from __future__ import annotations
@@ -17,23 +21,42 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from verl_ray.ops.outputs import Routing
+from verl_ray.settings.config_json import SELECTION_BIASES
 
-RouterDecisions = list[tuple[Tensor, Tensor]]
-"""Logits [tokens, experts] and chosen experts int64 [tokens, k] of each layer."""
+
+@dataclass(frozen=True)
+class RouterDecision:
+    """The decision of the router of one layer."""
+
+    logits: Tensor
+    """[tokens, experts]."""
+
+    chosen: Tensor
+    """int64 [tokens, k], the experts of each token."""
+
+    weights: Tensor | None = None
+    """[tokens, k], without gradient: the weight of each of them. None if the router
+    does not return it."""
+
+
+RouterDecisions = list[RouterDecision]
+"""The decisions of all layers, in their order."""
 
 
 class RouterWatch:
     """A recorder of the decisions of a model's routers.
 
     A router returns a tuple, in which logits [tokens, experts] have a place that its
-    class declares, and choices [tokens, k] are the only whole numbers. Routers that
-    return no choice (Llama 4's, Jamba's) are not recorded.
+    class declares, and choices [tokens, k] are the only whole numbers. Another tensor
+    of their shape has the weights of the choices. Routers that return no choice (Llama
+    4's, Jamba's) are not recorded.
     """
 
     def __init__(self, backbone: nn.Module) -> None:
@@ -44,6 +67,7 @@ class RouterWatch:
         router = declared.get("router_logits")
 
         self.count = 0
+        self._biases: list[tuple[nn.Module, str]] = []
         for name, module in backbone.named_modules():
             # A router that is a plain linear layer has made no choice yet.
             if not isinstance(router, OutputRecorder):
@@ -57,6 +81,20 @@ class RouterWatch:
                     functools.partial(self._record, router.index)
                 )
                 self.count += 1
+                around = backbone.get_submodule(name.rpartition(".")[0])
+                self._biases += _selection_biases(module) or _selection_biases(around)
+
+    @property
+    def biases(self) -> list[Tensor]:
+        """The bias [experts] of each layer's choice; none unless all layers have one.
+
+        Biases that are parameters (ERNIE 4.5's) are not among them: states of a run
+        have no parameters that an optimizer does not change.
+        """
+        if len(self._biases) != self.count:
+            return []
+        # Allocating a model's memory makes its buffers anew.
+        return [module.get_buffer(name) for module, name in self._biases]
 
     def _record(
         self,
@@ -67,12 +105,23 @@ class RouterWatch:
     ) -> None:
         # Nothing is recorded when a checkpointed layer is computed again for the
         # backward pass.
-        if self._decisions is not None:
-            logits = outputs[place].flatten(0, -2)
-            self._decisions.extend(
-                (logits, each.flatten(0, -2))
-                for each in outputs
-                if not each.is_floating_point()
+        if self._decisions is None:
+            return
+        logits, *others = (
+            outputs[place],
+            *(each for i, each in enumerate(outputs) if i != place),
+        )
+        for chosen in (each for each in others if not each.is_floating_point()):
+            weights = next(
+                (
+                    each.detach().flatten(0, -2)
+                    for each in others
+                    if each.is_floating_point() and each.shape == chosen.shape
+                ),
+                None,
+            )
+            self._decisions.append(
+                RouterDecision(logits.flatten(0, -2), chosen.flatten(0, -2), weights)
             )
 
     @contextlib.contextmanager
@@ -89,6 +138,15 @@ class RouterWatch:
             self._decisions = None
 
 
+def _selection_biases(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Return a module's own biases of the choice, each with its name."""
+    return [
+        (module, name)
+        for name, _ in module.named_buffers(recurse=False)
+        if name.endswith(SELECTION_BIASES)
+    ]
+
+
 def summarize_routing(decisions: RouterDecisions, last_tokens: Tensor) -> Routing:
     """Summarize the routing of packed rows.
 
@@ -97,7 +155,7 @@ def summarize_routing(decisions: RouterDecisions, last_tokens: Tensor) -> Routin
         last_tokens: int64 [rows], index of the last token of each row. Tokens behind
             the last row are ignored.
     """
-    num_tokens, num_experts = decisions[0][0].shape
+    num_tokens, num_experts = decisions[0].logits.shape
     num_rows = len(last_tokens)
 
     # [tokens]: the row of each token, `num_rows` behind the last row.
@@ -108,10 +166,10 @@ def summarize_routing(decisions: RouterDecisions, last_tokens: Tensor) -> Routin
 
     balances = []
     loads = []
-    for logits, chosen in decisions:
-        probabilities = torch.softmax(logits.float(), -1)
+    for decision in decisions:
+        probabilities = _probabilities(decision)
         # 1 for the experts that a token is routed to, else 0.
-        picks = torch.zeros_like(probabilities).scatter_(1, chosen, 1.0)
+        picks = torch.zeros_like(probabilities).scatter_(1, decision.chosen, 1.0)
 
         # Means over each row: fractions of its tokens, and of its probability mass.
         picked = sum_by_row(picks, row, num_rows) / length
@@ -120,6 +178,33 @@ def summarize_routing(decisions: RouterDecisions, last_tokens: Tensor) -> Routin
         loads.append((picked.detach() * length).sum(0))
 
     return Routing(torch.stack(balances).mean(0), torch.stack(loads))
+
+
+def _probabilities(decision: RouterDecision) -> Tensor:
+    """Return the scores of a router with sum 1, float32 [tokens, experts].
+
+    Whether they are a softmax or sigmoids is measured: the weights of the chosen
+    experts are their scores times a factor of the token. The weight of a single expert
+    has no ratio to another one, and counts as that of a softmax.
+    """
+    logits = decision.logits.float()
+    softmax = torch.softmax(logits, -1)
+    if decision.weights is None or decision.chosen.shape[1] == 1:
+        return softmax
+
+    sigmoids = torch.softmax(torch.nn.functional.logsigmoid(logits), -1)
+    weights = _shares(decision.weights.float())
+    from_softmax, from_sigmoids = (
+        (_shares(scores.detach().gather(1, decision.chosen)) - weights).abs().sum()
+        for scores in (softmax, sigmoids)
+    )
+    # On the device, which is not waited for.
+    return torch.where(from_sigmoids < from_softmax, sigmoids, softmax)
+
+
+def _shares(values: Tensor) -> Tensor:
+    """Divide the values of each token by their sum."""
+    return values / values.sum(-1, keepdim=True)
 
 
 def sum_by_row(values: Tensor, row: Tensor, num_rows: int) -> Tensor:

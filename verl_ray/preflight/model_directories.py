@@ -51,6 +51,7 @@ from verl_ray.settings.config_json import (
     EMBEDDINGS,
     FAMILIES,
     LANGUAGE_HEAD,
+    SELECTION_BIASES,
     VALUE_HEAD,
     chooses_experts,
     described_tensors,
@@ -248,6 +249,30 @@ def _expert_problems(config: Config) -> Iterator[Problem]:
         if balance is not None and not chooses_experts(settings):
             rule = f"this setting would be ignored: {path} has no experts"
             yield Problem(f"{name}.expert_balance", balance, rule, "Set it to null.")
+
+        rate = role.expert_bias_update
+        reason = _why_biases_stay(path, role, settings)
+        if rate and reason is not None:
+            yield Problem(f"{name}.expert_bias_update", rate, reason, "Set it to 0.")
+
+
+def _why_biases_stay(
+    path: str, role: SupervisedRole, settings: Mapping[str, object]
+) -> str | None:
+    """Return why no bias of the choice of experts can be moved; None if one can."""
+    if not chooses_experts(settings):
+        return f"this setting would be ignored: {path} has no experts"
+    tensors = tensor_shapes(path)
+    if tensors and not any(name.endswith(SELECTION_BIASES) for name in tensors):
+        return f"the routers of {path} have no biases"
+    if role.adapter is not None:
+        return (
+            f"the biases of {path} are weights of the base model, which stays as it is"
+            " under an adapter"
+        )
+    if not role.backend.moves_expert_biases:
+        return f"backend={role.backend.kind} does not move biases"
+    return None
 
 
 def _adapter_problems(config: Config) -> Iterator[Problem]:

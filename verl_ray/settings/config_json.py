@@ -33,6 +33,9 @@ EXPERT_COUNTS = (
 )
 """The names that families give to the number of experts of a layer."""
 
+SELECTION_BIASES = ("score_correction_bias", "expert_bias")
+"""How the names of biases end that take part in the choice of experts alone."""
+
 EMBEDDINGS = "model.embed_tokens.weight"
 
 VALUE_HEAD = "score.weight"
