@@ -1,8 +1,9 @@
 """The command `prove`: whether this project computes a model as its family does.
 
-Invariant: it needs no weights, no data and no accelerator; the model is cut to two
-layers of each kind and gets random weights. What it finds about vLLM is kept, so that
-`check` and the start of a run know it.
+Invariant: it needs no weights, no data and no accelerator, though kernels of states are
+asked where a GPU and they are; the model is cut to two layers of each kind and gets
+random weights. What it finds about vLLM is kept, so that `check` and the start of a run
+know it.
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ def _in_words(proof: Proof, *, with_rollouts: bool) -> str:
         return "It cannot be trained here: see the first claim that fails."
     if proof.engine.packs_rows:
         words = "It trains, with packed rows."
+    elif proof.packs_rows:
+        words = "It trains, with packed rows, by kernels on a GPU."
     else:
         words = (
             "It trains, with micro-batches of rows of equal length, since packed rows"

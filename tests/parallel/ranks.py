@@ -76,7 +76,7 @@ def compute(model: RoleModel, manager: ShardingManager, given: Given) -> TokenOu
         plan_layout(own.offsets, CPU, torch.float32, manager.exchange),
         *(
             torch.from_numpy(part)
-            for part in (own.predecessors, own.targets, own.last_tokens)
+            for part in (own.offsets, own.predecessors, own.targets, own.last_tokens)
         ),
     )
     outputs: TokenOutputs = model(inputs, WANTED[model.kind])

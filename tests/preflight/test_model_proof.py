@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from controllers.command_line import main
 from controllers.compose.composition import examine
 from scripts.tiny_families import tiny_config
-from verl_ray.preflight import model_directories, model_proof
+from verl_ray.preflight import findings, model_directories, model_proof
 from verl_ray.preflight.machine import Machine
 from verl_ray.preflight.model_directories import content_problems
 from verl_ray.preflight.model_files import config_json, tensor_shapes
@@ -58,7 +58,7 @@ def test_a_described_family_needs_none_unless_it_has_windows(
 def test_a_proof_is_done_once_and_kept_for_the_next_process(tmp_path: Path) -> None:
     path = directory(tmp_path, "lfm2")
     first = proof_of(path)
-    assert first == ModelProof(packs_rows=False)
+    assert first == ModelProof(packs_rows=False, has_states=True)
     (kept,) = (tmp_path / "cache" / "verl_ray" / "proofs").iterdir()
     kept.write_text(json.dumps({"packs_rows": True, "failure": "as it was kept"}))
     assert proof_of(path) == first  # this process remembers it
@@ -118,8 +118,11 @@ def test_a_model_that_sees_images_is_looked_at_by_its_text_part(
 def test_each_use_that_a_proof_does_not_allow_names_its_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    proof = ModelProof(packs_rows=False, has_values=False, has_adapters=False)
-    monkeypatch.setattr(model_directories, "proof_of", lambda path: proof)
+    proof = ModelProof(
+        packs_rows=False, has_states=True, has_values=False, has_adapters=False
+    )
+    for module in (model_directories, findings):
+        monkeypatch.setattr(module, "proof_of", lambda path: proof)
     inputs = [
         f"model.path={directory(tmp_path, 'lfm2')}", "data.train_path=t.jsonl", "data.validation_path=v.jsonl",
         "run.evaluate_every=0",
@@ -140,6 +143,28 @@ def test_each_use_that_a_proof_does_not_allow_names_its_key(
         "critic.model.path", "actor.lora.rank", "algorithm.sequence", "actor.backend.sequence_parallel",
     }  # fmt: skip
     assert "reward.model.path" in keys("reward_model")
+
+    # Rows of one length cost micro-batches: 32 prompts times 8, over 2 ranks.
+    config = examine(
+        "grpo",
+        [
+            *inputs, "backend=fsdp", "actor.num_ranks=2", "data.max_prompt_tokens=24",
+            "rollout.max_response_tokens=8", "actor.backend.micro_batch_tokens_per_rank=1024",
+        ],
+    ).config  # fmt: skip
+    assert config is not None
+    (warning,) = (
+        each
+        for each in findings.cost_warnings(config, None, evaluates=False)
+        if "have states" in each
+    )
+    assert "up to 128 per rank and update, where packed rows take about 4 at" in warning
+
+    # Kernels that take the borders pack rows, and still cannot be cut.
+    proof = ModelProof(has_states=True)
+    assert keys("grpo", "backend=fsdp", "actor.backend.sequence_parallel=2") >= {
+        "actor.backend.sequence_parallel"
+    }
 
 
 def test_the_command_prints_every_claim_and_what_follows(

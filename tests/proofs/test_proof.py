@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 from transformers import CONFIG_MAPPING
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
 
@@ -24,10 +29,12 @@ from verl_ray.models import attention, role_model
 from verl_ray.models.conversions import checkpoint_names
 from verl_ray.models.names import CheckpointNames
 from verl_ray.models.tensor_sources import CheckpointReader
-from verl_ray.proofs import rollout_proof
+from verl_ray.proofs import border_proof, rollout_proof
+from verl_ray.proofs.border_proof import STATEMENTS
 from verl_ray.proofs.claims import Claim
-from verl_ray.proofs.cut_model import MOST_PARAMETERS, cut_model
+from verl_ray.proofs.cut_model import MOST_PARAMETERS, cut_model, random_model
 from verl_ray.proofs.proof import Proof, config_of, prove
+from verl_ray.proofs.rows import LENGTHS
 
 SLOW = pytest.mark.slow
 FAST = ("gemma3_text", "mixtral")
@@ -87,6 +94,91 @@ def test_logits_that_the_whole_model_makes_otherwise_are_named() -> None:
     (broken,) = (each for each in proof.claims if not each.holds)
     assert broken.statement == "logits of the whole model" and broken.number == 5.0
     assert not proof.engine.trains and "softcap=5.0" in broken.where
+
+
+# ------------------------------------------------------------------ borders of rows
+
+
+def row_by_row(function: Callable[..., Any], axis: int) -> Callable[..., Any]:
+    """Return a function of torch that obeys borders, as kernels do on a GPU."""
+
+    def computed(*tensors: Any, **others: Any) -> Any:
+        index, bounds = others.pop("seq_idx", None), others.pop("cu_seqlens", None)
+        if index is None and bounds is None:
+            return function(*tensors, **others)
+        if bounds is None:
+            lengths = torch.bincount(index[0])
+            assert index.dtype == torch.int32
+            rows = np.repeat(range(len(lengths)), lengths)
+            assert index.tolist() == [rows.tolist()]
+            bounds = F.pad(lengths.cumsum(0), (1, 0))
+        assert len(bounds) == 2 or sorted(bounds.diff().tolist()) == sorted(LENGTHS)
+
+        def part(value: Any, row: slice) -> Any:
+            if not isinstance(value, torch.Tensor) or value.dim() < 3:
+                return value
+            return value.transpose(axis, 0)[row].transpose(axis, 0)
+
+        results = []
+        for start, end in itertools.pairwise(bounds.tolist()):
+            row = slice(start, end)
+            named = {name: part(value, row) for name, value in others.items()}
+            results.append(function(*(part(each, row) for each in tensors), **named))
+        if isinstance(results[0], tuple):
+            return torch.cat([result for result, _ in results], axis), None
+        return torch.cat(results, axis)
+
+    return computed
+
+
+@pytest.mark.parametrize(
+    ("family", "kernels"),
+    [
+        ("granitemoehybrid", {"causal_conv1d_fn": 2, "mamba2_chunk_scan": 1}),
+        pytest.param(
+            "qwen3_next",
+            {"causal_conv1d_fn": 2, "torch_chunk_gated_delta_rule": 1},
+            marks=SLOW,
+        ),
+    ],
+)
+def test_kernels_that_take_the_borders_of_rows_pack_them(
+    family: str,
+    kernels: dict[str, int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = random_model(tiny_config(family), seed=1)
+    model.save_pretrained(tmp_path)
+    character_tokenizer(tmp_path, "0123456789+=")
+
+    def numbers() -> dict[str, float]:
+        return border_proof.differences(tmp_path, has_experts=True, on_gpu=False)
+
+    leaking = numbers()
+    assert all(leaking[name] > bound for name, (_, bound) in STATEMENTS.items())
+
+    code = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    for name, axis in kernels.items():
+        monkeypatch.setattr(code, name, row_by_row(getattr(code, name), axis))
+    assert max(numbers().values()) < 1e-5
+
+    proof = proof_of(family)
+    assert [str(each) for each in proof.claims if not each.holds] == []
+    assert proof.packs_rows and proof.engine.packs_rows
+
+
+@pytest.mark.processes
+def test_a_driver_without_a_gpu_leaves_kernels_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fla.py").write_text("raise AssertionError('it needs a GPU')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert border_proof.kernels_are_installed()
+    proof = proof_of("lfm2")
+    assert not proof.packs_rows and proof.engine.trains
+    assert [each.where for each in proof.border_claims] == ["there is no GPU here"] * 3
+    assert not importlib.util.find_spec("fla")
 
 
 # --------------------------------------------------------------- broken on purpose

@@ -378,6 +378,7 @@ class PackedEngine(Engine):
             input_ids=self._tensor(own.tokens).view(count, -1),
             position_ids=self._tensor(own.positions).view(count, -1),
             layout=layout,
+            offsets=self._tensor(own.offsets),
             predecessors=self._tensor(own.predecessors),
             targets=self._tensor(own.targets),
             last_tokens=self._tensor(own.last_tokens),

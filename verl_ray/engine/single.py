@@ -31,10 +31,11 @@ def plain_engine(
     tokens: int,
     balance: float | None,
     packs_rows: bool = True,
+    on_gpu: bool = False,
     checkpointing: bool = False,
     adapter: LoraConfig | None = None,
 ) -> PlainEngine:
-    """Build the plain engine of a model that learns, in float32 on this CPU.
+    """Build the plain engine of a model that learns.
 
     Args:
         folder: The model's directory.
@@ -42,12 +43,13 @@ def plain_engine(
         tokens: The most tokens of a micro-batch.
         balance: Weight of the balance of experts; None for a model without experts.
         packs_rows: Whether rows are packed.
+        on_gpu: Whether it computes in bfloat16 on a GPU, and not in float32 on the CPU.
         checkpointing: Whether layers are computed again for the backward pass.
         adapter: The adapter that learns in place of the weights.
     """
     backend = EngineBackend(
         kind="engine",
-        dtype="float32",
+        dtype="bfloat16" if on_gpu else "float32",
         micro_batch_tokens_per_rank=tokens,
         activation_checkpointing=checkpointing,
     )
@@ -63,4 +65,5 @@ def plain_engine(
         packs_rows=packs_rows,
         expert_balance=balance,
     )
-    return PlainEngine(spec, device=torch.device("cpu"), rank=0, world_size=1)
+    device = torch.device("cuda" if on_gpu else "cpu")
+    return PlainEngine(spec, device=device, rank=0, world_size=1)

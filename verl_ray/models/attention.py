@@ -47,10 +47,14 @@ of attention is quadratic, and every bucket costs a kernel call per layer.
 FLASH_HEAD_SIZE = 256
 """Largest size of a head that the flash kernel has."""
 
+BORDERS = ("seq_idx", "cu_seq_lens_q")
+"""Names by which layers with states take the borders of packed rows."""
+
 _WITHOUT_EFFECT = frozenset(
     {"dropout", "position_ids", "cache_position", "output_attentions", "use_cache"}
-)
-"""Arguments of attention that change no number of a layer without dropout or cache."""
+).union(BORDERS)
+"""Arguments of attention that change no number of a layer without dropout or cache, and
+borders, which the layout has as well."""
 
 
 @dataclass(frozen=True)

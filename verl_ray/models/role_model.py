@@ -60,6 +60,10 @@ class PackedRows:
 
     layout: attention.PackedLayout
 
+    offsets: Tensor
+    """[rows + 1]: index of the first token of each row, then the number of tokens; of
+    the tokens of all ranks, if a row's are cut between them."""
+
     predecessors: Tensor
     """[selected]: index of the token before each selected token."""
 
@@ -68,6 +72,18 @@ class PackedRows:
 
     last_tokens: Tensor
     """[rows]: index of the last token of each row."""
+
+    @property
+    def borders(self) -> dict[str, Tensor]:
+        """The borders of packed rows as layers with states take them; else nothing.
+
+        transformers passes them on to kernels (mamba-ssm, causal-conv1d,
+        flash-linear-attention). Its own code, which runs without these, ignores them.
+        """
+        if len(self.input_ids) > 1 or self.layout.exchange is not None:
+            return {}
+        row = torch.cumsum(self.position_ids == 0, -1, dtype=torch.int32) - 1
+        return dict(zip(attention.BORDERS, (row, self.offsets), strict=True))
 
 
 class RoleModel(nn.Module):
@@ -138,6 +154,7 @@ class RoleModel(nn.Module):
                 position_ids=rows.position_ids,
                 use_cache=False,
                 layout=rows.layout,
+                **rows.borders,
             ).last_hidden_state.flatten(0, 1)
 
         # The router decisions remain valid after the recording.

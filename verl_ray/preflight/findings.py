@@ -39,6 +39,8 @@ from verl_ray.paths import in_ray_package, nearest_existing, path_suggestion
 from verl_ray.preflight.facts import ClusterFacts, facts_here
 from verl_ray.preflight.machine import Machine
 from verl_ray.preflight.model_directories import backend_problems, model_problems
+from verl_ray.preflight.model_files import config_json, made_model
+from verl_ray.preflight.model_proof import proof_of
 from verl_ray.preflight.resolve import resolutions, resolve
 from verl_ray.preflight.resources import resource_problems, resource_warnings
 from verl_ray.preflight.savings import in_words
@@ -438,6 +440,30 @@ def cost_warnings(
     yield from _trajectories_of_one_row(config)
     yield from _clips_of_rounding(config)
     yield from _stale_for_nothing(config)
+    yield from _rows_of_one_length(config)
+
+
+def _rows_of_one_length(config: Config) -> Iterator[str]:
+    """Yield a warning for each model that has more micro-batches than packed rows."""
+    for name, role in config.learners.items():
+        path = role.model.folder
+        if made_model(path, config) or not config_json(path):
+            continue
+        if proof_of(path).packs_rows:
+            continue
+
+        cap = role.backend.micro_batch_tokens_per_rank
+        rows = role.rows_per_update(config.rows_per_step) or 0
+        own_rows = -(-rows * role.peers // role.num_ranks)
+        # What auto becomes on a cluster is not known yet.
+        packed = "few"
+        if isinstance(cap, int):
+            packed = f"about {-(-own_rows * config.longest_row[0] // cap)} at most"
+        yield (
+            f"{name}: the layers of {path} have states, so each micro-batch holds rows"
+            f" of one length alone: up to {own_rows} per rank and update, where packed"
+            f" rows take {packed}; a smaller number of lengths takes less time"
+        )
 
 
 def _different_types(config: Config) -> Iterator[str]:

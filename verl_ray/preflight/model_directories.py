@@ -212,6 +212,12 @@ def _proof_problems(config: Config) -> Iterator[Problem]:
             rule = "this model gives wrong numbers with an adapter"
             yield Problem(f"{name}.lora.rank", role.adapter.rank, rule, shown)
 
+        backend = role.backend
+        if proof.has_states and backend.token_slices > 1:
+            slices = f"{name}.backend.{backend.token_slices_key}"
+            rule = f"the layers of {path} have states, so that rows cannot be cut"
+            yield Problem(slices, backend.token_slices, rule, "Set it to 1.")
+
         if proof.packs_rows:
             continue
         if isinstance(config, RewardModelConfig):
@@ -230,11 +236,6 @@ def _proof_problems(config: Config) -> Iterator[Problem]:
             )
             fix = f"Set it to row. {shown}"
             yield Problem("algorithm.sequence", "trajectory", rule, fix)
-        backend = role.backend
-        if backend.token_slices > 1:
-            key = f"{name}.backend.{backend.token_slices_key}"
-            rule = f"the layers of {path} have states, so that rows cannot be cut"
-            yield Problem(key, backend.token_slices, rule, "Set it to 1.")
 
 
 def _expert_problems(config: Config) -> Iterator[Problem]:

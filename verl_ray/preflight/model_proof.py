@@ -38,7 +38,7 @@ _EDITION = 2
 
 _PACKAGES = (
     *("torch", "transformers", "peft"),
-    *("flash-linear-attention", "causal-conv1d", "mamba-ssm", "kernels"),
+    *("flash-linear-attention", "causal-conv1d", "mamba-ssm"),
 )
 """Packages that compute a model, of which some may be absent."""
 
@@ -49,6 +49,9 @@ class ModelProof:
 
     packs_rows: bool = True
     """Whether rows may lie one behind the other."""
+
+    has_states: bool = False
+    """Whether layers pass states from token to token beside attention."""
 
     has_values: bool = True
     """Whether the model can have a value head."""
@@ -142,7 +145,9 @@ def _folder() -> Path:
 
 def _key(settings: str, others: Iterable[str] = ()) -> str:
     versions = [_version(package) for package in (*_PACKAGES, *others)]
-    parts = [settings, platform.machine(), str(_EDITION), *versions]
+    # Kernels of states are asked where there is one.
+    gpu = str(Path("/dev/nvidiactl").exists())
+    parts = [settings, platform.machine(), gpu, str(_EDITION), *versions]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
@@ -166,12 +171,14 @@ def _prove(fields: dict[str, Any], tell: Tell) -> Mapping[str, Any]:
     from verl_ray.proofs.proof import config_of, prove
 
     try:
-        engine = prove(config_of(fields["path"]), rollouts=False).engine
+        result = prove(config_of(fields["path"]), rollouts=False)
     except ModelError as error:
         # The machine, such as its memory, may be the cause.
         return {"proof": {"failure": str(error)}, "is_certain": False}
+    engine = result.engine
     proof = {
-        "packs_rows": engine.packs_rows,
+        "packs_rows": result.packs_rows,
+        "has_states": not engine.packs_rows,
         "has_values": engine.has_values,
         "has_adapters": engine.has_adapters,
         "failure": engine.failure,

@@ -20,6 +20,11 @@ from verl_ray.errors import ModelError
 from verl_ray.models.heads import logit_shape
 from verl_ray.models.parts import backbone_of, text_config
 from verl_ray.models.routing import RouterWatch
+from verl_ray.proofs.border_proof import (
+    hide_kernels,
+    kernels_are_installed,
+    prove_borders,
+)
 from verl_ray.proofs.claims import Claim
 from verl_ray.proofs.cut_model import cut_model, model_on_meta
 from verl_ray.proofs.engine_proof import TOLERANCE, EngineClaims, EngineProof
@@ -71,6 +76,10 @@ class Proof:
 
     engine: EngineClaims
 
+    border_claims: Sequence[Claim]
+    """The claims about kernels that take the borders of packed rows; none for a model
+    that packs rows without them, or where none are installed."""
+
     rollout_claims: Sequence[Claim]
     """The claims about vLLM; none if it was not asked."""
 
@@ -90,7 +99,18 @@ class Proof:
     def claims(self) -> Sequence[Claim]:
         """All claims, those about the engine first."""
         ranks = [claim for each in self.ranks for claim in each.claims]
-        return [*self.engine.claims, *ranks, *self.rollout_claims]
+        return [
+            *self.engine.claims,
+            *self.border_claims,
+            *ranks,
+            *self.rollout_claims,
+        ]
+
+    @property
+    def packs_rows(self) -> bool:
+        """Whether rows may lie one behind the other."""
+        by_kernels = [claim.holds for claim in self.border_claims]
+        return self.engine.packs_rows or (bool(by_kernels) and all(by_kernels))
 
     def as_json(self) -> dict[str, Any]:
         """Return it as values of JSON."""
@@ -99,7 +119,8 @@ class Proof:
             "layers": self.layers,
             "whole": self.whole,
             "trains": self.engine.trains,
-            "packs_rows": self.engine.packs_rows,
+            "packs_rows": self.packs_rows,
+            "has_states": not self.engine.packs_rows,
             "has_values": self.engine.has_values,
             "has_adapters": self.engine.has_adapters,
             "backends": {
@@ -114,6 +135,9 @@ class Proof:
 def prove(config: PretrainedConfig, *, rollouts: bool, ranks: bool = False) -> Proof:
     """Prove a model by its configuration, with random weights.
 
+    Its layers are computed on the CPU by torch alone, also where kernels of states are
+    installed: this process will not find them afterwards.
+
     Args:
         config: The configuration of the model, of which the text part is proven.
         rollouts: Whether to ask vLLM as well, which takes half a minute.
@@ -123,6 +147,8 @@ def prove(config: PretrainedConfig, *, rollouts: bool, ranks: bool = False) -> P
     Raises:
         ModelError: The model cannot be cut or built.
     """
+    has_kernels = kernels_are_installed()
+    hide_kernels()
     text = text_config(config)
     cut, model = cut_model(text, seed=1)
     with tempfile.TemporaryDirectory(prefix="verl_ray-proof-") as root:
@@ -135,6 +161,9 @@ def prove(config: PretrainedConfig, *, rollouts: bool, ranks: bool = False) -> P
         engine = engine_proof.examine()
         for claim in _claims_of_the_whole(config, model):
             engine = engine.with_needed(claim)
+        border_claims: list[Claim] = []
+        if has_kernels and engine.trains and not engine.packs_rows:
+            border_claims = prove_borders(folder, has_experts=has_experts)
         rank_claims: Sequence[RankClaims] = ()
         if ranks and engine.trains:
             expected = expect(
@@ -163,6 +192,7 @@ def prove(config: PretrainedConfig, *, rollouts: bool, ranks: bool = False) -> P
         layers=cut.num_hidden_layers,
         whole=None if text is config else config.model_type,
         engine=engine,
+        border_claims=border_claims,
         rollout_claims=claims,
         rollouts=settings,
         ranks=rank_claims,
