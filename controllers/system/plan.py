@@ -22,6 +22,7 @@ from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
 from verl_ray.data.tokenizers import day_of_run, of_run, template_of
 from verl_ray.engine.base import EngineSpec
+from verl_ray.models.state_kernels import installed_kernels
 from verl_ray.preflight.facts import ClusterFacts, facts_of
 from verl_ray.preflight.machine import host_memory_bytes
 from verl_ray.preflight.model_proof import proof_of
@@ -366,6 +367,7 @@ def engine_spec(
     updates_per_step = role.updates_per_step(config.rows_per_step)
     schedule_steps = config.learning_steps(name) * updates_per_step
 
+    proof = proof_of(role.model.folder)
     return EngineSpec(
         role=name,
         model_path=role.model.folder,
@@ -374,7 +376,8 @@ def engine_spec(
         optimizer=optimizer,
         new_head=isinstance(role, SupervisedRole),
         lora=role.adapter,
-        packs_rows=proof_of(role.model.folder).packs_rows,
+        packs_rows=proof.packs_rows,
+        kernels=installed_kernels() if proof.packs_rows and proof.has_states else (),
         expert_balance=expert_balance,
         expert_bias_update=expert_bias_update,
         schedule_steps=schedule_steps,

@@ -24,11 +24,12 @@ from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.engine import packed_engine
 from verl_ray.engine.micro_batches import Packing, pack_rows
 from verl_ray.engine.single import plain_engine
-from verl_ray.errors import ModelError
+from verl_ray.errors import EngineError, ModelError
 from verl_ray.models import attention, role_model
 from verl_ray.models.conversions import checkpoint_names
 from verl_ray.models.names import CheckpointNames
 from verl_ray.models.tensor_sources import CheckpointReader
+from verl_ray.models.state_kernels import installed_kernels, require_kernels
 from verl_ray.proofs import border_proof, rollout_proof
 from verl_ray.proofs.border_proof import STATEMENTS
 from verl_ray.proofs.claims import Claim
@@ -174,11 +175,18 @@ def test_a_driver_without_a_gpu_leaves_kernels_out(
 ) -> None:
     (tmp_path / "fla.py").write_text("raise AssertionError('it needs a GPU')")
     monkeypatch.syspath_prepend(tmp_path)
-    assert border_proof.kernels_are_installed()
+    assert installed_kernels() == ("fla",)
     proof = proof_of("lfm2")
     assert not proof.packs_rows and proof.engine.trains
     assert [each.where for each in proof.border_claims] == ["there is no GPU here"] * 3
     assert not importlib.util.find_spec("fla")
+
+    # A rank that should pack rows by kernels has them, and a GPU, or does not start.
+    require_kernels((), device="cpu", path="m")
+    with pytest.raises(EngineError, match="this rank computes on a cpu"):
+        require_kernels(("fla",), device="cpu", path="m")
+    with pytest.raises(EngineError, match="mamba_ssm is not installed here"):
+        require_kernels(("fla", "mamba_ssm"), device="cuda", path="m")
 
 
 # --------------------------------------------------------------- broken on purpose

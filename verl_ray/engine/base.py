@@ -64,6 +64,9 @@ class EngineSpec:
     """Whether the model keeps rows apart that lie one behind the other. If False, all
     rows of a call have the same length, and lie one above the other."""
 
+    kernels: tuple[str, ...] = ()
+    """Packages whose kernels keep packed rows apart; none if the model needs none."""
+
     expert_balance: float | None = None
     """Weight of the experts' balance loss. None means the value in config.json."""
 

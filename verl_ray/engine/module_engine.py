@@ -44,6 +44,7 @@ from verl_ray.models.export import (
 from verl_ray.models.lora import adapter_name, file_name, merged, write_config
 from verl_ray.models.names import Box, is_adapter
 from verl_ray.models.role_model import RoleModel, build_role_model, fill_role_model
+from verl_ray.models.state_kernels import require_kernels
 from verl_ray.models.tensor_sources import CheckpointReader, TensorSource
 from verl_ray.models.weights import own_box
 from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
@@ -71,6 +72,7 @@ class ModuleEngine(PackedEngine):
             returns_results=rank % self.peers == 0,
         )
 
+        require_kernels(spec.kernels, device=device.type, path=spec.model_path)
         # The model has no memory until it is sharded and filled.
         source = self.tensor_source()
         self.model = build_role_model(

@@ -1,9 +1,7 @@
 """The proof that kernels of layers with states keep packed rows apart, on a GPU.
 
-transformers takes mamba-ssm, causal-conv1d and flash-linear-attention where they are
-installed, for tensors on any device; they compute on GPUs alone, and some in bfloat16
-alone. So a model is proven on the CPU without them, and here is what they add: rows
-may be packed.
+A model is proven on the CPU without them (`models/state_kernels.py`), and here is what
+they add: rows may be packed.
 
 Invariant: both sides of a comparison are computed here, in the same type, so that
 rounding is the only other difference. Means are compared, since rounding may send a
@@ -13,9 +11,7 @@ token to another expert; a state that leaks moves all tokens of a row.
 from __future__ import annotations
 
 import socket
-import sys
 from collections.abc import Mapping
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +22,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from verl_ray.engine.plain import PlainEngine
-
-PACKAGES = ("mamba_ssm", "causal_conv1d", "fla")
 
 DEADLINE_S = 300.0
 """Longest time of a proof, in which kernels are compiled."""
@@ -43,23 +37,6 @@ gradients relative to their norm.
 In bfloat16 on a CPU, with borders that are obeyed, the differences are 0, 2e-5 and
 2e-3; with states that leak they are at least 0.08, 0.1 and 0.4.
 """
-
-
-def kernels_are_installed() -> bool:
-    """Return whether a package is installed that layers with states compute with.
-
-    Those that are hidden count, too.
-    """
-    return any(PathFinder.find_spec(package) for package in PACKAGES)
-
-
-def hide_kernels() -> None:
-    """Let transformers compute layers with states by its own code in this process.
-
-    It looks for the packages as it imports the code of a family.
-    """
-    for package in PACKAGES:
-        sys.modules[package] = None  # type: ignore[assignment]
 
 
 def prove_borders(folder: Path, *, has_experts: bool) -> list[Claim]:

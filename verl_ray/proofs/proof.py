@@ -20,11 +20,8 @@ from verl_ray.errors import ModelError
 from verl_ray.models.heads import logit_shape
 from verl_ray.models.parts import backbone_of, text_config
 from verl_ray.models.routing import RouterWatch
-from verl_ray.proofs.border_proof import (
-    hide_kernels,
-    kernels_are_installed,
-    prove_borders,
-)
+from verl_ray.models.state_kernels import hide_kernels, installed_kernels
+from verl_ray.proofs.border_proof import prove_borders
 from verl_ray.proofs.claims import Claim
 from verl_ray.proofs.cut_model import cut_model, model_on_meta
 from verl_ray.proofs.engine_proof import TOLERANCE, EngineClaims, EngineProof
@@ -147,7 +144,6 @@ def prove(config: PretrainedConfig, *, rollouts: bool, ranks: bool = False) -> P
     Raises:
         ModelError: The model cannot be cut or built.
     """
-    has_kernels = kernels_are_installed()
     hide_kernels()
     text = text_config(config)
     cut, model = cut_model(text, seed=1)
@@ -162,7 +158,7 @@ def prove(config: PretrainedConfig, *, rollouts: bool, ranks: bool = False) -> P
         for claim in _claims_of_the_whole(config, model):
             engine = engine.with_needed(claim)
         border_claims: list[Claim] = []
-        if has_kernels and engine.trains and not engine.packs_rows:
+        if installed_kernels() and engine.trains and not engine.packs_rows:
             border_claims = prove_borders(folder, has_experts=has_experts)
         rank_claims: Sequence[RankClaims] = ()
         if ranks and engine.trains:
