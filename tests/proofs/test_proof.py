@@ -178,7 +178,7 @@ def test_a_driver_without_a_gpu_leaves_kernels_out(
     assert installed_kernels() == ("fla",)
     proof = proof_of("lfm2")
     assert not proof.packs_rows and proof.engine.trains
-    assert [each.where for each in proof.border_claims] == ["there is no GPU here"] * 3
+    assert proof.border_claims == []
     assert not importlib.util.find_spec("fla")
 
     # A rank that should pack rows by kernels has them, and a GPU, or does not start.

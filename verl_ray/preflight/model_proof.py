@@ -38,7 +38,7 @@ _EDITION = 2
 
 _PACKAGES = (
     *("torch", "transformers", "peft"),
-    *("flash-linear-attention", "causal-conv1d", "mamba-ssm"),
+    *("flash-linear-attention", "causal-conv1d", "mamba-ssm", "kernels"),
 )
 """Packages that compute a model, of which some may be absent."""
 
@@ -183,5 +183,5 @@ def _prove(fields: dict[str, Any], tell: Tell) -> Mapping[str, Any]:
         "has_adapters": engine.has_adapters,
         "failure": engine.failure,
     }
-    numbers = [claim.number for claim in engine.claims]
+    numbers = [claim.number for claim in (*engine.claims, *result.border_claims)]
     return {"proof": proof, "is_certain": None not in numbers}

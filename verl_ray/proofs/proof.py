@@ -75,7 +75,7 @@ class Proof:
 
     border_claims: Sequence[Claim]
     """The claims about kernels that take the borders of packed rows; none for a model
-    that packs rows without them, or where none are installed."""
+    that packs rows without them, or where none are installed or no GPU is."""
 
     rollout_claims: Sequence[Claim]
     """The claims about vLLM; none if it was not asked."""
