@@ -3,14 +3,18 @@
 python -m scripts.families              all of `tiny_families.py`, seconds each
 python -m scripts.families --ranks      with ranks, up to half a minute each
 python -m scripts.families --rollouts   with vLLM, half a minute each
+python -m scripts.families --learn      two steps of GRPO of twelve, a minute each
 python -m scripts.families mixtral      this one, with or without the flags
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
+from scripts.family_runs import SETTINGS, SUPERVISED, learn
 from scripts.tiny_families import ALONE, PACKED, REFUSED, tiny_config
 from verl_ray.proofs.claims import Claim
 from verl_ray.proofs.proof import Proof, prove
@@ -23,22 +27,42 @@ COLUMNS = (
 MOST_CHARACTERS = 100
 """Of a reason."""
 
+_RUN_COLUMNS = ("family", "settings", "vLLM after a sync", "norms of gradients")
+
 
 def main() -> None:
     """Print the table, row by row."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("families", nargs="*", default=[*PACKED, *ALONE, *REFUSED])
+    parser.add_argument("families", nargs="*", help="those of the table, or of --learn")
     parser.add_argument(
         "--ranks", action="store_true", help="ask ranks of fsdp and of megatron as well"
     )
     parser.add_argument("--rollouts", action="store_true", help="ask vLLM as well")
+    parser.add_argument("--learn", action="store_true", help="train for two steps")
     arguments = parser.parse_args()
+    if arguments.learn:
+        _print_runs(arguments.families or SETTINGS)
+        return
 
     print(_row(COLUMNS))
     print(_row(["---"] * len(COLUMNS)))
-    for family in arguments.families:
+    for family in arguments.families or [*PACKED, *ALONE, *REFUSED]:
         cells = _cells(family, rollouts=arguments.rollouts, ranks=arguments.ranks)
         print(_row([family, *cells]), flush=True)
+
+
+def _print_runs(families: Iterable[str]) -> None:
+    """Print a row for each run: what it set, and how far vLLM was off after a sync."""
+    print(_row(_RUN_COLUMNS))
+    print(_row(["---"] * len(_RUN_COLUMNS)))
+    for family in families:
+        with tempfile.TemporaryDirectory() as folder:
+            steps = learn(family, Path(folder))
+        differences = [step.get("weight_sync/probe_difference", 0.0) for step in steps]
+        norms = ", ".join(f"{step['actor/grad_norm']:.1g}" for step in steps)
+        worst = "SFT" if family in SUPERVISED else f"{max(differences):.0e}"
+        settings = f"`{' '.join(SETTINGS[family])}`" if SETTINGS[family] else ""
+        print(_row([f"`{family}`", settings, worst, norms]), flush=True)
 
 
 def _cells(family: str, *, rollouts: bool, ranks: bool) -> Sequence[str]:

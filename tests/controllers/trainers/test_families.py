@@ -2,49 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from scripts.tiny_families import tiny_config
-from tests.controllers.runs import Inputs, command
-from verl_ray.data.arithmetic import ALPHABET
-from verl_ray.data.tokenizers import character_tokenizer
-from verl_ray.proofs.cut_model import random_model
-from verl_ray.tracking.jsonl import read_metrics
+from scripts.family_runs import SETTINGS, SUPERVISED, learn
+from verl_ray.cluster.session import Session
+
+FAST = ("mixtral", "granitemoehybrid")
+"""Experts on two ranks, and layers with states, whose rows are of one length."""
+
+IN_ALL = ("gemma3", "gpt_oss")
+"""An adapter of a model that sees images, and vLLM with a class of transformers."""
 
 
-@pytest.mark.slow
 @pytest.mark.cluster
 @pytest.mark.vllm
 @pytest.mark.parametrize(
-    ("family", "settings", "rounding"),
-    [
-        ("mixtral", ["backend=fsdp", "actor.num_ranks=2"], 1e-3),
-        (
-            "gemma3",
-            ["actor.lora.rank=4", "actor.lora.targets=[q_proj,v_proj]"],
-            1e-3,
-        ),
-        ("gpt_oss", [], 1e-3),
-        ("granitemoehybrid", [], 1e-3),
-        # vLLM computes gated delta nets on a CPU in bfloat16 alone.
-        ("qwen3_next", ["rollout.dtype=bfloat16"], 1.0),
-    ],
+    "family",
+    [*FAST, *(pytest.param(family, marks=pytest.mark.slow) for family in IN_ALL)],
 )
 def test_two_steps_are_learned_and_every_sync_is_verified(
-    inputs: Inputs, tmp_path: Path, family: str, settings: list[str], rounding: float
+    cluster: Session, tmp_path: Path, family: str
 ) -> None:
-    model = tmp_path / family
-    random_model(tiny_config(family), seed=1).save_pretrained(model)
-    character_tokenizer(model, ALPHABET)
-    run = tmp_path / "run"
-    ended = command(
-        None, "train", "--config-name", "grpo", *replace(inputs, model=model).rl(run),
-        "run.total_steps=2", *settings,
-    )  # fmt: skip
-    assert "finished after 2 steps" in ended.stdout
-    for line in read_metrics(run / "metrics.jsonl"):
-        assert line["weight_sync/probe_difference"] < rounding
-        assert line["actor/grad_norm"] > 0
+    steps = learn(family, tmp_path, f"ray.address={cluster.address}")
+    assert len(steps) == 2
+    for step in steps:
+        assert step["weight_sync/probe_difference"] < 1e-3
+        assert step["actor/grad_norm"] > 0
+
+
+def test_the_families_of_the_documents_are_those_of_the_command() -> None:
+    page = Path(__file__).parents[3].joinpath("docs", "models.md").read_text()
+    table = page.partition("| vLLM after a sync |")[2].partition("\n\n")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| `")]
+    assert [line.split("`")[1] for line in rows] == list(SETTINGS)
+    assert [line.split("`")[1] for line in rows if "| SFT |" in line] == [*SUPERVISED]
