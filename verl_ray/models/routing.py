@@ -187,12 +187,11 @@ def _probabilities(decision: RouterDecision) -> Tensor:
     experts are their scores times a factor of the token. The weight of a single expert
     has no ratio to another one, and counts as that of a softmax.
     """
-    logits = decision.logits.float()
-    softmax = torch.softmax(logits, -1)
+    softmax = router_probabilities(decision.logits, sigmoid=False)
     if decision.weights is None or decision.chosen.shape[1] == 1:
         return softmax
 
-    sigmoids = torch.softmax(torch.nn.functional.logsigmoid(logits), -1)
+    sigmoids = router_probabilities(decision.logits, sigmoid=True)
     weights = _shares(decision.weights.float())
     from_softmax, from_sigmoids = (
         (_shares(scores.detach().gather(1, decision.chosen)) - weights).abs().sum()
@@ -200,6 +199,14 @@ def _probabilities(decision: RouterDecision) -> Tensor:
     )
     # On the device, which is not waited for.
     return torch.where(from_sigmoids < from_softmax, sigmoids, softmax)
+
+
+def router_probabilities(logits: Tensor, *, sigmoid: bool) -> Tensor:
+    """Return the softmax of logits, or their sigmoids with sum 1, in float32."""
+    logits = logits.float()
+    if sigmoid:
+        logits = torch.nn.functional.logsigmoid(logits)
+    return torch.softmax(logits, -1)
 
 
 def _shares(values: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from verl_ray.backends import BACKENDS
 from verl_ray.backends.base import BackendSettings, ModelFacts
 from verl_ray.config.versions import missing_packages
 from verl_ray.errors import ModelError
+from verl_ray.models.state_kernels import hide_kernels
 from verl_ray.processes.trial import Tell, run_trial, try_in_child
 from verl_ray.proofs.claims import Claim
 
@@ -249,6 +250,7 @@ def _run(
 
 def main(connection: socket.socket) -> None:
     """Be a rank in this process, for the one at the other end."""
+    hide_kernels()
     run_trial(connection, be_rank)
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from verl_ray.models.state_kernels import hide_kernels
 from verl_ray.processes.trial import Tell, run_trial, try_in_child
 from verl_ray.proofs.claims import Claim
 
@@ -141,6 +142,7 @@ def _statement(number: int, implementation: str, dtype: str) -> str:
 
 def main(connection: socket.socket) -> None:
     """Compute the differences in this process, for the one at the other end."""
+    hide_kernels()
     run_trial(connection, compare)
 
 

@@ -18,7 +18,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from verl_ray.models.routing import sum_by_row
+from verl_ray.models.routing import router_probabilities, sum_by_row
 
 if not moe_utils.HAVE_TE:
     # megatron-core 0.16.1 reads this name, with or without a GPU, but only defines it
@@ -158,7 +158,8 @@ class Router(TopKRouter):
 
         # Probabilities stay those of this rank's tokens: the balance is linear in them,
         # so the ranks' parts add up.
-        probabilities = torch.softmax(logits.view(-1, num_experts).float(), -1)
+        sigmoid = self._rule.sigmoid and self._rule.chosen > 1
+        probabilities = router_probabilities(flat, sigmoid=sigmoid)
         mass = sum_by_row(probabilities, rows.row, num_rows)
         squared_length = rows.length[:, 0] ** 2
         balance = num_experts * (picked * mass).sum(-1) / squared_length / rows.layers
