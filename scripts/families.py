@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from scripts.family_runs import SETTINGS, SUPERVISED, learn
+from scripts.family_runs import SETTINGS, learn
 from scripts.tiny_families import ALONE, PACKED, REFUSED, tiny_config
 from verl_ray.proofs.claims import Claim
 from verl_ray.proofs.proof import Proof, prove
@@ -58,11 +58,10 @@ def _print_runs(families: Iterable[str]) -> None:
     for family in families:
         with tempfile.TemporaryDirectory() as folder:
             steps = learn(family, Path(folder))
-        differences = [step.get("weight_sync/probe_difference", 0.0) for step in steps]
+        worst = max(step["weight_sync/probe_difference"] for step in steps)
         norms = ", ".join(f"{step['actor/grad_norm']:.1g}" for step in steps)
-        worst = "SFT" if family in SUPERVISED else f"{max(differences):.0e}"
         settings = f"`{' '.join(SETTINGS[family])}`" if SETTINGS[family] else ""
-        print(_row([f"`{family}`", settings, worst, norms]), flush=True)
+        print(_row([f"`{family}`", settings, f"{worst:.0e}", norms]), flush=True)
 
 
 def _cells(family: str, *, rollouts: bool, ranks: bool) -> Sequence[str]:

@@ -1,7 +1,7 @@
 """Two steps of GRPO with a tiny model of a family, as a user runs them.
 
 Invariant: every family has the same command, problems and rewards; what a family has of
-its own stands in `SETTINGS`. One with which vLLM does not agree on a CPU learns by SFT.
+its own stands in `SETTINGS`.
 """
 
 from __future__ import annotations
@@ -32,12 +32,9 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "deepseek_v3": (*_SHARDED, _TRANSFORMERS),
     "granitemoehybrid": (),
     "falcon_h1": (),
-    "qwen3_next": (),
+    "qwen3_next": ("rollout.dtype=bfloat16",),
 }
 """Families, with what their runs set."""
-
-SUPERVISED = ("qwen3_next",)
-"""Families that learn by SFT."""
 
 _REWARD = '''"""A reward that models without training differ in."""
 
@@ -67,28 +64,21 @@ def learn(family: str, folder: Path, *settings: str) -> list[dict[str, float]]:
     (folder / "reward.py").write_text(_REWARD)
 
     run = folder / "run"
-    is_supervised = family in SUPERVISED
     overrides = [
-        *("train", "--config-name", "sft" if is_supervised else "grpo"),
+        *("train", "--config-name", "grpo"),
         f"run.dir={run}",
         f"model.path={folder / 'model'}",
         f"data.train_path={files.train.jsonl}",
         f"data.validation_path={files.validation.jsonl}",
         *("run.total_steps=2", "run.evaluate_every=0", "run.checkpoint_every=0"),
         *("run.threads_per_rank=1", "tracking.wandb.mode=disabled"),
-        "actor.optimizer.lr=1e-4",
+        f"reward.functions.default={folder / 'reward.py'}:digits",
+        *("data.prompts_per_step=8", "data.max_prompt_tokens=8"),
+        *("rollout.group_size=4", "rollout.max_response_tokens=6"),
+        *("rollout.kv_cache_gib=0.03125", "actor.optimizer.lr=1e-4"),
         *SETTINGS[family],
         *settings,
     ]
-    if is_supervised:
-        overrides += ["sft.batch_size=32", "sft.max_tokens=16"]
-    else:
-        overrides += [
-            f"reward.functions.default={folder / 'reward.py'}:digits",
-            *("data.prompts_per_step=8", "data.max_prompt_tokens=8"),
-            *("rollout.group_size=4", "rollout.max_response_tokens=6"),
-            "rollout.kv_cache_gib=0.03125",
-        ]
     ended = subprocess.run(
         [sys.executable, "-m", "controllers", *overrides],
         cwd=Path(__file__).parents[1],

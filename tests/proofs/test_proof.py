@@ -29,6 +29,7 @@ from verl_ray.models import attention, role_model
 from verl_ray.models.conversions import checkpoint_names
 from verl_ray.models.names import CheckpointNames
 from verl_ray.models.state_kernels import installed_kernels, require_kernels
+from verl_ray.models.tensor_sources import CheckpointReader
 from verl_ray.proofs import border_proof, rollout_proof
 from verl_ray.proofs.border_proof import STATEMENTS
 from verl_ray.proofs.claims import Claim
