@@ -20,7 +20,7 @@ from verl_ray.errors import ModelError
 from verl_ray.models.heads import logit_shape
 from verl_ray.models.parts import backbone_of, text_config
 from verl_ray.models.routing import RouterWatch
-from verl_ray.models.state_kernels import hide_kernels, installed_kernels
+from verl_ray.models.state_kernels import hide_kernels
 from verl_ray.proofs.border_proof import prove_borders
 from verl_ray.proofs.claims import Claim
 from verl_ray.proofs.cut_model import cut_model, model_on_meta
@@ -132,9 +132,6 @@ class Proof:
 def prove(config: PretrainedConfig, *, rollouts: bool, ranks: bool = False) -> Proof:
     """Prove a model by its configuration, with random weights.
 
-    Its layers are computed on the CPU by torch alone, also where kernels of states are
-    installed: this process will not find them afterwards.
-
     Args:
         config: The configuration of the model, of which the text part is proven.
         rollouts: Whether to ask vLLM as well, which takes half a minute.
@@ -157,9 +154,7 @@ def prove(config: PretrainedConfig, *, rollouts: bool, ranks: bool = False) -> P
         engine = engine_proof.examine()
         for claim in _claims_of_the_whole(config, model):
             engine = engine.with_needed(claim)
-        border_claims: list[Claim] = []
-        if installed_kernels() and engine.trains and not engine.packs_rows:
-            border_claims = prove_borders(folder, has_experts=has_experts)
+        border_claims = prove_borders(folder, engine, has_experts=has_experts)
         rank_claims: Sequence[RankClaims] = ()
         if ranks and engine.trains:
             expected = expect(
