@@ -17,7 +17,6 @@ from verl_ray.errors import ModelError
 from verl_ray.proofs.cut_model import random_model
 from verl_ray.tracking.jsonl import read_metrics
 
-_TRANSFORMERS = "rollout.vllm_args={model_impl: transformers}"
 _SHARDED = ("backend=fsdp", "actor.num_ranks=2")
 
 SETTINGS: dict[str, tuple[str, ...]] = {
@@ -28,8 +27,8 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "phi3": (),
     "olmo3": (),
     "glm4_moe": _SHARDED,
-    "gpt_oss": (_TRANSFORMERS,),
-    "deepseek_v3": (*_SHARDED, _TRANSFORMERS),
+    "gpt_oss": (),
+    "deepseek_v3": _SHARDED,
     "granitemoehybrid": (),
     "falcon_h1": (),
     "qwen3_next": ("rollout.dtype=bfloat16",),

@@ -13,8 +13,8 @@ FAST = ("mixtral", "granitemoehybrid")
 """Experts on two ranks, and layers with states, whose rows are of one length."""
 
 IN_ALL = ("gemma3", "gpt_oss", "qwen3_next")
-"""An adapter of a model that sees images, vLLM with a class of transformers, and gated
-delta nets, which vLLM computes on a CPU in bfloat16 alone."""
+"""An adapter of a model that sees images, sinks, and gated delta nets, which vLLM
+computes on a CPU in bfloat16 alone."""
 
 
 @pytest.mark.cluster
