@@ -143,16 +143,21 @@ def migrated(tree: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(data, dict) and "prompts_per_step" in data:
         data.setdefault("curriculum", copy.deepcopy(_NO_CURRICULUM))
 
-    # Only runs with rewards have episodes, and rollouts to record.
-    if "reward" in result:
+    # Only runs with rollouts have episodes, and rollouts to record.
+    if "rollout" in result:
         result.setdefault("agent", copy.deepcopy(_NO_AGENT))
         tracking = result.get("tracking")
         if isinstance(tracking, dict):
             tracking.setdefault("rollouts", "none")
             tracking.setdefault("rollouts_max_mb", 256)
 
+    # Elsewhere this section has scores, and nothing in it learns.
+    reward = result.get("reward")
+    if isinstance(reward, dict) and "optimizer" in reward:
+        reward.setdefault("expert_bias_update", 0.0)
+
     _limit_results(result.get("agent"))
-    _wait_for_services(result.get("reward"))
+    _wait_for_services(reward)
 
     # A section that the task does not have stays missing.
     for key, value in ADDED.items():
