@@ -129,7 +129,7 @@ def _vllm(proof: Proof) -> str:
     if not proof.rollout_claims:
         return ""
     if proof.rollouts is None:
-        first = proof.rollout_claims[0]
+        first = next(claim for claim in proof.rollout_claims if not claim.holds)
         return f"no: {_number(first)} {_few_words(first.where)}".rstrip()
     numbers = [claim.number or 0.0 for claim in proof.rollout_claims[-3:]]
     worst = f"{max(numbers):.0e}"

@@ -12,6 +12,7 @@ from controllers.command_line import main
 from controllers.compose.composition import examine
 from scripts.tiny_families import tiny_config
 from verl_ray.preflight import findings, model_directories, model_proof
+from verl_ray.preflight.findings import cost_warnings
 from verl_ray.preflight.machine import Machine
 from verl_ray.preflight.model_directories import content_problems
 from verl_ray.preflight.model_files import config_json, tensor_shapes
@@ -234,6 +235,9 @@ def test_what_prove_has_found_about_vllm_is_known_before_a_run(
     }
     assert shown.keys() == problems.keys()
     assert all(shown[key].startswith(fix) for key, fix in problems.items())
+    warnings = cost_warnings(config, machine, evaluates=True)
+    unknown = any("vLLM has not been compared with" in each for each in warnings)
+    assert unknown == (kept is None)
 
 
 @pytest.mark.slow

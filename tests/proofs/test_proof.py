@@ -413,10 +413,10 @@ def test_what_is_no_decoder_is_refused_in_words(family: str) -> None:
 def test_a_directory_without_a_configuration_that_is_known_is_refused(
     tmp_path: Path,
 ) -> None:
-    with pytest.raises(ModelError, match=r"there is no config\.json"):
+    with pytest.raises(ModelError, match="there is no folder"):
         config_of(str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "nonesuch"}')
-    with pytest.raises(ModelError, match="transformers does not read"):
+    with pytest.raises(ModelError, match=r"transformers .* does not read"):
         config_of(str(tmp_path))
 
 

@@ -151,13 +151,9 @@ def migrated(tree: Mapping[str, Any]) -> dict[str, Any]:
             tracking.setdefault("rollouts", "none")
             tracking.setdefault("rollouts_max_mb", 256)
 
-    # Elsewhere this section has scores, and nothing in it learns.
-    reward = result.get("reward")
-    if isinstance(reward, dict) and "optimizer" in reward:
-        reward.setdefault("expert_bias_update", 0.0)
-
     _limit_results(result.get("agent"))
-    _wait_for_services(reward)
+    _wait_for_services(result.get("reward"))
+    _freeze_biases(result.get("reward"))
 
     # A section that the task does not have stays missing.
     for key, value in ADDED.items():
@@ -195,6 +191,13 @@ def _wait_for_services(reward: object) -> None:
             for name in _CIRCUIT_SETTINGS:
                 grader.pop(name, None)
             grader.setdefault("max_outage_s", _MAX_OUTAGE_S)
+
+
+def _freeze_biases(reward: object) -> None:
+    """Leave the biases of the routers of a reward model alone while it learns."""
+    # Elsewhere the section has scores.
+    if isinstance(reward, dict) and "optimizer" in reward:
+        reward.setdefault("expert_bias_update", 0.0)
 
 
 def _limit_results(agent: object) -> None:

@@ -40,7 +40,7 @@ from verl_ray.preflight.facts import ClusterFacts, facts_here
 from verl_ray.preflight.machine import Machine
 from verl_ray.preflight.model_directories import backend_problems, model_problems
 from verl_ray.preflight.model_files import config_json, made_model
-from verl_ray.preflight.model_proof import proof_of
+from verl_ray.preflight.model_proof import may_disagree_with_vllm, proof_of
 from verl_ray.preflight.resolve import resolutions, resolve
 from verl_ray.preflight.resources import resource_problems, resource_warnings
 from verl_ray.preflight.savings import in_words
@@ -50,6 +50,7 @@ from verl_ray.rollout.vllm_core import installed_version
 from verl_ray.settings.function_specs import parts_of
 from verl_ray.settings.hub_ids import is_hub_id
 from verl_ray.settings.section import resolved
+from verl_ray.shell import for_shell
 from verl_ray.tracking.wandb_credentials import credentials_problem
 
 INPUTS_STARTED = "made-by-verl_ray"
@@ -429,6 +430,8 @@ def cost_warnings(
         yield from _float32_on_gpus(config, learns=not evaluates)
     elif machine is not None and not machine.computes_bfloat16:
         yield from _bfloat16_on_a_cpu(config)
+    if machine is not None and not machine.gpus:
+        yield from _unproven_rollouts(config)
     if evaluates:
         return
 
@@ -441,6 +444,19 @@ def cost_warnings(
     yield from _clips_of_rounding(config)
     yield from _stale_for_nothing(config)
     yield from _rows_of_one_length(config)
+
+
+def _unproven_rollouts(config: Config) -> Iterator[str]:
+    """Yield a warning if it is not known whether vLLM computes the policy's model."""
+    if not isinstance(config, RolloutTaskConfig):
+        return
+    path = config.model_roles[config.evaluated_role].model.folder
+    if not made_model(path, config) and may_disagree_with_vllm(path):
+        yield (
+            f"vLLM has not been compared with the model in {path}:"
+            f" {for_shell(['verl-ray', 'prove', path])} does so in minutes; otherwise"
+            " the first sync of the run shows whether they agree"
+        )
 
 
 def _rows_of_one_length(config: Config) -> Iterator[str]:

@@ -90,6 +90,13 @@ def _is_described(settings: Mapping[str, object]) -> bool:
     return settings.get("model_type") in FAMILIES and not has_windows(settings)
 
 
+def may_disagree_with_vllm(path: str) -> bool:
+    """Return whether neither the tests nor `prove` have asked vLLM about a model."""
+    settings = json_object(Path(path) / "config.json")
+    described = not settings or _is_described(settings)
+    return not described and kept_rollout_proof(path) is None
+
+
 def kept_rollout_proof(path: str) -> RolloutProof | None:
     """Return what `prove` has found about the model in a directory and this vLLM.
 

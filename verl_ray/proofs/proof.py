@@ -283,16 +283,20 @@ def config_of(path: str) -> PretrainedConfig:
         ModelError: There is none, its family is unknown to transformers, or the model
             has code of its own.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, __version__
 
     if not Path(path, "config.json").is_file():
-        raise ModelError(f"there is no config.json in {path!r}")
+        raise ModelError(
+            f"there is no folder {path!r} with a config.json; of a model of the hub,"
+            " fetch that file first"
+        )
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             path, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # transformers raises several kinds
         raise ModelError(
-            f"transformers does not read {path}/config.json: {error}"
-        ) from (error)
+            f"transformers {__version__} does not read {path}/config.json"
+            f" (docs/start.md has the versions that this project takes): {error}"
+        ) from error
     return config
