@@ -6,6 +6,8 @@ import math
 
 import pytest
 import torch
+from transformers import Gemma4TextConfig
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import (
     Qwen3MoeTopKRouter,
     load_balancing_loss_func,
@@ -13,6 +15,10 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
 from transformers.utils.output_capturing import OutputRecorder
 
 from scripts.tiny_families import tiny_config
+from verl_ray.backends.engine import EngineBackend
+from verl_ray.engine.base import EngineSpec
+from verl_ray.engine.expert_balance import balance_coefficient
+from verl_ray.models.role_model import RoleModel
 from verl_ray.models.routing import RouterDecision, RouterWatch, summarize_routing
 from verl_ray.proofs.cut_model import random_model
 
@@ -58,6 +64,42 @@ def test_probabilities_are_those_scores_whose_ratios_the_weights_have(
 
     assert balance([0.6, 0.4]) == pytest.approx(3 * (1 / 2 + 1 / 3))
     assert balance([0.75, 0.25]) == pytest.approx(3 * (9 / 13 + 3 / 13))
+
+
+def test_probabilities_that_a_router_returns_are_not_taken_for_logits() -> None:
+    router = Gemma4TextRouter(
+        Gemma4TextConfig(hidden_size=4, num_experts=4, top_k_experts=2)
+    )
+    # Every token prefers the first two experts, which share its probability.
+    with torch.no_grad():
+        router.proj.weight.copy_(torch.tensor([[99.0], [99], [0], [0]]).expand(4, 4))
+        router.per_expert_scale.copy_(torch.tensor([3.0, 1, 1, 1]))
+        probabilities, weights, chosen = router(torch.ones(5, 4))
+    assert probabilities[0].tolist() == pytest.approx([0.5, 0.5, 0, 0])
+    decision = RouterDecision(probabilities, chosen, weights)
+    balance = summarize_routing([decision], torch.tensor([4])).balance
+    assert balance.tolist() == pytest.approx([4 * (1 / 2 + 1 / 2)])
+
+
+@pytest.mark.parametrize(
+    ("family", "biases", "weight"),
+    [("ernie4_5_moe", 0, 0.001), ("minimax_m2", 2, 0.0), ("mixtral", 0, 0.001)],
+)
+def test_the_weight_of_config_json_counts_where_no_bias_can_be_moved(
+    family: str, biases: int, weight: float
+) -> None:
+    config = tiny_config(family, router_aux_loss_coef=0.001)
+    model = RoleModel(random_model(config, seed=1), "policy")
+    assert model.router_watch is not None
+    assert len(model.router_watch.biases) == biases
+    backend = EngineBackend(
+        kind="engine",
+        dtype="float32",
+        micro_batch_tokens_per_rank=8,
+        activation_checkpointing=False,
+    )
+    spec = EngineSpec("actor", "m", "policy", backend, None, 1, seed=0)
+    assert balance_coefficient(spec, model) == weight
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "minimax_m2"])

@@ -59,7 +59,9 @@ def test_a_described_family_needs_none_unless_it_has_windows(
 def test_a_proof_is_done_once_and_kept_for_the_next_process(tmp_path: Path) -> None:
     path = directory(tmp_path, "lfm2")
     first = proof_of(path)
-    assert first == ModelProof(packs_rows=False, has_states=True)
+    assert first == ModelProof(
+        packs_rows=False, has_states=True, has_balance=False, has_biases=False
+    )
     (kept,) = (tmp_path / "cache" / "verl_ray" / "proofs").iterdir()
     kept.write_text(json.dumps({"packs_rows": True, "failure": "as it was kept"}))
     assert proof_of(path) == first  # this process remembers it
@@ -83,6 +85,19 @@ def test_a_family_is_refused_for_a_proof_that_fails(tmp_path: Path) -> None:
     )
     assert problem.rule.endswith("layers.0.self_attn")
     assert problem.fix == f"verl-ray prove {path} shows all; take another model."
+
+
+@pytest.mark.parametrize(
+    ("family", "has_balance", "has_biases"),
+    [("jamba", False, False), ("ernie4_5_moe", True, False), ("dots1", True, True)],
+)
+def test_a_proof_says_what_the_routers_of_a_family_return(
+    family: str, has_balance: bool, has_biases: bool, tmp_path: Path
+) -> None:
+    fields = {"path": directory(tmp_path, family)}
+    proof = model_proof._prove(fields, lambda *_: None)["proof"]
+    assert proof["failure"] is None
+    assert (proof["has_balance"], proof["has_biases"]) == (has_balance, has_biases)
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_vl"])
@@ -160,6 +175,24 @@ def test_each_use_that_a_proof_does_not_allow_names_its_key(
         if "have states" in each
     )
     assert "up to 128 per rank and update, where packed rows take about 4 at" in warning
+
+    # Routers that return no choice, and biases that are parameters.
+    proof = ModelProof(has_balance=False, has_biases=False)
+    experts = f"model.path={directory(tmp_path, 'jamba')}"
+    set_keys = {"actor.expert_balance", "actor.expert_bias_update"}
+    assert set_keys & keys("grpo", experts) == set()
+    values = [experts, "actor.expert_balance=0.01", "actor.expert_bias_update=0.001"]
+    assert set_keys <= keys("grpo", *values)
+    config = examine("grpo", [*inputs, experts]).config
+    assert config is not None
+    (warning,) = (
+        each
+        for each in findings.cost_warnings(config, None, evaluates=False)
+        if "balance loss" in each
+    )
+    assert "the weight 0.001, and this loss is not computed" in warning
+    proof = ModelProof(has_biases=False)
+    assert set_keys & keys("grpo", *values) == {"actor.expert_bias_update"}
 
     # Kernels that take the borders pack rows, and still cannot be cut.
     proof = ModelProof(has_states=True)

@@ -19,22 +19,23 @@ from verl_ray.errors import EngineError
 from verl_ray.models.role_model import RoleModel
 from verl_ray.models.routing import RouterWatch
 from verl_ray.ops.outputs import Routing
-from verl_ray.settings.config_json import SELECTION_BIASES
+from verl_ray.settings.config_json import balance_weight
 
 
 def balance_coefficient(spec: EngineSpec, model: RoleModel) -> float:
-    """Return the weight of the balance loss, 0 for a model without experts.
+    """Return the weight of the balance loss, 0 for a model whose routers are not seen.
 
     Raises:
         EngineError: A setting does not fit a model with, or without, experts.
     """
     configured = spec.expert_balance
 
-    if model.router_watch is None:
+    watch = model.router_watch
+    if watch is None:
         if configured is not None:
             raise EngineError(
                 f"{spec.role}.expert_balance = {configured}: {spec.model_path} has no"
-                " experts; set it to null"
+                " experts, or its routers return no choice; set it to null"
             )
         return 0.0
 
@@ -48,16 +49,10 @@ def balance_coefficient(spec: EngineSpec, model: RoleModel) -> float:
         )
 
     if configured is None:
-        if _is_balanced_by_biases(model):
-            return 0.0
-        # A family without the coefficient is balanced by other means, or not at all.
-        return float(getattr(model.hf.config, "router_aux_loss_coef", None) or 0.0)
+        # Biases that can be moved take the place of a loss (DeepSeek-V3). A family
+        # without either is balanced by other means, or not at all.
+        return 0.0 if watch.biases else balance_weight(model.hf.config.to_dict())
     return float(configured)
-
-
-def _is_balanced_by_biases(model: RoleModel) -> bool:
-    """Return whether a bias of each expert takes the place of a loss (DeepSeek-V3)."""
-    return any(name.endswith(SELECTION_BIASES) for name in model.hf.state_dict())
 
 
 class BiasUpdate:
@@ -85,8 +80,8 @@ class BiasUpdate:
         if watch is None or not watch.biases:
             raise EngineError(
                 f"{spec.role}.expert_bias_update = {spec.expert_bias_update}: the"
-                f" routers of {spec.model_path} have no biases that an optimizer does"
-                " not change; set it to 0"
+                f" routers of {spec.model_path} have no biases that can be moved; set"
+                " it to 0"
             )
         return cls(spec.expert_bias_update, watch, world_size=world_size)
 

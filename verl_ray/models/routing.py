@@ -8,8 +8,8 @@ ranks. This deviates from Switch Transformer (Fedus et al. 2021, arXiv:2101.0396
 equations 4 to 6), which takes fractions over a batch. Per row it is the sequence-wise
 balance of DeepSeek-V3 (arXiv:2412.19437, equations 17 to 20) in the scale of Switch:
 top_k where experts are used evenly, up to the number of experts where they are not.
-Probabilities are a router's own scores with sum 1: the softmax of its logits, or their
-sigmoids (DeepSeek-V3, GLM-4.5).
+Probabilities are a router's own scores with sum 1: the softmax of its logits, their
+sigmoids (DeepSeek-V3, GLM-4.5), or what it returns where that is no logits (Gemma 4).
 
 Some families are balanced without a loss, by biases of the experts that take part in
 the choice alone and get no gradient (DeepSeek-V3, section 2.1.2). Here they are found,
@@ -36,7 +36,7 @@ class RouterDecision:
     """The decision of the router of one layer."""
 
     logits: Tensor
-    """[tokens, experts]."""
+    """[tokens, experts]; in a few families probabilities already."""
 
     chosen: Tensor
     """int64 [tokens, k], the experts of each token."""
@@ -56,7 +56,7 @@ class RouterWatch:
     A router returns a tuple, in which logits [tokens, experts] have a place that its
     class declares, and choices [tokens, k] are the only whole numbers. Another tensor
     of their shape has the weights of the choices. Routers that return no choice (Llama
-    4's, Jamba's) are not recorded.
+    4's, Jamba's, JetMoE's) are not recorded.
     """
 
     def __init__(self, backbone: nn.Module) -> None:
@@ -183,10 +183,19 @@ def summarize_routing(decisions: RouterDecisions, last_tokens: Tensor) -> Routin
 def _probabilities(decision: RouterDecision) -> Tensor:
     """Return the scores of a router with sum 1, float32 [tokens, experts].
 
-    Whether they are a softmax or sigmoids is measured: the weights of the chosen
-    experts are their scores times a factor of the token. The weight of a single expert
-    has no ratio to another one, and counts as that of a softmax.
+    What they are is measured. Numbers that are not negative and have sum 1 are the
+    probabilities. Of logits, the weights of the chosen experts tell a softmax from
+    sigmoids: they are their scores times a factor of the token. The weight of a single
+    expert has no ratio to another one, and counts as that of a softmax.
     """
+    returned = decision.logits.float()
+    sums = returned.detach().sum(-1)
+    # On the device, which is not waited for; so is the other choice below.
+    are_probabilities = (returned >= 0).all() & ((sums - 1).abs() < 0.01).all()
+    return torch.where(are_probabilities, returned, _probabilities_of_logits(decision))
+
+
+def _probabilities_of_logits(decision: RouterDecision) -> Tensor:
     softmax = router_probabilities(decision.logits, sigmoid=False)
     if decision.weights is None or decision.chosen.shape[1] == 1:
         return softmax
@@ -197,7 +206,6 @@ def _probabilities(decision: RouterDecision) -> Tensor:
         (_shares(scores.detach().gather(1, decision.chosen)) - weights).abs().sum()
         for scores in (softmax, sigmoids)
     )
-    # On the device, which is not waited for.
     return torch.where(from_sigmoids < from_softmax, sigmoids, softmax)
 
 

@@ -39,7 +39,7 @@ from verl_ray.paths import in_ray_package, nearest_existing, path_suggestion
 from verl_ray.preflight.facts import ClusterFacts, facts_here
 from verl_ray.preflight.machine import Machine
 from verl_ray.preflight.model_directories import backend_problems, model_problems
-from verl_ray.preflight.model_files import config_json, made_model
+from verl_ray.preflight.model_files import config_json, made_model, settings_of
 from verl_ray.preflight.model_proof import may_disagree_with_vllm, proof_of
 from verl_ray.preflight.resolve import resolutions, resolve
 from verl_ray.preflight.resources import resource_problems, resource_warnings
@@ -47,6 +47,7 @@ from verl_ray.preflight.savings import in_words
 from verl_ray.rewards.client import url_problem
 from verl_ray.rewards.specs import spec_problems
 from verl_ray.rollout.vllm_core import installed_version
+from verl_ray.settings.config_json import balance_weight, chooses_experts
 from verl_ray.settings.function_specs import parts_of
 from verl_ray.settings.hub_ids import is_hub_id
 from verl_ray.settings.section import resolved
@@ -444,6 +445,26 @@ def cost_warnings(
     yield from _clips_of_rounding(config)
     yield from _stale_for_nothing(config)
     yield from _rows_of_one_length(config)
+    yield from _experts_out_of_sight(config)
+
+
+def _experts_out_of_sight(config: Config) -> Iterator[str]:
+    """Yield a warning for models whose own balance loss is not computed, each once."""
+    paths = dict.fromkeys(
+        role.model.folder
+        for role in config.learners.values()
+        if role.expert_balance is None
+    )
+    for path in paths:
+        settings = settings_of(path, config)
+        weight = balance_weight(settings)
+        if not weight or not chooses_experts(settings) or proof_of(path).has_balance:
+            continue
+        yield (
+            f"config.json of {path} gives the balance loss of experts the weight"
+            f" {weight:g}, and this loss is not computed, since its routers return no"
+            " choice"
+        )
 
 
 def _unproven_rollouts(config: Config) -> Iterator[str]:

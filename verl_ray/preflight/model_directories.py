@@ -239,7 +239,7 @@ def _proof_problems(config: Config) -> Iterator[Problem]:
 
 
 def _expert_problems(config: Config) -> Iterator[Problem]:
-    """Yield settings for experts of models that have none."""
+    """Yield settings for experts that a model does not have, or cannot obey."""
     for name, role in config.model_roles.items():
         path = role.model.folder
         settings = settings_of(path, config)
@@ -250,10 +250,16 @@ def _expert_problems(config: Config) -> Iterator[Problem]:
         if balance is not None and not chooses_experts(settings):
             rule = f"this setting would be ignored: {path} has no experts"
             yield Problem(f"{name}.expert_balance", balance, rule, "Set it to null.")
+        elif balance is not None and not proof_of(path).has_balance:
+            rule = (
+                f"the balance of the experts of {path} is not computed, since its"
+                " routers return no choice"
+            )
+            yield Problem(f"{name}.expert_balance", balance, rule, "Set it to null.")
 
         rate = role.expert_bias_update
-        reason = _why_biases_stay(path, role, settings)
-        if rate and reason is not None:
+        reason = _why_biases_stay(path, role, settings) if rate else None
+        if reason is not None:
             yield Problem(f"{name}.expert_bias_update", rate, reason, "Set it to 0.")
 
 
@@ -266,6 +272,11 @@ def _why_biases_stay(
     tensors = tensor_shapes(path)
     if tensors and not any(name.endswith(SELECTION_BIASES) for name in tensors):
         return f"the routers of {path} have no biases"
+    if not proof_of(path).has_biases:
+        return (
+            f"the routers of {path} have no biases that can be moved (those that are"
+            " parameters stay as they are)"
+        )
     if role.adapter is not None:
         return (
             f"the biases of {path} are weights of the base model, which stays as it is"

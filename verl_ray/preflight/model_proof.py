@@ -33,7 +33,7 @@ from verl_ray.settings.config_json import FAMILIES, has_windows
 DEADLINE_S = 600.0
 """Longest time of a proof, which takes 10 s for most families."""
 
-_EDITION = 2
+_EDITION = 3
 """Changes when this project computes models otherwise, so that proofs are done anew."""
 
 _PACKAGES = (
@@ -58,6 +58,12 @@ class ModelProof:
 
     has_adapters: bool = True
     """Whether the model can learn by an adapter."""
+
+    has_balance: bool = True
+    """Whether the model has experts, and their balance is computed."""
+
+    has_biases: bool = True
+    """Whether its routers have biases of the choice that a run can move."""
 
     failure: str | None = None
     """Why the model is not computed, as the end of a sentence; None if it is."""
@@ -188,6 +194,8 @@ def _prove(fields: dict[str, Any], tell: Tell) -> Mapping[str, Any]:
         "has_states": not engine.packs_rows,
         "has_values": engine.has_values,
         "has_adapters": engine.has_adapters,
+        "has_balance": result.routers.return_choices,
+        "has_biases": result.routers.have_biases,
         "failure": engine.failure,
     }
     numbers = [claim.number for claim in (*engine.claims, *result.border_claims)]

@@ -58,6 +58,20 @@ class RolloutSettings:
 
 
 @dataclass(frozen=True)
+class Routers:
+    """The routers of a model, as an engine sees them."""
+
+    are_seen: bool
+    """Whether the family's class declares them."""
+
+    return_choices: bool
+    """Whether they return the experts of each token, whose balance is computed."""
+
+    have_biases: bool
+    """Whether a run can move the biases of their choice."""
+
+
+@dataclass(frozen=True)
 class Proof:
     """The proof of a model: its claims, and what follows from them."""
 
@@ -72,6 +86,8 @@ class Proof:
     part."""
 
     engine: EngineClaims
+
+    routers: Routers
 
     border_claims: Sequence[Claim]
     """The claims about kernels that take the borders of packed rows; none for a model
@@ -120,6 +136,8 @@ class Proof:
             "has_states": not self.engine.packs_rows,
             "has_values": self.engine.has_values,
             "has_adapters": self.engine.has_adapters,
+            "has_balance": self.routers.return_choices,
+            "has_biases": self.routers.have_biases,
             "backends": {
                 each.backend: {"agrees": each.agrees, "no_place": each.no_place}
                 for each in self.ranks
@@ -149,12 +167,12 @@ def prove(config: PretrainedConfig, *, rollouts: bool, ranks: bool = False) -> P
         model.save_pretrained(folder)
         character_tokenizer(folder, _ALPHABET)
 
-        has_experts = RouterWatch(backbone_of(model)).count > 0
+        routers = _routers_of(model)
         engine_proof = EngineProof(model, folder)
         engine = engine_proof.examine()
         for claim in _claims_of_the_whole(config, model):
             engine = engine.with_needed(claim)
-        border_claims = prove_borders(folder, engine, has_experts=has_experts)
+        border_claims = prove_borders(folder, engine, has_experts=routers.are_seen)
         rank_claims: Sequence[RankClaims] = ()
         if ranks and engine.trains:
             expected = expect(
@@ -162,7 +180,7 @@ def prove(config: PretrainedConfig, *, rollouts: bool, ranks: bool = False) -> P
                 engine_proof.row_by_row,
                 folder,
                 packs_rows=engine.packs_rows,
-                has_experts=has_experts,
+                has_experts=routers.are_seen,
             )
             # As much memory as the model takes three times.
             del model, engine_proof
@@ -175,7 +193,7 @@ def prove(config: PretrainedConfig, *, rollouts: bool, ranks: bool = False) -> P
                 prove_rollouts,
                 folder,
                 packs_rows=engine.packs_rows,
-                has_experts=has_experts,
+                has_experts=routers.are_seen,
             )
             claims, settings = _settings_that_agree(ask)
     return Proof(
@@ -183,11 +201,19 @@ def prove(config: PretrainedConfig, *, rollouts: bool, ranks: bool = False) -> P
         layers=cut.num_hidden_layers,
         whole=None if text is config else config.model_type,
         engine=engine,
+        routers=routers,
         border_claims=border_claims,
         rollout_claims=claims,
         rollouts=settings,
         ranks=rank_claims,
     )
+
+
+def _routers_of(model: PreTrainedModel) -> Routers:
+    watch = RouterWatch(backbone_of(model))
+    with watch.recording() as decisions, torch.no_grad():
+        model(random_rows()[0][None], use_cache=False)
+    return Routers(watch.count > 0, bool(decisions), bool(watch.biases))
 
 
 def _claims_of_the_whole(

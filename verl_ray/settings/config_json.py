@@ -33,6 +33,9 @@ EXPERT_COUNTS = (
 )
 """The names that families give to the number of experts of a layer."""
 
+BALANCE_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
+"""The names that families give to the weight of the balance loss of their experts."""
+
 SELECTION_BIASES = ("score_correction_bias", "expert_bias")
 """How the names of biases end that take part in the choice of experts alone."""
 
@@ -418,6 +421,12 @@ def chooses_experts(settings: Settings) -> bool:
     return settings.get("model_type") in _WITH_EXPERTS or any(
         isinstance(count, int) and count > 0 for count in counts
     )
+
+
+def balance_weight(settings: Settings) -> float:
+    """Return the weight of the balance loss of experts, 0 for a family without one."""
+    weights = (settings.get(name) for name in BALANCE_WEIGHTS)
+    return next((float(each) for each in weights if isinstance(each, int | float)), 0.0)
 
 
 def _experts(settings: CheckedSettings, prefix: str) -> Iterator[NamedShape]:
