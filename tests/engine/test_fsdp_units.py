@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from scripts.tiny_families import tiny_config
 from tests.engine import inputs
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.learning.objectives import SupervisedObjective
 from verl_ray.models.tiny import make_tiny
 from verl_ray.ops.outputs import RequestedOutputs
+from verl_ray.proofs.cut_model import random_model
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +81,30 @@ def test_what_computes_last_stays_for_the_backward(
     assert watching.seen and all(seen == kept for seen in watching.seen)
     assert gathered(engine) == set()
     engine.optimizer_step()
+
+
+def test_what_a_family_keeps_in_float32_stays_so_where_others_are_bfloat16(
+    alone: None, folder: Path
+) -> None:
+    random_model(tiny_config("ernie4_5_moe"), 1).save_pretrained(folder / "ernie")
+    ranks = inputs.Ranks(0, 1, folder)
+    gradients = []
+    for again in (False, True):
+        engine: Any = ranks.engine(
+            "fsdp", "ernie", dtype="bfloat16", activation_checkpointing=again
+        )
+        (gate,) = engine.model.precise_units
+        seen = set()
+
+        def see(gate: Any, hidden: Any) -> None:
+            biases = gate.moe_statics.e_score_correction_bias
+            seen.add((hidden[0].dtype, gate.weight.dtype, biases.dtype))
+
+        gate.register_forward_pre_hook(see)
+        engine.forward_backward(inputs.rows_of(), SupervisedObjective())
+        assert seen == {(torch.bfloat16, torch.float32, torch.float32)}
+        gradients.append(gate.weight.grad.full_tensor().clone())
+    assert gradients[0].norm() > 0 and torch.equal(*gradients)
 
 
 SPLIT = """

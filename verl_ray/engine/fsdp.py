@@ -9,6 +9,7 @@ which rank holds what, and when it is gathered.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -63,14 +64,21 @@ class FsdpEngine(ModuleEngine):
         offload_policy = OffloadPolicy()
         if self.backend.host_parameters:
             offload_policy = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
-        embedding_units = self._embedding_units(model)
 
-        # FSDP2 gathers one unit at a time. The model itself is the unit of all
-        # parameters that are in no other unit.
-        units = []
+        # These are given bfloat16, as by transformers; their code makes it float32.
+        exact = dataclasses.replace(
+            precision, param_dtype=torch.float32, cast_forward_inputs=False
+        )
+        precise_units: list[nn.Module] = []
+        if self.dtype != torch.float32:
+            precise_units = model.precise_units
+        inner_units = [*precise_units, *model.layers, *self._embedding_units(model)]
+
+        # FSDP2 gathers one unit at a time, and wants inner ones first. The model itself
+        # is the unit of all parameters that are in no other unit.
         reshards = self.backend.sharding in ("full", "hybrid")
         head = model.hf.get_output_embeddings()
-        for module in [*model.layers, *embedding_units, model]:
+        for module in [*inner_units, model]:
             # The backward pass begins with what computes last. Resharded, it would be
             # gathered again at once. After a pass without gradients, `forward` reshards
             # it.
@@ -78,18 +86,18 @@ class FsdpEngine(ModuleEngine):
             unit = fully_shard(
                 module,
                 mesh=mesh,
-                mp_policy=precision,
+                mp_policy=exact if module in precise_units else precision,
                 offload_policy=offload_policy,
                 reshard_after_forward=reshards and not computes_last,
             )
-            units.append(unit)
 
             # Gradients are summed, not averaged, since the weights of a loss contain
             # the global denominators. gloo has no other reduction.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
 
-        self._set_prefetching(units[: len(model.layers)])
+        layers = [unit for unit in model.layers if isinstance(unit, FSDPModule)]
+        self._set_prefetching(layers)
 
     def _embedding_units(self, model: RoleModel) -> list[nn.Module]:
         """Return the embeddings that are units of their own, as configured."""

@@ -11,6 +11,7 @@ selected. Parameters carry the Hugging Face names of the model that they export 
 from __future__ import annotations
 
 import contextlib
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -125,6 +126,32 @@ class RoleModel(nn.Module):
         if head.weight is embedding.weight:
             return []
         return [embedding, head]
+
+    @property
+    def precise_units(self) -> list[nn.Module]:
+        """The modules that the family keeps in float32 where it computes in bfloat16.
+
+        These are the outermost of which it names every parameter, as ERNIE 4.5 does of
+        its routers. transformers searches names for the same patterns.
+        """
+        patterns = self.hf._keep_in_fp32_modules_strict
+        if not patterns:
+            return []
+        pattern = re.compile("|".join(patterns).replace("*", ".*"))
+        precise = {
+            id(value)
+            for name, value in self.hf.named_parameters()
+            if pattern.search(name)
+        }
+
+        units: list[nn.Module] = []
+        parts: set[nn.Module] = set()
+        for module in self.hf.modules():
+            own = {id(value) for value in module.parameters()}
+            if own and own <= precise and module not in parts:
+                units.append(module)
+                parts.update(module.modules())
+        return units
 
     @property
     def head_differences(self) -> tuple[dict[str, float], frozenset[str]]:
