@@ -368,6 +368,7 @@ def engine_spec(
     schedule_steps = config.learning_steps(name) * updates_per_step
 
     proof = proof_of(role.model.folder)
+    packs_rows = proof.packs_rows_in(role.backend.dtype)
     return EngineSpec(
         role=name,
         model_path=role.model.folder,
@@ -376,8 +377,8 @@ def engine_spec(
         optimizer=optimizer,
         new_head=isinstance(role, SupervisedRole),
         lora=role.adapter,
-        packs_rows=proof.packs_rows,
-        kernels=installed_kernels() if proof.packs_rows and proof.has_states else (),
+        packs_rows=packs_rows,
+        kernels=installed_kernels() if packs_rows and proof.has_states else (),
         expert_balance=expert_balance,
         expert_bias_update=expert_bias_update,
         schedule_steps=schedule_steps,

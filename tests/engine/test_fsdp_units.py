@@ -88,22 +88,22 @@ def test_what_a_family_keeps_in_float32_stays_so_where_others_are_bfloat16(
 ) -> None:
     random_model(tiny_config("ernie4_5_moe"), 1).save_pretrained(folder / "ernie")
     ranks = inputs.Ranks(0, 1, folder)
+    seen = set()
+
+    def see(gate: Any, hidden: Any) -> None:
+        biases = gate.moe_statics.e_score_correction_bias
+        seen.add((hidden[0].dtype, gate.weight.dtype, biases.dtype))
+
     gradients = []
     for again in (False, True):
         engine: Any = ranks.engine(
             "fsdp", "ernie", dtype="bfloat16", activation_checkpointing=again
         )
         (gate,) = engine.model.precise_units
-        seen = set()
-
-        def see(gate: Any, hidden: Any) -> None:
-            biases = gate.moe_statics.e_score_correction_bias
-            seen.add((hidden[0].dtype, gate.weight.dtype, biases.dtype))
-
         gate.register_forward_pre_hook(see)
         engine.forward_backward(inputs.rows_of(), SupervisedObjective())
-        assert seen == {(torch.bfloat16, torch.float32, torch.float32)}
         gradients.append(gate.weight.grad.full_tensor().clone())
+    assert seen == {(torch.bfloat16, torch.float32, torch.float32)}
     assert gradients[0].norm() > 0 and torch.equal(*gradients)
 
 

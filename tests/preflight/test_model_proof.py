@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -129,6 +132,28 @@ def test_a_model_that_sees_images_is_looked_at_by_its_text_part(
     tower = {name: value for name, value in load_file(file).items() if "vis" in name}
     save_file(tower, file)
     assert problems() == ["none of its tensors has the name of a language model's"]
+
+
+@pytest.mark.processes
+def test_kernels_are_those_installed_and_rows_are_packed_by_them_in_bfloat16() -> None:
+    # transformers reads it later: none of its code is imported by then.
+    program = (
+        "import os, sys, verl_ray.models;"
+        " print(os.environ['USE_HUB_KERNELS'], 'transformers' in sys.modules)"
+    )
+    unset = {k: v for k, v in os.environ.items() if k != "USE_HUB_KERNELS"}
+    for said, used in (({}, "NO"), ({"USE_HUB_KERNELS": "YES"}, "YES")):
+        ended = subprocess.run(
+            [sys.executable, "-c", program], env=unset | said, capture_output=True, text=True
+        )  # fmt: skip
+        assert ended.stdout.split() == [used, "False"], ended.stderr
+
+    by_kernels = ModelProof(has_states=True)
+    assert [by_kernels.packs_rows_in(each) for each in ("bfloat16", "float32")] == [
+        True,
+        False,
+    ]
+    assert ModelProof().packs_rows_in("float32")
 
 
 def test_each_use_that_a_proof_does_not_allow_names_its_key(

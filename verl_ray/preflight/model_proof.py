@@ -68,6 +68,13 @@ class ModelProof:
     failure: str | None = None
     """Why the model is not computed, as the end of a sentence; None if it is."""
 
+    def packs_rows_in(self, dtype: str) -> bool:
+        """Return whether rows are packed where the computation has a type.
+
+        The kernels that keep rows apart in layers with states are proven in bfloat16.
+        """
+        return self.packs_rows and not (self.has_states and dtype == "float32")
+
 
 @dataclass(frozen=True)
 class RolloutProof:
