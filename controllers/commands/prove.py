@@ -1,7 +1,7 @@
 """The command `prove`: whether this project computes a model as its family does.
 
 Invariant: it needs no weights, no data and no accelerator, though kernels of states are
-asked where a GPU and they are; the model is cut to two layers of each kind and gets
+asked where a GPU and they are; the model is cut to a few layers of each kind and gets
 random weights. What it finds about vLLM is kept, so that `check` and the start of a run
 know it.
 """

@@ -56,6 +56,11 @@ def test_a_described_family_needs_none_unless_it_has_windows(
     windows = tiny_config("qwen3", layer_types=["sliding_attention"] * 2)
     windows.save_pretrained(tmp_path / "windows")
     assert proof_of(str(tmp_path / "windows")).failure == "requested"
+    requested.clear()
+    # It is refused in any case.
+    dropped = tiny_config("mixtral", attention_dropout=0.1)
+    dropped.save_pretrained(tmp_path / "dropped")
+    assert proof_of(str(tmp_path / "dropped")) == ModelProof() and not requested
 
 
 @pytest.mark.processes

@@ -352,9 +352,25 @@ def test_a_cut_model_has_two_layers_of_each_kind_and_few_words() -> None:
         sliding_window=1024,
     )  # fmt: skip
     cut, model = cut_model(config, seed=1)
-    assert cut.layer_types == (kinds * 2) and cut.num_hidden_layers == 12
+    assert cut.layer_types == [*kinds[:2], *kinds[-1:] * 2]
     assert (cut.vocab_size, cut.sliding_window, cut.hidden_size) == (256, 8, 128)
-    assert len(model.model.layers) == 12
+    assert len(model.model.layers) == cut.num_hidden_layers == 4
+
+
+def test_where_two_layers_of_each_kind_are_too_large_there_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Two of each end with the second layer of attention, the 13th.
+    config = tiny_config("jamba", num_hidden_layers=16, attn_layer_period=8, attn_layer_offset=4)  # fmt: skip
+    cut, model = cut_model(config, seed=1)
+    assert cut.num_hidden_layers == 13
+    parameters = sum(value.numel() for value in model.parameters())
+    monkeypatch.setattr("verl_ray.proofs.cut_model.MOST_PARAMETERS", parameters - 1)
+    cut, _ = cut_model(config, seed=1)
+    assert cut.num_hidden_layers == 5
+    monkeypatch.setattr("verl_ray.proofs.cut_model.MOST_PARAMETERS", 1)
+    with pytest.raises(ModelError, match=r"with 5 of its 16 layers .* it has 0\.0 b"):
+        cut_model(config, seed=1)
 
 
 @pytest.mark.parametrize(
@@ -374,6 +390,35 @@ def test_a_model_of_any_size_is_cut_to_one_that_fits(
     assert (cut.num_attention_heads, cut.num_key_value_heads, cut.head_dim) == heads
     assert cut.intermediate_size == 256
     assert sum(value.numel() for value in model.parameters()) < MOST_PARAMETERS / 5
+
+
+GRANITE_H_SMALL: dict[str, Any] = {
+    "hidden_size": 4096, "intermediate_size": 768, "shared_intermediate_size": 1536,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 100_352,
+    "num_local_experts": 72, "num_experts_per_tok": 10, "num_hidden_layers": 40,
+    "mamba_n_heads": 128, "mamba_d_state": 128,
+    "layer_types": (["linear_attention"] * 9 + ["full_attention"]) * 4,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "sizes", "layers"),
+    [
+        # Two of each by their indices.
+        ("granitemoehybrid", GRANITE_H_SMALL, 4),
+        # One of each up to the first layer of attention: periods say where it is.
+        ("jamba", {}, 5),
+        # Each block counts as two layers.
+        ("longcat_flash", {}, 4),
+    ],
+)
+def test_a_hybrid_of_real_size_is_cut_to_one_that_fits(
+    family: str, sizes: dict[str, Any], layers: int
+) -> None:
+    cut, model = cut_model(CONFIG_MAPPING[family](**sizes), seed=1)
+    assert cut.num_hidden_layers == layers
+    assert sum(value.numel() for value in model.parameters()) < MOST_PARAMETERS
 
 
 @pytest.mark.slow

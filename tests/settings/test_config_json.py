@@ -29,6 +29,23 @@ def test_values_that_are_left_out_are_right() -> None:
     assert wrong_value(SETTINGS | {"head_dim": None}) is None
 
 
+def test_sizes_of_a_family_that_is_not_described_are_not_judged_here() -> None:
+    dense = {"num_experts_per_tok": 0, "num_local_experts": 0}
+    lists = {"moe_intermediate_size": [3072] * 32, "intermediate_size": [64, 128]}
+    other = {"model_type": "other", "vocab_size": None, **dense, **lists}
+    assert wrong_value(other) is None
+    assert wrong_value(SETTINGS | dense) is not None
+    assert wrong_value(SETTINGS | lists) is not None
+
+
+def test_dropouts_of_heads_that_are_not_computed_do_not_count() -> None:
+    heads = {"summary_first_dropout": 0.1, "classifier_dropout": 0.1}
+    assert not_computed(SETTINGS | heads) is None
+    assert not_computed(SETTINGS | heads | {"attn_pdrop_dropout": 0.1}) == (
+        "attn_pdrop_dropout is 0.1, and would be 0, so that log-probs are certain"
+    )
+
+
 def test_values_are_named_with_what_they_would_be() -> None:
     assert wrong_value({}) == "it has no model_type"
     assert wrong_value(SETTINGS | {"vocab_size": 0}) == (

@@ -182,7 +182,7 @@ class FsdpBackend(ModuleBackend):
     ) -> Iterator[Problem]:
         """Yield a problem if the peers cannot share the model's attention heads."""
         heads = model.settings.get("num_attention_heads")
-        if self.peers == 1 or not isinstance(heads, int):
+        if self.peers == 1 or not isinstance(heads, int) or not heads:
             return
 
         key_heads = model.settings.get("num_key_value_heads") or heads

@@ -553,7 +553,7 @@ def engine_problems(engine: ServedModel, machine: Machine | None) -> Iterator[Pr
     settings = config_json(engine.path)
     heads = settings.get("num_attention_heads")
     hidden = settings.get("hidden_size")
-    if not isinstance(heads, int) or not isinstance(hidden, int):
+    if not isinstance(heads, int) or not heads or not isinstance(hidden, int):
         return
 
     # Each rank computes whole attention heads.
@@ -660,7 +660,7 @@ def row_cache_bytes(engine: ServedModel, settings: Mapping[str, object]) -> int 
     layers = settings.get("num_hidden_layers")
     heads = settings.get("num_attention_heads")
     hidden = settings.get("hidden_size")
-    if not (isinstance(layers, int) and isinstance(heads, int)):
+    if not (isinstance(layers, int) and isinstance(heads, int) and heads):
         return None
     if not isinstance(hidden, int) or "kv_cache_dtype" in engine.config.vllm_args:
         return None

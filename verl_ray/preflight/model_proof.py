@@ -28,7 +28,12 @@ from verl_ray.hub.model_folders import json_object
 from verl_ray.processes.trial import Tell, run_trial, try_in_child
 from verl_ray.profiling.phases import blocking
 from verl_ray.rollout.vllm_core import PACKAGES as VLLM_PACKAGES
-from verl_ray.settings.config_json import FAMILIES, has_windows
+from verl_ray.settings.config_json import (
+    FAMILIES,
+    has_windows,
+    not_computed,
+    text_part,
+)
 
 DEADLINE_S = 600.0
 """Longest time of a proof, which takes 10 s for most families."""
@@ -90,11 +95,12 @@ class RolloutProof:
 def proof_of(path: str) -> ModelProof:
     """Return the proof of the model in a directory, which is done if none is kept.
 
-    A directory that is not there yet is that of a model which the run makes.
+    A directory that is not there yet is that of a model which the run makes. A model
+    that is refused for its config.json is not proven.
     """
     # The text part of a model that sees images is proven as a part of this model.
     settings = json_object(Path(path) / "config.json")
-    if not settings or _is_described(settings):
+    if not settings or _is_described(settings) or not_computed(text_part(settings)):
         return ModelProof()
     return _proof_of(path, json.dumps(settings, sort_keys=True))
 

@@ -109,6 +109,8 @@ class ModelShape:
         """
         hidden_size = _size(config, "hidden_size")
         num_heads = _size(config, "num_attention_heads")
+        if not num_heads:
+            raise ModelError("FLOPs are counted for models with attention")
         intermediate_size = _size(config, "intermediate_size")
         num_experts = 0
         if any("expert" in key for key in config):

@@ -1,4 +1,4 @@
-"""A model cut to the size of a proof: every kind of layer twice, random weights.
+"""A model cut to the size of a proof: a few layers of each kind, random weights.
 
 Invariant: what is cut is a number of equal things (layers, words, experts, heads, inner
 units, tokens of a window), never what a layer computes. No weight is 0 or 1 all over,
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +33,7 @@ NARROW = 256
 """Numbers in a row of a matrix up to which all get weights of one size."""
 
 LAYERS_PER_KIND = 2
-"""How many layers of a kind a cut model has."""
+"""How many layers of a kind a cut model has, unless they are too many."""
 
 MOST_PARAMETERS = 1_000_000_000
 """Parameters that a machine with 24 GiB can hold five times in float32."""
@@ -46,6 +46,12 @@ _WINDOWS = (
 )
 """Numbers of tokens above which a layer computes otherwise; rows are longer here."""
 
+_IDENTITIES = "zero_expert_num"
+"""The number of experts of LongCat-Flash that compute nothing."""
+
+_INNER_SIZES = ("intermediate_size", "ffn_hidden_size")
+"""How the names of numbers of inner units end, one or a list for the layers."""
+
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
@@ -54,20 +60,94 @@ def cut_model(
 ) -> tuple[PretrainedConfig, PreTrainedModel]:
     """Return a model with two layers of each kind, and random weights.
 
-    Its sizes are as small as its family builds and computes.
+    Its sizes are as small as its family builds and computes. Where two layers of each
+    kind are too many, it has one of each.
 
     Raises:
         ModelError: transformers does not build a cut model, or it is too large.
     """
-    whole, layers = _layers_of(config)
-    settings = _fewer(config.to_dict()) | {"num_hidden_layers": layers}
-    for name, value in settings.items():
-        if isinstance(value, list) and len(value) == whole:
-            settings[name] = value[:layers]
+    kinds = _kinds_of_model(config)
+    for per_kind in (LAYERS_PER_KIND, 1):
+        chosen = _chosen_layers(config, kinds, per_kind)
+        try:
+            return _smallest(config, _with_layers(config, kinds, chosen), seed)
+        except Exception as error:  # any of a family's own checks
+            failure = error
 
-    narrow = _narrower(settings)
+    raise ModelError(
+        f"a {config.model_type} model with {len(chosen)} of its {len(kinds)} layers"
+        f" cannot be built: {type(failure).__name__}: {failure}"
+    ) from failure
+
+
+def _kinds_of_model(config: PretrainedConfig) -> list[Hashable]:
+    """Return the kind of each layer of a model.
+
+    Raises:
+        ModelError: It is no decoder of transformers.
+    """
+    try:
+        return _kinds_of(config)
+    except Exception as error:  # any of a family's own checks
+        raise ModelError(
+            f"transformers builds no causal language model of a {config.model_type}"
+            f" configuration: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _chosen_layers(
+    config: PretrainedConfig, kinds: Sequence[Hashable], per_kind: int
+) -> Sequence[int]:
+    """Return the indices of the first layers of each kind.
+
+    Where no list says which layer is of which kind, as in families with periods, they
+    are all layers up to the last of these.
+    """
+    seen: Counter[Hashable] = Counter()
+    chosen = []
+    for index, kind in enumerate(kinds):
+        if seen[kind] < per_kind:
+            chosen.append(index)
+        seen[kind] += 1
+
+    first = range(chosen[-1] + 1)
+    if chosen == [*first]:
+        return first
+    try:
+        cut = type(config)(**_with_layers(config, kinds, chosen))
+        follows = _kinds_of(cut) == [kinds[index] for index in chosen]
+    except Exception:  # any of a family's own checks
+        follows = False
+    return chosen if follows else first
+
+
+def _with_layers(
+    config: PretrainedConfig, kinds: Sequence[Hashable], chosen: Sequence[int]
+) -> dict[str, Any]:
+    """Return the settings of a model with some of its layers alone."""
+    settings = {
+        name: [value[index] for index in chosen]
+        if isinstance(value, list) and len(value) == len(kinds)
+        else value
+        for name, value in config.to_dict().items()
+    }
+    # Two count as one block in some families.
+    per_block = config.num_hidden_layers // len(kinds)
+    return settings | {"num_hidden_layers": len(chosen) * per_block}
+
+
+def _smallest(
+    config: PretrainedConfig, settings: Mapping[str, Any], seed: int
+) -> tuple[PretrainedConfig, PreTrainedModel]:
+    """Return the first model that its family computes, of smaller sizes first.
+
+    Raises:
+        Exception: It computes none. This is why it does not compute the smallest.
+    """
+    fewer = _fewer(settings)
+    narrow = _narrower(fewer)
     failure: Exception | None = None
-    for candidate in (_with_fewer_heads(narrow), narrow, settings):
+    for candidate in (_with_fewer_heads(narrow), narrow, fewer):
         try:
             cut = type(config)(**candidate)
             _require_small(cut)
@@ -78,26 +158,8 @@ def cut_model(
             failure = failure or error
         else:
             return cut, model
-
-    raise ModelError(
-        f"a {config.model_type} model with {layers} of its {whole} layers cannot be"
-        f" built: {type(failure).__name__}: {failure}"
-    ) from failure
-
-
-def _layers_of(config: PretrainedConfig) -> tuple[int, int]:
-    """Return how many layers a model has, and how many of them a cut model needs.
-
-    Raises:
-        ModelError: It is no decoder of transformers.
-    """
-    try:
-        return config.num_hidden_layers, _needed_layers(config)
-    except Exception as error:  # any of a family's own checks
-        raise ModelError(
-            f"transformers builds no causal language model of a {config.model_type}"
-            f" configuration: {type(error).__name__}: {error}"
-        ) from error
+    assert failure is not None
+    raise failure
 
 
 def _require_small(config: PretrainedConfig) -> None:
@@ -112,19 +174,22 @@ def _require_small(config: PretrainedConfig) -> None:
 
 def _narrower(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings with fewer inner units of feed-forward layers and experts."""
-    return {
-        name: min(value, INNER)
-        if name.endswith("intermediate_size") and isinstance(value, int)
-        else value
-        for name, value in settings.items()
-    }
+    narrower = dict(settings)
+    for name, value in settings.items():
+        if not name.endswith(_INNER_SIZES):
+            continue
+        if isinstance(value, int):
+            narrower[name] = min(value, INNER)
+        elif isinstance(value, list):
+            narrower[name] = [min(size, INNER) for size in value]
+    return narrower
 
 
 def _with_fewer_heads(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings with fewer attention heads of the same size and grouping."""
     heads = settings.get("num_attention_heads")
     key_heads = settings.get("num_key_value_heads") or heads
-    if not isinstance(heads, int) or not isinstance(key_heads, int):
+    if not isinstance(key_heads, int) or not isinstance(heads, int) or not heads:
         return dict(settings)
 
     fewer = min(key_heads, KEY_HEADS)
@@ -149,7 +214,7 @@ def _fewer(settings: Mapping[str, Any]) -> dict[str, Any]:
     """
     fewer: dict[str, Any] = copy.deepcopy(dict(settings))
     groups = settings.get("n_group") or 1
-    chosen = settings.get("num_experts_per_tok") or 1
+    chosen = settings.get("num_experts_per_tok") or settings.get("moe_topk") or 1
     experts = -(-max(EXPERTS, 2 * chosen) // groups) * groups
 
     for name, value in settings.items():
@@ -159,7 +224,7 @@ def _fewer(settings: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if "vocab_size" in name and value:
             fewer[name] = VOCABULARY
-        elif name in EXPERT_COUNTS:
+        elif name in (*EXPERT_COUNTS, _IDENTITIES):
             fewer[name] = min(value, experts)
         elif name in _WINDOWS:
             fewer[name] = min(value, WINDOW)
@@ -170,18 +235,8 @@ def _fewer(settings: Mapping[str, Any]) -> dict[str, Any]:
     return fewer
 
 
-def _needed_layers(config: PretrainedConfig) -> int:
-    """Return how many of the first layers have two of each kind."""
-    kinds = [_kind(block) for block in blocks_of(backbone_of(model_on_meta(config)))]
-    needed = {
-        kind: min(count, LAYERS_PER_KIND) for kind, count in Counter(kinds).items()
-    }
-    seen: Counter[Hashable] = Counter()
-    for number, kind in enumerate(kinds, start=1):
-        seen[kind] += 1
-        if all(seen[each] >= count for each, count in needed.items()):
-            return number
-    return len(kinds)
+def _kinds_of(config: PretrainedConfig) -> list[Hashable]:
+    return [_kind(block) for block in blocks_of(backbone_of(model_on_meta(config)))]
 
 
 def _kind(block: nn.Module) -> Hashable:

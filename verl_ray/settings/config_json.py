@@ -152,6 +152,9 @@ ROTARY_TYPES = (
 )
 """Types of rotary positions that transformers computes."""
 
+_DROPOUTS_OF_HEADS = ("summary_first_dropout", "classifier_dropout")
+"""Dropouts of heads that are not computed here."""
+
 _LONGROPE = ("longrope", "su")
 _YARN = ("yarn", "telechat3-yarn", "deepseek_yarn", "deepseek_llama_scaling")
 
@@ -159,15 +162,18 @@ _YARN = ("yarn", "telechat3-yarn", "deepseek_yarn", "deepseek_llama_scaling")
 def wrong_value(settings: Settings) -> str | None:
     """Return the first value that no model can have, as the end of a sentence.
 
-    None if there is none. A size that is left out has the default of its family.
+    None if there is none. A size that is left out has the default of its family. Those
+    of a family that is not described here are judged by transformers and the proof.
     """
-    if not isinstance(settings.get("model_type"), str):
+    family = settings.get("model_type")
+    if not isinstance(family, str):
         return "it has no model_type"
 
+    sizes = _SIZES if family in FAMILIES else ()
     for name, value in settings.items():
-        if value is None and name not in _SIZES + _FLAGS:
+        if value is None and name not in (*sizes, *_FLAGS):
             continue
-        if name in _SIZES + _OPTIONAL_SIZES:
+        if name in (*sizes, *_OPTIONAL_SIZES):
             # True is an int, too.
             if type(value) is not int or value < 1:
                 return f"{name} is {value!r}, and would be a whole number above 0"
@@ -177,7 +183,7 @@ def wrong_value(settings: Settings) -> str | None:
             return f"{name} is {value!r}, and would be a list of names or of numbers"
         elif name in _FLAGS and not isinstance(value, bool):
             return f"{name} is {value!r}, and would be true or false"
-    return _uneven_heads(settings)
+    return _uneven_heads(settings) if sizes else None
 
 
 def _is_plain_list(value: object) -> bool:
@@ -231,6 +237,8 @@ def not_computed(settings: Settings) -> str | None:
         )
 
     for name, value in settings.items():
+        if name in _DROPOUTS_OF_HEADS:
+            continue
         if "dropout" in name and isinstance(value, int | float) and value > 0:
             return f"{name} is {value}, and would be 0, so that log-probs are certain"
     return None
