@@ -41,8 +41,8 @@ def test_sizes_of_a_family_that_is_not_described_are_not_judged_here() -> None:
 def test_dropouts_of_heads_that_are_not_computed_do_not_count() -> None:
     heads = {"summary_first_dropout": 0.1, "classifier_dropout": 0.1}
     assert not_computed(SETTINGS | heads) is None
-    assert not_computed(SETTINGS | heads | {"attn_pdrop_dropout": 0.1}) == (
-        "attn_pdrop_dropout is 0.1, and would be 0, so that log-probs are certain"
+    assert not_computed(SETTINGS | heads | {"attn_pdrop": 0.1}) == (
+        "attn_pdrop is 0.1, and would be 0, so that log-probs are certain"
     )
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from verl_ray.errors import ModelError
 from verl_ray.models.parts import backbone_of, blocks_of, whole_model_class
 from verl_ray.models.weights import saved_tensors
-from verl_ray.settings.config_json import EXPERT_COUNTS
+from verl_ray.settings.config_json import EXPERT_COUNTS, is_dropout
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -218,7 +218,7 @@ def _fewer(settings: Mapping[str, Any]) -> dict[str, Any]:
     experts = -(-max(EXPERTS, 2 * chosen) // groups) * groups
 
     for name, value in settings.items():
-        if "dropout" in name and isinstance(value, float):
+        if is_dropout(name) and isinstance(value, float):
             fewer[name] = 0.0
         if not isinstance(value, int) or isinstance(value, bool):
             continue

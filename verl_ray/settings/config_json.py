@@ -237,11 +237,16 @@ def not_computed(settings: Settings) -> str | None:
         )
 
     for name, value in settings.items():
-        if name in _DROPOUTS_OF_HEADS:
+        if name in _DROPOUTS_OF_HEADS or not is_dropout(name):
             continue
-        if "dropout" in name and isinstance(value, int | float) and value > 0:
+        if isinstance(value, int | float) and value > 0:
             return f"{name} is {value}, and would be 0, so that log-probs are certain"
     return None
+
+
+def is_dropout(name: str) -> bool:
+    """Return whether a value is the rate of a dropout."""
+    return "dropout" in name or name.endswith("pdrop")
 
 
 def rotary_types(settings: Settings) -> set[str]:
