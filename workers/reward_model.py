@@ -41,7 +41,6 @@ from verl_ray.data.tokenizers import (
 from verl_ray.engine.base import EngineSpec
 from verl_ray.errors import DataError
 from verl_ray.learning.objectives import PreferenceObjective
-from verl_ray.models.parts import text_config
 from verl_ray.ops.outputs import RequestedOutputs
 from verl_ray.rewards.health import Score, ScoreHealth, score_of_number
 from verl_ray.settings.section import resolved
@@ -57,6 +56,8 @@ class RewardModelWorker(ModelWorker):
 
     def __init__(self, context: WorkerContext, spec: EngineSpec) -> None:
         from transformers import AutoConfig
+
+        from verl_ray.models.parts import text_config
 
         super().__init__(context, spec)
         config = AutoConfig.from_pretrained(
