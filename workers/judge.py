@@ -53,11 +53,13 @@ class JudgeWorker(Grader):
         policy_path: str,
         seed: int,
         template_arguments: TemplateArguments | None = None,
+        trusts_code: bool = False,
     ) -> None:
         """Start the judge's engine.
 
         Args:
             template_arguments: What the run gives to the judge's chat template.
+            trusts_code: Whether the code in the judge's directory may run.
         """
         self._template_arguments = template_arguments or {}
         self._role = context.role
@@ -78,6 +80,7 @@ class JudgeWorker(Grader):
                 seed=seed,
                 initial_version=OWN_WEIGHTS,
                 max_model_len=config.max_prompt_tokens + config.max_response_tokens,
+                trusts_code=trusts_code,
             )
 
         self.server = RolloutServer(start)

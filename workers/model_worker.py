@@ -91,6 +91,7 @@ class ModelWorker:
         self._require_finite_weights(spec.model_path)
         self._shape = self.engine.shape
         self._has_adapter = spec.lora is not None
+        self._trusts_code = spec.trusts_code
         # The driver balances rows by their estimated work, for which it needs the model
         quadratic = 0.0 if self._shape is None else self._shape.quadratic
         self.topology = replace(self.engine.topology, quadratic=quadratic)
@@ -301,7 +302,7 @@ class ModelWorker:
 
         ours = outputs.log_probs if is_policy else outputs.scores
         assert ours is not None
-        theirs = plain_outputs(path, rows, is_policy)
+        theirs = plain_outputs(path, rows, is_policy, trusts_code=self._trusts_code)
         return float(np.abs(ours - theirs).max())
 
     def place(self, params: str, optimizer: str) -> None:

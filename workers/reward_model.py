@@ -55,14 +55,10 @@ class RewardModelWorker(ModelWorker):
     """One rank of a reward model, which learns from preferences and scores rows."""
 
     def __init__(self, context: WorkerContext, spec: EngineSpec) -> None:
-        from transformers import AutoConfig
-
-        from verl_ray.models.parts import text_config
+        from verl_ray.models.parts import read_config, text_config
 
         super().__init__(context, spec)
-        config = AutoConfig.from_pretrained(
-            spec.model_path, local_files_only=True, trust_remote_code=False
-        )
+        config = read_config(spec.model_path, trusts_code=spec.trusts_code)
         self._padding: int | None = text_config(config).pad_token_id
 
     def train_preferences(

@@ -88,6 +88,8 @@ class RolloutSpec:
     """The day that the chat template writes; None if it writes none."""
     special_tokens: SpecialTokens = "escape"
     """What happens to special tokens that the texts of episodes spell."""
+    trusts_code: bool = False
+    """Whether the code in the model's directory may run."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,7 @@ class RolloutWorker:
                 sleeps=spec.config.freed_by_sleep is not None,
                 lora=spec.lora,
                 chat_template=spec.chat_template,
+                trusts_code=spec.trusts_code,
             )
 
         self.server = RolloutServer(start)
@@ -512,6 +515,7 @@ def start_engine(
     sleeps: bool = False,
     lora: LoraConfig | None = None,
     chat_template: str | None = None,
+    trusts_code: bool = False,
 ) -> RolloutEngine:
     """Start vLLM in this process, which must not have imported it yet."""
     from verl_ray.rollout.vllm_engine import VllmEngine
@@ -534,6 +538,7 @@ def start_engine(
         sleeps=sleeps,
         lora=lora,
         chat_template=chat_template,
+        trusts_code=trusts_code,
     )
 
 

@@ -9,8 +9,13 @@ know it.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import os
+import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
 from verl_ray.preflight.model_proof import RolloutProof, keep_rollout_proof
@@ -29,19 +34,19 @@ def main(argv: list[str]) -> int:
         ModelError: The directory has no configuration that transformers reads.
     """
     arguments = _parser().parse_args(argv)
-
-    # torch takes seconds to import.
-    from verl_ray.proofs.proof import config_of, prove
-
     started_s = time.monotonic()
     with blocking(f"proving {arguments.model}"):
-        config = config_of(arguments.model)
-        proof = prove(config, rollouts=arguments.rollouts, ranks=arguments.ranks)
+        if arguments.trust_remote_code:
+            proof, unusable = _proven_in_child(arguments)
+        else:
+            proof, unusable = _proven(arguments)
+    keep = functools.partial(
+        keep_rollout_proof, arguments.model, trusts_code=arguments.trust_remote_code
+    )
     if proof.rollouts is not None:
-        agreeing = RolloutProof(proof.rollouts.model_impl, proof.rollouts.dtype)
-        keep_rollout_proof(arguments.model, agreeing)
+        keep(RolloutProof(proof.rollouts.model_impl, proof.rollouts.dtype))
     elif proof.rollouts_disagree:
-        keep_rollout_proof(arguments.model, RolloutProof(None, None))
+        keep(RolloutProof(None, None))
     if arguments.json:
         print(json.dumps(proof.as_json(), indent=2))
         return 0 if proof.engine.trains else 1
@@ -55,11 +60,29 @@ def main(argv: list[str]) -> int:
         if each.no_place:
             print(f"  --   {each.backend} has no place for it: {each.no_place}")
     print(_in_words(proof, with_rollouts=arguments.rollouts))
-    unusable = not_computed(config.to_dict())
     if unusable is not None:
         print(f"A run refuses the directory itself: {unusable}.")
     print(f"proven in {time.monotonic() - started_s:.0f} s")
     return 0 if proof.engine.trains else 1
+
+
+def _proven(arguments: argparse.Namespace) -> tuple[Proof, str | None]:
+    """Return the proof of a model, and why a run refuses its directory, if it does."""
+    # torch takes seconds to import.
+    from verl_ray.proofs.proof import config_of, prove
+
+    config = config_of(arguments.model, trusts_code=arguments.trust_remote_code)
+    proof = prove(config, rollouts=arguments.rollouts, ranks=arguments.ranks)
+    return proof, not_computed(config.to_dict())
+
+
+def _proven_in_child(arguments: argparse.Namespace) -> tuple[Proof, str | None]:
+    """Return the same of a model whose code runs, in another process."""
+    with tempfile.TemporaryDirectory(prefix="verl_ray-modules-") as modules:
+        # transformers imports the code from a copy, which processes would share.
+        os.environ["HF_MODULES_CACHE"] = modules
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            return pool.submit(_proven, arguments).result()
 
 
 def _in_words(proof: Proof, *, with_rollouts: bool) -> str:
@@ -134,6 +157,11 @@ def _parser() -> argparse.ArgumentParser:
         dest="ranks",
         action="store_false",
         help="leave out ranks that share the model, which take up to half a minute",
+    )
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run the code in the directory, in a process of its own",
     )
     parser.add_argument("--json", action="store_true", help="print values for machines")
     return parser

@@ -309,7 +309,9 @@ def supervised_job(
     It has the actor's backend and ranks, and the optimizer of prepare.warm_start.
     """
     warm = preparation.warm_start
-    model = ModelConfig(path=str(folder / "untrained"), revision=None)
+    model = ModelConfig(
+        path=str(folder / "untrained"), revision=None, trust_remote_code=False
+    )
 
     data = DataFilesConfig(
         train_path=str(train),

@@ -8,6 +8,7 @@ what is downloaded (`verl_ray/hub/models.py`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -29,7 +30,7 @@ def download_models(config: Config, session: Session) -> None:
     Raises:
         HubError: One is unavailable on a node, which the message names.
     """
-    folders = list(hub_folders(config))
+    folders = {folder: config.trusts_code(folder) for folder in hub_folders(config)}
     here = ray.get_runtime_context().get_node_id()
     # This node has them. The head of a cluster often has no CPU and holds no process.
     others = [
@@ -60,6 +61,7 @@ def _receive(reference: Any, address: str) -> None:
         raise HubError(error.repository, rule, error.fix) from None
 
 
-def _download(folders: list[str]) -> None:
-    for folder in folders:
-        fetch_model(folder)
+def _download(folders: Mapping[str, bool]) -> None:
+    """Download models into folders of the cache, with the code of some."""
+    for folder, with_code in folders.items():
+        fetch_model(folder, with_code=with_code)

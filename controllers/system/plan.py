@@ -340,7 +340,9 @@ def grader_role(
         return Role(name, home, RewardModelGrader, arguments)
 
     if isinstance(grader, JudgeReward):
-        return Role(name, home, JudgeWorker, (grader, policy, config.run.seed, day))
+        trusts_code = config.trusts_code(grader.model.folder)
+        for_judge = (grader, policy, config.run.seed, day, trusts_code)
+        return Role(name, home, JudgeWorker, for_judge)
     return Role(name, home, RewardWorker, (grader, policy))
 
 
@@ -367,7 +369,8 @@ def engine_spec(
     updates_per_step = role.updates_per_step(config.rows_per_step)
     schedule_steps = config.learning_steps(name) * updates_per_step
 
-    proof = proof_of(role.model.folder)
+    trusts_code = config.trusts_code(role.model.folder)
+    proof = proof_of(role.model.folder, trusts_code=trusts_code)
     packs_rows = proof.packs_rows_in(role.backend.dtype)
     return EngineSpec(
         role=name,
@@ -379,6 +382,7 @@ def engine_spec(
         lora=role.adapter,
         packs_rows=packs_rows,
         kernels=installed_kernels() if packs_rows and proof.has_states else (),
+        trusts_code=trusts_code,
         expert_balance=expert_balance,
         expert_bias_update=expert_bias_update,
         schedule_steps=schedule_steps,
@@ -410,4 +414,5 @@ def rollout_spec(config: RolloutTaskConfig) -> RolloutSpec:
         config.episodes,
         template_day=resolved(config.data.template_day),
         special_tokens=config.data.special_tokens,
+        trusts_code=config.trusts_code(config.actor.model.folder),
     )

@@ -6,6 +6,7 @@ once.
 
 from __future__ import annotations
 
+import os
 import resource
 import tempfile
 from collections.abc import Mapping
@@ -36,6 +37,10 @@ def process_environment(
     trains_on_gpu = rank_spec.process_group and rank_spec.device != "cpu"
     if trains_on_gpu:
         variables |= trainer_environment(inherited)
+    # transformers imports the code of a model from a copy there, and ranks that share
+    # the folder read what another one is writing.
+    modules = users_folder(Path(tempfile.gettempdir())) / f"modules-{os.getpid()}"
+    variables["HF_MODULES_CACHE"] = str(modules)
     return variables | compiler_environment(inherited)
 
 

@@ -492,6 +492,7 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     ("model.path, a folder or an id of the hub, is it here.", "model_name_or_path"),
     ("model.path, a folder or an id of the hub, is it here.", "model.name"),
     ("The tokenizer is the one in the folder model.path.", "tokenizer tokenizer_path"),
+    ("model.trust_remote_code", "trust_remote_code"),
     ("critic.model.path", "critic_pretrain critic_model_path"),
     (
         "Choose reward=model with reward.model.path=FOLDER.",

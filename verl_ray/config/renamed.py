@@ -164,6 +164,7 @@ def migrated(tree: Mapping[str, Any]) -> dict[str, Any]:
     # Any role may have a model, which was a folder.
     for section in model_sections(result).values():
         section.setdefault("revision", None)
+        section.setdefault("trust_remote_code", False)
 
     return result
 

@@ -38,6 +38,13 @@ class ModelConfig(Section):
     revision: str | None
     """Commit, tag or branch of a model on the hub; null = that of model.path where the
     path is the same, else the newest. The run records the commit."""
+    trust_remote_code: bool
+    """Whether the code in the model's directory (auto_map in its config.json) may run,
+    in every role with this directory."""
+
+    def is_same(self, other: ModelConfig) -> bool:
+        """Return whether this is the same model, whoever trusts its code."""
+        return (self.path, self.revision) == (other.path, other.revision)
 
     @property
     def folder(self) -> str:

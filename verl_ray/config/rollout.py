@@ -121,6 +121,8 @@ class ServedModel:
     key: str
     """The key that names the model's directory."""
     path: str
+    trusts_code: bool
+    """Whether the code in the directory may run."""
     max_prompt_tokens: int
     max_response_tokens: int
 
@@ -395,6 +397,7 @@ VLLM_ARGS_OF_OTHER_KEYS = {
     "data_parallel_size": "rollout.num_replicas",
     "max_model_len": "rollout.max_response_tokens",
     "seed": "run.seed",
+    "trust_remote_code": "actor.model.trust_remote_code",
     "kv_cache_memory_bytes": "rollout.kv_cache_gib",
     "gpu_memory_utilization": "rollout.kv_cache_gib",
     "enable_sleep_mode": "rollout.sleep",
@@ -507,6 +510,7 @@ def _judge_keys(section: str) -> dict[str, str]:
 
     return keys | {
         "model": f"{section}.model.path",
+        "trust_remote_code": f"{section}.model.trust_remote_code",
         "tokenizer": f"{section}.model.path",
         "generation_config": f"{section}.temperature",
         "override_generation_config": f"{section}.temperature",

@@ -155,6 +155,7 @@ class RolloutTaskConfig(Config):
             section="rollout",
             key=key,
             path=self.actor.model.folder,
+            trusts_code=self.trusts_code(self.actor.model.folder),
             max_prompt_tokens=self.data.max_prompt_tokens,
             max_response_tokens=self.rollout.max_response_tokens,
         )

@@ -255,11 +255,20 @@ class Config(Section):
                 section=f"{name}.engine",
                 key=f"{name}.model.path",
                 path=judge.model.folder,
+                trusts_code=self.trusts_code(judge.model.folder),
                 max_prompt_tokens=judge.max_prompt_tokens,
                 max_response_tokens=judge.max_response_tokens,
             )
             for name, judge in self.judges.items()
         }
+
+    def trusts_code(self, folder: str) -> bool:
+        """Return whether the code in a model's directory may run."""
+        return any(
+            model.trust_remote_code
+            for model in _models(self).values()
+            if model.folder == folder
+        )
 
     @property
     def preparation(self) -> PrepareConfig | None:

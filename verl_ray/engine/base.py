@@ -67,6 +67,9 @@ class EngineSpec:
     kernels: tuple[str, ...] = ()
     """Packages whose kernels keep packed rows apart; none if the model needs none."""
 
+    trusts_code: bool = False
+    """Whether the code in the model's directory may run."""
+
     expert_balance: float | None = None
     """Weight of the experts' balance loss. None means the value in config.json."""
 

@@ -126,7 +126,11 @@ class FsdpEngine(ModuleEngine):
 
     def tensor_source(self) -> TensorSource:
         if self.backend.read_weights == "rank_zero":
-            return RankZeroReader(self.spec.model_path, self.parameter_device)
+            return RankZeroReader(
+                self.spec.model_path,
+                self.parameter_device,
+                trusts_code=self.spec.trusts_code,
+            )
         return super().tensor_source()
 
     def sharding_manager(self) -> ShardingManager:

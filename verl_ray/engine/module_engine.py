@@ -112,7 +112,7 @@ class ModuleEngine(PackedEngine):
 
     def tensor_source(self) -> TensorSource:
         """Return the source of the model's weights."""
-        return CheckpointReader(self.spec.model_path)
+        return CheckpointReader(self.spec.model_path, trusts_code=self.spec.trusts_code)
 
     def shard(self, model: RoleModel) -> None:
         """Replace the parameters, which have no memory yet, by this rank's shards."""

@@ -433,6 +433,7 @@ class PackedEngine(Engine):
                 stem=stem,
                 tokenizer_from=source,
                 chat_template=self.spec.chat_template,
+                with_code=self.spec.trusts_code,
             )
         else:
             # Gathering a tensor takes all ranks; this one discards its result.

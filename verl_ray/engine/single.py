@@ -63,6 +63,8 @@ def plain_engine(
         seed=0,
         lora=adapter,
         packs_rows=packs_rows,
+        # A proof writes its directories itself, with code only where it was trusted.
+        trusts_code=True,
         expert_balance=balance,
     )
     device = torch.device("cuda" if on_gpu else "cpu")

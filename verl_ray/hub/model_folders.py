@@ -7,6 +7,7 @@ error.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from verl_ray.settings.hub_ids import snapshot_at
@@ -32,6 +33,28 @@ def missing_files(directory: Path) -> list[str]:
     files = weight_map.values() if isinstance(weight_map, dict) else ()
     names = {str(file) for file in files}
     return sorted(name for name in names if not (directory / name).is_file())
+
+
+CODE = "auto_map"
+"""The setting in config.json that names the code of a model."""
+
+
+def needs_code(settings: Mapping[str, object]) -> bool:
+    """Return whether a model is computed by code in its directory alone.
+
+    Some models came with code before transformers had them.
+    """
+    if CODE not in settings:
+        return False
+    # It takes a second to import, and few models come with code.
+    from transformers import CONFIG_MAPPING
+
+    return settings.get("model_type") not in CONFIG_MAPPING
+
+
+def code_files(folder: Path) -> list[Path]:
+    """Return the Python files in a model's directory, in the order of their names."""
+    return sorted(folder.rglob("*.py"))
 
 
 def json_object(path: Path) -> dict[str, object]:

@@ -2,7 +2,7 @@
 
 Invariant: a run reads the files of the commits that its configuration records. Small
 files come before weights, so weights that are whole have all other files beside them.
-Only safetensors are downloaded, and never code.
+Only safetensors are downloaded, and code only where it is trusted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from verl_ray.config.reward import JudgeReward
 from verl_ray.config.roles import ModelRole
 from verl_ray.config.schema import Config
 from verl_ray.errors import ConfigError, HubError, Problem
-from verl_ray.hub.model_folders import INDEX, is_pending, json_object
+from verl_ray.hub.model_folders import (
+    CODE,
+    INDEX,
+    is_pending,
+    json_object,
+    needs_code,
+)
 from verl_ray.hub.snapshots import (
     fetch,
     find_snapshot,
@@ -51,6 +57,8 @@ SETTINGS = (
 )
 """Files of a model besides its weights."""
 
+_CODE_FILES = ("*.py",)
+
 WEIGHTS = ("model*.safetensors",)
 """Files of a model's weights."""
 
@@ -78,6 +86,11 @@ def pinned_models(
     commits: dict[tuple[str, str | None], str] = {}
     problems: dict[tuple[str, str | None], Problem] = {}
 
+    trusted = {
+        str(section["path"])
+        for section in model_sections(tree).values()
+        if section["trust_remote_code"]
+    }
     # `model` comes first, and other roles follow it.
     for key, section in model_sections(tree).items():
         path = section["path"]
@@ -92,7 +105,11 @@ def pinned_models(
         if meant not in commits and meant not in problems:
             try:
                 snapshot = find_snapshot(path, revision, "model")
-                _download_settings(snapshot, needs_weights=needs_weights)
+                _download_settings(
+                    snapshot,
+                    needs_weights=needs_weights,
+                    trusts_code=str(path) in trusted,
+                )
                 commits[meant] = snapshot.commit
             except HubError as error:
                 problems[meant] = problem_of(error, key, path, revision)
@@ -119,10 +136,12 @@ def problem_of(error: HubError, key: str, path: str, revision: str | None) -> Pr
     return Problem(f"{key}.path", path, error.rule, error.fix, error.may_pass)
 
 
-def _download_settings(snapshot: Snapshot, *, needs_weights: bool) -> None:
+def _download_settings(
+    snapshot: Snapshot, *, needs_weights: bool, trusts_code: bool
+) -> None:
     """Download the small files of a model, and refuse one that cannot be used.
 
-    Nothing is asked where the cache holds the whole model.
+    Nothing is asked where the cache holds the whole model, except for code.
     """
     folder = str(snapshot.folder)
     if is_pending(folder):
@@ -134,22 +153,18 @@ def _download_settings(snapshot: Snapshot, *, needs_weights: bool) -> None:
         fix = "Take the repository of the model itself; GGUF and the like are not read."
         raise HubError(snapshot.repository, rule, fix)
 
-    # Some models came with code before transformers had them.
-    if "auto_map" in settings and not _has_class(settings.get("model_type")):
-        rule = "this model needs code of its repository (auto_map), which is never run"
-        fix = "Take a model that transformers itself computes."
+    if trusts_code and CODE in settings:
+        fetch(snapshot, _CODE_FILES)
+    elif needs_code(settings):
+        rule = f"this model needs code of its repository ({CODE}), which may not run"
+        fix = (
+            "Read the code, and set trust_remote_code=true beside the path where you"
+            " trust it; and its commit as revision, so that no other code comes."
+        )
         raise HubError(snapshot.repository, rule, fix)
 
     if is_pending(folder):
         _refuse_absent_weights(snapshot, needs_weights=needs_weights)
-
-
-def _has_class(family: object) -> bool:
-    """Return whether transformers itself has a class for a model_type."""
-    # It takes a second to import, and few models come with code.
-    from transformers import CONFIG_MAPPING
-
-    return family in CONFIG_MAPPING
 
 
 def _refuse_absent_weights(snapshot: Snapshot, *, needs_weights: bool) -> None:
@@ -187,7 +202,7 @@ def fetch_models(config: Config) -> bool:
         if snapshot is None or not is_pending(folder):
             continue
         try:
-            fetch_model(folder)
+            fetch_model(folder, with_code=config.trusts_code(folder))
             fetched = True
         except HubError as error:
             section = key.removesuffix(".path")
@@ -196,16 +211,24 @@ def fetch_models(config: Config) -> bool:
     return fetched
 
 
-def fetch_model(folder: str) -> None:
+def fetch_model(folder: str, *, with_code: bool) -> None:
     """Download the model that a folder of a cache is to hold, if it is not there.
 
     Any other folder is left alone.
+
+    Args:
+        folder: The folder.
+        with_code: Whether the model's code is downloaded as well.
 
     Raises:
         HubError: The files are unavailable.
     """
     snapshot = snapshot_at(folder)
-    if snapshot is None or not is_pending(folder):
+    if snapshot is None:
+        return
+    if with_code:
+        fetch(snapshot, _CODE_FILES)
+    if not is_pending(folder):
         return
     fetch(snapshot, SETTINGS)
     fetch(snapshot, WEIGHTS, shows_progress=True)
@@ -233,7 +256,7 @@ def hub_folders(config: Config) -> dict[str, str]:
     keys: dict[str, str] = {}
     roles: dict[str, ModelRole | JudgeReward] = {**config.model_roles, **config.judges}
     for name, role in roles.items():
-        is_shared = role.model == config.model
+        is_shared = role.model.folder == config.model.folder
         key = "model.path" if is_shared else f"{name}.model.path"
         if snapshot_at(role.model.folder) is not None:
             keys.setdefault(role.model.folder, key)

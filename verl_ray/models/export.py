@@ -35,7 +35,7 @@ from verl_ray.data.tokenizers import (
     has_vocabulary,
     load_tokenizer,
 )
-from verl_ray.hub.model_folders import json_object
+from verl_ray.hub.model_folders import code_files, json_object
 from verl_ray.models.lora import adapter_name
 from verl_ray.models.names import (
     TYPE_NAMES,
@@ -43,7 +43,7 @@ from verl_ray.models.names import (
     CheckpointTensor,
     is_adapter,
 )
-from verl_ray.models.parts import whole_model_class
+from verl_ray.models.parts import read_config, whole_model_class
 from verl_ray.models.role_model import RoleModel
 from verl_ray.models.tensor_sources import CheckpointReader
 from verl_ray.models.weights import is_first_copy, own_box, saved_buffers
@@ -190,6 +190,7 @@ def write_directory(
     stem: str,
     tokenizer_from: Path,
     chat_template: str | None = None,
+    with_code: bool = False,
 ) -> None:
     """Write a model directory: configuration, tokenizer and safetensors.
 
@@ -201,9 +202,14 @@ def write_directory(
         stem: Name of the safetensors file without its ending.
         tokenizer_from: The model directory whose tokenizer files are copied.
         chat_template: Text of the chat template that replaces the one in these files.
+        with_code: Whether the code in that directory is copied as well.
     """
     folder.mkdir(parents=True, exist_ok=True)
     configure(folder)
+    for file in code_files(tokenizer_from) if with_code else ():
+        copy = folder / file.relative_to(tokenizer_from)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, copy)
 
     for pattern in COPIED_FILES:
         for file in tokenizer_from.glob(pattern):
@@ -418,18 +424,21 @@ def probe_rows(vocab_size: int, longest: int = max(LENGTHS)) -> Rows:
 
 
 @torch.no_grad()
-def plain_outputs(path: str, rows: Rows, policy: bool) -> Float32:
+def plain_outputs(
+    path: str, rows: Rows, policy: bool, *, trusts_code: bool = False
+) -> Float32:
     """Compute outputs with plain transformers, in float32 on the CPU, row by row.
 
     Args:
         path: The directory of a model, or of an adapter, which names its base model.
         rows: The rows.
         policy: Compute log-probs, else scores.
+        trusts_code: Whether the code in the directory may run.
 
     Returns:
         Log-probs [tokens], 0 outside the response mask; or scores [rows].
     """
-    model = _plain_model(path, policy)
+    model = _plain_model(path, policy, trusts_code)
     parts: list[Tensor] = []
 
     for start, end in zip(rows.offsets, rows.offsets[1:], strict=False):
@@ -449,29 +458,30 @@ def plain_outputs(path: str, rows: Rows, policy: bool) -> Float32:
     return outputs
 
 
-def _plain_model(path: str, policy: bool) -> Any:
+def _plain_model(path: str, policy: bool, trusts_code: bool) -> Any:
     """Load a model with transformers, and merge an adapter into its base."""
     if not (Path(path) / "adapter_config.json").is_file():
-        return _load(path, policy)
+        return _load(path, policy, trusts_code)
 
     from peft import PeftConfig, PeftModel
 
     base_path = PeftConfig.from_pretrained(path).base_model_name_or_path
-    base = _load(str(base_path), policy)
+    base = _load(str(base_path), policy, trusts_code)
     return PeftModel.from_pretrained(base, path).merge_and_unload()
 
 
-def _load(folder: str, policy: bool) -> Any:
-    from transformers import AutoConfig, AutoModelForSequenceClassification
+def _load(folder: str, policy: bool, trusts_code: bool) -> Any:
+    from transformers import AutoModelForSequenceClassification
 
     settings: dict[str, Any] = {
         "local_files_only": True,
+        "trust_remote_code": trusts_code,
         "dtype": torch.float32,
         # The other ways leave out caps and sinks without a word.
         "attn_implementation": "eager",
     }
     if policy:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = read_config(folder, trusts_code=trusts_code)
         return whole_model_class(config).from_pretrained(folder, **settings)
     return AutoModelForSequenceClassification.from_pretrained(
         folder, num_labels=1, **settings

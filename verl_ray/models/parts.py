@@ -13,6 +13,32 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
+def read_config(path: str, *, trusts_code: bool) -> PretrainedConfig:
+    """Read the configuration of a model directory.
+
+    Code in the directory is run only where it is trusted; otherwise the configuration
+    has no `auto_map`, so that nothing which is made of it finds the code.
+
+    Args:
+        path: The directory.
+        trusts_code: Whether its code may run.
+    """
+    from transformers import AutoConfig
+
+    # Without an answer here, transformers asks at the terminal.
+    config: PretrainedConfig = AutoConfig.from_pretrained(
+        path, local_files_only=True, trust_remote_code=trusts_code
+    )
+    if not trusts_code and hasattr(config, "auto_map"):
+        del config.auto_map
+    return config
+
+
+def runs_own_code(config: PretrainedConfig) -> bool:
+    """Return whether a configuration of `read_config` names code of its directory."""
+    return hasattr(config, "auto_map")
+
+
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
     """Return the configuration of the text part of a model, or `config` if it is all.
 

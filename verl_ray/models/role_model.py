@@ -23,7 +23,7 @@ from verl_ray.errors import ModelError
 from verl_ray.models import attention, lora
 from verl_ray.models.conversions import checkpoint_names
 from verl_ray.models.heads import ValueHead, VocabularyHead
-from verl_ray.models.parts import backbone_of, blocks_of
+from verl_ray.models.parts import backbone_of, blocks_of, runs_own_code
 from verl_ray.models.routing import RouterDecisions, RouterWatch, summarize_routing
 from verl_ray.models.tensor_sources import TensorSource
 from verl_ray.models.weights import fill, materialize, parameters_on_meta
@@ -279,6 +279,7 @@ def _model_with_head(config: PretrainedConfig, kind: HeadKind) -> PreTrainedMode
     settings: dict[str, Any] = {
         "attn_implementation": attention.NAME,
         "dtype": torch.float32,
+        "trust_remote_code": runs_own_code(config),
     }
     has_class = type(config) in AutoModelForSequenceClassification._model_mapping
     if kind == "value" and has_class:

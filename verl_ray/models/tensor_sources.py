@@ -21,7 +21,7 @@ from torch import Tensor
 from verl_ray.errors import ModelError
 from verl_ray.hub.model_folders import INDEX, json_object
 from verl_ray.models.names import TYPE_NAMES, Box
-from verl_ray.models.parts import text_config
+from verl_ray.models.parts import read_config, text_config
 from verl_ray.profiling.progress import advance
 from verl_ray.settings.config_json import has_other_parts, text_name
 
@@ -75,17 +75,21 @@ class CheckpointReader(TensorSource):
     that is all text.
     """
 
-    def __init__(self, path: str, *, all_parts: bool = False) -> None:
+    def __init__(
+        self, path: str, *, all_parts: bool = False, trusts_code: bool = False
+    ) -> None:
         """Open the files.
 
         Args:
             path: The directory.
             all_parts: Whether all tensors are meant, under the names of the files.
+            trusts_code: Whether the directory's code may run.
         """
         files = _safetensors_files(path)
         settings = json_object(Path(path, "config.json"))
         renames = has_other_parts(settings) and not all_parts
         self._path = path
+        self._trusts_code = trusts_code
         self._slices = {}
         for file in files:
             opened = safe_open(file, framework="pt")
@@ -106,14 +110,7 @@ class CheckpointReader(TensorSource):
         self.header = header
 
     def config(self, **settings: Any) -> PretrainedConfig:
-        from transformers import AutoConfig
-
-        # Otherwise transformers asks at the terminal whether to run code of a model.
-        config = text_config(
-            AutoConfig.from_pretrained(
-                self._path, local_files_only=True, trust_remote_code=False
-            )
-        )
+        config = text_config(read_config(self._path, trusts_code=self._trusts_code))
         for name, value in settings.items():
             setattr(config, name, value)
         return config
@@ -163,15 +160,21 @@ class RankZeroReader(TensorSource):
     directory that rank 0 cannot open is an error on all ranks.
     """
 
-    def __init__(self, path: str, device: torch.device) -> None:
+    def __init__(
+        self, path: str, device: torch.device, *, trusts_code: bool = False
+    ) -> None:
         """Open the directory.
 
         Args:
             path: The directory.
+            trusts_code: Whether its code may run. Every rank reads its configuration
+                then, since a class of its own is known where the code has run.
             device: The device on which tensors travel. It selects one of the process
                 group's backends.
         """
         self._device = device
+        self._path = path
+        self._trusts_code = trusts_code
 
         # The reader of rank 0; None on other ranks.
         self._reader: CheckpointReader | None = None
@@ -199,11 +202,14 @@ class RankZeroReader(TensorSource):
         return result
 
     def config(self, **settings: Any) -> PretrainedConfig:
-        def read_config() -> PretrainedConfig:
+        def of_reader() -> PretrainedConfig:
             assert self._reader is not None, "this is rank 0"
             return self._reader.config(**settings)
 
-        return self._from_rank_zero(read_config)
+        if self._trusts_code:
+            reader = CheckpointReader(self._path, trusts_code=True)
+            return reader.config(**settings)
+        return self._from_rank_zero(of_reader)
 
     def read(self, name: str, box: Box) -> Tensor:
         shape, dtype = self.header[name]

@@ -47,6 +47,8 @@ FIXED: tuple[tuple[str, str], ...] = (
     ("*.model.path", _MODEL),
     ("model.revision", _MODEL),
     ("*.model.revision", _MODEL),
+    ("model.trust_remote_code", _MODEL),
+    ("*.model.trust_remote_code", _MODEL),
     ("*.lora.*", _ADAPTER),
     ("algorithm.advantage", "it decides what the learned roles mean"),
     # The whole section, which is set or null.

@@ -472,7 +472,9 @@ def _unproven_rollouts(config: Config) -> Iterator[str]:
     if not isinstance(config, RolloutTaskConfig):
         return
     path = config.model_roles[config.evaluated_role].model.folder
-    if not made_model(path, config) and may_disagree_with_vllm(path):
+    if not made_model(path, config) and may_disagree_with_vllm(
+        path, trusts_code=config.trusts_code(path)
+    ):
         yield (
             f"vLLM has not been compared with the model in {path}:"
             f" {for_shell(['verl-ray', 'prove', path])} does so in minutes; otherwise"

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl_ray.backends.base import ModelFacts
+from verl_ray.backends.base import ModelFacts, ModuleBackend
 from verl_ray.config.reward import JudgeReward
 from verl_ray.config.roles import ModelRole, SupervisedRole
 from verl_ray.config.rollout import (
@@ -28,7 +28,7 @@ from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.config.versions import install_command, missing_packages
 from verl_ray.data.tokenizers import VOCABULARY_FILES
 from verl_ray.errors import Problem
-from verl_ray.hub.model_folders import absent_weights, is_pending
+from verl_ray.hub.model_folders import CODE, absent_weights, is_pending, needs_code
 from verl_ray.models.names import TYPE_NAMES
 from verl_ray.paths import path_suggestion
 from verl_ray.preflight.machine import GIB, Machine
@@ -139,7 +139,12 @@ def _directory_problems(
     is_judge = role in config.judges
     head = _head_of(path, config)
     yield from content_problems(
-        key, path, head=head, is_judge=is_judge, needs_files=needs_files
+        key,
+        path,
+        head=head,
+        is_judge=is_judge,
+        needs_files=needs_files,
+        trusts_code=config.trusts_code(path),
     )
 
     # A grader reads rows of its own tokenizer. Those that are too long get no score,
@@ -202,9 +207,14 @@ def _proof_problems(config: Config) -> Iterator[Problem]:
         if made_model(path, config) or not config_json(path):
             continue
 
-        proof = proof_of(path)
+        trusts_code = config.trusts_code(path)
+        proof = proof_of(path, trusts_code=trusts_code)
         key = f"{name}.model.path"
-        shown = f"{for_shell(['verl-ray', 'prove', path])} shows why."
+        shown = f"{_proof_command(path, trusts_code=trusts_code)} shows why."
+        runs_code = trusts_code and CODE in raw_config_json(path)
+        if runs_code and not isinstance(role.backend, ModuleBackend):
+            rule = f"{name}.backend={role.backend.kind} runs no code of a model"
+            yield Problem(key, path, rule, f"Choose backend@{name}.backend=fsdp.")
         if config.head_of(name) == "value" and not proof.has_values:
             rule = "this model gives wrong numbers with a value head"
             yield Problem(key, path, rule, shown)
@@ -386,6 +396,7 @@ def content_problems(
     head: HeadKind,
     is_judge: bool,
     needs_files: bool = True,
+    trusts_code: bool = False,
 ) -> Iterator[Problem]:
     """Yield what is wrong in a model directory that has a config.json.
 
@@ -396,17 +407,25 @@ def content_problems(
         is_judge: Whether vLLM alone loads the model, which knows more of them.
         needs_files: Whether weights and tokenizer must be here. Those that are here are
             looked at in any case.
+        trusts_code: Whether code in the directory may run.
     """
-    yield from _setting_problems(key, path, is_judge=is_judge)
+    yield from _setting_problems(key, path, is_judge=is_judge, trusts_code=trusts_code)
     yield from _file_problems(
         key, path, head=head, is_judge=is_judge, needs_files=needs_files
     )
     yield from _vocabulary_problems(key, path)
 
 
-def _setting_problems(key: str, path: str, *, is_judge: bool) -> Iterator[Problem]:
+def _setting_problems(
+    key: str, path: str, *, is_judge: bool, trusts_code: bool
+) -> Iterator[Problem]:
     """Yield a problem if a model is not computed, or its config.json is wrong."""
     settings = raw_config_json(path)
+    code_problem = _code_problem(key, path, settings, trusts_code=trusts_code)
+    if code_problem is not None:
+        yield code_problem
+        return
+
     family = settings.get("model_type")
     if is_judge and isinstance(family, str) and family not in FAMILIES:
         return
@@ -425,11 +444,37 @@ def _setting_problems(key: str, path: str, *, is_judge: bool) -> Iterator[Proble
         yield Problem(key, path, rule, "Correct it there, or take another model.")
         return
 
-    failure = proof_of(path).failure
+    failure = proof_of(path, trusts_code=trusts_code).failure
     if failure is not None:
         rule = f"this is a {family!r} model, which is not computed here: {failure}"
-        fix = f"{for_shell(['verl-ray', 'prove', path])} shows all; take another model."
+        command = _proof_command(path, trusts_code=trusts_code)
+        fix = f"{command} shows all; take another model."
         yield Problem(key, path, rule, fix)
+
+
+def _code_problem(
+    key: str, path: str, settings: Mapping[str, object], *, trusts_code: bool
+) -> Problem | None:
+    """Return what is wrong with the code of a model, if it needs any or it may run."""
+    if not trusts_code:
+        if not needs_code(settings):
+            return None
+        rule = f"{path} is computed by the code in it ({CODE}), which may not run"
+        fix = "Read the code, and set it to true where you trust it."
+        name = f"{key.removesuffix('.path')}.trust_remote_code"
+        return Problem(name, False, rule, fix)
+
+    # transformers writes OWNER/NAME--MODULE.CLASS.
+    if "--" in str(settings.get(CODE)):
+        rule = f"its {CODE} names code of another repository: {settings[CODE]}"
+        fix = f"Copy that code into {path}, and take the repository out of {CODE}."
+        return Problem(key, path, rule, fix)
+    return None
+
+
+def _proof_command(path: str, *, trusts_code: bool) -> str:
+    option = ["--trust-remote-code"] if trusts_code else []
+    return for_shell(["verl-ray", "prove", *option, path])
 
 
 def _file_problems(
@@ -603,11 +648,11 @@ def _agreement_problems(engine: ServedModel) -> Iterator[Problem]:
 
     A judge is compared with no trainer.
     """
-    proof = kept_rollout_proof(engine.path)
+    proof = kept_rollout_proof(engine.path, trusts_code=engine.trusts_code)
     if engine.section != "rollout" or proof is None:
         return
 
-    shown = f"{for_shell(['verl-ray', 'prove', engine.path])} shows it."
+    shown = f"{_proof_command(engine.path, trusts_code=engine.trusts_code)} shows it."
     if proof.model_impl is None:
         rule = "vLLM computes this model otherwise than its family does"
         fix = f"Train it without rollouts, or take another model. {shown}"

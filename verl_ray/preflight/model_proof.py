@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import socket
+import tempfile
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from verl_ray.hub.model_folders import json_object
+from verl_ray.hub.model_folders import CODE, code_files, json_object
 from verl_ray.processes.trial import Tell, run_trial, try_in_child
 from verl_ray.profiling.phases import blocking
 from verl_ray.rollout.vllm_core import PACKAGES as VLLM_PACKAGES
@@ -92,59 +93,83 @@ class RolloutProof:
     """That of rollout; None if vLLM disagrees."""
 
 
-def proof_of(path: str) -> ModelProof:
+def proof_of(path: str, *, trusts_code: bool = False) -> ModelProof:
     """Return the proof of the model in a directory, which is done if none is kept.
 
     A directory that is not there yet is that of a model which the run makes. A model
     that is refused for its config.json is not proven.
+
+    Args:
+        path: The directory.
+        trusts_code: Whether code in it may run, in the process of the proof.
     """
     # The text part of a model that sees images is proven as a part of this model.
     settings = json_object(Path(path) / "config.json")
-    if not settings or _is_described(settings) or not_computed(text_part(settings)):
+    code = _trusted_code(path, settings) if trusts_code else ""
+    is_described = _is_described(settings) and not code
+    if not settings or is_described or not_computed(text_part(settings)):
         return ModelProof()
-    return _proof_of(path, json.dumps(settings, sort_keys=True))
+    return _proof_of(path, json.dumps(settings, sort_keys=True), code)
+
+
+def _trusted_code(path: str, settings: Mapping[str, object]) -> str:
+    """Return what tells the code of a model apart from any other; "" if it has none."""
+    if CODE not in settings:
+        return ""
+    folder = Path(path)
+    digest = hashlib.sha256()
+    for file in code_files(folder):
+        contents = hashlib.sha256(file.read_bytes()).hexdigest()
+        digest.update(f"{file.relative_to(folder)} {contents}\n".encode())
+    return digest.hexdigest()
 
 
 def _is_described(settings: Mapping[str, object]) -> bool:
     return settings.get("model_type") in FAMILIES and not has_windows(settings)
 
 
-def may_disagree_with_vllm(path: str) -> bool:
+def may_disagree_with_vllm(path: str, *, trusts_code: bool = False) -> bool:
     """Return whether neither the tests nor `prove` have asked vLLM about a model."""
     settings = json_object(Path(path) / "config.json")
     described = not settings or _is_described(settings)
-    return not described and kept_rollout_proof(path) is None
+    proof = kept_rollout_proof(path, trusts_code=trusts_code)
+    return not described and proof is None
 
 
-def kept_rollout_proof(path: str) -> RolloutProof | None:
+def kept_rollout_proof(path: str, *, trusts_code: bool = False) -> RolloutProof | None:
     """Return what `prove` has found about the model in a directory and this vLLM.
 
     None if it was not asked, or could not find out.
     """
     with contextlib.suppress(OSError, ValueError, TypeError):
-        return RolloutProof(**json.loads(_rollout_file(path).read_text()))
+        return RolloutProof(**json.loads(_rollout_file(path, trusts_code).read_text()))
     return None
 
 
-def keep_rollout_proof(path: str, proof: RolloutProof) -> None:
+def keep_rollout_proof(
+    path: str, proof: RolloutProof, *, trusts_code: bool = False
+) -> None:
     """Keep what `prove` has found, in place of what it found before."""
-    _keep(_rollout_file(path), proof)
+    _keep(_rollout_file(path, trusts_code), proof)
 
 
-def _rollout_file(path: str) -> Path:
-    settings = json.dumps(json_object(Path(path) / "config.json"), sort_keys=True)
-    return _folder() / f"{_key(settings, VLLM_PACKAGES)}-rollouts.json"
+def _rollout_file(path: str, trusts_code: bool) -> Path:
+    settings = json_object(Path(path) / "config.json")
+    code = _trusted_code(path, settings) if trusts_code else ""
+    text = json.dumps(settings, sort_keys=True) + code
+    return _folder() / f"{_key(text, VLLM_PACKAGES)}-rollouts.json"
 
 
 @functools.cache
-def _proof_of(path: str, settings: str) -> ModelProof:
-    file = _folder() / f"{_key(settings)}.json"
+def _proof_of(path: str, settings: str, code: str) -> ModelProof:
+    file = _folder() / f"{_key(settings + code)}.json"
     # A file that another version wrote, or that is damaged, is as good as none.
     with contextlib.suppress(OSError, ValueError, TypeError):
         return ModelProof(**json.loads(file.read_text()))
 
     with blocking(f"proving that the model in {path} is computed as its family does"):
-        messages, cause = try_in_child(__name__, {"path": path}, DEADLINE_S)
+        fields = {"path": path, "trusts_code": bool(code)}
+        messages, cause = try_in_child(__name__, fields, DEADLINE_S)
     result = next((each for each in messages if each.kind == "ready"), None)
     if result is None:
         return ModelProof(failure=f"the process of its proof {cause}")
@@ -189,7 +214,10 @@ def _version(package: str) -> str:
 
 def main(connection: socket.socket) -> None:
     """Prove a model in this process, for the one at the other end."""
-    run_trial(connection, _prove)
+    with tempfile.TemporaryDirectory(prefix="verl_ray-modules-") as modules:
+        # transformers imports a model's code from a copy, which processes would share.
+        os.environ["HF_MODULES_CACHE"] = modules
+        run_trial(connection, _prove)
 
 
 def _prove(fields: dict[str, Any], tell: Tell) -> Mapping[str, Any]:
@@ -197,7 +225,8 @@ def _prove(fields: dict[str, Any], tell: Tell) -> Mapping[str, Any]:
     from verl_ray.proofs.proof import config_of, prove
 
     try:
-        result = prove(config_of(fields["path"]), rollouts=False)
+        config = config_of(fields["path"], trusts_code=fields["trusts_code"])
+        result = prove(config, rollouts=False)
     except ModelError as error:
         # The machine, such as its memory, may be the cause.
         return {"proof": {"failure": str(error)}, "is_certain": False}

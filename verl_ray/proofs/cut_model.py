@@ -16,7 +16,12 @@ import torch
 from torch import nn
 
 from verl_ray.errors import ModelError
-from verl_ray.models.parts import backbone_of, blocks_of, whole_model_class
+from verl_ray.models.parts import (
+    backbone_of,
+    blocks_of,
+    runs_own_code,
+    whole_model_class,
+)
 from verl_ray.models.weights import saved_tensors
 from verl_ray.settings.config_json import EXPERT_COUNTS, is_dropout
 
@@ -258,7 +263,9 @@ def _kind(block: nn.Module) -> Hashable:
 def model_on_meta(config: PretrainedConfig) -> PreTrainedModel:
     """Build a language model whose parameters have no memory."""
     with torch.device("meta"):
-        model: PreTrainedModel = whole_model_class(config).from_config(config)
+        model: PreTrainedModel = whole_model_class(config).from_config(
+            config, trust_remote_code=runs_own_code(config)
+        )
     return model
 
 
@@ -270,7 +277,10 @@ def random_model(config: PretrainedConfig, seed: int) -> PreTrainedModel:
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         model: PreTrainedModel = whole_model_class(config).from_config(
-            config, dtype=torch.float32, attn_implementation="eager"
+            config,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            trust_remote_code=runs_own_code(config),
         )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

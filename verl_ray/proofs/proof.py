@@ -17,8 +17,9 @@ import torch
 
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.errors import ModelError
+from verl_ray.hub.model_folders import CODE, json_object, needs_code
 from verl_ray.models.heads import logit_shape
-from verl_ray.models.parts import backbone_of, text_config
+from verl_ray.models.parts import backbone_of, read_config, text_config
 from verl_ray.models.routing import RouterWatch
 from verl_ray.models.state_kernels import hide_kernels
 from verl_ray.proofs.border_proof import prove_borders
@@ -302,27 +303,30 @@ def _settings_that_agree(
     return claims, settings
 
 
-def config_of(path: str) -> PretrainedConfig:
-    """Read the configuration of a model directory.
+def config_of(path: str, *, trusts_code: bool = False) -> PretrainedConfig:
+    """Read the configuration of a model directory, whose code may be trusted.
 
     Raises:
         ModelError: There is none, its family is unknown to transformers, or the model
-            has code of its own.
+            has code of its own that is not trusted.
     """
-    from transformers import AutoConfig, __version__
+    from transformers import __version__
 
     if not Path(path, "config.json").is_file():
         raise ModelError(
             f"there is no folder {path!r} with a config.json; of a model of the hub,"
             " fetch that file first"
         )
-    try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(
-            path, local_files_only=True, trust_remote_code=False
+    if not trusts_code and needs_code(json_object(Path(path, "config.json"))):
+        raise ModelError(
+            f"is computed by the code in it ({CODE}), which may not run",
+            fix="read the code, and give --trust-remote-code where you trust it",
+            subject=path,
         )
+    try:
+        return read_config(path, trusts_code=trusts_code)
     except Exception as error:  # transformers raises several kinds
         raise ModelError(
             f"transformers {__version__} does not read {path}/config.json"
             f" (docs/start.md has the versions that this project takes): {error}"
         ) from error
-    return config

@@ -335,6 +335,8 @@ def _engine(fields: Mapping[str, Any]) -> Engine:
         1,
         seed=0,
         packs_rows=fields["packs_rows"],
+        # The proof wrote the directory, with code only where it was trusted.
+        trusts_code=True,
         expert_balance=0.0 if fields["has_experts"] else None,
     )
     return build_engine(

@@ -102,6 +102,7 @@ def fixed_arguments(
     without_weights: bool,
     sleeps: bool,
     lora: LoraConfig | None = None,
+    trusts_code: bool = False,
 ) -> dict[str, Any]:
     """Return the engine arguments that `rollout.vllm_args` may not set.
 
@@ -116,6 +117,7 @@ def fixed_arguments(
         without_weights: Do not read the weights of the model directory.
         sleeps: Whether the engine will free memory.
         lora: The adapter that updates will transfer, if any.
+        trusts_code: Whether the code in the model directory may run.
     """
     # In a placement group of Ray, vLLM would run one rank per bundle, and would refuse
     # to do so on a CPU. "mp" starts the ranks as processes of this one.
@@ -123,6 +125,7 @@ def fixed_arguments(
 
     fixed: dict[str, Any] = {
         "model": model_path,
+        "trust_remote_code": trusts_code,
         "skip_tokenizer_init": True,
         "dtype": resolved(config.dtype),
         "seed": seed,

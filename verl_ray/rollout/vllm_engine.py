@@ -68,6 +68,7 @@ class VllmEngine(RolloutEngine):
         sleeps: bool = True,
         lora: LoraConfig | None = None,
         chat_template: str | None = None,
+        trusts_code: bool = False,
     ) -> None:
         """Start vLLM on a local model directory.
 
@@ -83,6 +84,7 @@ class VllmEngine(RolloutEngine):
             sleeps: Whether the engine will free memory; vLLM must know it on a GPU.
             lora: The adapter that updates will transfer in addition to the model.
             chat_template: Replaces the model's, which tells how responses end.
+            trusts_code: Whether the code in the directory may run.
 
         Raises:
             RolloutError: vLLM cannot run this; the error names the key to change.
@@ -105,6 +107,7 @@ class VllmEngine(RolloutEngine):
         make_config = functools.partial(
             engine_config, model_path, config, max_model_len, seed, device,
             without_weights=initial_version is None, sleeps=sleeps, lora=lora,
+            trusts_code=trusts_code,
         )  # fmt: skip
         self._start_core(model_path, device, make_config, chat_template)
 

@@ -120,7 +120,7 @@ class RLConfig(RolloutTaskConfig):
 
         If so, no process holds a second copy of the model.
         """
-        same_model = self.reference.model == self.actor.model
+        same_model = self.reference.model.is_same(self.actor.model)
         has_adapter = self.actor.lora.rank > 0
         needs_reference = self.algorithm.kl.place != "none"
         return needs_reference and has_adapter and same_model
