@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 
 import torch
@@ -12,14 +11,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from verl_ray.data.tokenizers import character_tokenizer
 
 _CONFIGURATION = """
-import os
+import os, sys
 from transformers import LlamaConfig
 
 class OwnConfig(LlamaConfig):
     model_type = "own"
 
 with open({log!r}, "a") as file:
-    print(os.getpid(), file=file)
+    print(os.getpid(), os.path.basename(sys.argv[0]), file=file)
 """
 
 # Its embeddings are twice those of Llama.
@@ -30,10 +29,14 @@ from .configuration_own import OwnConfig
 class OwnModel(LlamaModel):
     config_class = OwnConfig
 
-    def forward(self, input_ids=None, inputs_embeds=None, **settings):
+    def forward(
+        self, input_ids=None, position_ids=None, inputs_embeds=None, **settings
+    ):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        return super().forward(inputs_embeds=2 * inputs_embeds, **settings)
+        return super().forward(
+            position_ids=position_ids, inputs_embeds=2 * inputs_embeds, **settings
+        )
 
 class OwnForCausalLM(LlamaForCausalLM):
     config_class = OwnConfig
@@ -76,6 +79,7 @@ def own_model(folder: Path, alphabet: str = "0123456789+= ") -> Path:
         "architectures": ["OwnForCausalLM"],
         "auto_map": {
             "AutoConfig": "configuration_own.OwnConfig",
+            "AutoModel": "modeling_own.OwnModel",
             "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
         },
     }
@@ -83,7 +87,8 @@ def own_model(folder: Path, alphabet: str = "0123456789+= ") -> Path:
     return model
 
 
-def importers(folder: Path) -> Counter[int]:
-    """Return how often each process has imported the code of the model in a folder."""
+def importers(folder: Path) -> dict[int, str]:
+    """Return the program of each process that has imported the code of the model."""
     log = folder / "imports"
-    return Counter(map(int, log.read_text().split())) if log.exists() else Counter()
+    lines = log.read_text().splitlines() if log.exists() else []
+    return {int(pid): program for pid, program in map(str.split, lines)}

@@ -40,7 +40,9 @@ def test_a_run_from_the_cache_is_resumed_at_its_commit(
         ended = command(None, "train", "--config-name", "sft", *arguments, "run.total_steps=1")  # fmt: skip
         assert f"model.path = me/tiny at {old}" in ended.stdout
         model = yaml.safe_load((run_dir / "config.yaml").read_text())["model"]
-        assert model == {"path": "me/tiny", "revision": old}
+        assert model == {
+            "path": "me/tiny", "revision": old, "trust_remote_code": False,
+        }  # fmt: skip
 
         # The hub has a newer model, and the cache lost the old one.
         new = hub.commit("me/tiny", inputs.model)

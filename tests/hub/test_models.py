@@ -172,7 +172,8 @@ def test_what_a_hub_refuses_is_told_with_the_way_on(
         hub.commit(name, folder)
     # Their folders here would be meant otherwise.
     shutil.rmtree(tmp_path / "me")
-    assert "auto_map" in problem("model.path=me/code").rule
+    refused = problem("model.path=me/code")
+    assert "auto_map" in refused.rule and "trust_remote_code=true" in refused.fix
     assert "no weights as safetensors" in problem("model.path=me/pickles").rule
     assert "no config.json" in problem("model.path=me/gguf").rule
 

@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from controllers.command_line import main
 from controllers.compose.composition import examine
 from scripts.tiny_families import tiny_config
+from tests.own_code import importers, own_model
+from verl_ray.errors import ModelError
 from verl_ray.preflight import findings, model_directories, model_proof
 from verl_ray.preflight.findings import cost_warnings
 from verl_ray.preflight.machine import Machine
@@ -27,6 +29,7 @@ from verl_ray.preflight.model_proof import (
     proof_of,
 )
 from verl_ray.proofs.cut_model import random_model
+from verl_ray.proofs.proof import config_of
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +50,7 @@ def test_a_described_family_needs_none_unless_it_has_windows(
     monkeypatch.setattr(
         model_proof,
         "_proof_of",
-        lambda path, settings: (
+        lambda path, settings, code: (
             requested.append(path) or ModelProof(failure="requested")
         ),
     )
@@ -106,6 +109,34 @@ def test_a_proof_says_what_the_routers_of_a_family_return(
     proof = model_proof._prove(fields, lambda *_: None)["proof"]
     assert proof["failure"] is None
     assert (proof["has_balance"], proof["has_biases"]) == (has_balance, has_biases)
+
+
+@pytest.mark.processes
+def test_code_of_a_model_runs_in_the_process_of_its_proof_where_it_is_trusted(
+    tmp_path: Path,
+) -> None:
+    path = str(own_model(tmp_path))
+    where = {"head": "policy", "is_judge": False}
+    (refused,) = content_problems("actor.model.path", path, **where)
+    assert (refused.key, refused.value) == ("actor.model.trust_remote_code", False)
+    with pytest.raises(ModelError, match="--trust-remote-code"):
+        config_of(path)
+    assert not importers(tmp_path)
+
+    assert not [*content_problems("model.path", path, **where, trusts_code=True)]
+    assert proof_of(path, trusts_code=True) == ModelProof()
+    (child,) = importers(tmp_path)
+    assert child != os.getpid()
+
+    # Another code is another model.
+    before = model_proof._digest(Path(path))
+    Path(path, "modeling_own.py").write_text("")
+    assert model_proof._digest(Path(path)) != before
+
+    config = Path(path, "config.json")
+    config.write_text(config.read_text().replace("modeling_own.", "a/b--modeling_own."))
+    (elsewhere,) = content_problems("model.path", path, **where, trusts_code=True)
+    assert "code of another repository" in elsewhere.rule
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_vl"])
