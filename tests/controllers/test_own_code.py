@@ -25,7 +25,7 @@ def test_code_of_a_model_runs_in_its_roles_alone_and_comes_with_the_export(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model = own_model(tmp_path, ALPHABET)
     run_dir, exported = tmp_path / "run", tmp_path / "exported"
-    of_task = {
+    changes = {
         "sft": [
             *inputs.overrides(run_dir), "actor.num_ranks=2", "backend=fsdp",
             "actor.backend.read_weights=rank_zero", "sft.batch_size=8", "sft.max_tokens=16",
@@ -33,7 +33,7 @@ def test_code_of_a_model_runs_in_its_roles_alone_and_comes_with_the_export(
         "grpo": inputs.rl(run_dir),
     }[task]  # fmt: skip
     arguments = [
-        "--config-name", task, *of_task, f"model.path={model}",
+        "--config-name", task, *changes, f"model.path={model}",
         "run.total_steps=1", "run.checkpoint_every=1",
     ]  # fmt: skip
     refused = command(None, "train", *arguments, code=2)

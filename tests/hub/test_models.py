@@ -161,7 +161,7 @@ def test_what_a_hub_refuses_is_told_with_the_way_on(
     settings = json.loads((model / "config.json").read_text())
     settings |= {"model_type": "mine", "auto_map": {"AutoModel": "modeling.Mine"}}
     for name, contents in (
-        ("me/code", {"config.json": settings}),
+        ("me/code", {"config.json": settings, "modeling.py": {}}),
         ("me/pickles", {"config.json": {"model_type": "qwen3"}, "model.bin": {}}),
         ("me/gguf", {"model.gguf": {}}),
     ):
@@ -174,6 +174,11 @@ def test_what_a_hub_refuses_is_told_with_the_way_on(
     shutil.rmtree(tmp_path / "me")
     refused = problem("model.path=me/code")
     assert "auto_map" in refused.rule and "trust_remote_code=true" in refused.fix
+    cache = Path(constants.HF_HUB_CACHE)
+    assert not [*cache.rglob("*.py")]
+    trusted = problem("model.path=me/code", "model.trust_remote_code=true")
+    assert "no weights as safetensors" in trusted.rule
+    assert [file.name for file in cache.rglob("*.py")] == ["modeling.py"]
     assert "no weights as safetensors" in problem("model.path=me/pickles").rule
     assert "no config.json" in problem("model.path=me/gguf").rule
 

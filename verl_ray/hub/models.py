@@ -211,7 +211,7 @@ def fetch_models(config: Config) -> bool:
     return fetched
 
 
-def fetch_model(folder: str, *, with_code: bool) -> None:
+def fetch_model(folder: str, *, with_code: bool = False) -> None:
     """Download the model that a folder of a cache is to hold, if it is not there.
 
     Any other folder is left alone.
