@@ -425,7 +425,7 @@ def test_experts_fit_the_rollout_engine_and_their_settings_belong_to_them(
 def test_biases_of_experts_move_where_there_are_some_and_a_backend_moves_them(
     tmp_path: Path, model: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_directories, "proof_of", lambda path: ModelProof())
+    monkeypatch.setattr(model_directories, "proof_of", lambda path, **_: ModelProof())
 
     def rules(*settings: str) -> set[str]:
         config = compose("sft", [*inputs, "actor.expert_bias_update=0.001", *settings])

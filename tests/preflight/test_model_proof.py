@@ -129,9 +129,9 @@ def test_code_of_a_model_runs_in_the_process_of_its_proof_where_it_is_trusted(
     assert child != os.getpid()
 
     # Another code is another model.
-    before = model_proof._digest(Path(path))
+    before = model_proof._trusted_code(path, {"auto_map": {}})
     Path(path, "modeling_own.py").write_text("")
-    assert model_proof._digest(Path(path)) != before
+    assert model_proof._trusted_code(path, {"auto_map": {}}) != before
 
     config = Path(path, "config.json")
     config.write_text(config.read_text().replace("modeling_own.", "a/b--modeling_own."))
@@ -143,7 +143,7 @@ def test_code_of_a_model_runs_in_the_process_of_its_proof_where_it_is_trusted(
 def test_a_model_that_sees_images_is_looked_at_by_its_text_part(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_directories, "proof_of", lambda path: ModelProof())
+    monkeypatch.setattr(model_directories, "proof_of", lambda path, **_: ModelProof())
     whole = random_model(tiny_config(family), seed=1)
     whole.save_pretrained(tmp_path)
 
@@ -199,7 +199,7 @@ def test_each_use_that_a_proof_does_not_allow_names_its_key(
         packs_rows=False, has_states=True, has_values=False, has_adapters=False
     )
     for module in (model_directories, findings):
-        monkeypatch.setattr(module, "proof_of", lambda path: proof)
+        monkeypatch.setattr(module, "proof_of", lambda path, **_: proof)
     inputs = [
         f"model.path={directory(tmp_path, 'lfm2')}", "data.train_path=t.jsonl", "data.validation_path=v.jsonl",
         "run.evaluate_every=0",

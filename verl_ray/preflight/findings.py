@@ -488,7 +488,8 @@ def _rows_of_one_length(config: Config) -> Iterator[str]:
         path = role.model.folder
         if made_model(path, config) or not config_json(path):
             continue
-        if proof_of(path).packs_rows_in(role.backend.dtype):
+        proof = proof_of(path, trusts_code=config.trusts_code(path))
+        if proof.packs_rows_in(role.backend.dtype):
             continue
 
         cap = role.backend.micro_batch_tokens_per_rank
