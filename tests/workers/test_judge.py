@@ -73,7 +73,8 @@ def worker(folder: Path) -> Iterator[JudgeWorker]:
         num_replicas=1, tensor_parallel=1, dtype="float32", kv_cache_gib=0.03125, vllm_args={}
     )  # fmt: skip
     config = JudgeReward.model_validate({
-        "kind": "judge", "model": {"path": str(folder / "judge"), "revision": None}, "engine": engine,
+        "kind": "judge", "engine": engine,
+        "model": {"path": str(folder / "judge"), "revision": None, "trust_remote_code": False},
         "template": "{{ prompt }} {{ response }} {{ extra.hint }}", "verdict": r"(\d)", "lowest": 0.0, "highest": 6.0,
         "max_prompt_tokens": LIMIT, "max_response_tokens": ANSWER, "temperature": 0.0, "normalise": "none",
         "clip": None, "max_failed_fraction": 1.0,
