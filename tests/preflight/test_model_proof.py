@@ -105,7 +105,7 @@ def test_a_family_is_refused_for_a_proof_that_fails(tmp_path: Path) -> None:
 def test_a_proof_says_what_the_routers_of_a_family_return(
     family: str, has_balance: bool, has_biases: bool, tmp_path: Path
 ) -> None:
-    fields = {"path": directory(tmp_path, family)}
+    fields = {"path": directory(tmp_path, family), "trusts_code": False}
     proof = model_proof._prove(fields, lambda *_: None)["proof"]
     assert proof["failure"] is None
     assert (proof["has_balance"], proof["has_biases"]) == (has_balance, has_biases)

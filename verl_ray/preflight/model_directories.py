@@ -8,7 +8,8 @@ would compute something else. No package of a backend is imported.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,7 +46,7 @@ from verl_ray.preflight.model_files import (
     tensor_types,
     token_ids,
 )
-from verl_ray.preflight.model_proof import kept_rollout_proof, proof_of
+from verl_ray.preflight.model_proof import ModelProof, kept_rollout_proof, proof_of
 from verl_ray.settings.config_json import (
     ACTIVATIONS,
     EMBEDDINGS,
@@ -256,11 +257,12 @@ def _expert_problems(config: Config) -> Iterator[Problem]:
         if not settings or not isinstance(role, SupervisedRole):
             continue
 
+        proof = functools.partial(proof_of, path, trusts_code=config.trusts_code(path))
         balance = role.expert_balance
         if balance is not None and not chooses_experts(settings):
             rule = f"this setting would be ignored: {path} has no experts"
             yield Problem(f"{name}.expert_balance", balance, rule, "Set it to null.")
-        elif balance is not None and not proof_of(path).has_balance:
+        elif balance is not None and not proof().has_balance:
             rule = (
                 f"the balance of the experts of {path} is not computed, since its"
                 " routers return no choice"
@@ -268,13 +270,16 @@ def _expert_problems(config: Config) -> Iterator[Problem]:
             yield Problem(f"{name}.expert_balance", balance, rule, "Set it to null.")
 
         rate = role.expert_bias_update
-        reason = _why_biases_stay(path, role, settings) if rate else None
+        reason = _why_biases_stay(path, role, settings, proof) if rate else None
         if reason is not None:
             yield Problem(f"{name}.expert_bias_update", rate, reason, "Set it to 0.")
 
 
 def _why_biases_stay(
-    path: str, role: SupervisedRole, settings: Mapping[str, object]
+    path: str,
+    role: SupervisedRole,
+    settings: Mapping[str, object],
+    proof: Callable[[], ModelProof],
 ) -> str | None:
     """Return why no bias of the choice of experts can be moved; None if one can."""
     if not chooses_experts(settings):
@@ -282,7 +287,7 @@ def _why_biases_stay(
     tensors = tensor_shapes(path)
     if tensors and not any(name.endswith(SELECTION_BIASES) for name in tensors):
         return f"the routers of {path} have no biases"
-    if not proof_of(path).has_biases:
+    if not proof().has_biases:
         return (
             f"the routers of {path} have no biases that can be moved (those that are"
             " parameters stay as they are)"
