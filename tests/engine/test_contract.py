@@ -964,10 +964,12 @@ def test_every_token_has_two_experts_in_each_layer(results: Any) -> None:
 def test_a_bias_follows_the_load_of_all_rows_of_a_step(
     results: Any, place: tuple[str, int], tokens: int
 ) -> None:
-    if place[0].startswith("megatron"):
-        pytest.skip("its biases stay")
     for rank in results:
-        found = rank["check_training"][f"biases, {tokens}"]
+        found = rank["check_training"].get(f"biases, {tokens}")
+        # Biases of megatron stay, and check refuses to move them.
+        assert (found is None) == place[0].startswith("megatron")
+        if found is None:
+            continue
         first, second = found["loads"]
         assert first.tolist() == second.tolist() and first.sum() == 2 * sum(
             inputs.LENGTHS

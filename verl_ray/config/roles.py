@@ -144,7 +144,8 @@ class SupervisedRole(ModelRole):
     lora: LoraConfig
     expert_balance: NonNegativeFloat | None
     """Weight of the loss that spreads tokens evenly over experts; null = the value of
-    router_aux_loss_coef in the model's config.json, or a model without experts."""
+    router_aux_loss_coef in the model's config.json, or a model without experts. It is
+    refused where routers return no choice."""
     expert_bias_update: NonNegativeFloat
     """Step by which the biases of routers follow the load of their experts after each
     update of the weights; 0 = they stay."""

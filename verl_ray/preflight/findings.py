@@ -474,14 +474,17 @@ def _unproven_rollouts(config: Config) -> Iterator[str]:
     if not isinstance(config, RolloutTaskConfig):
         return
     path = config.model_roles[config.evaluated_role].model.folder
-    if not made_model(path, config) and may_disagree_with_vllm(
-        path, trusts_code=config.trusts_code(path)
+    trusts_code = config.trusts_code(path)
+    if made_model(path, config) or not may_disagree_with_vllm(
+        path, trusts_code=trusts_code
     ):
-        yield (
-            f"vLLM has not been compared with the model in {path}:"
-            f" {for_shell(['verl-ray', 'prove', path])} does so in minutes; otherwise"
-            " the first sync of the run shows whether they agree"
-        )
+        return
+    trust = ["--trust-remote-code"] if trusts_code else []
+    yield (
+        f"vLLM has not been compared with the model in {path}:"
+        f" {for_shell(['verl-ray', 'prove', *trust, path])} does so in minutes;"
+        " otherwise the first sync of the run shows whether they agree"
+    )
 
 
 def _rows_of_one_length(config: Config) -> Iterator[str]:

@@ -446,7 +446,9 @@ def _setting_problems(
     reason = not_computed(settings)
     if reason is not None:
         rule = f"its config.json describes what is not computed here: {reason}"
-        yield Problem(key, path, rule, "Correct it there, or take another model.")
+        is_quantized = settings.get("quantization_config") is not None
+        mend = "Save plain weights" if is_quantized else "Correct it there"
+        yield Problem(key, path, rule, f"{mend}, or take another model.")
         return
 
     failure = proof_of(path, trusts_code=trusts_code).failure
