@@ -12,12 +12,14 @@ import argparse
 import functools
 import json
 import os
+import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
+from verl_ray.errors import ModelError
 from verl_ray.preflight.model_proof import RolloutProof, keep_rollout_proof
 from verl_ray.profiling.phases import blocking
 from verl_ray.settings.config_json import not_computed
@@ -28,12 +30,22 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> int:
-    """Print what was found; return 1 if the model cannot be trained.
+    """Print what was found.
 
-    Raises:
-        ModelError: The directory has no configuration that transformers reads.
+    Returns:
+        0 if the model can be trained, 1 if it cannot, and 2 if transformers reads no
+        configuration in the directory or builds no model of it.
     """
     arguments = _parser().parse_args(argv)
+    try:
+        return _main(arguments)
+    except ModelError as error:
+        print(error.report(), file=sys.stderr)
+        return 2
+
+
+def _main(arguments: argparse.Namespace) -> int:
+    """Do the same, with what was typed."""
     started_s = time.monotonic()
     with blocking(f"proving {arguments.model}"):
         if arguments.trust_remote_code:
@@ -54,8 +66,10 @@ def main(argv: list[str]) -> int:
     part = "" if proof.whole is None else f", the text part of {proof.whole}"
     size = f"cut to {proof.layers} layers, random weights, float32"
     print(f"{proof.family}{part}, {size}")
+    # There is a way round each claim that fails while the model can be trained.
+    otherwise = "no" if proof.engine.trains else "FAIL"
     for claim in proof.claims:
-        print(f"  {claim}")
+        print(f"  {claim.line(otherwise)}")
     for each in proof.ranks:
         if each.no_place:
             print(f"  --   {each.backend} has no place for it: {each.no_place}")

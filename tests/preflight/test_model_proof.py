@@ -6,10 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from controllers.command_line import main
 from controllers.compose.composition import examine
@@ -43,6 +46,11 @@ def directory(folder: Path, family: str) -> str:
     return str(folder / family)
 
 
+def without_tensors(proof: ModelProof) -> ModelProof:
+    assert proof.tensors
+    return replace(proof, tensors={}, passed_over=())
+
+
 def test_a_described_family_needs_none_unless_it_has_windows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,16 +76,46 @@ def test_a_described_family_needs_none_unless_it_has_windows(
 
 @pytest.mark.processes
 def test_a_proof_is_done_once_and_kept_for_the_next_process(tmp_path: Path) -> None:
-    path = directory(tmp_path, "lfm2")
+    path = str(tmp_path / "model")
+    random_model(tiny_config("lfm2"), seed=1).save_pretrained(path)
     first = proof_of(path)
-    assert first == ModelProof(
+    assert without_tensors(first) == ModelProof(
         packs_rows=False, has_states=True, has_balance=False, has_biases=False
     )
+    assert_tensors_are_compared(path)
+
     (kept,) = (tmp_path / "cache" / "verl_ray" / "proofs").iterdir()
     kept.write_text(json.dumps({"packs_rows": True, "failure": "as it was kept"}))
     assert proof_of(path) == first  # this process remembers it
     model_proof._proof_of.cache_clear()
     assert proof_of(path).failure == "as it was kept"
+
+
+def assert_tensors_are_compared(path: str) -> None:
+    """Lose, add and cut a tensor of the model in a directory."""
+    file = Path(path, "model.safetensors")
+    tensors = load_file(file)
+
+    def differences(changed: dict[str, Tensor]) -> list[str]:
+        save_file(changed, file)
+        found = content_problems(
+            "model.path", path, head="policy", is_judge=False, needs_files=False
+        )
+        return [problem.rule.partition("describes: ")[2] for problem in found]
+
+    name = "model.layers.0.feed_forward.w1.weight"
+    shape = list(tensors[name].shape)
+    others = {key: value for key, value in tensors.items() if key != name}
+    # The second name of a tied tensor may be there.
+    tied = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    assert differences(tensors | tied) == []
+    assert differences(others) == [f"{name} is absent, and would have shape {shape}"]
+    assert differences(others | {name: tensors[name][1:].clone()}) == [
+        f"{name} has shape {[shape[0] - 1, shape[1]]}, and would have shape {shape}"
+    ]
+    assert differences(tensors | {"model.new": torch.ones(3)}) == [
+        "model.new has shape [3], and would be absent"
+    ]
 
 
 @pytest.mark.processes
@@ -125,7 +163,7 @@ def test_code_of_a_model_runs_in_the_process_of_its_proof_where_it_is_trusted(
 
     assert not [*content_problems("model.path", path, **where, trusts_code=True)]
     proof = ModelProof(has_balance=False, has_biases=False)
-    assert proof_of(path, trusts_code=True) == proof
+    assert without_tensors(proof_of(path, trusts_code=True)) == proof
     (child,) = importers(tmp_path)
     assert child != os.getpid()
 

@@ -9,7 +9,8 @@ an adapter, the weight itself is called `base_layer`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 Box = tuple[slice, ...]
@@ -96,6 +97,11 @@ class CheckpointNames:
             for part in parts
             if part.start[0] < last and first < part.start[0] + part.sides[0]
         )
+
+
+def matches(patterns: Iterable[str], name: str) -> bool:
+    """Whether one of these patterns is found in a name, as transformers looks."""
+    return any(re.search(pattern, name) for pattern in patterns)
 
 
 def is_adapter(name: str) -> bool:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from verl_ray.errors import ModelError
-from verl_ray.models.names import Box, CheckpointNames
+from verl_ray.models.names import Box, CheckpointNames, matches
 from verl_ray.models.tensor_sources import CheckpointReader, TensorSource
 
 
@@ -135,35 +135,42 @@ def check_fit(
 
     `new` and `unused` are the exceptions, as in `fill`.
     """
-    targets = saved_tensors(module)
-    known = {
-        tensor.name
-        for name, target in targets.items()
-        for tensor in names.tensors(name, target.shape)
-    }
-    # The state dict also has the second names of tied parameters, and a checkpoint may
-    # contain them.
-    tied = {
-        tensor.name
-        for name in module.state_dict().keys() - targets.keys()
-        for tensor in names.tensors(name, ())
-    }
-
-    # Layers that only predict several tokens at once are in no model of transformers.
-    patterns = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
-    others = {
-        name
-        for name in set(checkpoint) - known - unused - tied
-        if not any(re.search(pattern, name) for pattern in patterns)
-    }
-
-    missing = sorted(known - set(checkpoint) - new.keys())
-    unexpected = sorted(others)
+    known, passed_over = expected_tensors(module, names)
+    others = set(checkpoint) - known.keys() - unused
+    unexpected = sorted(name for name in others if not matches(passed_over, name))
+    missing = sorted(known.keys() - set(checkpoint) - new.keys())
     if missing or unexpected:
         raise ModelError(
             f"model.path: the checkpoint does not fit {type(module).__name__}: "
             f"missing {missing[:5] or 'none'}, unexpected {unexpected[:5] or 'none'}"
         )
+
+
+def expected_tensors(
+    module: nn.Module, names: CheckpointNames
+) -> tuple[dict[str, tuple[int, ...]], list[str]]:
+    """Return the tensors of a checkpoint that a module reads.
+
+    Returns:
+        The shape of each by its name, and patterns for the names of those that the
+        checkpoint may have beside them.
+    """
+    targets = saved_tensors(module)
+    shapes = {
+        tensor.name: tensor.shape
+        for name, target in targets.items()
+        for tensor in names.tensors(name, target.shape)
+    }
+    # The state dict also has the second names of tied parameters, and a checkpoint may
+    # contain them.
+    tied = [
+        f"^{re.escape(tensor.name)}$"
+        for name in module.state_dict().keys() - targets.keys()
+        for tensor in names.tensors(name, ())
+    ]
+    # Layers that only predict several tokens at once are in no model of transformers.
+    patterns = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return shapes, [*sorted(tied), *patterns]
 
 
 def saved_tensors(module: nn.Module) -> dict[str, Tensor]:

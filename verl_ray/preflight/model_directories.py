@@ -30,7 +30,7 @@ from verl_ray.config.versions import install_command, missing_packages
 from verl_ray.data.tokenizers import VOCABULARY_FILES
 from verl_ray.errors import Problem
 from verl_ray.hub.model_folders import CODE, absent_weights, is_pending, needs_code
-from verl_ray.models.names import TYPE_NAMES
+from verl_ray.models.names import TYPE_NAMES, matches
 from verl_ray.paths import path_suggestion
 from verl_ray.preflight.machine import GIB, Machine
 from verl_ray.preflight.model_files import (
@@ -49,9 +49,9 @@ from verl_ray.preflight.model_files import (
 from verl_ray.preflight.model_proof import ModelProof, kept_rollout_proof, proof_of
 from verl_ray.settings.config_json import (
     ACTIVATIONS,
-    EMBEDDINGS,
     FAMILIES,
     LANGUAGE_HEAD,
+    LANGUAGE_HEAD_BIAS,
     SELECTION_BIASES,
     VALUE_HEAD,
     chooses_experts,
@@ -414,9 +414,14 @@ def content_problems(
             looked at in any case.
         trusts_code: Whether code in the directory may run.
     """
-    yield from _setting_problems(key, path, is_judge=is_judge, trusts_code=trusts_code)
+    refusals = [
+        *_setting_problems(key, path, is_judge=is_judge, trusts_code=trusts_code)
+    ]
+    yield from refusals
+    is_proven = not refusals and not is_judge
+    proof = proof_of(path, trusts_code=trusts_code) if is_proven else ModelProof()
     yield from _file_problems(
-        key, path, head=head, is_judge=is_judge, needs_files=needs_files
+        key, path, proof, head=head, is_judge=is_judge, needs_files=needs_files
     )
     yield from _vocabulary_problems(key, path)
 
@@ -485,7 +490,13 @@ def _proof_command(path: str, *, trusts_code: bool) -> str:
 
 
 def _file_problems(
-    key: str, path: str, *, head: HeadKind, is_judge: bool, needs_files: bool
+    key: str,
+    path: str,
+    proof: ModelProof,
+    *,
+    head: HeadKind,
+    is_judge: bool,
+    needs_files: bool,
 ) -> Iterator[Problem]:
     """Yield a problem if weights or tokenizer are missing, or of another model."""
     directory = Path(path)
@@ -509,7 +520,7 @@ def _file_problems(
         return
 
     difference = _unexpected_tensor(
-        config_json(path), shapes, head=head, is_judge=is_judge
+        config_json(path), shapes, proof, head=head, is_judge=is_judge
     )
     if difference is not None:
         rule = (
@@ -554,6 +565,7 @@ def _vocabulary_problems(key: str, path: str) -> Iterator[Problem]:
 def _unexpected_tensor(
     settings: Mapping[str, object],
     shapes: Mapping[str, list[int]],
+    proof: ModelProof,
     *,
     head: HeadKind,
     is_judge: bool,
@@ -562,19 +574,19 @@ def _unexpected_tensor(
 
     Args:
         settings: Contents of config.json.
-        shapes: Shape of each tensor by its name.
+        shapes: Shape of each tensor by its name; empty where no weights are here.
+        proof: The proof of the model, which knows the tensors of any family.
         head: Head of the model in its role.
         is_judge: Whether vLLM alone loads the model, which passes over other tensors.
     """
     # Quantized weights have tensors of other names and shapes.
-    if settings.get("quantization_config") is not None:
+    if settings.get("quantization_config") is not None or not shapes:
         return None
 
-    described = set()
-    for name, shape in described_tensors(settings):
-        described.add(name)
+    described = dict(described_tensors(settings)) or proof.tensors
+    for name, shape in described.items():
         # A new head takes the place of a language head.
-        if name == LANGUAGE_HEAD and head == "value":
+        if name in (LANGUAGE_HEAD, LANGUAGE_HEAD_BIAS) and head == "value":
             continue
         actual = shapes.get(name)
         if actual != shape:
@@ -582,14 +594,14 @@ def _unexpected_tensor(
             return f"{name} {is_now}, and would have shape {shape}"
 
     # A checkpoint may hold the head that is tied to the embeddings.
-    described.add(LANGUAGE_HEAD)
+    others = shapes.keys() - described.keys() - {LANGUAGE_HEAD}
     if head == "value":
-        described.add(VALUE_HEAD)
-    others = sorted(shapes.keys() - described)
+        others -= {LANGUAGE_HEAD_BIAS, VALUE_HEAD}
+    unread = sorted(name for name in others if not matches(proof.passed_over, name))
     # The tensors of some models are not known here.
-    if not others or is_judge or EMBEDDINGS not in described:
+    if not unread or is_judge or not described:
         return None
-    return f"{others[0]} has shape {shapes[others[0]]}, and would be absent"
+    return f"{unread[0]} has shape {shapes[unread[0]]}, and would be absent"
 
 
 # ----------------------------------------------------------------- engines and backends

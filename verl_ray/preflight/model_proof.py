@@ -19,8 +19,8 @@ import platform
 import socket
 import tempfile
 import uuid
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from verl_ray.settings.config_json import (
 DEADLINE_S = 600.0
 """Longest time of a proof, which takes 10 s for most families."""
 
-_EDITION = 3
+_EDITION = 4
 """Changes when this project computes models otherwise, so that proofs are done anew."""
 
 _PACKAGES = (
@@ -70,6 +70,13 @@ class ModelProof:
 
     has_biases: bool = True
     """Whether its routers have biases of the choice that a run can move."""
+
+    tensors: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Shape of each tensor of its checkpoint by its name; none of a model that is not
+    computed, or that the tests of this project prove."""
+
+    passed_over: Sequence[str] = ()
+    """Patterns for the names of tensors that its checkpoint may have beside them."""
 
     failure: str | None = None
     """Why the model is not computed, as the end of a sentence; None if it is."""
@@ -222,11 +229,17 @@ def main(connection: socket.socket) -> None:
 
 def _prove(fields: dict[str, Any], tell: Tell) -> Mapping[str, Any]:
     from verl_ray.errors import ModelError
+    from verl_ray.models.conversions import checkpoint_names
+    from verl_ray.models.parts import text_config
+    from verl_ray.models.weights import expected_tensors
+    from verl_ray.proofs.cut_model import model_on_meta
     from verl_ray.proofs.proof import config_of, prove
 
     try:
         config = config_of(fields["path"], trusts_code=fields["trusts_code"])
         result = prove(config, rollouts=False)
+        whole = model_on_meta(text_config(config))
+        tensors, passed_over = expected_tensors(whole, checkpoint_names(whole))
     except ModelError as error:
         # The machine, such as its memory, may be the cause.
         return {"proof": {"failure": str(error)}, "is_certain": False}
@@ -238,6 +251,8 @@ def _prove(fields: dict[str, Any], tell: Tell) -> Mapping[str, Any]:
         "has_adapters": engine.has_adapters,
         "has_balance": result.routers.return_choices,
         "has_biases": result.routers.have_biases,
+        "tensors": tensors if engine.trains else {},
+        "passed_over": passed_over,
         "failure": engine.failure,
     }
     numbers = [claim.number for claim in (*engine.claims, *result.border_claims)]

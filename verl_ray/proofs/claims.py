@@ -25,7 +25,11 @@ class Claim:
         return self.number is not None and self.number <= self.tolerance
 
     def __str__(self) -> str:
-        sign = "ok  " if self.holds else "FAIL"
+        return self.line("FAIL")
+
+    def line(self, otherwise: str) -> str:
+        """Return the claim in a line, which begins with another word if it fails."""
+        sign = f"{'ok' if self.holds else otherwise:4}"
         number = "-" if self.number is None else f"{self.number:.1e}"
         where = f"  {self.where}" if self.where else ""
         return (

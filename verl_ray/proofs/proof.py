@@ -160,7 +160,12 @@ def prove(config: PretrainedConfig, *, rollouts: bool, ranks: bool = False) -> P
     Raises:
         ModelError: The model cannot be cut or built.
     """
+    from transformers.utils import logging
+
     hide_kernels()
+    # Its bars and warnings would stand between the claims, which say the same.
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
     text = text_config(config)
     cut, model = cut_model(text, seed=1)
     with tempfile.TemporaryDirectory(prefix="verl_ray-proof-") as root:
