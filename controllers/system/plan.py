@@ -174,7 +174,7 @@ def plan_processes(
     gpu = 1 if shape.gpus else 0
     sets = [
         *_trainer_sets(config, models, homes, gpu),
-        *_rollout_sets(config, gpu),
+        *_rollout_sets(config, gpu, shares_gpus=bool(models)),
         *_grader_sets(config, own_graders, gpu),
     ]
 
@@ -262,22 +262,33 @@ def _trainer_sets(
         )
 
 
-def _rollout_sets(config: Config, gpu: int) -> Iterator[ProcessSet]:
-    """Yield the process set of the rollout engine, if the job has one."""
+def _rollout_sets(
+    config: Config, gpu: int, *, shares_gpus: bool
+) -> Iterator[ProcessSet]:
+    """Yield the process set of the rollout engine, if the job has one.
+
+    Args:
+        config: Resolved configuration of the job.
+        gpu: Number of GPUs of a trainer rank.
+        shares_gpus: Whether trainers are there, whose GPUs colocated engines share.
+    """
     if not isinstance(config, RolloutTaskConfig):
         return
 
     sharing = SharingPlan.of(config, on_gpus=bool(gpu))
+    parallel = config.rollout.tensor_parallel
+    spans = parallel if sharing.shares_devices and shares_gpus else 1
     yield ProcessSet(
         ROLLOUT,
         num_ranks=resolved(config.rollout.num_replicas),
         cpus_per_rank=CPUS_PER_RANK,
-        gpus_per_rank=gpu * config.rollout.tensor_parallel,
+        gpus_per_rank=gpu * parallel,
         bundle_group=_bundle_group(config, ROLLOUT),
         threads_per_rank=config.run.threads["engines"],
         process_group=False,
         replicas=True,
         built_first=sharing.engines_start_first,
+        spans=spans,
     )
 
 

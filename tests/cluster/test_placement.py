@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -60,6 +61,26 @@ def test_colocated_sets_share_whole_gpus() -> None:
                 process_set("rollout", 1, 1, 2, "main"),
             ]
         )
+
+
+def test_ranks_that_span_bundles_see_the_gpus_of_the_others() -> None:
+    engines = replace(process_set("rollout", 2, 1, 2, "main"), spans=2)
+    (plan,) = plan_bundles([process_set("trainer", 4, 1, 1, "main"), engines])
+    assert plan.bundles == ({"CPU": 2.0, "GPU": 1.0},) * 4
+    assert plan.shares == {
+        "trainer": {"CPU": 1.0, "GPU": 1},
+        "rollout": {"CPU": 1.0},
+    }
+
+    # Ranks that are neighbours are on one node where there are enough: the last bundle
+    # of three is left for the end.
+    three = [("a", "1")] * 3 + [("b", "2")] * 3
+    numbered = number_ranks([replace(plan, bundles=plan.bundles[:1] * 6)], three)
+    assert numbered["main"] == (0, 1, 3, 4, 2, 5)
+    four = [three[index] for index in numbered["main"][:4]]
+    placement._check_spans(engines, four)
+    with pytest.raises(ClusterError, match="rank 1 .* bundles 2 to 3 on a and b. Use"):
+        placement._check_spans(engines, three)
 
 
 def test_three_shares_of_a_gpu_fit_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,12 +63,28 @@ def test_more_gpus_than_there_are_is_a_problem(model: Path, data: Path) -> None:
     assert "Lower it by 3" in message
 
 
-def test_tensor_parallel_engines_do_not_share_a_gpu(model: Path, data: Path) -> None:
+def test_tensor_parallel_engines_share_the_gpus_of_whole_groups_of_ranks(
+    model: Path, data: Path
+) -> None:
     eight = Machine(cores=8, gpus=8, memory_bytes=8 * GIB, shm_free_bytes=8 * GIB)
-    message = problems_by_key(
-        preflight(ppo(model, data, "rollout.tensor_parallel=2"), eight)
-    )["rollout.tensor_parallel"]
-    assert "shares exactly one GPU" in message and "placement=separate" in message
+    two_ranks = ("rollout.tensor_parallel=2", "backend=fsdp")
+    cases = {
+        (): ("tensor_parallel", "does not divide 1 ranks | The nearest that do are 1;"),
+        ("actor.num_ranks=3",): ("tensor_parallel", "does not divide 3 ranks"),
+        ("actor.num_ranks=4", "rollout.num_replicas=3"): (
+            "num_replicas", "4 have those of 2 engines of 2 | Use at most 2, or auto.",
+        ),
+    }  # fmt: skip
+    for changes, (key, words) in cases.items():
+        found = preflight(ppo(model, data, *two_ranks, *changes), eight)
+        assert words in problems_by_key(found)[f"rollout.{key}"]
+
+    # Ranks 2 and 3 would be on two nodes.
+    sixes = replace(eight, gpus=3, nodes=4)
+    four = ppo(model, data, *two_ranks, "actor.num_ranks=4")
+    found = problems_by_key(preflight(four, sixes))["rollout.tensor_parallel"]
+    assert "has 3 GPUs | The nearest that divide them are 1 or 3." in found
+    assert preflight(four, eight).problems == []
     assert (
         preflight(
             ppo(model, data, "rollout.tensor_parallel=2", "placement=separate"), eight

@@ -237,7 +237,7 @@ def test_a_host_is_relieved_by_what_gpus_can_take(
 
 
 def test_nothing_fits() -> None:
-    small = job_on("gpus=8,gpu=RTX-4090-24G", *FSDP, model="Qwen3-32B")
+    small = job_on("gpus=8,gpu=RTX-4090-24G", *FSDP, model="Llama-3.1-70B")
     assert cheapest_change(small) is None
     assert cheapest_change(job_on(f"{NODE},memory=2G", *FSDP)) is None
 

@@ -34,7 +34,8 @@ class WorkerContext:
         role: Role of the worker.
         rank: Rank of the worker, in [0, num_ranks).
         num_ranks: Number of ranks of the role.
-        device: "cpu", or "cuda:0" as the only device that this process can see.
+        device: "cpu", or "cuda:0": the only device that this process can see, or the
+            first of those that it can see.
         process_group: True if torch.distributed is initialised over the ranks of the
             role.
         threads: Number of CPU threads that this process may use.
@@ -134,7 +135,8 @@ class RankSpec:
         processes: Name of the process set.
         rank: Number of the process in its set.
         num_ranks: Number of ranks that live and die together with this one.
-        device: "cpu", or "cuda:0" as the only device that the process sees.
+        device: "cpu", or "cuda:0": the only device that the process sees, or the first
+            of those that it sees.
         threads: Number of CPU threads that the process may use.
         process_group: True if the ranks form a torch.distributed process group.
         log_dir: Directory for the output of the process.
@@ -163,6 +165,7 @@ class ProcessInfo:
         address: IP address of the node.
         host_name: Host name of the node.
         log_path: Path of the process's log on its node.
+        gpus: Ray's ids of the GPUs that the process sees, on its node.
     """
 
     owner: Owner
@@ -170,6 +173,7 @@ class ProcessInfo:
     address: str
     host_name: str
     log_path: str
+    gpus: tuple[str, ...] = ()
 
     @property
     def pid(self) -> int:

@@ -121,9 +121,21 @@ class WorkerHost:
         return None
 
     def build(
-        self, role: str, factory: Callable[..., Any], args: tuple[object, ...]
+        self,
+        role: str,
+        factory: Callable[..., Any],
+        args: tuple[object, ...],
+        gpus: tuple[str, ...] = (),
     ) -> Topology | Failure:
-        """Build this rank's worker of `role` with `factory(context, *args)`."""
+        """Build this rank's worker of `role` with `factory(context, *args)`.
+
+        Args:
+            role: The role.
+            factory: Function that builds the worker.
+            args: Its arguments after the context.
+            gpus: Ids of the GPUs of other ranks that this one computes on; none if it
+                has GPUs of its own.
+        """
         self._running = (role, "build", time.monotonic())
         self._calls[threading.get_ident()] = self._running
         begin()
@@ -132,6 +144,10 @@ class WorkerHost:
                 rank = self._rank_spec.rank
                 raise ClusterError(f"{role} rank {rank} is not in its process group")
 
+            # Nothing of this process has used CUDA, which reads the variable once. The
+            # ranks of an engine inherit it.
+            if gpus:
+                os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
             self._set_threads()
             worker = factory(self._context(role), *args)
             self._workers[role] = worker
@@ -230,7 +246,15 @@ class WorkerHost:
             address=ray.util.get_node_ip_address(),
             host_name=socket.gethostname(),
             log_path=str(self._log_path),
+            gpus=self._gpus(),
         )
+
+    def _gpus(self) -> tuple[str, ...]:
+        """Return the ids of the GPUs that Ray has given to this process."""
+        if self._rank_spec.device == "cpu":
+            return ()
+        ids = ray.get_runtime_context().get_accelerator_ids()
+        return tuple(map(str, ids.get("GPU", ())))
 
     def status(self) -> Status:
         """Present activity of this process."""

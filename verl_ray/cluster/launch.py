@@ -103,6 +103,9 @@ class Groups:
         for processes in lost:
             processes.kill()
         start(lost)
+        for processes in self._sets:
+            if processes.lenders is not None and processes not in lost:
+                processes.check_lenders()
 
     def request_memory(self) -> Callable[[], list[CallPeaks]]:
         """Request the peak memory of each call since the last such request.
@@ -224,6 +227,7 @@ def start_groups(
                 )
             )
 
+    _join_lenders(running)
     # `start` kills the processes of a failed start; their bundles remain.
     try:
         start(running)
@@ -231,6 +235,22 @@ def start_groups(
         _release(places.values())
         raise
     return Groups(running, tuple(places.values()))
+
+
+def _join_lenders(running: Sequence[Processes]) -> None:
+    """Let ranks that span bundles know the processes whose GPUs are in them."""
+    for processes in running:
+        if processes.spec.spans > 1:
+            # The largest set has a rank in every bundle.
+            processes.lenders = max(
+                (
+                    each
+                    for each in running
+                    if each.spec.spans == 1
+                    and each.spec.bundle_group == processes.spec.bundle_group
+                ),
+                key=lambda each: each.spec.num_ranks,
+            )
 
 
 def _ranks_that_live_together(process_set: ProcessSet) -> list[list[int]]:

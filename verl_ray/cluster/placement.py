@@ -1,7 +1,8 @@
 """Placement of processes: from process sets to the bundle of each rank, and its number.
 
 Sets of the same bundle group share bundles rank by rank, so colocated ranks are on one
-node and one device. All bundles are reserved in one Ray placement group. Ranks are
+node and one device. A rank that computes on several devices spans as many bundles. All
+bundles are reserved in one Ray placement group. Ranks are
 numbered node by node, so groups of neighbouring ranks stay within a node wherever the
 sizes of the nodes allow it.
 
@@ -96,7 +97,9 @@ class ProcessSet:
         cpus_per_rank: CPUs that Ray reserves for each rank; may be a fraction.
         gpus_per_rank: GPUs that each rank sees; colocated ranks see the same one.
         bundle_group: Sets with the same bundle group share bundles: rank i of each is
-            in bundle i.
+            in bundle i, or in the first of those that it spans.
+        spans: Bundles of each rank, which are on one node. Where they are several, the
+            rank requests no GPU: it sees those of the other ranks in them.
         threads_per_rank: CPU threads that each process may use.
         process_group: True if the ranks form a torch.distributed process group.
         replicas: True if each rank is a group of its own, which fails and restarts
@@ -114,6 +117,12 @@ class ProcessSet:
     process_group: bool
     replicas: bool = False
     built_first: bool = False
+    spans: int = 1
+
+    @property
+    def num_bundles(self) -> int:
+        """Number of bundles of all ranks."""
+        return self.num_ranks * self.spans
 
 
 @dataclass(frozen=True)
@@ -159,7 +168,7 @@ def share_cpus(
         the sets fit, the ranks get 1 CPU each and no warning; `check_fits` will report
         what they lack.
     """
-    num_processes = sum(process_set.num_ranks for process_set in sets)
+    num_processes = sum(process_set.num_bundles for process_set in sets)
     cores_of_nodes = [node.get("CPU", 0.0) for node in nodes]
 
     for share in _possible_shares(cores_of_nodes, num_processes):
@@ -201,28 +210,31 @@ def plan_bundles(sets: Sequence[ProcessSet]) -> list[Bundles]:
 
 def _bundles(name: str, sets: Sequence[ProcessSet]) -> Bundles:
     """Bundles that the sets of one bundle group share."""
-    gpus_per_bundle = max(process_set.gpus_per_rank for process_set in sets)
+    owners = [process_set for process_set in sets if process_set.spans == 1]
+    gpus_per_bundle = max(process_set.gpus_per_rank for process_set in owners)
     shares = _shares_of_bundle(name, sets, gpus_per_bundle)
 
     bundles: list[Resources] = []
-    num_bundles = max(process_set.num_ranks for process_set in sets)
-    for rank in range(num_bundles):
-        # Sets of a bundle group may have different numbers of ranks.
-        present = [process_set for process_set in sets if rank < process_set.num_ranks]
+    num_bundles = max(process_set.num_bundles for process_set in sets)
+    for number in range(num_bundles):
+        # Sets of a bundle group may have different numbers of ranks. The processes of
+        # a rank that spans bundles compute in each of them.
+        present = [each for each in sets if number < each.num_bundles]
         cpus = sum(shares[process_set.name]["CPU"] for process_set in present)
         # The sum of fractions is not exact, and Ray refuses an empty bundle.
         bundle = {"CPU": max(round(cpus, 4), 1 / _GRAIN)}
         if any(process_set.gpus_per_rank for process_set in present):
             bundle["GPU"] = float(gpus_per_bundle)
         bundles.append(bundle)
-    return Bundles(name, tuple(bundles), shares)
+    span = max(process_set.spans for process_set in sets)
+    return Bundles(name, tuple(bundles), shares, span)
 
 
 def _shares_of_bundle(
     name: str, sets: Sequence[ProcessSet], gpus_per_bundle: int
 ) -> dict[str, Resources]:
     """Resources that one process of each set takes of its bundle, by set name."""
-    num_sharing = sum(process_set.gpus_per_rank > 0 for process_set in sets)
+    num_sharing = sum(each.gpus_per_rank > 0 for each in sets if each.spans == 1)
     if num_sharing > 1 and gpus_per_bundle > 1:
         set_names = [process_set.name for process_set in sets]
         raise ClusterError(
@@ -235,9 +247,10 @@ def _shares_of_bundle(
     for process_set in sets:
         cpus = math.floor(process_set.cpus_per_rank * _GRAIN) / _GRAIN
         share: Resources = {"CPU": cpus}
-        if process_set.gpus_per_rank and num_sharing == 1:
+        requests_gpu = process_set.gpus_per_rank and process_set.spans == 1
+        if requests_gpu and num_sharing == 1:
             share["GPU"] = gpus_per_bundle
-        elif process_set.gpus_per_rank:
+        elif requests_gpu:
             # A shared device is charged by equal fractions. Ray then shows each process
             # the whole device.
             share["GPU"] = math.floor(_GRAIN / num_sharing) / _GRAIN
@@ -269,6 +282,9 @@ def place(sets: Sequence[ProcessSet], stall_s: float) -> dict[str, Place]:
         table = RAY_CALLS.make(ray.util.placement_group_table, group)
         homes = _homes(table)
         numbered = number_ranks(plans, homes)
+        for process_set in sets:
+            bundles_of_group = numbered[process_set.bundle_group]
+            _check_spans(process_set, [homes[index] for index in bundles_of_group])
     except BaseException:
         release([group])
         raise
@@ -278,8 +294,30 @@ def place(sets: Sequence[ProcessSet], stall_s: float) -> dict[str, Place]:
         for process_set in sets:
             if process_set.bundle_group == plan.name:
                 share = plan.shares[process_set.name]
-                places[process_set.name] = Place(group, numbered[plan.name], share)
+                first_bundles = numbered[plan.name][:: process_set.spans]
+                places[process_set.name] = Place(group, first_bundles, share)
     return places
+
+
+def _check_spans(process_set: ProcessSet, homes: Sequence[NodeName]) -> None:
+    """Raise ClusterError unless the bundles that a rank spans are on one node.
+
+    Args:
+        process_set: The set of the rank.
+        homes: Node of each bundle of its group, in their order.
+    """
+    span = process_set.spans
+    for rank in range(process_set.num_ranks):
+        first = rank * span
+        nodes = sorted(set(homes[first : first + span]))
+        if len(nodes) > 1:
+            addresses = " and ".join(address for address, _ in nodes)
+            raise ClusterError(
+                f"{process_set.name} rank {rank} computes on {span} GPUs of one node,"
+                f" and Ray reserved bundles {first} to {first + span - 1} on"
+                f" {addresses}. Use nodes of which rollout.tensor_parallel={span}"
+                " divides the free GPUs, or a smaller one"
+            )
 
 
 def check_fits(plans: Sequence[Bundles]) -> None:
@@ -396,11 +434,13 @@ class Bundles:
         name: Name of the bundle group.
         bundles: One bundle per rank; none is larger than the one before it.
         shares: Resources that one process of each set takes of its bundle, by set name.
+        span: So many neighbouring bundles should be on one node.
     """
 
     name: str
     bundles: tuple[Resources, ...]
     shares: dict[str, Resources]
+    span: int = 1
 
 
 def fits(bundles: Sequence[Resources], nodes: Sequence[Resources]) -> bool:
@@ -494,11 +534,30 @@ def number_ranks(
         position = _positions_of_nodes(kinds, unused, homes)
         for kind in kinds:
             unused[kind].sort(key=lambda index: (position[homes[index]], index))
+            unused[kind] = _whole_spans_first(unused[kind], homes, plan.span)
 
         numbered[plan.name] = tuple(
             unused[_kind(bundle)].pop(0) for bundle in plan.bundles
         )
     return numbered
+
+
+def _whole_spans_first(
+    indices: Sequence[int], homes: Sequence[NodeName], span: int
+) -> list[int]:
+    """Return bundles in their order, but the last ones of a node after all others.
+
+    These are the ones that are too few for another rank which spans bundles.
+    """
+    on_node: dict[NodeName, list[int]] = {}
+    for index in indices:
+        on_node.setdefault(homes[index], []).append(index)
+    whole = {
+        index
+        for together in on_node.values()
+        for index in together[: len(together) // span * span]
+    }
+    return sorted(indices, key=lambda index: index not in whole)
 
 
 def _positions_of_nodes(

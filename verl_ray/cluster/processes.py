@@ -98,6 +98,10 @@ class Processes:
         """True once a process died or is stuck, so that the others cannot close."""
         self._place = place
         self.log_dir = log_dir
+        self.lenders: Processes | None = None
+        """The processes whose GPUs these ones compute on, where they span bundles."""
+        self._borrowed: dict[int, tuple[str, ...]] = {}
+        """The GPUs of others that each rank was built on, by rank."""
 
     # ---------------------------------------------------------------------------- start
 
@@ -107,6 +111,7 @@ class Processes:
         The generator yields the calls of each step, and is sent their replies.
         """
         spawn_replies = yield self.spawn()
+        self.note_spawned(spawn_replies)
         build_replies = yield self.build(spawn_replies)
         self.settle(build_replies)
 
@@ -158,19 +163,29 @@ class Processes:
             notes_spans=SPANS.is_on,
         )
 
-    def build(self, spawn_replies: Sequence[Any]) -> list[RankCall]:
-        """Join the ranks and build the workers of every role, in the order of `roles`.
+    def note_spawned(self, spawn_replies: Sequence[Any]) -> None:
+        """Store where the processes are.
 
         Args:
             spawn_replies: Replies to the calls of `spawn`.
         """
-        num_ranks = len(self.ranks)
-        infos = spawn_replies[:num_ranks]
+        infos = spawn_replies[: len(self.ranks)]
         self.members = [
             replace(member, process_info=info)
             for member, info in zip(self.members, infos, strict=True)
         ]
 
+    def build(self, spawn_replies: Sequence[Any]) -> list[RankCall]:
+        """Join the ranks and build the workers of every role, in the order of `roles`.
+
+        Args:
+            spawn_replies: Replies to the calls of `spawn`.
+
+        Raises:
+            ClusterError: The ranks whose GPUs these ones compute on do not run, or are
+                on other nodes.
+        """
+        num_ranks = len(self.ranks)
         rank_calls = []
         if self.spec.process_group:
             rendezvous = spawn_replies[num_ranks]
@@ -180,13 +195,61 @@ class Processes:
                     self._send(member, "join", COLLECTIVE, rendezvous, timeout_s)
                 )
 
+        self._borrowed = {each.rank: self._gpus_of_lenders(each) for each in self.members}
         for role in self.roles:
             for member in self.members:
                 # An error then names the role whose worker could not be built.
                 as_role = replace(member, role=role.name)
-                build_args = (role.name, role.factory, role.args)
+                gpus = self._borrowed[member.rank]
+                build_args = (role.name, role.factory, role.args, gpus)
                 rank_calls.append(self._send(as_role, "build", COLLECTIVE, *build_args))
         return rank_calls
+
+    def _gpus_of_lenders(self, member: Member) -> tuple[str, ...]:
+        """Return the GPUs of the ranks in the bundles that a rank spans.
+
+        It is empty where the rank has GPUs of its own.
+
+        Raises:
+            ClusterError: These ranks do not run, or are on other nodes.
+        """
+        if self.lenders is None:
+            return ()
+        span = self.spec.spans
+        first = member.rank * span
+        infos = [
+            each.process_info
+            for each in self.lenders.members
+            if first <= each.rank < first + span and each.process_info is not None
+        ]
+        who = (
+            f"{self.spec.name} rank {member.rank} computes on the GPUs of"
+            f" {self.lenders.spec.name} ranks {first} to {first + span - 1}"
+        )
+        if len(infos) < span:
+            raise ClusterError(f"{who}, of which {span - len(infos)} do not run")
+
+        assert member.process_info is not None, "it has started"
+        nodes = {info.node_id for info in infos}
+        if nodes != {member.process_info.node_id}:
+            names = sorted({info.node for info in infos})
+            raise ClusterError(
+                f"{who}, which are on {', '.join(names)}, and itself runs on"
+                f" {member.process_info.node}: the GPUs of an engine are on one node"
+            )
+        return tuple(gpu for info in infos for gpu in info.gpus)
+
+    def check_lenders(self) -> None:
+        """Raise ClusterError if ranks that started again compute on other GPUs now."""
+        for member in self.members:
+            before = self._borrowed[member.rank]
+            after = self._gpus_of_lenders(member)
+            if before != after:
+                raise ClusterError(
+                    f"{self.spec.name} rank {member.rank} computes on the GPUs"
+                    f" {', '.join(before)}, and Ray has given {', '.join(after)} to the"
+                    " ranks that share them since they started again"
+                )
 
     def settle(self, build_replies: Sequence[Any]) -> None:
         """Store the topologies of every role.
@@ -306,6 +369,8 @@ def start(sets: Sequence[Processes]) -> None:
         spawn_calls = [processes.spawn() for processes in sets]
         spawn_replies = _collect_by_set(spawn_calls)
         spawned = list(zip(sets, spawn_replies, strict=True))
+        for processes, replies in spawned:
+            processes.note_spawned(replies)
 
         for built_first in (True, False):
             wave = [

@@ -330,13 +330,13 @@ def _cuda_ipc_problems(config: RolloutTaskConfig) -> Iterator[Problem]:
         )
         fix = "Use auto or host_broadcast, or placement=colocated."
         yield Problem(key, "cuda_ipc", rule, fix)
-    elif replicas != "auto" and replicas > actor_ranks:
+    elif replicas != "auto" and config.engines["rollout"].ranks > actor_ranks:
         rule = (
-            "every rollout engine must share the GPU of a rank of the actor, and"
-            f" rollout.num_replicas={replicas} are more than"
+            "every rank of a rollout engine must share the GPU of a rank of the actor,"
+            f" and rollout.num_replicas={replicas} have more ranks than"
             f" actor.num_ranks={actor_ranks}"
         )
-        fix = "Use auto, or as many ranks as replicas."
+        fix = "Use auto, or as many ranks of the actor."
         yield Problem(key, "cuda_ipc", rule, fix)
 
 

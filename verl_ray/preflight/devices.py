@@ -16,6 +16,7 @@ from verl_ray.errors import Problem
 from verl_ray.preflight.machine import Machine
 from verl_ray.preflight.memory_plan import Job
 from verl_ray.shell import for_shell
+from verl_ray.suggest import either, nearest_divisors
 
 
 def ranks_on_devices(job: Job) -> dict[str, int]:
@@ -63,7 +64,7 @@ def device_problems(job: Job) -> Iterator[Problem]:
         yield from _cpu_problems(config)
         return
 
-    yield from _shared_gpu_problems(config)
+    yield from _shared_gpu_problems(job)
     if machine.nodes > 1:
         yield from _node_problems(job)
 
@@ -111,21 +112,40 @@ def _cpu_problems(config: Config) -> Iterator[Problem]:
             yield Problem(key, arguments[name], rule, "Leave it out.")
 
 
-def _shared_gpu_problems(config: Config) -> Iterator[Problem]:
-    """Yield rollout engines of several ranks that would share GPUs with trainers."""
+def _shared_gpu_problems(job: Job) -> Iterator[Problem]:
+    """Yield rollout engines of several ranks whose GPUs are not those of trainers."""
+    config = job.config
     if not isinstance(config, RolloutTaskConfig) or not config.shares_processes:
         return
     parallel = config.rollout.tensor_parallel
-    if parallel > 1:
+    models = config.active_models(learns=job.learns)
+    if parallel == 1 or not models:
+        return
+
+    key = "rollout.tensor_parallel"
+    where = "with placement=colocated an engine runs on the GPUs of trainer ranks"
+    most = max(role.num_ranks for role in models.values())
+    if most % parallel:
+        rule = f"{where}, and it does not divide {most} ranks"
+        divisors = either(nearest_divisors(most, parallel))
+        fix = f"The nearest that do are {divisors}; or use placement=separate."
+        yield Problem(key, parallel, rule, fix)
+        return
+
+    replicas = config.engines["rollout"].replicas
+    if replicas > most // parallel:
+        rule = f"{where}: {most} have those of {most // parallel} engines of {parallel}"
+        fix = f"Use at most {most // parallel}, or auto."
+        yield Problem("rollout.num_replicas", replicas, rule, fix)
+
+    gpus = job.machine.gpus
+    if job.machine.nodes > 1 and most > gpus and gpus % parallel:
         rule = (
-            "with placement=colocated a rollout engine shares exactly one GPU with a"
-            " trainer rank"
+            "with placement=colocated trainer ranks fill nodes, and the ranks of an"
+            f" engine share a node, which has {gpus} GPUs"
         )
-        fix = (
-            "Use placement=separate, or rollout.tensor_parallel=1 and"
-            f" {parallel} times the rollout.num_replicas."
-        )
-        yield Problem("rollout.tensor_parallel", parallel, rule, fix)
+        fix = f"The nearest that divide them are {either(nearest_divisors(gpus, parallel))}."
+        yield Problem(key, parallel, rule, fix)
 
 
 def _node_problems(job: Job) -> Iterator[Problem]:
@@ -280,5 +300,11 @@ def _takes(config: Config, name: str, ranks: int) -> bool:
     role = config.model_roles[name]
     rows = config.rows_per_step
     if ranks // role.peers > (role.rows_per_update(rows) or rows):
+        return False
+    if (
+        isinstance(config, RolloutTaskConfig)
+        and config.shares_processes
+        and ranks % config.rollout.tensor_parallel
+    ):
         return False
     return not any(role.backend.rank_problems(name, ranks))

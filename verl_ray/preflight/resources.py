@@ -203,6 +203,9 @@ def _separate_engines(job: Job) -> str:
     available = job.machine.gpu_memory_bytes
     if available is None or not job.config.shares_processes:
         return ""
+    # Engines on the GPUs of several ranks have been tried.
+    if any(role.num_ranks > 1 for role in job.config.model_roles.values()):
+        return ""
     for phase in job.memory.phases:
         if job.memory.device_bytes(phase) > available:
             name, part, _ = largest(job.memory, phase)

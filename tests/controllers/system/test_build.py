@@ -260,7 +260,7 @@ def test_a_judge_has_processes_of_its_own() -> None:
     role = found.roles["reward"]
     assert (role.factory, role.processes) == (JudgeWorker, "reward")
     resolved = resolve_on(config(*JUDGE, "reward.engine.num_replicas=2"), TWO)
-    assert role.args == (resolved.reward, "/m", 7, {})
+    assert role.args == (resolved.reward, "/m", 7, {}, False)
     assert [one.process_group for one in found.sets] == [True, False, False]
 
 
