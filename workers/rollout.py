@@ -523,7 +523,7 @@ def start_engine(
 
     device = context.device.partition(":")[0]
     variables = environment(
-        device, context.threads, config.tensor_parallel, dtype=config.dtype
+        device, context.threads, config.ranks_per_replica, dtype=config.dtype
     )
     os.environ.update(variables)
     # The process has not imported torch before, and vLLM computes as it starts.

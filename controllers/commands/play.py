@@ -585,6 +585,8 @@ def _sampler(
     config = RolloutEngineConfig(
         num_replicas=1,
         tensor_parallel=1,
+        pipeline_parallel=1,
+        expert_parallel=False,
         dtype=dtype,
         kv_cache_gib=_KV_CACHE_GIB,
         vllm_args={},

@@ -248,7 +248,7 @@ class WeightWire:
                 RolloutWorker.connect, address, wire_spec, first_receiver
             )
             calls.append(call)
-            first_receiver += replica.num_ranks * self._config.tensor_parallel
+            first_receiver += replica.num_ranks * self._config.ranks_per_replica
         return calls
 
     def _wire_spec(self, replicas: ReplicaGroups) -> WireSpec:
@@ -270,7 +270,7 @@ class WeightWire:
         num_ranks = sum(replica.num_ranks for replica in replicas)
         return WireSpec(
             self._buckets,
-            receivers=num_ranks * self._config.tensor_parallel,
+            receivers=num_ranks * self._config.ranks_per_replica,
             patience_s=PEER_TIMEOUT_FRACTION * min(stall_limits),
             roots=tuple(
                 WireRoot(rank, actor_processes[rank].address)

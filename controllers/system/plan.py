@@ -276,13 +276,13 @@ def _rollout_sets(
         return
 
     sharing = SharingPlan.of(config, on_gpus=bool(gpu))
-    parallel = config.rollout.tensor_parallel
-    spans = parallel if sharing.shares_devices and shares_gpus else 1
+    width = config.rollout.ranks_per_replica
+    spans = width if sharing.shares_devices and shares_gpus else 1
     yield ProcessSet(
         ROLLOUT,
         num_ranks=resolved(config.rollout.num_replicas),
         cpus_per_rank=CPUS_PER_RANK,
-        gpus_per_rank=gpu * parallel,
+        gpus_per_rank=gpu * width,
         bundle_group=_bundle_group(config, ROLLOUT),
         threads_per_rank=config.run.threads["engines"],
         process_group=False,

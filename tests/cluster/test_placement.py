@@ -79,7 +79,9 @@ def test_ranks_that_span_bundles_see_the_gpus_of_the_others() -> None:
     assert numbered["main"] == (0, 1, 3, 4, 2, 5)
     four = [three[index] for index in numbered["main"][:4]]
     placement._check_spans(engines, four)
-    with pytest.raises(ClusterError, match="rank 1 .* bundles 2 to 3 on a and b. Use"):
+    with pytest.raises(
+        ClusterError, match=r"rank 1 .* bundles 2 to 3 on a and b\. Use"
+    ):
         placement._check_spans(engines, three)
 
 

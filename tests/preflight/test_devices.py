@@ -69,8 +69,8 @@ def test_tensor_parallel_engines_share_the_gpus_of_whole_groups_of_ranks(
     eight = Machine(cores=8, gpus=8, memory_bytes=8 * GIB, shm_free_bytes=8 * GIB)
     two_ranks = ("rollout.tensor_parallel=2", "backend=fsdp")
     cases = {
-        (): ("tensor_parallel", "does not divide 1 ranks | The nearest that do are 1;"),
-        ("actor.num_ranks=3",): ("tensor_parallel", "does not divide 3 ranks"),
+        (): ("tensor_parallel", "do not divide 1 | The nearest that do are 1 in all;"),
+        ("actor.num_ranks=3",): ("tensor_parallel", "its 2 ranks do not divide 3"),
         ("actor.num_ranks=4", "rollout.num_replicas=3"): (
             "num_replicas", "4 have those of 2 engines of 2 | Use at most 2, or auto.",
         ),

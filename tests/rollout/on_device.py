@@ -55,6 +55,8 @@ def checked(folder: Path, device: str, dtype: str) -> dict[str, Any]:
     config = RolloutEngineConfig(
         num_replicas=1,
         tensor_parallel=1,
+        pipeline_parallel=1,
+        expert_parallel=False,
         dtype=dtype,
         kv_cache_gib=0.0625,
         vllm_args={"enforce_eager": True} if is_eager else {},

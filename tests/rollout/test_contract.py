@@ -74,10 +74,11 @@ def _join(
 def _step_until(engine: RolloutEngine, request_id: int, tokens: int) -> list[Chunk]:
     """Step until a streamed request has delivered so many tokens.
 
-    An engine with a step under way delivers nothing with the first.
+    An engine with a step under way delivers nothing with the first, and one with stages
+    a token with every second step.
     """
     chunks: list[Chunk] = []
-    for _ in range(tokens + 1):
+    for _ in range(2 * tokens + 1):
         chunks += engine.step()
         if len(_join(chunks, request_id)[0]) == tokens:
             return chunks
@@ -106,6 +107,8 @@ def other(
         pytest.param("vllm", marks=pytest.mark.vllm),
         # As on a GPU, where a step is under way while another is scheduled.
         pytest.param("vllm asynchronous", marks=pytest.mark.vllm),
+        # Two processes, and again two batches at a time.
+        pytest.param("vllm stages", marks=[pytest.mark.vllm, pytest.mark.slow]),
     ],
 )
 def shared(
@@ -119,7 +122,8 @@ def shared(
         )
     return request.getfixturevalue("start_vllm")(
         make_model("qwen3", tie=False),
-        asynchronous=request.param != "vllm",
+        asynchronous=request.param == "vllm asynchronous",
+        pipeline_parallel=2 if request.param == "vllm stages" else 1,
         vllm_args={"block_size": 32},
     )
 

@@ -480,8 +480,7 @@ def _check_preemption(engine: VllmEngine) -> None:
 def test_the_environment_pins_each_rank_of_a_cpu_engine() -> None:
     assert environment("cpu", 1)["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert (
-        environment("cpu", 1, tensor_parallel=2)["VLLM_CPU_OMP_THREADS_BIND"].count("|")
-        == 1
+        environment("cpu", 1, num_ranks=2)["VLLM_CPU_OMP_THREADS_BIND"].count("|") == 1
     )
     # With vLLM's own setting, bits at contexts of 600 tokens depend on what else runs.
     assert environment("cpu", 2)["VLLM_CPU_ATTN_SPLIT_KV"] == "0"

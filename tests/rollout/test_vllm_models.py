@@ -5,6 +5,7 @@ Each has its own engine.
 
 import json
 import os
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -275,17 +276,26 @@ def test_vllm_has_an_entry_for_every_position(section: dict[str, object]) -> Non
     assert len(table.cos_sin_cache) == spare * positions
 
 
+RANKS = {
+    "slices": {"tensor_parallel": 2},
+    "experts": {"tensor_parallel": 2, "expert_parallel": True},
+    "stages": {"pipeline_parallel": 2},
+}
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", RANKS)
 def test_two_ranks(
+    layout: str,
     start_vllm: Callable[..., VllmEngine],
     make_model: Callable[..., Path],
     load_reference: Load,
     publish: Callable[..., object],
     reference_log_probs: Reference,
 ) -> None:
-    os.environ.update(environment("cpu", threads=1, tensor_parallel=2))
+    os.environ.update(environment("cpu", threads=1, num_ranks=2))
     path = make_model("qwen3_moe", tie=True)
-    engine = start_vllm(path, tensor_parallel=2)
+    engine = start_vllm(path, **RANKS[layout])
     for version, seed in enumerate((1, 0)):
         model = load_reference(make_model("qwen3_moe", tie=True, seed=seed))
         publish(engine, model, version)
@@ -303,7 +313,7 @@ def test_two_ranks(
     next(
         one
         for one in psutil.Process().children()
-        if "Worker_TP1" in "".join(one.cmdline())
+        if re.search("Worker_(TP|PP)1", "".join(one.cmdline()))
     ).kill()
     with pytest.raises(EngineFailed, match="a rank of it has exited"):
         for version in range(4, 10_000):  # until vLLM has seen it

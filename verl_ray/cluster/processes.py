@@ -195,7 +195,9 @@ class Processes:
                     self._send(member, "join", COLLECTIVE, rendezvous, timeout_s)
                 )
 
-        self._borrowed = {each.rank: self._gpus_of_lenders(each) for each in self.members}
+        self._borrowed = {
+            each.rank: self._gpus_of_lenders(each) for each in self.members
+        }
         for role in self.roles:
             for member in self.members:
                 # An error then names the role whose worker could not be built.

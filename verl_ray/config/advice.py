@@ -528,6 +528,8 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     # ------------------------------------------------------------------------- rollouts
     ("rollout.tensor_parallel", "tensor_model_parallel_size tensor_parallel_size"),
     ("rollout.tensor_parallel", "vllm_tensor_parallel_size parallel.tp"),
+    ("rollout.pipeline_parallel", "vllm_pipeline_parallel_size"),
+    ("rollout.expert_parallel", "enable_expert_parallel vllm_enable_expert_parallel"),
     ("rollout.num_replicas", "vllm_num_engines num_inference_engines parallel.dp"),
     (_KV_CACHE, "gpu_memory_utilization vllm_gpu_memory_utilization"),
     ("rollout.vllm_args.enforce_eager", "enforce_eager"),

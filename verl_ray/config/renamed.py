@@ -6,7 +6,7 @@ Invariant: every key that is listed here as a current one exists.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from verl_ray.settings.function_specs import NAME
@@ -161,12 +161,27 @@ def migrated(tree: Mapping[str, Any]) -> dict[str, Any]:
         if section is not None:
             section.setdefault(name, copy.deepcopy(value))
 
-    # Any role may have a model, which was a folder.
-    for section in model_sections(result).values():
+    _complete_models_and_engines(result)
+    return result
+
+
+def _complete_models_and_engines(tree: Mapping[str, Any]) -> None:
+    """Add what sections of models and engines lack, which any role may have."""
+    for section in model_sections(tree).values():
         section.setdefault("revision", None)
         section.setdefault("trust_remote_code", False)
+    for section in _engine_sections(tree):
+        section.setdefault("pipeline_parallel", 1)
+        section.setdefault("expert_parallel", False)
 
-    return result
+
+def _engine_sections(tree: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the sections of a plain tree that describe a vLLM engine."""
+    for section in tree.values():
+        if isinstance(section, dict):
+            if "vllm_args" in section:
+                yield section
+            yield from _engine_sections(section)
 
 
 def model_sections(

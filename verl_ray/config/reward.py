@@ -170,7 +170,7 @@ class JudgeReward(GraderConfig):
 
     @property
     def devices_per_process(self) -> int:
-        return self.engine.tensor_parallel
+        return self.engine.ranks_per_replica
 
 
 class HttpReward(GraderConfig):

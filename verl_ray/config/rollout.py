@@ -88,7 +88,12 @@ class RolloutEngineConfig(Section):
     auto: on GPUs as many as there are devices for them; else 1. A judge has 1.
     """
     tensor_parallel: Positive
-    """Ranks per replica."""
+    """Ranks of a replica that share out the matrices of each layer."""
+    pipeline_parallel: Positive
+    """Stages of a replica, each with a part of the layers on tensor_parallel ranks."""
+    expert_parallel: bool
+    """Whether tensor_parallel ranks share out whole experts, instead of a slice of
+    each."""
     dtype: Dtype | Auto
     """Type of the weights and of the computation.
 
@@ -103,6 +108,11 @@ class RolloutEngineConfig(Section):
     vllm_args: Annotated[dict[str, Any], Field(examples=["{block_size: 32}"])]
     """Further arguments of vLLM's engine, verbatim; arguments that another key sets are
     refused."""
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """The number of ranks, and devices, of each replica."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def batched_requests(self) -> int:
@@ -129,7 +139,7 @@ class ServedModel:
     @property
     def ranks(self) -> int:
         """Number of ranks of all replicas."""
-        return self.replicas * self.config.tensor_parallel
+        return self.replicas * self.config.ranks_per_replica
 
     @property
     def replicas(self) -> int:
@@ -338,6 +348,21 @@ def temperature_is_not_too_low(section: str, temperature: float) -> Iterator[Pro
         yield Problem(key, temperature, rule, fix)
 
 
+def experts_have_ranks(
+    engines: Mapping[str, RolloutEngineConfig],
+) -> Iterator[Problem]:
+    """Yield a problem for each engine with a single rank for whole experts.
+
+    Args:
+        engines: The engines, by the key of their settings.
+    """
+    for section, engine in engines.items():
+        if engine.expert_parallel and engine.tensor_parallel == 1:
+            rule = f"this setting would be ignored: {section}.tensor_parallel is 1"
+            fix = "Use false, or so many ranks as are to share the experts."
+            yield Problem(f"{section}.expert_parallel", True, rule, fix)
+
+
 def open_rows_survive_a_turn(rollout: RolloutConfig) -> Iterator[Problem]:
     """Yield a problem if trainers need the memory that open rows would keep."""
     if rollout.schedule == "carry_over" and rollout.kv == "keep":
@@ -394,6 +419,8 @@ VLLM_ARGS_OF_OTHER_KEYS = {
     "override_generation_config": "rollout.temperature",
     "dtype": "rollout.dtype",
     "tensor_parallel_size": "rollout.tensor_parallel",
+    "pipeline_parallel_size": "rollout.pipeline_parallel",
+    "enable_expert_parallel": "rollout.expert_parallel",
     "data_parallel_size": "rollout.num_replicas",
     "max_model_len": "rollout.max_response_tokens",
     "seed": "run.seed",
@@ -413,7 +440,6 @@ _ADAPTER_ARGS = ("enable_lora", "max_loras", "max_lora_rank", "lora_target_modul
 
 # Arguments of an engine over several nodes, or one that is not whole.
 _DISTRIBUTED_ARGS = (
-    "pipeline_parallel_size",
     "prefill_context_parallel_size",
     "nnodes",
     "node_rank",
@@ -432,7 +458,8 @@ _DISTRIBUTED_ARGS = (
 )
 
 _ONE_NODE = (
-    "an engine is rollout.tensor_parallel processes of one node, each with all layers"
+    "an engine is rollout.tensor_parallel x rollout.pipeline_parallel processes of one"
+    " node"
 )
 _WORKER_CLASS = "the worker class is what frees memory and receives weights"
 

@@ -21,6 +21,7 @@ from verl_ray.config.rollout import (
     ServedModel,
     endpoint_settings_are_used,
     endpoints_have_an_address,
+    experts_have_ranks,
     open_rows_survive_a_turn,
     sampling_is_what_the_trainer_sees,
     vllm_args_are_free,
@@ -173,6 +174,10 @@ class RolloutTaskConfig(Config):
         yield from open_rows_survive_a_turn(rollout)
         yield from offloading_frees_shared_devices(self.placement)
         yield from sampling_is_what_the_trainer_sees(rollout)
+        yield from experts_have_ranks(
+            {"rollout": rollout}
+            | {f"{name}.engine": engine for name, engine in judges.items()}
+        )
         yield from vllm_args_are_free(rollout, judges)
         yield from adapters_can_be_sent_alone(self, overridden)
         yield from transport_fits_the_placement(self, overridden)
@@ -333,7 +338,7 @@ def _cuda_ipc_problems(config: RolloutTaskConfig) -> Iterator[Problem]:
     elif replicas != "auto" and config.engines["rollout"].ranks > actor_ranks:
         rule = (
             "every rank of a rollout engine must share the GPU of a rank of the actor,"
-            f" and rollout.num_replicas={replicas} have more ranks than"
+            f" and those of rollout.num_replicas={replicas} are more than"
             f" actor.num_ranks={actor_ranks}"
         )
         fix = "Use auto, or as many ranks of the actor."

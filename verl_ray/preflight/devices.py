@@ -15,6 +15,7 @@ from verl_ray.config.schema import Config, batch_algebra
 from verl_ray.errors import Problem
 from verl_ray.preflight.machine import Machine
 from verl_ray.preflight.memory_plan import Job
+from verl_ray.settings.section import value_of
 from verl_ray.shell import for_shell
 from verl_ray.suggest import either, nearest_divisors
 
@@ -117,53 +118,58 @@ def _shared_gpu_problems(job: Job) -> Iterator[Problem]:
     config = job.config
     if not isinstance(config, RolloutTaskConfig) or not config.shares_processes:
         return
-    parallel = config.rollout.tensor_parallel
+    width = config.rollout.ranks_per_replica
     models = config.active_models(learns=job.learns)
-    if parallel == 1 or not models:
+    if width == 1 or not models:
         return
 
     key = "rollout.tensor_parallel"
+    if config.rollout.pipeline_parallel > 1:
+        key = "rollout.pipeline_parallel"
     where = "with placement=colocated an engine runs on the GPUs of trainer ranks"
     most = max(role.num_ranks for role in models.values())
-    if most % parallel:
-        rule = f"{where}, and it does not divide {most} ranks"
-        divisors = either(nearest_divisors(most, parallel))
-        fix = f"The nearest that do are {divisors}; or use placement=separate."
-        yield Problem(key, parallel, rule, fix)
+    value = value_of(config, key)
+    if most % width:
+        rule = f"{where}, and its {width} ranks do not divide {most}"
+        divisors = either(nearest_divisors(most, width))
+        fix = f"The nearest that do are {divisors} in all; or use placement=separate."
+        yield Problem(key, value, rule, fix)
         return
 
     replicas = config.engines["rollout"].replicas
-    if replicas > most // parallel:
-        rule = f"{where}: {most} have those of {most // parallel} engines of {parallel}"
-        fix = f"Use at most {most // parallel}, or auto."
+    if replicas > most // width:
+        rule = f"{where}: {most} have those of {most // width} engines of {width}"
+        fix = f"Use at most {most // width}, or auto."
         yield Problem("rollout.num_replicas", replicas, rule, fix)
 
     gpus = job.machine.gpus
-    if job.machine.nodes > 1 and most > gpus and gpus % parallel:
+    if job.machine.nodes > 1 and most > gpus and gpus % width:
         rule = (
             "with placement=colocated trainer ranks fill nodes, and the ranks of an"
             f" engine share a node, which has {gpus} GPUs"
         )
-        fix = f"The nearest that divide them are {either(nearest_divisors(gpus, parallel))}."
-        yield Problem(key, parallel, rule, fix)
+        divisors = either(nearest_divisors(gpus, width))
+        yield Problem(key, value, rule, f"The nearest that divide them are {divisors}.")
 
 
 def _node_problems(job: Job) -> Iterator[Problem]:
     """Yield engines that do not fit the nodes, since their ranks share one."""
     machine = job.machine
     for engine in job.config.active_engines(learns=job.learns).values():
-        parallel = engine.config.tensor_parallel
+        width = engine.config.ranks_per_replica
         replicas = engine.replicas
-        most = machine.nodes * (machine.gpus // parallel)
+        most = machine.nodes * (machine.gpus // width)
         rule = f"the ranks of an engine share a node, which has {machine.gpus} GPUs"
 
-        if parallel > machine.gpus:
+        if width > machine.gpus:
             key = f"{engine.section}.tensor_parallel"
-            yield Problem(key, parallel, rule, f"Use at most {machine.gpus}.")
+            parallel = engine.config.tensor_parallel
+            fix = f"Use at most {machine.gpus} ranks in all."
+            yield Problem(key, parallel, rule, fix)
         # Engines that need more GPUs than there are at all are reported elsewhere.
         elif most < replicas and engine.ranks <= machine.total_gpus:
             key = f"{engine.section}.num_replicas"
-            rule += f": {machine.nodes} nodes hold {most} engines of {parallel} ranks"
+            rule += f": {machine.nodes} nodes hold {most} engines of {width} ranks"
             yield Problem(key, replicas, rule, f"Use at most {most}.")
 
 
@@ -208,7 +214,7 @@ def _unused_gpus(job: Job) -> Iterator[str]:
         # More engines need nothing of the trainers, but a row each.
         replicas = config.engines["rollout"].replicas
         rows = config.most_open_rows - replicas
-        more = min(idle // config.rollout.tensor_parallel, rows)
+        more = min(idle // config.rollout.ranks_per_replica, rows)
         if more > 0:
             changes = {"rollout.num_replicas": replicas + more}
         elif rows <= 0:
@@ -304,7 +310,7 @@ def _takes(config: Config, name: str, ranks: int) -> bool:
     if (
         isinstance(config, RolloutTaskConfig)
         and config.shares_processes
-        and ranks % config.rollout.tensor_parallel
+        and ranks % config.rollout.ranks_per_replica
     ):
         return False
     return not any(role.backend.rank_problems(name, ranks))

@@ -429,6 +429,7 @@ def cost_warnings(
     """
     if machine is not None and machine.gpus:
         yield from _float32_on_gpus(config, learns=not evaluates)
+        yield from _untested_layouts(config)
     elif machine is not None and not machine.computes_bfloat16:
         yield from _bfloat16_on_a_cpu(config)
     if machine is not None and not machine.gpus:
@@ -551,6 +552,24 @@ def _float32_on_gpus(config: Config, *, learns: bool) -> Iterator[str]:
             " no float32, so vLLM attends with a slower Triton kernel, and everything"
             " runs without tensor cores; use bfloat16"
         )
+
+
+def _untested_layouts(config: Config) -> Iterator[str]:
+    """Yield a warning if engines have a layout that has run on a CPU alone."""
+    keys: list[str] = []
+    for engine in config.engines.values():
+        if engine.config.pipeline_parallel > 1:
+            keys.append(f"{engine.section}.pipeline_parallel")
+        if engine.config.expert_parallel:
+            keys.append(f"{engine.section}.expert_parallel")
+    if (
+        isinstance(config, RolloutTaskConfig)
+        and config.shares_processes
+        and config.rollout.ranks_per_replica > 1
+    ):
+        keys.append("placement=colocated with engines of several GPUs")
+    if keys:
+        yield f"untested on GPUs, and tested on a CPU: {', '.join(keys)}"
 
 
 def _keys_of_type(config: Config, dtype: str, *, trainers: bool) -> list[str]:

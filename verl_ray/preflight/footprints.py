@@ -321,8 +321,11 @@ def engine_footprint(
     width = FLOAT32 if resolved(engine.dtype) == "float32" else BFLOAT16
     tensor = engine.tensor_parallel
 
+    # A stage has a part of the layers, the first and the last one more than that.
+    stage = model.in_layers // engine.pipeline_parallel
+    outside = model.parameters - model.in_layers
     persistent: dict[MemoryPart, int] = {
-        "weights": width * model.parameters // tensor,
+        "weights": width * (stage + outside) // tensor,
         "cache": int(resolved(engine.kv_cache_gib) * 2**30),
     }
 

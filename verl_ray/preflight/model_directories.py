@@ -628,6 +628,7 @@ def engine_problems(engine: ServedModel, machine: Machine | None) -> Iterator[Pr
         nearest = either(nearest_divisors(heads, parallel))
         yield Problem(key, parallel, rule, f"The nearest that do are {nearest}.")
 
+    yield from _stage_problems(engine, settings)
     yield from _cache_problems(engine, settings)
 
     activation = settings.get("hidden_act", "silu")
@@ -660,6 +661,23 @@ def engine_problems(engine: ServedModel, machine: Machine | None) -> Iterator[Pr
         )
         fix = f"Take one of {either(ATTENTION_HEAD_SIZES)}."
         yield Problem(engine.key, engine.path, rule, fix)
+
+
+def _stage_problems(
+    engine: ServedModel, settings: Mapping[str, object]
+) -> Iterator[Problem]:
+    """Yield stages without a layer, and ranks for experts that there are none of."""
+    layers = settings.get("num_hidden_layers")
+    stages = engine.config.pipeline_parallel
+    if isinstance(layers, int) and stages > layers:
+        key = f"{engine.section}.pipeline_parallel"
+        rule = f"the model has {layers} layers, and each stage has one at least"
+        yield Problem(key, stages, rule, f"Use at most {layers}.")
+
+    if engine.config.expert_parallel and not chooses_experts(settings):
+        key = f"{engine.section}.expert_parallel"
+        rule = f"this setting would be ignored: {engine.path} has no experts"
+        yield Problem(key, True, rule, "Use false.")
 
 
 def _agreement_problems(engine: ServedModel) -> Iterator[Problem]:
@@ -757,6 +775,7 @@ def cache_bytes_per_token(
     """
     heads_per_rank = max(1, kv_heads // engine.tensor_parallel)
     element_bytes = 4 if engine.dtype == "float32" else 2
+    layers = -(-layers // engine.pipeline_parallel)
     return 2 * layers * heads_per_rank * head_size * element_bytes
 
 

@@ -162,11 +162,11 @@ def _num_replicas(config: Config, facts: ClusterFacts) -> tuple[int, str]:
     if not facts.gpus:
         return 1, "the run computes on a CPU"
 
-    parallel = config.rollout.tensor_parallel
+    width = config.rollout.ranks_per_replica
     if config.shares_processes:
         ranks = config.actor.num_ranks
         because = f"they share the GPUs of actor.num_ranks={ranks}"
-        return max(1, ranks // parallel), because
+        return max(1, ranks // width), because
 
     models = config.active_models(learns=facts.learns)
     others = sum(role.num_ranks for role in models.values())
@@ -174,13 +174,13 @@ def _num_replicas(config: Config, facts: ClusterFacts) -> tuple[int, str]:
         if name in config.judges:
             replicas = engine.config.num_replicas
             judge_replicas = JUDGE_REPLICAS if replicas == "auto" else replicas
-            others += judge_replicas * engine.config.tensor_parallel
+            others += judge_replicas * engine.config.ranks_per_replica
 
     free = max(0, facts.gpus - others)
     because = f"{free} of {facts.gpus} GPUs are left by the other roles"
     # The ranks of an engine share a node.
-    most = facts.nodes * (facts.gpus // facts.nodes // parallel)
-    return max(1, min(free // parallel, most)), because
+    most = facts.nodes * (facts.gpus // facts.nodes // width)
+    return max(1, min(free // width, most)), because
 
 
 # ------------------------------------------------------------------ settings of any run

@@ -19,12 +19,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from verl_ray.backends.base import BytesPerPart, MemoryPart
+from verl_ray.backends.base import FLOAT32, BytesPerPart, MemoryPart
 from verl_ray.config.roles import ModelRole
 from verl_ray.config.rollout import SCORED_PROMPT_TOKENS, ServedModel
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config, batch_algebra
 from verl_ray.preflight.footprints import (
+    BFLOAT16,
     Footprint,
     Workload,
     engine_footprint,
@@ -341,8 +342,7 @@ def _engine_memory(
     if is_policy:
         wire = _receiver_bytes(config, on_gpus=on_gpus)
         # A layer that arrives is held next to the one that it replaces.
-        parameters_per_rank = model.parameters // settings.tensor_parallel
-        width = own.persistent["weights"] // max(parameters_per_rank, 1)
+        width = FLOAT32 if resolved(settings.dtype) == "float32" else BFLOAT16
         layer = 2 * width * model.largest_layer // settings.tensor_parallel
         receiving = {"buffers": layer}
 

@@ -347,7 +347,8 @@ def _wider_engines(width: int) -> Saving:
             engine = run.config.engines[name]
             parallel = engine.config.tensor_parallel
             cache_gib = resolved(engine.config.kv_cache_gib)
-            if parallel >= width or run.excess_gib(name) < cache_gib:
+            has_stages = engine.config.pipeline_parallel > 1
+            if parallel >= width or has_stages or run.excess_gib(name) < cache_gib:
                 continue
             yield f"{engine.section}.tensor_parallel", width
             if run.settings.engines[name].config.num_replicas != "auto":
@@ -394,7 +395,7 @@ def _ranks_of_engines(run: Attempt) -> Step:
         return
     if task.rollout.num_replicas != "auto":
         return
-    spare = run.config.engines[ROLLOUT].ranks - task.rollout.tensor_parallel
+    spare = run.config.engines[ROLLOUT].ranks - task.rollout.ranks_per_replica
     step: Changes = {}
     for more in range(1, spare // len(names) + 1):
         ranks = {name: run.settings.model_roles[name].num_ranks for name in names}

@@ -314,7 +314,7 @@ def role_table(config: Config) -> Table:
             name,
             "vllm",
             settings.dtype,
-            f"{settings.num_replicas} x {settings.tensor_parallel}",
+            f"{settings.num_replicas} x {settings.ranks_per_replica}",
             "separate" if is_judge else placement,
         )
 

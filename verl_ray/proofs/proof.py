@@ -160,12 +160,7 @@ def prove(config: PretrainedConfig, *, rollouts: bool, ranks: bool = False) -> P
     Raises:
         ModelError: The model cannot be cut or built.
     """
-    from transformers.utils import logging
-
-    hide_kernels()
-    # Its bars and warnings would stand between the claims, which say the same.
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    _prepare_transformers()
     text = text_config(config)
     cut, model = cut_model(text, seed=1)
     with tempfile.TemporaryDirectory(prefix="verl_ray-proof-") as root:
@@ -213,6 +208,15 @@ def prove(config: PretrainedConfig, *, rollouts: bool, ranks: bool = False) -> P
         rollouts=settings,
         ranks=rank_claims,
     )
+
+
+def _prepare_transformers() -> None:
+    """Hide kernels, and bars and warnings, which would stand between the claims."""
+    from transformers.utils import logging
+
+    hide_kernels()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
 
 
 def _routers_of(model: PreTrainedModel) -> Routers:

@@ -184,6 +184,8 @@ def _load_and_compare(fields: dict[str, Any], tell: Tell) -> None:
     config = RolloutEngineConfig(
         num_replicas=1,
         tensor_parallel=1,
+        pipeline_parallel=1,
+        expert_parallel=False,
         dtype=fields["dtype"],
         kv_cache_gib=KV_CACHE_GIB,
         vllm_args={"model_impl": fields["implementation"]},

@@ -236,7 +236,8 @@ class RolloutEngine(EngineHooks):
                 self._record(self._step())
                 self.steps += 1
             except Exception as error:
-                self.fail(f"a step failed: {error!r}")
+                # What ended a rank fails its step, too, in other words.
+                self.fail(self._find_failure() or f"a step failed: {error!r}")
                 raise EngineFailed(f"rollout engine: {self._state.failure}") from error
 
         return self._in_flight.take_chunks()

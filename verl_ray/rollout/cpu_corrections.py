@@ -1,12 +1,14 @@
 """Corrections of what vLLM computes wrongly on a CPU, in silence.
 
-Two places of vLLM 0.32 are corrected:
+Three places of vLLM 0.32 are corrected:
 
 - Its kernel of rotary positions takes queries [tokens, heads x size]. Of [tokens,
   heads, size], which its classes of DeepSeek and LFM2 pass, it takes the heads for
   tokens, and turns one of them per token: log-probs are off by 1 to 3 nats.
 - Its router chooses experts without the bias of their selection, unless they are in
   groups, as those of ERNIE 4.5 are not: log-probs are off by 2 nats.
+- Its experts, where each rank has some of them, take the number of an expert for its
+  place on the rank, and read memory that is not theirs.
 
 Invariant: `correct_computations` is called in each process of an engine before it
 builds a model.
@@ -24,7 +26,15 @@ try:
 except ImportError:  # earlier versions choose experts elsewhere
     CPURouter = None
 
+try:
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (
+        CPUUnquantizedExperts,
+    )
+except ImportError:
+    CPUUnquantizedExperts = None
+
 _turn = RotaryEmbedding.forward_cpu
+_apply_experts: Any = getattr(CPUUnquantizedExperts, "apply", None)
 
 
 def turned(
@@ -55,9 +65,26 @@ def _in_one_group(router: Any) -> None:
         router.num_expert_group = router.topk_group = 1
 
 
+def _on_rank(experts: Any, *, topk_weights: Any, topk_ids: Any, **others: Any) -> None:
+    """Compute a rank's part of the sum over the experts of each token.
+
+    The experts of other ranks count as the first one of this rank, with a weight of 0.
+    """
+    places = others["expert_map"]
+    if places is not None:
+        topk_ids = places[topk_ids]
+        is_here = topk_ids >= 0
+        topk_ids = topk_ids.where(is_here, 0)
+        topk_weights = topk_weights * is_here
+        assert not others["apply_router_weight_on_input"], "the weight is in the sum"
+    _apply_experts(experts, topk_weights=topk_weights, topk_ids=topk_ids, **others)
+
+
 def correct_computations() -> None:
     """Correct the models that this process will build."""
     RotaryEmbedding.forward_cpu = turned
+    if CPUUnquantizedExperts is not None:
+        CPUUnquantizedExperts.apply = _on_rank
     if CPURouter is None:
         return
 

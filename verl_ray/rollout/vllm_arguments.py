@@ -121,7 +121,7 @@ def fixed_arguments(
     """
     # In a placement group of Ray, vLLM would run one rank per bundle, and would refuse
     # to do so on a CPU. "mp" starts the ranks as processes of this one.
-    executor = "uni" if config.tensor_parallel == 1 else "mp"
+    executor = "uni" if config.ranks_per_replica == 1 else "mp"
 
     fixed: dict[str, Any] = {
         "model": model_path,
@@ -131,6 +131,8 @@ def fixed_arguments(
         "seed": seed,
         "max_model_len": max_model_len,
         "tensor_parallel_size": config.tensor_parallel,
+        "pipeline_parallel_size": config.pipeline_parallel,
+        "enable_expert_parallel": config.expert_parallel,
         "distributed_executor_backend": executor,
         "kv_cache_memory_bytes": int(resolved(config.kv_cache_gib) * 2**30),
         "generation_config": "vllm",

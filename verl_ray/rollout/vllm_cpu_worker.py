@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable
+from typing import Any
 
 import torch
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from verl_ray.profiling.memory import malloc_trim
@@ -32,6 +34,18 @@ class SleepingCPUWorker(CPUWorker):
         # vLLM 0.22 leaves this empty, and fails on it when weights come.
         self.device = torch.device("cpu")
         super().init_device()
+
+    def load_model(self, *arguments: Any, **options: Any) -> None:
+        super().load_model(*arguments, **options)
+        # vLLM makes what a later stage of a pipeline receives into as it measures its
+        # memory, which it does not where the KV cache has a size.
+        if not get_pp_group().is_first_rank:
+            runner = self.model_runner
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens,
+                dtype=self.model_config.dtype,
+                device=self.device,
+            )
 
     def sleep(self, level: int = 1) -> None:
         """Free the KV cache and the weights; level 2 is the only one."""

@@ -95,7 +95,7 @@ class VllmEngine(RolloutEngine):
         require_supported()
 
         self._max_model_len = max_model_len
-        self._has_processes = config.tensor_parallel > 1
+        self._has_processes = config.ranks_per_replica > 1
         self._lora = lora
         # Whether requests use the adapter, and whether the open update holds one.
         self._adapted = False

@@ -12,7 +12,7 @@ from verl_ray.profiling import memory
 
 
 def environment(
-    device: str, threads: int, tensor_parallel: int = 1, *, dtype: str = "float32"
+    device: str, threads: int, num_ranks: int = 1, *, dtype: str = "float32"
 ) -> dict[str, str]:
     """Return the environment variables of a process that is to hold a `VllmEngine`.
 
@@ -21,7 +21,7 @@ def environment(
     Args:
         device: "cpu" or "cuda".
         threads: CPU threads of each rank of the engine.
-        tensor_parallel: Number of ranks of the engine.
+        num_ranks: Number of ranks of the engine.
         dtype: Type of the computation.
     """
     variables = {
@@ -46,10 +46,10 @@ def environment(
     # Otherwise threads share out a long context by what else is computed, and the last
     # bits of a response depend on that.
     variables["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
-    if tensor_parallel == 1:
+    if num_ranks == 1:
         variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     else:
-        cores = _cores_of_ranks(threads, tensor_parallel)
+        cores = _cores_of_ranks(threads, num_ranks)
         variables["VLLM_CPU_OMP_THREADS_BIND"] = cores
     return variables
 

@@ -211,6 +211,13 @@ CASES = [
         "as many ranks",
     ),
     Case(
+        "experts_have_ranks",
+        "rollout.expert_parallel=true",
+        "rollout.expert_parallel",
+        "rollout.tensor_parallel is 1",
+        "Use false",
+    ),
+    Case(
         "endpoint_settings_are_used",
         "rollout.endpoint.port=9000",
         "rollout.endpoint.port",
