@@ -71,6 +71,13 @@ def _join(
     )
 
 
+def _steps_per_token(engine: RolloutEngine) -> int:
+    """Return the stages of an engine, each of which computes in a step of its own."""
+    if not isinstance(engine, VllmEngine):
+        return 1
+    return engine.core._core.vllm_config.parallel_config.pipeline_parallel_size
+
+
 def _step_until(engine: RolloutEngine, request_id: int, tokens: int) -> list[Chunk]:
     """Step until a streamed request has delivered so many tokens.
 
@@ -78,7 +85,7 @@ def _step_until(engine: RolloutEngine, request_id: int, tokens: int) -> list[Chu
     a token with every second step.
     """
     chunks: list[Chunk] = []
-    for _ in range(2 * tokens + 1):
+    for _ in range(tokens * _steps_per_token(engine) + 1):
         chunks += engine.step()
         if len(_join(chunks, request_id)[0]) == tokens:
             return chunks
@@ -254,7 +261,8 @@ def test_an_abort_delivers_what_there_is(engine: RolloutEngine) -> None:
     engine.submit([_request(1, 20), _request(2, 20, stream=True), _request(3, 3)])
     chunks = _step_until(engine, 2, 2)
     engine.abort([1, 99])
-    chunks += engine.step()
+    for _ in range(_steps_per_token(engine)):
+        chunks += engine.step()
     assert len(_join(chunks, 1)[0]) == 2 and _join(chunks, 1)[2] == [Finish.ABORTED]
     assert _join(chunks, 3)[2] == [Finish.LENGTH]
     engine.abort()
@@ -442,7 +450,8 @@ def test_requests_live_through_a_weight_update(
     # What is under way on the device is of the weights that it was started with.
     old = 5
     if isinstance(engine, VllmEngine):
-        old += len(engine.core._core.batch_queue or ())
+        queue = engine.core._core.batch_queue or ()
+        old += sum(batch.total_num_scheduled_tokens > 0 for _, batch, _ in queue)
     engine.pause(mode)
     publish(
         engine, model, 6
@@ -480,7 +489,7 @@ def test_an_open_row_over_an_update_with_other_weights(
     """Of two rows with one prompt one is open, and the other has not begun."""
     (before,) = generate(engine, [_greedy(1, PROMPT, 20)])
     engine.submit([_greedy(1, PROMPT, 20)])
-    for _ in range(6):
+    for _ in range(6 * _steps_per_token(engine)):
         engine.step()
     engine.pause(mode)
     engine.submit([_greedy(2, PROMPT, 20)])
