@@ -20,6 +20,7 @@ from verl_ray.cluster.session import Session
 
 SETTINGS = (
     "placement=colocated", "rollout.sleep=weights", "run.total_steps=4", "actor.mini_batch_size=16",
+    "run.checkpoint_every=4",
 )  # fmt: skip
 TRAINERS = {
     "two ranks of FSDP": ("backend=fsdp", "actor.num_ranks=2"),
@@ -63,6 +64,17 @@ def test_a_wide_engine_samples_what_a_narrow_one_does_and_outlives_a_rank(
             assert "EngineFailed: rollout engine: a rank of it has exited" in output
             assert "rollout/restarts came to 1" in output
         found[width] = lines(run_dir)
+
+    # A run goes on with engines of another width.
+    again = tmp_path / "1"
+    arguments = (
+        "train", "--config-name", "grpo", *inputs.rl(again), *SETTINGS, *TRAINERS[trainers],
+        "rollout.tensor_parallel=2", "run.total_steps=5",
+    )  # fmt: skip
+    command_here(cluster, *arguments)
+    last = lines(again)[-1]
+    assert last["training/global_step"] == 5
+    assert last["training/rollout_probs_diff_mean"] < 1e-5
 
     for narrow, wide in zip(found[1], found[2], strict=True):
         assert wide["training/rollout_probs_diff_mean"] < 1e-5
