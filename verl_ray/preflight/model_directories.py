@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verl_ray.backends import BACKENDS
 from verl_ray.backends.base import ModelFacts, ModuleBackend
 from verl_ray.config.reward import JudgeReward
 from verl_ray.config.roles import ModelRole, SupervisedRole
@@ -215,7 +216,13 @@ def _proof_problems(config: Config) -> Iterator[Problem]:
         runs_code = trusts_code and CODE in raw_config_json(path)
         if runs_code and not isinstance(role.backend, ModuleBackend):
             rule = f"{name}.backend={role.backend.kind} runs no code of a model"
-            yield Problem(key, path, rule, f"Choose backend@{name}.backend=fsdp.")
+            kinds = [
+                kind
+                for kind, backend in BACKENDS.items()
+                if issubclass(backend, ModuleBackend)
+            ]
+            fix = f"Choose {either(kinds)} as backend@{name}.backend."
+            yield Problem(key, path, rule, fix)
         if config.head_of(name) == "value" and not proof.has_values:
             rule = "this model gives wrong numbers with a value head"
             yield Problem(key, path, rule, shown)
