@@ -13,7 +13,13 @@ import pytest
 
 from controllers.command_line import main
 from scripts.configuration import compose
-from tests.preflight.configs import BIG, NO_GAIN, ppo, problems_by_key
+from tests.preflight.configs import (
+    BIG,
+    NO_GAIN,
+    ppo,
+    problems_by_key,
+    with_judge,
+)
 from verl_ray.config.load import with_changes
 from verl_ray.config.schema import Config
 from verl_ray.preflight.facts import facts_here
@@ -50,6 +56,43 @@ def test_what_auto_became_on_another_machine_is_named(model: Path, data: Path) -
     assert f"run.threads_per_rank={here.run.threads_per_rank}" in warning
     anew = with_changes(there, {"run.threads_per_rank": "auto"})
     assert "threads" not in "".join(warnings(anew))
+
+
+def test_arguments_of_vllm_that_no_test_runs_are_named_once(
+    model: Path, data: Path
+) -> None:
+    policy = (
+        "rollout.vllm_args={block_size: 32, watermark: 0.1, kv_cache_dtype: fp8}",
+    )
+    # It receives no weights.
+    judge = ("reward.engine.vllm_args={quantization: gptq, cpu_offload_gb: 4}",)
+    for settings, named in (
+        (policy, "rollout.vllm_args: kv_cache_dtype, watermark"),
+        (judge, "reward.engine.vllm_args: cpu_offload_gb, quantization"),
+        (
+            (*policy, *judge),
+            "rollout.vllm_args: kv_cache_dtype, watermark;"
+            " reward.engine.vllm_args: cpu_offload_gb, quantization",
+        ),
+        (("rollout.vllm_args={block_size: 32}",), None),
+    ):
+        found = preflight(with_judge(model, data, model, *settings), BIG).warnings
+        told = [text.partition(": not proven here")[0] for text in found]
+        assert told == [named] * (named is not None)
+
+    # Proposals are checked with numbers that vLLM does not set on a CPU.
+    speculates = with_judge(
+        model,
+        data,
+        model,
+        "reward.engine.vllm_args={spec_method: ngram, spec_tokens: 3}",
+    )
+    refused = problems_by_key(preflight(speculates, BIG))
+    assert refused.keys() == {
+        f"reward.engine.vllm_args.{name}" for name in ("spec_method", "spec_tokens")
+    }
+    on_gpus = replace(BIG, gpus=8, gpu_memory_bytes=80 << 30)
+    assert preflight(speculates, on_gpus).problems == []
 
 
 def test_a_torch_outside_the_table_is_named(

@@ -127,11 +127,16 @@ def shared(
             lambda asked: [(at, -0.01 * at) for at in range(len(asked.tokens), 1000)],
             tokenizer=load_tokenizer(make_model("qwen3", tie=False)),
         )
+    is_asynchronous = request.param == "vllm asynchronous"  # vLLM's async_scheduling
+    arguments = {"block_size": 32}
+    if is_asynchronous:
+        # Batches as small as they may be, so that the contract holds whatever they are.
+        arguments |= {"max_num_seqs": 4, "max_num_batched_tokens": 96}
     return request.getfixturevalue("start_vllm")(
         make_model("qwen3", tie=False),
-        asynchronous=request.param == "vllm asynchronous",
+        asynchronous=is_asynchronous,
         pipeline_parallel=2 if request.param == "vllm stages" else 1,
-        vllm_args={"block_size": 32},
+        vllm_args=arguments,
     )
 
 

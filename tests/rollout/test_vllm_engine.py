@@ -416,7 +416,7 @@ def test_an_engine_that_fails_says_so_and_stays_failed(
         path,
         initial_version=0,
         kv_cache_gib=5 * 32 * 2 * 2 * 2 * 32 * 4 / 2**30,
-        vllm_args={"max_num_seqs": 2, "block_size": 32},
+        vllm_args={"max_num_seqs": 2, "block_size": 32, "enable_prefix_caching": False},
     )
     requests = [
         GenerationRequest(i, prompt, _sampling(4), seed=i)

@@ -1,20 +1,14 @@
 """vLLM's engines, and the rollouts that the engines of the policy generate.
 
 Invariant: the sampler's distribution is the one that the trainer computes log-probs
-of, and nothing that the project sets or depends on can be set a second time through
-`vllm_args`.
+of. What `vllm_args` may hold is in `vllm_args.py`.
 """
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import ipaddress
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -32,7 +26,6 @@ from verl_ray.settings.section import (
     Temperature,
     resolved,
 )
-from verl_ray.suggest import closest, either
 
 VLLM_BATCHED_TOKENS = 8192
 """Tokens of a rollout engine's batch, unless max_num_batched_tokens in its vllm_args is
@@ -106,8 +99,11 @@ class RolloutEngineConfig(Section):
     evaluations or an endpoint as many as the engine runs at once; 2 on a CPU.
     """
     vllm_args: Annotated[dict[str, Any], Field(examples=["{block_size: 32}"])]
-    """Further arguments of vLLM's engine, verbatim; arguments that another key sets are
-    refused."""
+    """Further arguments of vLLM's engine, verbatim.
+
+    Those that another key sets, or that would break what the engine promises, are
+    refused; those that no test runs are named in a warning.
+    """
 
     @property
     def ranks_per_replica(self) -> int:
@@ -314,15 +310,6 @@ def sampling_is_what_the_trainer_sees(rollout: RolloutConfig) -> Iterator[Proble
     yield from _is_not_truncated("rollout.top_p", rollout.top_p, 1.0)
     yield from _is_not_truncated("rollout.top_k", rollout.top_k, -1)
 
-    # Other methods of speculative decoding keep the model's distribution.
-    speculation = rollout.vllm_args.get("speculative_config")
-    if isinstance(speculation, dict):
-        method = speculation.get("rejection_sample_method")
-        if method == "synthetic":
-            key = "rollout.vllm_args.speculative_config.rejection_sample_method"
-            rule = "synthetic acceptance generates tokens that the model would not"
-            yield Problem(key, method, rule, "Use standard.")
-
 
 def _is_not_truncated(key: str, value: float, whole: float) -> Iterator[Problem]:
     """Yield a problem unless the sampler takes the `whole` vocabulary."""
@@ -408,218 +395,3 @@ def endpoints_have_an_address(rollout: RolloutConfig) -> Iterator[Problem]:
         )
         fix = f"Use at most {_LAST_PORT + 1 - replicas}."
         yield Problem("rollout.endpoint.port", endpoint.port, rule, fix)
-
-
-# ------------------------------------------------------------- arguments of vLLM itself
-
-VLLM_ARGS_OF_OTHER_KEYS = {
-    "model": "model.path",
-    "tokenizer": "model.path",
-    "generation_config": "rollout.temperature",
-    "override_generation_config": "rollout.temperature",
-    "dtype": "rollout.dtype",
-    "tensor_parallel_size": "rollout.tensor_parallel",
-    "pipeline_parallel_size": "rollout.pipeline_parallel",
-    "enable_expert_parallel": "rollout.expert_parallel",
-    "data_parallel_size": "rollout.num_replicas",
-    "max_model_len": "rollout.max_response_tokens",
-    "seed": "run.seed",
-    "trust_remote_code": "actor.model.trust_remote_code",
-    "kv_cache_memory_bytes": "rollout.kv_cache_gib",
-    "gpu_memory_utilization": "rollout.kv_cache_gib",
-    "enable_sleep_mode": "rollout.sleep",
-    "distributed_executor_backend": "rollout.tensor_parallel",
-    "enable_lora": "rollout.sync.adapter",
-    "max_loras": "rollout.sync.adapter",
-    "max_lora_rank": "actor.lora.rank",
-    "lora_target_modules": "actor.lora.targets",
-}
-"""Argument of the rollout engine -> the key of this configuration that sets it."""
-
-_ADAPTER_ARGS = ("enable_lora", "max_loras", "max_lora_rank", "lora_target_modules")
-
-# Arguments of an engine over several nodes, or one that is not whole.
-_DISTRIBUTED_ARGS = (
-    "prefill_context_parallel_size",
-    "nnodes",
-    "node_rank",
-    "master_addr",
-    "master_port",
-    "device_ids",
-    "data_parallel_rank",
-    "data_parallel_start_rank",
-    "data_parallel_size_local",
-    "data_parallel_address",
-    "data_parallel_rpc_port",
-    "data_parallel_hybrid_lb",
-    "data_parallel_external_lb",
-    "data_parallel_multi_port_external_lb",
-    "data_parallel_backend",
-)
-
-_ONE_NODE = (
-    "an engine is rollout.tensor_parallel x rollout.pipeline_parallel processes of one"
-    " node"
-)
-_WORKER_CLASS = "the worker class is what frees memory and receives weights"
-
-VLLM_ARGS_FIXED = {
-    "logprobs_mode": "the trainer compares with log-probs after temperature",
-    "logits_processors": (
-        "tokens are sampled by temperature, top_p and top_k, without penalties"
-    ),
-    "watermark_config": (
-        "tokens are sampled by temperature, top_p and top_k, without marks"
-    ),
-    "skip_tokenizer_init": "the engine takes and gives token ids as it stands",
-    "load_format": "weights come from model.path as safetensors, or from the trainer",
-    "disable_log_stats": "the project measures the engine itself",
-    "use_tqdm_on_load": "the engine's process has no terminal",
-    "worker_cls": _WORKER_CLASS,
-    "worker_extension_cls": _WORKER_CLASS,
-    "scheduler_cls": (
-        "pauses, aborts and versions rely on the order of steps of vLLM's own scheduler"
-    ),
-    "kv_sharing_fast_prefill": (
-        "with it vLLM's log-probs of prompts are wrong, and the probe of a weight sync"
-        " compares them"
-    ),
-    "kv_transfer_config": (
-        "a KV cache outside of the engine would keep what earlier weights computed"
-    ),
-    "weight_transfer_config": (
-        "weights reach the engine through the project's own transport"
-    ),
-    **dict.fromkeys(_DISTRIBUTED_ARGS, _ONE_NODE),
-}
-"""Argument of the rollout engine that the project depends on -> the reason."""
-
-VLLM_ARGS_FIXED_ON_A_CPU = {
-    "enforce_eager": "compiled graphs are for GPUs",
-    "enable_chunked_prefill": "seeded sampling needs it off",
-}
-"""The same for a machine without GPUs, which only preflight knows."""
-
-
-def vllm_args_are_free(
-    rollout: RolloutConfig, judges: Mapping[str, RolloutEngineConfig]
-) -> Iterator[Problem]:
-    """Yield a problem for each argument of vLLM that the user may not set.
-
-    Args:
-        rollout: The engines of the policy.
-        judges: The engine of each judge, by the section of the judge.
-    """
-    yield from _argument_problems(
-        "rollout", rollout.vllm_args, VLLM_ARGS_OF_OTHER_KEYS, VLLM_ARGS_FIXED
-    )
-
-    # A judge has settings of its own, no adapter, and never sleeps.
-    fixed = VLLM_ARGS_FIXED | dict.fromkeys(_ADAPTER_ARGS, "a judge has no adapter")
-    fixed["enable_sleep_mode"] = (
-        "a judge shares its devices with nobody and never sleeps"
-    )
-    for section, engine in judges.items():
-        yield from _argument_problems(
-            f"{section}.engine", engine.vllm_args, _judge_keys(section), fixed
-        )
-
-
-def _judge_keys(section: str) -> dict[str, str]:
-    """Return the key of a judge that sets each of vLLM's arguments."""
-    keys = {}
-
-    for argument, key in VLLM_ARGS_OF_OTHER_KEYS.items():
-        # A judge has no key for these, and they are refused as fixed.
-        if argument == "enable_sleep_mode" or argument in _ADAPTER_ARGS:
-            continue
-        keys[argument] = re.sub("^rollout", f"{section}.engine", key)
-
-    return keys | {
-        "model": f"{section}.model.path",
-        "trust_remote_code": f"{section}.model.trust_remote_code",
-        "tokenizer": f"{section}.model.path",
-        "generation_config": f"{section}.temperature",
-        "override_generation_config": f"{section}.temperature",
-        "max_model_len": f"{section}.max_prompt_tokens",
-    }
-
-
-def _argument_problems(
-    section: str,
-    arguments: Mapping[str, object],
-    keys: Mapping[str, str],
-    fixed: Mapping[str, str],
-) -> Iterator[Problem]:
-    """Yield a problem for each of an engine's `arguments` that may not be set.
-
-    Args:
-        section: the key of the engine's settings.
-        arguments: what the user has set in `vllm_args`.
-        keys: argument -> the key that sets it instead.
-        fixed: argument -> why it may not change.
-    """
-    for name, value in sorted(arguments.items()):
-        argument_key = f"{section}.vllm_args.{name}"
-
-        if name in keys:
-            rule = f"{keys[name]} sets this argument"
-            fix = f"Leave it out and set {keys[name]}."
-            yield Problem(argument_key, value, rule, fix)
-            continue
-        if name in fixed:
-            rule = f"this argument may not change: {fixed[name]}"
-            yield Problem(argument_key, value, rule, "Leave it out.")
-            continue
-
-        # Other versions have other names.
-        names = vllm_arguments()
-        if names is not None and name not in names:
-            rule = "the installed vLLM has no such engine argument"
-
-            # An argument that would be refused is no suggestion.
-            free = [
-                argument
-                for argument in names
-                if argument not in keys and argument not in fixed
-            ]
-            near = closest(name, free)
-            fix = "Use the name of a field of vLLM's EngineArgs."
-            if near:
-                fix = f"Did you mean {either(near)}?"
-            yield Problem(argument_key, value, rule, fix)
-
-
-# The class whose fields are vLLM's engine arguments, and its file in the package.
-_CLASS = "EngineArgs"
-_FILE = "engine/arg_utils.py"
-
-
-@cache
-def vllm_arguments() -> tuple[str, ...] | None:
-    """Return the public fields of vLLM's `EngineArgs`, in their order.
-
-    None where they are not known: without vLLM, or if its source has no such class.
-    vLLM itself then refuses a wrong name.
-    """
-    package = importlib.util.find_spec("vllm")
-    if package is None:
-        return None
-
-    for folder in package.submodule_search_locations or []:
-        file = Path(folder, _FILE)
-        if not file.is_file():
-            continue
-        for node in ast.parse(file.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef) and node.name == _CLASS:
-                return _fields(node)
-    return None
-
-
-def _fields(class_: ast.ClassDef) -> tuple[str, ...]:
-    names = [
-        line.target.id
-        for line in class_.body
-        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
-    ]
-    return tuple(name for name in names if not name.startswith("_"))

@@ -24,9 +24,9 @@ from verl_ray.config.rollout import (
     experts_have_ranks,
     open_rows_survive_a_turn,
     sampling_is_what_the_trainer_sees,
-    vllm_args_are_free,
 )
 from verl_ray.config.schema import Config
+from verl_ray.config.vllm_args import vllm_args_are_free
 from verl_ray.errors import Problem
 from verl_ray.settings.section import (
     Auto,

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from verl_ray.config.load import Changes
-from verl_ray.config.rollout import VLLM_ARGS_FIXED_ON_A_CPU
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config, batch_algebra
+from verl_ray.config.vllm_args import VLLM_ARGS_FIXED_ON_A_CPU
 from verl_ray.errors import Problem
 from verl_ray.preflight.machine import Machine
 from verl_ray.preflight.memory_plan import Job

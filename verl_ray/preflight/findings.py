@@ -33,6 +33,7 @@ from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config, batch_algebra
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.config.versions import problem_of
+from verl_ray.config.vllm_args import VLLM_ARGS_PROVEN
 from verl_ray.data.files import FORMATS, READERS, files_at, is_glob
 from verl_ray.errors import Problem
 from verl_ray.paths import in_ray_package, nearest_existing, path_suggestion
@@ -118,6 +119,7 @@ def preflight(
         findings.problems += _endpoint_problems(planned, machine)
         findings.warnings += _endpoint_warnings(planned)
 
+    findings.warnings += _unproven_arguments(config)
     learns = not evaluates
     if machine is not None:
         findings.warnings += _recorded_warnings(config, facts)
@@ -354,6 +356,24 @@ def _endpoint_warnings(config: RolloutTaskConfig) -> Iterator[str]:
             f"rollout.endpoint.host={endpoint.host}: everybody who can reach this"
             " address may use the rollout servers (rollout.endpoint.token_env asks"
             " them for a token)"
+        )
+
+
+def _unproven_arguments(config: Config) -> Iterator[str]:
+    """Yield a warning if engines get arguments of vLLM with which no test runs one."""
+    by_engine = {
+        f"{engine.section}.vllm_args": engine.config.vllm_args.keys() - VLLM_ARGS_PROVEN
+        for engine in config.engines.values()
+    }
+    unproven = [
+        f"{key}: {', '.join(sorted(names))}"
+        for key, names in by_engine.items()
+        if names
+    ]
+    if unproven:
+        yield (
+            f"{'; '.join(unproven)}: not proven here, since no test of verl_ray runs an"
+            " engine with this (docs/rollout_on_gpus.md, Arguments of vLLM)"
         )
 
 

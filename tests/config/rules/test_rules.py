@@ -22,6 +22,7 @@ from tests.config.rules import (
     test_run,
     test_schedule,
     test_spread,
+    test_vllm_args,
 )
 from tests.config.rules.cases import Case
 from verl_ray.config.correction import correction_problems
@@ -48,6 +49,7 @@ CASES = [
         test_run,
         test_schedule,
         test_spread,
+        test_vllm_args,
     )
     for case in module.CASES
 ]
