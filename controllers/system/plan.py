@@ -172,9 +172,12 @@ def plan_processes(
     homes = _trainer_sets_of(config, models)
 
     gpu = 1 if shape.gpus else 0
+    trainers = [*_trainer_sets(config, models, homes, gpu)]
+    engines = [*_rollout_sets(config, gpu)]
     sets = [
-        *_trainer_sets(config, models, homes, gpu),
-        *_rollout_sets(config, gpu, shares_gpus=bool(models)),
+        *trainers,
+        *_holders(trainers, engines),
+        *engines,
         *_grader_sets(config, own_graders, gpu),
     ]
 
@@ -262,22 +265,14 @@ def _trainer_sets(
         )
 
 
-def _rollout_sets(
-    config: Config, gpu: int, *, shares_gpus: bool
-) -> Iterator[ProcessSet]:
-    """Yield the process set of the rollout engine, if the job has one.
-
-    Args:
-        config: Resolved configuration of the job.
-        gpu: Number of GPUs of a trainer rank.
-        shares_gpus: Whether trainers are there, whose GPUs colocated engines share.
-    """
+def _rollout_sets(config: Config, gpu: int) -> Iterator[ProcessSet]:
+    """Yield the process set of the rollout engine, if the job has one."""
     if not isinstance(config, RolloutTaskConfig):
         return
 
     sharing = SharingPlan.of(config, on_gpus=bool(gpu))
     width = config.rollout.ranks_per_replica
-    spans = width if sharing.shares_devices and shares_gpus else 1
+    spans = width if sharing.shares_devices else 1
     yield ProcessSet(
         ROLLOUT,
         num_ranks=resolved(config.rollout.num_replicas),
@@ -290,6 +285,27 @@ def _rollout_sets(
         built_first=sharing.engines_start_first,
         spans=spans,
     )
+
+
+def _holders(
+    trainers: Sequence[ProcessSet], engines: Sequence[ProcessSet]
+) -> Iterator[ProcessSet]:
+    """Yield processes that hold GPUs for engines which span more than trainers have.
+
+    An evaluation starts fewer trainers than a run, and the same engines.
+    """
+    for engine in engines:
+        most = max(trainer.num_ranks for trainer in trainers)
+        if engine.spans > 1 and engine.num_bundles > most:
+            yield ProcessSet(
+                "holder of GPUs",
+                num_ranks=engine.num_bundles,
+                cpus_per_rank=CPUS_PER_RANK,
+                gpus_per_rank=1,
+                bundle_group=engine.bundle_group,
+                threads_per_rank=1,
+                process_group=False,
+            )
 
 
 def _grader_sets(

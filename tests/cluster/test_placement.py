@@ -72,6 +72,23 @@ def test_ranks_that_span_bundles_see_the_gpus_of_the_others() -> None:
         "rollout": {"CPU": 1.0},
     }
 
+    # Of a smaller set, too, all bundles are of one kind. They are reserved before a
+    # judge, whose larger bundle Ray would place first.
+    judge = process_set("judge", 1, 1, 2, "judge")
+    smaller = process_set("reference", 1, 1, 1, "main")
+    plans = plan_bundles(
+        [process_set("trainer", 4, 1, 1, "main"), smaller, judge, engines]
+    )
+    assert len(set(map(str, plans[0].bundles))) == 1 and plans[0].bundles[0]["GPU"] == 1
+    together = placement._reservations(plans)
+    assert [[each.name for each in group] for group in together] == [
+        ["main"],
+        ["judge"],
+    ]
+    four_gpus = {"CPU": 16.0, "GPU": 4.0}
+    assert placement.fit_in_turn(plans, [four_gpus, {"CPU": 16.0, "GPU": 2.0}])
+    assert not placement.fit_in_turn(plans, [four_gpus, {"CPU": 16.0, "GPU": 1.0}])
+
     # Ranks that are neighbours are on one node where there are enough: the last bundle
     # of three is left for the end.
     three = [("a", "1")] * 3 + [("b", "2")] * 3

@@ -165,7 +165,7 @@ class ProcessInfo:
         address: IP address of the node.
         host_name: Host name of the node.
         log_path: Path of the process's log on its node.
-        gpus: Ray's ids of the GPUs that the process sees, on its node.
+        gpus: Ids of the GPUs of its node that Ray has given to the process.
     """
 
     owner: Owner

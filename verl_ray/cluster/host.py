@@ -144,9 +144,10 @@ class WorkerHost:
                 rank = self._rank_spec.rank
                 raise ClusterError(f"{role} rank {rank} is not in its process group")
 
-            # Nothing of this process has used CUDA, which reads the variable once. The
-            # ranks of an engine inherit it.
+            # CUDA reads the variable once. The ranks of an engine inherit it.
             if gpus:
+                torch = sys.modules.get("torch")
+                assert torch is None or not torch.cuda.is_initialized(), "too late"
                 os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
             self._set_threads()
             worker = factory(self._context(role), *args)

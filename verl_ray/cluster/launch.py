@@ -262,6 +262,6 @@ def _ranks_that_live_together(process_set: ProcessSet) -> list[list[int]]:
 
 
 def _release(places: Iterable[Place]) -> None:
-    # All sets of a plan share one placement group, which may be removed only once.
+    # Sets share placement groups, each of which may be removed only once.
     groups = {place.group.id: place.group for place in places}
     release(groups.values())

@@ -175,7 +175,7 @@ def share_cpus(
         # Ray rounds less than a grain down to nothing.
         cpus = max(share, 1 / _GRAIN)
         shared = [replace(process_set, cpus_per_rank=cpus) for process_set in sets]
-        if not fits(_all_bundles(plan_bundles(shared)), nodes):
+        if not fit_in_turn(plan_bundles(shared), nodes):
             continue
 
         warning = None
@@ -216,17 +216,18 @@ def _bundles(name: str, sets: Sequence[ProcessSet]) -> Bundles:
 
     bundles: list[Resources] = []
     num_bundles = max(process_set.num_bundles for process_set in sets)
+    span = max(process_set.spans for process_set in sets)
     for number in range(num_bundles):
-        # Sets of a bundle group may have different numbers of ranks. The processes of
-        # a rank that spans bundles compute in each of them.
-        present = [each for each in sets if number < each.num_bundles]
+        # Sets of a bundle group may have different numbers of ranks. Where ranks span
+        # bundles, which their processes compute in, all bundles are equal: then those
+        # of one node are neighbours.
+        present = [each for each in sets if number < each.num_bundles or span > 1]
         cpus = sum(shares[process_set.name]["CPU"] for process_set in present)
         # The sum of fractions is not exact, and Ray refuses an empty bundle.
         bundle = {"CPU": max(round(cpus, 4), 1 / _GRAIN)}
         if any(process_set.gpus_per_rank for process_set in present):
             bundle["GPU"] = float(gpus_per_bundle)
         bundles.append(bundle)
-    span = max(process_set.spans for process_set in sets)
     return Bundles(name, tuple(bundles), shares, span)
 
 
@@ -266,7 +267,7 @@ def _all_bundles(plans: Sequence[Bundles]) -> list[Resources]:
 
 
 def place(sets: Sequence[ProcessSet], stall_s: float) -> dict[str, Place]:
-    """Reserve bundles for all sets in one placement group; return places by set name.
+    """Reserve bundles for all sets; return places by set name.
 
     Raises:
         ClusterError: The cluster cannot hold the bundles, or Ray did not reserve them
@@ -274,6 +275,33 @@ def place(sets: Sequence[ProcessSet], stall_s: float) -> dict[str, Place]:
     """
     plans = plan_bundles(sets)
     check_fits(plans)
+    places: dict[str, Place] = {}
+    try:
+        for together in _reservations(plans):
+            names = {plan.name for plan in together}
+            members = [each for each in sets if each.bundle_group in names]
+            places |= _reserve(together, members, stall_s)
+    except BaseException:
+        release({place.group.id: place.group for place in places.values()}.values())
+        raise
+    return places
+
+
+def _reservations(plans: Sequence[Bundles]) -> list[list[Bundles]]:
+    """Return the plans of each placement group, in the order of their reservation.
+
+    Groups whose ranks span bundles come first, each by itself, so that they begin on
+    whole nodes. All others are in one placement group.
+    """
+    spanning = [[plan] for plan in plans if plan.span > 1]
+    others = [plan for plan in plans if plan.span == 1]
+    return [*spanning, others] if others else spanning
+
+
+def _reserve(
+    plans: Sequence[Bundles], sets: Sequence[ProcessSet], stall_s: float
+) -> dict[str, Place]:
+    """Reserve bundles in one placement group; return places by set name."""
     bundles = _all_bundles(plans)
     group = RAY_CALLS.make(placement_group, bundles, strategy="PACK")
     # The nodes of the bundles are known only once Ray has reserved them.
@@ -289,14 +317,15 @@ def place(sets: Sequence[ProcessSet], stall_s: float) -> dict[str, Place]:
         release([group])
         raise
 
-    places: dict[str, Place] = {}
-    for plan in plans:
-        for process_set in sets:
-            if process_set.bundle_group == plan.name:
-                share = plan.shares[process_set.name]
-                first_bundles = numbered[plan.name][:: process_set.spans]
-                places[process_set.name] = Place(group, first_bundles, share)
-    return places
+    shares = {plan.name: plan.shares for plan in plans}
+    return {
+        process_set.name: Place(
+            group,
+            numbered[process_set.bundle_group][:: process_set.spans],
+            shares[process_set.bundle_group][process_set.name],
+        )
+        for process_set in sets
+    }
 
 
 def _check_spans(process_set: ProcessSet, homes: Sequence[NodeName]) -> None:
@@ -315,8 +344,8 @@ def _check_spans(process_set: ProcessSet, homes: Sequence[NodeName]) -> None:
             raise ClusterError(
                 f"{process_set.name} rank {rank} computes on {span} GPUs of one node,"
                 f" and Ray reserved bundles {first} to {first + span - 1} on"
-                f" {addresses}. Use nodes of which rollout.tensor_parallel={span}"
-                " divides the free GPUs, or a smaller one"
+                f" {addresses}. Use nodes whose numbers of free GPUs {span} divides, or"
+                " engines with fewer"
             )
 
 
@@ -328,13 +357,12 @@ def check_fits(plans: Sequence[Bundles]) -> None:
     waits that long.
     """
     # A plan that does not fit an empty cluster need not wait.
-    bundles = _all_bundles(plans)
     nodes = node_resources()
-    if not fits(bundles, [node.total for node in nodes]):
+    if not fit_in_turn(plans, [node.total for node in nodes]):
         raise _refusal(plans, nodes, show_available=False)
 
     deadline = time.monotonic() + _RELEASE_S
-    while not fits(bundles, [node.available for node in nodes]):
+    while not fit_in_turn(plans, [node.available for node in nodes]):
         if time.monotonic() > deadline:
             raise _refusal(plans, nodes, show_available=True)
         heed_signals()
@@ -451,12 +479,25 @@ def fits(bundles: Sequence[Resources], nodes: Sequence[Resources]) -> bool:
     others that still fit there. The remaining bundles go to the other nodes in the same
     way. Among nodes of the same score Ray takes any.
     """
+    return _pack(bundles, [dict(node) for node in nodes])
+
+
+def fit_in_turn(plans: Sequence[Bundles], nodes: Sequence[Resources]) -> bool:
+    """Whether each placement group fits in what those before it leave free."""
+    remaining = [dict(node) for node in nodes]
+    return all(
+        _pack(_all_bundles(together), remaining) for together in _reservations(plans)
+    )
+
+
+def _pack(bundles: Sequence[Resources], nodes: Sequence[Resources]) -> bool:
+    """Take bundles from the resources of nodes; return whether each found a node."""
     waiting = sorted(
         bundles,
         key=lambda bundle: (bundle.get("GPU", 0.0), bundle["CPU"]),
         reverse=True,
     )
-    candidates = [dict(node) for node in nodes]
+    candidates = list(nodes)
 
     # Consumes one node per turn. Ends when all bundles are placed, or when no remaining
     # node holds the first of them.

@@ -149,7 +149,8 @@ class Processes:
     def _rank_spec(self, rank: int) -> RankSpec:
         device = "cpu"
         if self.spec.gpus_per_rank:
-            # Ray shows each process its own devices only.
+            # Ray shows each process its own devices only. One without, which computes
+            # on those of others, is told of them as it is built.
             device = "cuda:0"
         return RankSpec(
             processes=self.spec.name,

@@ -335,7 +335,11 @@ def _cuda_ipc_problems(config: RolloutTaskConfig) -> Iterator[Problem]:
         )
         fix = "Use auto or host_broadcast, or placement=colocated."
         yield Problem(key, "cuda_ipc", rule, fix)
-    elif replicas != "auto" and config.engines["rollout"].ranks > actor_ranks:
+        return
+
+    # What auto becomes is at least 1.
+    width = config.rollout.ranks_per_replica
+    if width * (1 if replicas == "auto" else replicas) > actor_ranks:
         rule = (
             "every rank of a rollout engine must share the GPU of a rank of the actor,"
             f" and those of rollout.num_replicas={replicas} are more than"

@@ -119,15 +119,15 @@ def _shared_gpu_problems(job: Job) -> Iterator[Problem]:
     if not isinstance(config, RolloutTaskConfig) or not config.shares_processes:
         return
     width = config.rollout.ranks_per_replica
-    models = config.active_models(learns=job.learns)
-    if width == 1 or not models:
+    # An evaluation starts processes for the GPUs of trainers that it does without.
+    if width == 1 or not job.learns:
         return
 
     key = "rollout.tensor_parallel"
     if config.rollout.pipeline_parallel > 1:
         key = "rollout.pipeline_parallel"
     where = "with placement=colocated an engine runs on the GPUs of trainer ranks"
-    most = max(role.num_ranks for role in models.values())
+    most = max(role.num_ranks for role in config.model_roles.values())
     value = value_of(config, key)
     if most % width:
         rule = f"{where}, and its {width} ranks do not divide {most}"
@@ -163,9 +163,10 @@ def _node_problems(job: Job) -> Iterator[Problem]:
 
         if width > machine.gpus:
             key = f"{engine.section}.tensor_parallel"
-            parallel = engine.config.tensor_parallel
-            fix = f"Use at most {machine.gpus} ranks in all."
-            yield Problem(key, parallel, rule, fix)
+            stages = engine.config.pipeline_parallel
+            rule += f", and this one has {width}"
+            fix = f"Use at most {max(1, machine.gpus // stages)}."
+            yield Problem(key, engine.config.tensor_parallel, rule, fix)
         # Engines that need more GPUs than there are at all are reported elsewhere.
         elif most < replicas and engine.ranks <= machine.total_gpus:
             key = f"{engine.section}.num_replicas"

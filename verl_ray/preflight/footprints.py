@@ -321,8 +321,11 @@ def engine_footprint(
     width = FLOAT32 if resolved(engine.dtype) == "float32" else BFLOAT16
     tensor = engine.tensor_parallel
 
-    # A stage has a part of the layers, the first and the last one more than that.
-    stage = model.in_layers // engine.pipeline_parallel
+    # The largest stage has a layer more than others, the first and the last one have
+    # what is outside of layers.
+    stages = engine.pipeline_parallel
+    layers = model.shape.num_layers if model.shape else stages
+    stage = model.in_layers * -(-layers // stages) // max(layers, 1)
     outside = model.parameters - model.in_layers
     persistent: dict[MemoryPart, int] = {
         "weights": width * (stage + outside) // tensor,

@@ -230,6 +230,22 @@ def test_on_gpus_trainers_and_rollout_have_devices_and_the_reward_has_none() -> 
     }  # fmt: skip
 
 
+def test_engines_of_two_gpus_span_the_bundles_of_trainers_or_of_holders() -> None:
+    wide = config(
+        "rollout.tensor_parallel=2", "actor.num_ranks=2", "backend@critic.backend=megatron", "critic.num_ranks=4",
+        "rollout.num_replicas=2",
+    )  # fmt: skip
+    found = resolved_plan(wide, GPUS)
+    spans = {each.name: (each.num_ranks, each.spans) for each in found.sets}
+    assert spans["rollout"] == (2, 2) and spans["megatron trainer"] == (4, 1)
+    assert "holder of GPUs" not in spans and found.devices == 4
+    # An evaluation does without the critic, whose GPUs its engines share.
+    evaluation = resolved_plan(wide, GPUS, learns=False)
+    holder = next(each for each in evaluation.sets if each.name == "holder of GPUs")
+    assert (holder.num_ranks, holder.bundle_group) == (4, "shared")
+    assert evaluation.devices == 4
+
+
 def test_engines_that_share_gpus_start_and_sleep_before_the_trainers_take_the_memory() -> (
     None
 ):

@@ -1,0 +1,135 @@
+"""Qwen3-MoE learns to add by GRPO on each backend, from one model that adds half right.
+
+    python -m scripts.experts                    minutes on two cores
+    python -m scripts.experts megatron           one of the backends
+
+Each line has the held-out accuracy before and after, and the largest difference of a
+weight sync's probe. The model is imitated from sums of which half are wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from verl_ray.config.preparation import TinyModelConfig
+from verl_ray.data.arithmetic import ALPHABET, write_arithmetic
+from verl_ray.data.tokenizers import character_tokenizer
+from verl_ray.errors import ModelError
+from verl_ray.models.tiny import make_tiny
+from verl_ray.tracking.jsonl import read_metrics
+
+BACKENDS: dict[str, tuple[str, ...]] = {
+    "engine": (),
+    "fsdp": ("backend=fsdp", "actor.num_ranks=2"),
+    "megatron": (
+        "backend=megatron",
+        "actor.num_ranks=2",
+        "backend.expert_parallel=2",
+        "rollout.tensor_parallel=2",
+        "rollout.expert_parallel=true",
+    ),
+}
+"""Backends, with what their runs set: experts in shards of FSDP2, and whole experts on
+two ranks of Megatron and of the rollout engine."""
+
+_SIZES = TinyModelConfig(
+    hidden_size=128,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=32,
+    intermediate_size=128,
+    tie_embeddings=True,
+)
+_METRIC = "val-core/arithmetic/acc/mean@"
+
+
+def imitate(folder: Path, imitation_steps: int) -> list[str]:
+    """Make the model and its problems; return the settings that every run shares."""
+    demonstrations = write_arithmetic(
+        folder, max_operand=99, num_train=8800, num_validation=200, seed=0,
+        wrong_fraction=0.5,
+    )  # fmt: skip
+    character_tokenizer(folder / "tokenizer", ALPHABET)
+    made = make_tiny("qwen3_moe", folder / "made", folder / "tokenizer", _SIZES, seed=0)
+    shared = [
+        f"data.train_path={demonstrations.train.jsonl}",
+        f"data.validation_path={demonstrations.validation.jsonl}",
+        "run.threads_per_rank=1",
+        "run.checkpoint_every=0",
+        "tracking.wandb.mode=disabled",
+    ]
+    _train(
+        "sft", folder / "imitation", *shared, f"model.path={made}",
+        f"run.total_steps={imitation_steps}", "run.evaluate_every=0", "sft.batch_size=128",
+        "sft.max_tokens=32", "actor.optimizer.lr=2e-3",
+    )  # fmt: skip
+    return [*shared, f"model.path={folder / 'imitation' / 'model'}"]
+
+
+def learn(
+    backend: str, folder: Path, shared: list[str], steps: int
+) -> dict[str, float]:
+    """Train on a backend, and return the accuracy before and after."""
+    run = folder / backend
+    _train(
+        "grpo", run, *shared, f"run.total_steps={steps}", f"run.evaluate_every={steps}",
+        "data.prompts_per_step=64", "data.max_prompt_tokens=8", "rollout.group_size=8",
+        "rollout.max_response_tokens=6", "rollout.kv_cache_gib=0.0625",
+        "actor.optimizer.lr=2e-4", "actor.optimizer.warmup_steps=5",
+        "actor.optimizer.schedule=cosine", *BACKENDS[backend],
+    )  # fmt: skip
+    lines = read_metrics(run / "metrics.jsonl")
+    accuracy = [
+        value
+        for line in lines
+        for name, value in line.items()
+        if name.startswith(_METRIC)
+    ]
+    differences = [line.get("weight_sync/probe_difference", 0.0) for line in lines]
+    return {
+        "before": accuracy[0],
+        "after": accuracy[-1],
+        "probe_difference": max(differences),
+    }
+
+
+def _train(root: str, run: Path, *overrides: str) -> None:
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-m", "controllers", "train", "--config-name", root),
+            *(f"run.dir={run}", *overrides),
+        ],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+    )
+    if ended.returncode:
+        raise ModelError(f"{root} did not end well:\n{ended.stdout}{ended.stderr}")
+
+
+def main() -> None:
+    """Print a line for each backend."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.experts", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("backends", nargs="*", help="all unless some are named")
+    parser.add_argument("--imitation-steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=100)
+    arguments = parser.parse_args()
+
+    with tempfile.TemporaryDirectory(prefix="verl_ray-experts-") as name:
+        folder = Path(name)
+        shared = imitate(folder, arguments.imitation_steps)
+        for backend in arguments.backends or BACKENDS:
+            numbers = learn(backend, folder, shared, arguments.steps)
+            text = "  ".join(f"{key} {value:.2g}" for key, value in numbers.items())
+            print(f"{backend}: {text}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
