@@ -65,8 +65,8 @@ def imitate(folder: Path, imitation_steps: int) -> list[str]:
     ]
     _train(
         "sft", folder / "imitation", *shared, f"model.path={made}",
-        f"run.total_steps={imitation_steps}", "run.evaluate_every=0", "sft.batch_size=128",
-        "sft.max_tokens=32", "actor.optimizer.lr=2e-3",
+        f"run.total_steps={imitation_steps}", "run.evaluate_every=0",
+        "sft.batch_size=128", "sft.max_tokens=32", "actor.optimizer.lr=2e-3",
     )  # fmt: skip
     return [*shared, f"model.path={folder / 'imitation' / 'model'}"]
 

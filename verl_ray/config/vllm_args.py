@@ -79,16 +79,26 @@ _FRONT_END_ARGS = (
     "allowed_media_domains",
     "collect_detailed_traces",
     "default_mm_loras",
+    "enable_prompt_embeds",
     "interleave_mm_strings",
     "io_processor_plugin",
+    "max_logprobs",
     "max_num_queued_reqs",
     "max_num_queued_tokens",
     "media_io_kwargs",
     "otlp_traces_endpoint",
+    "reasoning_parser",
+    "reasoning_parser_plugin",
     "renderer_num_workers",
+    "served_model_name",
     "stream_interval",
+    "structured_outputs_config",
+    "tokenizer_mode",
+    "tokenizer_revision",
     "tokens_only",
 )
+
+_HUB_ARGS = ("code_revision", "download_dir", "hf_token", "revision")
 
 _STATISTICS_ARGS = (
     "aggregate_engine_logging",
@@ -138,6 +148,7 @@ VLLM_ARGS_FIXED = {
     **dict.fromkeys(
         _FRONT_END_ARGS, "only vLLM's front-end reads it, which is not used"
     ),
+    **dict.fromkeys(_HUB_ARGS, "the model is a folder of this node"),
     **dict.fromkeys(_STATISTICS_ARGS, "the project measures the engine itself"),
 }
 """Argument of any engine that the project depends on, or that would do nothing -> the
@@ -304,25 +315,18 @@ VLLM_ARGS_UNPROVEN = frozenset(
         "scheduling_policy",
         "watermark",
         # Memory and loading.
-        "code_revision",
         "config_format",
-        "download_dir",
         "enable_cumem_allocator",
         "engram_config",
-        "hf_token",
         "ignore_patterns",
         "max_parallel_loading_workers",
         "model_loader_extra_config",
         "model_weights",
         "pt_load_map_location",
-        "revision",
         "safetensors_load_strategy",
         "safetensors_prefetch_block_size",
         "safetensors_prefetch_num_threads",
-        "served_model_name",
         "sleep_mode_offload_cudagraph",
-        "tokenizer_mode",
-        "tokenizer_revision",
         # Adapters.
         "enable_mixed_moe_lora_format",
         "enable_moe_shared_loras",
@@ -333,12 +337,10 @@ VLLM_ARGS_UNPROVEN = frozenset(
         "aux_output_config",
         "enable_mm_embeds",
         "enable_mm_processor_stats",
-        "enable_prompt_embeds",
         "enable_return_routed_experts",
         "enable_trace_replay",
         "language_model_only",
         "limit_mm_per_prompt",
-        "max_logprobs",
         "mm_device_do_normalize",
         "mm_encoder_only",
         "mm_encoder_tp_mode",
@@ -351,11 +353,8 @@ VLLM_ARGS_UNPROVEN = frozenset(
         "mm_shm_cache_max_object_size_mb",
         "mm_tensor_ipc",
         "reasoning_config",
-        "reasoning_parser",
-        "reasoning_parser_plugin",
         "return_sampling_mask",
         "skip_mm_profiling",
-        "structured_outputs_config",
         "video_pruning_method",
         "video_pruning_rate",
         # Logs, and the process.

@@ -166,17 +166,6 @@ CASES = [
     ),
 ]
 
-PROOFS = {
-    "async_scheduling": "rollout/test_contract.py",
-    "block_size": "rollout/test_contract.py",
-    "enable_prefix_caching": "rollout/test_vllm_engine.py",
-    "enforce_eager": "rollout/on_device.py",
-    "max_num_batched_tokens": "rollout/test_contract.py",
-    "max_num_seqs": "rollout/test_contract.py",
-    "model_impl": "proofs/test_proof.py",
-}
-"""The tests that run engines with each argument that is called proven."""
-
 
 def test_an_argument_of_the_installed_vllm_has_one_class() -> None:
     """A new one has to be looked at, and gets a class."""
@@ -191,13 +180,6 @@ def test_an_argument_of_the_installed_vllm_has_one_class() -> None:
     assert set(listed) == set(vllm_arguments() or ())
     others = {*VLLM_ARGS_FIXED_FOR_A_POLICY, *VLLM_ARGS_PROVEN, *VLLM_ARGS_UNPROVEN}
     assert VLLM_ARGS_FIXED_ON_A_CPU.keys() <= others
-
-
-def test_a_proven_argument_has_a_test() -> None:
-    assert PROOFS.keys() == VLLM_ARGS_PROVEN
-    tests = Path(__file__).parents[2]
-    for name, file in PROOFS.items():
-        assert name in (tests / file).read_text(), (name, file)
 
 
 def test_an_argument_is_one_of_the_installed_version(
