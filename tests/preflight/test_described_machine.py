@@ -155,7 +155,8 @@ def test_an_engine_stays_on_a_node(data: Path) -> None:
         preflight(wide, parse_machine("nodes=16,gpus=8,gpu=B200-180G"))
     )
     assert message["rollout.tensor_parallel"] == (
-        "the ranks of an engine share a node, which has 8 GPUs | Use at most 8."
+        "the ranks of an engine share a node, which has 8 GPUs, and this one needs 16"
+        " | Use at most 8."
     )
 
 

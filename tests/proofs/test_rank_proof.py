@@ -43,7 +43,8 @@ def test_gradients_that_ranks_do_not_sum_are_named(
     printed = capsys.readouterr().out
     assert "ok   tensors on 2 ranks of fsdp: 0.0e+00 (at most 0e+00)" in printed
     assert "ok   log-probs on 2 ranks of fsdp: " in printed
-    (line,) = (line for line in printed.splitlines() if "FAIL" in line)
+    # The model can be trained all the same, on other ranks.
+    (line,) = (line for line in printed.splitlines() if line.startswith("  no "))
     assert "gradients on 2 ranks of fsdp" in line and "model.layers.1." in line
     assert "Ranks of fsdp do not agree with it" in printed
     assert "megatron has no place for it: backend=megatron: the model is a" in printed

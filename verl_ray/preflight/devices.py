@@ -164,7 +164,7 @@ def _node_problems(job: Job) -> Iterator[Problem]:
         if width > machine.gpus:
             key = f"{engine.section}.tensor_parallel"
             stages = engine.config.pipeline_parallel
-            rule += f", and this one has {width}"
+            rule += f", and this one needs {width}"
             fix = f"Use at most {max(1, machine.gpus // stages)}."
             yield Problem(key, engine.config.tensor_parallel, rule, fix)
         # Engines that need more GPUs than there are at all are reported elsewhere.
