@@ -11,16 +11,18 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 import sys
-import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
 from verl_ray.errors import ModelError
-from verl_ray.preflight.model_proof import RolloutProof, keep_rollout_proof
+from verl_ray.preflight.model_proof import (
+    RolloutProof,
+    keep_rollout_proof,
+    modules_alone,
+)
 from verl_ray.profiling.phases import blocking
 from verl_ray.settings.config_json import not_computed
 
@@ -92,11 +94,9 @@ def _proven(arguments: argparse.Namespace) -> tuple[Proof, str | None]:
 
 def _proven_in_child(arguments: argparse.Namespace) -> tuple[Proof, str | None]:
     """Return the same of a model whose code runs, in another process."""
-    with tempfile.TemporaryDirectory(prefix="verl_ray-modules-") as modules:
-        # transformers imports the code from a copy, which processes would share.
-        os.environ["HF_MODULES_CACHE"] = modules
-        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-            return pool.submit(_proven, arguments).result()
+    # The child inherits the folder.
+    with modules_alone(), ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(_proven, arguments).result()
 
 
 def _in_words(proof: Proof, *, with_rollouts: bool) -> str:

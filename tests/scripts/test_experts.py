@@ -14,6 +14,5 @@ from scripts.experts import imitate, learn
 @pytest.mark.vllm
 def test_whole_experts_go_from_two_ranks_to_two_ranks(tmp_path: Path) -> None:
     numbers = learn("megatron", tmp_path, imitate(tmp_path, 40), steps=4)
-    # Every sync is compared, and the policy that was sent is no longer the first one.
+    # Every sync was compared with what the trainers compute.
     assert 0 < numbers["probe_difference"] < 1e-4
-    assert 0 <= numbers["before"] <= 1 and 0 <= numbers["after"] <= 1

@@ -19,7 +19,7 @@ import platform
 import socket
 import tempfile
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -221,10 +221,19 @@ def _version(package: str) -> str:
 
 def main(connection: socket.socket) -> None:
     """Prove a model in this process, for the one at the other end."""
-    with tempfile.TemporaryDirectory(prefix="verl_ray-modules-") as modules:
-        # transformers imports a model's code from a copy, which processes would share.
-        os.environ["HF_MODULES_CACHE"] = modules
+    with modules_alone():
         run_trial(connection, _prove)
+
+
+@contextlib.contextmanager
+def modules_alone() -> Iterator[None]:
+    """Let transformers import a model's code from a folder of this process alone.
+
+    It imports a copy, which processes would share. Nothing of it may be imported yet.
+    """
+    with tempfile.TemporaryDirectory(prefix="verl_ray-modules-") as modules:
+        os.environ["HF_MODULES_CACHE"] = modules
+        yield
 
 
 def _prove(fields: dict[str, Any], tell: Tell) -> Mapping[str, Any]:
@@ -238,8 +247,12 @@ def _prove(fields: dict[str, Any], tell: Tell) -> Mapping[str, Any]:
     try:
         config = config_of(fields["path"], trusts_code=fields["trusts_code"])
         result = prove(config, rollouts=False)
-        whole = model_on_meta(text_config(config))
-        tensors, passed_over = expected_tensors(whole, checkpoint_names(whole))
+        tensors: Mapping[str, Sequence[int]] = {}
+        passed_over: Sequence[str] = ()
+        # A model that is refused may have tensors of which nothing is known.
+        if result.engine.trains:
+            whole = model_on_meta(text_config(config))
+            tensors, passed_over = expected_tensors(whole, checkpoint_names(whole))
     except ModelError as error:
         # The machine, such as its memory, may be the cause.
         return {"proof": {"failure": str(error)}, "is_certain": False}
@@ -251,7 +264,7 @@ def _prove(fields: dict[str, Any], tell: Tell) -> Mapping[str, Any]:
         "has_adapters": engine.has_adapters,
         "has_balance": result.routers.return_choices,
         "has_biases": result.routers.have_biases,
-        "tensors": tensors if engine.trains else {},
+        "tensors": tensors,
         "passed_over": passed_over,
         "failure": engine.failure,
     }
