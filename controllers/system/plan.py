@@ -412,6 +412,7 @@ def engine_spec(
         trusts_code=trusts_code,
         expert_balance=expert_balance,
         expert_bias_update=expert_bias_update,
+        replays_routing=config.replays_routing(name),
         schedule_steps=schedule_steps,
         seed=config.run.seed,
         # The other models keep what they came with.

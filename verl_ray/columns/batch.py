@@ -39,6 +39,10 @@ class Kind(enum.Enum):
     RAGGED = "ragged"
 
 
+ANY = -1
+"""A dimension of a column whose size its values decide."""
+
+
 @dataclass(frozen=True)
 class Column:
     """Declaration of one field of a stage.
@@ -46,7 +50,7 @@ class Column:
     Attributes:
         kind: The unit that the column has values for.
         dtype: The element type.
-        trailing: The shape behind the row or token dimension.
+        trailing: The shape behind the row or token dimension; ANY is any size.
         optional: Whether the field may be None.
     """
 
@@ -255,6 +259,9 @@ class Batch:
         values = value.values if isinstance(value, Ragged) else value
         expected = (self._count(column, value), *column.trailing)
         is_array = isinstance(values, np.ndarray)
+        if is_array and values.ndim == len(expected):
+            sizes = zip(expected, values.shape, strict=True)
+            expected = tuple(own if size == ANY else size for size, own in sizes)
         if not is_array or values.dtype != column.dtype or values.shape != expected:
             actual = type(values).__name__
             if is_array:

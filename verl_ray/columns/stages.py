@@ -60,11 +60,12 @@ from typing import TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from verl_ray.columns.batch import Array, Batch, Int64, Ragged, ragged, row, token
+from verl_ray.columns.batch import ANY, Array, Batch, Int64, Ragged, ragged, row, token
 
 Float32 = npt.NDArray[np.float32]
 Bool = npt.NDArray[np.bool_]
 Int8 = npt.NDArray[np.int8]
+Int16 = npt.NDArray[np.int16]
 
 Statistics = npt.NDArray[np.float64]
 """[rows, 4]: sum, sum of squares, maximum and minimum over a row's response tokens."""
@@ -122,6 +123,11 @@ class Rows(Batch):
     tokens: Array = token(np.int32)
     # True on tokens that the policy chose; never on a row's first token.
     response_mask: Bool = token(np.bool_)
+    # [tokens, hidden layers, experts per token]: the experts that the sampler's routers
+    # chose for each token; 0 in layers without experts, and from the row's last
+    # response token on, which no sampled token depends on. Absent where they are not
+    # recorded.
+    routed_experts: Int16 | None = token(np.int16, ANY, ANY, optional=True)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -41,6 +41,7 @@ ADDED: dict[str, Any] = {
     "rollout.updates": "between",
     "rollout.kv": None,
     "rollout.stop": [],
+    "rollout.routing_replay": False,
     "algorithm.kl.importance_weighted": False,
     "algorithm.correction.rejections": None,
     "algorithm.correction.normalise": False,

@@ -118,6 +118,10 @@ class Config(Section):
         """
         return "policy"
 
+    def replays_routing(self, role: str) -> bool:
+        """Return whether a role's routers choose what the sampler's have chosen."""
+        return False
+
     @property
     def optimizers(self) -> dict[str, OptimizerConfig]:
         """Every optimizer that has settings, by the key of its section."""

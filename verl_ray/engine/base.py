@@ -76,6 +76,10 @@ class EngineSpec:
     expert_bias_update: float = 0.0
     """Size of a step of the biases by which routers choose experts."""
 
+    replays_routing: bool = False
+    """Whether the routers choose the experts that the sampler's chose, where these are
+    recorded: those of rows that have `routed_experts`."""
+
     chat_template: str | None = None
     """Text of the chat template that replaces the model's as it is exported."""
 

@@ -104,6 +104,9 @@ class RLConfig(RolloutTaskConfig):
             return "value"
         return "policy"
 
+    def replays_routing(self, role: str) -> bool:
+        return role == "actor" and self.rollout.routing_replay
+
     @property
     def has_critic(self) -> bool:
         """Whether a critic role is created."""
