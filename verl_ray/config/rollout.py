@@ -246,6 +246,9 @@ class RolloutConfig(RolloutEngineConfig):
     Such a response has ended by itself. The tokens of the text stay in it. Special
     tokens count by their names.
     """
+    routing_replay: bool
+    """Whether the engines record the experts that routers choose for each token, and
+    the actor computes with these instead of choosing anew (R3, arXiv:2510.11370)."""
     stream_rows: Positive
     """Finished responses are handed to the graders once this many are ready, or the
     first of them has waited for a second."""
