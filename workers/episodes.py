@@ -73,6 +73,7 @@ def episode_rollouts(
     prompt_of: Mapping[int, int],
     episodes: Sequence[tuple[int, Episode]],
     treatments: Mapping[End, Treatment],
+    routing_shape: tuple[int, int] | None = None,
 ) -> Rollouts:
     """Return the rows of episodes, one episode after another.
 
@@ -83,6 +84,7 @@ def episode_rollouts(
         prompt_of: The number of each episode's prompt, by the number of the episode.
         episodes: Number and episode.
         treatments: What becomes of an episode, by its end.
+        routing_shape: As of a `RolloutEngine`.
     """
     numbered: list[tuple[int, Episode, EpisodeRow]] = []
     finishes: list[Finish] = []
@@ -103,7 +105,16 @@ def episode_rollouts(
             numbered.append((number, episode, row))
             row_ids.append(number * ROW_IDS + index)
             is_last.append(index == len(rows) - 1)
-    return _columns_of_rows(prompts, prompt_of, numbered, row_ids, finishes, is_last)
+    columns = _columns_of_rows(prompts, prompt_of, numbered, row_ids, finishes, is_last)
+    if routing_shape is None:
+        return columns
+    experts = [
+        np.zeros((len(row.tokens), *routing_shape), np.int16)
+        if row.routed_experts is None
+        else row.routed_experts
+        for _, _, row in numbered
+    ]
+    return columns.replace(routed_experts=np.concatenate(experts))
 
 
 def beside_episodes(singles: Rollouts) -> Rollouts:

@@ -7,6 +7,7 @@ the engine.
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,7 @@ from verl_ray.columns.seeds import row_seeds
 from verl_ray.columns.stages import (
     UNFINISHED,
     Finish,
+    Int16,
     Prompts,
     Requests,
     Responses,
@@ -37,7 +39,7 @@ from verl_ray.config.data import SpecialTokens
 from verl_ray.config.roles import LoraConfig
 from verl_ray.config.rollout import RolloutConfig, RolloutEngineConfig
 from verl_ray.data.tokenizers import PRESENT_TIME, load_tokenizer
-from verl_ray.errors import EngineFailed, VerlRayError
+from verl_ray.errors import EngineFailed, RolloutError, VerlRayError
 from verl_ray.ops.installed_torch import choose_vector_program
 from verl_ray.profiling.progress import touch
 from verl_ray.rollout.base import RolloutEngine
@@ -126,6 +128,7 @@ class RolloutWorker:
                 lora=spec.lora,
                 chat_template=spec.chat_template,
                 trusts_code=spec.trusts_code,
+                records_routing=spec.config.routing_replay,
             )
 
         self.server = RolloutServer(start)
@@ -186,7 +189,7 @@ class RolloutWorker:
         # Nobody would read the responses of an abandoned call: its requests are aborted
         when_abandoned(stream.close)
         for chunks in _batches(stream, generation.stream_rows):
-            yield whole_rollouts(prompts, prompt_of, chunks)
+            yield whole_rollouts(prompts, prompt_of, chunks, self.server.routing_shape)
 
     def _run_episodes(
         self,
@@ -214,10 +217,13 @@ class RolloutWorker:
         for ended in _batches(stream, generation.stream_rows):
             whole = [(row, each) for row, each in ended if isinstance(each, Episode)]
             chunks = [each for _, each in ended if isinstance(each, Chunk)]
+            shape = self.server.routing_shape
             if whole:
-                yield episode_rollouts(prompts, prompt_of, whole, self.agent.treatments)
+                treatments = self.agent.treatments
+                yield episode_rollouts(prompts, prompt_of, whole, treatments, shape)
             if chunks:
-                yield beside_episodes(whole_rollouts(prompts, prompt_of, chunks))
+                singles = whole_rollouts(prompts, prompt_of, chunks, shape)
+                yield beside_episodes(singles)
 
     @concurrent
     def respond(
@@ -516,6 +522,7 @@ def start_engine(
     lora: LoraConfig | None = None,
     chat_template: str | None = None,
     trusts_code: bool = False,
+    records_routing: bool = False,
 ) -> RolloutEngine:
     """Start vLLM in this process, which must not have imported it yet."""
     from verl_ray.rollout.vllm_engine import VllmEngine
@@ -539,6 +546,7 @@ def start_engine(
         lora=lora,
         chat_template=chat_template,
         trusts_code=trusts_code,
+        records_routing=records_routing,
     )
 
 
@@ -548,13 +556,17 @@ def start_engine(
 
 
 def whole_rollouts(
-    prompts: Prompts, prompt_of: Mapping[int, int], chunks: list[Chunk]
+    prompts: Prompts,
+    prompt_of: Mapping[int, int],
+    chunks: list[Chunk],
+    routing_shape: tuple[int, int] | None = None,
 ) -> Rollouts:
     """Rows of finished responses, each behind its prompt.
 
     Args:
         prompt_of: The number of each response's prompt, by row id.
         chunks: One whole response each, whose request id is the row id.
+        routing_shape: As of a `RolloutEngine`.
     """
     row_id = np.array([chunk.request_id for chunk in chunks], np.int64)
     prompt_rows = prompts.select([prompt_of[chunk.request_id] for chunk in chunks])
@@ -588,7 +600,37 @@ def whole_rollouts(
         version_spans=spans,
         **versions_of(spans),
         **prompt_columns(prompt_rows),
+        routed_experts=None
+        if routing_shape is None
+        else _routed_experts(chunks, offsets, routing_shape),
     )
+
+
+def _routed_experts(
+    chunks: list[Chunk], offsets: Int64, shape: tuple[int, int]
+) -> Int16:
+    """Return the experts of whole rows, int16 [tokens, layers, k].
+
+    Args:
+        chunks: The responses.
+        offsets: Of the rows, int64 [rows + 1].
+        shape: As of a `RolloutEngine`.
+    """
+    experts = np.zeros((offsets[-1], *shape), np.int16)
+    bounds = itertools.pairwise(offsets.tolist())
+    for chunk, (first, end) in zip(chunks, bounds, strict=True):
+        # One that was aborted before its first token has none.
+        if not len(chunk.tokens):
+            continue
+        recorded = chunk.routed_experts
+        if recorded is None or len(recorded) != end - 1 - first:
+            positions = "no" if recorded is None else len(recorded)
+            raise RolloutError(
+                f"the engine has recorded the experts of {positions} positions of a row"
+                f" of {end - first} tokens, expected all but the last"
+            )
+        experts[first : end - 1] = recorded
+    return experts
 
 
 def response_parts(chunks: list[Chunk]) -> Responses:

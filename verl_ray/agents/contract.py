@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from verl_ray.columns.stages import Int16
 from verl_ray.settings.episode_ends import FAULTS as FAULTS
 from verl_ray.settings.episode_ends import LIMITS as LIMITS
 from verl_ray.settings.episode_ends import MOST_TURNS as MOST_TURNS
@@ -236,12 +237,15 @@ class Sampled:
         versions: Pairs of the index in `tokens` where a span begins and its policy
             version.
         action: The same as the environment sees it.
+        routed_experts: The experts of all positions of prompt and turn but the last,
+            [positions, layers, k], where they are recorded. They stay with the engine.
     """
 
     tokens: Sequence[int]
     log_probs: Sequence[float]
     versions: Sequence[tuple[int, int]]
     action: Action
+    routed_experts: Int16 | None = None
 
 
 class Sampler(Protocol):
@@ -277,6 +281,7 @@ class EpisodeRow:
             turn's reward, in the order of time.
         turns: Number of each of these turns in the episode, from 0. Those of several
             rows may alternate.
+        routed_experts: As in `Rows`, where they are recorded.
     """
 
     tokens: list[int]
@@ -285,6 +290,7 @@ class EpisodeRow:
     versions: list[tuple[int, int]]
     rewards: list[tuple[int, float]]
     turns: list[int] = field(default_factory=list)
+    routed_experts: Int16 | None = None
 
 
 @dataclass

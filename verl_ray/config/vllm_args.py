@@ -41,6 +41,8 @@ VLLM_ARGS_OF_OTHER_KEYS = {
     "max_loras": "rollout.sync.adapter",
     "max_lora_rank": "actor.lora.rank",
     "lora_target_modules": "actor.lora.targets",
+    "enable_return_routed_experts": "rollout.routing_replay",
+    "aux_output_config": "rollout.routing_replay",
 }
 """Argument of an engine -> the key of this configuration that sets it."""
 
@@ -334,10 +336,8 @@ VLLM_ARGS_UNPROVEN = frozenset(
         "max_cpu_loras",
         "max_lora_cls_labels",
         # What else a request can ask for, and images.
-        "aux_output_config",
         "enable_mm_embeds",
         "enable_mm_processor_stats",
-        "enable_return_routed_experts",
         "enable_trace_replay",
         "language_model_only",
         "limit_mm_per_prompt",

@@ -184,7 +184,11 @@ class RolloutEngine(EngineHooks):
 
     Attributes:
         steps: Number of engine steps run so far.
+        routing_shape: Hidden layers, and experts per token, of the recorded experts in
+            chunks; None where none are recorded.
     """
+
+    routing_shape: tuple[int, int] | None = None
 
     def __init__(self, initial_version: int | None) -> None:
         """Start with the weights of `initial_version`, or with none."""

@@ -21,6 +21,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from verl_ray.agents.contract import (
     FAULTS,
     End,
@@ -43,6 +45,7 @@ from verl_ray.rollout.episode_process import EpisodeProcess
 from verl_ray.rollout.episode_stream import EpisodeRequest, EpisodeStream
 from verl_ray.rollout.requests import GenerationRequest
 from verl_ray.rollout.server import RolloutServer
+from verl_ray.rollout.turn_routing import TurnRouting
 from verl_ray.rollout.turns import ReadAction, sampled_turn
 
 START_S = 120.0
@@ -65,12 +68,14 @@ class _OpenEpisode:
     Attributes:
         number: What its process knows it by; another one after a fault.
         retries: How often it was run again after a fault of its own.
+        routing: The experts of its turns, where they are recorded.
     """
 
     number: int
     request: EpisodeRequest
     stream: EpisodeStream
     retries: int = 0
+    routing: TurnRouting = field(default_factory=TurnRouting)
 
 
 class EpisodePool:
@@ -301,6 +306,8 @@ class EpisodePool:
         """
         is_retried = ended.end in self._retried_ends
         if not is_retried or episode.retries >= self._max_retries:
+            if self._server.routing_shape is not None:
+                episode.routing.add_to(ended.rows)
             episode.stream.put((episode.request.number, ended))
             return
         episode.retries += 1
@@ -474,6 +481,9 @@ class EpisodePool:
         except RolloutError as error:
             reply = {"call": fields["call"], "end": None, "detail": str(error)}
         else:
+            if sampled.routed_experts is not None:
+                tokens = np.array(sampled.tokens, np.int32)
+                episode.routing.add(request.tokens, tokens, sampled.routed_experts)
             return sampled_frame(fields["call"], sampled)
         return frame("failed", reply)
 
@@ -573,6 +583,8 @@ class _Process:
         """Begin an episode."""
         self.open[episode.number] = episode
         self.has_run = True
+        # It may have run before.
+        episode.routing = TurnRouting()
         request = episode.request
         fields = {
             "episode": episode.number,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from verl_ray.columns.stages import Finish
+from verl_ray.columns.stages import Finish, Int16
 from verl_ray.errors import RolloutError
 from verl_ray.profiling.progress import advance
 from verl_ray.rollout.requests import (
@@ -40,6 +40,7 @@ class _PartialResponse:
         delivered: Number of tokens that were delivered.
         text: Its text, where a stop string may end it.
         prompt: Log-probs of the parts of its prompt that were not delivered.
+        routed_experts: Experts of the positions that were not delivered, in parts.
     """
 
     stream: bool
@@ -50,6 +51,7 @@ class _PartialResponse:
     spans: list[tuple[int, int]] = field(default_factory=list)
     delivered: int = 0
     prompt: list[PromptLogProbs] = field(default_factory=list)
+    routed_experts: list[Int16] = field(default_factory=list)
 
 
 class InFlight:
@@ -218,10 +220,14 @@ class InFlight:
         count, _ = text.add(progress.tokens, last=False)
         if not text.stopped:
             return progress
+        experts = progress.routed_experts
+        if experts is not None:
+            experts = experts[: len(experts) - len(progress.tokens) + count]
         return progress._replace(
             tokens=progress.tokens[:count],
             log_probs=progress.log_probs[:count],
             finish=Finish.STOP,
+            routed_experts=experts,
         )
 
     def _record(self, progress: GenerationProgress, version: int | None) -> None:
@@ -235,6 +241,8 @@ class InFlight:
         response.log_probs += progress.log_probs
         if progress.prompt is not None:
             response.prompt.append(progress.prompt)
+        if progress.routed_experts is not None:
+            response.routed_experts.append(progress.routed_experts)
 
         if progress.finish is None and not response.stream:
             return
@@ -252,8 +260,12 @@ class InFlight:
             first_token=first,
             version_spans=_spans_from(response.spans, first),
             prompt=PromptLogProbs.joined(response.prompt),
+            routed_experts=np.concatenate(response.routed_experts)
+            if response.routed_experts
+            else None,
         )
         response.prompt.clear()
+        response.routed_experts.clear()
         self._chunks.append(chunk)
 
 

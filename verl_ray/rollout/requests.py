@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from verl_ray.columns.stages import Finish
+from verl_ray.columns.stages import Finish, Int16
 
 Tokens = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
@@ -117,6 +117,9 @@ class Chunk:
             response where a span begins and the version of that span.
         prompt: The log-probs of the prompt, in the first chunk of a request that scores
             its prompt.
+        routed_experts: The experts of the positions that these tokens were sampled
+            behind, [positions, layers, k], where they are recorded; of all positions of
+            the prompt with the response's first token.
     """
 
     request_id: int
@@ -126,6 +129,7 @@ class Chunk:
     first_token: int
     version_spans: tuple[tuple[int, int], ...]
     prompt: PromptLogProbs | None = None
+    routed_experts: Int16 | None = None
 
 
 class GenerationProgress(NamedTuple):
@@ -137,6 +141,7 @@ class GenerationProgress(NamedTuple):
         log_probs: The log-prob of each new token.
         finish: Why the response ended with this step; None = it goes on.
         prompt: Log-probs of the prompt, or of a part of it, where it is scored.
+        routed_experts: As in `Chunk`.
     """
 
     request_id: int
@@ -144,6 +149,7 @@ class GenerationProgress(NamedTuple):
     log_probs: Sequence[float]
     finish: Finish | None
     prompt: PromptLogProbs | None = None
+    routed_experts: Int16 | None = None
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,10 @@ class EngineThread:
             whole, so any thread may read it.
         tasks: Work that the thread has not begun yet; None ends the thread.
         pause_request: A pause that has not taken effect yet.
+        routing_shape: As of the engine.
     """
+
+    routing_shape: tuple[int, int] | None
 
     def __init__(self, start: Callable[[], RolloutEngine]) -> None:
         """Start the thread, create the engine on it, and wait for the engine.
@@ -277,6 +280,7 @@ class EngineThread:
             started.set_exception(error)
             return
         self._update_health(engine)
+        self.routing_shape = engine.routing_shape
         started.set_result(None)
 
         goes_on = True
@@ -491,6 +495,11 @@ class RolloutServer:
         """
         self._numbers = itertools.count()
         self._engine_thread = EngineThread(start)
+
+    @property
+    def routing_shape(self) -> tuple[int, int] | None:
+        """As of the engine."""
+        return self._engine_thread.routing_shape
 
     def respond(
         self,

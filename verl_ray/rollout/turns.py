@@ -58,4 +58,10 @@ async def sampled_turn(
     if any(nests_too_deep(call.arguments) for call in action.tool_calls):
         why = f"the arguments of a call have more than {MOST_NESTED} levels"
         action = replace(action, tool_calls=(), parse_error=why)
-    return Sampled(tokens, chunk.log_probs.tolist(), chunk.version_spans, action)
+    return Sampled(
+        tokens,
+        chunk.log_probs.tolist(),
+        chunk.version_spans,
+        action,
+        chunk.routed_experts,
+    )

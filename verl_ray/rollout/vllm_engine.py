@@ -33,7 +33,11 @@ from verl_ray.rollout.requests import (
     Tokens,
 )
 from verl_ray.rollout.vllm_arguments import engine_config
-from verl_ray.rollout.vllm_core import VllmCore, require_supported
+from verl_ray.rollout.vllm_core import (
+    VllmCore,
+    require_routing,
+    require_supported,
+)
 from verl_ray.rollout.vllm_outputs import progress_of, prompt_log_probs_of
 from verl_ray.weight_sync.fingerprint import Fingerprints
 from verl_ray.weight_sync.manifest import Bucket, Manifest
@@ -69,6 +73,7 @@ class VllmEngine(RolloutEngine):
         lora: LoraConfig | None = None,
         chat_template: str | None = None,
         trusts_code: bool = False,
+        records_routing: bool = False,
     ) -> None:
         """Start vLLM on a local model directory.
 
@@ -85,6 +90,7 @@ class VllmEngine(RolloutEngine):
             lora: The adapter that updates will transfer in addition to the model.
             chat_template: Replaces the model's, which tells how responses end.
             trusts_code: Whether the code in the directory may run.
+            records_routing: Whether chunks have the experts that routers chose.
 
         Raises:
             RolloutError: vLLM cannot run this; the error names the key to change.
@@ -107,9 +113,15 @@ class VllmEngine(RolloutEngine):
         make_config = functools.partial(
             engine_config, model_path, config, max_model_len, seed, device,
             without_weights=initial_version is None, sleeps=sleeps, lora=lora,
-            trusts_code=trusts_code,
+            trusts_code=trusts_code, records_routing=records_routing,
         )  # fmt: skip
+        # On a GPU vLLM's own outputs have it.
+        self._takes_routing = records_routing and device == "cpu"
+        if records_routing:
+            require_routing(device)
         self._start_core(model_path, device, make_config, chat_template)
+        if records_routing:
+            self.routing_shape = self._routing_shape()
 
         # Making vLLM's parameters takes long, and most requests sample in the same way.
         cache = functools.lru_cache(_CACHED_SAMPLINGS)
@@ -127,7 +139,8 @@ class VllmEngine(RolloutEngine):
             self._tokenizer = load_tokenizer(model_path, chat_template)
             self._end_tokens = end_tokens(self._tokenizer)
             self._vocabulary = int(vllm_config.model_config.get_vocab_size())
-            self.core = VllmCore(vllm_config)
+            self.core = VllmCore(vllm_config, takes_routing=self._takes_routing)
+            self._model_config = vllm_config.model_config
         except VerlRayError:
             raise
         except Exception as error:
@@ -155,6 +168,11 @@ class VllmEngine(RolloutEngine):
     @property
     def load(self) -> EngineLoad:
         return self.core.load
+
+    def _routing_shape(self) -> tuple[int, int]:
+        config = self._model_config
+        top_k = config.get_num_experts_per_tok()
+        return config.get_total_num_hidden_layers(), top_k
 
     # ----------------------------------------------------------------------- generation
 

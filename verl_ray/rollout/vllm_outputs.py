@@ -37,6 +37,9 @@ def progress_of(output: EngineCoreOutput) -> GenerationProgress:
         log_probs=log_probs,
         finish=finish,
         prompt=prompt_log_probs_of(output),
+        routed_experts=None
+        if output.routed_experts is None
+        else output.routed_experts.astype(np.int16, copy=False),
     )
 
 
