@@ -172,6 +172,7 @@ class ActorWorker(ModelWorker):
             offsets=rows.offsets,
             tokens=rows.tokens,
             response_mask=rows.response_mask,
+            routed_experts=rows.routed_experts,
             selected=selections.selected,
             uncertain=selections.uncertain,
             loss_weight=weights,

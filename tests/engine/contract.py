@@ -36,6 +36,7 @@ from tests.engine.inputs import (
     Ranks,
     pairs_of,
     refused,
+    routed_rows,
     rows_of,
     sequences_of,
 )
@@ -221,9 +222,34 @@ def check_training(ranks: Ranks, kind: str) -> dict[str, Any]:
     found["tokens"], found["terms"] = report.tokens, report.terms
     engine = ranks.engine(kind, "qwen3_moe", micro_batch_tokens_per_rank=40)
     found["load"] = ranks.total(engine.forward_backward(mine, POLICY)).expert_load
+    found |= replayed(ranks, kind)
     if BACKENDS[kind].moves_expert_biases:
         for tokens in (40, 10_000):
             found[f"biases, {tokens}"] = moved_biases(ranks, kind, mine, tokens)
+    return found
+
+
+def replayed(ranks: Ranks, kind: str) -> dict[str, Any]:
+    """Three steps with the experts that rows have, and what their first load is."""
+    rows, replay = routed_rows(), {"replays_routing": True, "expert_balance": 0.0}
+    mine = rows.select(ranks.mine(rows))
+    small = {"activation_checkpointing": True, "micro_batch_tokens_per_rank": 40}
+    engine = ranks.engine(kind, "qwen3_moe", **replay, **small)
+    load = ranks.total(engine.forward_backward(mine, POLICY)).expert_load
+    engine = ranks.engine(kind, "qwen3_moe", **replay, **small)
+    found = {
+        "replayed": ranks.train(engine, mine, POLICY),
+        "replayed load": load,
+        "not recorded": refused(
+            lambda: engine.forward_backward(mine.replace(routed_experts=None), POLICY)
+        ),
+    }
+    if kind == "megatron" and ranks.world == 2:
+        slices = {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2}
+        engine = ranks.engine(kind, "wide_qwen3_moe", **replay, **slices)
+        found["replayed in slices"] = ranks.train(
+            engine, ranks.of(engine, rows), POLICY
+        )
     return found
 
 

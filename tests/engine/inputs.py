@@ -200,6 +200,14 @@ def rows_of(lengths: tuple[int, ...] = LENGTHS) -> TrainingBatch:
     )
 
 
+def routed_rows() -> TrainingBatch:
+    """Return the same rows with experts that no router chose: 2 of 4, in 2 layers."""
+    rows = rows_of()
+    random = np.random.default_rng(5)
+    order = random.random((rows.num_tokens, 2, 4)).argsort(-1)
+    return rows.replace(routed_experts=order[..., :2].astype(np.int16))
+
+
 def sequences_of(lengths: tuple[int, ...] = LENGTHS) -> TrainingBatch:
     """Return the same rows as sequences of two rows each, which are no neighbours."""
     rows = rows_of(lengths)
@@ -296,6 +304,7 @@ class Ranks:
         lora: LoraConfig | None = None,
         expert_balance: float | None = None,
         expert_bias_update: float = 0.0,
+        replays_routing: bool = False,
         **settings: Any,
     ) -> EngineSpec:
         if kind == "megatron" and settings.pop("activation_checkpointing", False):
@@ -313,6 +322,7 @@ class Ranks:
             lora=lora,
             expert_balance=expert_balance,
             expert_bias_update=expert_bias_update,
+            replays_routing=replays_routing,
         )
 
     def engine(self, kind: str, *what: Any, **settings: Any) -> Engine:

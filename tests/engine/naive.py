@@ -3,6 +3,7 @@
 Everything is in float64, row by row, without padding or packing.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -121,6 +122,29 @@ def naive_experts_loss(
             total + inputs.BALANCE * float(rows.loss_weight[i]) * len(read) * balance
         )
     return total
+
+
+def naive_replayed_loss(model: Any, rows: Any) -> Tensor:
+    """Return the loss with the experts that rows have.
+
+    The last token of a row has none: its router chooses the best two.
+    """
+    experts = [rows.routed_experts[row] for row, _ in by_row(rows)]
+    current: list[np.ndarray] = []
+
+    def route(gate: Any, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if layer == 0:
+            current[:] = [experts.pop(0)]
+        scores = (hidden.flatten(0, -2) @ gate.weight.T).softmax(-1)
+        best = scores[-1:].topk(2, -1).indices
+        recorded = torch.tensor(current[0][:-1, layer].astype(np.int64))
+        chosen = torch.cat([recorded, best])
+        weights = scores.gather(1, chosen)
+        return scores, weights / weights.sum(1, keepdim=True), chosen
+
+    for layer, block in enumerate(model.model.layers):
+        block.mlp.gate.forward = functools.partial(route, block.mlp.gate, layer)
+    return naive_policy_loss(model, rows)
 
 
 def naive_value_loss(model: Any, rows: Any) -> Tensor:

@@ -106,7 +106,7 @@ def test_the_weight_of_config_json_counts_where_no_bias_can_be_moved(
 def test_sigmoids_of_a_family_are_found_and_its_biases(family: str) -> None:
     model = random_model(tiny_config(family), seed=1).model
     watch = RouterWatch(model)
-    assert [tuple(bias.shape) for bias in watch.biases] == [(4,)] * watch.count
+    assert [tuple(bias.shape) for bias in watch.biases] == [(4,)] * len(watch.routers)
     with watch.recording() as heard, torch.no_grad():
         model(torch.arange(3, 20)[None])
     probabilities = torch.sigmoid(heard[-1].logits)
@@ -159,7 +159,7 @@ def test_routers_are_heard_only_while_somebody_listens() -> None:
     declared = {"router_logits": OutputRecorder(Qwen3MoeTopKRouter, index=0)}
     backbone._can_record_outputs = declared  # type: ignore[assignment]
     watch = RouterWatch(backbone)
-    assert watch.count == 1
+    assert len(watch.routers) == 1
     router(torch.ones(4, 3))
     with watch.recording() as heard:
         router(torch.ones(5, 3))

@@ -194,8 +194,13 @@ class Packing:
     """[selected]: row of the packing that each selected token belongs to."""
 
 
-def pack_rows(rows: Rows, indices: Int64) -> Packing:
+def pack_rows(rows: Rows, indices: Int64, *, replays_routing: bool = False) -> Packing:
     """Pack the rows with these indices, at least one.
+
+    Args:
+        rows: The rows of a call.
+        indices: The rows to pack.
+        replays_routing: Whether routers choose what the sampler's did.
 
     Raises:
         DataError: The response mask is True on the first token of a row.
@@ -217,6 +222,14 @@ def pack_rows(rows: Rows, indices: Int64) -> Packing:
     # Distance of each row from its place here to its place in the whole batch.
     shift = rows.offsets[indices] - first_tokens
 
+    experts = chosen.routed_experts if replays_routing else None
+    is_routed = None
+    if experts is not None:
+        # Every token before the last one of its row that was sampled.
+        last = np.zeros(chosen.num_rows, np.int64)
+        np.maximum.at(last, row_of_selected, selected)
+        is_routed = np.arange(chosen.num_tokens) < last[row_of_token]
+
     tokens = PackedTokens(
         tokens=chosen.tokens,
         positions=np.arange(chosen.num_tokens) - chosen.offsets[row_of_token],
@@ -224,6 +237,8 @@ def pack_rows(rows: Rows, indices: Int64) -> Packing:
         targets=chosen.tokens[selected],
         last_tokens=chosen.offsets[1:] - 1,
         offsets=chosen.offsets,
+        experts=experts,
+        is_routed=is_routed,
     )
     return Packing(tokens, selected + shift[row_of_selected], row_of_selected)
 

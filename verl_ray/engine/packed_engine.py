@@ -62,6 +62,7 @@ from verl_ray.learning.objectives import LossInputs, Objective, without_uncounte
 from verl_ray.models.attention import plan_layout
 from verl_ray.models.export import Configure, with_other_parts, write_directory
 from verl_ray.models.role_model import PackedRows, RoleModel
+from verl_ray.models.routing_replay import RecordedRouting
 from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
 from verl_ray.parallel.sharding import PackedTokens, ShardingManager
 from verl_ray.profiling.flops import ModelShape
@@ -105,6 +106,13 @@ class PackedEngine(Engine):
 
         self._parameter_names = [name for name, _ in model.hf.named_parameters()]
         self._routed = model.router_watch is not None
+        if self.spec.replays_routing:
+            if not self._routed:
+                raise EngineError(
+                    f"rollout.routing_replay: {self.spec.model_path} has no experts, or"
+                    " its routers return no choice; set it to false"
+                )
+            model.replay_routing()
         self._balance_coefficient = balance_coefficient(self.spec, model)
         self._balance_metric = f"{self.spec.role}/expert_balance_loss"
         self._bias_update: BiasUpdate | None = None
@@ -204,6 +212,11 @@ class PackedEngine(Engine):
 
     def forward_backward(self, rows: TrainingBatch, objective: Objective) -> LossReport:
         self._require_optimizer()
+        if self.spec.replays_routing and rows.routed_experts is None:
+            raise EngineError(
+                "rollout.routing_replay: rows to learn from have no routed_experts,"
+                " which their sampler did not record; set it to false"
+            )
         accumulator = LossAccumulator()
 
         def loss_of(batch: MicroBatch, outputs: TokenOutputs) -> Tensor:
@@ -359,7 +372,10 @@ class PackedEngine(Engine):
         )
 
     def _make_micro_batch(self, rows: Rows, indices: Int64) -> MicroBatch:
-        packing = pack_rows(rows, indices) if len(indices) else pack_no_rows()
+        packing = pack_no_rows()
+        if len(indices):
+            replays = self.spec.replays_routing
+            packing = pack_rows(rows, indices, replays_routing=replays)
         return MicroBatch(
             packed=self._own_part(packing.tokens),
             row_indices=indices,
@@ -374,6 +390,12 @@ class PackedEngine(Engine):
             own.offsets, self.device, self.dtype, self.sharding.exchange
         )
         count = 1 if self.spec.packs_rows else len(own.offsets) - 1
+        recorded = None
+        if own.experts is not None and own.is_routed is not None:
+            recorded = RecordedRouting(
+                torch.tensor(own.experts).to(self.device, non_blocking=True),
+                torch.tensor(own.is_routed[:, None]).to(self.device, non_blocking=True),
+            )
         return PackedRows(
             input_ids=self._tensor(own.tokens).view(count, -1),
             position_ids=self._tensor(own.positions).view(count, -1),
@@ -382,6 +404,7 @@ class PackedEngine(Engine):
             predecessors=self._tensor(own.predecessors),
             targets=self._tensor(own.targets),
             last_tokens=self._tensor(own.last_tokens),
+            recorded_routing=recorded,
         )
 
     def _tensor(self, values: np.ndarray[Any, Any]) -> Tensor:

@@ -25,6 +25,7 @@ from verl_ray.models.conversions import checkpoint_names
 from verl_ray.models.heads import ValueHead, VocabularyHead
 from verl_ray.models.parts import backbone_of, blocks_of, runs_own_code
 from verl_ray.models.routing import RouterDecisions, RouterWatch, summarize_routing
+from verl_ray.models.routing_replay import RecordedRouting, RoutingReplay
 from verl_ray.models.tensor_sources import TensorSource
 from verl_ray.models.weights import fill, materialize, parameters_on_meta
 from verl_ray.ops.installed_torch import with_tensors_found
@@ -33,6 +34,7 @@ from verl_ray.settings.config_json import (
     LANGUAGE_HEAD,
     LANGUAGE_HEAD_BIAS,
     VALUE_HEAD,
+    num_experts,
 )
 
 if TYPE_CHECKING:
@@ -74,6 +76,9 @@ class PackedRows:
     last_tokens: Tensor
     """[rows]: index of the last token of each row."""
 
+    recorded_routing: RecordedRouting | None = None
+    """What the routers are to choose; None = what they choose themselves."""
+
     @property
     def borders(self) -> dict[str, Tensor]:
         """The borders of packed rows as layers with states take them; else nothing.
@@ -101,7 +106,14 @@ class RoleModel(nn.Module):
         self.kind = kind
         self.names = checkpoint_names(hf)
         watch = RouterWatch(self.backbone)
-        self.router_watch = watch if watch.count else None
+        self.router_watch = watch if watch.routers else None
+        self._routing_replay: RoutingReplay | None = None
+
+    def replay_routing(self) -> None:
+        """Let routers choose what rows have recorded, from now on."""
+        assert self.router_watch is not None, "routers that return their choice"
+        count = num_experts(self.hf.config.to_dict())
+        self._routing_replay = RoutingReplay(self.router_watch.routers, count)
 
     @property
     def backbone(self) -> PreTrainedModel:
@@ -170,6 +182,8 @@ class RoleModel(nn.Module):
 
     def forward(self, rows: PackedRows, outputs: RequestedOutputs) -> TokenOutputs:
         decisions: RouterDecisions = []
+        if self._routing_replay is not None:
+            self._routing_replay.recorded = rows.recorded_routing
         with contextlib.ExitStack() as stack:
             if outputs.base:
                 stack.enter_context(lora.without_adapters(self.hf))

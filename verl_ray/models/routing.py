@@ -57,6 +57,9 @@ class RouterWatch:
     class declares, and choices [tokens, k] are the only whole numbers. Another tensor
     of their shape has the weights of the choices. Routers that return no choice (Llama
     4's, Jamba's, JetMoE's) are not recorded.
+
+    Attributes:
+        routers: The router of each layer that has one, by the layer's number, from 0.
     """
 
     def __init__(self, backbone: nn.Module) -> None:
@@ -66,7 +69,7 @@ class RouterWatch:
         declared = getattr(backbone, "_can_record_outputs", None) or {}
         router = declared.get("router_logits")
 
-        self.count = 0
+        self.routers: dict[int, nn.Module] = {}
         self._biases: list[tuple[nn.Module, str]] = []
         for name, module in backbone.named_modules():
             # A router that is a plain linear layer has made no choice yet.
@@ -80,7 +83,8 @@ class RouterWatch:
                 module.register_forward_hook(
                     functools.partial(self._record, router.index)
                 )
-                self.count += 1
+                layer = next(int(part) for part in name.split(".") if part.isdigit())
+                self.routers[layer] = module
                 around = backbone.get_submodule(name.rpartition(".")[0])
                 self._biases += _selection_biases(module) or _selection_biases(around)
 
@@ -91,7 +95,7 @@ class RouterWatch:
         Biases that are parameters (ERNIE 4.5's) are not among them: states of a run
         have no parameters that an optimizer does not change.
         """
-        if len(self._biases) != self.count:
+        if len(self._biases) != len(self.routers):
             return []
         # Allocating a model's memory makes its buffers anew.
         return [module.get_buffer(name) for module, name in self._biases]

@@ -15,13 +15,14 @@ from typing import Self
 import numpy as np
 
 from verl_ray.columns.batch import Int64
+from verl_ray.columns.stages import Bool, Int16
 from verl_ray.ops.outputs import TokenOutputs
 from verl_ray.parallel.head_exchange import HeadExchange
 
 
 @dataclass(frozen=True)
 class PackedTokens:
-    """Rows one behind the other, or one rank's slice of them. All columns are int64.
+    """Rows one behind the other, or one rank's slice of them. Columns are int64.
 
     The selected tokens are those whose outputs are read. A token is predicted by the
     hidden state of its predecessor, the token before it in its row.
@@ -46,6 +47,13 @@ class PackedTokens:
     """[all rows + 1]: index of each row's first token among the tokens of all ranks,
     then the total. Attention is planned from these, in a slice too."""
 
+    experts: Int16 | None = None
+    """[tokens, layers, k]: the experts that a sampler chose for each token, unlike all
+    others in int16; None = routers choose themselves."""
+
+    is_routed: Bool | None = None
+    """[tokens]: whether these are known of a token; None without them."""
+
     def padded_to_multiple(self, multiple: int) -> Self:
         """Return the rows with tokens appended until their number is a multiple.
 
@@ -59,6 +67,12 @@ class PackedTokens:
             tokens=np.pad(self.tokens, (0, missing)),
             positions=np.concatenate([self.positions, np.arange(missing)]),
             offsets=np.append(self.offsets, len(self.tokens) + missing),
+            experts=None
+            if self.experts is None
+            else np.pad(self.experts, ((0, missing), (0, 0), (0, 0))),
+            is_routed=None
+            if self.is_routed is None
+            else np.pad(self.is_routed, (0, missing)),
         )
 
 

@@ -276,6 +276,16 @@ def _expert_problems(config: Config) -> Iterator[Problem]:
             )
             yield Problem(f"{name}.expert_balance", balance, rule, "Set it to null.")
 
+        if config.replays_routing(name):
+            problem: str | None = None
+            if not chooses_experts(settings):
+                problem = f"this setting would be ignored: {path} has no experts"
+            elif not proof().has_balance:
+                problem = f"the routers of {path} return no choice that can be replayed"
+            if problem is not None:
+                key = "rollout.routing_replay"
+                yield Problem(key, True, problem, "Set it to false.")
+
         rate = role.expert_bias_update
         reason = _why_biases_stay(path, role, settings, proof) if rate else None
         if reason is not None:

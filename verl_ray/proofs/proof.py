@@ -223,7 +223,7 @@ def _routers_of(model: PreTrainedModel) -> Routers:
     watch = RouterWatch(backbone_of(model))
     with watch.recording() as decisions, torch.no_grad():
         model(random_rows()[0][None], use_cache=False)
-    return Routers(watch.count > 0, bool(decisions), bool(watch.biases))
+    return Routers(bool(watch.routers), bool(decisions), bool(watch.biases))
 
 
 def _claims_of_the_whole(

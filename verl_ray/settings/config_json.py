@@ -430,10 +430,13 @@ def has_windows(settings: Settings) -> bool:
 
 def chooses_experts(settings: Settings) -> bool:
     """Return whether layers of a model choose among experts."""
+    return settings.get("model_type") in _WITH_EXPERTS or num_experts(settings) > 0
+
+
+def num_experts(settings: Settings) -> int:
+    """Return the number of experts of a layer, 0 for a model without."""
     counts = (settings.get(name) for name in EXPERT_COUNTS)
-    return settings.get("model_type") in _WITH_EXPERTS or any(
-        isinstance(count, int) and count > 0 for count in counts
-    )
+    return next((each for each in counts if isinstance(each, int)), 0)
 
 
 def balance_weight(settings: Settings) -> float:

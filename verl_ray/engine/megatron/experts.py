@@ -7,6 +7,8 @@ while the loss is on the last, so the gradient of the balance enters at the rout
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,6 +21,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from verl_ray.models.routing import router_probabilities, sum_by_row
+from verl_ray.models.routing_replay import RecordedRouting
 
 if not moe_utils.HAVE_TE:
     # megatron-core 0.16.1 reads this name, with or without a GPU, but only defines it
@@ -90,12 +93,19 @@ class RoutingRule:
     chosen_groups: int = 1
     best_of_group: int = 1
 
-    def choose(self, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    def choose(
+        self,
+        logits: Tensor,
+        bias: Tensor | None,
+        replayed: Callable[[Tensor], Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Choose the experts of each token.
 
         Args:
             logits: [tokens, experts].
             bias: float32 [experts], added to the scores in the choice; None for none.
+            replayed: Returns the experts to take in the place of those chosen; None =
+                these.
 
         Returns:
             The weights of the chosen experts, float32 [tokens, chosen], and their
@@ -114,6 +124,8 @@ class RoutingRule:
             grouped = grouped.masked_fill(is_excluded[..., None], -torch.inf)
             ranking = grouped.flatten(-2)
         experts = ranking.topk(self.chosen, -1).indices
+        if replayed is not None:
+            experts = replayed(experts)
 
         weights = scores.gather(-1, experts)
         if self.normalized:
@@ -128,6 +140,9 @@ class Router(TopKRouter):
     rows: RoutedRows | None = None
     """The rows of the next call; None in a pass that nothing is learned from."""
 
+    recorded: RecordedRouting | None = None
+    """What the next call chooses, of this rank's tokens; None = what it chooses."""
+
     def __init__(
         self, config: TransformerConfig, pg_collection: Any, *, rule: RoutingRule
     ) -> None:
@@ -139,7 +154,10 @@ class Router(TopKRouter):
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
         flat = logits.view(-1, logits.shape[-1])
-        own_weights, experts = self._rule.choose(flat, self.selection_bias)
+        replayed = None
+        if self.recorded is not None:
+            replayed = functools.partial(self.recorded.choice, self.layer_number - 1)
+        own_weights, experts = self._rule.choose(flat, self.selection_bias, replayed)
         nothing = torch.zeros_like(flat)
         weights = nothing.scatter(1, experts, own_weights.type_as(flat))
         chosen = nothing.bool().scatter(1, experts, True)

@@ -46,7 +46,7 @@ from verl_ray.engine.megatron.modules import (
     UnitRMSNorm,
     WordEmbedding,
 )
-from verl_ray.engine.megatron.weight_map import padded_vocabulary
+from verl_ray.engine.megatron.weight_map import padded_vocabulary, share
 from verl_ray.models.attention import AttentionScores
 from verl_ray.models.role_model import HeadKind, PackedRows, RoleModel
 from verl_ray.ops.log_probs import head_log_probs
@@ -108,6 +108,7 @@ class Stage(GPTModel):
             self.value_head = MegatronValueHead(config)
 
         self._tp_group = layout.groups.tp
+        self._token_axis = layout.tp
         words_per_rank = words // layout.tp.size
         first_word = layout.tp.rank * words_per_rank
         self._vocabulary: VocabularySlice | None = None
@@ -149,12 +150,18 @@ class Stage(GPTModel):
         hidden = None
         if self.pre_process:
             hidden = self.embedding(rows.input_ids, rows.position_ids)
+        recorded = rows.recorded_routing
+        if recorded is not None and self.config.sequence_parallel:
+            recorded = recorded.part(share(rows.input_ids.shape[1], self._token_axis))
 
         return self.decoder(
             hidden_states=hidden,
             attention_mask=None,
             packed_seq_params=PackedRowParams(
-                layout=rows.layout, routed=routed, angles=self._angles(rows)
+                layout=rows.layout,
+                routed=routed,
+                recorded=recorded,
+                angles=self._angles(rows),
             ),
         )
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from verl_ray.engine.megatron.experts import RoutedRows
 from verl_ray.models import attention
+from verl_ray.models.routing_replay import RecordedRouting
 
 
 class RMSNorm(nn.RMSNorm):
@@ -78,6 +79,7 @@ class PackedRowParams(PackedSeqParams):
             given.
         layout: Where the rows begin.
         routed: The rows for routers, in a pass that is learned from.
+        recorded: What the routers are to choose, of this rank's tokens.
         angles: float32 [tokens, 1, 1, size], the angles of the rotary positions, by the
             kind of layers.
     """
@@ -85,6 +87,7 @@ class PackedRowParams(PackedSeqParams):
     qkv_format: str = "sbhd"
     layout: attention.PackedLayout | None = None
     routed: RoutedRows | None = None
+    recorded: RecordedRouting | None = None
     angles: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -156,6 +159,7 @@ class PackedLayer(TransformerLayer):
     def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
         if self.is_moe_layer:
             self.mlp.router.rows = packed_seq_params.routed
+            self.mlp.router.recorded = packed_seq_params.recorded
 
         angles = packed_seq_params.angles[self._positions]
         if self.config.multi_latent_attention:
