@@ -420,6 +420,11 @@ def test_experts_fit_the_rollout_engine_and_their_settings_belong_to_them(
     assert messages == {
         "critic.expert_balance": f"this setting would be ignored: {model} has no experts | Set it to null."
     }
+    replay = "rollout.routing_replay=true"
+    assert preflight(ppo(experts, data, replay), on_gpu).problems == []
+    assert problems_by_key(preflight(ppo(model, data, replay), BIG)) == {
+        "rollout.routing_replay": f"this setting would be ignored: {model} has no experts | Set it to false."
+    }
 
 
 def test_biases_of_experts_move_where_there_are_some_and_a_backend_moves_them(

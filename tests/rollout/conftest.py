@@ -102,9 +102,10 @@ def start_vllm(rollout_config: Callable[..., RolloutConfig]) -> Iterator[EngineS
         with pytest.MonkeyPatch.context() as patch:
             if asynchronous:
                 patch.setattr(vllm_engine, "engine_config", _asynchronous_config)
+            config = rollout_config(**changes)
             engine = VllmEngine(
-                str(model), rollout_config(**changes), max_model_len=max_model_len, seed=0, device="cpu",
-                initial_version=initial_version, lora=lora,
+                str(model), config, max_model_len=max_model_len, seed=0, device="cpu",
+                initial_version=initial_version, lora=lora, records_routing=config.routing_replay,
             )  # fmt: skip
         started.append(engine)
         return engine

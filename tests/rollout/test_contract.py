@@ -249,9 +249,19 @@ def test_tokens_behind_a_text_that_ends_a_response_are_none_of_it(
     ):
         in_flight = InFlight()
         in_flight.add([replace(_request(1), sampling=sampling)], tokenizer)
+        # Of a prompt of three tokens, and of one token after the other behind it.
+        routed = [np.arange(5), np.array([5]), np.array([6])]
         steps = [
-            GenerationProgress(1, tokens, [-0.5, -0.25, -0.125][: len(tokens)], finish)
-            for tokens, finish in zip([three, one, one], finishes, strict=False)
+            GenerationProgress(
+                1,
+                tokens,
+                [-0.5, -0.25, -0.125][: len(tokens)],
+                finish,
+                routed_experts=positions.astype(np.int16).reshape(-1, 1, 1),
+            )
+            for tokens, finish, positions in zip(
+                [three, one, one], finishes, routed, strict=False
+            )
         ]
         assert in_flight.record(steps, version=4) == forgotten
         (chunk,) = in_flight.take_chunks()
@@ -260,6 +270,8 @@ def test_tokens_behind_a_text_that_ends_a_response_are_none_of_it(
             [-0.5, -0.25],
         )
         assert chunk.finish is Finish.STOP and len(in_flight) == 0
+        assert chunk.routed_experts is not None
+        assert chunk.routed_experts.ravel().tolist() == [0, 1, 2, 3]
 
 
 def test_an_abort_delivers_what_there_is(engine: RolloutEngine) -> None:

@@ -12,7 +12,14 @@ from transformers import AutoModelForCausalLM
 
 from tests.agents.templates import MERGING, PRESERVING, STRIPPING, tokenizer_with
 from tests.rollout.conftest import EngineStarter
-from verl_ray.agents.contract import Action, End, Episode, EpisodeTask, ToolCall
+from verl_ray.agents.contract import (
+    Action,
+    End,
+    Episode,
+    EpisodeRow,
+    EpisodeTask,
+    ToolCall,
+)
 from verl_ray.agents.policy import (
     Limits,
 )
@@ -42,7 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_size=32, intermediate_size=192,
         tie_embeddings=False,
     )  # fmt: skip
-    make_tiny("qwen2", folder, Path(TOKENIZER.name_or_path), config, 0)
+    make_tiny("qwen3_moe", folder, Path(TOKENIZER.name_or_path), config, 0)
     policy = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         # At about half of all places the turn ends.
@@ -92,10 +99,22 @@ def episodes_of(
         pool.close()
 
 
+def _require_choices(row: EpisodeRow, router_logits: Sequence[torch.Tensor]) -> None:
+    """Require that the experts of a row are those of a forward pass over it."""
+    last = max(i for i, sampled in enumerate(row.mask) if sampled)
+    assert row.routed_experts is not None
+    chosen = torch.stack([each.topk(2).indices for each in router_logits], 1)
+    recorded = torch.from_numpy(row.routed_experts.astype(int))
+    assert torch.equal(recorded[:last].sort().values, chosen[:last].sort().values)
+    assert len(recorded) == len(row.tokens) and not recorded[last:].any()
+
+
 def test_a_forward_pass_over_each_row_gives_the_samplers_log_probs(
     model: Path, start_vllm: EngineStarter
 ) -> None:
-    engine = start_vllm(model, initial_version=0, max_model_len=1024)
+    engine = start_vllm(
+        model, initial_version=0, max_model_len=1024, routing_replay=True
+    )
     server = RolloutServer(lambda: engine)
     policy = AutoModelForCausalLM.from_pretrained(model)
     num_rows, num_turns = [], 0
@@ -113,7 +132,11 @@ def test_a_forward_pass_over_each_row_gives_the_samplers_log_probs(
                 num_rows.append(len(episode.rows))
                 for row in episode.rows:
                     with torch.no_grad():
-                        logits = policy(torch.tensor([row.tokens])).logits[0]
+                        outputs = policy(
+                            torch.tensor([row.tokens]), output_router_logits=True
+                        )
+                    logits = outputs.logits[0]
+                    _require_choices(row, outputs.router_logits)
                     computed = logits[:-1].log_softmax(-1)
                     computed = computed.gather(1, torch.tensor(row.tokens)[1:, None])
                     mask = torch.tensor(row.mask)

@@ -24,7 +24,7 @@ from verl_ray.errors import EngineFailed, WeightSyncError
 from verl_ray.models.tiny import Architecture
 from verl_ray.proofs.cut_model import random_model
 from verl_ray.rollout.probes import HIDDEN_MOVEMENT, Probe
-from verl_ray.rollout.requests import GenerationRequest, Sampling
+from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling
 from verl_ray.rollout.server import RolloutServer
 from verl_ray.rollout.vllm_engine import VllmEngine
 from verl_ray.rollout.vllm_environment import environment
@@ -274,6 +274,50 @@ def test_vllm_has_an_entry_for_every_position(section: dict[str, object]) -> Non
     # Those of mrope are counted in parts of an image, too.
     spare = 4 if "mrope_section" in section else 1
     assert len(table.cos_sin_cache) == spare * positions
+
+
+def test_experts_are_those_that_a_token_was_sampled_with(
+    start_vllm: Callable[..., VllmEngine],
+    make_model: Callable[..., Path],
+    load_reference: Load,
+    publish: Callable[..., object],
+) -> None:
+    """Also of a row that goes on after an update which computes it again."""
+    path = make_model("qwen3_moe", tie=False)
+    engine = start_vllm(path, routing_replay=True)
+    models = [
+        load_reference(make_model("qwen3_moe", tie=False, seed=seed)) for seed in (0, 1)
+    ]
+    prompt = np.array([3, 4, 5, 6], np.int32)
+    publish(engine, models[0], 0)
+    engine.submit([GenerationRequest(7, prompt, Sampling(1.0, 1.0, -1, 12, ()), 5)])
+    for _ in range(5):
+        assert engine.step() == []
+    engine.pause("recompute")
+    publish(engine, models[1], 1)
+    engine.resume()
+    chunks: list[Chunk] = []
+    while engine.has_work:
+        chunks += engine.step()
+
+    (chunk,) = chunks
+    assert chunk.version_spans == ((0, 0), (5, 1))
+    row = torch.from_numpy(np.concatenate([prompt, chunk.tokens])).long()[None]
+    first, second = (
+        torch.stack(
+            [
+                logits.topk(2).indices.sort().values
+                for logits in model(row, output_router_logits=True).router_logits
+            ],
+            1,
+        )
+        for model in models
+    )
+    assert chunk.routed_experts is not None
+    recorded = torch.from_numpy(chunk.routed_experts).long().sort().values
+    # The fifth token was sampled behind position 7, and the sixth behind 8.
+    assert torch.equal(recorded, torch.cat([first[:8], second[8:15]]))
+    assert not torch.equal(first[:8], second[:8])
 
 
 RANKS = {

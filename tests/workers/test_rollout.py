@@ -23,12 +23,13 @@ from verl_ray.columns.stages import (
     Responses,
     Rollouts,
 )
-from verl_ray.errors import CannotGenerate, EngineFailed
+from verl_ray.errors import CannotGenerate, EngineFailed, RolloutError
 from verl_ray.rollout.requests import Chunk, EngineLoad, GenerationRequest, Sampling
 from verl_ray.rollout.server import RolloutServer
 from workers.generation import Generation
 from workers.rollout import (
     RolloutWorker,
+    whole_rollouts,
 )
 
 LENGTHS = {6: 3, 7: 1, 10: 5, 11: 2}  # of the response to each request
@@ -132,6 +133,29 @@ def test_rows_are_whole_however_they_finish() -> None:
         ["a", "a", "b", "b"],
     )
     assert rows.has_answer.tolist() == [False, False, True, True]
+
+
+def test_rows_have_the_experts_of_all_tokens_but_the_last() -> None:
+    def chunk(row: int, num_tokens: int, experts: list[int] | None) -> Chunk:
+        recorded = None
+        if experts is not None:
+            recorded = np.array(experts, np.int16).reshape(-1, 1, 1)
+        tokens = np.arange(num_tokens, dtype=np.int32)
+        finish = Finish.LENGTH if num_tokens else Finish.ABORTED
+        spans = ((0, 9),) if num_tokens else ()
+        log_probs = np.zeros(num_tokens, np.float32)
+        return Chunk(row, tokens, log_probs, finish, 0, spans, routed_experts=recorded)
+
+    # Prompts of two and three tokens; the second was aborted before its first token.
+    prompt_of = {6: 0, 10: 1}
+    chunks = [chunk(6, 2, [5, 6, 7]), chunk(10, 0, None)]
+    rows = whole_rollouts(prompts(), prompt_of, chunks, (1, 1))
+    assert rows.routed_experts is not None
+    assert rows.routed_experts.ravel().tolist() == [5, 6, 7, 0, 0, 0, 0]
+    assert whole_rollouts(prompts(), prompt_of, chunks).routed_experts is None
+    for experts, what in (([5], "1 positions"), (None, "no positions")):
+        with pytest.raises(RolloutError, match=f"of {what} of a row of 4 tokens"):
+            whole_rollouts(prompts(), prompt_of, [chunk(6, 2, experts)], (1, 1))
 
 
 def test_what_is_left_at_the_end_is_handed_on_together() -> None:

@@ -353,6 +353,18 @@ def experts_have_ranks(
             yield Problem(f"{section}.expert_parallel", True, rule, fix)
 
 
+def routing_is_recorded_whole(rollout: RolloutConfig) -> Iterator[Problem]:
+    """Yield a problem if no rank of an engine has the choices of all layers."""
+    if rollout.routing_replay and rollout.pipeline_parallel > 1:
+        yield Problem(
+            "rollout.routing_replay",
+            True,
+            "vLLM returns no choices of experts from several stages:"
+            f" rollout.pipeline_parallel is {rollout.pipeline_parallel}",
+            "Use false, or rollout.pipeline_parallel=1 with more tensor_parallel.",
+        )
+
+
 def open_rows_survive_a_turn(rollout: RolloutConfig) -> Iterator[Problem]:
     """Yield a problem if trainers need the memory that open rows would keep."""
     if rollout.schedule == "carry_over" and rollout.kv == "keep":

@@ -23,6 +23,7 @@ from verl_ray.config.rollout import (
     endpoints_have_an_address,
     experts_have_ranks,
     open_rows_survive_a_turn,
+    routing_is_recorded_whole,
     sampling_is_what_the_trainer_sees,
 )
 from verl_ray.config.schema import Config
@@ -174,6 +175,7 @@ class RolloutTaskConfig(Config):
         yield from open_rows_survive_a_turn(rollout)
         yield from offloading_frees_shared_devices(self.placement)
         yield from sampling_is_what_the_trainer_sees(rollout)
+        yield from routing_is_recorded_whole(self.rollout)
         yield from experts_have_ranks(
             {"rollout": rollout}
             | {f"{name}.engine": engine for name, engine in judges.items()}

@@ -588,6 +588,8 @@ def _untested_layouts(config: Config) -> Iterator[str]:
         and config.rollout.ranks_per_replica > 1
     ):
         keys.append("placement=colocated with engines of several GPUs")
+    if isinstance(config, RolloutTaskConfig) and config.rollout.routing_replay:
+        keys.append("rollout.routing_replay")
     if keys:
         yield f"untested on GPUs, and tested on a CPU: {', '.join(keys)}"
 

@@ -58,6 +58,9 @@ class Workload:
     batches: int
     """Number of micro-batches."""
 
+    replays_routing: bool = False
+    """Whether rows hold the experts of their tokens."""
+
 
 @dataclass(frozen=True)
 class Footprint:
@@ -174,6 +177,8 @@ def _activations(
     # cosines and sines of positions; the columns of rows.
     positions = 2 * shape.head_size
     token_bytes = work.tokens * (FLOAT32 * (4 * hidden + positions) + ROW_BYTES)
+    if work.replays_routing:
+        token_bytes += work.tokens * shape.routing_bytes
     if partition.sequence_parallel:
         # Inputs and outputs of matrix products, gathered from all ranks; the host
         # releases them late.

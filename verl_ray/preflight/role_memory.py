@@ -133,7 +133,23 @@ def memory_by_role(
         by_role["actor"] = _with_part(
             by_role["actor"], "buffers", share, on_gpus=on_gpus
         )
+    if learns and config.rollout.routing_replay:
+        by_role["actor"] = _with_part(
+            by_role["actor"], "buffers", routing_bytes(config), on_gpus=on_gpus
+        )
     return by_role
+
+
+def routing_bytes(config: RolloutTaskConfig) -> int:
+    """Return the size of the experts of a step's rows, for each rank of the actor.
+
+    They are in the object store of a node, and the rows as long as they may be.
+    """
+    shape = model_size("actor", config.actor, config).shape
+    sizes = batch_algebra(config)
+    batch = next(each for each in sizes.roles if each.role == "actor")
+    tokens = batch.rows_per_rank * sizes.max_row_tokens
+    return 0 if shape is None else tokens * shape.routing_bytes
 
 
 def _with_part(
@@ -224,7 +240,8 @@ def _workloads(name: str, config: Config, *, learns: bool) -> tuple[Workload, Wo
     def workload(all_tokens: int) -> Workload:
         tokens = min(all_tokens, largest)
         batches = -(-all_tokens // max(tokens, 1))
-        return Workload(tokens, int(logit_share * tokens), batches)
+        replays = config.replays_routing(name)
+        return Workload(tokens, int(logit_share * tokens), batches, replays)
 
     def tokens_of(rows: int) -> int:
         return -(-rows * sizes.max_row_tokens // token_slices)

@@ -79,6 +79,12 @@ class ModelShape:
     intermediate_size: int
     vocab_size: int
     num_experts: int = 0
+    experts_per_token: int = 0
+
+    @property
+    def routing_bytes(self) -> int:
+        """Bytes per token of the experts that routers chose, as rows hold them."""
+        return 2 * self.num_layers * self.experts_per_token
 
     @staticmethod
     def of(
@@ -112,7 +118,7 @@ class ModelShape:
         if not num_heads:
             raise ModelError("FLOPs are counted for models with attention")
         intermediate_size = _size(config, "intermediate_size")
-        num_experts = 0
+        num_experts = experts_per_token = 0
         if any("expert" in key for key in config):
             num_experts = _num_experts(config)
             experts_per_token = _size(config, "num_experts_per_tok")
@@ -128,6 +134,7 @@ class ModelShape:
             intermediate_size=intermediate_size,
             vocab_size=_size(config, "vocab_size"),
             num_experts=num_experts,
+            experts_per_token=experts_per_token,
         )
 
     @property

@@ -115,6 +115,13 @@ CASES = [
         "Use false",
     ),
     Case(
+        "routing_is_recorded_whole",
+        "rollout.routing_replay=true rollout.pipeline_parallel=2",
+        "rollout.routing_replay",
+        "rollout.pipeline_parallel is 2",
+        "Use false",
+    ),
+    Case(
         "endpoint_settings_are_used",
         "rollout.endpoint.port=9000",
         "rollout.endpoint.port",
