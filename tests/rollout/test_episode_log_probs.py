@@ -53,7 +53,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     policy = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         # At about half of all places the turn ends.
-        policy.lm_head.weight[END] *= 30
+        policy.lm_head.weight[END] *= 8
     policy.save_pretrained(folder)
     return folder
 
