@@ -2,9 +2,14 @@
 
     python -m scripts.experts                    minutes on two cores
     python -m scripts.experts megatron           one of the backends
+    python -m scripts.experts engine --sampler-dtype bfloat16
+    python -m scripts.experts engine --sampler-dtype bfloat16 --replay
 
-Each line has the held-out accuracy before and after, and the largest difference of a
-weight sync's probe. The model is imitated from sums of which half are wrong.
+Each line has the held-out accuracy before and after, the largest difference of a
+weight sync's probe, and two measures of the mismatch of sampler and trainer: the mean
+over steps of the divergence in nats (k3), and the largest difference of a
+token's probabilities. Trainers compute in float32. The model is imitated from sums of which
+half are wrong.
 """
 
 from __future__ import annotations
@@ -72,16 +77,24 @@ def imitate(folder: Path, imitation_steps: int) -> list[str]:
 
 
 def learn(
-    backend: str, folder: Path, shared: list[str], steps: int
+    backend: str, folder: Path, shared: list[str], steps: int, *more: str
 ) -> dict[str, float]:
-    """Train on a backend, and return the accuracy before and after."""
+    """Train on a backend, and return the numbers of its line.
+
+    Args:
+        backend: The backend.
+        folder: The folder of its run.
+        shared: What `imitate` returned.
+        steps: Steps of the run.
+        more: Further settings.
+    """
     run = folder / backend
     _train(
         "grpo", run, *shared, f"run.total_steps={steps}", f"run.evaluate_every={steps}",
         "data.prompts_per_step=64", "data.max_prompt_tokens=8", "rollout.group_size=8",
         "rollout.max_response_tokens=6", "rollout.kv_cache_gib=0.0625",
         "actor.optimizer.lr=2e-4", "actor.optimizer.warmup_steps=5",
-        "actor.optimizer.schedule=cosine", *BACKENDS[backend],
+        "actor.optimizer.schedule=cosine", *BACKENDS[backend], *more,
     )  # fmt: skip
     lines = read_metrics(run / "metrics.jsonl")
     accuracy = [
@@ -90,11 +103,17 @@ def learn(
         for name, value in line.items()
         if name.startswith(_METRIC)
     ]
-    differences = [line.get("weight_sync/probe_difference", 0.0) for line in lines]
+
+    def values(name: str) -> list[float]:
+        return [line[name] for line in lines if name in line]
+
+    divergences = values("rollout_corr/k3_kl")
     return {
         "before": accuracy[0],
         "after": accuracy[-1],
-        "probe_difference": max(differences),
+        "probe_difference": max(values("weight_sync/probe_difference")),
+        "k3": sum(divergences) / len(divergences),
+        "probs_difference": max(values("training/rollout_probs_diff_max")),
     }
 
 
@@ -120,13 +139,24 @@ def main() -> None:
     parser.add_argument("backends", nargs="*", help="all unless some are named")
     parser.add_argument("--imitation-steps", type=int, default=300)
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--sampler-dtype", default="float32")
+    parser.add_argument(
+        "--replay", action="store_true", help="set rollout.routing_replay"
+    )
     arguments = parser.parse_args()
+    more = [
+        f"rollout.dtype={arguments.sampler_dtype}",
+        f"rollout.routing_replay={arguments.replay}",
+    ]
+    if arguments.sampler_dtype != "float32":
+        # The probe of a sync is not replayed, and a choice in it may be another one.
+        more.append("rollout.sync.probe_tolerance=8")
 
     with tempfile.TemporaryDirectory(prefix="verl_ray-experts-") as name:
         folder = Path(name)
         shared = imitate(folder, arguments.imitation_steps)
         for backend in arguments.backends or BACKENDS:
-            numbers = learn(backend, folder, shared, arguments.steps)
+            numbers = learn(backend, folder, shared, arguments.steps, *more)
             text = "  ".join(f"{key} {value:.2g}" for key, value in numbers.items())
             print(f"{backend}: {text}", flush=True)
 

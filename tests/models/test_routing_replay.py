@@ -51,10 +51,10 @@ def test_a_router_weighs_the_experts_that_are_recorded(family: str) -> None:
         )
 
     logits, own, gradients = computed()
-    of_layer = dict(zip(watch.routers, own, strict=True))
+    by_layer = dict(zip(watch.routers, own, strict=True))
 
     # What a router would choose anyway changes no bit.
-    replay.recorded = recorded({i: each.chosen for i, each in of_layer.items()})
+    replay.recorded = recorded({i: each.chosen for i, each in by_layer.items()})
     same_logits, _, same_gradients = computed()
     assert torch.equal(logits, same_logits)
     assert all(map(torch.equal, gradients, same_gradients))
@@ -62,7 +62,7 @@ def test_a_router_weighs_the_experts_that_are_recorded(family: str) -> None:
     # Others are computed with, and weighed by the router's own scores.
     others = {
         layer: (each.chosen + 1) % num_experts(model.config.to_dict())
-        for layer, each in of_layer.items()
+        for layer, each in by_layer.items()
     }
     replay.recorded = recorded(others)
     other_logits, replayed, _ = computed()

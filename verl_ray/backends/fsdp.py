@@ -174,7 +174,8 @@ class FsdpBackend(ModuleBackend):
                 self.token_slices,
                 f"{model.path} has experts, whose balance is that of whole rows: rows"
                 " cannot be cut",
-                "Set it to 1.",
+                "Set it to 1, or take backend=megatron, where tensor_parallel ranks"
+                " share the tokens of such rows (backend.sequence_parallel=true).",
             )
 
     def _head_problems(

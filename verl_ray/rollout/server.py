@@ -498,7 +498,7 @@ class RolloutServer:
 
     @property
     def routing_shape(self) -> tuple[int, int] | None:
-        """As of the engine."""
+        """Hidden layers, and experts per token, of recorded experts; else None."""
         return self._engine_thread.routing_shape
 
     def respond(

@@ -80,10 +80,15 @@ class RecordingCPUWorker(SleepingCPUWorker):
         first = 0
         for name in self.model_runner.input_batch.req_ids:
             count = counts[name]
-            of_request = self._recorded.setdefault(name, _Positions())
-            known = of_request.end - starts[name]
+            positions = self._recorded.setdefault(name, _Positions())
+            known = positions.end - starts[name]
+            if known < 0:
+                raise RolloutError(
+                    f"vLLM computes a request from position {starts[name]} on, and"
+                    f" computed {positions.end}: its prefix is cached"
+                )
             if known < count:
-                of_request.parts.append(experts[first + known : first + count])
+                positions.parts.append(experts[first + known : first + count])
             first += count
 
     def _experts(self, num_tokens: int) -> Int16:

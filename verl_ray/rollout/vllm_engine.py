@@ -115,13 +115,11 @@ class VllmEngine(RolloutEngine):
             without_weights=initial_version is None, sleeps=sleeps, lora=lora,
             trusts_code=trusts_code, records_routing=records_routing,
         )  # fmt: skip
-        # On a GPU vLLM's own outputs have it.
-        self._takes_routing = records_routing and device == "cpu"
         if records_routing:
             require_routing(device)
-        self._start_core(model_path, device, make_config, chat_template)
-        if records_routing:
-            self.routing_shape = self._routing_shape()
+        self._start_core(
+            model_path, device, make_config, chat_template, records_routing
+        )
 
         # Making vLLM's parameters takes long, and most requests sample in the same way.
         cache = functools.lru_cache(_CACHED_SAMPLINGS)
@@ -133,14 +131,20 @@ class VllmEngine(RolloutEngine):
         device: str,
         make_config: Callable[[], VllmConfig],
         chat_template: str | None,
+        records_routing: bool,
     ) -> None:
         try:
             vllm_config = make_config()
             self._tokenizer = load_tokenizer(model_path, chat_template)
             self._end_tokens = end_tokens(self._tokenizer)
             self._vocabulary = int(vllm_config.model_config.get_vocab_size())
-            self.core = VllmCore(vllm_config, takes_routing=self._takes_routing)
-            self._model_config = vllm_config.model_config
+            # On a GPU vLLM's own outputs have it.
+            takes_routing = records_routing and device == "cpu"
+            self.core = VllmCore(vllm_config, takes_routing=takes_routing)
+            if records_routing:
+                model = vllm_config.model_config
+                top_k = model.get_num_experts_per_tok()
+                self.routing_shape = model.get_total_num_hidden_layers(), top_k
         except VerlRayError:
             raise
         except Exception as error:
@@ -168,11 +172,6 @@ class VllmEngine(RolloutEngine):
     @property
     def load(self) -> EngineLoad:
         return self.core.load
-
-    def _routing_shape(self) -> tuple[int, int]:
-        config = self._model_config
-        top_k = config.get_num_experts_per_tok()
-        return config.get_total_num_hidden_layers(), top_k
 
     # ----------------------------------------------------------------------- generation
 
