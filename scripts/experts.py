@@ -2,14 +2,14 @@
 
     python -m scripts.experts                    minutes on two cores
     python -m scripts.experts megatron           one of the backends
-    python -m scripts.experts engine --sampler-dtype bfloat16
-    python -m scripts.experts engine --sampler-dtype bfloat16 --replay
+    python -m scripts.experts engine --close-experts --sampler-dtype bfloat16 [--replay]
 
-Each line has the held-out accuracy before and after, the largest difference of a
-weight sync's probe, and two measures of the mismatch of sampler and trainer: the mean
-over steps of the divergence in nats (k3), and the largest difference of a
-token's probabilities. Trainers compute in float32. The model is imitated from sums of which
-half are wrong.
+Each line has the held-out accuracy before and after, the largest difference of a weight
+sync's probe, and two measures of the mismatch of sampler and trainer: the mean over
+steps of the divergence in nats (k3), and the largest difference of a token's
+probabilities. Trainers compute in float32. The model is imitated from sums of which
+half are wrong. With `--close-experts` its routers begin with nearly equal scores, so
+that rounding changes their choices.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from safetensors.torch import load_file, save_file
 
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.arithmetic import ALPHABET, write_arithmetic
@@ -50,17 +52,27 @@ _SIZES = TinyModelConfig(
     intermediate_size=128,
     tie_embeddings=True,
 )
+_CLOSE = 0.01
 _METRIC = "val-core/arithmetic/acc/mean@"
 
 
-def imitate(folder: Path, imitation_steps: int) -> list[str]:
-    """Make the model and its problems; return the settings that every run shares."""
+def imitate(
+    folder: Path, imitation_steps: int, *, router_scale: float = 1.0
+) -> list[str]:
+    """Make the model and its problems; return the settings that every run shares.
+
+    Args:
+        folder: Where they are written.
+        imitation_steps: Steps of the imitation.
+        router_scale: Factor of the initial weights of the routers.
+    """
     demonstrations = write_arithmetic(
         folder, max_operand=99, num_train=8800, num_validation=200, seed=0,
         wrong_fraction=0.5,
     )  # fmt: skip
     character_tokenizer(folder / "tokenizer", ALPHABET)
     made = make_tiny("qwen3_moe", folder / "made", folder / "tokenizer", _SIZES, seed=0)
+    _scale_routers(made, router_scale)
     shared = [
         f"data.train_path={demonstrations.train.jsonl}",
         f"data.validation_path={demonstrations.validation.jsonl}",
@@ -117,6 +129,15 @@ def learn(
     }
 
 
+def _scale_routers(model: Path, factor: float) -> None:
+    path = model / "model.safetensors"
+    tensors = load_file(path)
+    for name in tensors:
+        if name.endswith("mlp.gate.weight"):
+            tensors[name] *= factor
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
 def _train(root: str, run: Path, *overrides: str) -> None:
     ended = subprocess.run(
         [
@@ -140,6 +161,7 @@ def main() -> None:
     parser.add_argument("--imitation-steps", type=int, default=300)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--sampler-dtype", default="float32")
+    parser.add_argument("--close-experts", action="store_true")
     parser.add_argument(
         "--replay", action="store_true", help="set rollout.routing_replay"
     )
@@ -154,7 +176,8 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory(prefix="verl_ray-experts-") as name:
         folder = Path(name)
-        shared = imitate(folder, arguments.imitation_steps)
+        scale = _CLOSE if arguments.close_experts else 1.0
+        shared = imitate(folder, arguments.imitation_steps, router_scale=scale)
         for backend in arguments.backends or BACKENDS:
             numbers = learn(backend, folder, shared, arguments.steps, *more)
             text = "  ".join(f"{key} {value:.2g}" for key, value in numbers.items())

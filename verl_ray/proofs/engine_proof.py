@@ -114,7 +114,7 @@ class EngineProof:
         self._rows = random_rows()
         self.row_by_row = row_by_row(reference, self._rows)
         """What transformers computes."""
-        self._balance = 0.0 if RouterWatch(backbone_of(reference)).count else None
+        self._balance = 0.0 if RouterWatch(backbone_of(reference)).routers else None
 
     def examine(self) -> EngineClaims:
         """Compute the number of every claim."""

@@ -60,6 +60,10 @@ class VllmEngine(RolloutEngine):
         core: vLLM's engine core.
     """
 
+    # Whether requests use the adapter, and whether the open update holds one.
+    _adapted = False
+    _holds_adapter = False
+
     def __init__(
         self,
         model_path: str,
@@ -103,9 +107,6 @@ class VllmEngine(RolloutEngine):
         self._max_model_len = max_model_len
         self._has_processes = config.ranks_per_replica > 1
         self._lora = lora
-        # Whether requests use the adapter, and whether the open update holds one.
-        self._adapted = False
-        self._holds_adapter = False
         # Number of committed updates. Prefixes are cached per number, so that no
         # request reads what other weights have computed.
         self._num_loads = 0
@@ -115,8 +116,6 @@ class VllmEngine(RolloutEngine):
             without_weights=initial_version is None, sleeps=sleeps, lora=lora,
             trusts_code=trusts_code, records_routing=records_routing,
         )  # fmt: skip
-        if records_routing:
-            require_routing(device)
         self._start_core(
             model_path, device, make_config, chat_template, records_routing
         )
@@ -133,6 +132,8 @@ class VllmEngine(RolloutEngine):
         chat_template: str | None,
         records_routing: bool,
     ) -> None:
+        if records_routing:
+            require_routing(device)
         try:
             vllm_config = make_config()
             self._tokenizer = load_tokenizer(model_path, chat_template)
