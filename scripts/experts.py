@@ -52,7 +52,9 @@ _SIZES = TinyModelConfig(
     intermediate_size=128,
     tie_embeddings=True,
 )
-_CLOSE = 0.01
+CLOSE = 0.01
+"""Factor of routers' initial weights with which rounding changes their choices."""
+
 _METRIC = "val-core/arithmetic/acc/mean@"
 
 
@@ -176,7 +178,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory(prefix="verl_ray-experts-") as name:
         folder = Path(name)
-        scale = _CLOSE if arguments.close_experts else 1.0
+        scale = CLOSE if arguments.close_experts else 1.0
         shared = imitate(folder, arguments.imitation_steps, router_scale=scale)
         for backend in arguments.backends or BACKENDS:
             numbers = learn(backend, folder, shared, arguments.steps, *more)

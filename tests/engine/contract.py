@@ -244,6 +244,14 @@ def replayed(ranks: Ranks, kind: str) -> dict[str, Any]:
             lambda: engine.forward_backward(mine.replace(routed_experts=None), POLICY)
         ),
     }
+    if kind in ADAPTED:
+        adapted = ranks.engine(kind, "qwen3_moe", lora=PROJECTED, **replay)
+        base = RequestedOutputs(log_probs=True, base=True)
+        with_experts, without = (
+            adapted.forward(each, base).log_probs
+            for each in (mine, mine.replace(routed_experts=None))
+        )
+        found["the base replays nothing"] = np.array_equal(with_experts, without)
     if kind == "megatron" and ranks.world == 2:
         slices = {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2}
         engine = ranks.engine(kind, "wide_qwen3_moe", **replay, **slices)
@@ -251,6 +259,9 @@ def replayed(ranks: Ranks, kind: str) -> dict[str, Any]:
             engine, ranks.of(engine, rows), POLICY
         )
     return found
+
+
+PROJECTED = ADAPTER.model_copy(update={"targets": ("q_proj", "v_proj")})
 
 
 def moved_biases(

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from scripts.tiny_families import tiny_config
 from verl_ray.errors import EngineError
 from verl_ray.models.routing import RouterDecisions, RouterWatch
-from verl_ray.models.routing_replay import RecordedRouting, RoutingReplay
+from verl_ray.models.routing_replay import (
+    RecordedRouting,
+    RoutingReplay,
+    require_choices,
+)
 from verl_ray.proofs.cut_model import random_model
 from verl_ray.settings.config_json import num_experts
 
@@ -80,8 +85,28 @@ def test_a_router_weighs_the_experts_that_are_recorded(family: str) -> None:
 def test_a_router_that_chooses_otherwise_is_refused() -> None:
     model = random_model(tiny_config("qwen3_moe"), seed=1)
     replay = RoutingReplay(RouterWatch(model.model).routers, 4)
-    # Three experts of each token, where the model takes two.
-    table = torch.zeros(17, 2, 3, dtype=torch.int16)
-    replay.recorded = RecordedRouting(table, torch.ones(17, 1, dtype=torch.bool))
-    with pytest.raises(EngineError, match="chose 0 times 3 of 4 experts by topk"):
-        model(TOKENS)
+    # Three experts of each token, where the model takes two; a token too few.
+    for shape, message in (
+        ((17, 2, 3), "has 3 experts of 17 tokens, expected 2 of 17"),
+        ((16, 2, 2), "chose 0 times of 4 experts by topk"),
+    ):
+        table = torch.zeros(shape, dtype=torch.int16)
+        is_recorded = torch.ones(shape[0], 1, dtype=torch.bool)
+        replay.recorded = RecordedRouting(table, is_recorded)
+        with pytest.raises(EngineError, match=message):
+            model(TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (np.zeros((1, 3, 2), np.int16), "has 3 layers, and the model 2"),
+        (np.array([[[0, 0], [1, 4]]], np.int16), "the experts 1 to 4.*0 to 3"),
+        (np.array([[[0, 1], [0, 0]]], np.int16), "an expert twice for a token"),
+    ],
+)
+def test_what_no_router_has_chosen_is_refused(table: np.ndarray, message: str) -> None:
+    # The first layer has no experts.
+    with pytest.raises(EngineError, match=message):
+        require_choices(table, [1], 2, 4)
+    require_choices(np.array([[[0, 0], [2, 1]]], np.int16), [1], 2, 4)

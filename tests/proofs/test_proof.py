@@ -221,8 +221,8 @@ def other_borders(monkeypatch: pytest.MonkeyPatch) -> None:
     Counting on over rows would change nothing: rotary positions are relative.
     """
 
-    def counted(*arguments: Any) -> Packing:
-        packing = pack_rows(*arguments)
+    def counted(*arguments: Any, **options: Any) -> Packing:
+        packing = pack_rows(*arguments, **options)
         positions = np.arange(len(packing.tokens.tokens)) % 9
         return replace(packing, tokens=replace(packing.tokens, positions=positions))
 

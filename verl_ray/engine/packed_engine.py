@@ -62,12 +62,12 @@ from verl_ray.learning.objectives import LossInputs, Objective, without_uncounte
 from verl_ray.models.attention import plan_layout
 from verl_ray.models.export import Configure, with_other_parts, write_directory
 from verl_ray.models.role_model import PackedRows, RoleModel
-from verl_ray.models.routing_replay import RecordedRouting
+from verl_ray.models.routing_replay import RecordedRouting, require_choices
 from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
 from verl_ray.parallel.sharding import PackedTokens, ShardingManager
 from verl_ray.profiling.flops import ModelShape
 from verl_ray.profiling.progress import reach, touch
-from verl_ray.settings.config_json import positions_of
+from verl_ray.settings.config_json import num_experts, positions_of
 from verl_ray.weight_sync.manifest import Manifest, Parameter
 
 
@@ -107,12 +107,13 @@ class PackedEngine(Engine):
         self._parameter_names = [name for name, _ in model.hf.named_parameters()]
         self._routed = model.router_watch is not None
         if self.spec.replays_routing:
-            if not self._routed:
+            if model.router_watch is None:
                 raise EngineError(
                     f"rollout.routing_replay: {self.spec.model_path} has no experts, or"
                     " its routers return no choice; set it to false"
                 )
             model.replay_routing()
+            self._routed_layers = list(model.router_watch.routers)
         self._balance_coefficient = balance_coefficient(self.spec, model)
         self._balance_metric = f"{self.spec.role}/expert_balance_loss"
         self._bias_update: BiasUpdate | None = None
@@ -392,6 +393,12 @@ class PackedEngine(Engine):
         count = 1 if self.spec.packs_rows else len(own.offsets) - 1
         recorded = None
         if own.experts is not None and own.is_routed is not None:
+            require_choices(
+                own.experts[own.is_routed],
+                self._routed_layers,
+                self._config.num_hidden_layers,
+                num_experts(self._config.to_dict()),
+            )
             recorded = RecordedRouting(
                 torch.tensor(own.experts).to(self.device, non_blocking=True),
                 torch.tensor(own.is_routed[:, None]).to(self.device, non_blocking=True),

@@ -183,7 +183,9 @@ class RoleModel(nn.Module):
     def forward(self, rows: PackedRows, outputs: RequestedOutputs) -> TokenOutputs:
         decisions: RouterDecisions = []
         if self._routing_replay is not None:
-            self._routing_replay.recorded = rows.recorded_routing
+            # The model before training is another one, such as the reference is.
+            recorded = None if outputs.base else rows.recorded_routing
+            self._routing_replay.recorded = recorded
         with contextlib.ExitStack() as stack:
             if outputs.base:
                 stack.enter_context(lora.without_adapters(self.hf))

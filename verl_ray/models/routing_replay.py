@@ -11,7 +11,7 @@ of its one `topk` over all experts, so no name of a family stands here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from verl_ray.columns.stages import Int16
 from verl_ray.errors import EngineError
 
 
@@ -38,13 +39,53 @@ class RecordedRouting:
         Args:
             layer: The layer, from 0.
             own: The experts that the router chooses itself.
+
+        Raises:
+            EngineError: Their number is another one.
         """
         recorded = self.experts[:, layer].to(own.dtype)
+        if recorded.shape != own.shape:
+            raise EngineError(
+                f"routed_experts has {recorded.shape[1]} experts of {len(recorded)}"
+                f" tokens, expected {own.shape[1]} of {len(own)}, as the router of"
+                f" layer {layer} chooses"
+            )
         return torch.where(self.is_recorded, recorded, own)
 
     def part(self, tokens: slice) -> RecordedRouting:
         """Return the routing of some of the tokens."""
         return RecordedRouting(self.experts[tokens], self.is_recorded[tokens])
+
+
+def require_choices(
+    experts: Int16, layers: Sequence[int], num_layers: int, num_experts: int
+) -> None:
+    """Raise `EngineError` unless these are choices of a model's routers.
+
+    Args:
+        experts: int16 [tokens, layers, k], of tokens whose experts are recorded.
+        layers: The numbers of the layers with experts.
+        num_layers: The number of all layers.
+        num_experts: The number of experts of a layer.
+    """
+    if experts.shape[1] != num_layers:
+        raise EngineError(
+            f"routed_experts has {experts.shape[1]} layers, and the model {num_layers}"
+        )
+    chosen = experts[:, list(layers)]
+    if not chosen.size:
+        return
+    if chosen.min() < 0 or chosen.max() >= num_experts:
+        raise EngineError(
+            f"routed_experts has the experts {chosen.min()} to {chosen.max()}, and a"
+            f" layer of the model 0 to {num_experts - 1}"
+        )
+    # Zeros stand where nothing was recorded.
+    if chosen.shape[-1] > 1 and bool((chosen[..., 0] == chosen[..., 1]).any()):
+        raise EngineError(
+            "routed_experts has an expert twice for a token, or nothing was recorded"
+            " of it"
+        )
 
 
 class RoutingReplay:
@@ -87,9 +128,8 @@ class _Choice(TorchFunctionMode):
         super().__init__()
         self._recorded = recorded
         self._layer = layer
-        num_tokens, _, top_k = recorded.experts.shape
         # Scores of groups of experts are chosen from, too, in other shapes.
-        self._shapes = (num_tokens, num_experts), (num_tokens, top_k)
+        self._shape = len(recorded.experts), num_experts
         self._count = 0
 
     def __torch_function__(
@@ -99,7 +139,7 @@ class _Choice(TorchFunctionMode):
         if func not in (torch.topk, Tensor.topk):
             return result
         scores = args[0] if args else kwargs["input"]
-        if (tuple(scores.shape), tuple(result.indices.shape)) != self._shapes:
+        if tuple(scores.shape) != self._shape:
             return result
         self._count += 1
         chosen = self._recorded.choice(self._layer, result.indices)
@@ -108,9 +148,8 @@ class _Choice(TorchFunctionMode):
     def require_one(self) -> None:
         """Raise `EngineError` unless the router has chosen among all experts once."""
         if self._count != 1:
-            scores, chosen = self._shapes
             raise EngineError(
                 f"rollout.routing_replay: the router of layer {self._layer} chose"
-                f" {self._count} times {chosen[1]} of {scores[1]} experts by topk,"
-                " expected once; set it to false"
+                f" {self._count} times of {self._shape[1]} experts by topk, expected"
+                " once; set it to false"
             )

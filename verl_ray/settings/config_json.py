@@ -436,7 +436,7 @@ def chooses_experts(settings: Settings) -> bool:
 def num_experts(settings: Settings) -> int:
     """Return the number of experts of a layer, 0 for a model without."""
     counts = (settings.get(name) for name in EXPERT_COUNTS)
-    return next((each for each in counts if isinstance(each, int)), 0)
+    return next((each for each in counts if isinstance(each, int) and each > 0), 0)
 
 
 def balance_weight(settings: Settings) -> float:
