@@ -56,13 +56,29 @@ def uneven(rank: int) -> None:
 
 
 def together(rank: int) -> None:
-    """Coalesced collectives are complete when the context ends."""
-    gathered = torch.empty(2)
+    """Coalesced collectives are complete when the context ends, each by itself."""
+    gathered, pair = torch.empty(2), torch.empty(4)
+    pair[2 * rank : 2 * rank + 2] = 3.0 + rank
     with dist._coalescing_manager(async_ops=True) as manager:
         time.sleep(0.5 * rank)
-        dist.all_gather_into_tensor(gathered, torch.tensor([1.0 + rank]))
-    assert gathered.tolist() == [1.0, 2.0]
+        dist.all_gather_into_tensor(gathered, torch.tensor([1.0 + rank]), async_op=True)
+        # As megatron gathers: what is sent is a part of what is received.
+        dist.all_gather_into_tensor(pair, pair[2 * rank : 2 * rank + 2], async_op=True)
+    assert gathered.tolist() == [1.0, 2.0] and pair.tolist() == [3.0, 3.0, 4.0, 4.0]
     manager.wait()
+
+    scattered, summed = torch.tensor([1.0, 2.0]), torch.tensor([5.0 + rank])
+    with dist._coalescing_manager():
+        dist.reduce_scatter_tensor(scattered[rank : rank + 1], scattered)
+        dist.reduce_scatter_tensor(
+            summed, torch.tensor([1.0, 2.0]) + rank, op=dist.ReduceOp.MAX
+        )
+    assert scattered[rank] == [2.0, 4.0][rank] and summed.tolist() == [2.0 + rank]
+
+    reduced = torch.tensor([1.0 + rank])
+    with dist._coalescing_manager():
+        dist.all_reduce(reduced)
+    assert reduced.tolist() == [3.0]
 
 
 def random_numbers(rank: int) -> None:

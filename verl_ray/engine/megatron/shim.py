@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -170,21 +171,34 @@ def _have_equal_shapes(tensors: Sequence[Tensor]) -> bool:
 
 
 def _patch_coalescing() -> None:
-    """Make coalesced collectives synchronous.
+    """Make coalesced collectives single ones, each complete before the next.
 
     On a GPU, streams order a gather that runs ahead and the code that replaces or frees
     its tensors. gloo's threads would read and write them at the same time, which
-    corrupts the heap within a minute. So coalesced collectives are complete when the
-    context ends, and there is nothing to wait for.
+    corrupts the heap within a minute. So the collectives of a context run one by one
+    when it ends, in their order, and then there is nothing to wait for.
     """
-    coalescing_manager = dist._coalescing_manager
+    recorded_in = c10d._world.pg_coalesce_state
 
     @contextlib.contextmanager
     def synchronous_manager(
         group: Any = None, device: Any = None, async_ops: bool = False
     ) -> Iterator[Any]:
-        with coalescing_manager(group, device) as manager:
-            yield manager
+        group = group or dist.group.WORLD
+        if group in recorded_in:
+            raise ValueError("a group coalesces its collectives already")
+
+        # torch's collectives note themselves here instead of running.
+        operations = recorded_in[group] = []
+        try:
+            yield c10d._CoalescingManager()
+        finally:
+            del recorded_in[group]
+
+        for operation in operations:
+            targets = [operation.dst_tensor] if operation.dst_tensor is not None else []
+            reduction = {"op": operation.redop} if operation.redop is not None else {}
+            operation.op(*targets, operation.tensor, group=group, **reduction)
 
     dist._coalescing_manager = synchronous_manager
 
