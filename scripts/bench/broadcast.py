@@ -9,6 +9,7 @@ carried for it, with what it passes on to others. In a round all numbers take tu
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import socket
@@ -26,6 +27,8 @@ from scripts.bench.suite import MIB, Flags, circumstances, print_json
 from verl_ray.errors import VerlRayError
 
 if TYPE_CHECKING:
+    from multiprocessing.synchronize import Barrier
+
     from torch import Tensor
 
     from verl_ray.weight_sync.fingerprint import Fingerprints
@@ -36,10 +39,10 @@ _HOST = "127.0.0.1"
 _WIDTH = 1024
 _ADDRESS = "address of {} roots"
 
-# Offset of the bytes that were acknowledged, and of those that arrived, in tcp_info of
-# <linux/tcp.h>.
-_TCP_INFO_BYTES = 136
-_CARRIED = struct.Struct("=120xQQ")
+# Bytes that arrived, bytes that were sent, and how many of these were sent again, in
+# tcp_info of <linux/tcp.h>. Acknowledgements may come later than the bytes are read.
+_TCP_INFO_BYTES = 216
+_CARRIED = struct.Struct("=128xQ64xQQ")
 
 
 @dataclass(frozen=True)
@@ -120,17 +123,27 @@ def _measure(
     # The forks have these modules then.
     import verl_ray.weight_sync.broadcast  # noqa: F401
 
-    tasks: list[tuple[Callable[[_Setup, int], Syncs], _Setup, int]] = []
-    tasks += [(_send, setup, rank) for rank in range(setup.ranks)]
-    tasks += [(_receive, setup, number) for number in range(setup.receivers)]
-    process_syncs: list[Syncs] = fork(_call, tasks)
+    barrier = multiprocessing.get_context("fork").Barrier(
+        setup.ranks + setup.receivers, timeout=PATIENCE_S
+    )
+    tasks: list[tuple[Callable[[_Setup, int, Barrier], Syncs], int]] = []
+    tasks += [(_send, rank) for rank in range(setup.ranks)]
+    tasks += [(_receive, number) for number in range(setup.receivers)]
+    process_syncs: list[Syncs] = fork(
+        _call, [(run, setup, number, barrier) for run, number in tasks]
+    )
     for roots in setup.roots:
         syncs = [times[roots][1:] for times in process_syncs]
         yield roots, syncs[: setup.ranks], syncs[setup.ranks :]
 
 
-def _call(run: Callable[[_Setup, int], Syncs], setup: _Setup, number: int) -> Syncs:
-    return run(setup, number)
+def _call(
+    run: Callable[[_Setup, int, Barrier], Syncs],
+    setup: _Setup,
+    number: int,
+    barrier: Barrier,
+) -> Syncs:
+    return run(setup, number, barrier)
 
 
 def _figures(
@@ -173,10 +186,9 @@ def _figures(
 # ------------------------------------------------------------------------ the processes
 
 
-def _send(setup: _Setup, rank: int) -> Syncs:
+def _send(setup: _Setup, rank: int, barrier: Barrier) -> Syncs:
     """Send as a rank of the actor, which owns some rows of every parameter."""
     import torch
-    import torch.distributed as dist
 
     from verl_ray.rendezvous import choose_interfaces
     from verl_ray.weight_sync.broadcast import BroadcastSender
@@ -211,9 +223,7 @@ def _send(setup: _Setup, rank: int) -> Syncs:
         syncs: Syncs = {roots: [] for roots in setup.roots}
         for _ in range(setup.rounds):
             for roots in setup.roots:
-                dist.barrier()
-                # What a rank has sent counts once it has arrived.
-                syncs[roots].append(_watched(sync, roots, dist.barrier))
+                syncs[roots].append(_watched(sync, roots, barrier))
         for sender, _ in senders.values():
             sender.close()
     return syncs
@@ -227,7 +237,7 @@ def _rows(bucket: Bucket, start: int, rows: Tensor) -> Iterable[tuple[Slice, Ten
         yield Slice(name, (start, 0), tuple(rows.shape)), rows
 
 
-def _receive(setup: _Setup, number: int) -> Syncs:
+def _receive(setup: _Setup, number: int, barrier: Barrier) -> Syncs:
     """Receive as a rank of an engine, without loading."""
     import torch
 
@@ -257,7 +267,7 @@ def _receive(setup: _Setup, number: int) -> Syncs:
     syncs: Syncs = {roots: [] for roots in setup.roots}
     for _ in range(setup.rounds):
         for roots in setup.roots:
-            syncs[roots].append(_watched(sync, roots))
+            syncs[roots].append(_watched(sync, roots, barrier))
     for inbox, _ in inboxes.values():
         inbox.close()
     return syncs
@@ -273,17 +283,22 @@ def _addresses(setup: _Setup) -> Any:
 
 
 def _watched(
-    sync: Callable[[int], Fingerprints],
-    roots: int,
-    settle: Callable[[], object] = lambda: None,
+    sync: Callable[[int], Fingerprints], roots: int, barrier: Barrier
 ) -> _Sync:
-    """Run a sync, and count its time and bytes; `settle` waits for the others."""
+    """Run a sync, and count its time and bytes.
+
+    At each barrier all processes wait for one another, so that they count while none of
+    them sends or closes: before anyone begins, and after everyone has read what was
+    sent.
+    """
     sent_before, received_before = _carried_bytes()
+    barrier.wait()
     began = time.monotonic()
     fingerprints = sync(roots)
     ended = time.monotonic()
-    settle()
+    barrier.wait()
     sent, received = _carried_bytes()
+    barrier.wait()
     return _Sync(
         began, ended, sent - sent_before, received - received_before, fingerprints
     )
@@ -305,8 +320,8 @@ def _carried_bytes() -> tuple[int, int]:
             if own.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
             info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-        sent, received = _CARRIED.unpack_from(info)
-        total_sent += sent
+        received, sent, sent_again = _CARRIED.unpack_from(info)
+        total_sent += sent - sent_again
         total_received += received
     return total_sent, total_received
 
