@@ -588,6 +588,7 @@ def _sampler(
         pipeline_parallel=1,
         expert_parallel=False,
         dtype=dtype,
+        quantization=None,
         kv_cache_gib=_KV_CACHE_GIB,
         vllm_args={},
     )

@@ -17,9 +17,6 @@ from verl_ray.errors import MismatchError
 from verl_ray.rollout.requests import Sampling
 from workers.model_worker import UpdateReport
 
-OTHER_PRECISION = ("quantization", "quantization_config", "kv_cache_dtype")
-"""Arguments of the rollout engine that lower its precision below rollout.dtype."""
-
 
 class MismatchWatch:
     """Compares the metric of algorithm.mismatch with its limit after every step."""
@@ -206,12 +203,17 @@ def _precision_causes(config: RLConfig) -> Iterator[str]:
         "actor.backend.dtype": config.actor.backend.dtype,
     }
 
-    lower_precision = {}
-    for name in OTHER_PRECISION:
-        value = config.rollout.vllm_args.get(name)
-        # vLLM's "auto" is the type of the model.
-        if value not in (None, "auto"):
-            lower_precision[f"rollout.vllm_args.{name}"] = value
+    # What lowers the precision of the engine below rollout.dtype. vLLM's "auto" is the
+    # type of the model.
+    others = {
+        "rollout.quantization": config.rollout.quantization,
+        "rollout.vllm_args.kv_cache_dtype": config.rollout.vllm_args.get(
+            "kv_cache_dtype"
+        ),
+    }
+    lower_precision = {
+        key: value for key, value in others.items() if value not in (None, "auto")
+    }
 
     if len(set(dtypes.values())) > 1 or lower_precision:
         settings = ", ".join(

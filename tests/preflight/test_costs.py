@@ -35,6 +35,22 @@ def test_sampler_and_trainer_of_different_types(model: Path, data: Path) -> None
     assert list(cost_warnings(measured, GPU, evaluates=True)) == []
 
 
+def test_a_quantized_sampler(model: Path, data: Path) -> None:
+    quantized = ("rollout.quantization=fp8", "backend.dtype=float32")
+    (warning,) = preflight(ppo(model, data, *quantized), BIG).warnings
+    assert warning.startswith("rollout.quantization=fp8: the engine samples from")
+    assert "algorithm.correction.form=three_policy" in warning
+    corrected = ppo(model, data, *quantized, *CORRECTED)
+    assert preflight(corrected, BIG).warnings == []
+    on_gpu = ppo(model, data, "rollout.quantization=fp8", *CORRECTED)
+    assert preflight(on_gpu, GPU).warnings == [
+        "untested on GPUs, and tested on a CPU: rollout.quantization"
+    ]
+    settings = settled(ppo(model, data, *quantized)).rollout
+    assert settings.dtype == "bfloat16"
+    assert settings.sync.probe_tolerance == "measured"
+
+
 def test_float32_on_gpus(model: Path, data: Path) -> None:
     exact = ppo(model, data, "backend.dtype=float32", "rollout.dtype=float32")
     trains, rolls = preflight(exact, GPU).warnings

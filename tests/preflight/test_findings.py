@@ -65,14 +65,14 @@ def test_arguments_of_vllm_that_no_test_runs_are_named_once(
         "rollout.vllm_args={block_size: 32, watermark: 0.1, kv_cache_dtype: fp8}",
     )
     # It receives no weights.
-    judge = ("reward.engine.vllm_args={quantization: gptq, cpu_offload_gb: 4}",)
+    judge = ("reward.engine.vllm_args={enable_eplb: true, cpu_offload_gb: 4}",)
     for settings, named in (
         (policy, "rollout.vllm_args: kv_cache_dtype, watermark"),
-        (judge, "reward.engine.vllm_args: cpu_offload_gb, quantization"),
+        (judge, "reward.engine.vllm_args: cpu_offload_gb, enable_eplb"),
         (
             (*policy, *judge),
             "rollout.vllm_args: kv_cache_dtype, watermark;"
-            " reward.engine.vllm_args: cpu_offload_gb, quantization",
+            " reward.engine.vllm_args: cpu_offload_gb, enable_eplb",
         ),
         (("rollout.vllm_args={block_size: 32}",), None),
     ):

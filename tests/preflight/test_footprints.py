@@ -214,6 +214,10 @@ def test_a_rollout_engine() -> None:
     )
     found = engine_footprint(run.rollout, MODEL, 10**6, 10**4, "cuda")
     assert found.persistent == {"weights": 24 * M, "cache": 2 << 30}
+    # Half of 20 million in the layers at a byte and of 4 million at two.
+    fp8 = run.rollout.model_copy(update={"quantization": "fp8"})
+    quantized = engine_footprint(fp8, MODEL, 10**6, 10**4, "cuda")
+    assert quantized.persistent["weights"] == 14 * M
     # 8192 tokens with 2 bytes of 4 x 100, and half of 2 x 200 + 2 x 100 + 3 x 300
     assert found.forward["activations"] == 8192 * 2 * (400 + 750)
     fewer = config(

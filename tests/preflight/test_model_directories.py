@@ -390,6 +390,11 @@ def test_experts_fit_the_rollout_engine_and_their_settings_belong_to_them(
 ) -> None:
     experts = described(tmp_path / "experts", model, "qwen3_moe")
     assert preflight(ppo(experts, data), BIG).problems == []
+    quantized = ppo(experts, data, "rollout.quantization=fp8")
+    assert problems_by_key(preflight(quantized, BIG)) == {
+        "rollout.quantization": "vLLM quantizes no experts on a CPU, and the model has some"
+        " | Use null, or a GPU."
+    }
     settings = json.loads((experts / "config.json").read_text())
     (experts / "config.json").write_text(json.dumps(settings | {"hidden_size": 48}))
     assert problems_by_key(preflight(ppo(experts, data), BIG)) == {
@@ -398,6 +403,7 @@ def test_experts_fit_the_rollout_engine_and_their_settings_belong_to_them(
     }
     on_gpu = Machine(cores=8, gpus=8, memory_bytes=2 * GIB, shm_free_bytes=GIB)
     assert preflight(ppo(experts, data), on_gpu).problems == []
+    assert preflight(quantized, on_gpu).problems == []
     supervised = [
         f"model.path={experts}",
         f"data.train_path={data}/train.jsonl",

@@ -55,7 +55,7 @@ def rollout_config() -> Callable[..., RolloutConfig]:
     def config(**changes: object) -> RolloutConfig:
         values: dict[str, object] = {
             "group_size": 2, "max_response_tokens": 16, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "stop": [], "routing_replay": False,
-            "num_replicas": 1, "tensor_parallel": 1, "pipeline_parallel": 1, "expert_parallel": False, "dtype": "float32", "kv_cache_gib": 0.03125, "stream_rows": 1,
+            "num_replicas": 1, "tensor_parallel": 1, "pipeline_parallel": 1, "expert_parallel": False, "dtype": "float32", "quantization": None, "kv_cache_gib": 0.03125, "stream_rows": 1,
             "sleep": "never", "vllm_args": {}, "schedule": "synchronous", "staleness": 0, "updates": "between",
             "kv": None, "concurrency": 64,
             "sync": {

@@ -58,6 +58,7 @@ def checked(folder: Path, device: str, dtype: str) -> dict[str, Any]:
         pipeline_parallel=1,
         expert_parallel=False,
         dtype=dtype,
+        quantization=None,
         kv_cache_gib=0.0625,
         vllm_args={"enforce_eager": True} if is_eager else {},
     )  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from scripts.tiny_families import tiny_config
 from tests.rollout.conftest import checkpoint_of, manifest_of, receive_without
 from tests.rollout.generation import generate
+from tests.weight_sync.fingerprints import fingerprint
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.errors import EngineFailed, WeightSyncError
 from verl_ray.models.tiny import Architecture
@@ -143,6 +144,42 @@ def test_weights_that_vllm_does_not_count_are_loaded_again_and_missed(
         sent = receive_without(engine, models[0], f"model.{name}")
         with pytest.raises(WeightSyncError, match="was not loaded completely"):
             engine.commit(sent)
+
+
+def test_an_engine_quantizes_what_arrives_at_each_sync(
+    start_vllm: Callable[..., VllmEngine],
+    make_model: Callable[..., Path],
+    load_reference: Load,
+    publish: Callable[..., dict[str, Fingerprint]],
+    reference_log_probs: Reference,
+) -> None:
+    path = make_model("llama", tie=True)
+    engine = start_vllm(path, dtype="bfloat16", quantization="fp8")
+    runner = engine.core._core.model_executor.driver_worker.worker.model_runner
+    matrix = runner.model.model.layers[1].self_attn.o_proj
+    models = [
+        load_reference(make_model("llama", tie=True, seed=seed)).bfloat16()
+        for seed in (0, 1)
+    ]
+    row = np.random.default_rng(2).integers(2, 15, size=12).astype(np.int32)
+    differences = []
+    for version, model in enumerate((*models, models[0])):
+        received = publish(engine, model, version, verification_follows=True)
+        said = reference_log_probs(model, row[:1], row[1:])
+        differences.append(engine.verify(Probe((row,), (said,), 1.0)))
+        weight = model.model.layers[1].self_attn.o_proj.weight
+        assert received["model.layers.1.self_attn.o_proj.weight"] == fingerprint(weight)
+        # A row's largest number becomes 448, the largest of fp8; 3 bits of a mantissa
+        # are off by a 16th at most, and numbers near 0 by half of the least step.
+        scale = matrix.weight_scale
+        assert matrix.weight.dtype == torch.float8_e4m3fn
+        assert torch.allclose(scale, weight.float().abs().amax(1, keepdim=True) / 448)
+        error = (matrix.weight.t().float() * scale - weight.float()).abs()
+        assert (error <= torch.maximum(weight.float().abs() / 16, scale / 2**10)).all()
+        assert error.max() > 0
+    # Rounding shows, by the same bits after other weights and back.
+    assert differences[0] == differences[2] > 0.05
+    assert differences[1] < 0.5
 
 
 def test_weights_of_one_step_before_are_found_where_rounding_is_larger_than_the_step(

@@ -70,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def worker(folder: Path) -> Iterator[JudgeWorker]:
     engine = RolloutEngineConfig(
-        num_replicas=1, tensor_parallel=1, pipeline_parallel=1, expert_parallel=False, dtype="float32", kv_cache_gib=0.03125, vllm_args={}
+        num_replicas=1, tensor_parallel=1, pipeline_parallel=1, expert_parallel=False, dtype="float32", quantization=None, kv_cache_gib=0.03125, vllm_args={}
     )  # fmt: skip
     config = JudgeReward.model_validate({
         "kind": "judge", "engine": engine,

@@ -530,6 +530,7 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     ("rollout.tensor_parallel", "vllm_tensor_parallel_size parallel.tp"),
     ("rollout.pipeline_parallel", "vllm_pipeline_parallel_size"),
     ("rollout.expert_parallel", "enable_expert_parallel vllm_enable_expert_parallel"),
+    ("rollout.quantization", "quantization vllm_quantization"),
     ("rollout.num_replicas", "vllm_num_engines num_inference_engines parallel.dp"),
     (_KV_CACHE, "gpu_memory_utilization vllm_gpu_memory_utilization"),
     ("rollout.vllm_args.enforce_eager", "enforce_eager"),

@@ -174,6 +174,7 @@ def _complete_models_and_engines(tree: Mapping[str, Any]) -> None:
     for section in _engine_sections(tree):
         section.setdefault("pipeline_parallel", 1)
         section.setdefault("expert_parallel", False)
+        section.setdefault("quantization", None)
 
 
 def _engine_sections(tree: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

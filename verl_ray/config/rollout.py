@@ -90,7 +90,15 @@ class RolloutEngineConfig(Section):
     dtype: Dtype | Auto
     """Type of the weights and of the computation.
 
-    auto: bfloat16 on GPUs, float32 on a CPU.
+    auto: bfloat16 on GPUs and with a quantization, else float32 on a CPU.
+    """
+    quantization: Literal["fp8"] | None
+    """Form in which the engine keeps the matrices of its layers and multiplies by them.
+
+    fp8: vLLM rounds each row of a matrix to 8 bits with a scale of its own as it loads
+    it, at every sync anew, and each token's activations as it computes (vLLM's
+    fp8_per_channel); embeddings and head stay in `dtype`, bfloat16. null: all in
+    `dtype`.
     """
     kv_cache_gib: PositiveFloat | Auto
     """Memory for the key-value cache of one replica rank.
@@ -363,6 +371,33 @@ def routing_is_recorded_whole(rollout: RolloutConfig) -> Iterator[Problem]:
             f" rollout.pipeline_parallel is {rollout.pipeline_parallel}",
             "Use false, or rollout.pipeline_parallel=1 with more tensor_parallel.",
         )
+
+
+def quantized_engines_compute_in_bfloat16(
+    engines: Mapping[str, RolloutEngineConfig],
+) -> Iterator[Problem]:
+    """Yield a problem for each quantized engine of another type.
+
+    Args:
+        engines: The engines, by the key of their settings.
+    """
+    for section, engine in engines.items():
+        if engine.quantization is not None and engine.dtype == "float32":
+            rule = f"vLLM quantizes bfloat16, and {section}.dtype=float32"
+            fix = f"Set {section}.dtype=bfloat16, or leave it auto."
+            yield Problem(f"{section}.quantization", engine.quantization, rule, fix)
+
+
+def quantization_is_measured(rollout: RolloutConfig) -> Iterator[Problem]:
+    """Yield a problem if a number limits what only a first sync can show."""
+    tolerance = rollout.sync.probe_tolerance
+    if rollout.quantization is not None and isinstance(tolerance, float):
+        rule = (
+            f"with rollout.quantization={rollout.quantization} log-probs differ from"
+            " the trainer's by what the first sync shows"
+        )
+        fix = "Use measured, or leave it auto."
+        yield Problem("rollout.sync.probe_tolerance", tolerance, rule, fix)
 
 
 def open_rows_survive_a_turn(rollout: RolloutConfig) -> Iterator[Problem]:

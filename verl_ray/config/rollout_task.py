@@ -18,11 +18,14 @@ from verl_ray.config.rollout import (
     HEAD,
     VLLM_LORA_RANKS,
     RolloutConfig,
+    RolloutEngineConfig,
     ServedModel,
     endpoint_settings_are_used,
     endpoints_have_an_address,
     experts_have_ranks,
     open_rows_survive_a_turn,
+    quantization_is_measured,
+    quantized_engines_compute_in_bfloat16,
     routing_is_recorded_whole,
     sampling_is_what_the_trainer_sees,
 )
@@ -175,11 +178,12 @@ class RolloutTaskConfig(Config):
         yield from open_rows_survive_a_turn(rollout)
         yield from offloading_frees_shared_devices(self.placement)
         yield from sampling_is_what_the_trainer_sees(rollout)
-        yield from routing_is_recorded_whole(self.rollout)
-        yield from experts_have_ranks(
-            {"rollout": rollout}
-            | {f"{name}.engine": engine for name, engine in judges.items()}
-        )
+        yield from routing_is_recorded_whole(rollout)
+        engines: dict[str, RolloutEngineConfig] = {"rollout": rollout}
+        engines |= {f"{name}.engine": engine for name, engine in judges.items()}
+        yield from experts_have_ranks(engines)
+        yield from quantized_engines_compute_in_bfloat16(engines)
+        yield from quantization_is_measured(rollout)
         yield from vllm_args_are_free(rollout, judges)
         yield from adapters_can_be_sent_alone(self, overridden)
         yield from transport_fits_the_placement(self, overridden)
@@ -393,3 +397,7 @@ def adapters_can_be_sent_alone(
         )
         fix = f"Use merged, or take {HEAD} from actor.lora.targets."
         yield Problem(key, choice, rule, fix)
+    elif config.rollout.quantization is not None:
+        quantization = config.rollout.quantization
+        rule = f"no test has an adapter on rollout.quantization={quantization}"
+        yield Problem(key, choice, rule, "Use merged, or rollout.quantization=null.")

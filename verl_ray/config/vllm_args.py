@@ -25,6 +25,8 @@ VLLM_ARGS_OF_OTHER_KEYS = {
     "generation_config": "rollout.temperature",
     "override_generation_config": "rollout.temperature",
     "dtype": "rollout.dtype",
+    "quantization": "rollout.quantization",
+    "quantization_config": "rollout.quantization",
     "tensor_parallel_size": "rollout.tensor_parallel",
     "pipeline_parallel_size": "rollout.pipeline_parallel",
     "enable_expert_parallel": "rollout.expert_parallel",
@@ -237,8 +239,6 @@ VLLM_ARGS_UNPROVEN = frozenset(
         "mm_encoder_fp8_scale_path",
         "mm_encoder_fp8_scale_save_margin",
         "mm_encoder_fp8_scale_save_path",
-        "quantization",
-        "quantization_config",
         "use_fp64_gumbel",
         # Kernels and graphs.
         "attention_backend",

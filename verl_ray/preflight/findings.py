@@ -449,7 +449,7 @@ def cost_warnings(
     """
     if machine is not None and machine.gpus:
         yield from _float32_on_gpus(config, learns=not evaluates)
-        yield from _untested_layouts(config)
+        yield from _untested_on_gpus(config)
     elif machine is not None and not machine.computes_bfloat16:
         yield from _bfloat16_on_a_cpu(config)
     if machine is not None and not machine.gpus:
@@ -458,6 +458,7 @@ def cost_warnings(
         return
 
     yield from _different_types(config)
+    yield from _quantized_sampler(config)
     yield from _unread_validation(config)
     yield from _large_evaluations(config)
     yield from _endless_warmups(config)
@@ -541,6 +542,9 @@ def _different_types(config: Config) -> Iterator[str]:
     trainer = config.actor.backend.dtype
     if sampler == trainer or config.corrects_mismatch:
         return
+    # A quantized sampler has a warning of its own.
+    if config.rollout.quantization is not None:
+        return
     # What auto becomes on a cluster is not known yet.
     if "auto" in (sampler, trainer):
         return
@@ -551,6 +555,20 @@ def _different_types(config: Config) -> Iterator[str]:
         " type, or correct with importance weights"
         " (algorithm.correction.form=three_policy)"
     )
+
+
+def _quantized_sampler(config: Config) -> Iterator[str]:
+    """Yield a warning if tokens of a quantized engine are learned from uncorrected."""
+    if not isinstance(config, RolloutTaskConfig) or config.corrects_mismatch:
+        return
+    quantization = config.rollout.quantization
+    if quantization is not None:
+        yield (
+            f"rollout.quantization={quantization}: the engine samples from rounded"
+            " weights, so each token is learned from as if another policy had sampled"
+            " it (rollout_corr/* shows by how much); correct with importance weights"
+            " (algorithm.correction.form=three_policy)"
+        )
 
 
 def _float32_on_gpus(config: Config, *, learns: bool) -> Iterator[str]:
@@ -574,12 +592,14 @@ def _float32_on_gpus(config: Config, *, learns: bool) -> Iterator[str]:
         )
 
 
-def _untested_layouts(config: Config) -> Iterator[str]:
-    """Yield a warning if engines have a layout that has run on a CPU alone."""
+def _untested_on_gpus(config: Config) -> Iterator[str]:
+    """Yield a warning if engines compute in a way that has run on a CPU alone."""
     keys: list[str] = []
     for engine in config.engines.values():
         if engine.config.pipeline_parallel > 1:
             keys.append(f"{engine.section}.pipeline_parallel")
+        if engine.config.quantization is not None:
+            keys.append(f"{engine.section}.quantization")
         if engine.config.expert_parallel:
             keys.append(f"{engine.section}.expert_parallel")
     if (

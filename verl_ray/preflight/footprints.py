@@ -332,8 +332,10 @@ def engine_footprint(
     layers = model.shape.num_layers if model.shape else stages
     stage = model.in_layers * -(-layers // stages) // max(layers, 1)
     outside = model.parameters - model.in_layers
+    # vLLM quantizes the layers' matrices, nearly all there is of them.
+    width_in_layers = width if engine.quantization is None else 1
     persistent: dict[MemoryPart, int] = {
-        "weights": width * (stage + outside) // tensor,
+        "weights": (width_in_layers * stage + width * outside) // tensor,
         "cache": int(resolved(engine.kv_cache_gib) * 2**30),
     }
 

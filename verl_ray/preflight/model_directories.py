@@ -658,6 +658,12 @@ def engine_problems(engine: ServedModel, machine: Machine | None) -> Iterator[Pr
         return
 
     yield from _agreement_problems(engine)
+    quantization = engine.config.quantization
+    if quantization is not None and has_experts(engine.path):
+        rule = "vLLM quantizes no experts on a CPU, and the model has some"
+        key = f"{engine.section}.quantization"
+        yield Problem(key, quantization, rule, "Use null, or a GPU.")
+
     # vLLM's kernels for CPUs are written for some sizes only.
     if hidden % EXPERTS_HIDDEN_MULTIPLE and has_experts(engine.path):
         rule = (

@@ -146,7 +146,10 @@ def _of_devices(config: Config, facts: ClusterFacts) -> Iterator[AutoValue]:
             yield f"{name}.backend.dtype", dtype, because
 
     for name, engine in config.engines.items():
-        if engine.config.dtype == "auto":
+        if engine.config.dtype == "auto" and engine.config.quantization is not None:
+            reason = f"{engine.section}.quantization is made of bfloat16"
+            yield f"{engine.section}.dtype", "bfloat16", reason
+        elif engine.config.dtype == "auto":
             yield f"{engine.section}.dtype", dtype, because
         if engine.config.num_replicas == "auto":
             value = JUDGE_REPLICAS
@@ -317,6 +320,8 @@ def _adapter(config: RolloutTaskConfig, facts: ClusterFacts) -> ValueAndReason:
             " layers"
         )
         return "merged", because
+    if config.rollout.quantization is not None:
+        return "merged", "no test has an adapter on a quantized engine"
 
     # What `sleep` becomes decides, so an `auto` there is resolved here, too.
     sleep: object = config.rollout.sleep

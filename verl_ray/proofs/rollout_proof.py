@@ -28,6 +28,7 @@ from verl_ray.proofs.claims import Claim
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from verl_ray.config.rollout import RolloutEngineConfig
     from verl_ray.engine.plain import PlainEngine
     from verl_ray.rollout.probes import Probe
     from verl_ray.rollout.requests import Chunk, Float32, Tokens
@@ -161,7 +162,6 @@ def _load_and_compare(fields: dict[str, Any], tell: Tell) -> None:
     os.environ.update(environment("cpu", threads=1))
     from torch._dynamo import config as dynamo
 
-    from verl_ray.config.rollout import RolloutEngineConfig
     from verl_ray.engine.single import plain_engine
     from verl_ray.proofs.rows import LENGTHS
     from verl_ray.rollout.vllm_engine import VllmEngine
@@ -181,18 +181,9 @@ def _load_and_compare(fields: dict[str, Any], tell: Tell) -> None:
         for version in range(LOADS)
     ]
 
-    config = RolloutEngineConfig(
-        num_replicas=1,
-        tensor_parallel=1,
-        pipeline_parallel=1,
-        expert_parallel=False,
-        dtype=fields["dtype"],
-        kv_cache_gib=KV_CACHE_GIB,
-        vllm_args={"model_impl": fields["implementation"]},
-    )
     engine = VllmEngine(
         str(folder),
-        config,
+        _engine_config(fields),
         max_model_len=MAX_MODEL_LEN,
         seed=0,
         device="cpu",
@@ -215,6 +206,21 @@ def _load_and_compare(fields: dict[str, Any], tell: Tell) -> None:
         tell("load", {"difference": difference, "tolerance": tolerance, "where": where})
         agreed = agrees
     tell("generated", {"tokens_per_s": _tokens_per_s(engine, publications[-1].probe)})
+
+
+def _engine_config(fields: dict[str, Any]) -> RolloutEngineConfig:
+    from verl_ray.config.rollout import RolloutEngineConfig
+
+    return RolloutEngineConfig(
+        num_replicas=1,
+        tensor_parallel=1,
+        pipeline_parallel=1,
+        expert_parallel=False,
+        dtype=fields["dtype"],
+        quantization=None,
+        kv_cache_gib=KV_CACHE_GIB,
+        vllm_args={"model_impl": fields["implementation"]},
+    )
 
 
 @dataclass(frozen=True)

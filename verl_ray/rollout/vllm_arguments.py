@@ -31,6 +31,12 @@ if TYPE_CHECKING:
 TRANSFER = "verl_ray"
 """Name of this project's engine in vLLM's registry of weight-transfer engines."""
 
+QUANTIZATIONS = {None: None, "fp8": "fp8_per_channel"}
+"""Value of `rollout.quantization` -> vLLM's name of it.
+
+Without one vLLM reads what config.json says, which may quantize a judge.
+"""
+
 
 def engine_config(
     model_path: str,
@@ -131,6 +137,7 @@ def fixed_arguments(
         "trust_remote_code": trusts_code,
         "skip_tokenizer_init": True,
         "dtype": resolved(config.dtype),
+        "quantization": QUANTIZATIONS[config.quantization],
         "seed": seed,
         "max_model_len": max_model_len,
         "tensor_parallel_size": config.tensor_parallel,

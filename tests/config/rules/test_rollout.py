@@ -60,6 +60,13 @@ CASES = [
     ),
     Case(
         "adapters_can_be_sent_alone",
+        "rollout.sync.adapter=alone actor.lora.rank=8 rollout.quantization=fp8",
+        "rollout.sync.adapter",
+        "no test has an adapter on rollout.quantization=fp8",
+        "Use merged",
+    ),
+    Case(
+        "adapters_can_be_sent_alone",
         "rollout.sync.adapter=alone actor.lora.rank=513",
         "rollout.sync.adapter",
         "adapters up to rank 512",
@@ -120,6 +127,20 @@ CASES = [
         "rollout.routing_replay",
         "rollout.pipeline_parallel is 2",
         "Use false",
+    ),
+    Case(
+        "quantized_engines_compute_in_bfloat16",
+        "rollout.quantization=fp8 rollout.dtype=float32",
+        "rollout.quantization",
+        "rollout.dtype=float32",
+        "Set rollout.dtype=bfloat16",
+    ),
+    Case(
+        "quantization_is_measured",
+        "rollout.quantization=fp8 rollout.sync.probe_tolerance=0.1",
+        "rollout.sync.probe_tolerance",
+        "what the first sync shows",
+        "Use measured",
     ),
     Case(
         "endpoint_settings_are_used",
