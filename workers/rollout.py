@@ -50,7 +50,7 @@ from verl_ray.rollout.probes import Probe
 from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling
 from verl_ray.rollout.server import PauseMode, RolloutServer, ServerHealth
 from verl_ray.weight_sync.fingerprint import Fingerprint
-from verl_ray.weight_sync.manifest import Bucket, Manifest
+from verl_ray.weight_sync.manifest import Bucket, Experts, Manifest
 from verl_ray.weight_sync.transport import SealedAddress, WireSpec
 from workers.episodes import beside_episodes, episode_requests, episode_rollouts
 from workers.generation import Generation
@@ -306,6 +306,10 @@ class RolloutWorker:
     def wake(self, part: EngineMemoryPart) -> None:
         """Allocate this part of the device memory again."""
         self.server.run(lambda engine: engine.wake(part))
+
+    def experts(self) -> list[Experts]:
+        """Return the experts that each rank of the engine takes weights for."""
+        return self.server.run(lambda engine: engine.experts)
 
     def connect(
         self, sealed_address: SealedAddress, wire_spec: WireSpec, first_receiver: int

@@ -7,6 +7,7 @@ finish.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from verl_ray.errors import VerlRayError, WeightSyncError, worker_error_of
 from verl_ray.weight_sync import SLOTS
 from verl_ray.weight_sync.manifest import (
     Bucket,
+    Experts,
     Manifest,
     cast_for_engine,
     plan_buckets,
@@ -35,6 +37,7 @@ from verl_ray.weight_sync.wires import (
     announces_buckets,
     carrier_device,
     choose_roots,
+    sends_to_holders,
 )
 from workers.actor import ActorWorker
 from workers.rollout import RolloutWorker
@@ -88,7 +91,7 @@ class WeightWire:
         has_gpus: bool,
         shares_gpus: bool,
     ) -> None:
-        """Plan the buckets; no wire is open yet.
+        """Prepare for syncs; no wire is open yet.
 
         Args:
             actor: The ranks that send.
@@ -105,7 +108,7 @@ class WeightWire:
         self._separate_adapter = config.sends_adapter_alone
         manifest = actor.rank_zero(ActorWorker.manifest, self._separate_adapter)
         self._manifest = cast_for_engine(manifest.result(), config.rollout.dtype)
-        self._buckets = plan_buckets(self._manifest, config.rollout.sync.bucket_bytes)
+        self._buckets: tuple[Bucket, ...] = ()
 
         self._is_open = False
         self._sends_all = True
@@ -215,8 +218,13 @@ class WeightWire:
     def _open(self, receivers: Receivers) -> None:
         """Open a wire, and connect the actor's ranks with all receivers."""
         replicas = receivers.replicas
-        wire_spec = self._wire_spec(replicas)
         wire = self._config.sync.wire
+        # The same for the replicas of any sync, since all hold the same experts.
+        holders = self._holders(receivers) if sends_to_holders(wire) else ()
+        self._buckets = plan_buckets(
+            self._manifest, self._config.sync.bucket_bytes, holders
+        )
+        wire_spec = self._wire_spec(replicas)
         opening = self._actor.broadcast(ActorWorker.open_wire, wire, wire_spec)
         address = receivers.wait_for_sender(opening)[0]
         self._is_open = True
@@ -237,6 +245,15 @@ class WeightWire:
         failures = [failure for failure in results if failure is not None]
         if failures:
             raise WeightSyncError(failures[0])
+
+    def _holders(self, receivers: Receivers) -> list[Experts]:
+        """Return the experts that each receiver holds; none if all take everything."""
+        if not self._config.expert_parallel:
+            return []
+        results = receivers.wait(receivers.broadcast(RolloutWorker.experts))
+        # Each process of a replica reports for its engine's ranks.
+        reports = itertools.chain.from_iterable(results)
+        return list(itertools.chain.from_iterable(reports))
 
     def _connect_receivers(
         self, replicas: ReplicaGroups, address: SealedAddress, wire_spec: WireSpec

@@ -32,11 +32,11 @@ BUCKETS = plan_buckets(MANIFEST, 2048)  # two layers each, then one with norm an
 CPU = torch.device("cpu")
 
 
-def made(seed: int) -> dict[str, torch.Tensor]:
+def made(seed: int, manifest: Manifest = MANIFEST) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
         one.name: torch.randn(one.shape, generator=generator)
-        for one in MANIFEST.parameters
+        for one in manifest.parameters
     }
 
 

@@ -17,16 +17,31 @@ import torch.distributed as dist
 from tests.weight_sync.endpoints import BUCKETS, CPU, MANIFEST, made, shards
 from tests.weight_sync.fingerprints import fingerprint
 from verl_ray.errors import WeightSyncError
+from verl_ray.rollout.engine_state import WeightUpdate
 from verl_ray.weight_sync.broadcast import (
     BroadcastAddress,
     BroadcastSender,
+    GroupKey,
     gather,
     invite,
     join,
 )
 from verl_ray.weight_sync.fingerprint import Fingerprint, Fingerprints
-from verl_ray.weight_sync.manifest import Bucket, Slice
-from verl_ray.weight_sync.transport import Address, WireEndpoint, WireRoot, WireSpec
+from verl_ray.weight_sync.manifest import (
+    Bucket,
+    Manifest,
+    Parameter,
+    Slice,
+    plan_buckets,
+)
+from verl_ray.weight_sync.transport import (
+    Address,
+    Inbox,
+    SendResult,
+    WireEndpoint,
+    WireRoot,
+    WireSpec,
+)
 
 # Two ranks take turns with the buckets, and the last owns nothing.
 ROOTS = (WireRoot(0, "127.0.0.1"), WireRoot(1, "127.0.0.1"))
@@ -165,8 +180,125 @@ def test_slices_of_ranks_reach_two_processes_sync_after_sync_until_one_of_them_d
     assert addresses[0] != addresses[1]
 
 
+EXPERTS = Manifest(
+    (
+        *(
+            Parameter(f"layers.{i}.mlp.experts.{j}.up.weight", (32, 16), "bfloat16")
+            for i in range(2)
+            for j in range(4)
+        ),
+        Parameter("norm", (7,), "float32"),
+    )
+)
+
+
+@pytest.mark.parametrize("delta", [False, True], ids=["whole", "changes"])
+def test_a_rank_of_an_engine_gets_the_experts_that_it_holds_and_no_others(
+    delta: bool,
+) -> None:
+    # Two engines of two ranks each, with half of the experts on each rank.
+    holders = [frozenset({0, 1}), frozenset({2, 3})] * 2
+    buckets = plan_buckets(EXPERTS, 2048, holders)
+    wire_spec = WireSpec(buckets, receivers=4, patience_s=60, delta=delta)
+    sender = BroadcastSender(wire_spec, 0, CPU)
+    address = sender.offer()
+    inboxes = [Inbox() for _ in range(4)]
+
+    with ThreadPoolExecutor(4) as threads:
+        connecting = [
+            threads.submit(inbox.connect, address, WireEndpoint(wire_spec, number, CPU))
+            for number, inbox in enumerate(inboxes)
+        ]
+        sender.connect(address)
+        for call in connecting:
+            call.result()
+
+        def receive(bucket: Bucket) -> list[dict[str, torch.Tensor]]:
+            def one(inbox: Inbox) -> dict[str, torch.Tensor]:
+                received = inbox.receive(bucket)
+                copies = {name: tensor.clone() for name, tensor in received.items()}
+                inbox.release()
+                return copies
+
+            return list(threads.map(one, inboxes))
+
+        def sync(weights: dict[str, torch.Tensor]) -> tuple[Any, int, Any]:
+            """Return what was sent, its bytes, and what each receiver got."""
+            arrived: list[dict[str, torch.Tensor]] = [{} for _ in inboxes]
+            result = SendResult()
+            for inbox in inboxes:
+                inbox.begin()
+            for bucket in buckets:
+                result += sender.send(bucket, shards(bucket, weights), whole=not number)
+                for own, received in zip(arrived, receive(bucket), strict=True):
+                    own |= received
+            sender.finish()
+            return result.fingerprints.by_name, result.nbytes, arrived
+
+        for number in range(2):
+            weights = made(number, EXPERTS)
+            sent, nbytes, arrived = sync(weights)
+            # A norm for all, then two experts of each layer for each half; a delta has
+            # two numbers and a count for each parameter more.
+            assert nbytes == 64 + 4 * 2048 + delta * 8 * (5 * 2 + 9)
+            for experts, received in zip(holders, arrived, strict=True):
+                names = [
+                    f"layers.{i}.mlp.experts.{j}.up.weight"
+                    for i in (0, 1)
+                    for j in experts
+                ]
+                assert received.keys() == {"norm", *names}
+                assert (
+                    sum(tensor.nbytes for tensor in received.values()) == 4 * 1024 + 28
+                )
+                for name, tensor in received.items():
+                    assert torch.equal(tensor, weights[name].to(tensor.dtype))
+            for first in (0, 2):
+                _update(buckets, first).require_equal(
+                    sent, [inbox.fingerprints for inbox in inboxes[first : first + 2]]
+                )
+
+        with pytest.raises(
+            WeightSyncError,
+            match=r"version 1: no rank of the engine received \['layers.0.mlp.experts.2.*'layers.1.mlp.experts.3",
+        ):
+            _update(buckets, 0).require_equal(sent, [inboxes[0].fingerprints])
+        with pytest.raises(
+            WeightSyncError, match=r"differ in .*experts.2.* on rank 1 of"
+        ):
+            _update(buckets, 0).require_equal(sent, [inboxes[0].fingerprints] * 2)
+
+        if delta:
+            # One bit of the third expert of the second layer, on the last rank.
+            inboxes[3]._receiver._decoder._copies[4].flat[7] ^= 1  # type: ignore
+            sent, nbytes, _ = sync(weights)
+            assert nbytes == 8 * (5 * 2 + 9)
+            _update(buckets, 0).require_equal(
+                sent, [inbox.fingerprints for inbox in inboxes[:2]]
+            )
+            with pytest.raises(
+                WeightSyncError,
+                match=r"differ in \['layers.1.mlp.experts.2.up.weight'\] on rank 1 of the 2",
+            ):
+                _update(buckets, 2).require_equal(
+                    sent, [inbox.fingerprints for inbox in inboxes[2:]]
+                )
+    for inbox in inboxes:
+        inbox.close()
+    sender.close()
+
+
+def _update(buckets: tuple[Bucket, ...], first_receiver: int) -> WeightUpdate:
+    """The update of an engine that has received all buckets."""
+    update = WeightUpdate(1, {each.name for each in EXPERTS.sent}, first_receiver)
+    for bucket in buckets:
+        update.note_received(bucket)
+    update.require_complete()
+    return update
+
+
 def test_receivers_that_do_not_come_are_named() -> None:
-    rendezvous, listener = invite("127.0.0.1", receivers=2)
+    rendezvous, listener = invite("127.0.0.1", receivers=range(2))
     with pytest.raises(
         WeightSyncError,
         match=r"of 2 receivers \[0, 1\] did not connect to 127.0.0.1:\d+, which was open for 0 s",
@@ -183,9 +315,9 @@ def test_a_rendezvous_ends_when_a_receiver_will_not_come() -> None:
     sender = BroadcastSender(
         WireSpec(BUCKETS, 2, 3600.0, roots=ROOTS), 1, CPU
     )  # longer than anybody waits here, and for the second root
-    (rendezvous,) = sender.offer().rendezvous
+    rendezvous = sender.offer().rendezvous[GroupKey(1, (0, 1))]
     with ThreadPoolExecutor(2) as pool:
-        sending = pool.submit(sender.connect, BroadcastAddress((rendezvous,)))
+        sending = pool.submit(sender.connect, BroadcastAddress({}))
         other = pool.submit(join, rendezvous, 1, 3600.0, "cpu")
         time.sleep(0.5)
         assert not sending.done() and not other.done()
@@ -200,12 +332,15 @@ def test_a_rendezvous_ends_when_a_receiver_will_not_come() -> None:
 
 
 def test_a_root_that_gives_up_is_named_and_the_group_of_the_other_is_closed() -> None:
-    first, listener = invite("127.0.0.1", receivers=1)
-    second, other_listener = invite("127.0.0.1", receivers=2)
+    first, listener = invite("127.0.0.1", receivers=range(1))
+    second, other_listener = invite("127.0.0.1", receivers=range(2))
     endpoint = WireEndpoint(WireSpec(BUCKETS, 1, 60.0, roots=ROOTS), 0, CPU)
     with ThreadPoolExecutor(2) as pool:
         gathering = pool.submit(gather, first, listener, 60.0, "cpu")
-        opening = pool.submit(BroadcastAddress((first, second)).open, endpoint)
+        address = BroadcastAddress(
+            {GroupKey(0, (0,)): first, GroupKey(1, (0,)): second}
+        )
+        opening = pool.submit(address.open, endpoint)
         group = gathering.result(120)
         with pytest.raises(WeightSyncError, match=rf"1\] did not connect to {second}"):
             gather(second, other_listener, 1.0, "cpu")

@@ -1,6 +1,8 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from verl_ray.errors import WeightSyncError
 from verl_ray.weight_sync.manifest import (
     Bucket,
     Entry,
@@ -69,6 +71,42 @@ def test_every_parameter_travels_once_in_order_and_within_the_limit(
             for end, after in zip(endpoints, bucket.entries[1:], strict=False)
         )
         assert endpoints[-1] <= bucket.nbytes
+
+
+def test_an_expert_travels_in_buckets_of_the_receivers_that_hold_it() -> None:
+    names = [
+        f"layers.{i}.mlp.experts.{j}.up.weight" for i in range(2) for j in range(4)
+    ]
+    common = ["layers.0.mlp.shared_experts.up.weight", "layers.0.mlp.experts.up"]
+    manifest = Manifest(
+        tuple(Parameter(name, (16,), "float32") for name in (*common, *names))
+    )
+    halves = [frozenset({0, 1}), frozenset({2, 3})]
+    plan = plan_buckets(manifest, 128, halves * 2)
+    assert (
+        [(bucket.receivers, bucket.names) for bucket in plan]
+        == [
+            (None, common),  # one of every rank, one of all experts
+            ((0, 2), names[0:2]),
+            ((1, 3), names[2:4]),
+            ((0, 2), names[4:6]),
+            ((1, 3), names[6:8]),
+        ]
+    )
+    assert [bucket.index for bucket in plan] == [0, 1, 2, 3, 4]
+    # A replica that starts again alone gets the same buckets.
+    again = plan_buckets(manifest, 128, halves)
+    assert [bucket.entries for bucket in again] == [bucket.entries for bucket in plan]
+
+    # A rank that takes all of them, and ranks of which none lacks any.
+    third = plan_buckets(manifest, 128, [*halves, None])[1:3]
+    assert [bucket.receivers for bucket in third] == [(0, 2), (1, 2)]
+    assert plan_buckets(manifest, 128, [None]) == plan_buckets(manifest, 128)
+    with pytest.raises(
+        WeightSyncError,
+        match=r"experts.2.up.weight: none of the 1 ranks .* holds expert 2; set rollout",
+    ):
+        plan_buckets(manifest, 128, halves[:1])
 
 
 def test_the_last_bucket_is_no_remainder() -> None:

@@ -34,7 +34,7 @@ from verl_ray.rollout.requests import (
     Tokens,
 )
 from verl_ray.weight_sync.fingerprint import Fingerprint, Fingerprints
-from verl_ray.weight_sync.manifest import Bucket, Manifest
+from verl_ray.weight_sync.manifest import Bucket, Experts, Manifest
 from verl_ray.weight_sync.transport import Address, WireSpec
 
 if TYPE_CHECKING:
@@ -195,6 +195,7 @@ class RolloutEngine(EngineHooks):
         self._state = EngineState(initial_version, initial_version is not None)
         self._in_flight = InFlight()
         self._probe_history = ProbeHistory()
+        self._first_receiver = 0
         self.steps = 0
 
     # ----------------------------------------------------------------------- generation
@@ -334,6 +335,11 @@ class RolloutEngine(EngineHooks):
     # -------------------------------------------------------------------------- weights
 
     @property
+    def experts(self) -> list[Experts]:
+        """The experts that each rank of the engine takes weights for, by rank."""
+        return [None]
+
+    @property
     def policy_version(self) -> int | None:
         """The version that tokens are sampled from; None while there is none."""
         return self._state.version
@@ -356,6 +362,7 @@ class RolloutEngine(EngineHooks):
                 reach this engine.
         """
         self._require_usable()
+        self._first_receiver = first_receiver
         with aborting_on_error(self.abort_update):
             self._connect(address, wire_spec, first_receiver)
 
@@ -385,7 +392,7 @@ class RolloutEngine(EngineHooks):
         names = {parameter.name for parameter in manifest.sent}
         self._state.version = None
         self._state.has_model = not manifest.has_model
-        self._state.update = WeightUpdate(version, names)
+        self._state.update = WeightUpdate(version, names, self._first_receiver)
         with aborting_on_error(self.abort_update):
             self._begin_update(manifest)
 
@@ -402,7 +409,7 @@ class RolloutEngine(EngineHooks):
         with aborting_on_error(self.abort_update):
             update.require_expected(bucket)
             self._receive(bucket)
-            update.missing.difference_update(bucket.names)
+            update.note_received(bucket)
 
     def commit(
         self, sent: Mapping[str, Fingerprint], *, verification_follows: bool = False
@@ -416,8 +423,8 @@ class RolloutEngine(EngineHooks):
                 accepted here, and the engine generates with it.
 
         Returns:
-            The fingerprints of all parameters, taken from the tensors that the loader
-            got, of the rank that took the longest to compute them.
+            The fingerprints of the rank that took the longest to compute them, of the
+            tensors that its loader got.
 
         Raises:
             WeightSyncError: Parameters of the manifest were not received, parameters of

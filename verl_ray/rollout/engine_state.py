@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from verl_ray.errors import (
@@ -149,13 +149,23 @@ class WeightUpdate:
     Attributes:
         version: The policy version that the weights belong to.
         missing: Names of the parameters that were not received yet.
+        first_receiver: Number of the engine's first rank among all receivers.
         committed: Whether everything was received and loaded, and only the verification
             is missing.
+        receivers: For each parameter that came for some receivers alone, their numbers.
     """
 
     version: int
     missing: set[str]
+    first_receiver: int = 0
     committed: bool = False
+    receivers: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def note_received(self, bucket: Bucket) -> None:
+        """Note that the ranks that a bucket is for have received it."""
+        self.missing.difference_update(bucket.names)
+        if bucket.receivers is not None:
+            self.receivers |= dict.fromkeys(bucket.names, bucket.receivers)
 
     def require_expected(self, bucket: Bucket) -> None:
         """Raise `WeightSyncError` unless all parameters of the bucket are missing."""
@@ -178,19 +188,24 @@ class WeightUpdate:
     ) -> None:
         """Compare what was sent with what every rank of the engine received.
 
+        A rank has to have what was for it and nothing else, and the ranks together
+        everything.
+
         Args:
             sent: The sender's fingerprint of each parameter.
             received: The fingerprints of what the loader got, by rank of the engine.
 
         Raises:
-            WeightSyncError: Fingerprints differ; their parameters are named.
+            WeightSyncError: Fingerprints differ, or no rank got a parameter; the
+                parameters are named.
         """
         for rank, fingerprints in enumerate(received):
-            names = sorted(sent.keys() | fingerprints.by_name.keys())
+            expected = self._sent_to(self.first_receiver + rank, sent)
+            names = sorted(expected.keys() | fingerprints.by_name.keys())
             different = [
                 name
                 for name in names
-                if sent.get(name) != fingerprints.by_name.get(name)
+                if expected.get(name) != fingerprints.by_name.get(name)
             ]
             if not different:
                 continue
@@ -203,6 +218,23 @@ class WeightUpdate:
                 f"version {self.version}: sent and received differ in"
                 f" {different}{where}"
             )
+
+        arrived = set[str]().union(*(each.by_name for each in received))
+        if sent.keys() - arrived:
+            raise WeightSyncError(
+                f"version {self.version}: no rank of the engine received"
+                f" {sorted(sent.keys() - arrived)}"
+            )
+
+    def _sent_to(
+        self, receiver: int, sent: Mapping[str, Fingerprint]
+    ) -> dict[str, Fingerprint]:
+        """Return the fingerprints of what was for this receiver."""
+        return {
+            name: fingerprint
+            for name, fingerprint in sent.items()
+            if receiver in self.receivers.get(name, (receiver,))
+        }
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ from verl_ray.rollout.vllm_core import (
 )
 from verl_ray.rollout.vllm_outputs import progress_of, prompt_log_probs_of
 from verl_ray.weight_sync.fingerprint import Fingerprints
-from verl_ray.weight_sync.manifest import Bucket, Manifest
+from verl_ray.weight_sync.manifest import Bucket, Experts, Manifest
 from verl_ray.weight_sync.transport import Address, WireSpec
 
 if TYPE_CHECKING:
@@ -155,6 +155,8 @@ class VllmEngine(RolloutEngine):
             ) from error
 
         self._can_sleep = device == "cpu" or vllm_config.model_config.enable_sleep_mode
+        # They do not change, and cannot be read while the weights are asleep.
+        self._experts: list[Experts] = self.core.call_workers("weights_experts")
 
     @property
     def memory_bytes(self) -> int:
@@ -279,6 +281,10 @@ class VllmEngine(RolloutEngine):
         self.core.wake(part)
 
     # -------------------------------------------------------------------------- weights
+
+    @property
+    def experts(self) -> list[Experts]:
+        return self._experts
 
     def _connect(
         self, address: Address, wire_spec: WireSpec, first_receiver: int

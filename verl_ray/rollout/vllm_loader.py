@@ -39,7 +39,7 @@ from verl_ray.rollout.vllm_core import (
 from verl_ray.rollout.vllm_load_plan import LoadPlan, LoadRecorder
 from verl_ray.rollout.vllm_transfer import BucketTransferEngine
 from verl_ray.weight_sync.fingerprint import Fingerprints
-from verl_ray.weight_sync.manifest import Bucket
+from verl_ray.weight_sync.manifest import Bucket, Experts
 from verl_ray.weight_sync.transport import Address, Inbox, WireEndpoint, WireSpec
 
 if TYPE_CHECKING:
@@ -84,6 +84,17 @@ class WeightLoader(_Worker):
     _weights_num_copied: dict[int, int]
 
     # ----------------------------------------------------------------------- the update
+
+    def weights_experts(self) -> Experts:
+        """Return the experts that this rank holds of every layer.
+
+        None, which stands for all, if it lacks none, or other ones in another layer.
+        """
+        modules = self.model_runner.model.modules()
+        held_by_layer = {
+            _experts_of(each) for each in modules if isinstance(each, RoutedExperts)
+        }
+        return held_by_layer.pop() if len(held_by_layer) == 1 else None
 
     def weights_connect(
         self, address: Address, wire_spec: WireSpec, first_receiver: int
@@ -312,6 +323,19 @@ class WeightLoader(_Worker):
 
     def _weights_context(self) -> AbstractContextManager[object]:
         return set_current_vllm_config(self.vllm_config)
+
+
+def _experts_of(module: RoutedExperts) -> Experts:
+    """Return the experts that a module holds; None for all.
+
+    vLLM numbers copies of experts, if there are any, apart from a checkpoint's experts.
+    """
+    expert_map = module.expert_map_manager
+    sizes = module.moe_config
+    has_copies = sizes.num_experts != sizes.num_logical_experts
+    if expert_map.expert_map is None or has_copies:
+        return None
+    return frozenset(expert_map.get_local_expert_ids())
 
 
 def _name_loaders(model: torch.nn.Module) -> None:

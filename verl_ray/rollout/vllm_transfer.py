@@ -78,6 +78,9 @@ class BucketTransferEngine(WeightTransferEngine[WireInitInfo, BucketUpdateInfo])
         load_weights: Callable[[list[tuple[str, torch.Tensor]]], object] | None = None,
     ) -> None:
         received = self.inbox.receive(update_info.bucket)
+        # Other ranks hold its experts.
+        if not received:
+            return
         # Only vLLM 0.22 passes a function; newer versions leave loading to this engine.
         load = load_weights or self.model.load_weights
         recording: AbstractContextManager[None] = nullcontext()

@@ -1,7 +1,8 @@
 """The wire between nodes: ranks of the actor broadcast buckets to all receivers.
 
 These ranks, the roots, take turns: each gathers a bucket from the actor's ranks and
-broadcasts it in a process group of its own, whose other members are the receivers.
+broadcasts it in a process group of its own, whose other members are the receivers that
+the bucket is for. A root has a group for each set of receivers that it serves.
 Sending is asynchronous: `send` returns while the bucket travels, so the next root
 gathers the next one meanwhile. A receiver requests the next bucket before it waits for
 the present one, so two buckets travel at the same time, from different roots.
@@ -9,8 +10,8 @@ the present one, so two buckets travel at the same time, from different roots.
 Invariant: the groups of a wire serve any number of syncs, and each is closed by its
 first failure. The next ones have other addresses. A group exists only once every
 endpoint has come, and no endpoint waits longer than the deadline; the error names the
-endpoints that did not connect. Receivers enter the groups, and begin broadcasts, in the
-order of the roots and buckets, so no two wait for each other. Has run over gloo only;
+endpoints that did not connect. All enter their groups, and begin broadcasts, in the
+order of the buckets, so no two wait for each other. Has run over gloo only;
 over NCCL (`WireSpec.device_type` = "cuda") it is written but has not run on a GPU yet.
 """
 
@@ -21,11 +22,11 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -48,11 +49,36 @@ from verl_ray.weight_sync.transport import (
 )
 
 
+class GroupKey(NamedTuple):
+    """What a process group of a wire serves."""
+
+    root: int
+    """The rank that broadcasts in it."""
+    receivers: tuple[int, ...]
+    """Numbers of the receivers."""
+
+    @classmethod
+    def of(cls, bucket: Bucket, wire_spec: WireSpec) -> GroupKey:
+        """Return the key of the group in which a bucket is broadcast."""
+        root = wire_spec.roots[bucket.index % len(wire_spec.roots)]
+        receivers = bucket.receivers
+        if receivers is None:
+            receivers = tuple(range(wire_spec.receivers))
+        return cls(root.rank, receivers)
+
+    @classmethod
+    def all_of(cls, wire_spec: WireSpec) -> list[GroupKey]:
+        """Return the keys of a wire's groups, in the order in which they are used."""
+        keys = [cls.of(bucket, wire_spec) for bucket in wire_spec.buckets]
+        # A dictionary drops duplicates and keeps the order.
+        return list(dict.fromkeys(keys))
+
+
 @dataclass(frozen=True)
 class BroadcastAddress:
-    """The rendezvous of each root with all receivers, in the order of the roots."""
+    """The rendezvous of each group."""
 
-    rendezvous: tuple[WireRendezvous, ...]
+    rendezvous: Mapping[GroupKey, WireRendezvous]
 
     waits_for_peers: ClassVar[bool] = True
 
@@ -67,6 +93,7 @@ class BroadcastSender:
     def __init__(self, wire_spec: WireSpec, rank: int, device: torch.device) -> None:
         """Allocate the slots."""
         self._wire_spec = wire_spec
+        self._rank = rank
         self._device = _carrier(wire_spec, device)
         self._slots = GatheredSlots(
             _new_slots(wire_spec, self._device),
@@ -78,40 +105,39 @@ class BroadcastSender:
         self._host = hosts.get(rank)
         """Address of this root's node; None if this rank is no root."""
 
-        self._rendezvous: WireRendezvous | None = None
-        self._listener: socket.socket | None = None
-        self._group: SyncGroup | None = None
+        self._invitations: dict[GroupKey, tuple[WireRendezvous, socket.socket]] = {}
+        """The rendezvous of the groups that this rank serves, and their sockets."""
+        self._groups: dict[GroupKey, SyncGroup] = {}
         self._stop_waiting = threading.Event()
 
-        self._under_way: dict[int, list[tuple[Any, torch.Tensor]]] = {}
+        self._under_way: dict[int, list[tuple[SyncGroup, Any, torch.Tensor]]] = {}
         """By slot: the broadcasts under way, and the memory that each reads."""
         self._broken: str | None = None
 
     def offer(self) -> BroadcastAddress:
-        """Return the rendezvous of all roots. Collective."""
+        """Return the rendezvous of all groups. Collective."""
         if self._host is not None:
-            self._rendezvous, self._listener = invite(
-                self._host,
-                self._wire_spec.receivers,
-            )
-        # Roots are chosen in the order of their ranks.
-        offered = from_all_ranks(self._rendezvous)
-        return BroadcastAddress(tuple(filter(None, offered)))
+            self._invitations = {
+                key: invite(self._host, key.receivers)
+                for key in GroupKey.all_of(self._wire_spec)
+                if key.root == self._rank
+            }
+        own = {key: rendezvous for key, (rendezvous, _) in self._invitations.items()}
+        offered: dict[GroupKey, WireRendezvous] = {}
+        for rendezvous_of_rank in from_all_ranks(own):
+            offered |= rendezvous_of_rank
+        return BroadcastAddress(offered)
 
     def connect(self, address: Address) -> None:
-        """Wait for all receivers, on a root."""
-        if self._host is None:
-            return
-        assert self._rendezvous is not None and self._listener is not None, (
-            "offer comes first"
-        )
-        self._group = gather(
-            self._rendezvous,
-            self._listener,
-            self._wire_spec.patience_s,
-            self._wire_spec.device_type,
-            self._stop_waiting,
-        )
+        """Wait for the receivers of every group of this rank, on a root."""
+        for key, (rendezvous, listener) in self._invitations.items():
+            self._groups[key] = gather(
+                rendezvous,
+                listener,
+                self._wire_spec.patience_s,
+                self._wire_spec.device_type,
+                self._stop_waiting,
+            )
 
     def stop_waiting(self) -> None:
         """Make `connect` give up, since a receiver will not come."""
@@ -124,8 +150,8 @@ class BroadcastSender:
         self._wait(slot)
         # Every rank takes part in this, also while the wire is broken.
         fingerprints = self._slots.gather(bucket, shards)
-        is_root = self._slots.holds(bucket)
-        if not is_root or self._group is None or self._broken is not None:
+        group = self._groups.get(GroupKey.of(bucket, self._wire_spec))
+        if group is None or self._broken is not None:
             return SendResult(fingerprints, broken=self._broken)
 
         flat = self._slots.flat(bucket)
@@ -138,7 +164,7 @@ class BroadcastSender:
 
         try:
             self._under_way[slot] = [
-                (self._group.broadcast(tensor), tensor)
+                (group, group.broadcast(tensor), tensor)
                 for tensor in tensors
                 if tensor.numel()
             ]
@@ -150,30 +176,32 @@ class BroadcastSender:
         return SendResult(fingerprints, nbytes, changed, self._broken)
 
     def finish(self) -> None:
-        """Wait until all buckets have left; close a broken group."""
+        """Wait until all buckets have left; close the groups of a broken wire."""
         for slot in range(SLOTS):
             self._wait(slot)
-        # Receivers that still wait for a broken group get an error now.
-        if self._broken is not None and self._group is not None:
-            self._group.close()
-            self._group = None
+        # Receivers that still wait for a broken wire get an error now.
+        if self._broken is not None:
+            self._close_groups()
 
     def close(self) -> None:
-        """Close the group and free the slots."""
-        if self._listener is not None:
-            self._listener.close()
-        if self._group is not None:
-            self._group.close()
+        """Close the groups and free the slots."""
+        for _, listener in self._invitations.values():
+            listener.close()
+        self._close_groups()
         self._slots.close()
         self._under_way.clear()
 
+    def _close_groups(self) -> None:
+        for group in self._groups.values():
+            group.close()
+        self._groups.clear()
+
     def _wait(self, slot: int) -> None:
         """Wait until the broadcasts from a slot are complete."""
-        for work, _ in self._under_way.pop(slot, []):
-            assert self._group is not None
+        for group, work, _ in self._under_way.pop(slot, []):
             try:
                 if self._broken is None:
-                    self._group.wait(work)
+                    group.wait(work)
             except WeightSyncError as error:
                 self._broken = str(error)
 
@@ -182,7 +210,7 @@ class BroadcastReceiver:
     """The receiving endpoint of a broadcast."""
 
     def __init__(self, address: BroadcastAddress, endpoint: WireEndpoint) -> None:
-        """Join the group of every root; return when all endpoints have come.
+        """Join the groups that serve this receiver, once all endpoints have come.
 
         Raises:
             WeightSyncError: A root cannot be reached, or another receiver did not come.
@@ -200,25 +228,34 @@ class BroadcastReceiver:
             buffers = _new_slots(wire_spec, self._device)
         self._slots = Slots(buffers)
 
+        own = [each for each in wire_spec.buckets if each.is_for(endpoint.receiver)]
+        self._places = {bucket.index: place for place, bucket in enumerate(own)}
+        """Place of each bucket that this endpoint receives among all of them."""
+        self._own = own
+
         self._under_way: dict[int, Any] = {}
         """Broadcasts that this endpoint has joined and not waited for, by bucket."""
-        self._groups: list[SyncGroup] = []
-        """The group of each root."""
+        self._groups: dict[GroupKey, SyncGroup] = {}
         try:
-            for rendezvous in address.rendezvous:
-                group = join(
-                    rendezvous,
-                    endpoint.receiver,
-                    wire_spec.patience_s,
-                    wire_spec.device_type,
-                )
-                self._groups.append(group)
+            for key in GroupKey.all_of(wire_spec):
+                if endpoint.receiver in key.receivers:
+                    self._groups[key] = join(
+                        address.rendezvous[key],
+                        endpoint.receiver,
+                        wire_spec.patience_s,
+                        wire_spec.device_type,
+                    )
         except WeightSyncError:
             self.close()
             raise
 
     def receive(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
-        """Request this bucket and the next, wait for it, and yield the parameters."""
+        """Request this bucket and the next, wait for it, and yield the parameters.
+
+        A bucket for other receivers yields none.
+        """
+        if bucket.index not in self._places:
+            return
         if self._decoder is not None:
             flat = self._receive_delta(self._decoder, bucket)
             yield from parameters_in(flat, bucket)
@@ -236,13 +273,13 @@ class BroadcastReceiver:
 
         # The next bucket travels at the same time, and while this one is loaded: its
         # slot was released before this call.
-        next_place = bucket.index + 1
-        if next_place < len(self._wire_spec.buckets):
-            next_bucket = self._wire_spec.buckets[next_place]
+        next_place = self._places[bucket.index] + 1
+        if next_place < len(self._own):
+            next_bucket = self._own[next_place]
             self._under_way[next_bucket.index] = self._begin_receive(next_bucket)
 
         self._group_of(bucket).wait(work)
-        yield from self._slots.receive(bucket)
+        yield from parameters_in(self._memory_of(bucket), bucket)
 
     def release(self) -> None:
         """Wait until the device has read the slot."""
@@ -251,17 +288,24 @@ class BroadcastReceiver:
 
     def close(self) -> None:
         """Close the groups and free the slots."""
-        for group in self._groups:
+        for group in self._groups.values():
             group.close()
         self._slots.close()
         self._under_way.clear()
 
     def _group_of(self, bucket: Bucket) -> SyncGroup:
-        return self._groups[bucket.index % len(self._groups)]
+        return self._groups[GroupKey.of(bucket, self._wire_spec)]
+
+    def _memory_of(self, bucket: Bucket) -> torch.Tensor:
+        """Return the bytes of a bucket in its slot, uint8 [nbytes].
+
+        Slots are used in turn by the buckets that this endpoint receives.
+        """
+        return self._slots.flat(replace(bucket, index=self._places[bucket.index]))
 
     def _begin_receive(self, bucket: Bucket) -> Any:
         """Join the broadcast of a bucket into its slot."""
-        return self._group_of(bucket).broadcast(self._slots.flat(bucket))
+        return self._group_of(bucket).broadcast(self._memory_of(bucket))
 
     def _receive_delta(self, decoder: DeltaDecoder, bucket: Bucket) -> torch.Tensor:
         """Receive a packed bucket, and return the bytes of the bucket."""
@@ -321,22 +365,22 @@ class WireRendezvous:
 
     host: str
     port: int
-    receivers: int
-    """Number of receivers."""
+    receivers: tuple[int, ...]
+    """Numbers of the receivers."""
     token: str
     """Makes every rendezvous unique, since a port may be used again."""
 
     @property
     def size(self) -> int:
         """Number of members: the receivers and the sender."""
-        return self.receivers + 1
+        return len(self.receivers) + 1
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
 
 
 class SyncGroup:
-    """The process group of one root and all receivers."""
+    """The process group of one root and the receivers that it serves there."""
 
     def __init__(self, group: Any, store: Any, deadline: timedelta, name: str) -> None:
         """Take a group of torch.
@@ -391,15 +435,19 @@ class SyncGroup:
             ) from error
 
 
-def invite(host: str, receivers: int) -> tuple[WireRendezvous, socket.socket]:
+def invite(host: str, receivers: Sequence[int]) -> tuple[WireRendezvous, socket.socket]:
     """Choose a rendezvous on a free port of this node. Called by the sender.
+
+    Args:
+        host: Address of this node.
+        receivers: Numbers of the receivers that will come.
 
     Returns:
         The rendezvous, and the socket that listens there.
     """
-    place, listener = listen(host, receivers + 1)
+    place, listener = listen(host, len(receivers) + 1)
     token = secrets.token_hex(4)
-    rendezvous = WireRendezvous(place.address, place.port, receivers, token)
+    rendezvous = WireRendezvous(place.address, place.port, tuple(receivers), token)
     return rendezvous, listener
 
 
@@ -450,10 +498,10 @@ def gather(
             if stopped:
                 problem = "will not connect"
             raise WeightSyncError(
-                f"weight sync: of {rendezvous.receivers} receivers {missing} {problem}"
-                f" to {rendezvous}, which was open for {waited_s:.0f} s (at most"
-                f" {patience_s:.0f}, of {_KEY}). Can the nodes of the rollout engines"
-                " reach that address?"
+                f"weight sync: of {len(rendezvous.receivers)} receivers {missing}"
+                f" {problem} to {rendezvous}, which was open for {waited_s:.0f} s"
+                f" (at most {patience_s:.0f}, of {_KEY}). Can the nodes of the rollout"
+                " engines reach that address?"
             )
         time.sleep(_POLL_S)
 
@@ -472,7 +520,7 @@ def join(
 
     Args:
         rendezvous: The rendezvous.
-        receiver: Number of this receiver, from 0.
+        receiver: Number of this receiver, one of the rendezvous.
         patience_s: Seconds to wait for the others, and limit of every broadcast.
         device_type: Device of the tensors: "cpu" for gloo, "cuda" for NCCL.
 
@@ -505,14 +553,15 @@ def join(
             f" {error}"
         ) from error
 
-    return _make_group(rendezvous, store, receiver + 1, deadline, device_type)
+    member = 1 + rendezvous.receivers.index(receiver)
+    return _make_group(rendezvous, store, member, deadline, device_type)
 
 
 def _missing_receivers(rendezvous: WireRendezvous, store: Any) -> list[int]:
     """Return the receivers that have not come yet."""
     return [
         receiver
-        for receiver in range(rendezvous.receivers)
+        for receiver in rendezvous.receivers
         if not store.check([_arrival_key(receiver)])
     ]
 

@@ -3,9 +3,9 @@ equal size.
 
 Invariant: a manifest is the same on every rank, and for every way in which an engine
 lays out the model. The slices that the ranks of one engine own cover each parameter
-exactly once. A plan of buckets is a pure function of manifest and bucket size, so every
-process makes the same one. Parameters keep the manifest's order, which is the order of
-the layers.
+exactly once. A plan of buckets is a pure function of manifest, bucket size and the
+experts that receivers hold, so every process makes the same one. Parameters with the
+same receivers keep the manifest's order, which is the order of the layers.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+from verl_ray.errors import WeightSyncError
 
 # The driver plans buckets, and does without torch.
 if TYPE_CHECKING:
@@ -23,6 +25,13 @@ if TYPE_CHECKING:
 
 _BITS = re.compile(r"\d+")
 """The size of an element in the name of its dtype, as in bfloat16 or float8_e4m3fn."""
+
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+"""The number of an expert in the name of a parameter that is its own."""
+
+Experts = frozenset[int] | None
+"""Numbers of the experts that a receiver holds of each layer; None if it takes the
+parameters of all."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,15 @@ class Parameter:
     def numel(self) -> int:
         """Number of its elements."""
         return math.prod(self.shape)
+
+    @property
+    def expert(self) -> int | None:
+        """Number of the expert that it belongs to; None if it is of no or of several.
+
+        One tensor may have the weights of all experts of a layer.
+        """
+        number = _EXPERT.search(self.name)
+        return None if number is None else int(number[1])
 
 
 @dataclass(frozen=True)
@@ -123,6 +141,8 @@ class Bucket:
     entries: tuple[Entry, ...]
     nbytes: int
     """Size of the bucket, with the gaps of alignment."""
+    receivers: tuple[int, ...] | None = None
+    """Numbers of the receivers that it is for, in ascending order; None for all."""
 
     @property
     def names(self) -> list[str]:
@@ -134,6 +154,10 @@ class Bucket:
         """Whether it holds an adapter: no bucket holds both adapter and model."""
         return self.entries[0].parameter.adapter
 
+    def is_for(self, receiver: int) -> bool:
+        """Whether the receiver of this number gets it."""
+        return self.receivers is None or receiver in self.receivers
+
 
 def torch_dtype(parameter: Parameter) -> torch.dtype:
     """Return the torch dtype of a parameter as it travels."""
@@ -143,42 +167,90 @@ def torch_dtype(parameter: Parameter) -> torch.dtype:
     return dtype
 
 
-def plan_buckets(manifest: Manifest, bucket_bytes: int) -> tuple[Bucket, ...]:
+def plan_buckets(
+    manifest: Manifest, bucket_bytes: int, holders: Sequence[Experts] = ()
+) -> tuple[Bucket, ...]:
     """Divide the parameters that travel into buckets of at most `bucket_bytes`.
 
     Parameters of one block, such as queries, keys and values, travel together if they
     fit into a bucket. A parameter that is larger than a bucket has one to itself. Those
-    of an adapter come last, since they also travel alone.
+    of an adapter come last, since they also travel alone. Buckets of experts that
+    different receivers hold take turns.
+
+    Args:
+        manifest: The parameters.
+        bucket_bytes: The limit in bytes.
+        holders: The experts that each receiver holds; empty if all get everything.
+
+    Raises:
+        WeightSyncError: No receiver holds an expert.
     """
+    by_receivers: dict[tuple[int, ...] | None, list[Parameter]] = {None: []}
+    for parameter in manifest.sent:
+        if not parameter.adapter:
+            receivers = _receivers_of(parameter, holders)
+            by_receivers.setdefault(receivers, []).append(parameter)
+
+    common = _filled(by_receivers.pop(None), bucket_bytes)
+    experts_by_receivers = [
+        [replace(bucket, receivers=receivers) for bucket in _filled(own, bucket_bytes)]
+        for receivers, own in by_receivers.items()
+    ]
+    # One bucket is for some receivers, and the next one for others.
+    by_turns = itertools.zip_longest(*experts_by_receivers)
+    experts = filter(None, itertools.chain.from_iterable(by_turns))
+    adapter = _filled([p for p in manifest.sent if p.adapter], bucket_bytes)
+    ordered = itertools.chain(common, experts, adapter)
+    return tuple(replace(bucket, index=index) for index, bucket in enumerate(ordered))
+
+
+def _receivers_of(
+    parameter: Parameter, holders: Sequence[Experts]
+) -> tuple[int, ...] | None:
+    """Return the receivers that hold the expert of a parameter; None for all."""
+    expert = parameter.expert
+    if expert is None or not holders:
+        return None
+    receivers = tuple(
+        receiver
+        for receiver, experts in enumerate(holders)
+        if experts is None or expert in experts
+    )
+    if not receivers:
+        raise WeightSyncError(
+            f"{parameter.name}: none of the {len(holders)} ranks of rollout engines"
+            f" holds expert {expert}; set rollout.expert_parallel=false"
+        )
+    return None if len(receivers) == len(holders) else receivers
+
+
+def _filled(parameters: Iterable[Parameter], bucket_bytes: int) -> list[Bucket]:
+    """Return these parameters in buckets, numbered from 0."""
+    units = _units(parameters, bucket_bytes)
+    sizes = [sum(map(aligned_bytes, unit)) for unit in units]
+
+    # Sizes are balanced: a bucket is closed once it has its share of the total, so that
+    # the last one is not a remainder.
+    bucket_count = max(1, math.ceil(sum(sizes) / bucket_bytes))
+    share = sum(sizes) / bucket_count
+
     buckets: list[Bucket] = []
-    for adapter in (False, True):
-        parameters = [
-            parameter for parameter in manifest.sent if parameter.adapter == adapter
-        ]
-        units = _units(parameters, bucket_bytes)
-        sizes = [sum(map(aligned_bytes, unit)) for unit in units]
-
-        # Sizes are balanced: a bucket is closed once it has its share of the total, so
-        # that the last one is not a remainder.
-        bucket_count = max(1, math.ceil(sum(sizes) / bucket_bytes))
-        share = sum(sizes) / bucket_count
-
-        entries: list[Entry] = []
-        filled_bytes = 0
-        for unit, size in zip(units, sizes, strict=True):
-            is_full = filled_bytes >= share or filled_bytes + size > bucket_bytes
-            # An empty bucket takes any parameter, also one that is too large.
-            if entries and is_full:
-                buckets.append(Bucket(len(buckets), tuple(entries), filled_bytes))
-                entries = []
-                filled_bytes = 0
-            for parameter in unit:
-                entries.append(Entry(parameter, filled_bytes))
-                filled_bytes += aligned_bytes(parameter)
-
-        if entries:
+    entries: list[Entry] = []
+    filled_bytes = 0
+    for unit, size in zip(units, sizes, strict=True):
+        is_full = filled_bytes >= share or filled_bytes + size > bucket_bytes
+        # An empty bucket takes any parameter, also one that is too large.
+        if entries and is_full:
             buckets.append(Bucket(len(buckets), tuple(entries), filled_bytes))
-    return tuple(buckets)
+            entries = []
+            filled_bytes = 0
+        for parameter in unit:
+            entries.append(Entry(parameter, filled_bytes))
+            filled_bytes += aligned_bytes(parameter)
+
+    if entries:
+        buckets.append(Bucket(len(buckets), tuple(entries), filled_bytes))
+    return buckets
 
 
 def _units(

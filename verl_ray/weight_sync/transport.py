@@ -186,7 +186,7 @@ class Receiver(Protocol):
     def receive(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the bucket's parameters, whole, under their Hugging Face names.
 
-        They are valid until `release`.
+        They are valid until `release`. There are none if the bucket is for others.
 
         Raises:
             WeightSyncError: The bucket did not arrive in time, or it does not fit what
@@ -272,6 +272,8 @@ class Inbox:
     def receive(self, bucket: Bucket) -> dict[str, torch.Tensor]:
         """Return the bucket's parameters, whole, valid until `release`.
 
+        There are none if the bucket is for other receivers.
+
         Raises:
             WeightSyncError: No wire is open, or the bucket did not arrive over it as it
                 was sent.
@@ -283,7 +285,8 @@ class Inbox:
             )
         # The caller loads the tensors while the thread takes their fingerprints.
         tensors = dict(self._receiver.receive(bucket))
-        advance(bucket.nbytes, "bytes")
+        if tensors:
+            advance(bucket.nbytes, "bytes")
         self._pending = self._thread.submit(_fingerprints, tensors)
         return tensors
 

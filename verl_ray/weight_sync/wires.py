@@ -53,6 +53,14 @@ def announces_buckets(name: WireName) -> bool:
     return name == "shared_memory"
 
 
+def sends_to_holders(name: WireName) -> bool:
+    """Whether a bucket may be for some receivers alone.
+
+    Over the other wires every receiver gets all buckets.
+    """
+    return name in ("broadcast", "host_broadcast")
+
+
 @dataclass(frozen=True)
 class WireLayout:
     """The nodes and devices of the processes that a wire joins."""
@@ -108,7 +116,7 @@ def choose_roots(
     many as buckets travel at the same time, and at most `MOST_ROOTS`. They are spread
     evenly over the ranks, so they are on different nodes where there are enough.
     """
-    if name not in ("broadcast", "host_broadcast"):
+    if not sends_to_holders(name):
         return (0,)
 
     num_ranks = len(wire_layout.actor_hosts)
