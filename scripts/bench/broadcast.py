@@ -1,14 +1,15 @@
 """The suite `broadcast`: weights from the ranks of an actor to receivers over
-gloo, by the number of ranks that broadcast them.
+gloo, by the number of ranks that broadcast them, and with experts by who gets them.
 
 Invariant: senders and receivers are those of a weight sync, each in a process of its
 own, and the fingerprints of both sides have to agree. There is neither a driver nor
 vLLM, so a figure is of the wire alone. The bytes of a process are those that TCP has
-carried for it, with what it passes on to others. In a round all numbers take turns.
+carried for it, with what it passes on to others. In a round all variants take turns.
 """
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from scripts.bench.processes import PATIENCE_S, fork, joined
 from scripts.bench.suite import MIB, Flags, circumstances, print_json
@@ -37,12 +38,26 @@ if TYPE_CHECKING:
 
 _HOST = "127.0.0.1"
 _WIDTH = 1024
-_ADDRESS = "address of {} roots"
+_COMMON = 4
+"""Matrices of a layer with experts that every rank of an engine holds."""
 
 # Bytes that arrived, bytes that were sent, and how many of these were sent again, in
 # tcp_info of <linux/tcp.h>. Acknowledgements may come later than the bytes are read.
 _TCP_INFO_BYTES = 216
 _CARRIED = struct.Struct("=128xQ64xQQ")
+
+
+class _Variant(NamedTuple):
+    """What is compared."""
+
+    roots: int
+    """Number of ranks that broadcast."""
+    holders: bool
+    """Whether an expert goes to the receivers that hold it, and not to all."""
+
+    def __str__(self) -> str:
+        experts = ", experts to their holders" if self.holders else ""
+        return f"{self.roots} roots{experts}"
 
 
 @dataclass(frozen=True)
@@ -53,30 +68,47 @@ class _Setup:
     """Folder in which they find each other."""
     ranks: int
     receivers: int
-    roots: Sequence[int]
-    """Numbers of roots that are compared."""
+    variants: Sequence[_Variant]
+    experts: int
+    """Experts of each layer; 0 for a model without any."""
     bytes: int
     bucket_bytes: int
     rounds: int
 
-    def wire_spec(self, roots: int) -> WireSpec:
-        """Return the wire with this number of roots, which are spread evenly."""
+    @property
+    def holders(self) -> list[frozenset[int]]:
+        """The experts of each receiver, which are ranks of one engine."""
+        ends = [self.experts * n // self.receivers for n in range(self.receivers + 1)]
+        return [frozenset(range(*part)) for part in itertools.pairwise(ends)]
+
+    def wire_spec(self, variant: _Variant) -> WireSpec:
+        """Return the wire of a variant, whose roots are spread evenly."""
         from verl_ray.weight_sync.manifest import Manifest, Parameter, plan_buckets
         from verl_ray.weight_sync.transport import WireRoot, WireSpec
 
         count = self.bytes // (2 * _WIDTH * _WIDTH)
         parameters = [
-            Parameter(f"layers.{number}.weight", (_WIDTH, _WIDTH), "bfloat16")
+            Parameter(self._name_of(number), (_WIDTH, _WIDTH), "bfloat16")
             for number in range(count)
         ]
         manifest = Manifest(tuple(parameters))
-        places = [number * self.ranks // roots for number in range(roots)]
+        places = [n * self.ranks // variant.roots for n in range(variant.roots)]
+        holders = self.holders if variant.holders else ()
         return WireSpec(
-            plan_buckets(manifest, self.bucket_bytes),
+            plan_buckets(manifest, self.bucket_bytes, holders),
             receivers=self.receivers,
             patience_s=PATIENCE_S,
             roots=tuple(WireRoot(rank, _HOST) for rank in places),
         )
+
+    def _name_of(self, number: int) -> str:
+        """Return the name of the matrix of this number."""
+        if not self.experts:
+            return f"layers.{number}.weight"
+        layer, place = divmod(number, _COMMON + self.experts)
+        if place < _COMMON:
+            return f"layers.{layer}.attention.{place}.weight"
+        return f"layers.{layer}.experts.{place - _COMMON}.up.weight"
 
 
 @dataclass(frozen=True)
@@ -91,26 +123,31 @@ class _Sync:
     fingerprints: Fingerprints
 
 
-Syncs = dict[int, list[_Sync]]
-"""The weight syncs of a process by the number of roots."""
+Syncs = dict[_Variant, list[_Sync]]
+"""The weight syncs of a process by the variant."""
 
 
 def main(argv: list[str]) -> int:
     """Run the suite and print its figures; return the exit code, 0."""
     options = _flags().parse_args(argv)
+    destinations = (False, True) if options.experts else (False,)
+    variants = itertools.starmap(
+        _Variant, itertools.product(options.roots, destinations)
+    )
     with TemporaryDirectory() as folder:
         setup = _Setup(
             folder=folder,
             ranks=options.ranks,
             receivers=options.receivers,
-            roots=options.roots,
+            variants=list(variants),
+            experts=options.experts,
             bytes=options.mib * MIB,
             bucket_bytes=options.bucket_mib * MIB,
             rounds=options.repeats + 1,
         )
         figures = {
-            f"{roots} roots": _figures(setup, senders, receivers)
-            for roots, senders, receivers in _measure(setup)
+            str(variant): _figures(setup, variant, senders, receivers)
+            for variant, senders, receivers in _measure(setup)
         }
     print_json({"bytes": setup.bytes, **figures, **circumstances()})
     return 0
@@ -118,8 +155,8 @@ def main(argv: list[str]) -> int:
 
 def _measure(
     setup: _Setup,
-) -> Iterable[tuple[int, list[list[_Sync]], list[list[_Sync]]]]:
-    """Yield the syncs of each number of roots, by sending and receiving process."""
+) -> Iterable[tuple[_Variant, list[list[_Sync]], list[list[_Sync]]]]:
+    """Yield the syncs of each variant, by sending and receiving process."""
     # The forks have these modules then.
     import verl_ray.weight_sync.broadcast  # noqa: F401
 
@@ -132,9 +169,9 @@ def _measure(
     process_syncs: list[Syncs] = fork(
         _call, [(run, setup, number, barrier) for run, number in tasks]
     )
-    for roots in setup.roots:
-        syncs = [times[roots][1:] for times in process_syncs]
-        yield roots, syncs[: setup.ranks], syncs[setup.ranks :]
+    for variant in setup.variants:
+        syncs = [times[variant][1:] for times in process_syncs]
+        yield variant, syncs[: setup.ranks], syncs[setup.ranks :]
 
 
 def _call(
@@ -147,20 +184,26 @@ def _call(
 
 
 def _figures(
-    setup: _Setup, senders: list[list[_Sync]], receivers: list[list[_Sync]]
+    setup: _Setup,
+    variant: _Variant,
+    senders: list[list[_Sync]],
+    receivers: list[list[_Sync]],
 ) -> dict[str, object]:
-    """Return the figures of one number of roots.
+    """Return the figures of one variant.
 
     Raises:
         VerlRayError: What arrived is not what was sent.
     """
     from verl_ray.weight_sync.fingerprint import Fingerprints
 
+    buckets = setup.wire_spec(variant).buckets
     seconds: list[float] = []
     for number, rank_zero_sync in enumerate(senders[0]):
         sent = sum((syncs[number].fingerprints for syncs in senders), Fingerprints())
-        for syncs in receivers:
-            if syncs[number].fingerprints.by_name != sent.by_name:
+        for receiver, syncs in enumerate(receivers):
+            names = [each.names for each in buckets if each.is_for(receiver)]
+            expected = {name: sent.by_name[name] for name in itertools.chain(*names)}
+            if syncs[number].fingerprints.by_name != expected:
                 raise VerlRayError("what arrived is not what was sent")
         seconds.append(max(syncs[number].ended for syncs in receivers))
         seconds[-1] -= rank_zero_sync.began
@@ -197,22 +240,22 @@ def _send(setup: _Setup, rank: int, barrier: Barrier) -> Syncs:
     choose_interfaces(_HOST)
     with joined(rank, setup.ranks, f"{setup.folder}/ranks") as device:
         store = _addresses(setup)
-        senders: dict[int, tuple[BroadcastSender, Sequence[Bucket]]] = {}
-        for roots in setup.roots:
-            wire_spec = setup.wire_spec(roots)
+        senders: dict[_Variant, tuple[BroadcastSender, Sequence[Bucket]]] = {}
+        for variant in setup.variants:
+            wire_spec = setup.wire_spec(variant)
             sender = BroadcastSender(wire_spec, rank, device)
             address = sender.offer()
             if rank == 0:
-                store.set(_ADDRESS.format(roots), pickle.dumps(address).hex())
+                store.set(str(variant), pickle.dumps(address).hex())
             sender.connect(address)
-            senders[roots] = sender, wire_spec.buckets
+            senders[variant] = sender, wire_spec.buckets
 
         torch.manual_seed(rank)
         start, stop = (_WIDTH * (rank + end) // setup.ranks for end in (0, 1))
         rows = torch.randn(stop - start, _WIDTH).bfloat16()
 
-        def sync(roots: int) -> Fingerprints:
-            sender, buckets = senders[roots]
+        def sync(variant: _Variant) -> Fingerprints:
+            sender, buckets = senders[variant]
             fingerprints = Fingerprints()
             for bucket in buckets:
                 slices = _rows(bucket, start, rows)
@@ -220,10 +263,10 @@ def _send(setup: _Setup, rank: int, barrier: Barrier) -> Syncs:
             sender.finish()
             return fingerprints
 
-        syncs: Syncs = {roots: [] for roots in setup.roots}
+        syncs: Syncs = {variant: [] for variant in setup.variants}
         for _ in range(setup.rounds):
-            for roots in setup.roots:
-                syncs[roots].append(_watched(sync, roots, barrier))
+            for variant in setup.variants:
+                syncs[variant].append(_watched(sync, variant, barrier))
         for sender, _ in senders.values():
             sender.close()
     return syncs
@@ -245,29 +288,27 @@ def _receive(setup: _Setup, number: int, barrier: Barrier) -> Syncs:
 
     torch.set_num_threads(1)
     store = _addresses(setup)
-    inboxes: dict[int, tuple[Inbox, Sequence[Bucket]]] = {}
-    for roots in setup.roots:
-        wire_spec = setup.wire_spec(roots)
-        address = pickle.loads(
-            bytes.fromhex(store.get(_ADDRESS.format(roots)).decode())
-        )
+    inboxes: dict[_Variant, tuple[Inbox, Sequence[Bucket]]] = {}
+    for variant in setup.variants:
+        wire_spec = setup.wire_spec(variant)
+        address = pickle.loads(bytes.fromhex(store.get(str(variant)).decode()))
         inbox = Inbox()
         endpoint = WireEndpoint(wire_spec, number, torch.device("cpu"))
         inbox.connect(address, endpoint)
-        inboxes[roots] = inbox, wire_spec.buckets
+        inboxes[variant] = inbox, wire_spec.buckets
 
-    def sync(roots: int) -> Fingerprints:
-        inbox, buckets = inboxes[roots]
+    def sync(variant: _Variant) -> Fingerprints:
+        inbox, buckets = inboxes[variant]
         inbox.begin()
         for bucket in buckets:
             inbox.receive(bucket)
             inbox.release()
         return inbox.fingerprints
 
-    syncs: Syncs = {roots: [] for roots in setup.roots}
+    syncs: Syncs = {variant: [] for variant in setup.variants}
     for _ in range(setup.rounds):
-        for roots in setup.roots:
-            syncs[roots].append(_watched(sync, roots, barrier))
+        for variant in setup.variants:
+            syncs[variant].append(_watched(sync, variant, barrier))
     for inbox, _ in inboxes.values():
         inbox.close()
     return syncs
@@ -283,7 +324,7 @@ def _addresses(setup: _Setup) -> Any:
 
 
 def _watched(
-    sync: Callable[[int], Fingerprints], roots: int, barrier: Barrier
+    sync: Callable[[_Variant], Fingerprints], variant: _Variant, barrier: Barrier
 ) -> _Sync:
     """Run a sync, and count its time and bytes.
 
@@ -294,7 +335,7 @@ def _watched(
     sent_before, received_before = _carried_bytes()
     barrier.wait()
     began = time.monotonic()
-    fingerprints = sync(roots)
+    fingerprints = sync(variant)
     ended = time.monotonic()
     barrier.wait()
     sent, received = _carried_bytes()
@@ -331,10 +372,12 @@ def _flags() -> Flags:
         "broadcast",
         "Time weight syncs over gloo from the ranks of an actor to the ranks of rollout"
         " engines, and count the bytes of each process, by the number of ranks that"
-        " broadcast.",
+        " broadcast, and with experts by who gets them.",
     )
     flags.number("--ranks", 8, "ranks of the actor")
     flags.number("--receivers", 4, "ranks of rollout engines")
+    about = f"experts of each layer, beside {_COMMON} matrices that all ranks hold"
+    flags.number("--experts", 0, about)
     about = "ranks that broadcast in turn, one or more numbers to compare (1 2 4)"
     flags.add_argument(
         "--roots", nargs="+", type=int, default=[1, 2, 4], metavar="N", help=about

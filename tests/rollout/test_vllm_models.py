@@ -6,7 +6,7 @@ Each has its own engine.
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from verl_ray.rollout.vllm_environment import environment
 from verl_ray.settings.config_json import positions_of
 from verl_ray.weight_sync.broadcast import BroadcastSender
 from verl_ray.weight_sync.fingerprint import Fingerprint
-from verl_ray.weight_sync.manifest import Slice, plan_buckets
+from verl_ray.weight_sync.manifest import Experts, Slice, plan_buckets
 from verl_ray.weight_sync.transport import WireSpec
 
 pytestmark = pytest.mark.vllm
@@ -382,8 +382,16 @@ def test_two_ranks(
         publish(engine, model, version)
         assert _worst(engine, model, reference_log_probs) < 1e-4
     model = load_reference(make_model("qwen3_moe", tie=True, seed=1))
+    halves = [frozenset({0, 1}), frozenset({2, 3})]
+    assert engine.experts == (halves if layout == "experts" else [None, None])
     _broadcast(engine, model, 2)
     assert _worst(engine, model, reference_log_probs) < 1e-4
+    if layout == "experts":
+        # A rank that gets the experts of the other one lacks its own.
+        with pytest.raises(WeightSyncError, match=r"missing for .*experts"):
+            _broadcast(engine, model, 3, holders=halves[::-1])
+        _broadcast(engine, model, 3)
+        assert _worst(engine, model, reference_log_probs) < 1e-4
     server = RolloutServer(lambda: engine)
 
     def begin_again(version: int) -> None:
@@ -406,10 +414,16 @@ def test_two_ranks(
         server.run(lambda engine: engine.sleep("weights"))
 
 
-def _broadcast(engine: VllmEngine, model: PreTrainedModel, version: int) -> None:
+def _broadcast(
+    engine: VllmEngine,
+    model: PreTrainedModel,
+    version: int,
+    holders: Sequence[Experts] = (),
+) -> None:
     """An update over a wire on which every rank of the engine is a receiver."""
     manifest, state = manifest_of(model), checkpoint_of(model)
-    wire_spec = WireSpec(plan_buckets(manifest, 100_000), receivers=2, patience_s=60)
+    buckets = plan_buckets(manifest, 100_000, holders or engine.experts)
+    wire_spec = WireSpec(buckets, receivers=2, patience_s=60)
     sender = BroadcastSender(wire_spec, 0, torch.device("cpu"))
     address = sender.offer()
     with ThreadPoolExecutor(1) as thread:

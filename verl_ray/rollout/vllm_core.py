@@ -356,8 +356,17 @@ class VllmCore:
     # -------------------------------------------------------------------------- weights
 
     def call_workers(self, method: str, *args: object) -> list[Any]:
-        """Call a method of every worker, and return the results by rank."""
-        return list(self._client.collective_rpc(method, args=args))
+        """Call a method of every worker, and return the results by rank.
+
+        If several fail, the error of the lowest rank is raised.
+        """
+        # vLLM 0.32 raises the first error and leaves the replies of later ranks unread:
+        # the next call would take them for its own. So errors come beside results.
+        replies = self._client.collective_rpc("weights_call", args=(method, *args))
+        for _, error in replies:
+            if error is not None:
+                raise error
+        return [result for result, _ in replies]
 
     def forget_prefixes(self, cache_salt: str) -> None:
         """Let requests that hold no KV cache read nothing of what was computed before.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
+import traceback
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +27,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 from verl_ray.config.roles import LoraConfig
-from verl_ray.errors import WeightSyncError
+from verl_ray.errors import VerlRayError, WeightSyncError
 from verl_ray.ownership import prefix, remove_stale
 from verl_ray.private_files import shared_folder
 from verl_ray.rollout.cpu_corrections import correct_computations
@@ -82,6 +83,19 @@ class WeightLoader(_Worker):
     # its tensors were copied from the wire.
     _weights_layer_infos: list[LayerReloadingInfo]
     _weights_num_copied: dict[int, int]
+
+    def weights_call(
+        self, method: str, *args: object
+    ) -> tuple[object, Exception | None]:
+        """Call a method by its name, and return its result and its error, if any."""
+        try:
+            return getattr(self, method)(*args), None
+        except VerlRayError as error:
+            return None, error
+        except Exception as error:
+            # Other errors need not survive pickling.
+            traceback.print_exc()
+            return None, RuntimeError(repr(error))
 
     # ----------------------------------------------------------------------- the update
 
