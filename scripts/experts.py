@@ -38,10 +38,11 @@ BACKENDS: dict[str, tuple[str, ...]] = {
         "backend.expert_parallel=2",
         "rollout.tensor_parallel=2",
         "rollout.expert_parallel=true",
+        "rollout.sync.transport=host_broadcast",
     ),
 }
 """Backends, with what their runs set: experts in shards of FSDP2, and whole experts on
-two ranks of Megatron and of the rollout engine."""
+two ranks of Megatron and of the rollout engine, whose ranks receive their own alone."""
 
 _SIZES = TinyModelConfig(
     hidden_size=128,
