@@ -48,7 +48,7 @@ _CARRIED = struct.Struct("=128xQ64xQQ")
 
 
 class _Variant(NamedTuple):
-    """What is compared."""
+    """A way of sending the weights, to compare with the others."""
 
     roots: int
     """Number of ranks that broadcast."""

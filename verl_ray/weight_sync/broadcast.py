@@ -50,7 +50,7 @@ from verl_ray.weight_sync.transport import (
 
 
 class GroupKey(NamedTuple):
-    """What a process group of a wire serves."""
+    """Root and receivers of a process group of a wire."""
 
     root: int
     """The rank that broadcasts in it."""
