@@ -5,8 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -191,19 +192,61 @@ EXPERTS = Manifest(
     )
 )
 
+# Two engines of two ranks each, with half of the experts on each rank.
+HOLDERS = [frozenset({0, 1}), frozenset({2, 3})] * 2
 
-@pytest.mark.parametrize("delta", [False, True], ids=["whole", "changes"])
-def test_a_rank_of_an_engine_gets_the_experts_that_it_holds_and_no_others(
-    delta: bool,
-) -> None:
-    # Two engines of two ranks each, with half of the experts on each rank.
-    holders = [frozenset({0, 1}), frozenset({2, 3})] * 2
-    buckets = plan_buckets(EXPERTS, 2048, holders)
-    wire_spec = WireSpec(buckets, receivers=4, patience_s=60, delta=delta)
+
+@dataclass
+class ExpertWire:
+    """A sender, and the inboxes of four ranks of two engines."""
+
+    buckets: tuple[Bucket, ...]
+    sender: BroadcastSender
+    inboxes: list[Inbox]
+    threads: ThreadPoolExecutor
+
+    def sync(
+        self, weights: dict[str, torch.Tensor], *, whole: bool
+    ) -> tuple[SendResult, list[dict[str, torch.Tensor]]]:
+        """Return what was sent, and what each rank got."""
+        arrived: list[dict[str, torch.Tensor]] = [{} for _ in self.inboxes]
+        result = SendResult()
+        for inbox in self.inboxes:
+            inbox.begin()
+
+        def receive(inbox: Inbox, bucket: Bucket) -> dict[str, torch.Tensor]:
+            received = inbox.receive(bucket)
+            copies = {name: tensor.clone() for name, tensor in received.items()}
+            inbox.release()
+            return copies
+
+        for bucket in self.buckets:
+            result += self.sender.send(bucket, shards(bucket, weights), whole=whole)
+            parts = self.threads.map(
+                receive, self.inboxes, [bucket] * len(self.inboxes)
+            )
+            for own, part in zip(arrived, parts, strict=True):
+                own |= part
+        self.sender.finish()
+        return result, arrived
+
+    def check(self, sent: SendResult, first: int, ranks: Sequence[int]) -> None:
+        """Compare as an engine does, whose first rank is this receiver."""
+        update = WeightUpdate(1, {each.name for each in EXPERTS.sent}, first)
+        for bucket in self.buckets:
+            update.note_received(bucket)
+        update.require_complete()
+        received = [self.inboxes[rank].fingerprints for rank in ranks]
+        update.require_equal(sent.fingerprints.by_name, received)
+
+
+@pytest.fixture(params=[False, True], ids=["whole", "changes"])
+def expert_wire(request: pytest.FixtureRequest) -> Iterator[ExpertWire]:
+    buckets = plan_buckets(EXPERTS, 2048, HOLDERS)
+    wire_spec = WireSpec(buckets, receivers=4, patience_s=60, delta=request.param)
     sender = BroadcastSender(wire_spec, 0, CPU)
     address = sender.offer()
     inboxes = [Inbox() for _ in range(4)]
-
     with ThreadPoolExecutor(4) as threads:
         connecting = [
             threads.submit(inbox.connect, address, WireEndpoint(wire_spec, number, CPU))
@@ -212,89 +255,55 @@ def test_a_rank_of_an_engine_gets_the_experts_that_it_holds_and_no_others(
         sender.connect(address)
         for call in connecting:
             call.result()
-
-        def receive(bucket: Bucket) -> list[dict[str, torch.Tensor]]:
-            def one(inbox: Inbox) -> dict[str, torch.Tensor]:
-                received = inbox.receive(bucket)
-                copies = {name: tensor.clone() for name, tensor in received.items()}
-                inbox.release()
-                return copies
-
-            return list(threads.map(one, inboxes))
-
-        def sync(weights: dict[str, torch.Tensor]) -> tuple[Any, int, Any]:
-            """Return what was sent, its bytes, and what each receiver got."""
-            arrived: list[dict[str, torch.Tensor]] = [{} for _ in inboxes]
-            result = SendResult()
-            for inbox in inboxes:
-                inbox.begin()
-            for bucket in buckets:
-                result += sender.send(bucket, shards(bucket, weights), whole=not number)
-                for own, received in zip(arrived, receive(bucket), strict=True):
-                    own |= received
-            sender.finish()
-            return result.fingerprints.by_name, result.nbytes, arrived
-
-        for number in range(2):
-            weights = made(number, EXPERTS)
-            sent, nbytes, arrived = sync(weights)
-            # A norm for all, then two experts of each layer for each half; a delta has
-            # two numbers and a count for each parameter more.
-            assert nbytes == 64 + 4 * 2048 + delta * 8 * (5 * 2 + 9)
-            for experts, received in zip(holders, arrived, strict=True):
-                names = [
-                    f"layers.{i}.mlp.experts.{j}.up.weight"
-                    for i in (0, 1)
-                    for j in experts
-                ]
-                assert received.keys() == {"norm", *names}
-                assert (
-                    sum(tensor.nbytes for tensor in received.values()) == 4 * 1024 + 28
-                )
-                for name, tensor in received.items():
-                    assert torch.equal(tensor, weights[name].to(tensor.dtype))
-            for first in (0, 2):
-                _update(buckets, first).require_equal(
-                    sent, [inbox.fingerprints for inbox in inboxes[first : first + 2]]
-                )
-
-        with pytest.raises(
-            WeightSyncError,
-            match=r"version 1: no rank of the engine received \['layers.0.mlp.experts.2.*'layers.1.mlp.experts.3",
-        ):
-            _update(buckets, 0).require_equal(sent, [inboxes[0].fingerprints])
-        with pytest.raises(
-            WeightSyncError, match=r"differ in .*experts.2.* on rank 1 of"
-        ):
-            _update(buckets, 0).require_equal(sent, [inboxes[0].fingerprints] * 2)
-
-        if delta:
-            # One bit of the third expert of the second layer, on the last rank.
-            inboxes[3]._receiver._decoder._copies[4].flat[7] ^= 1  # type: ignore
-            sent, nbytes, _ = sync(weights)
-            assert nbytes == 8 * (5 * 2 + 9)
-            _update(buckets, 0).require_equal(
-                sent, [inbox.fingerprints for inbox in inboxes[:2]]
-            )
-            with pytest.raises(
-                WeightSyncError,
-                match=r"differ in \['layers.1.mlp.experts.2.up.weight'\] on rank 1 of the 2",
-            ):
-                _update(buckets, 2).require_equal(
-                    sent, [inbox.fingerprints for inbox in inboxes[2:]]
-                )
+        yield ExpertWire(buckets, sender, inboxes, threads)
     for inbox in inboxes:
         inbox.close()
     sender.close()
 
 
-def _update(buckets: tuple[Bucket, ...], first_receiver: int) -> WeightUpdate:
-    """The update of an engine that has received all buckets."""
-    update = WeightUpdate(1, {each.name for each in EXPERTS.sent}, first_receiver)
-    for bucket in buckets:
-        update.note_received(bucket)
-    update.require_complete()
-    return update
+def test_a_rank_gets_the_experts_that_it_holds_and_no_others(
+    expert_wire: ExpertWire, request: pytest.FixtureRequest
+) -> None:
+    delta = "changes" in request.node.name
+    for number in range(2):
+        weights = made(number, EXPERTS)
+        sent, arrived = expert_wire.sync(weights, whole=not number)
+        # A norm for all, then two experts of each layer for each half; a delta has two
+        # numbers for each bucket and a count for each parameter more.
+        headers = 8 * (5 * 2 + 9) if delta else 0
+        assert sent.nbytes == 64 + 4 * 2048 + headers
+        for experts, received in zip(HOLDERS, arrived, strict=True):
+            names = {
+                f"layers.{i}.mlp.experts.{j}.up.weight" for i in (0, 1) for j in experts
+            }
+            assert received.keys() == {"norm", *names}
+            assert sum(each.nbytes for each in received.values()) == 4 * 1024 + 28
+            for name, tensor in received.items():
+                assert torch.equal(tensor, weights[name].to(tensor.dtype))
+        expert_wire.check(sent, 0, [0, 1])
+        expert_wire.check(sent, 2, [2, 3])
+
+    lacking = r"no rank of the engine received \['layers.0.mlp.experts.2.*experts.3.up"
+    with pytest.raises(WeightSyncError, match=lacking):
+        expert_wire.check(sent, 0, [0])
+    with pytest.raises(WeightSyncError, match=r"experts.2.* on rank 1 of the 2 of"):
+        expert_wire.check(sent, 0, [0, 0])
+
+
+@pytest.mark.parametrize("expert_wire", [True], ids=["changes"], indirect=True)
+def test_a_flipped_bit_in_an_expert_is_named_by_the_engine_that_has_it(
+    expert_wire: ExpertWire,
+) -> None:
+    weights = made(0, EXPERTS)
+    expert_wire.sync(weights, whole=True)
+    # What the last rank keeps of the third expert of the second layer.
+    expert_wire.inboxes[3]._receiver._decoder._copies[4].flat[7] ^= 1  # type: ignore
+    sent, _ = expert_wire.sync(weights, whole=False)
+    assert sent.changed == 0
+    expert_wire.check(sent, 0, [0, 1])
+    flipped = r"differ in \['layers.1.mlp.experts.2.up.weight'\] on rank 1 of the 2"
+    with pytest.raises(WeightSyncError, match=flipped):
+        expert_wire.check(sent, 2, [2, 3])
 
 
 def test_receivers_that_do_not_come_are_named() -> None:
