@@ -417,9 +417,14 @@ def test_experts_fit_the_rollout_engine_and_their_settings_belong_to_them(
         == []
     )
     cut = ["backend=fsdp", "actor.num_ranks=2", "backend.sequence_parallel=2"]
-    assert list(
-        problems_by_key(preflight(compose("sft", [*supervised, *cut]), BIG))
-    ) == ["actor.backend.sequence_parallel"]
+    messages = problems_by_key(preflight(compose("sft", [*supervised, *cut]), BIG))
+    assert list(messages) == ["actor.backend.sequence_parallel"]
+    (message,) = messages.values()
+    # What the message names is no problem, and tests/engine/contract.py computes it.
+    named = ["actor.backend.tensor_parallel=2", "actor.backend.sequence_parallel=true"]
+    assert all(setting in message for setting in named)
+    megatron = ["backend@actor.backend=megatron", "actor.num_ranks=2", *named]
+    assert preflight(compose("sft", [*supervised, *megatron]), BIG).problems == []
     messages = problems_by_key(
         preflight(ppo(model, data, "critic.expert_balance=0.1"), BIG)
     )

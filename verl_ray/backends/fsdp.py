@@ -174,8 +174,11 @@ class FsdpBackend(ModuleBackend):
                 self.token_slices,
                 f"{model.path} has experts, whose balance is that of whole rows: rows"
                 " cannot be cut",
-                "Set it to 1, or take backend=megatron, where tensor_parallel ranks"
-                " share the tokens of such rows (backend.sequence_parallel=true).",
+                f"Set it to 1; or take backend@{role}.backend=megatron, if"
+                " docs/megatron.md has the model's family, whose"
+                f" {role}.backend.tensor_parallel={self.token_slices} and"
+                f" {role}.backend.sequence_parallel=true share a row's tokens out"
+                " between the matrices.",
             )
 
     def _head_problems(
