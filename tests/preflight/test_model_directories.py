@@ -438,7 +438,7 @@ def test_experts_fit_the_rollout_engine_and_their_settings_belong_to_them(
     }
 
 
-def test_biases_of_experts_move_where_there_are_some_and_a_backend_moves_them(
+def test_biases_expert_parts_move_where_there_are_some_and_a_backend_moves_them(
     tmp_path: Path, model: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_directories, "proof_of", lambda path, **_: ModelProof())
@@ -474,16 +474,19 @@ def test_adapters_are_put_on_linear_layers(
         ("model.layers.0.mlp.gate.weight", (4, 8)),
         ("model.layers.0.mlp.experts.0.up_proj.weight", (6, 8)),
     )
-    experts = described(tmp_path / "experts", model, "qwen3_moe", router, inner)
+    packed = ("model.layers.0.mlp.experts.down_proj", (2, 6, 8))
+    experts = described(tmp_path / "experts", model, "qwen3_moe", router, inner, packed)
     fine = ppo(experts, data, "actor.lora.rank=4", "actor.lora.targets=[q_proj]")
     assert preflight(fine, BIG).problems == []
-    for target in ("up_proj", "gate", "q_norm", "embed_tokens"):
+    expert_parts = ("up_proj", "down_proj", "experts")
+    for target in (*expert_parts, "gate", "q_norm", "embed_tokens"):
+        reason = "; experts have no adapters here" if target in expert_parts else ""
         asked = ppo(
             experts, data, "actor.lora.rank=4", f"actor.lora.targets=[q_proj,{target}]"
         )
         told = problems_by_key(preflight(asked, BIG))
         assert told == {
-            "actor.lora.targets": f"{target}: no linear layer of {experts} has this name | It has q_proj."
+            "actor.lora.targets": f"{target}: no linear layer of {experts} has this name{reason} | It has q_proj."
         }
 
 

@@ -9,7 +9,7 @@ would compute something else. No package of a backend is imported.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -323,16 +323,17 @@ def _adapter_problems(config: Config) -> Iterator[Problem]:
     """Yield adapters on layers that their model does not have.
 
     An adapter needs a linear layer. Those of experts are slices of one tensor, and no
-    layers.
+    layers; vLLM adapts them with kernels for GPUs alone (`lora/layers/fused_moe.py`).
     """
     for name, role in config.learners.items():
         if role.adapter is None:
             continue
 
         path = role.model.folder
+        shapes = shapes_of(path, config)
         linear = {
             tensor.split(".")[-2]
-            for tensor, shape in shapes_of(path, config).items()
+            for tensor, shape in shapes.items()
             if ".layers." in tensor and ".experts." not in tensor and len(shape) == 2
         }
         # The router of experts is a matrix, and no layer that can be adapted.
@@ -343,8 +344,22 @@ def _adapter_problems(config: Config) -> Iterator[Problem]:
         unknown = sorted(set(targets) - linear)
         if linear and unknown:
             rule = f"{', '.join(unknown)}: no linear layer of {path} has this name"
+            if any(_names_experts(target, shapes) for target in unknown):
+                rule += "; experts have no adapters here"
             fix = f"It has {', '.join(sorted(linear))}."
             yield Problem(f"{name}.lora.targets", list(targets), rule, fix)
+
+
+def _names_experts(target: str, tensors: Iterable[str]) -> bool:
+    """Whether a target is a part of the names of experts' tensors.
+
+    They are apart (`experts.0.up_proj.weight`) or packed (`experts.gate_up_proj`).
+    """
+    return any(
+        target in f"experts.{tensor.partition('.experts.')[2]}".split(".")
+        for tensor in tensors
+        if ".experts." in tensor
+    )
 
 
 def _value_head_problems(config: Config) -> Iterator[Problem]:
