@@ -97,6 +97,11 @@ def test_two_processes_write_slices_and_a_third_reads_whole_parameters(
     assert torch.equal(read["s"], weights["s"])
     sent = {name: first.get(name, EMPTY) + second.get(name, EMPTY) for name in read}
     assert sent == {name: fingerprint(tensor) for name, tensor in read.items()}
+    # Of the bits that travelled: not those of float32, and not with one of them changed.
+    assert sent["w"] != fingerprint(weights["w"])
+    changed = read["w"].clone()
+    changed.view(torch.int16)[5, 9] ^= 1
+    assert sent["w"] != fingerprint(changed)
 
 
 def test_reading_copies_nothing(address: SharedMemoryAddress) -> None:
