@@ -19,6 +19,7 @@ from tests.weight_sync.endpoints import BUCKETS, CPU, MANIFEST, made, shards
 from tests.weight_sync.fingerprints import fingerprint
 from verl_ray.errors import WeightSyncError
 from verl_ray.rollout.engine_state import WeightUpdate
+from verl_ray.weight_sync import SLOTS
 from verl_ray.weight_sync.broadcast import (
     BroadcastAddress,
     BroadcastSender,
@@ -210,23 +211,26 @@ class ExpertWire:
     ) -> tuple[SendResult, list[dict[str, torch.Tensor]]]:
         """Return what was sent, and what each rank got."""
         arrived: list[dict[str, torch.Tensor]] = [{} for _ in self.inboxes]
-        result = SendResult()
         for inbox in self.inboxes:
             inbox.begin()
 
-        def receive(inbox: Inbox, bucket: Bucket) -> dict[str, torch.Tensor]:
-            received = inbox.receive(bucket)
-            copies = {name: tensor.clone() for name, tensor in received.items()}
-            inbox.release()
-            return copies
+        def send(buckets: Sequence[Bucket]) -> SendResult:
+            results = [
+                self.sender.send(bucket, shards(bucket, weights), whole=whole)
+                for bucket in buckets
+            ]
+            return sum(results, SendResult())
 
-        for bucket in self.buckets:
-            result += self.sender.send(bucket, shards(bucket, weights), whole=whole)
-            parts = self.threads.map(
-                receive, self.inboxes, [bucket] * len(self.inboxes)
-            )
-            for own, part in zip(arrived, parts, strict=True):
-                own |= part
+        result = send(self.buckets[:1])
+        for place, bucket in enumerate(self.buckets):
+            bucket_of_each = [bucket] * len(self.inboxes)
+            parts = list(self.threads.map(Inbox.receive, self.inboxes, bucket_of_each))
+            # The next two leave before this one is read, as from an eager sender.
+            already_sent = place + SLOTS if place else 1
+            result += send(self.buckets[already_sent : place + 1 + SLOTS])
+            for inbox, own, part in zip(self.inboxes, arrived, parts, strict=True):
+                own |= {name: tensor.clone() for name, tensor in part.items()}
+                inbox.release()
         self.sender.finish()
         return result, arrived
 
