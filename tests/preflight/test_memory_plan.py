@@ -9,14 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts.configuration import compose
-from tests.preflight.configs import (
-    NO_GAIN,
-    job_on,
-    planned,
-    ppo,
-    settled,
-    with_judge,
-)
+from tests.preflight.configs import NO_GAIN, planned, ppo, settled, with_judge
 from verl_ray.config.schema import Config
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.config.tasks.sft import SFTConfig
@@ -219,26 +212,6 @@ def test_the_wire_is_open_where_weights_are_written_and_read() -> None:
     for wire, buckets in (("shared_memory", 2), ("broadcast", 3)):
         found = made(*two, f"rollout.sync.transport={wire}", on_gpus=False)
         assert found.by_role["actor"]["learn"].of("buffers") == buckets << 20
-
-
-def test_recorded_experts_are_counted_for_each_token() -> None:
-    """Of Qwen3-30B-A3B: 8 experts in 48 layers, in two bytes each."""
-    node = ("gpus=8,gpu=H100-80G", "backend=fsdp", "actor.num_ranks=8")
-    sizes = (
-        "data.max_prompt_tokens=1024",
-        "rollout.max_response_tokens=1024",
-        "data.prompts_per_step=8",
-        "rollout.group_size=8",
-    )
-    off, on = (
-        job_on(
-            *node, *sizes, f"rollout.routing_replay={replays}", model="Qwen3-30B-A3B"
-        ).memory.by_role["actor"]["learn"]
-        for replays in ("false", "true")
-    )
-    # Eight rows of a rank, each of 2,048 tokens.
-    rows = 8 * 2048 * 48 * 8 * 2
-    assert on.on_host["buffers"] - off.on_host.get("buffers", 0) == rows
 
 
 def test_what_was_published_is_kept_on_the_host_while_replicas_may_restart() -> None:

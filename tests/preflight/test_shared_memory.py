@@ -140,6 +140,22 @@ def test_a_token_has_all_that_a_step_may_add() -> None:
     assert BYTES_PER_TOKEN_OF_A_ROW == 9 * 4 + 1
 
 
+def test_recorded_experts_are_counted() -> None:
+    """Of Qwen3-30B-A3B 8 in each of 48 layers, in two bytes each."""
+    off, on = (
+        job_on(MACHINE, *FSDP, "data.prompts_per_step=1024", f"rollout.routing_replay={replays}", model="Qwen3-30B-A3B")
+        for replays in ("false", "true")
+    )  # fmt: skip
+    tokens = off.config.rows_per_step * 1536
+    more = shared_memory_bytes(on.config, 1) - shared_memory_bytes(off.config, 1)
+    assert more == tokens * 48 * 8 * 2
+    # A micro-batch holds them on the device, too.
+    activations = [
+        job.memory.by_role["actor"]["learn"].working["activations"] for job in (off, on)
+    ]
+    assert activations[0] < activations[1]
+
+
 def test_replayed_groups_are_counted() -> None:
     """Rows of 512 + 1024 tokens, and again in each of two snapshots.
 

@@ -314,7 +314,7 @@ def _bytes_per_token(stage: type[Batch], *without: str) -> int:
 
 # The reference is asked for log-probs alone.
 BYTES_PER_TOKEN_OF_A_ROW = (
-    _bytes_per_token(Rollouts)
+    _bytes_per_token(Rollouts, "routed_experts")
     + _bytes_per_token(LogProbs)
     + _bytes_per_token(LogProbs, "entropy", "squared_probs")
     + _bytes_per_token(Values)
@@ -322,7 +322,7 @@ BYTES_PER_TOKEN_OF_A_ROW = (
 )
 """Bytes of a token at most: itself, its mask and what a step adds to a row, which are
 log-probs of sampler, policy and reference, entropy, squared probabilities, values,
-advantages and returns."""
+advantages and returns. Recorded experts come besides."""
 
 OBJECT_STORE_FLOOR_BYTES = 128 * MIB
 """Smallest object store. Ray refuses to start with much less."""
@@ -335,6 +335,15 @@ SNAPSHOT_EVERY = "run.recovery.snapshot_every"
 SNAPSHOT_COPIES = "run.recovery.snapshot_copies"
 
 
+def _bytes_per_row_token(config: Config) -> int:
+    """Return the bytes of a token at most, with its experts where they are recorded."""
+    routing = 0
+    if isinstance(config, RolloutTaskConfig) and config.rollout.routing_replay:
+        shape = model_size("actor", config.actor, config).shape
+        routing = 0 if shape is None else shape.routing_bytes
+    return BYTES_PER_TOKEN_OF_A_ROW + routing
+
+
 def waiting_bytes(config: Config) -> int:
     """Return the bytes of the rows that wait between two steps, at most.
 
@@ -344,7 +353,7 @@ def waiting_bytes(config: Config) -> int:
         return 0
     sizes = batch_algebra(config)
     rows = sizes.rows * config.rollout.staleness + _replayed_rows(config)
-    return rows * sizes.max_row_tokens * BYTES_PER_TOKEN_OF_A_ROW
+    return rows * sizes.max_row_tokens * _bytes_per_row_token(config)
 
 
 def shared_memory_bytes(config: Config, nodes: int) -> int:
@@ -356,7 +365,7 @@ def shared_memory_bytes(config: Config, nodes: int) -> int:
     """
     sizes = batch_algebra(config)
     num_snapshots = 2 if config.run.recovery.taken_every else 0
-    rows = sizes.rows * sizes.max_row_tokens * BYTES_PER_TOKEN_OF_A_ROW
+    rows = sizes.rows * sizes.max_row_tokens * _bytes_per_row_token(config)
     rows += waiting_bytes(config) * (1 + num_snapshots)
     object_store = max(rows // nodes, OBJECT_STORE_FLOOR_BYTES)
     wire = wire_bytes(config) if isinstance(config, RolloutTaskConfig) else 0

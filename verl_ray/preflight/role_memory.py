@@ -133,23 +133,7 @@ def memory_by_role(
         by_role["actor"] = _with_part(
             by_role["actor"], "buffers", share, on_gpus=on_gpus
         )
-    if learns and config.rollout.routing_replay:
-        by_role["actor"] = _with_part(
-            by_role["actor"], "buffers", routing_bytes(config), on_gpus=on_gpus
-        )
     return by_role
-
-
-def routing_bytes(config: RolloutTaskConfig) -> int:
-    """Return the size of the experts of a step's rows, for each rank of the actor.
-
-    They are in the object store of a node, and the rows as long as they may be.
-    """
-    shape = model_size("actor", config.actor, config).shape
-    sizes = batch_algebra(config)
-    batch = next(each for each in sizes.roles if each.role == "actor")
-    tokens = batch.rows_per_rank * sizes.max_row_tokens
-    return 0 if shape is None else tokens * shape.routing_bytes
 
 
 def _with_part(
