@@ -340,16 +340,7 @@ def test_experts_are_those_that_a_token_was_sampled_with(
     (chunk,) = chunks
     assert chunk.version_spans == ((0, 0), (5, 1))
     row = torch.from_numpy(np.concatenate([prompt, chunk.tokens])).long()[None]
-    first, second = (
-        torch.stack(
-            [
-                logits.topk(2).indices.sort().values
-                for logits in model(row, output_router_logits=True).router_logits
-            ],
-            1,
-        )
-        for model in models
-    )
+    first, second = (_choices(model, row) for model in models)
     assert chunk.routed_experts is not None
     recorded = torch.from_numpy(chunk.routed_experts).long().sort().values
     # The fifth token was sampled behind position 7, and the sixth behind 8.
@@ -357,9 +348,15 @@ def test_experts_are_those_that_a_token_was_sampled_with(
     assert not torch.equal(first[:8], second[:8])
 
 
-RANKS = {
+def _choices(model: PreTrainedModel, row: torch.Tensor) -> torch.Tensor:
+    """Return the experts that a model chooses, [tokens, layers, 2], in their order."""
+    layers = model(row, output_router_logits=True).router_logits
+    return torch.stack([logits.topk(2).indices.sort().values for logits in layers], 1)
+
+
+RANKS: dict[str, dict[str, object]] = {
     "slices": {"tensor_parallel": 2},
-    "experts": {"tensor_parallel": 2, "expert_parallel": True},
+    "experts": {"tensor_parallel": 2, "expert_parallel": True, "routing_replay": True},
     "stages": {"pipeline_parallel": 2},
 }
 
@@ -392,6 +389,14 @@ def test_two_ranks(
             _broadcast(engine, model, 3, holders=halves[::-1])
         _broadcast(engine, model, 3)
         assert _worst(engine, model, reference_log_probs) < 1e-4
+        # Each rank routes all tokens, whichever experts it holds.
+        prompt = np.array([3, 4, 5], np.int32)
+        request = GenerationRequest(1, prompt, Sampling(1.0, 1.0, -1, 6, ()), 0)
+        (chunk,) = [chunk for step in generate(engine, [request]) for chunk in step]
+        row = torch.from_numpy(np.concatenate([prompt, chunk.tokens])).long()[None]
+        assert chunk.routed_experts is not None
+        recorded = torch.from_numpy(chunk.routed_experts).long().sort().values
+        assert torch.equal(recorded, _choices(model, row)[:8])
     server = RolloutServer(lambda: engine)
 
     def begin_again(version: int) -> None:

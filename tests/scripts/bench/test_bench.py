@@ -136,7 +136,7 @@ def test_step(tmp_path: Path) -> None:
 def test_a_broadcast_counts_the_bytes_of_every_process() -> None:
     found = measured(
         "broadcast", "--ranks", "4", "--receivers", "2", "--roots", "1", "2",
-        "--mib", "16", "--bucket-mib", "4", "--repeats", "1",
+        "--mib", "16", "--bucket-mib", "4", "--repeats", "1", "--experts", "4",
     )  # fmt: skip
     alone, shared = found["1 roots"], found["2 roots"]
     # Rank 0 sends all to both receivers; the others send it their quarter.
@@ -149,6 +149,11 @@ def test_a_broadcast_counts_the_bytes_of_every_process() -> None:
         assert figures["received_by_receivers"] == pytest.approx([1, 1], abs=0.02)
         assert figures["sent_by_receivers"] == pytest.approx([0, 0], abs=0.02)
         assert figures["ns_per_byte"] > 0
+
+    # Half are for both receivers, and a quarter for each: two of the four experts.
+    held = found["2 roots, experts to their holders"]
+    assert held["received_by_receivers"] == pytest.approx([3 / 4] * 2, abs=0.02)
+    assert held["sent_by_ranks"] == pytest.approx([7 / 8, 1 / 4] * 2, abs=0.02)
 
 
 @pytest.mark.cluster
