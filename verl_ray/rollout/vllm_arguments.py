@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
     from vllm.config import VllmConfig
 
+RECORDS_ROUTING = "records_routing"
+"""Name of the setting with which the CPU worker records what routers choose."""
+
 TRANSFER = "verl_ray"
 """Name of this project's engine in vLLM's registry of weight-transfer engines."""
 
@@ -163,8 +166,8 @@ def fixed_arguments(
 
 def _recording_arguments(device: str) -> dict[str, Any]:
     if device == "cpu":
-        recorder = "verl_ray.rollout.vllm_cpu_routing.RecordingCPUWorker"
-        return {"worker_cls": recorder, "enable_prefix_caching": False}
+        worker_settings = {RECORDS_ROUTING: True}
+        return {"additional_config": worker_settings, "enable_prefix_caching": False}
     # vLLM keeps the experts of cached prefixes by the hashes of their blocks.
     return {"enable_return_routed_experts": True, "enable_prefix_caching": True}
 

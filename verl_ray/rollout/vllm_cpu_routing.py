@@ -24,7 +24,6 @@ from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
 
 from verl_ray.columns.stages import Int16
 from verl_ray.errors import RolloutError
-from verl_ray.rollout.vllm_cpu_worker import SleepingCPUWorker
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -42,34 +41,32 @@ class _Positions:
         return self.start + sum(map(len, self.parts))
 
 
-class RecordingCPUWorker(SleepingCPUWorker):
-    """A CPU worker that records what its routers choose.
+class RoutingRecorder:
+    """The choices of the routers of a worker's model, by request.
 
-    It caches no prefixes, so every request computes all of its positions.
+    The worker caches no prefixes, so every request computes all of its positions.
     """
 
-    def load_model(self, *arguments: Any, **options: Any) -> None:
-        super().load_model(*arguments, **options)
-        self._num_layers = self.model_config.get_total_num_hidden_layers()
+    def __init__(self, runner: Any) -> None:
+        """Record what the model of a runner chooses from now on."""
+        self._num_layers = runner.model_config.get_total_num_hidden_layers()
+        self._runner = runner
         self._chosen: dict[int, torch.Tensor] = {}
         self._recorded: dict[str, _Positions] = {}
-        # It counts what it binds by calling back, once per layer with experts.
-        bind_routed_experts_capturer(self.model_runner.model, self)
+        # Each router calls `capture` with what it chooses.
+        bind_routed_experts_capturer(runner.model, self)
 
     def capture(self, layer_id: int, topk_ids: torch.Tensor) -> None:
         """Note the experts of the tokens of this step in a layer, [tokens, k]."""
         self._chosen[layer_id] = topk_ids
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        self._chosen.clear()
-        output = super().execute_model(scheduler_output)
+    def record(self, scheduler_output: SchedulerOutput) -> None:
+        """Record the choices of a step that was computed."""
         for name in scheduler_output.finished_req_ids:
             self._recorded.pop(name, None)
-        if scheduler_output.total_num_scheduled_tokens:
-            self._record(scheduler_output)
-        return output
+        if not scheduler_output.total_num_scheduled_tokens:
+            return
 
-    def _record(self, scheduler_output: SchedulerOutput) -> None:
         counts = scheduler_output.num_scheduled_tokens
         cached = scheduler_output.scheduled_cached_reqs
         starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -78,7 +75,7 @@ class RecordingCPUWorker(SleepingCPUWorker):
 
         experts = self._experts(scheduler_output.total_num_scheduled_tokens)
         first = 0
-        for name in self.model_runner.input_batch.req_ids:
+        for name in self._runner.input_batch.req_ids:
             count = counts[name]
             positions = self._recorded.setdefault(name, _Positions())
             known = positions.end - starts[name]
@@ -99,20 +96,18 @@ class RecordingCPUWorker(SleepingCPUWorker):
         experts = np.zeros((num_tokens, self._num_layers, top_k), np.int16)
         for layer, chosen in self._chosen.items():
             experts[:, layer] = chosen[:num_tokens].numpy()
+        self._chosen.clear()
         return experts
 
-    def take_routing(self, ends: Mapping[str, int]) -> dict[str, Int16] | None:
+    def take(self, ends: Mapping[str, int]) -> dict[str, Int16]:
         """Return the positions of requests that were not returned before.
 
         Args:
             ends: Requests, each with the position behind the last one to return.
 
         Returns:
-            int16 [positions, layers, k] per request; None on all ranks but the first,
-            which have the same.
+            int16 [positions, layers, k] per request.
         """
-        if self.rank:
-            return None
         return {name: self._take(name, end) for name, end in ends.items()}
 
     def _take(self, name: str, end: int) -> Int16:

@@ -9,14 +9,20 @@ and allocated again, so whoever holds a tensor need not be informed.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from verl_ray.columns.stages import Int16
 from verl_ray.profiling.memory import malloc_trim
+from verl_ray.rollout.vllm_arguments import RECORDS_ROUTING
+from verl_ray.rollout.vllm_cpu_routing import RoutingRecorder
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 Storages = list[tuple[torch.UntypedStorage, int]]
 """Storages, each with its size in bytes while it is awake."""
@@ -29,6 +35,7 @@ class SleepingCPUWorker(CPUWorker):
     """
 
     _freed: dict[str, Storages]
+    _routing: RoutingRecorder | None = None
 
     def init_device(self) -> None:
         # vLLM 0.22 leaves this empty, and fails on it when weights come.
@@ -46,6 +53,22 @@ class SleepingCPUWorker(CPUWorker):
                 dtype=self.model_config.dtype,
                 device=self.device,
             )
+        if self.vllm_config.additional_config.get(RECORDS_ROUTING):
+            self._routing = RoutingRecorder(self.model_runner)
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        output = super().execute_model(scheduler_output)
+        if self._routing is not None:
+            self._routing.record(scheduler_output)
+        return output
+
+    def take_routing(self, ends: Mapping[str, int]) -> dict[str, Int16] | None:
+        """Return what routers chose; see `RoutingRecorder.take`.
+
+        All ranks have the same, and only the first one returns it.
+        """
+        assert self._routing is not None, "the engine was started to record"
+        return None if self.rank else self._routing.take(ends)
 
     def sleep(self, level: int = 1) -> None:
         """Free the KV cache and the weights; level 2 is the only one."""
