@@ -243,7 +243,7 @@ def _flags() -> Flags:
     flags.choice("--model", POLICIES, "parameters of the policy")
     flags.number("--steps", None, "steps that count, of each kind", "20; 4 for 100m")
     flags.number("--warmup", None, "steps before those that count", "5; 1 for 100m")
-    flags.choice("--backend", ("engine", "fsdp"), "of all roles")
+    flags.choice("--backend", ("engine", "fsdp", "megatron"), "of all roles")
     flags.folder()
     flags.overrides()
     return flags

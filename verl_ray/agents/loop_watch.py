@@ -116,11 +116,15 @@ class LoopWatch:
             frame = sys._current_frames().get(self._loop_thread)
             place = None if frame is None else users_place(frame)
             with self._changing:
-                if place is None or self._begun_s != begun_s:
+                # Nothing is written while the same line goes on.
+                if place in (None, self._place) or self._begun_s != begun_s:
                     continue
                 self._place = place
                 if self._note is not None:
-                    self._note.write_text(str(place))
+                    # The pool may read it at any time, and sees all of it or none.
+                    whole = self._note.with_suffix(".new")
+                    whole.write_text(str(place))
+                    whole.replace(self._note)
 
 
 class _Watched(Coroutine[Any, Any, Any]):

@@ -57,9 +57,12 @@ class EpisodeProcess:
 
     def holder(self) -> str:
         """Return which code of the user holds the event loop now; empty if unknown."""
-        if self.note is None or not self.note.exists():
+        if self.note is None:
             return ""
-        return self.note.read_text()
+        try:
+            return self.note.read_text()
+        except FileNotFoundError:
+            return ""
 
     async def end(self) -> str:
         """End the process with all that it started, and wait until it is gone.
