@@ -5,7 +5,7 @@ Invariant: how a row is sampled depends on its number alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from verl_ray.algorithms.groups import is_last_of_group
 from verl_ray.rollout.requests import Sampling
@@ -25,6 +25,8 @@ class Generation:
     run_seed: int
     stream_rows: int
     """Responses are yielded once this many are finished, or after a second."""
+    keeps_routing: bool = field(default=False, kw_only=True)
+    """Whether rows have the experts that were chosen, where the engine records them."""
 
     def sampling_of(self, row_id: int) -> Sampling:
         """Return how a row is sampled: like all others, unless a subclass differs."""

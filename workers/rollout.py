@@ -185,11 +185,12 @@ class RolloutWorker:
         prompt_of = _prompt_of_rows(prompts, generation.group_size, requested_rows)
         requests = _requests(prompts, generation, prompt_of)
 
+        shape = self.server.routing_shape if generation.keeps_routing else None
         stream = self.server.respond(requests)
         # Nobody would read the responses of an abandoned call: its requests are aborted
         when_abandoned(stream.close)
         for chunks in _batches(stream, generation.stream_rows):
-            yield whole_rollouts(prompts, prompt_of, chunks, self.server.routing_shape)
+            yield whole_rollouts(prompts, prompt_of, chunks, shape)
 
     def _run_episodes(
         self,
@@ -217,7 +218,7 @@ class RolloutWorker:
         for ended in _batches(stream, generation.stream_rows):
             whole = [(row, each) for row, each in ended if isinstance(each, Episode)]
             chunks = [each for _, each in ended if isinstance(each, Chunk)]
-            shape = self.server.routing_shape
+            shape = self.server.routing_shape if generation.keeps_routing else None
             if whole:
                 treatments = self.agent.treatments
                 yield episode_rollouts(prompts, prompt_of, whole, treatments, shape)

@@ -53,7 +53,13 @@ def _generation(
         stop=tuple(rollout.stop),
     )
     return kind(
-        purpose, section.group_size, sampling, config.run.seed, rollout.stream_rows
+        purpose,
+        section.group_size,
+        sampling,
+        config.run.seed,
+        rollout.stream_rows,
+        # Nothing is computed with responses that are only graded.
+        keeps_routing=purpose == TRAINING and rollout.routing_replay,
     )
 
 

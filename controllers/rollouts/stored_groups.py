@@ -180,9 +180,12 @@ def _settings_of(config: RLConfig) -> dict[str, object]:
     settings: dict[str, object] = {
         f"rollout.{name}": getattr(config.rollout, name) for name in _RESPONSE_SETTINGS
     }
-    # Checkpoints of earlier versions do not name it.
+    # Checkpoints of earlier versions do not name these.
     if config.rollout.stop:
         settings["rollout.stop"] = config.rollout.stop
+    # Rows have another column with it.
+    if config.rollout.routing_replay:
+        settings["rollout.routing_replay"] = True
     # These choose the prompt that an ordinal stands for.
     curriculum = config.data.curriculum
     if curriculum.is_on:

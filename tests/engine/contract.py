@@ -258,6 +258,11 @@ def replayed(ranks: Ranks, kind: str) -> dict[str, Any]:
         found["replayed in slices"] = ranks.train(
             engine, ranks.of(engine, rows), POLICY
         )
+        stages = {"pipeline_parallel": 2, "recompute": "full"}
+        engine = ranks.engine(
+            kind, "wide_qwen3_moe", micro_batch_tokens_per_rank=40, **replay, **stages
+        )
+        found["replayed in stages"] = ranks.train(engine, rows, POLICY)
     return found
 
 

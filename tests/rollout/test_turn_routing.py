@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from verl_ray.agents.contract import EpisodeRow
-from verl_ray.errors import RolloutError
+from verl_ray.errors import EngineFailed
 from verl_ray.rollout.turn_routing import TurnRouting
 
 
@@ -54,7 +54,7 @@ def test_a_position_has_the_experts_of_the_first_turn_behind_it() -> None:
 def test_a_turn_that_is_missing_is_named() -> None:
     routing = TurnRouting()
     routing.add(ids(1, 2), ids(3), np.zeros((2, 1, 1), np.int16))
-    with pytest.raises(RolloutError, match="a row has 3 tokens before the last one"):
+    with pytest.raises(EngineFailed, match="a row has 3 tokens before the last one"):
         routing.add_to([row_of([1, 2, 3, 4], [2, 3])])
-    with pytest.raises(RolloutError, match=r"experts of 2 positions.*expected 3"):
+    with pytest.raises(EngineFailed, match=r"experts of 2 positions.*expected 3"):
         routing.add(ids(1, 2), ids(3, 4), np.zeros((2, 1, 1), np.int16))

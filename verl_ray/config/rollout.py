@@ -362,7 +362,7 @@ def experts_have_ranks(
 
 
 def routing_is_recorded_whole(rollout: RolloutConfig) -> Iterator[Problem]:
-    """Yield a problem if no rank of an engine has the choices of all layers."""
+    """Yield the problems of engines that cannot return every choice of experts."""
     if rollout.routing_replay and rollout.pipeline_parallel > 1:
         yield Problem(
             "rollout.routing_replay",
@@ -371,6 +371,14 @@ def routing_is_recorded_whole(rollout: RolloutConfig) -> Iterator[Problem]:
             f" rollout.pipeline_parallel is {rollout.pipeline_parallel}",
             "Use false, or rollout.pipeline_parallel=1 with more tensor_parallel.",
         )
+    for name in ("enable_prefix_caching", "additional_config"):
+        if rollout.routing_replay and name in rollout.vllm_args:
+            yield Problem(
+                f"rollout.vllm_args.{name}",
+                rollout.vllm_args[name],
+                "rollout.routing_replay=true sets it itself",
+                "Leave it out, or set rollout.routing_replay=false.",
+            )
 
 
 def quantized_engines_compute_in_bfloat16(

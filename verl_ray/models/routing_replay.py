@@ -136,6 +136,8 @@ class _Choice(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        if func in (torch.masked_fill, Tensor.masked_fill):
+            return self._unmasked(args[0], result)
         if func not in (torch.topk, Tensor.topk):
             return result
         scores = args[0] if args else kwargs["input"]
@@ -144,6 +146,16 @@ class _Choice(TorchFunctionMode):
         self._count += 1
         chosen = self._recorded.choice(self._layer, result.indices)
         return torch.return_types.topk((scores.gather(-1, chosen), chosen))
+
+    def _unmasked(self, scores: Tensor, masked: Tensor) -> Tensor:
+        """Return masked scores, with those of replayed tokens as they were.
+
+        A router hides the groups of experts that it does not choose, and may weigh by
+        what it hid (DeepSeek-V2). The sampler may have chosen another group.
+        """
+        if tuple(masked.shape) != self._shape:
+            return masked
+        return torch.where(self._recorded.is_recorded, scores, masked)
 
     def require_one(self) -> None:
         """Raise `EngineError` unless the router has chosen among all experts once."""

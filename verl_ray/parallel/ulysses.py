@@ -118,6 +118,11 @@ class UlyssesManager(ShardingManager):
             passed=passed,
         )
 
+        if rows.experts is not None:
+            raise EngineError(
+                "rollout.routing_replay: rows are cut on this backend, and their"
+                " experts are not; set it to false"
+            )
         first = self._rank * length
         own_selected = self._own_slice(token_bounds)
         own_rows = self._own_slice(row_bounds)

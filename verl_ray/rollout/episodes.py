@@ -307,7 +307,12 @@ class EpisodePool:
         is_retried = ended.end in self._retried_ends
         if not is_retried or episode.retries >= self._max_retries:
             if self._server.routing_shape is not None:
-                episode.routing.add_to(ended.rows)
+                try:
+                    episode.routing.add_to(ended.rows)
+                except EngineFailed as error:
+                    episode.stream.put(error)
+                    self.fail(error)
+                    return
             episode.stream.put((episode.request.number, ended))
             return
         episode.retries += 1

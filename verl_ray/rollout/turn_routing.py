@@ -15,7 +15,7 @@ import numpy as np
 
 from verl_ray.agents.contract import EpisodeRow
 from verl_ray.columns.stages import Int16
-from verl_ray.errors import RolloutError
+from verl_ray.errors import EngineFailed
 from verl_ray.rollout.requests import Tokens
 
 
@@ -43,11 +43,11 @@ class TurnRouting:
             experts: [positions, layers, k], of all tokens but the last.
 
         Raises:
-            RolloutError: These are the experts of another number of positions.
+            EngineFailed: These are the experts of another number of positions.
         """
         path = np.concatenate([prompt, sampled])
         if len(experts) != len(path) - 1:
-            raise RolloutError(
+            raise EngineFailed(
                 f"the engine has recorded the experts of {len(experts)} positions of a"
                 f" turn, expected {len(path) - 1}"
             )
@@ -59,7 +59,7 @@ class TurnRouting:
         """Give the rows of the episode their experts.
 
         Raises:
-            RolloutError: A turn of a row was not added.
+            EngineFailed: A turn of a row was not added.
         """
         for row in rows:
             num_routed = int(np.flatnonzero(row.mask)[-1])
@@ -76,7 +76,7 @@ class TurnRouting:
         """
         turns = sorted(self._before(tokens), key=lambda each: len(each.path))
         if not turns or len(turns[-1].path) - 1 != num_routed:
-            raise RolloutError(
+            raise EngineFailed(
                 f"a row has {num_routed} tokens before the last one that was sampled,"
                 " and no turn of its episode ends there"
             )

@@ -19,10 +19,11 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from verl_ray.columns.stages import Int16
 from verl_ray.profiling.memory import malloc_trim
 from verl_ray.rollout.vllm_arguments import RECORDS_ROUTING
-from verl_ray.rollout.vllm_cpu_routing import RoutingRecorder
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+
+    from verl_ray.rollout.vllm_cpu_routing import RoutingRecorder
 
 Storages = list[tuple[torch.UntypedStorage, int]]
 """Storages, each with its size in bytes while it is awake."""
@@ -54,6 +55,9 @@ class SleepingCPUWorker(CPUWorker):
                 device=self.device,
             )
         if self.vllm_config.additional_config.get(RECORDS_ROUTING):
+            # The hooks are newer than the oldest vLLM.
+            from verl_ray.rollout.vllm_cpu_routing import RoutingRecorder
+
             self._routing = RoutingRecorder(self.model_runner)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:

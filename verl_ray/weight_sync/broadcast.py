@@ -5,7 +5,8 @@ broadcasts it in a process group of its own, whose other members are the receive
 the bucket is for. A root has a group for each set of receivers that it serves.
 Sending is asynchronous: `send` returns while the bucket travels, so the next root
 gathers the next one meanwhile. A receiver requests the next bucket before it waits for
-the present one, so two buckets travel at the same time, from different roots.
+the present one, so two buckets travel at the same time, from different roots (experts
+for some receivers may all come from one).
 
 Invariant: the groups of a wire serve any number of syncs, and each is closed by its
 first failure. The next ones have other addresses. A group exists only once every

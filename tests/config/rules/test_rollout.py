@@ -129,6 +129,13 @@ CASES = [
         "Use false",
     ),
     Case(
+        "routing_is_recorded_whole",
+        "rollout.routing_replay=true rollout.vllm_args={enable_prefix_caching:true}",
+        "rollout.vllm_args.enable_prefix_caching",
+        "rollout.routing_replay=true sets it itself",
+        "Leave it out",
+    ),
+    Case(
         "quantized_engines_compute_in_bfloat16",
         "rollout.quantization=fp8 rollout.dtype=float32",
         "rollout.quantization",

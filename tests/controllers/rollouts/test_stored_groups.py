@@ -219,6 +219,7 @@ def test_what_would_be_sampled_or_scored_otherwise_now_is_not_usable() -> None:
     for change in (
         "rollout.temperature=0.5",
         "rollout.max_response_tokens=5",
+        "rollout.routing_replay=true",
         "reward.functions.default=gsm8k",
     ):
         assert usable(groups, change) == []
