@@ -13,6 +13,7 @@ from scripts.configuration import compose
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.algorithms.declaration import Declaration
 from verl_ray.algorithms.policy_losses import POLICY_LOSSES
+from verl_ray.algorithms.preference_losses import PREFERENCE_LOSSES
 from verl_ray.algorithms.row_weights import AGGREGATIONS
 from verl_ray.backends import BACKENDS
 from verl_ray.config.reward import MixedReward
@@ -80,6 +81,10 @@ TABLES = {
     ],
     ("ARCHITECTURE.md", "| `algorithm.aggregation` | source | reads |"): [
         row(f"`{name}`", one.paper, reads(one)) for name, one in AGGREGATIONS.items()
+    ],
+    ("docs/preferences.md", "| `preference.loss` | paper | reference | reads |"): [
+        row(f"`{name}`", one.paper, "yes" if one.has_reference else "no", reads(one))
+        for name, one in PREFERENCE_LOSSES.items()
     ],
     ("docs/metrics.md", "| finding | when | because | what to change |"): [
         row(

@@ -23,7 +23,6 @@ from verl_ray.columns.stages import (
     Rollouts,
     RowRewards,
     Rows,
-    TeacherForcedEvaluation,
     TrainingBatch,
     Values,
 )
@@ -166,7 +165,6 @@ class ActorWorker(ModelWorker):
         if objective.normalises:
             mean = mean_weight(algorithm, rows, credit, old, self.total)
             objective = replace(objective, mean_weight=mean)
-        sequence = rows.trajectory_id if algorithm.judges_trajectories else None
         weights = loss_weights(rows, credit, mini_batch)
         batch = TrainingBatch(
             offsets=rows.offsets,
@@ -176,7 +174,7 @@ class ActorWorker(ModelWorker):
             selected=selections.selected,
             uncertain=selections.uncertain,
             loss_weight=weights,
-            sequence=sequence,
+            unit=rows.trajectory_id if algorithm.judges_trajectories else None,
             nll_weight=_nll_weights(algorithm, rows, credit, mini_batch, weights),
             rollout_log_probs=rows.rollout_log_probs,
             old_log_probs=None if old is None else old.log_probs,
@@ -192,35 +190,6 @@ class ActorWorker(ModelWorker):
                 oldest_optimizer_steps=ages.oldest(tokens_of_versions),
             )
         return report
-
-    # -------------------------------------------------------------- supervised training
-
-    def evaluate_teacher_forced(self, rows: TrainingBatch) -> TeacherForcedEvaluation:
-        """Return how probable the responses of each row are, and whether greedily so.
-
-        Greedy decoding writes a response where each of its tokens is the model's most
-        probable one.
-        """
-        outputs = self.engine.forward(
-            rows, RequestedOutputs(log_probs=True, greedy=True)
-        )
-        assert outputs.greedy is not None and outputs.log_probs is not None
-
-        mask = rows.response_mask
-        row_of_token = rows.row_of_token[mask]
-        num_rows = rows.num_rows
-        # A row without response tokens has no wrong one.
-        is_wrong = ~outputs.greedy[mask]
-        num_wrong = np.bincount(row_of_token[is_wrong], minlength=num_rows)
-        log_prob = np.bincount(
-            row_of_token, weights=outputs.log_probs[mask], minlength=num_rows
-        )
-        return TeacherForcedEvaluation(
-            offsets=np.zeros(num_rows + 1, np.int64),
-            exact=num_wrong == 0,
-            log_prob=log_prob.astype(np.float64),
-            response_length=np.bincount(row_of_token, minlength=num_rows),
-        )
 
     # ----------------------------------------------------------------------- publishing
 

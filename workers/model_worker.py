@@ -17,7 +17,14 @@ from numpy.typing import NDArray
 from verl_ray.algorithms.row_weights import row_weights
 from verl_ray.checkpoint.manifest import FileRecord
 from verl_ray.cluster.context import WorkerContext, concurrent
-from verl_ray.columns.stages import Credit, LogProbs, Rollouts, Rows, TrainingBatch
+from verl_ray.columns.stages import (
+    Credit,
+    LogProbs,
+    Rollouts,
+    Rows,
+    TeacherForcedEvaluation,
+    TrainingBatch,
+)
 from verl_ray.config.algorithm import AggregationName
 from verl_ray.data.token_versions import VersionAges
 from verl_ray.engine.base import EngineSpec, LossReport, StepReport
@@ -130,6 +137,37 @@ class ModelWorker:
             log_probs=results.log_probs,
             entropy=results.entropy,
             squared_probs=results.squared_probs,
+        )
+
+    def evaluate_teacher_forced(
+        self, rows: Rows, base: bool = False
+    ) -> TeacherForcedEvaluation:
+        """Return how probable the responses of each row are, and whether greedily so.
+
+        Greedy decoding writes a response where each of its tokens is the model's most
+        probable one.
+
+        Args:
+            base: Whether to compute without the adapter: the model before training.
+        """
+        requested = RequestedOutputs(log_probs=True, greedy=True, base=base)
+        outputs = self.engine.forward(rows, requested)
+        assert outputs.greedy is not None and outputs.log_probs is not None
+
+        mask = rows.response_mask
+        row_of_token = rows.row_of_token[mask]
+        num_rows = rows.num_rows
+        # A row without response tokens has no wrong one.
+        is_wrong = ~outputs.greedy[mask]
+        num_wrong = np.bincount(row_of_token[is_wrong], minlength=num_rows)
+        log_prob = np.bincount(
+            row_of_token, weights=outputs.log_probs[mask], minlength=num_rows
+        )
+        return TeacherForcedEvaluation(
+            offsets=np.zeros(num_rows + 1, np.int64),
+            exact=num_wrong == 0,
+            log_prob=log_prob.astype(np.float64),
+            response_length=np.bincount(row_of_token, minlength=num_rows),
         )
 
     def learn(self, rows: TrainingBatch, objective: Objective) -> UpdateReport:

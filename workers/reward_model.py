@@ -40,7 +40,7 @@ from verl_ray.data.tokenizers import (
 )
 from verl_ray.engine.base import EngineSpec
 from verl_ray.errors import DataError
-from verl_ray.learning.objectives import PreferenceObjective
+from verl_ray.learning.objectives import Objective
 from verl_ray.ops.outputs import RequestedOutputs
 from verl_ray.rewards.health import Score, ScoreHealth, score_of_number
 from verl_ray.settings.section import resolved
@@ -61,18 +61,15 @@ class RewardModelWorker(ModelWorker):
         config = read_config(spec.model_path, trusts_code=spec.trusts_code)
         self._padding: int | None = text_config(config).pad_token_id
 
-    def train_preferences(
-        self, rows: TrainingBatch, objective: PreferenceObjective
-    ) -> UpdateReport:
-        """Make one optimizer step on these pairs of rows."""
+    def learn(self, rows: TrainingBatch, objective: Objective) -> UpdateReport:
+        """Make one optimizer step on these rows, in the tokens that scoring reads."""
         tokens = without_padding(Ragged(rows.tokens, rows.offsets), self._padding)
-        # The same tokens that scoring reads.
-        pairs = rows.replace(
+        scored = rows.replace(
             offsets=tokens.offsets,
             tokens=tokens.values,
             response_mask=_no_responses(tokens),
         )
-        return self.learn(pairs, objective)
+        return super().learn(scored, objective)
 
     def compute_scores(self, rows: Rows) -> Scores:
         """Return the score of each row of tokens as it stands."""

@@ -129,8 +129,8 @@ def train(request: RunRequest) -> Result:
     gives up at once.
 
     Args:
-        config_name: A root config: `grpo`, `ppo`, `sft`, `reward_model`, `quickstart`,
-            or the path of a YAML file.
+        config_name: A root config: `grpo`, `ppo`, `sft`, `reward_model`, `dpo`,
+            `quickstart`, or the path of a YAML file.
         model: model.path.
         data: data.train_path, or the rows themselves.
         validation_data: data.validation_path, or the rows themselves.

@@ -20,13 +20,13 @@ from controllers.run.loop import Loop, NoPersistence, UnguardedSteps
 from controllers.system.build import start
 from controllers.system.plan import ClusterShape, resolve_on
 from controllers.trainers.sft import ACCURACY, SFTTrainer
+from controllers.trainers.supervised import Examples
 from controllers.watch.held_out_measures import Evaluation
 from controllers.watch.measures import Metrics
 from verl_ray.agents import calculations
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import Outlook, announcing, deferring_signals
-from verl_ray.columns.stages import TrainingBatch
 from verl_ray.config.data import DataFilesConfig
 from verl_ray.config.load import with_auto_again
 from verl_ray.config.preparation import PrepareConfig, WarmStartConfig
@@ -176,11 +176,10 @@ class WarmStart(SFTTrainer):
         self,
         config: WarmStartConfig,
         actor: WorkerGroup[ActorWorker],
-        train: SupervisedSource,
-        held_out: TrainingBatch,
+        examples: Examples,
         max_skipped_steps: int,
     ) -> None:
-        super().__init__(actor, train, held_out, config.batch_size, max_skipped_steps)
+        super().__init__(actor, examples, config.batch_size, max_skipped_steps)
         self._config = config
         self._steps = 0
 
@@ -277,10 +276,10 @@ def _warm_start(
             )
             for path in (train, validation)
         )
-        held_out = held_out_source.all()
+        examples = Examples(source, held_out_source.all())
 
         max_skipped_steps = config.run.max_skipped_steps
-        trainer = WarmStart(warm, system.actor, source, held_out, max_skipped_steps)
+        trainer = WarmStart(warm, system.actor, examples, max_skipped_steps)
         counter = WarmStartProgress(warm_start, warm.max_steps)
         loop = Loop(job.run, trainer, counter, NoPersistence(), UnguardedSteps())
         loop.run()

@@ -21,7 +21,6 @@ from controllers.trainers.updates import (
     LearnerBatch,
     ModelOutputs,
     UpdateCalls,
-    assignment_of_units,
     mismatch_of_updates,
     start_actor_updates,
     start_critic_updates,
@@ -45,6 +44,7 @@ from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.restarts import Pending
 from verl_ray.cluster.waiting import Background, put
+from verl_ray.columns.packing import assignment_of_units
 from verl_ray.columns.sharded import Sharded
 from verl_ray.columns.stages import (
     Credit,

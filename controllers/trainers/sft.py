@@ -8,21 +8,15 @@ answer tokens before it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from controllers.system.build import System
-from controllers.trainers.base import warn_skipped
-from controllers.trainers.supervised import SupervisedTask, SupervisedTrainer
+from controllers.trainers.supervised import Examples, SupervisedTask, SupervisedTrainer
 from controllers.watch.held_out_measures import Evaluation
 from controllers.watch.measures import Metrics
 from controllers.watch.memory import MemoryRecord
-from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.columns.sharded import Sharded
-from verl_ray.columns.stages import TrainingBatch
 from verl_ray.config.data import DataSet
 from verl_ray.config.tasks.sft import SFTConfig
 from verl_ray.data.conversations import SupervisedSource
@@ -30,10 +24,7 @@ from verl_ray.data.tokenizers import policy_tokenizer
 from verl_ray.learning.objectives import SupervisedObjective
 from verl_ray.tracking.comparison import LOSS, PERPLEXITY, perplexity_of
 from workers.actor import ActorWorker
-from workers.model_worker import UpdateReport
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from workers.model_worker import ModelWorker
 
 ACCURACY = "val-core/held_out/acc/mean@1"
 
@@ -44,14 +35,13 @@ class SFTTrainer(SupervisedTrainer[ActorWorker]):
     def __init__(
         self,
         actor: WorkerGroup[ActorWorker],
-        train: SupervisedSource | None,
-        held_out: TrainingBatch | None,
+        examples: Examples,
         batch_size: int,
         max_skipped_steps: int,
         stop_at_accuracy: float | None = None,
         memory: MemoryRecord | None = None,
     ) -> None:
-        """Take the roles and the rows; see `SupervisedTrainer`.
+        """Take the actor and its rows; see `SupervisedTrainer`.
 
         Args:
             stop_at_accuracy: Greedy accuracy at which training is finished; None trains
@@ -60,17 +50,13 @@ class SFTTrainer(SupervisedTrainer[ActorWorker]):
         super().__init__(
             "actor",
             actor,
-            train,
-            held_out,
+            SupervisedObjective(),
+            examples,
             batch_size,
             max_skipped_steps,
             memory,
         )
         self._stop_at_accuracy = stop_at_accuracy
-
-    def update(self, rows: Sharded[TrainingBatch]) -> Call[list[UpdateReport]]:
-        """Start one optimizer step on these rows."""
-        return self.group.scatter(ActorWorker.learn, rows, SupervisedObjective())
 
     def step(self, number: int) -> Metrics:
         """Run training step `number`. Return its metrics, perplexity included."""
@@ -84,7 +70,7 @@ class SFTTrainer(SupervisedTrainer[ActorWorker]):
         the mean over all response tokens, as in training.
         """
         evaluation = self.group.scatter(
-            ActorWorker.evaluate_teacher_forced, self.held_out
+            ModelWorker.evaluate_teacher_forced, self.held_out
         ).result()
         exact = evaluation.row("exact").astype(np.float64)
         accuracy = float(exact.mean())
@@ -110,81 +96,36 @@ class SFTTrainer(SupervisedTrainer[ActorWorker]):
         return Evaluation(metrics, scores=scores)
 
 
-@dataclass(frozen=True)
-class Demonstrations:
-    """The rows of a run, tokenized.
-
-    Attributes:
-        train: The rows to learn from; None for an evaluation alone.
-        held_out: The rows of an evaluation; None for a run without one.
-    """
-
-    train: SupervisedSource | None
-    held_out: TrainingBatch | None
-
-
-class SFTTask(SupervisedTask[SFTConfig, Demonstrations]):
+class SFTTask(SupervisedTask[SFTConfig]):
     """The task of `train --config-name sft`."""
 
-    def read(self, *, trains: bool = True) -> Demonstrations:
-        """Read the demonstrations, and the held-out rows if there is an evaluation."""
-        config = self.config
-        tokenizer = policy_tokenizer(config)
-        # The command `evaluate` evaluates whatever run.evaluate_every is.
-        evaluates = config.run.evaluate_every > 0 or not trains
-
-        train: SupervisedSource | None = None
-        if trains:
-            train = self._read_rows(config.data.train_sets, tokenizer, may_stream=True)
-            warn_skipped(train.skipped, "rows of the training data")
-
-        # Without held-out rows the run trains for all of its steps.
-        held_out: TrainingBatch | None = None
-        if config.data.validation_sets and evaluates:
-            everything = self._read_rows(
-                config.data.validation_sets, tokenizer, may_stream=False
-            )
-            warn_skipped(everything.skipped, "held-out rows")
-            held_out = everything.all(config.evaluation.num_prompts)
-
-        return Demonstrations(train, held_out)
-
-    def num_examples(self, data: Demonstrations) -> int | None:
-        """Return the number of rows to learn from."""
-        return None if data.train is None else len(data.train)
-
-    def make_trainer(self, data: Demonstrations, system: System) -> SFTTrainer:
-        """Make the trainer of the actor."""
-        config = self.config
-        # Memory is recorded with the steps, which an evaluation alone has not.
-        memory: MemoryRecord | None = None
-        if data.train is not None:
-            memory = MemoryRecord(config, system.groups, on_gpus=system.has_gpus)
-
-        return SFTTrainer(
-            system.actor,
-            data.train,
-            data.held_out,
-            batch_size=config.sft.batch_size,
-            max_skipped_steps=config.run.max_skipped_steps,
-            stop_at_accuracy=config.sft.stop_at_accuracy,
-            memory=memory,
-        )
-
-    def _read_rows(
-        self,
-        data_sets: Sequence[DataSet],
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        may_stream: bool,
+    def source(
+        self, data_sets: Sequence[DataSet], *, may_stream: bool
     ) -> SupervisedSource:
         """Read the demonstrations of some data sets."""
         config = self.config
         return SupervisedSource(
             data_sets,
-            tokenizer,
+            policy_tokenizer(config),
             config.data,
             max_tokens=config.sft.max_tokens,
             seed=config.run.seed,
             may_stream=may_stream,
+        )
+
+    @property
+    def num_held_out(self) -> int | None:
+        """Number of held-out rows; None: all."""
+        return self.config.evaluation.num_prompts
+
+    def make_trainer(self, data: Examples, system: System) -> SFTTrainer:
+        """Make the trainer of the actor."""
+        config = self.config
+        return SFTTrainer(
+            system.actor,
+            data,
+            batch_size=config.sft.batch_size,
+            max_skipped_steps=config.run.max_skipped_steps,
+            stop_at_accuracy=config.sft.stop_at_accuracy,
+            memory=self.memory_record(data, system),
         )

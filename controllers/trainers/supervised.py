@@ -1,4 +1,4 @@
-"""Learning from a data set, step by step: shared by SFT and preference training.
+"""Learning from a data set, step by step: what SFT, reward models and DPO share.
 
 Invariant: a step is one optimizer step on the next batch of the source, so the source's
 cursor, the model and the optimizer are all that a resumed run needs.
@@ -7,15 +7,16 @@ cursor, the model and the optimizer are all that a resumed run needs.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from controllers.trainers.base import Resumable, Task, Trainable
+from controllers.system.build import System
+from controllers.trainers.base import Resumable, Task, Trainable, warn_skipped
 from controllers.watch import update_measures
 from controllers.watch.gradients import GradientWatch
 from controllers.watch.held_out_measures import Evaluation
@@ -25,16 +26,21 @@ from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.signals import pass_point_of_no_return
 from verl_ray.cluster.waiting import put
+from verl_ray.columns.packing import assignment_of_units
 from verl_ray.columns.sharded import Sharded
 from verl_ray.columns.stages import TrainingBatch
+from verl_ray.config.data import DataSet
 from verl_ray.config.schema import Config
 from verl_ray.data.cursor import CursorState
+from verl_ray.learning.objectives import Objective
 from verl_ray.profiling.phases import Timers, phase
 from verl_ray.report.evidence import NUM_EXAMPLES
 from verl_ray.tracking.evaluations import HeldOutScores, digest
 from workers.model_worker import ModelWorker, UpdateReport
 
 W = TypeVar("W", bound=ModelWorker)
+
+_NO_EVALUATION = "there are held-out rows wherever there is an evaluation"
 
 
 class Source(Protocol):
@@ -54,6 +60,13 @@ class Source(Protocol):
     def passed_over(self) -> int:
         """Number of streamed records without use so far; 0 if nothing is streamed."""
 
+    @property
+    def skipped(self) -> Mapping[str, int]:
+        """Number of records that are left out, by reason."""
+
+    def all(self, limit: int | None, /) -> TrainingBatch:
+        """Return the first `limit` units in the order of the files; None: all."""
+
     def state(self) -> CursorState:
         """Return the position in the data set."""
 
@@ -61,8 +74,20 @@ class Source(Protocol):
         """Continue where `state` was taken."""
 
 
+@dataclass(frozen=True)
+class Examples:
+    """The rows of a run, tokenized.
+
+    Attributes:
+        train: The rows to learn from; None for an evaluation alone.
+        held_out: The rows of an evaluation; None for a run without one.
+    """
+
+    train: Source | None
+    held_out: TrainingBatch | None
+
+
 R = TypeVar("R", bound=Config)
-D = TypeVar("D")
 
 
 class SupervisedTrainer(ABC, Generic[W]):
@@ -72,8 +97,8 @@ class SupervisedTrainer(ABC, Generic[W]):
         self,
         role: str,
         group: WorkerGroup[W],
-        train: Source | None,
-        held_out: TrainingBatch | None,
+        objective: Objective,
+        examples: Examples,
         batch_size: int,
         max_skipped_steps: int,
         memory: MemoryRecord | None = None,
@@ -83,8 +108,8 @@ class SupervisedTrainer(ABC, Generic[W]):
         Args:
             role: Name of the role, under which its metrics are reported.
             group: Workers of the role.
-            train: Rows to learn from; None for a trainer that only evaluates.
-            held_out: Rows to evaluate on; None without an evaluation.
+            objective: The loss of the rows.
+            examples: Rows to learn from, and to evaluate on.
             batch_size: Rows, or pairs of rows, of one optimizer step.
             max_skipped_steps: Optimizer steps that may be skipped one after another
                 because their gradients are not finite.
@@ -93,24 +118,36 @@ class SupervisedTrainer(ABC, Generic[W]):
         """
         self.role = role
         self.group = group
+        self.objective = objective
         self.timers = Timers()
         self.finished = False
 
-        self._source = train
+        self._source = examples.train
         self._batch_size = batch_size
         self._gradients = GradientWatch(max_skipped_steps)
         self._memory = memory
 
+        self._held_out_rows = examples.held_out
         # Every evaluation reads the same object from the store.
         self._held_out: Sharded[TrainingBatch] | None = None
         self._digests: list[str] = []
-        if held_out is not None:
-            self._held_out = put(held_out)
-            self._digests = _digests(held_out)
+        if examples.held_out is not None:
+            self._held_out = put(examples.held_out)
+            self._digests = _digests(examples.held_out)
 
-    @abstractmethod
-    def update(self, rows: Sharded[TrainingBatch]) -> Call[list[UpdateReport]]:
-        """Start one optimizer step on these rows."""
+    def complete(self, rows: TrainingBatch) -> TrainingBatch:
+        """Return the rows of a step with what other models say of them."""
+        return rows
+
+    def update(self, rows: TrainingBatch) -> Call[list[UpdateReport]]:
+        """Start one optimizer step on these rows, each unit of them on one rank."""
+        assignment = None
+        if rows.unit is not None:
+            partition = self.group.partition
+            assignment = assignment_of_units(partition, rows.lengths, rows.unit)
+        return self.group.scatter(
+            ModelWorker.learn, put(rows), self.objective, assignment=assignment
+        )
 
     @abstractmethod
     def measure(self) -> Evaluation:
@@ -136,9 +173,9 @@ class SupervisedTrainer(ABC, Generic[W]):
         with self.timers("step"):
             # From here on a stop waits for the end of the step.
             pass_point_of_no_return()
-            rows = self._train.next_batch(self._batch_size)
+            rows = self.complete(self._train.next_batch(self._batch_size))
             with self.timers.timed("updating", f"update_{self.role}", waits=True):
-                reports = self.update(put(rows)).result()
+                reports = self.update(rows).result()
         # This stops the run if the weights are broken, or too many steps were skipped.
         self._gradients.observe(self.role, number, [reports])
 
@@ -173,11 +210,15 @@ class SupervisedTrainer(ABC, Generic[W]):
 
     @property
     def held_out(self) -> Sharded[TrainingBatch]:
-        """The rows to evaluate on."""
-        assert self._held_out is not None, (
-            "there are held-out rows wherever there is an evaluation"
-        )
+        """The rows to evaluate on, in the object store."""
+        assert self._held_out is not None, _NO_EVALUATION
         return self._held_out
+
+    @property
+    def held_out_rows(self) -> TrainingBatch:
+        """The rows to evaluate on."""
+        assert self._held_out_rows is not None, _NO_EVALUATION
+        return self._held_out_rows
 
     def scores_of(
         self,
@@ -261,8 +302,49 @@ def _digests(rows: TrainingBatch) -> list[str]:
     ]
 
 
-class SupervisedTask(Task[R, D]):
+class SupervisedTask(Task[R, Examples]):
     """A run that learns from a data set alone, and writes a model directory."""
+
+    noun: ClassVar[str] = "rows"
+    """What the data sets hold, for messages."""
+
+    @abstractmethod
+    def source(self, data_sets: Sequence[DataSet], *, may_stream: bool) -> Source:
+        """Read and tokenize some data sets."""
+
+    @property
+    @abstractmethod
+    def num_held_out(self) -> int | None:
+        """Number of units of an evaluation, the first ones; None: all."""
+
+    def read(self, *, trains: bool = True) -> Examples:
+        """Read the rows to learn from, and those of an evaluation if there is one."""
+        data = self.config.data
+        # The command `evaluate` evaluates whatever run.evaluate_every is.
+        evaluates = self.config.run.evaluate_every > 0 or not trains
+
+        train: Source | None = None
+        if trains:
+            train = self.source(data.train_sets, may_stream=True)
+            warn_skipped(train.skipped, f"{self.noun} of the training data")
+
+        # Without held-out rows the run trains for all of its steps.
+        held_out: TrainingBatch | None = None
+        if data.validation_sets and evaluates:
+            source = self.source(data.validation_sets, may_stream=False)
+            warn_skipped(source.skipped, f"{self.noun} of the held-out data")
+            held_out = source.all(self.num_held_out)
+        return Examples(train, held_out)
+
+    def num_examples(self, data: Examples) -> int | None:
+        """Return the number of units to learn from."""
+        return None if data.train is None else len(data.train)
+
+    def memory_record(self, data: Examples, system: System) -> MemoryRecord | None:
+        """Return the record of a run's memory, which an evaluation alone has not."""
+        if data.train is None:
+            return None
+        return MemoryRecord(self.config, system.groups, on_gpus=system.has_gpus)
 
     @property
     def model_folder(self) -> Path:

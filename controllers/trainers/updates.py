@@ -7,7 +7,7 @@ of its optimizer step, whatever rows a rank has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from verl_ray.algorithms.row_weights import HORIZON
 from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.columns.batch import Batch, Int64
+from verl_ray.columns.packing import assignment_of_units
 from verl_ray.columns.sharded import Sharded
 from verl_ray.columns.stages import Credit, LogProbs, Rollouts, Values
 from verl_ray.config.algorithm import AlgorithmConfig, ValueLossConfig
@@ -252,29 +253,6 @@ def whole_trajectories(
     if len(np.unique(trajectory)) == len(trajectory):
         return None
     return assignment_of_units(role.partition, rollouts.lengths, trajectory)
-
-
-def assignment_of_units(
-    partition: Callable[[Int64], list[Int64]], lengths: Int64, unit: Int64
-) -> list[Int64]:
-    """Return the row numbers of each data-parallel rank, ascending, in whole units.
-
-    Ranks get near equal shares of work, as far as units allow.
-
-    Args:
-        partition: Returns the numbers of each rank's pieces of work, of some lengths:
-            `WorkerGroup.partition` of the role that gets the rows.
-        lengths: int64 [rows], tokens of each row.
-        unit: int64 [rows], equal for rows that stay together.
-    """
-    units, number = np.unique(unit, return_inverse=True)
-    tokens = np.bincount(number, weights=lengths, minlength=len(units))
-    rank_of_unit = np.empty(len(units), np.int64)
-    shares = partition(tokens.astype(np.int64))
-    for rank, share in enumerate(shares):
-        rank_of_unit[share] = rank
-    rank_of_row = rank_of_unit[number]
-    return [np.flatnonzero(rank_of_row == rank) for rank in range(len(shares))]
 
 
 def _select(batch: Sharded[B] | None, rows: Int64) -> Sharded[B] | None:

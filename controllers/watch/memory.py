@@ -39,14 +39,13 @@ CALLS: dict[Phase, tuple[Callable[..., object], ...]] = {
         ActorWorker.compute_log_probs,
         ActorWorker.compute_base_log_probs,
         CriticWorker.compute_values,
-        ActorWorker.evaluate_teacher_forced,
+        ModelWorker.evaluate_teacher_forced,
         RewardModelWorker.compute_scores,
     ),
     "learn": (
         ActorWorker.update,
         CriticWorker.update,
         ModelWorker.learn,
-        RewardModelWorker.train_preferences,
     ),
     "publish": (
         ActorWorker.send,

@@ -82,8 +82,7 @@ class Rows:
         inputs = LossInputs(
             row, old_log_probs=self.old[token], advantages=self.advantages[token], selected=self.selected[token]
         )  # fmt: skip
-        counted = (weights != 0)[row]
-        found = objective_of(name)(*without_uncounted(outputs, inputs, counted))
+        found = objective_of(name)(*without_uncounted(outputs, inputs, weights != 0))
         return aggregate(found.loss, row, weights)
 
     def loss(self, parts: list[list[int]], name: str, mode: str) -> tuple[float, Tensor]:  # fmt: skip

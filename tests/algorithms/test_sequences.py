@@ -75,16 +75,20 @@ def test_the_mean_weight_is_over_trajectories() -> None:
         assert found == pytest.approx(expected)
 
 
-def test_a_micro_batch_numbers_its_sequences() -> None:
+def test_a_micro_batch_numbers_its_units() -> None:
     rows = rollouts_of([1] * 5)
     batch = TrainingBatch(
         offsets=rows.offsets, tokens=rows.tokens, response_mask=rows.response_mask,
-        loss_weight=np.arange(5, dtype=np.float32), sequence=np.array([70, 5, 70, 5, 9]),
+        loss_weight=np.arange(5, dtype=np.float32), unit=np.array([70, 5, 70, 5, 9]),
     )  # fmt: skip
     indices = np.array([1, 3, 0, 2])
     row_of_token = torch.arange(4)
     packed: Any = None
-    learned = to_learn(MicroBatch(packed, indices, indices, row_of_token), batch)
-    assert learned.row_weights is not None
+    whole = MicroBatch(packed, indices, indices, row_of_token)
+    learned = to_learn(whole, batch, "unit")
+    assert learned.row_weights is not None and learned.unit is not None
     assert learned.row_weights.tolist() == [1, 3, 0, 2]
-    assert learned.sequence_of_loss(row_of_token).tolist() == [0, 0, 1, 1]
+    assert learned.unit.tolist() == [0, 0, 1, 1]
+    assert learned.row_of_loss is not None and learned.losses_of_rows is not None
+    assert learned.row_of_loss.tolist() == [0, 2]
+    assert learned.losses_of_rows.tolist() == [0.5] * 4

@@ -9,12 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.algorithms.preferences import preference_objective
 from tests.corrections import NO_CORRECTION, NO_LIMIT
 from verl_ray.algorithms.aggregation import aggregate
 from verl_ray.algorithms.catalogue import KL_ESTIMATORS, declared_settings
 from verl_ray.algorithms.correction import CORRECTIONS, LEVELS
 from verl_ray.algorithms.losses import TokenLoss
 from verl_ray.algorithms.policy_losses import POLICY_LOSSES
+from verl_ray.algorithms.preference_losses import PREFERENCE_LOSSES
 from verl_ray.algorithms.row_weights import AGGREGATIONS, row_weights
 from verl_ray.config.algorithm import (
     AlgorithmConfig,
@@ -32,6 +34,7 @@ from verl_ray.learning.objectives import (
     without_uncounted,
 )
 from verl_ray.learning.policy_objective import PolicyObjective
+from verl_ray.learning.preference_objective import PolicyPreferenceObjective
 from verl_ray.ops.outputs import TokenOutputs
 
 BAD = (math.nan, math.inf, -math.inf)
@@ -48,6 +51,9 @@ INPUTS = (
     "uncertain",
     "nll_weight",
 )
+
+BY_ROW = ("scores", "margin", "ref_log_prob")
+"""What has one value per row."""
 
 
 def policy_objective(
@@ -100,6 +106,7 @@ OBJECTIVES: list[Objective] = [
     ValueObjective(ValueLossConfig(clip=None, aggregation="token_mean")),
     SupervisedObjective(),
     PreferenceObjective(label_smoothing=0.1),
+    *(preference_objective(loss, rpo_alpha=0.5) for loss in PREFERENCE_LOSSES),
 ]
 
 
@@ -115,8 +122,7 @@ def one_micro_batch(
     They are computed as an engine does it. Rows that do not count hold `bad`; None:
     numbers like the others.
     """
-    per_row = isinstance(objective, PreferenceObjective)
-    lengths = [1] * len(lengths) if per_row else lengths
+    lengths = [1] * len(lengths) if objective.outputs.scores else lengths
     row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     filled = torch.tensor(lengths) * torch.tensor(counted_rows)
     weights = torch.from_numpy(row_weights(
@@ -127,14 +133,23 @@ def one_micro_batch(
         name: torch.randn(len(row), generator=generator) * 0.5 - 1
         for name in (*OUTPUTS, *INPUTS)
     }
-    counted = (weights != 0).index_select(0, row)
+    for name in BY_ROW:
+        columns[name] = torch.randn(len(weights), generator=generator)
     if bad is not None:
-        columns = {name: values.where(counted, bad) for name, values in columns.items()}
+        at_tokens = (weights != 0).index_select(0, row)
+        columns = {
+            name: values.where(weights != 0 if name in BY_ROW else at_tokens, bad)
+            for name, values in columns.items()
+        }
 
     model_outputs = {name: columns[name].requires_grad_() for name in OUTPUTS}
     outputs = TokenOutputs(**model_outputs, greedy=columns["returns"] > 0)
-    inputs = LossInputs(row, **{name: columns[name] for name in INPUTS})
-    found = objective(*without_uncounted(outputs, inputs, counted))
+    unit = torch.arange(len(weights)) // 2 if objective.level == "unit" else None
+    names = (*INPUTS, "ref_log_prob")
+    inputs = LossInputs(row, unit, **{name: columns[name] for name in names})
+    found = objective(*without_uncounted(outputs, inputs, weights != 0))
+    if objective.level == "unit":
+        row = torch.arange(0, len(weights), 2)
     loss = aggregate(found.loss, row, weights)
     gradients = torch.autograd.grad(
         loss, list(model_outputs.values()), allow_unused=True
@@ -162,7 +177,7 @@ def one_micro_batch(
 def test_rows_that_weigh_nothing_may_hold_anything(
     rows: list[tuple[int, bool]], objective: Objective, mode: str, bad: float
 ) -> None:
-    pairs = [row for row in rows for _ in range(objective.rows_per_unit)]
+    pairs = [row for row in rows for _ in range(1 + (objective.level == "unit"))]
     lengths, counted = [length for length, _ in pairs], [one for _, one in pairs]
     loss, gradients, report = one_micro_batch(objective, lengths, counted, mode, None)
     bad_loss, bad_gradients, bad_report = one_micro_batch(
@@ -179,7 +194,7 @@ def test_rows_that_weigh_nothing_may_hold_anything(
 
 
 @pytest.mark.parametrize(
-    "objective", [OBJECTIVES[0], *OBJECTIVES[1:25], *OBJECTIVES[-4:]]
+    "objective", [OBJECTIVES[0], *OBJECTIVES[1:25], *OBJECTIVES[-14:-9]]
 )
 def test_a_nan_that_counts_is_seen(objective: Objective) -> None:
     """A NaN of the model or the sampler in a row that is learned from is not dropped."""
@@ -191,13 +206,19 @@ def test_a_nan_that_counts_is_seen(objective: Objective) -> None:
         "rollout_log_probs",
         "advantages",
         "returns",
+        "ref_log_prob",
     ):
-        columns = {one: torch.full((2,), -0.5) for one in (*OUTPUTS, *INPUTS)}
+        columns = {
+            one: torch.full((2,), -0.5) for one in (*OUTPUTS, *INPUTS, "ref_log_prob")
+        }
         columns[name][0] = math.nan
         outputs = TokenOutputs(
             **{one: columns[one] for one in OUTPUTS}, greedy=torch.tensor([True, True])
         )
-        inputs = LossInputs(row, **{one: columns[one] for one in INPUTS})
+        unit = torch.tensor([0, 0]) if objective.level == "unit" else None
+        inputs = LossInputs(
+            row, unit, **{one: columns[one] for one in (*INPUTS, "ref_log_prob")}
+        )
         found = objective(
             *without_uncounted(outputs, inputs, torch.tensor([True, True]))
         )
@@ -206,6 +227,7 @@ def test_a_nan_that_counts_is_seen(objective: Objective) -> None:
             ValueObjective: {"values", "returns"},
             SupervisedObjective: {"log_probs"},
             PreferenceObjective: {"scores"},
+            PolicyPreferenceObjective: {"log_probs", "ref_log_prob"},
         }[type(objective)]
         if (
             isinstance(objective, PolicyObjective)

@@ -76,48 +76,34 @@ def test_balance_by_hand() -> None:
     assert [index.tolist() for index in balance(np.array([4]), 3)] == [[0], [], []]
 
 
-def test_rows_of_a_unit_stay_together_in_order() -> None:
-    lengths = np.array([1, 2, 7, 8, 1, 1])  # units of 3, 15 and 2 tokens
-    assert [rows.tolist() for rows in micro_batches(lengths, 15, unit=2)] == [
-        [2, 3],
-        [0, 1, 4, 5],
-    ]
-    with pytest.raises(
-        DataError,
-        match=r"rows 2 to 3 together have 15 tokens, .*_per_rank = 14; raise .* least 15,",
-    ):
-        micro_batches(lengths, 14, unit=2)
-
-
-def test_rows_of_a_sequence_stay_together_wherever_they_are() -> None:
-    # Sequences 9, 4 and 7 of 3 + 5, 2 + 1 + 1 and 9 tokens.
+def test_rows_of_a_unit_stay_together_wherever_they_are() -> None:
+    # Units 9, 4 and 7 of 3 + 5, 2 + 1 + 1 and 9 tokens.
     lengths = np.array([3, 2, 9, 1, 5, 1])
-    sequence = np.array([9, 4, 7, 4, 9, 4])
-    found = micro_batches(lengths, 12, sequence=sequence)
+    unit = np.array([9, 4, 7, 4, 9, 4])
+    found = micro_batches(lengths, 12, unit=unit)
     assert [rows.tolist() for rows in found] == [[2], [1, 3, 5, 0, 4]]
     with pytest.raises(
         DataError,
-        match=r"the 2 rows of trajectory 9 together have 8 tokens, more than .* = 7; raise that key to at least 8",
+        match=r"the 2 rows of unit 9 together have 8 tokens, more than .* = 7; raise that key to at least 8",
     ):
-        micro_batches(lengths[[0, 1, 4]], 7, sequence=sequence[[0, 1, 4]])
+        micro_batches(lengths[[0, 1, 4]], 7, unit=unit[[0, 1, 4]])
 
 
 @given(LENGTHS, st.integers(0, 2**32 - 1), st.integers(1, 9))
-def test_every_sequence_is_whole_and_in_order(
+def test_every_unit_is_whole_and_in_order(
     lengths: np.ndarray, seed: int, count: int
 ) -> None:
-    sequence = np.random.default_rng(seed).integers(0, count, len(lengths))
-    cap = int(np.bincount(sequence, weights=lengths).max())
-    plan = micro_batches(lengths, cap, sequence=sequence)
+    unit = np.random.default_rng(seed).integers(0, count, len(lengths))
+    cap = int(np.bincount(unit, weights=lengths).max())
+    plan = micro_batches(lengths, cap, unit=unit)
     assert sorted(np.concatenate(plan)) == list(range(len(lengths)))
     for rows in plan:
         assert lengths[rows].sum() <= cap
-        numbers = sequence[rows]
-        # Neighbours, and each sequence in one micro-batch.
+        numbers = unit[rows]
+        # Neighbours, and each unit in one micro-batch.
         assert np.count_nonzero(np.diff(numbers)) == len(set(numbers)) - 1
         assert all(
-            rows[numbers == number].tolist()
-            == np.flatnonzero(sequence == number).tolist()
+            rows[numbers == number].tolist() == np.flatnonzero(unit == number).tolist()
             for number in set(numbers)
         )
 

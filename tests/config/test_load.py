@@ -301,8 +301,8 @@ def test_an_unknown_backend_and_task_are_named() -> None:
     assert "'engine', 'fsdp'" in problems(values)["critic.backend.kind"].fix
     own = "A module of your own is named with its dots."
     assert (
-        problems({"task": "dpo"})["task"].fix
-        == f"There is reward_model, rl, sft. {own}"
+        problems({"task": "kto"})["task"].fix
+        == f"There is dpo, reward_model, rl, sft. {own}"
     )
     assert (
         "declares one class over Config"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,34 @@ def write_arithmetic_pairs(
     validation_pairs = _pairs(validation, max_operand, random)
     validation_files = write_records(validation_pairs, directory, "validation")
     return ArithmeticFiles(train_files, validation_files)
+
+
+def write_digits(folder: Path, seed: int) -> None:
+    """Write problems, demonstrations and pairs about the first digit of numbers.
+
+    Three of five demonstrations are one too high, so that a policy that imitates them
+    is mostly wrong. The rejected answer of a pair is any wrong digit.
+    """
+    random = np.random.default_rng(seed)
+    numbers = [f"{number:03}" for number in random.permutation(1000)]
+    folder.mkdir()
+    for kind, chosen in (("validation", numbers[:200]), ("train", numbers[200:])):
+        records, pairs = [], []
+        for number in chosen:
+            right, prompt = int(number[0]), f"{number}="
+            said = (right + int(random.random() < 0.6)) % 10
+            records.append(
+                {"prompt": prompt, "answer": str(right), "response": str(said)}
+            )
+            wrong = ((right + int(apart)) % 10 for apart in random.integers(1, 10, 4))
+            pairs += [
+                {"prompt": prompt, "chosen": str(right), "rejected": str(digit)}
+                for digit in wrong
+            ]
+        for name, lines in ((kind, records), (f"{kind}_pairs", pairs)):
+            (folder / f"{name}.jsonl").write_text(
+                "".join(json.dumps(line) + "\n" for line in lines)
+            )
 
 
 def _wrong_numbers(right: Int64, largest: int, random: np.random.Generator) -> Int64:

@@ -84,8 +84,10 @@ def test_the_rows_of_a_text_pair(tmp_path: Path, characters: Any) -> None:
     rows = pairs.next_batch(1)
     assert rows.tokens.tolist() == SUM_TOKENS
     assert rows.offsets.tolist() == [0, 6, 13]
-    assert not rows.response_mask.any()
-    assert rows.loss_weight.tolist() == [0.5, 0.5]
+    # "2" and "11", each with the end that a generation has.
+    assert np.flatnonzero(rows.response_mask).tolist() == [4, 5, 10, 11, 12]
+    assert rows.loss_weight.tolist() == [1, 1]
+    assert rows.unit is not None and rows.unit.tolist() == [0, 0]
     assert rows.margin is not None and rows.margin.tolist() == [0.5, 0.5]
     assert rows.advantages is None
     both = pairs.all()
@@ -95,8 +97,8 @@ def test_the_rows_of_a_text_pair(tmp_path: Path, characters: Any) -> None:
         "9+9=18<eos>",
         "9+9=19<eos>",
     ]
-    # Mean over the pairs, whose loss stands on both of their rows.
-    assert both.loss_weight.tolist() == [0.25] * 4
+    assert both.loss_weight.tolist() == [0.5] * 4
+    assert both.unit is not None and both.unit.tolist() == [0, 0, 1, 1]
     assert (
         both.margin is not None
         and both.margin.tolist() == [0.5] * 4

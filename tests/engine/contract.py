@@ -7,6 +7,7 @@ global state of their process, so they have processes of their own.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,6 +30,7 @@ from tests.engine.inputs import (
     OPTIMIZER,
     POLICY,
     PREFERENCE,
+    RESPONSES,
     TEMPERATURE,
     VALUE,
     EveryLoss,
@@ -36,13 +38,14 @@ from tests.engine.inputs import (
     Ranks,
     pairs_of,
     refused,
+    responses_in_pairs,
     routed_rows,
     rows_of,
     sequences_of,
 )
 from verl_ray.backends import BACKENDS
 from verl_ray.checkpoint import sharded
-from verl_ray.columns.packing import balance, lengths_of_units, rows_of_units
+from verl_ray.columns.packing import assignment_of_units, balance
 from verl_ray.columns.stages import TrainingBatch
 from verl_ray.engine.base import Engine, LossReport
 from verl_ray.learning.objectives import (
@@ -116,12 +119,12 @@ def check_training(ranks: Ranks, kind: str) -> dict[str, Any]:
         ),
         "sequences": ranks.train(
             ranks.engine(kind, micro_batch_tokens_per_rank=80),
-            ranks.my_sequences(sequences_of()),
+            ranks.my_units(sequences_of()),
             EveryLoss(),
         ),
         "sequences in one micro-batch": ranks.train(
             ranks.engine(kind, micro_batch_tokens_per_rank=10_000),
-            ranks.my_sequences(sequences_of()),
+            ranks.my_units(sequences_of()),
             EveryLoss(),
         ),
         "every loss": ranks.train(
@@ -174,8 +177,18 @@ def check_training(ranks: Ranks, kind: str) -> dict[str, Any]:
         "value": ranks.train(ranks.engine(kind, head="value"), mine, VALUE),
         "preferences": ranks.train(
             ranks.engine(kind, head="value", micro_batch_tokens_per_rank=60),
-            ranks.my_pairs(pairs_of()),
+            ranks.my_units(pairs_of()),
             PREFERENCE,
+        ),
+        "pairs of responses": ranks.train(
+            ranks.engine(
+                kind,
+                "qwen3_moe",
+                expert_balance=BALANCE,
+                micro_batch_tokens_per_rank=60,
+            ),
+            ranks.my_units(responses_in_pairs()),
+            RESPONSES,
         ),
     }
     if kind == "fsdp":
@@ -337,7 +350,7 @@ def check_refusals(ranks: Ranks, kind: str) -> dict[str, Any]:
         "cap": refused(lambda: engine.forward_backward(mine, POLICY)),
         "sequence": refused(
             lambda: engine.forward_backward(
-                ranks.my_sequences(sequences_of((20, 9, 20, 9))), POLICY
+                ranks.my_units(sequences_of((20, 9, 20, 9))), POLICY
             )
         ),
         "placed": refused(lambda: engine.place(params="disk", optimizer="host")),
@@ -689,18 +702,14 @@ def check_sequence(ranks: Ranks) -> dict[str, Any]:
         name: str,
         rows: TrainingBatch,
         objective: Objective,
-        unit: int = 1,
         **settings: Any,
     ) -> None:
         engine = ranks.engine("fsdp", sequence_parallel=2, **settings)
         place = engine.topology
+        unit = np.arange(rows.num_rows) if rows.unit is None else rows.unit
+        parts = functools.partial(balance, parts=place.dp_size)
         mine = rows.select(
-            rows_of_units(
-                balance(lengths_of_units(rows.lengths, unit), place.dp_size)[
-                    place.dp_rank
-                ],
-                unit,
-            )
+            assignment_of_units(parts, rows.lengths, unit)[place.dp_rank]
         )
         steps = []
         for _ in range(3):
@@ -720,7 +729,8 @@ def check_sequence(ranks: Ranks) -> dict[str, Any]:
     for model in ("qwen3", "llama", "qwen2"):
         train(model, rows, POLICY, model=model)
     train("value", rows, VALUE, head="value")
-    train("preferences", pairs, PREFERENCE, 2, head="value")
+    train("preferences", pairs, PREFERENCE, head="value")
+    train("pairs of responses", responses_in_pairs(), RESPONSES)
     train("many micro-batches", rows, POLICY, micro_batch_tokens_per_rank=20)
     train("every loss", rows, EveryLoss(), micro_batch_tokens_per_rank=20)
     train("activation checkpointing", rows, POLICY, activation_checkpointing=True)

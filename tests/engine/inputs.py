@@ -14,13 +14,14 @@ import torch.distributed as dist
 
 from scripts.bench import layouts
 from scripts.tiny_families import tiny_config
+from tests.algorithms.preferences import preference_objective
 from tests.corrections import NO_CORRECTION, NO_LIMIT
 from verl_ray.algorithms.catalogue import declared_settings
 from verl_ray.algorithms.losses import TokenLoss
 from verl_ray.algorithms.policy_losses import POLICY_LOSSES
 from verl_ray.backends import BACKENDS
 from verl_ray.columns.batch import offsets_of
-from verl_ray.columns.packing import balance, lengths_of_units, rows_of_units
+from verl_ray.columns.packing import assignment_of_units, balance
 from verl_ray.columns.stages import TrainingBatch
 from verl_ray.config.algorithm import (
     AlgorithmConfig,
@@ -35,6 +36,7 @@ from verl_ray.engine.base import Engine, EngineSpec, LossReport, StepReport
 from verl_ray.engine.build import build_engine
 from verl_ray.errors import DataError, EngineError, ModelError
 from verl_ray.learning.objectives import (
+    Level,
     LossInputs,
     Objective,
     PreferenceObjective,
@@ -140,6 +142,9 @@ ADAPTER = LoraConfig(
     rank=4, alpha=8, targets=("q_proj", "v_proj", "gate_proj", "down_proj")
 )
 PREFERENCE = PreferenceObjective(SMOOTHING)
+BETA = 0.2
+RPO = 0.3
+RESPONSES = preference_objective("sigmoid", beta=BETA, rpo_alpha=RPO)
 VALUE = ValueObjective(ValueLossConfig(clip=VALUE_CLIP, aggregation="token_mean"))
 
 
@@ -214,7 +219,17 @@ def sequences_of(lengths: tuple[int, ...] = LENGTHS) -> TrainingBatch:
     sequence = np.arange(rows.num_rows) % -(-rows.num_rows // 2)
     weight = np.linspace(0.5, 1.5, rows.num_rows, dtype=np.float32)[sequence]
     return rows.replace(
-        sequence=sequence, loss_weight=weight / np.float32(rows.response_mask.sum())
+        unit=sequence, loss_weight=weight / np.float32(rows.response_mask.sum())
+    )
+
+
+def responses_in_pairs() -> TrainingBatch:
+    """Return the same rows as pairs whose responses are compared."""
+    rows, pairs = rows_of(), pairs_of()
+    learned = -np.random.default_rng(11).uniform(2, 3, rows.num_rows)
+    lengths = np.bincount(rows.row_of_token[rows.response_mask])
+    return pairs.replace(
+        response_mask=rows.response_mask, ref_log_prob=learned * lengths, margin=None
     )
 
 
@@ -230,7 +245,8 @@ def pairs_of() -> TrainingBatch:
         offsets=rows.offsets,
         tokens=rows.tokens,
         response_mask=np.zeros(rows.num_tokens, np.bool_),
-        loss_weight=np.repeat(weight / 2, 2),
+        loss_weight=np.repeat(weight, 2),
+        unit=np.repeat(np.arange(pairs), 2),
         margin=np.repeat(np.linspace(0, 0.5, pairs, dtype=np.float32), 2),
     )
 
@@ -242,7 +258,7 @@ class EveryLoss:
     They compare with the old policy, and are weighted by their place in the table.
     """
 
-    rows_per_unit: int = 1
+    level: Level = "token"
     outputs: RequestedOutputs = POLICY.outputs
 
     def __call__(self, outputs: TokenOutputs, inputs: LossInputs) -> TokenLoss:
@@ -278,7 +294,7 @@ class Noisy:
     It shows where an engine's random numbers come from.
     """
 
-    rows_per_unit: int = 1
+    level: Level = "token"
     outputs: RequestedOutputs = SupervisedObjective().outputs
 
     def __call__(self, outputs: TokenOutputs, inputs: LossInputs) -> TokenLoss:
@@ -345,18 +361,12 @@ class Ranks:
         """A group for collectives that run in the background of the training."""
         return dist.new_group(backend="gloo")
 
-    def my_pairs(self, rows: TrainingBatch) -> TrainingBatch:
+    def my_units(self, rows: TrainingBatch) -> TrainingBatch:
+        assert rows.unit is not None
+        parts = functools.partial(balance, parts=self.world)
         return rows.select(
-            rows_of_units(
-                balance(lengths_of_units(rows.lengths, 2), self.world)[self.rank], 2
-            )
+            assignment_of_units(parts, rows.lengths, rows.unit)[self.rank]
         )
-
-    def my_sequences(self, rows: TrainingBatch) -> TrainingBatch:
-        assert rows.sequence is not None
-        tokens = np.bincount(rows.sequence, weights=rows.lengths)
-        mine = balance(tokens, self.world)[self.rank]
-        return rows.select(np.flatnonzero(np.isin(rows.sequence, mine)))
 
     def everyone(self, value: Any) -> list[Any]:
         if self.world == 1:

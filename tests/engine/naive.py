@@ -109,7 +109,7 @@ def naive_experts_loss(
 ) -> Tensor:
     """Add transformers' own balance loss of each row and layer to another loss.
 
-    It is weighted as the row's tokens are.
+    It is weighted as the row's tokens are, or half as the row's pair is.
     """
     total = loss_of(model, rows)
     for i, (row, read) in enumerate(by_row(rows)):
@@ -118,9 +118,8 @@ def naive_experts_loss(
         balance = torch.stack(
             [load_balancing_loss_func((layer,), 4, 2) for layer in said]
         ).mean()
-        total = (
-            total + inputs.BALANCE * float(rows.loss_weight[i]) * len(read) * balance
-        )
+        losses = len(read) if rows.unit is None else 0.5
+        total = total + inputs.BALANCE * float(rows.loss_weight[i]) * losses * balance
     return total
 
 
@@ -171,7 +170,22 @@ def naive_preference_loss(model: Any, rows: Any) -> Tensor:
     )
     right, flipped = torch.sigmoid(d - margin).log(), torch.sigmoid(-d - margin).log()
     loss = -(1 - inputs.SMOOTHING) * right - inputs.SMOOTHING * flipped
-    return (2 * torch.tensor(rows.loss_weight[0::2], dtype=torch.float64) * loss).sum()
+    return (torch.tensor(rows.loss_weight[0::2], dtype=torch.float64) * loss).sum()
+
+
+def naive_responses_loss(model: Any, rows: Any) -> Tensor:
+    """Return DPO's loss of each pair, with RPO's likelihood of its first response."""
+    sums, lengths = [], []
+    for row, read in by_row(rows):
+        log_p = naive_logits(model, rows.tokens[row])[read - 1].log_softmax(-1)
+        target = torch.tensor(rows.tokens[row], dtype=torch.int64)[read]
+        sums.append(log_p.gather(1, target[:, None]).sum())
+        lengths.append(len(read))
+    ratio = torch.stack(sums) - torch.tensor(rows.ref_log_prob)
+    margin = ratio[0::2] - ratio[1::2]
+    likelihood = torch.stack(sums)[0::2] / torch.tensor(lengths[0::2])
+    loss = -torch.sigmoid(inputs.BETA * margin).log() - inputs.RPO * likelihood
+    return (torch.tensor(rows.loss_weight[0::2], dtype=torch.float64) * loss).sum()
 
 
 def rate_of(step: int) -> float:

@@ -23,6 +23,7 @@ from tests.engine.naive import (
     naive_policy_loss,
     naive_preference_loss,
     naive_replayed_loss,
+    naive_responses_loss,
     naive_training,
     naive_value_loss,
     naive_values,
@@ -198,6 +199,16 @@ def naive(
             inputs.pairs_of(),
             naive_preference_loss,
         ),
+        "pairs of responses": naive_training(
+            reference_model(folder, "qwen3"),
+            inputs.responses_in_pairs(),
+            naive_responses_loss,
+        ),
+        "pairs of responses, experts": naive_training(
+            reference_model(folder, "qwen3_moe"),
+            inputs.responses_in_pairs(),
+            lambda model, rows: naive_experts_loss(model, rows, naive_responses_loss),
+        ),
         "one row": naive_training(
             reference_model(folder, "qwen3"), rows.select([4]), naive_policy_loss
         ),
@@ -343,6 +354,7 @@ def test_a_new_value_head_depends_on_neither_backend_nor_ranks(
         ("replayed in stages", "replayed in slices"),
         ("value", "value"),
         ("preferences", "preferences"),
+        ("pairs of responses", "pairs of responses, experts"),
     ],
 )
 def test_three_steps_have_the_loss_and_gradient_norm_of_the_naive_sum(
@@ -405,6 +417,7 @@ def test_ranks_that_hold_copies_answer_once_and_go_on_from_their_state(
         ("qwen2", "qwen2"),
         ("value", "value"),
         ("preferences", "preferences"),
+        ("pairs of responses", "pairs of responses"),
         ("many micro-batches", "qwen3"),
         ("activation checkpointing", "qwen3"),
     ],
@@ -546,7 +559,7 @@ def test_reports_add_up_to_the_tokens_of_all_ranks(results: Any) -> None:
 def test_a_sequence_above_the_cap_is_refused_by_all_ranks(results: Any) -> None:
     """Two rows of 20 tokens are one, and the cap is 39."""
     messages = [rank["check_refusals"]["sequence"] for rank in results]
-    named = [m for m in messages if "2 rows of trajectory 0 together have 40" in m]
+    named = [m for m in messages if "2 rows of unit 0 together have 40" in m]
     assert len(named) == 1 and "algorithm.sequence=row" in named[0]
     assert all(message.startswith("DataError: ") for message in messages)
 

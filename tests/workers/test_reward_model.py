@@ -226,14 +226,15 @@ def test_training_and_scoring_read_a_row_at_the_same_token(
         offsets=tokens.offsets,
         tokens=tokens.values,
         response_mask=np.zeros(9, np.bool_),
-        loss_weight=np.array([0.5, 0.5], np.float32),
+        loss_weight=np.array([1, 1], np.float32),
+        unit=np.array([0, 0]),
         margin=np.array([0.25, 0.25], np.float32),
     )
     chosen, rejected = worker.compute_scores(rows).score.tolist()
     assert [chosen, rejected] == pytest.approx(
         transformers_scores(model, pair), abs=EXACT
     )
-    report = worker.train_preferences(rows, PreferenceObjective(label_smoothing=0.0))
+    report = worker.learn(rows, PreferenceObjective(label_smoothing=0.0))
     assert report.loss.loss == pytest.approx(
         math.log1p(math.exp(rejected - chosen + 0.25)), rel=1e-5
     )

@@ -1,4 +1,4 @@
-"""The declaration of a choice of an algorithm: its name, its paper and its settings.
+"""The declaration of a formula that a run may choose: name, paper and settings.
 
 Invariant: a declaration is light, so that the configuration can use it; a function that
 needs torch imports it when it is called. The names that the configuration accepts, its
@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from verl_ray.errors import DataError
 
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """A number that formulas read: the key `algorithm.<name>`.
+    """A number that formulas read: the key `<section>.<name>`.
 
     It is null if none of the chosen formulas reads it.
 
@@ -33,9 +33,10 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Declaration:
-    """One choice of an algorithm.
+    """One choice of a formula.
 
     Attributes:
+        section: The section of the configuration that its settings are in.
         name: Its name in the configuration.
         paper: Its source.
         reads: The settings that its function takes as keyword arguments, each with its
@@ -43,25 +44,27 @@ class Declaration:
             None if null means something to the function.
     """
 
+    section: ClassVar[str] = "algorithm"
+
     name: str
     paper: str
     reads: Mapping[Setting, object] = field(default_factory=dict)
 
-    def settings(self, algorithm: object) -> dict[str, Any]:
+    def settings(self, section: object) -> dict[str, Any]:
         """Return the keyword arguments of the function.
 
         Args:
-            algorithm: The section `algorithm` of the configuration.
+            section: The section of the configuration.
 
         Raises:
             DataError: A setting that needs a value is null.
         """
         values = {
-            setting.name: getattr(algorithm, setting.name) for setting in self.reads
+            setting.name: getattr(section, setting.name) for setting in self.reads
         }
 
         missing = [
-            f"algorithm.{setting.name}"
+            f"{self.section}.{setting.name}"
             for setting, usual_value in self.reads.items()
             if usual_value is not None and values[setting.name] is None
         ]

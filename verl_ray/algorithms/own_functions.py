@@ -1,7 +1,7 @@
 """Functions of a user's own: `path/to/file.py:function` in place of a name.
 
 A function reads settings like the built-in ones: keyword arguments that the package
-knows are keys of `algorithm`. Its other ones stand beside its name: `{function:
+knows are keys of its section. Its other ones stand beside its name: `{function:
 path/to/file.py:function, beta: 0.1}`.
 
 Invariant: nothing of the user's runs in the process that reads the configuration; the
@@ -181,6 +181,8 @@ def keywords_of(
     positional: Sequence[str],
     settings: Mapping[Setting, object],
     others: Sequence[str] = (),
+    *,
+    section: str = "algorithm",
 ) -> tuple[dict[Setting, object], set[str]]:
     """Return what a user's function takes as keyword arguments, without running it.
 
@@ -189,6 +191,7 @@ def keywords_of(
         positional: The names of its positional arguments.
         settings: The settings that it may read, with their usual values.
         others: Further keyword arguments that it may take.
+        section: The section of the settings.
 
     Returns:
         The settings, each with its usual value or None if it has a default; and those
@@ -212,7 +215,7 @@ def keywords_of(
     known = (*others, *by_name)
     own = [each.arg for each in arguments.kwonlyargs if each.arg not in known]
     for argument_name in own_arguments:
-        _require_own(function.name, argument_name, own, by_name)
+        _require_own(function.name, argument_name, own, by_name, section)
 
     reads: dict[Setting, object] = {}
     also: set[str] = set()
@@ -245,7 +248,11 @@ def _missing(
 
 
 def _require_own(
-    function: str, argument: str, own: Sequence[str], settings: Mapping[str, Setting]
+    function: str,
+    argument: str,
+    own: Sequence[str],
+    settings: Mapping[str, Setting],
+    section: str,
 ) -> None:
     """Refuse an argument that the function does not take, or that is a setting.
 
@@ -257,7 +264,7 @@ def _require_own(
     if argument in settings:
         raise OwnFunctionMistake(
             f"{argument} is given to {function}, and is a setting",
-            f"Set algorithm.{argument} instead.",
+            f"Set {section}.{argument} instead.",
         )
     raise OwnFunctionMistake(
         f"{argument} is given to {function}, which does not take it",

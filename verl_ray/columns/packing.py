@@ -9,6 +9,7 @@ and exactly one of them returns results.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,11 +25,7 @@ Float64 = npt.NDArray[np.float64]
 
 
 def micro_batches(
-    lengths: Int64,
-    max_tokens: int,
-    unit: int = 1,
-    peers: int = 1,
-    sequence: Int64 | None = None,
+    lengths: Int64, max_tokens: int, peers: int = 1, unit: Int64 | None = None
 ) -> list[Int64]:
     """Return the row indices of each micro-batch.
 
@@ -38,35 +35,28 @@ def micro_batches(
     Args:
         lengths: Tokens of each row, int64 [rows].
         max_tokens: Tokens of a micro-batch that one rank may hold.
-        unit: This many neighbouring rows stay together, in their order.
         peers: This many ranks share a micro-batch.
-        sequence: int64 [rows], equal for rows that are one sequence; None for none.
-            They stay together as neighbours, in their order, wherever they are.
+        unit: int64 [rows], equal for rows that one loss compares or judges; None: each
+            row is one. They become neighbours, in their order, wherever they are.
 
     Raises:
-        DataError: a unit or a sequence is too long by itself.
+        DataError: a unit is too long by itself.
     """
     if not len(lengths):
         return []
-    if sequence is not None:
-        return _of_whole_sequences(lengths, sequence, max_tokens, peers)
+    if unit is not None:
+        return _whole_units(lengths, unit, max_tokens, peers)
 
-    # Units are packed like rows, and become rows again at the end.
-    units = lengths_of_units(lengths, unit)
     cap = max_tokens * peers
-    longest = int(units.argmax())
-    num_tokens = int(units[longest])
+    longest = int(lengths.argmax())
+    num_tokens = int(lengths[longest])
     if num_tokens > cap:
-        raise _too_long(longest, num_tokens, max_tokens, unit, peers)
-
-    packed = _pack(units, cap)
-    if unit == 1:
-        return packed
-    return [rows_of_units(units_of_batch, unit) for units_of_batch in packed]
+        raise _too_long(f"row {longest} has", num_tokens, max_tokens, peers, _SHORTER)
+    return _pack(lengths, cap)
 
 
 def equal_micro_batches(
-    lengths: Int64, max_tokens: int, unit: int = 1, sequence: Int64 | None = None
+    lengths: Int64, max_tokens: int, unit: Int64 | None = None
 ) -> list[Int64]:
     """Return the row indices of micro-batches whose rows have the same length.
 
@@ -74,13 +64,12 @@ def equal_micro_batches(
         lengths: Tokens of each row, int64 [rows].
         max_tokens: Tokens of a micro-batch that one rank may hold.
         unit: As in `micro_batches`.
-        sequence: As in `micro_batches`.
 
     Raises:
         DataError: a row is too long by itself, or rows of different lengths would have
             to stay together.
     """
-    if unit > 1 or (sequence is not None and len(np.unique(sequence)) < len(sequence)):
+    if unit is not None and len(np.unique(unit)) < len(unit):
         raise DataError(
             "rows that one loss judges together (a pair, a trajectory of several rows)"
             " are computed together, and this model computes rows of the same length"
@@ -92,56 +81,51 @@ def equal_micro_batches(
     for length in np.unique(lengths):
         rows = np.flatnonzero(lengths == length)
         if length > max_tokens:
-            raise _too_long(int(rows[0]), int(length), max_tokens, 1, 1)
+            raise _too_long(f"row {rows[0]} has", int(length), max_tokens, 1, _SHORTER)
         count = max_tokens // int(length)
         plan += [rows[start : start + count] for start in range(0, len(rows), count)]
     return plan
 
 
-def _of_whole_sequences(
-    lengths: Int64, sequence: Int64, max_tokens: int, peers: int
+def _whole_units(
+    lengths: Int64, unit: Int64, max_tokens: int, peers: int
 ) -> list[Int64]:
-    """Return the row indices of each micro-batch, sequence after sequence."""
-    _, number, rows_of = np.unique(sequence, return_inverse=True, return_counts=True)
+    """Return the row indices of each micro-batch, unit after unit."""
+    _, number, rows_of = np.unique(unit, return_inverse=True, return_counts=True)
     number = number.reshape(-1)
     tokens = np.bincount(number, weights=lengths).astype(np.int64)
     longest = int(tokens.argmax())
     if tokens[longest] > max_tokens * peers:
-        needed = -(-int(tokens[longest]) // peers)  # rounded up
-        trajectory = int(sequence[number == longest][0])
-        raise DataError(
-            f"the {rows_of[longest]} rows of trajectory {trajectory} together have"
-            f" {tokens[longest]} tokens, more than backend.micro_batch_tokens_per_rank"
-            f" = {max_tokens}{_shared(peers)}",
-            fix=f"raise that key to at least {needed}, or set algorithm.sequence=row",
-        )
+        name = int(unit[number == longest][0])
+        subject = f"the {rows_of[longest]} rows of unit {name} together have"
+        apart = "judge rows of a trajectory one by one (algorithm.sequence=row)"
+        raise _too_long(subject, int(tokens[longest]), max_tokens, peers, apart)
 
-    # Rows by sequence: those of one are at starts[s] to starts[s] + rows_of[s].
+    # Rows by unit: those of one are at starts[u] to starts[u] + rows_of[u].
     order = np.argsort(number, kind="stable")
     starts = np.cumsum(rows_of) - rows_of
     plan = []
-    for sequences in _pack(tokens, max_tokens * peers):
-        count = rows_of[sequences]
-        shift = starts[sequences] - (np.cumsum(count) - count)
+    for units in _pack(tokens, max_tokens * peers):
+        count = rows_of[units]
+        shift = starts[units] - (np.cumsum(count) - count)
         plan.append(order[np.arange(int(count.sum())) + np.repeat(shift, count)])
     return plan
 
 
-def _too_long(
-    index: int, num_tokens: int, max_tokens: int, unit: int, peers: int
-) -> DataError:
-    if unit == 1:
-        subject = f"row {index} has"
-    else:
-        first_row = index * unit
-        subject = f"rows {first_row} to {first_row + unit - 1} together have"
+_SHORTER = (
+    "lower data.max_prompt_tokens or rollout.max_response_tokens, or the max_tokens of"
+    " a task without rollouts"
+)
 
+
+def _too_long(
+    subject: str, num_tokens: int, max_tokens: int, peers: int, other_fix: str
+) -> DataError:
     needed = -(-num_tokens // peers)  # rounded up
     return DataError(
         f"{subject} {num_tokens} tokens, more than"
         f" backend.micro_batch_tokens_per_rank = {max_tokens}{_shared(peers)}",
-        fix=f"raise that key to at least {needed}, or lower data.max_prompt_tokens or"
-        " rollout.max_response_tokens",
+        fix=f"raise that key to at least {needed}, or {other_fix}",
     )
 
 
@@ -197,18 +181,6 @@ def _pack(lengths: Int64, max_tokens: int) -> list[Int64]:
     return np.split(rows, np.cumsum(np.bincount(batch))[:-1])
 
 
-def lengths_of_units(lengths: Int64, unit: int) -> Int64:
-    """Tokens of each `unit` neighbouring rows, int64 [rows / unit]."""
-    sums: Int64 = lengths.reshape(-1, unit).sum(axis=1)
-    return sums
-
-
-def rows_of_units(units: Int64, unit: int) -> Int64:
-    """Rows of these units of `unit` neighbouring rows, int64 [units * unit]."""
-    rows: Int64 = (units[:, None] * unit + np.arange(unit)).reshape(-1)
-    return rows
-
-
 # ---------------------------------------------------------------------------- partition
 
 
@@ -252,6 +224,29 @@ def balance(work: Int64 | Float64, parts: int) -> list[Int64]:
         load[receivers] += work[assigned]
 
     return [np.flatnonzero(part == index) for index in range(parts)]
+
+
+def assignment_of_units(
+    partition: Callable[[Int64], list[Int64]], lengths: Int64, unit: Int64
+) -> list[Int64]:
+    """Return the row numbers of each data-parallel rank, ascending, in whole units.
+
+    Ranks get near equal shares of work, as far as units allow.
+
+    Args:
+        partition: Returns the numbers of each rank's pieces of work, of some lengths:
+            `WorkerGroup.partition` of the role that gets the rows.
+        lengths: int64 [rows], tokens of each row.
+        unit: int64 [rows], equal for rows that stay together.
+    """
+    units, number = np.unique(unit, return_inverse=True)
+    tokens = np.bincount(number, weights=lengths, minlength=len(units))
+    rank_of_unit = np.empty(len(units), np.int64)
+    shares = partition(tokens.astype(np.int64))
+    for rank, share in enumerate(shares):
+        rank_of_unit[share] = rank
+    rank_of_row = rank_of_unit[number]
+    return [np.flatnonzero(rank_of_row == rank) for rank in range(len(shares))]
 
 
 # ------------------------------------------------------------------ the place of a rank

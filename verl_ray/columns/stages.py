@@ -63,6 +63,7 @@ import numpy.typing as npt
 from verl_ray.columns.batch import ANY, Array, Batch, Int64, Ragged, ragged, row, token
 
 Float32 = npt.NDArray[np.float32]
+Float64 = npt.NDArray[np.float64]
 Bool = npt.NDArray[np.bool_]
 Int8 = npt.NDArray[np.int8]
 Int16 = npt.NDArray[np.int16]
@@ -431,10 +432,10 @@ class TrainingBatch(Rows):
     Columns that an algorithm does not use are absent.
     """
 
-    # Weight of each of the row's token losses: aggregation as one number per row.
+    # Weight of each loss of the row, or of its unit: aggregation as one number per row.
     loss_weight: Float32 = row(np.float32)
-    # Equal for rows that losses judge as one sequence; absent where each row is one.
-    sequence: Int64 | None = row(np.int64, optional=True)
+    # Equal for rows that losses compare, or judge as one; absent where each row is one.
+    unit: Int64 | None = row(np.int64, optional=True)
     # Margin of a preference pair, on both of its rows.
     margin: Float32 | None = row(np.float32, optional=True)
     # Log-probabilities at sampling.
@@ -446,6 +447,8 @@ class TrainingBatch(Rows):
     old_log_probs: Float32 | None = token(np.float32, optional=True)
     # Log-probabilities of the reference.
     ref_log_probs: Float32 | None = token(np.float32, optional=True)
+    # Log-probability of the whole response, by the reference.
+    ref_log_prob: Float64 | None = row(np.float64, optional=True)
     advantages: Float32 | None = token(np.float32, optional=True)
     # Values of the critic before the step.
     old_values: Float32 | None = token(np.float32, optional=True)

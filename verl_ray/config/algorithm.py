@@ -53,7 +53,7 @@ from verl_ray.settings.section import (
 )
 
 
-def _own_function_of(
+def own_function_of(
     choices: Mapping[str, object],
 ) -> Callable[[str], str | None]:
     """Return what reads a function of the user's in place of a choice.
@@ -76,7 +76,7 @@ def _own_function_of(
 
 
 def _own_shaping(value: str) -> str:
-    spec = _own_function_of(OWN_SHAPINGS)(value)
+    spec = own_function_of(OWN_SHAPINGS)(value)
     if spec is None:
         context = {
             "rule": f"{value} names no function",
@@ -86,15 +86,16 @@ def _own_shaping(value: str) -> str:
     return spec
 
 
-_AS_TEXT = BeforeValidator(function_text), PlainSerializer(function_setting)
+FUNCTION_AS_TEXT = BeforeValidator(function_text), PlainSerializer(function_setting)
+"""How a function of the user's is read and written where a choice has a name."""
 
 AdvantageName = Annotated[
-    str, OneOf(ADVANTAGES, _own_function_of(ADVANTAGES)), *_AS_TEXT
+    str, OneOf(ADVANTAGES, own_function_of(ADVANTAGES)), *FUNCTION_AS_TEXT
 ]
 PolicyLossName = Annotated[
-    str, OneOf(POLICY_LOSSES, _own_function_of(POLICY_LOSSES)), *_AS_TEXT
+    str, OneOf(POLICY_LOSSES, own_function_of(POLICY_LOSSES)), *FUNCTION_AS_TEXT
 ]
-OwnShapingName = Annotated[str, AfterValidator(_own_shaping), *_AS_TEXT]
+OwnShapingName = Annotated[str, AfterValidator(_own_shaping), *FUNCTION_AS_TEXT]
 AggregationName = Annotated[str, OneOf(AGGREGATIONS)]
 KLEstimator = Annotated[str, OneOf(KL_ESTIMATORS)]
 CorrectionKind = Annotated[str, OneOf(CORRECTIONS)]

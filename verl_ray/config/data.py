@@ -5,7 +5,7 @@ Invariant: a field that no record of the task has is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from typing import Annotated, Any, Literal
@@ -256,21 +256,30 @@ class RowFormat:
         max_tokens: Limit of a prompt, or of a whole row where the response is given.
         max_tokens_key: Setting that the limit comes from.
         preference: Settings of the files where the records are pairs, else None.
-        margin: Margin of every pair, or "record" for one in each record.
+        margin: Margin of every pair, or "record" for one in each record; None where no
+            loss reads one.
     """
 
     kind: RecordKind
     max_tokens: int
     max_tokens_key: str
     preference: PreferenceDataConfig | None = None
-    margin: float | Literal["record"] = 0.0
+    margin: float | Literal["record"] | None = None
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """The fields of a record that the run reads."""
+        unread = {"margin"} if self.margin is None else set()
+        return FIELDS_OF_KIND[self.kind] - unread
 
 
 # -------------------------------------------------------------------------------- rules
 
 
-def columns_are_of_fields(data: DataFilesConfig, kind: RecordKind) -> Iterator[Problem]:
-    """Yield a problem for each field with a column that no record of a kind has."""
+def columns_are_of_fields(
+    data: DataFilesConfig, fields: Collection[str]
+) -> Iterator[Problem]:
+    """Yield a problem for each field with a column that no record has."""
     named = {"data.columns": data.columns or {}}
     for key, value in (
         ("data.train_path", data.train_path),
@@ -283,18 +292,17 @@ def columns_are_of_fields(data: DataFilesConfig, kind: RecordKind) -> Iterator[P
                 named[f"{key}{item}.columns"] = entry.columns or {}
 
     for key, columns in named.items():
-        yield from _column_problems(key, columns, kind)
+        yield from _column_problems(key, columns, sorted(fields))
 
 
 def _column_problems(
-    key: str, columns: Mapping[str, str], kind: RecordKind
+    key: str, columns: Mapping[str, str], fields: Sequence[str]
 ) -> Iterator[Problem]:
-    """Yield a problem for each field of `columns` that records of a kind have not.
+    """Yield a problem for each field of `columns` that records have not.
 
     Args:
         key: The setting that holds the columns.
     """
-    fields = sorted(FIELDS_OF_KIND[kind])
     for name, path in columns.items():
         if name in fields:
             continue
@@ -302,7 +310,7 @@ def _column_problems(
         # The two are the same thing in two tasks.
         counterparts = {"answer": "response", "response": "answer"}
         meant = counterparts.get(name)
-        if meant in fields:
+        if meant is not None and meant in fields:
             fix = f"Use {table_override(key, {meant: path})}."
         else:
             fix = did_you_mean(name, fields, "field")

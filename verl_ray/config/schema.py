@@ -308,7 +308,7 @@ class Config(Section):
         yield from run_has_one_length(run)
         yield from resume_is_a_choice_or_a_path(run)
         if self.row_format is not None:
-            yield from columns_are_of_fields(self.data, self.row_format.kind)
+            yield from columns_are_of_fields(self.data, self.row_format.fields)
         makes_inputs = self.preparation is not None
         yield from template_settings_have_a_use(self.data, makes_inputs=makes_inputs)
         yield from evaluation_has_data(self, overridden)

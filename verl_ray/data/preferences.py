@@ -1,4 +1,4 @@
-"""Pairs for a reward model: two responses to one prompt as rows of tokens.
+"""Pairs of preferences: two responses to one prompt as rows of tokens.
 
 Invariant: rows 2i and 2i + 1 of a batch are the chosen and the rejected side of one
 pair; they start with the same prompt, differ, and each ends with the token that ends a
@@ -36,6 +36,9 @@ class _Pairs(Batch):
     # Tokens of prompt and response.
     chosen: Ragged = ragged(np.int32)
     rejected: Ragged = ragged(np.int32)
+    # Which of them are of the response.
+    chosen_mask: Ragged = ragged(np.bool_)
+    rejected_mask: Ragged = ragged(np.bool_)
     # Margin of each record; absent where one margin holds for all pairs.
     margin: Float32 | None = row(np.float32, optional=True)
 
@@ -58,7 +61,7 @@ class PreferenceSource(RowSource[PreferenceRecord, _Pairs]):
         *,
         max_tokens: int,
         seed: int,
-        margin: float | Literal["record"],
+        margin: float | Literal["record"] | None,
         most_records: int | None = None,
         may_stream: bool = False,
     ) -> None:
@@ -67,7 +70,8 @@ class PreferenceSource(RowSource[PreferenceRecord, _Pairs]):
         Args:
             max_tokens: Limit of prompt and response together, on either side
                 (preference.max_tokens).
-            margin: Margin of every pair, or "record": each record has its own.
+            margin: Margin of every pair, or "record": each record has its own; None:
+                rows have none.
             most_records: Number of records to read of each set at most; None reads all
                 of them.
             may_stream: Whether large sets may stay on disk.
@@ -115,8 +119,10 @@ class PreferenceSource(RowSource[PreferenceRecord, _Pairs]):
         is_empty = _has_empty_response(records)
         nonempty = np.flatnonzero(~is_empty)
         with_texts = [records[index] for index in nonempty]
-        chosen = _tokenize(with_texts, "chosen", self._tokenizer, config)
-        rejected = _tokenize(with_texts, "rejected", self._tokenizer, config)
+        chosen, chosen_mask = _tokenize(with_texts, "chosen", self._tokenizer, config)
+        rejected, rejected_mask = _tokenize(
+            with_texts, "rejected", self._tokenizer, config
+        )
         is_equal = equal_rows(chosen, rejected)
         _refuse_unusable(
             records, is_empty, is_equal, config.unusable, may_be_empty=not is_all
@@ -138,6 +144,8 @@ class PreferenceSource(RowSource[PreferenceRecord, _Pairs]):
             offsets=np.zeros(len(with_texts) + 1, dtype=np.int64),
             chosen=chosen,
             rejected=rejected,
+            chosen_mask=chosen_mask,
+            rejected_mask=rejected_mask,
             margin=_margins(with_texts) if has_margins else None,
         )
         usable = distinct[fitting]
@@ -150,19 +158,20 @@ class PreferenceSource(RowSource[PreferenceRecord, _Pairs]):
 
     def _rows(self, pairs: _Pairs) -> TrainingBatch:
         tokens = alternate(pairs.chosen, pairs.rejected)
-        num_rows = len(tokens)
+        masks = alternate(pairs.chosen_mask, pairs.rejected_mask)
+        num_pairs = pairs.num_rows
 
         margin = pairs.margin
-        if margin is None:
-            margin = np.full(pairs.num_rows, self._margin, np.float32)
-        weight = 1.0 / max(1, num_rows)
+        if margin is None and self._margin is not None:
+            margin = np.full(num_pairs, self._margin, np.float32)
+        weight = np.float32(1 / max(1, num_pairs))
         return TrainingBatch(
             offsets=tokens.offsets,
             tokens=tokens.values,
-            # No token is learned: the loss is over the scores at the ends of the rows.
-            response_mask=np.zeros(len(tokens.values), dtype=np.bool_),
-            loss_weight=np.full(num_rows, weight, dtype=np.float32),
-            margin=np.repeat(margin, 2),
+            response_mask=masks.values,
+            loss_weight=np.full(len(tokens), weight),
+            unit=np.repeat(np.arange(num_pairs), 2),
+            margin=None if margin is None else np.repeat(margin, 2),
         )
 
 
@@ -239,7 +248,8 @@ def _tokenize(
     side: Literal["chosen", "rejected"],
     tokenizer: PreTrainedTokenizerBase,
     config: PreferenceDataConfig,
-) -> Ragged:
+) -> tuple[Ragged, Ragged]:
+    """Return the tokens of one side of each pair, and the masks of its responses."""
     contents = []
     for record in records:
         content = record.chosen if side == "chosen" else record.rejected
@@ -248,8 +258,7 @@ def _tokenize(
             content = _without_specials(content, tokenizer)
         contents.append(content)
 
-    # Both sides end with their response, which is all that the mask would show.
-    tokens, _ = tokenize(
+    tokens, mask = tokenize(
         contents,
         [f"{record.where}, {side}" for record in records],
         tokenizer,
@@ -260,7 +269,7 @@ def _tokenize(
             config, [record.template_arguments for record in records]
         ),
     )
-    return tokens
+    return tokens, Ragged(mask, tokens.offsets)
 
 
 def _without_specials(content: Content, tokenizer: PreTrainedTokenizerBase) -> Content:

@@ -213,9 +213,8 @@ class Engine(ABC):
     def forward_backward(self, rows: TrainingBatch, objective: Objective) -> LossReport:
         """Add the gradients of the objective over these rows.
 
-        The rows are processed in micro-batches under the backend's token cap. Rows that
-        the objective compares with each other (`objective.rows_per_unit` of them) must
-        be adjacent, and stay in one micro-batch.
+        The rows are processed in micro-batches under the backend's token cap. Rows of
+        one `unit` stay in one micro-batch.
         """
 
     @abstractmethod

@@ -15,6 +15,7 @@ from verl_ray.columns.packing import Float64
 from verl_ray.engine.base import (
     EngineSpec,
 )
+from verl_ray.engine.micro_batches import MicroBatch
 from verl_ray.errors import EngineError
 from verl_ray.models.role_model import RoleModel
 from verl_ray.models.routing import RouterWatch
@@ -111,20 +112,18 @@ class BiasUpdate:
             bias.add_(self._rate * sign.to(bias))
 
 
-def balance_per_loss(routing: Routing, row: Tensor, row_weights: Tensor) -> Tensor:
-    """Return the balance of each row at each of its losses.
+def balance_per_loss(routing: Routing, batch: MicroBatch) -> Tensor:
+    """Return the balance of each row at each of its losses, float32 [losses].
 
     Added to all losses of a row and weighted like them, it adds up to the mean over
-    rows. The balance of a row of weight 0 does not count, like everything else of that
-    row (`without_uncounted`).
-
-    Args:
-        routing: The routing of the micro-batch's rows.
-        row: int64 [losses], the row of each loss.
-        row_weights: float32 [rows], the weight of each loss of a row.
-
-    Returns:
-        float32 [losses].
+    rows. A loss of a unit has the mean of the unit's rows. The balance of a row of
+    weight 0 does not count, like everything else of that row (`without_uncounted`).
     """
+    row_weights, losses = batch.row_weights, batch.losses_of_rows
+    assert row_weights is not None and losses is not None
+    assert batch.row_of_loss is not None
     balance = routing.balance.masked_fill(row_weights == 0, 0)
-    return balance.index_select(0, row)
+    if batch.unit is not None and batch.level == "unit":
+        means = balance.new_zeros(len(batch.row_of_loss))
+        return means.index_add(0, batch.unit, balance * losses)
+    return balance.index_select(0, batch.row_of_loss)

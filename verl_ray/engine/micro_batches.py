@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from verl_ray.columns.batch import Int64, Kind, offsets_of
 from verl_ray.columns.packing import equal_micro_batches, micro_batches
 from verl_ray.columns.stages import Rows, TrainingBatch
 from verl_ray.errors import DataError
-from verl_ray.learning.objectives import LossInputs
+from verl_ray.learning.objectives import Level, LossInputs
 from verl_ray.models.role_model import PackedRows
 from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
 from verl_ray.parallel.sharding import PackedTokens
@@ -51,29 +52,36 @@ class MicroBatch:
     row_of_token: Tensor
     """int64 [selected]: row of this micro-batch that each selected token belongs to."""
 
+    level: Level = "token"
+    """What has one loss."""
+
     row_weights: Tensor | None = None
     """float32 [rows]: weight of each loss of a row. None where nothing is learned."""
 
-    sequence_of_row: Tensor | None = None
-    """int64 [rows]: number of the sequence that each row belongs to, from 0 and equal
-    for neighbours. None where every row is one."""
+    row_of_loss: Tensor | None = None
+    """int64 [losses]: the row whose weight each loss has; of a unit the first one. None
+    where nothing is learned."""
 
-    def row_of_loss(self, outputs: RequestedOutputs) -> Tensor:
-        """Return the row of each loss that is computed from these outputs.
+    unit: Tensor | None = None
+    """int64 [rows]: number of the unit that each row belongs to, from 0 and ascending.
+    None where every row is one."""
+
+    losses_of_rows: Tensor | None = None
+    """float32 [rows]: number of losses of each row, of which rows of a unit share one.
+    None where nothing is learned."""
+
+    def row_of_output(self, outputs: RequestedOutputs) -> Tensor:
+        """Return the row of each number that a model gives.
 
         Returns:
-            int64 [rows] if the outputs are scores, which have one loss per row, else
-            int64 [selected].
+            int64 [rows] if the outputs are scores, else int64 [selected].
         """
-        if outputs.scores:
-            return torch.arange(len(self.row_indices), device=self.row_of_token.device)
-        return self.row_of_token
+        return self.rows if outputs.scores else self.row_of_token
 
-    def sequence_of_loss(self, row: Tensor) -> Tensor:
-        """Return the sequence that losses judge as a whole, for each loss of a row."""
-        if self.sequence_of_row is None:
-            return row
-        return self.sequence_of_row.index_select(0, row)
+    @property
+    def rows(self) -> Tensor:
+        """The numbers of the rows from 0, int64 [rows]."""
+        return torch.arange(len(self.row_indices), device=self.row_of_token.device)
 
 
 class MicroBatches(Sequence[MicroBatch]):
@@ -116,8 +124,7 @@ def plan_micro_batches(
     lengths: Int64,
     backend: Backend,
     *,
-    rows_per_unit: int = 1,
-    sequence: Int64 | None = None,
+    unit: Int64 | None = None,
     multiple: int = 1,
     equal_lengths: bool = False,
     agree_with_ranks: bool,
@@ -127,9 +134,7 @@ def plan_micro_batches(
     Args:
         lengths: int64 [rows], tokens of each row.
         backend: Gives the token cap.
-        rows_per_unit: Number of adjacent rows that stay together.
-        sequence: int64 [rows], equal for rows of one sequence, which stay together;
-            None for none.
+        unit: int64 [rows], equal for rows that stay together; None: each is one.
         multiple: The number of micro-batches is a multiple of this.
         equal_lengths: Whether the rows of a micro-batch have the same length.
         agree_with_ranks: Plan as many micro-batches as the rank that needs most.
@@ -140,7 +145,7 @@ def plan_micro_batches(
         rank only needs in order to have as many as the others.
 
     Raises:
-        DataError: A row, a unit or a sequence exceeds the token cap. With
+        DataError: A row or a unit exceeds the token cap. With
             `agree_with_ranks` every rank raises if one does, so that no rank waits for
             another that has failed.
     """
@@ -149,10 +154,9 @@ def plan_micro_batches(
     cap = resolved(backend.micro_batch_tokens_per_rank)
     try:
         if equal_lengths:
-            plan = equal_micro_batches(lengths, cap, rows_per_unit, sequence)
+            plan = equal_micro_batches(lengths, cap, unit)
         else:
-            peers = backend.token_slices
-            plan = micro_batches(lengths, cap, rows_per_unit, peers, sequence)
+            plan = micro_batches(lengths, cap, backend.token_slices, unit)
     except DataError as error:
         refusal = error
 
@@ -285,18 +289,43 @@ def loss_columns(rows: TrainingBatch, batch: MicroBatch) -> dict[str, Tensor]:
     return columns
 
 
-def to_learn(batch: MicroBatch, rows: TrainingBatch) -> MicroBatch:
-    """Return the micro-batch with the weights of its rows, and their sequences."""
+def to_learn(batch: MicroBatch, rows: TrainingBatch, level: Level) -> MicroBatch:
+    """Return the micro-batch with what weighs its losses, and with its units.
+
+    Args:
+        batch: Some of the rows.
+        rows: All rows of the call.
+        level: What has one loss.
+    """
     indices, device = batch.row_indices, batch.row_of_token.device
-    weights = torch.from_numpy(rows.loss_weight[indices])
-    sequence = None
-    if rows.sequence is not None:
-        # Numbered from 0, as rows are; rows of one sequence are neighbours.
-        _, number = np.unique(rows.sequence[indices], return_inverse=True)
-        sequence = torch.from_numpy(number.reshape(-1).astype(np.int64))
-        sequence = sequence.to(device, non_blocking=True)
+
+    def on_device(values: np.ndarray[Any, Any]) -> Tensor:
+        return torch.from_numpy(values).to(device, non_blocking=True)
+
+    weights = on_device(rows.loss_weight[indices])
+    row_of_loss = batch.row_of_token if level == "token" else batch.rows
+    losses = torch.bincount(row_of_loss, minlength=len(indices)).float()
+    if rows.unit is None:
+        return replace(
+            batch,
+            level=level,
+            row_weights=weights,
+            row_of_loss=row_of_loss,
+            losses_of_rows=losses,
+        )
+
+    # Rows of one unit are neighbours.
+    names = rows.unit[indices]
+    begins = np.diff(names, prepend=names[:1] - 1) != 0
+    unit = np.cumsum(begins) - 1
+    if level == "unit":
+        row_of_loss = on_device(np.flatnonzero(begins))
+        losses = on_device((1 / np.bincount(unit)[unit]).astype(np.float32))
     return replace(
         batch,
-        row_weights=weights.to(device, non_blocking=True),
-        sequence_of_row=sequence,
+        level=level,
+        row_weights=weights,
+        row_of_loss=row_of_loss,
+        losses_of_rows=losses,
+        unit=on_device(unit),
     )

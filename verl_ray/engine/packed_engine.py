@@ -224,10 +224,11 @@ class PackedEngine(Engine):
             return self._loss_of(rows, objective, batch, outputs, accumulator)
 
         def make(indices: Int64) -> MicroBatch:
-            return to_learn(self._make_micro_batch(rows, indices), rows)
+            batch = self._make_micro_batch(rows, indices)
+            return to_learn(batch, rows, objective.level)
 
         # Gradients are summed in the last micro-batch, so all ranks have as many.
-        plan = self._plan(rows, agree_with_ranks=True, unit=objective.rows_per_unit)
+        plan = self._plan(rows, agree_with_ranks=True)
         batches = MicroBatches(plan, make)
         outputs = replace(objective.outputs, routing=self._routed)
         with self._own_random_numbers(), self.sharding:
@@ -331,17 +332,18 @@ class PackedEngine(Engine):
         accumulator: LossAccumulator,
     ) -> Tensor:
         """Return a micro-batch's share of the loss, and add it to the accumulator."""
-        assert batch.row_weights is not None, "these rows are learned from"
-        row = batch.row_of_loss(objective.outputs)
-        weight = batch.row_weights.index_select(0, row)
+        row, row_weights = batch.row_of_loss, batch.row_weights
+        assert row is not None and row_weights is not None, "rows are learned from"
         inputs = LossInputs(
-            row=batch.sequence_of_loss(row), **loss_columns(rows, batch)
+            row=batch.row_of_output(objective.outputs),
+            unit=batch.unit,
+            **loss_columns(rows, batch),
         )
+        token_loss = objective(*without_uncounted(outputs, inputs, row_weights != 0))
 
-        token_loss = objective(*without_uncounted(outputs, inputs, weight != 0))
         expert_load = None
         if outputs.routing is not None:
-            balance = balance_per_loss(outputs.routing, row, batch.row_weights)
+            balance = balance_per_loss(outputs.routing, batch)
             token_loss = replace(
                 token_loss,
                 loss=token_loss.loss + self._balance_coefficient * balance,
@@ -349,7 +351,8 @@ class PackedEngine(Engine):
             )
             expert_load = outputs.routing.load
 
-        loss = aggregate(token_loss.loss, row, batch.row_weights)
+        loss = aggregate(token_loss.loss, row, row_weights)
+        weight = row_weights.index_select(0, row)
         accumulator.add(loss, token_loss, weight, expert_load)
 
         # Any output that depends on the parameters serves to carry a NaN to them.
@@ -359,14 +362,11 @@ class PackedEngine(Engine):
 
     # -------------------------------------------------------------------- micro-batches
 
-    def _plan(
-        self, rows: Rows, *, agree_with_ranks: bool, unit: int = 1
-    ) -> list[Int64]:
+    def _plan(self, rows: Rows, *, agree_with_ranks: bool) -> list[Int64]:
         return plan_micro_batches(
             rows.lengths,
             self.spec.backend,
-            rows_per_unit=unit,
-            sequence=rows.sequence if isinstance(rows, TrainingBatch) else None,
+            unit=rows.unit if isinstance(rows, TrainingBatch) else None,
             multiple=self.micro_batch_multiple,
             equal_lengths=not self.spec.packs_rows,
             agree_with_ranks=agree_with_ranks and self.world_size > 1,

@@ -1,15 +1,15 @@
 """Training objectives, assembled from losses: a callable per kind of training.
 
-Invariant: an objective maps per-token outputs to per-token losses. The rows'
-`loss_weight` decides how they are weighted into one number, so an objective knows
-neither micro-batches nor ranks. It sees no values of rows that are not learned from
-(`without_uncounted`).
+Invariant: an objective maps outputs of a model to losses, one per token or per unit of
+rows. The rows' `loss_weight` decides how they are weighted into one number, so
+an objective knows neither micro-batches nor ranks. It sees no values of rows that are
+not learned from (`without_uncounted`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from verl_ray.algorithms.losses import TokenLoss, bradley_terry, value_loss
 from verl_ray.config.algorithm import ValueLossConfig
@@ -19,8 +19,15 @@ from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
 if TYPE_CHECKING:
     from torch import Tensor
 
+Level = Literal["token", "unit"]
+"""What an objective has one loss for: a response token, or a unit of rows, which
+`TrainingBatch.unit` names; without that each row is one."""
+
 _OUTPUTS = ("log_probs", "entropy", "greedy", "values", "scores")
 """The outputs of a model that losses read."""
+
+_ROW_COLUMNS = ("margin", "ref_log_prob", "scores")
+"""What has one value per row; all else has one per selected token."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +37,12 @@ class LossInputs:
     They are float32 [selected] unless noted. A column that is absent is None.
 
     Attributes:
-        row: int64, the row of the micro-batch that each loss belongs to: [selected], or
-            [rows] for losses of scores.
+        row: int64, the row of the micro-batch that each output belongs to: [selected],
+            or [rows] for scores.
+        unit: int64 [rows], the unit of each row, from 0 and ascending; None where every
+            row is one.
         margin: float32 [rows].
+        ref_log_prob: float64 [rows], log-probs of whole responses by the reference.
         rollout_log_probs: Log-probs of the sampler.
         is_fresh: 1 where the token is of the policy version that learns, else 0.
         old_log_probs: Log-probs of the policy before the step.
@@ -47,7 +57,9 @@ class LossInputs:
     """
 
     row: Tensor
+    unit: Tensor | None = None
     margin: Tensor | None = None
+    ref_log_prob: Tensor | None = None
     rollout_log_probs: Tensor | None = None
     is_fresh: Tensor | None = None
     old_log_probs: Tensor | None = None
@@ -62,7 +74,14 @@ class LossInputs:
     @classmethod
     def columns(cls) -> tuple[str, ...]:
         """Return the names of the TrainingBatch columns that losses read."""
-        return tuple(column.name for column in fields(cls) if column.name != "row")
+        own = ("row", "unit")
+        return tuple(column.name for column in fields(cls) if column.name not in own)
+
+    def with_units_as_rows(self) -> LossInputs:
+        """Return inputs whose `row` is the unit of each output."""
+        if self.unit is None:
+            return self
+        return replace(self, row=self.unit.index_select(0, self.row), unit=None)
 
 
 def without_uncounted(
@@ -78,23 +97,28 @@ def without_uncounted(
     Args:
         outputs: Outputs of the model.
         inputs: Columns of the rows.
-        counted: bool [selected] or, for losses of scores, [rows].
+        counted: bool [rows].
     """
-    # `masked_fill` has a gradient of exactly 0 at the filled places.
-    uncounted = ~counted
-    cleared_outputs = _cleared(outputs, _OUTPUTS, uncounted)
-    cleared_inputs = _cleared(inputs, LossInputs.columns(), uncounted)
+    cleared_outputs = _cleared(outputs, _OUTPUTS, counted, inputs.row)
+    cleared_inputs = _cleared(inputs, LossInputs.columns(), counted, inputs.row)
     return replace(outputs, **cleared_outputs), replace(inputs, **cleared_inputs)
 
 
 def _cleared(
-    values: TokenOutputs | LossInputs, names: tuple[str, ...], mask: Tensor
+    values: TokenOutputs | LossInputs,
+    names: tuple[str, ...],
+    counted: Tensor,
+    row: Tensor,
 ) -> dict[str, Any]:
-    """Return the tensors of these names with zeros where the mask is True."""
+    """Return the tensors of these names with zeros where rows do not count."""
+    uncounted = ~counted
+    at_tokens = uncounted.index_select(0, row)
     cleared = {}
     for name in names:
         tensor = getattr(values, name)
         if tensor is not None:
+            mask = uncounted if name in _ROW_COLUMNS else at_tokens
+            # The gradient is exactly 0 at the filled places.
             cleared[name] = tensor.masked_fill(mask, 0)
     return cleared
 
@@ -113,17 +137,11 @@ class Objective(Protocol):
 
     @property
     def outputs(self) -> RequestedOutputs:
-        """The outputs of the model that it needs.
-
-        If these are scores, it has a loss per row; otherwise one per response token.
-        """
+        """The outputs of the model that it needs."""
 
     @property
-    def rows_per_unit(self) -> int:
-        """Number of neighbouring rows that it compares.
-
-        They must be in the same micro-batch. With 1, each row is independent.
-        """
+    def level(self) -> Level:
+        """Kind of thing that it has one loss for."""
 
     def __call__(self, outputs: TokenOutputs, inputs: LossInputs) -> TokenLoss: ...
 
@@ -134,7 +152,7 @@ class ValueObjective:
 
     config: ValueLossConfig
 
-    rows_per_unit: ClassVar[int] = 1
+    level: ClassVar[Level] = "token"
 
     @property
     def outputs(self) -> RequestedOutputs:
@@ -157,7 +175,7 @@ class ValueObjective:
 class SupervisedObjective:
     """Negative log-likelihood of the response tokens."""
 
-    rows_per_unit: ClassVar[int] = 1
+    level: ClassVar[Level] = "token"
 
     @property
     def outputs(self) -> RequestedOutputs:
@@ -175,14 +193,11 @@ class SupervisedObjective:
 
 @dataclass(frozen=True)
 class PreferenceObjective:
-    """Bradley-Terry likelihood that the first row of each pair is preferred.
-
-    Both rows of a pair bear its loss, so a pair whose rows have weight w counts 2 w.
-    """
+    """Bradley-Terry likelihood that the first row of each pair is preferred."""
 
     label_smoothing: float
 
-    rows_per_unit: ClassVar[int] = 2
+    level: ClassVar[Level] = "unit"
 
     @property
     def outputs(self) -> RequestedOutputs:
@@ -191,16 +206,12 @@ class PreferenceObjective:
     def __call__(self, outputs: TokenOutputs, inputs: LossInputs) -> TokenLoss:
         scores = required(outputs.scores, "scores")
         margin = required(inputs.margin, "margin")
+        required(inputs.unit, "unit")
 
         # Rows alternate: the chosen response of a pair, then the rejected one.
-        per_pair = bradley_terry(
+        return bradley_terry(
             scores[0::2],
             scores[1::2],
             margin[0::2],
             label_smoothing=self.label_smoothing,
         )
-        metrics = {
-            name: values.repeat_interleave(2)
-            for name, values in per_pair.metrics.items()
-        }
-        return TokenLoss(per_pair.loss.repeat_interleave(2), metrics)

@@ -37,7 +37,7 @@ from verl_ray.learning.correction_weights import (
     CorrectionWeights,
     correction_weights,
 )
-from verl_ray.learning.objectives import LossInputs, required
+from verl_ray.learning.objectives import Level, LossInputs, required
 from verl_ray.ops.kl import with_gradient_of_k2
 from verl_ray.ops.order_statistics import Total
 from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
@@ -90,7 +90,7 @@ class PolicyObjective:
     entropy_coefficient: float | None = None
     mean_weight: float = 1.0
 
-    rows_per_unit: ClassVar[int] = 1
+    level: ClassVar[Level] = "token"
 
     @property
     def outputs(self) -> RequestedOutputs:
@@ -104,6 +104,8 @@ class PolicyObjective:
         return self.corrects and self.algorithm.correction.normalise
 
     def __call__(self, outputs: TokenOutputs, inputs: LossInputs) -> TokenLoss:
+        # A trajectory of several rows is judged as one.
+        inputs = inputs.with_units_as_rows()
         log_probs = required(outputs.log_probs, "log_probs")
         entropy = required(outputs.entropy, "entropy")
 

@@ -25,7 +25,6 @@ from verl_ray.config.rollout import (
     ServedModel,
 )
 from verl_ray.config.schema import Config, batch_algebra
-from verl_ray.config.tasks.reward_model import RewardModelConfig
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.config.versions import install_command, missing_packages
 from verl_ray.data.tokenizers import VOCABULARY_FILES
@@ -238,7 +237,7 @@ def _proof_problems(config: Config) -> Iterator[Problem]:
 
         if proof.packs_rows:
             continue
-        if isinstance(config, RewardModelConfig):
+        if config.rows_per_unit > 1 and name in config.learners:
             rule = (
                 "the rows of a pair are computed together, and this model computes rows"
                 " of the same length alone"

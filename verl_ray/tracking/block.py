@@ -54,7 +54,7 @@ _SHOWN = (
     ),
     (("kl", "actor/kl_loss"), ("kl", "actor/reward_kl_penalty")),
     (("loss", "reward/loss"),),
-    (("pairs right", "reward/accuracy"),),
+    (("pairs right", "reward/accuracy"), ("pairs right", "rewards/accuracies")),
 )
 
 # Number of steps that the remaining time is estimated from. They are recent ones, since

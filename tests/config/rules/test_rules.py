@@ -28,6 +28,7 @@ from tests.config.rules.cases import Case
 from verl_ray.config.correction import correction_problems
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
+from verl_ray.config.tasks.dpo import DPOConfig
 from verl_ray.config.tasks.reward_model import RewardModelConfig
 from verl_ray.config.tasks.rl import RULES, RLConfig, _inputs_can_be_made
 from verl_ray.config.tasks.sft import SFTConfig
@@ -63,7 +64,7 @@ def test_message(case: Case) -> None:
 
 
 def test_every_rule_has_a_case() -> None:
-    tasks = (Config, RolloutTaskConfig, RLConfig, SFTConfig)
+    tasks = (Config, RolloutTaskConfig, RLConfig, SFTConfig, DPOConfig)
     callers = [task.problems for task in tasks]
     callers += [_inputs_can_be_made, correction_problems]
     code = "".join(map(inspect.getsource, callers))

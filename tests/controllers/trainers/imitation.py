@@ -5,15 +5,16 @@ Tokens of the prompt are included.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from controllers.system.build import System
-from controllers.trainers.supervised import SupervisedTask, SupervisedTrainer
+from controllers.trainers.supervised import Examples, SupervisedTask, SupervisedTrainer
 from controllers.watch.held_out_measures import Evaluation
 from verl_ray.cluster.calls import Call
-from verl_ray.columns.sharded import Sharded
+from verl_ray.cluster.waiting import put
 from verl_ray.columns.stages import TrainingBatch
+from verl_ray.config.data import DataSet
 from verl_ray.config.roles import ModelRole, SupervisedRole
 from verl_ray.config.schema import Config
 from verl_ray.data.conversations import SupervisedSource
@@ -74,29 +75,34 @@ class StudentWorker(ModelWorker):
 class ImitationTrainer(SupervisedTrainer[StudentWorker]):
     weight: float
 
-    def update(self, rows: Sharded[TrainingBatch]) -> Call[list[UpdateReport]]:
-        return self.group.scatter(StudentWorker.imitate, rows, self.weight)
+    def update(self, rows: TrainingBatch) -> Call[list[UpdateReport]]:
+        return self.group.scatter(StudentWorker.imitate, put(rows), self.weight)
 
     def measure(self) -> Evaluation:
         return Evaluation({"val-core/held_out/rows": float(len(self.held_out))})
 
 
-class ImitationTask(SupervisedTask[ImitationConfig, SupervisedSource]):
+class ImitationTask(SupervisedTask[ImitationConfig]):
     workers: ClassVar = {"student": StudentWorker}
+    num_held_out = 4
 
-    def read(self, *, trains: bool = True) -> SupervisedSource:
+    def source(
+        self, data_sets: Sequence[DataSet], *, may_stream: bool
+    ) -> SupervisedSource:
         config = self.config
         return SupervisedSource(
-            config.data.train_path,
+            data_sets,
             load_tokenizer(config.student.model.path),
             config.data,
             max_tokens=config.imitation.max_tokens,
             seed=config.run.seed,
         )
 
-    def make_trainer(self, data: SupervisedSource, system: System) -> ImitationTrainer:
+    def make_trainer(self, data: Examples, system: System) -> ImitationTrainer:
         student = system.models["student"]
         batch_size = self.config.imitation.batch_size
-        trainer = ImitationTrainer("student", student, data, data.all(4), batch_size, 5)
+        trainer = ImitationTrainer(
+            "student", student, SupervisedObjective(), data, batch_size, 5
+        )
         trainer.weight = self.config.imitation.weight
         return trainer

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -14,7 +13,7 @@ from transformers import AutoModelForSequenceClassification
 from controllers.commands.evaluate import evaluation_of
 from scripts.configuration import compose
 from tests.controllers.runs import GRADER, Inputs, command, command_here, lasting
-from tests.data.pairs import write_arithmetic_pairs
+from tests.data.pairs import write_arithmetic_pairs, write_digits
 from tests.data.reading import read_preferences
 from tests.reward_models import make_reward_model, make_tokenizers
 from verl_ray.cluster.session import Session
@@ -201,34 +200,6 @@ def test_a_run_learns_from_a_mixture_and_reports_its_parts(
         assert line["val-core/arithmetic/reward/mean@1"] == pytest.approx(
             parts, abs=1e-5
         )
-
-
-def write_digits(folder: Path, seed: int) -> None:
-    """Write problems, demonstrations and pairs about the first digit of numbers.
-
-    Three of five demonstrations are one too high, so that a policy that imitates them
-    is mostly wrong. The rejected answer of a pair is any wrong digit.
-    """
-    random = np.random.default_rng(seed)
-    numbers = [f"{number:03}" for number in random.permutation(1000)]
-    folder.mkdir()
-    for kind, chosen in (("validation", numbers[:200]), ("train", numbers[200:])):
-        records, pairs = [], []
-        for number in chosen:
-            right, prompt = int(number[0]), f"{number}="
-            said = (right + int(random.random() < 0.6)) % 10
-            records.append(
-                {"prompt": prompt, "answer": str(right), "response": str(said)}
-            )
-            wrong = ((right + int(apart)) % 10 for apart in random.integers(1, 10, 4))
-            pairs += [
-                {"prompt": prompt, "chosen": str(right), "rejected": str(digit)}
-                for digit in wrong
-            ]
-        for name, lines in ((kind, records), (f"{kind}_pairs", pairs)):
-            (folder / f"{name}.jsonl").write_text(
-                "".join(json.dumps(line) + "\n" for line in lines)
-            )
 
 
 @pytest.mark.cluster

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from controllers.trainers.sft import ACCURACY, SFTTrainer
+from controllers.trainers.supervised import Examples
 from tests.controllers.runs import Inputs, start_some
 from verl_ray.cluster.session import Session
 from verl_ray.config.preparation import TinyModelConfig
@@ -54,7 +55,10 @@ def test_the_loss_falls_and_accuracy_is_that_of_greedy_decoding(
     groups, roles = start_some(config, tmp_path, sampling=False)
     with groups:
         trainer = SFTTrainer(
-            roles["actor"], train, train.all(), batch_size=16, max_skipped_steps=5
+            roles["actor"],
+            Examples(train, train.all()),
+            batch_size=16,
+            max_skipped_steps=5,
         )
         steps = [trainer.step(number) for number in range(40)]
         assert steps[-1]["train/loss"] < steps[0]["train/loss"] / 3
@@ -86,7 +90,10 @@ def test_experts_learn_and_are_kept_in_balance(
     groups, roles = start_some(config, tmp_path, sampling=False)
     with groups:
         trainer = SFTTrainer(
-            roles["actor"], train, train.all(), batch_size=16, max_skipped_steps=5
+            roles["actor"],
+            Examples(train, train.all()),
+            batch_size=16,
+            max_skipped_steps=5,
         )
         steps = [trainer.step(number) for number in range(20)]
         trainer.export(str(tmp_path / "model"))

@@ -11,7 +11,6 @@ import pytest
 from controllers.trainers.updates import (
     LearnerBatch,
     ModelOutputs,
-    assignment_of_units,
     cut_mini_batches,
     shuffled_places,
 )
@@ -19,7 +18,7 @@ from scripts.configuration import compose
 from tests.learning.test_normalised_weights import credit_of
 from tests.rows import rollouts_of
 from verl_ray.columns.batch import Batch, Int64
-from verl_ray.columns.packing import balance
+from verl_ray.columns.packing import assignment_of_units, balance
 from verl_ray.columns.sharded import Receipt, Sharded
 from verl_ray.config.tasks.rl import RLConfig
 from workers.model_worker import MiniBatch

@@ -19,7 +19,6 @@ from verl_ray.engine.megatron.experts import RoutedRows
 from verl_ray.engine.megatron.layout import Axis, ParallelLayout
 from verl_ray.engine.megatron.weight_map import share
 from verl_ray.engine.micro_batches import MicroBatch
-from verl_ray.ops.outputs import RequestedOutputs
 
 
 @dataclass(frozen=True)
@@ -71,11 +70,11 @@ class ExpertBalance:
         """Forget the micro-batches of the previous call."""
         self._batches.clear()
 
-    def rows_of(self, batch: MicroBatch, outputs: RequestedOutputs) -> RoutedRows:
+    def rows_of(self, batch: MicroBatch) -> RoutedRows:
         """Return a micro-batch's rows for the routers, and keep them for the report."""
-        assert batch.row_weights is not None
+        losses = batch.losses_of_rows
+        assert batch.row_weights is not None and losses is not None
         last_tokens = batch.packed.last_tokens
-        num_rows = len(last_tokens)
         num_tokens = batch.packed.input_ids.shape[1]
 
         # The row of each token; tokens behind the last row get the number of rows.
@@ -85,7 +84,6 @@ class ExpertBalance:
 
         before_first = last_tokens.new_full((1,), -1)
         length = torch.diff(last_tokens, prepend=before_first).float()
-        losses = torch.bincount(batch.row_of_loss(outputs), minlength=num_rows).float()
 
         rows = RoutedRows(
             row=row,

@@ -102,7 +102,7 @@ class Schedule:
             stage: Stage = module.module
             routed = None
             if self._balance is not None:
-                routed = self._balance.rows_of(batch, outputs)
+                routed = self._balance.rows_of(batch)
 
             # megatron-core calls this on the last stage.
             def loss_of(hidden: Tensor) -> tuple[Tensor, Tensor, None]:
