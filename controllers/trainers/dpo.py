@@ -7,26 +7,21 @@ with the reference.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 
 import numpy as np
 
 from controllers.system.build import System
+from controllers.trainers.pairs import PairsTask, PairsTrainer
 from controllers.trainers.reference import ReferenceLogProbs
-from controllers.trainers.supervised import Examples, SupervisedTask, SupervisedTrainer
-from controllers.watch import held_out_measures
-from controllers.watch.held_out_measures import LOG_LOSS, PAIR_ACCURACY, Evaluation
-from verl_ray.columns.stages import TrainingBatch
-from verl_ray.config.data import DataSet
+from controllers.trainers.supervised import Examples
+from verl_ray.columns.stages import Float64, TrainingBatch
 from verl_ray.config.tasks.dpo import DPOConfig
-from verl_ray.data.preferences import PreferenceSource
-from verl_ray.data.tokenizers import policy_tokenizer
 from verl_ray.learning.preference_objective import PolicyPreferenceObjective
 from workers.actor import ActorWorker
 from workers.model_worker import ModelWorker
 
 
-class DPOTrainer(SupervisedTrainer[ActorWorker]):
+class DPOTrainer(PairsTrainer[ActorWorker]):
     """The trainer of a policy on pairs of responses."""
 
     objective: PolicyPreferenceObjective
@@ -41,52 +36,20 @@ class DPOTrainer(SupervisedTrainer[ActorWorker]):
         with self.timers.timed("comparing with the reference", "ref", waits=True):
             return rows.replace(ref_log_prob=self.reference.log_probs(rows))
 
-    def measure(self) -> Evaluation:
-        """Measure how well implicit rewards tell the responses of held-out pairs."""
+    def held_out_rewards(self) -> Float64:
+        """Return the implicit reward of each held-out row, float64 [rows]."""
         call = self.group.scatter(ModelWorker.evaluate_teacher_forced, self.held_out)
         results = call.result()
         log_ratio = results.row("log_prob")
         if self.reference is not None:
             log_ratio = log_ratio - self.reference.log_probs(self.held_out_rows)
         num_tokens = results.row("response_length").astype(np.float64)
-        rewards = self.objective.config.implicit_reward(log_ratio, num_tokens)
-
-        # The rows of a pair are neighbours: the chosen one, then the rejected one.
-        chosen, rejected = rewards[0::2], rewards[1::2]
-        pair_metrics = {
-            PAIR_ACCURACY: held_out_measures.right(chosen, rejected),
-            LOG_LOSS: held_out_measures.log_losses(chosen, rejected),
-        }
-        return Evaluation(
-            held_out_measures.preference_metrics(chosen, rejected),
-            scores=self.scores_of(pair_metrics, rows_per_problem=2),
-        )
+        rewards: Float64 = self.objective.config.implicit_reward(log_ratio, num_tokens)
+        return rewards
 
 
-class DPOTask(SupervisedTask[DPOConfig]):
+class DPOTask(PairsTask[DPOConfig]):
     """The task of `train --config-name dpo`."""
-
-    noun = "pairs"
-
-    def source(
-        self, data_sets: Sequence[DataSet], *, may_stream: bool
-    ) -> PreferenceSource:
-        """Read the pairs of some data sets."""
-        config = self.config
-        return PreferenceSource(
-            data_sets,
-            policy_tokenizer(config),
-            config.data,
-            max_tokens=config.preference.max_tokens,
-            seed=config.run.seed,
-            margin=None,
-            may_stream=may_stream,
-        )
-
-    @property
-    def num_held_out(self) -> int | None:
-        """Number of held-out pairs; None: all."""
-        return self.config.evaluation.num_pairs
 
     def refuse_untrained(self) -> None:
         """Warn if the model is compared with itself; it may be the first of several."""

@@ -8,7 +8,7 @@ do not fit a role's ranks. No backend is named: which settings go together is wh
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Protocol
 
 from pydantic import Field
 
@@ -246,6 +246,46 @@ def adapter_settings_are_used(
         reason = f"{name}.lora.rank=0 makes no adapter"
         fix = f"Set {name}.lora.rank, 16 for example; or leave it out."
         yield from overridden.ignored(keys, reason, fix)
+
+
+class Compared(Protocol):
+    """A run whose actor may be compared with a reference."""
+
+    @property
+    def actor(self) -> SupervisedRole:
+        """The policy that learns."""
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a reference role is created."""
+
+    @property
+    def reference_is_base(self) -> bool:
+        """Whether the actor without its adapter is the reference."""
+
+
+def reference_settings_are_used(
+    config: Compared, without: str, overridden: OverriddenKeys
+) -> Iterator[Problem]:
+    """Yield a problem for each setting of a reference that the run does not have.
+
+    Args:
+        without: Which setting makes no reference, in words.
+    """
+    if config.has_reference:
+        return
+
+    keys = overridden.under("reference")
+    reason = without
+    if config.reference_is_base:
+        rank = config.actor.lora.rank
+        reason = (
+            f"with actor.lora.rank={rank} the reference is the actor without its"
+            " adapter"
+        )
+        # The path equals the actor's, or there would be a reference of its own.
+        keys = [key for key in keys if key != "reference.model.path"]
+    yield from overridden.ignored(keys, reason)
 
 
 def adapters_have_a_backend(

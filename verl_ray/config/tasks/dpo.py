@@ -19,7 +19,12 @@ from verl_ray.algorithms.preference_losses import (
 from verl_ray.config.algorithm import FUNCTION_AS_TEXT, own_function_of
 from verl_ray.config.data import RowFormat
 from verl_ray.config.pairs import PairsConfig, PreferenceTaskConfig
-from verl_ray.config.roles import ModelRole, ReferenceRole, SupervisedRole
+from verl_ray.config.roles import (
+    ModelRole,
+    ReferenceRole,
+    SupervisedRole,
+    reference_settings_are_used,
+)
 from verl_ray.errors import Problem
 from verl_ray.settings.section import OneOf, OverriddenKeys, PositiveFloat
 from verl_ray.suggest import either
@@ -102,7 +107,8 @@ class DPOConfig(PreferenceTaskConfig):
     def problems(self, overridden: OverriddenKeys) -> Iterator[Problem]:
         yield from super().problems(overridden)
         yield from loss_settings_are_read(self.preference)
-        yield from reference_settings_are_used(self, overridden)
+        without = f"preference.loss={self.preference.loss} has no reference"
+        yield from reference_settings_are_used(self, without, overridden)
 
 
 def loss_settings_are_read(preference: PolicyPreferenceConfig) -> Iterator[Problem]:
@@ -121,23 +127,3 @@ def loss_settings_are_read(preference: PolicyPreferenceConfig) -> Iterator[Probl
         rule = f"preference.loss={preference.loss} does not use it"
         fix = f"Set it to null, or {either(readers)}."
         yield Problem(f"preference.{setting.name}", value, rule, fix)
-
-
-def reference_settings_are_used(
-    config: DPOConfig, overridden: OverriddenKeys
-) -> Iterator[Problem]:
-    """Yield a problem for each setting of a reference that the run does not have."""
-    if config.has_reference:
-        return
-
-    keys = overridden.under("reference")
-    reason = f"preference.loss={config.preference.loss} has no reference"
-    if config.reference_is_base:
-        rank = config.actor.lora.rank
-        reason = (
-            f"with actor.lora.rank={rank} the reference is the actor without its"
-            " adapter"
-        )
-        # The path equals the actor's, or there would be a reference of its own.
-        keys = [key for key in keys if key != "reference.model.path"]
-    yield from overridden.ignored(keys, reason)

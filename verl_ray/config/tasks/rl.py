@@ -50,7 +50,13 @@ from verl_ray.config.reward import (
     mixed_rewards_have_weights,
     sources_by_key,
 )
-from verl_ray.config.roles import ModelRole, OptimizerConfig, ReferenceRole, TrainedRole
+from verl_ray.config.roles import (
+    ModelRole,
+    OptimizerConfig,
+    ReferenceRole,
+    TrainedRole,
+    reference_settings_are_used,
+)
 from verl_ray.config.rollout import temperature_is_not_too_low
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.run import RolloutTrackingConfig, rollout_bound_is_used
@@ -240,7 +246,8 @@ class RLConfig(RolloutTaskConfig):
         yield from bounds_leave_a_range(algorithm)
         yield from critic_matches_the_advantage(algorithm)
         yield from critic_settings_are_used(self, overridden)
-        yield from reference_settings_are_used(self, overridden)
+        without = "algorithm.kl.place=none makes no reference"
+        yield from reference_settings_are_used(self, without, overridden)
         yield from kl_is_complete(algorithm.kl)
         yield from kl_in_the_loss_has_a_gradient(algorithm.kl)
         yield from kl_in_the_reward_has_no_gradient(algorithm.kl)
@@ -347,29 +354,6 @@ def critic_settings_are_used(
     if warmup_steps:
         fix = "Set it to 0, or choose algorithm=ppo."
         yield Problem(key, warmup_steps, reason, fix)
-
-
-def reference_settings_are_used(
-    config: RLConfig, overridden: OverriddenKeys
-) -> Iterator[Problem]:
-    """Yield a problem for each setting of a reference that the run does not have."""
-    if config.has_reference:
-        return
-
-    keys = overridden.under("reference")
-    reason = "algorithm.kl.place=none makes no reference"
-
-    if config.reference_is_base:
-        rank = config.actor.lora.rank
-        reason = (
-            f"with actor.lora.rank={rank} the reference is the actor without its"
-            " adapter"
-        )
-
-        # The path equals the actor's, or there would be a reference of its own.
-        keys = [key for key in keys if key != "reference.model.path"]
-
-    yield from overridden.ignored(keys, reason)
 
 
 # ------------------------------------------------------------- tokens of other policies
